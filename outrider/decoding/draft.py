@@ -1,0 +1,117 @@
+"""A draft is a tree of tokens under each slot's anchor; a chain is the tree with one branch.
+
+B live slots, N drafted nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from outrider.errors import DrafterError
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens proposed under each slot's anchor (the last committed token, not yet in the target's cache).
+
+    Nodes stand in the order drawn, parents first (-1 is the anchor), the most promising first where the drafter may
+    choose: every prefix is a draft.  Siblings are tried in order.
+    `q[b, n]` is the distribution node n was drawn from, given that its elder siblings were rejected; over a reduced
+    vocabulary it is 0 elsewhere; a one-hot row marks a deterministic node among sampled ones.
+    `confidence[b, n]` must be known *before* node n's token was drawn; see `Policy.keep`.
+    """
+
+    tokens: Tensor
+    """[B, N] int64."""
+    parents: Tensor
+    """[B, N] int64, on the tokens' device."""
+    sizes: Tensor
+    """[B] int64 on the CPU, live nodes; the rest is padding."""
+    q: Tensor | None = None
+    """[B, N, V] float; None = every proposal deterministic, always so at temperature 0."""
+    confidence: Tensor | None = None
+    """[B, N] float32 in [0, 1]."""
+    branches: bool = True
+    """False promises parents[b, n] = n - 1, so that masks and walks take the short way."""
+
+    @classmethod
+    def chain(cls, tokens: Tensor, sizes: Tensor, q: Tensor | None = None, confidence: Tensor | None = None) -> Draft:
+        """One branch: every node is the child of the one before it.  tokens [B, N], sizes [B]."""
+        parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
+        return cls(tokens, parents, sizes, q, confidence, branches=False)
+
+    @classmethod
+    def empty(cls, slots: int, device: torch.device | str = "cpu") -> Draft:
+        """Nothing proposed: the step is plain decoding."""
+        nothing = torch.empty(slots, 0, dtype=torch.int64, device=device)
+        return cls(nothing, nothing, torch.zeros(slots, dtype=torch.int64), branches=False)
+
+    def checked(self, slots: int) -> Draft:
+        """This draft with its shape made sure of: sizes within the columns, every parent before its child.
+
+        Raises DrafterError where the tensors' shapes don't belong together.
+        """
+        shape = self.tokens.shape
+        shapes = [shape, self.parents.shape, *(x.shape[:2] for x in (self.q, self.confidence) if x is not None)]
+        if len(shape) != 2 or any(other != shape for other in shapes) or shape[0] != slots or self.sizes.shape != (slots,):
+            raise DrafterError(
+                f"a draft of {slots} slots came with tokens {tuple(shape)}, parents {tuple(self.parents.shape)}, sizes "
+                f"{tuple(self.sizes.shape)}; tokens, parents, q and confidence must all be [slots, nodes, ...]"
+            )
+        sizes = self.sizes.clamp(0, shape[1])
+        if self.branches:
+            nodes = torch.arange(shape[1], device=self.parents.device)
+            sound = ((self.parents >= -1) & (self.parents < nodes)).cumprod(-1).sum(-1)
+            sizes = torch.minimum(sizes, sound.cpu())
+        return replace(self, sizes=sizes)
+
+    def first(self, keep: Tensor) -> Draft:
+        """The first keep[b] nodes of every slot.  keep [B] int64 on the CPU; columns that no slot keeps are cut off."""
+        sizes = torch.minimum(self.sizes, keep).clamp(min=0)
+        width = int(sizes.max()) if len(sizes) else 0
+        if width == self.tokens.shape[1]:
+            return replace(self, sizes=sizes)
+        return replace(
+            self,
+            tokens=self.tokens[:, :width],
+            parents=self.parents[:, :width],
+            sizes=sizes,
+            q=None if self.q is None else self.q[:, :width],
+            confidence=None if self.confidence is None else self.confidence[:, :width],
+        )
+
+    def depths(self) -> Tensor:
+        """Depth of every node: 0 under the anchor.  [B, N] int64."""
+        depths = torch.zeros_like(self.tokens)
+        if not self.branches:
+            return depths + torch.arange(self.tokens.shape[1], device=depths.device)
+        for n in range(self.tokens.shape[1]):
+            parent = self.parents[:, n : n + 1]
+            above = depths.gather(1, parent.clamp(min=0))
+            depths[:, n : n + 1] = torch.where(parent < 0, 0, above + 1)
+        return depths
+
+    def reach(self) -> list[int]:
+        """How deep each slot's live nodes go; 0 where nothing was drafted."""
+        if not self.branches:
+            return self.sizes.tolist()
+        live = torch.arange(self.tokens.shape[1]) < self.sizes[:, None]
+        return (self.depths().cpu() + 1).where(live, 0).amax(-1).tolist() if live.shape[1] else self.sizes.tolist()
+
+    def visible(self) -> Tensor:
+        """Which rows a row of the verified pass may look at: [B, N+1, N+1] bool; row 0 is the anchor, n + 1 is node n.
+
+        A node sees the anchor, its ancestors and itself.
+        """
+        slots, nodes = self.tokens.shape
+        sees = torch.eye(nodes + 1, dtype=torch.bool, device=self.tokens.device)
+        if not self.branches:
+            return torch.ones_like(sees).tril().expand(slots, -1, -1)
+        sees = sees.repeat(slots, 1, 1)
+        rows = torch.arange(slots, device=self.tokens.device)
+        for n in range(nodes):
+            sees[:, n + 1] |= sees[rows, self.parents[:, n] + 1]
+        return sees

@@ -1,0 +1,187 @@
+"""Continue prompts with a target and, where there is one, a drafter: whole (`generate`) or step by step (`stream`).
+
+A few slots serve any number of prompts: a slot that ends is given to the next prompt while the others go on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from outrider.decoding.accept import accept
+from outrider.decoding.loop import Rule, step
+from outrider.decoding.parties import Drafter, Plain, Target
+from outrider.decoding.policy import Fixed, Policy
+from outrider.decoding.sampling import Sampling
+from outrider.decoding.state import DecodeState, FinishReason, Request
+from outrider.decoding.text import TextStream
+from outrider.errors import ConfigError, DataError
+
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+PREFILL_CHUNK = 512
+"""Prompt tokens read in one pass."""
+
+
+@dataclass(slots=True)
+class Generation:
+    """One prompt's continuation."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    steps: int = 0
+    """Verified steps: passes of the target after the prompt was read."""
+    accepted: list[int] = field(default_factory=list)
+    """Drafted tokens kept, step by step."""
+    finish_reason: FinishReason = "length"
+
+
+class Piece(NamedTuple):
+    """What one step added to one prompt's continuation."""
+
+    prompt: int
+    tokens: list[int]
+    text: str
+    drafted: int
+    """How many of the tokens, from the first on, were drafted; the rest is the target's own."""
+
+
+class Progress(NamedTuple):
+    """One slot's share of one step, with what a measurement wants to know."""
+
+    request: int
+    tokens: list[int]
+    accepted: int
+    reached: int
+    """Depth of the draft."""
+    finish_reason: FinishReason | None
+
+
+def generate(
+    target: Target,
+    prompts: Prompt | Sequence[Prompt],
+    drafter: Drafter | None = None,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
+    policy: Policy | None = None,
+    stop: Sequence[str] = (),
+    slots: int = 16,
+) -> list[Generation]:
+    """Continue every prompt; the text is what the target alone would have written.
+
+    prompts: one or many of text, token ids, or chat messages.  A stop string ends `text` before itself and `tokens` at the
+    token that completed it.  At most `slots` prompts share the batch, further ones wait.
+    Raises DataError for a prompt that is empty or does not fit the context, before anything is computed.
+    """
+    requests = _requests(target, prompts, max_new_tokens, sampling, stop)
+    found = [Generation() for _ in requests]
+    streams = [TextStream(target.decode, request.stop) for request in requests]
+    for progress in advance(target, requests, drafter, policy=policy, slots=slots):
+        generation = found[progress.request]
+        generation.tokens += progress.tokens
+        generation.text += streams[progress.request].push(progress.tokens, progress.finish_reason is not None)
+        generation.steps += 1
+        generation.accepted.append(progress.accepted)
+        generation.finish_reason = progress.finish_reason or "length"
+    return found
+
+
+def stream(
+    target: Target,
+    prompts: Prompt | Sequence[Prompt],
+    drafter: Drafter | None = None,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
+    policy: Policy | None = None,
+    stop: Sequence[str] = (),
+    slots: int = 16,
+) -> Iterator[Piece]:
+    """As `generate`, step by step: (prompt index, new tokens, new text, how many of the tokens were drafted)."""
+    requests = _requests(target, prompts, max_new_tokens, sampling, stop)
+    streams = [TextStream(target.decode, request.stop) for request in requests]
+
+    def pieces() -> Iterator[Piece]:
+        for progress in advance(target, requests, drafter, policy=policy, slots=slots):
+            text = streams[progress.request].push(progress.tokens, progress.finish_reason is not None)
+            yield Piece(progress.request, progress.tokens, text, progress.accepted)
+
+    return pieces()
+
+
+def advance(
+    target: Target,
+    requests: Sequence[Request],
+    drafter: Drafter | None = None,
+    *,
+    policy: Policy | None = None,
+    slots: int = 16,
+    rule: Rule = accept,
+    state: DecodeState | None = None,
+) -> Iterator[Progress]:
+    """Serve requests over slots, a step at a time.  `state`, where given, is used and can be watched between the steps."""
+    waiting = deque((i, request) for i, request in enumerate(requests) if request.max_new_tokens > 0)
+    if not waiting:
+        return
+    drafter = Plain() if drafter is None else drafter
+    policy = Fixed(drafter.limit) if policy is None else policy
+    slots = min(slots, len(waiting))
+    longest = max(len(request.prompt) + request.max_new_tokens for _, request in waiting)
+    cache = target.allocate(slots, min(longest, target.spec.context) + drafter.limit + 1)
+    memory = drafter.allocate(cache)
+    state = DecodeState(slots, target.spec.context, target.ends, target.device) if state is None else state
+    serving: dict[int, int] = {}
+    while waiting or serving:
+        fresh = [row for row in range(slots) if row not in serving][: len(waiting)]
+        for row in fresh:
+            serving[row], request = waiting.popleft()
+            state.admit(row, request)
+        prefill(target, drafter, cache, memory, state, fresh)
+        rows, before = state.rows, [len(state.tokens[row]) for row in state.rows]
+        verdict = step(target, drafter, policy, cache, memory, state, rule)
+        accepted = verdict.accepted.tolist()
+        for b, row in enumerate(rows):
+            yield Progress(serving[row], state.tokens[row][before[b] :], accepted[b], state.reached[b], state.finished[row])
+        over = [row for row in rows if state.finished[row]]
+        if over:
+            drafter.free(memory, over)
+            cache.free(over)
+            for row in over:
+                state.free(row)
+                del serving[row]
+
+
+def prefill(target: Target, drafter: Drafter, cache: Any, memory: Any, state: DecodeState, rows: Sequence[int]) -> None:
+    """Read these slots' prompts up to the last token, which is the anchor, in chunks; the drafter sees each chunk."""
+    while rows := [row for row in rows if state.prefilled[row] < len(state.tokens[row]) - 1]:
+        pieces = [state.tokens[row][state.prefilled[row] : -1][:PREFILL_CHUNK] for row in rows]
+        lengths = [len(piece) for piece in pieces]
+        padded = [piece + [0] * (max(lengths) - len(piece)) for piece in pieces]
+        scores = target.prefill(cache, rows, torch.tensor(padded, device=state.device), lengths, drafter.taps)
+        for row, length in zip(rows, lengths, strict=True):
+            state.prefilled[row] += length
+        drafter.admit(memory, rows, state, scores)
+
+
+def _requests(target: Target, prompts: Any, max_new_tokens: int, sampling: Sampling, stop: Sequence[str]) -> list[Request]:
+    if max_new_tokens < 0:
+        raise ConfigError(f"max_new_tokens {max_new_tokens} is negative")
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "" in stops:
+        raise ConfigError("an empty stop string would end every text at once; leave it out")
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | dict)):
+        prompts = [prompts]
+    requests = []
+    for i, prompt in enumerate(prompts):
+        tokens = target.encode(prompt)
+        if len(tokens) >= target.spec.context:
+            raise DataError(
+                f"prompt {i} has {len(tokens)} tokens and leaves no room in the target's context of {target.spec.context}; "
+                "shorten it"
+            )
+        requests.append(Request(tokens, max_new_tokens, sampling, stops, target.decode))
+    return requests

@@ -1,0 +1,133 @@
+"""The parties the loop speaks to: a Target whose law is kept, its Cache, and a Drafter that proposes.
+
+B live slots, S sequence, N drafted nodes, T taps, H hidden size, V vocabulary.  Tensors of a step index the live slots in
+the order of `state.rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.accept import Verdict
+from outrider.decoding.draft import Draft
+from outrider.decoding.state import DecodeState
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSpec:
+    """What a drafter or a checkpoint must know of its target, and what tells two targets apart."""
+
+    name: str
+    revision: str | None
+    layers: int
+    hidden: int
+    vocabulary: int
+    context: int
+    dtype: str
+    tokenizer_hash: str | None
+    """SHA-256 over the sorted vocabulary, 16 hex digits; None without a tokenizer."""
+    weights_hash: str
+    """SHA-256 over shapes and a sample of the weights' values, 16 hex digits."""
+    mode: Literal["tree", "chain", "off"] = "tree"
+
+
+class Scores(NamedTuple):
+    """What the target says of the rows it was given."""
+
+    logits: Tensor
+    """[B, N+1, V]."""
+    hidden: Tensor
+    """[B, N+1, H] after the final norm."""
+    taps: Tensor | None
+    """[B, N+1, T, H]; tap i is the residual stream after decoder layer i, 0-based."""
+
+
+class Cache(Protocol):
+    """The target's keys and values of every slot."""
+
+    slots: int
+    length: int
+
+    def keep(self, path: Tensor) -> None:
+        """The anchor and the accepted nodes stay, the rest never happened.  path [B, D], padded with -1."""
+
+    def fork(self, row: int, rows: Sequence[int], length: int) -> None:
+        """Give `rows` the first `length` tokens of `row`."""
+
+    def free(self, rows: Sequence[int]) -> None:
+        """The requests in these slots are over."""
+
+
+class Target(Protocol):
+    """The model whose law is kept."""
+
+    spec: TargetSpec
+    device: torch.device
+    ends: frozenset[int]
+    """Token ids that end a text."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[..., H], the family's scale applied."""
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """[..., V], the family's soft-cap and scale applied."""
+
+    def allocate(self, slots: int, length: int) -> Cache:
+        """A cache for `slots` requests of at most `length` tokens, drafted ones included."""
+
+    def prefill(self, cache: Any, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int], taps: tuple[int, ...]) -> Scores:
+        """Read one chunk [R, S], right-padded, into these slots.  `logits` [R, 1, V] follow the last real token."""
+
+    def verify(self, cache: Any, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...]) -> Scores:
+        """One pass over anchor and draft.  Nothing is committed until `cache.keep`."""
+
+    def encode(self, prompt: Any) -> list[int]:
+        """Token ids of a text, of chat messages, or of ids given as they are."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of these ids; special tokens are left out."""
+
+
+class Drafter(Protocol):
+    """Proposes.  Holds weights, never a request: everything per slot lives in `memory`."""
+
+    taps: tuple[int, ...]
+    """Target layers it wants to see; () for none."""
+    limit: int
+    """Most nodes it can propose."""
+
+    def allocate(self, cache: Cache) -> Any:
+        """Its memory; slots and length are the cache's."""
+
+    def admit(self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
+        """Once per prefill chunk, in order.  `state.prefilled[row]` counts the prompt tokens read, this chunk included."""
+
+    def propose(self, memory: Any, state: DecodeState, budget: Tensor) -> Draft:
+        """At most budget[b] nodes under each live slot's anchor.  budget [B] int64 on the CPU."""
+
+    def observe(self, memory: Any, state: DecodeState, draft: Draft, verdict: Verdict, scores: Scores) -> None:
+        """Every step, also when nothing was drafted, after the commit."""
+
+    def free(self, memory: Any, rows: Sequence[int]) -> None:
+        """The requests in these slots are over."""
+
+
+class Plain:
+    """The drafter that proposes nothing: plain decoding, by the same loop."""
+
+    taps: tuple[int, ...] = ()
+    limit = 0
+
+    def allocate(self, cache: Cache) -> None: ...
+    def admit(self, memory: None, rows: Sequence[int], state: DecodeState, scores: Scores) -> None: ...
+
+    def propose(self, memory: None, state: DecodeState, budget: Tensor) -> Draft:
+        return Draft.empty(len(state.rows), state.device)
+
+    def observe(self, memory: None, state: DecodeState, draft: Draft, verdict: Verdict, scores: Scores) -> None: ...
+    def free(self, memory: None, rows: Sequence[int]) -> None: ...

@@ -1,0 +1,178 @@
+"""What a batch of requests has become so far: committed tokens, anchors, settings, noise; and where each must end.
+
+B live slots, in the order of `rows`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.accept import Verdict
+from outrider.decoding.draft import Draft
+from outrider.decoding.sampling import Sampling, Settings, Streams
+
+FinishReason = Literal["stop", "length", "context"]
+
+
+@dataclass(slots=True)
+class Request:
+    """One text to continue."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    """The text ends before the first of these; needs `decode`."""
+    decode: Callable[[Sequence[int]], str] | None = None
+
+
+@dataclass(slots=True)
+class Timing:
+    """Seconds of the last step, and of the calls into the two models within it."""
+
+    draft: float = 0.0
+    verify: float = 0.0
+    other: float = 0.0
+    mark: float = 0.0
+
+    def start(self) -> None:
+        self.draft = self.verify = self.other = 0.0
+        self.mark = time.perf_counter()
+
+    def lap(self, part: Literal["draft", "verify", "other"]) -> None:
+        now = time.perf_counter()
+        setattr(self, part, getattr(self, part) + now - self.mark)
+        self.mark = now
+
+
+class DecodeState:
+    """Slots of one batch.  A slot is admitted, advances by `commit`, is finished, and is freed for the next request."""
+
+    def __init__(self, slots: int, context: int, ends: frozenset[int] = frozenset(), device: torch.device | str = "cpu"):
+        self.context = context
+        self.ends = ends
+        self.device = torch.device(device)
+        self.requests: list[Request | None] = [None] * slots
+        self.tokens: list[list[int]] = [[] for _ in range(slots)]
+        """Prompt and committed tokens; the last one is the anchor."""
+        self.prefilled = [0] * slots
+        """Prompt tokens the target has read."""
+        self.finished: list[FinishReason | None] = [None] * slots
+        self.seeds = [0] * slots
+        self.reached: list[int] = []
+        """Depth of each live slot's draft in the last step."""
+        self.unlawful = 0
+        """Nodes so far whose id or q was no lawful proposal."""
+        self.timing = Timing()
+        self.rows: list[int] = []
+        """Live slots, ascending; a finished one stays until it is freed, before the next step."""
+        self.settings = Settings(None, None, None)
+        self.anchor = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._row_seeds = torch.empty(0, dtype=torch.int64, device=self.device)
+
+    def admit(self, row: int, request: Request) -> None:
+        """Put a request into a free slot."""
+        assert self.requests[row] is None, f"slot {row} is taken"
+        seed = request.sampling.seed
+        self.requests[row] = request
+        self.tokens[row] = list(request.prompt)
+        self.prefilled[row] = 0
+        self.finished[row] = None
+        self.seeds[row] = secrets.randbits(63) if seed is None else seed
+        self._select()
+
+    def free(self, row: int) -> None:
+        self.requests[row] = None
+        self._select()
+
+    @property
+    def streams(self) -> Streams:
+        """Noise of the live slots from their next token on."""
+        index = [len(self.tokens[row]) - len(self.requests[row].prompt) for row in self.rows]
+        return Streams(self._row_seeds, torch.tensor(index, device=self.device))
+
+    @property
+    def room(self) -> Tensor:
+        """[B] int64 on the CPU: most nodes worth drafting, since the step itself adds one token more."""
+        return torch.tensor([self._left(row) - 1 for row in self.rows], dtype=torch.int64)
+
+    def new_tokens(self, row: int) -> list[int]:
+        return self.tokens[row][len(self.requests[row].prompt) :]
+
+    def commit(self, draft: Draft, verdict: Verdict) -> Verdict:
+        """Append what was kept, token by token, and stop at an end id, a stop string, the limit or the context.
+
+        Returns the verdict as committed, on the CPU: a slot that ended inside its block has the shorter path and -1 for
+        its next token.
+        """
+        drafted, paths = draft.tokens.tolist(), verdict.path.tolist()
+        accepted, following = verdict.accepted.tolist(), verdict.next_token.tolist()
+        self.unlawful += int(verdict.unlawful.sum())
+        self.reached = draft.reach()
+        cut = False
+        for b, row in enumerate(self.rows):
+            block = [drafted[b][n] for n in paths[b][: accepted[b]]] + [following[b]]
+            kept = self._push(row, block)
+            if kept < len(block):
+                cut = True
+                accepted[b], following[b] = kept, -1
+                paths[b][kept:] = [-1] * (len(paths[b]) - kept)
+        self._anchors()
+        path = torch.tensor(paths, dtype=torch.int64).view(len(paths), -1) if cut else verdict.path.cpu()
+        return Verdict(path, torch.tensor(accepted), torch.tensor(following), verdict.unlawful)
+
+    def _push(self, row: int, block: list[int]) -> int:
+        """Append tokens of `block` until the slot ends; returns how many were appended."""
+        room = self._left(row)
+        kept, reason = len(block), None
+        if kept >= room:
+            request = self.requests[row]
+            by_limit = len(self.tokens[row]) - len(request.prompt) + room >= request.max_new_tokens
+            kept, reason = room, "length" if by_limit else "context"
+        for i, token in enumerate(block[:kept]):
+            if token in self.ends:
+                kept, reason = i + 1, "stop"
+                break
+        if self.requests[row].stop:
+            hit = self._first_stop(row, block[:kept])
+            if hit is not None:
+                kept, reason = hit, "stop"
+        self.tokens[row] += block[:kept]
+        self.finished[row] = reason
+        return kept
+
+    def _first_stop(self, row: int, block: list[int]) -> int | None:
+        """How many tokens of `block` complete the first stop string, or None."""
+        request = self.requests[row]
+        longest = max(map(len, request.stop))
+        # A token is a byte or more and a character at most four bytes: older tokens can't be part of a new match.
+        recent = self.new_tokens(row)[-4 * longest - 4 :]
+        if not any(stop in request.decode(recent + block) for stop in request.stop):
+            return None
+        for i in range(1, len(block) + 1):
+            if any(stop in request.decode(recent + block[:i]) for stop in request.stop):
+                return i
+        return None
+
+    def _left(self, row: int) -> int:
+        """Tokens the slot may still grow by."""
+        request = self.requests[row]
+        grown = len(self.tokens[row]) - len(request.prompt)
+        return min(request.max_new_tokens - grown, self.context - len(self.tokens[row]))
+
+    def _select(self) -> None:
+        """Find the live slots again, after one came or went."""
+        self.rows = [row for row, request in enumerate(self.requests) if request]
+        self.settings = Settings.of([self.requests[row].sampling for row in self.rows], self.device)
+        self._row_seeds = torch.tensor([self.seeds[row] for row in self.rows], dtype=torch.int64, device=self.device)
+        self._anchors()
+
+    def _anchors(self) -> None:
+        self.anchor = torch.tensor([self.tokens[row][-1] for row in self.rows], dtype=torch.int64, device=self.device)

@@ -1,0 +1,1 @@
+"""The model whose law is kept."""
