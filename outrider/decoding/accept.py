@@ -127,7 +127,7 @@ class _Walk:
 
     def verdict(self, next_token: Tensor, unlawful: Tensor) -> Verdict:
         deepest = int(self.accepted.max()) if len(self.accepted) else 0
-        order = (~self.taken).to(torch.int8).argsort(-1, stable=True)[:, :deepest]
+        order = (~self.taken).to(torch.int8).argsort(dim=-1, stable=True)[:, :deepest]
         within = torch.arange(deepest, device=order.device) < self.accepted[:, None]
         live = torch.arange(self.taken.shape[1], device=order.device) < self.sizes[:, None]
         return Verdict(order.where(within, -1), self.accepted, next_token, (unlawful & live).sum(-1))

@@ -70,6 +70,8 @@ class Target(Protocol):
     device: torch.device
     ends: frozenset[int]
     """Token ids that end a text."""
+    mask_token: int | None
+    """Id that stands for a token yet to be drafted; None where the tokenizer has none."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[..., H], the family's scale applied."""
@@ -85,6 +87,9 @@ class Target(Protocol):
 
     def verify(self, cache: Any, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...]) -> Scores:
         """One pass over anchor and draft.  Nothing is committed until `cache.keep`."""
+
+    def read(self, tokens: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [B, S, H] after the final norm and taps [B, S, T, H] of whole right-padded texts, without a cache."""
 
     def encode(self, prompt: Any) -> list[int]:
         """Token ids of a text, of chat messages, or of ids given as they are."""

@@ -101,7 +101,7 @@ def _keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
 
 def _keep_top_p(p: Tensor, top_p: Tensor) -> Tensor:
     """The most likely tokens until their sum reaches top_p, at least one, normalised again."""
-    ranked, order = p.sort(-1, descending=True, stable=True)
+    ranked, order = p.sort(dim=-1, descending=True, stable=True)
     before = ranked.cumsum(-1) - ranked
     kept = torch.zeros_like(p).scatter_(-1, order, ranked.masked_fill(before >= top_p, 0.0))
     return kept / kept.sum(-1, keepdim=True)

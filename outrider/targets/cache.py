@@ -54,6 +54,11 @@ class SlotCache:
         self._now = Pass([], [], 0)
         self._at: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def is_even(self) -> bool:
+        """All rows of the open pass stand at the same place, side by side."""
+        return self._at is None
+
     # ── one pass ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self, rows: Sequence[int], width: int) -> Pass:
@@ -84,14 +89,13 @@ class SlotCache:
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.get_seq_length()
 
-    def mask(self, visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask [R or 1, 1, n, end] of the open pass; None where every row may see everything, or plain causal order.
+    def mask(self, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Additive mask [R or 1, 1, Q, end] of the open pass.
 
-        visible [R or 1, n, n] bool says which of the pass's own rows each may look at; None is causal order.
+        visible [R or 1, Q, n] bool says which of the pass's own tokens each query may look at; None is causal order, Q = n.
+        What a slot held before the pass, every query of its row may look at.
         """
         now = self._now
-        if now.is_even and visible is None and (now.width == 1 or now.starts[0] == 0):
-            return None
         own = visible if visible is not None else torch.ones(now.width, now.width, dtype=torch.bool, device=self.device).tril()[None]
         if now.is_even:
             own = torch.nn.functional.pad(own, (now.starts[0], 0), value=True)
@@ -99,7 +103,7 @@ class SlotCache:
         starts = torch.tensor(now.starts, device=self.device)[:, None, None]
         columns = torch.arange(now.end, device=self.device) - starts
         inside = (columns >= 0) & (columns < now.width)
-        place = columns.clamp(0, now.width - 1).expand(-1, now.width, -1)
+        place = columns.clamp(0, now.width - 1).expand(-1, own.shape[1], -1)
         seen = (columns < 0) | (inside & own.expand(len(now.rows), -1, -1).gather(-1, place))
         return torch.zeros(seen.shape, dtype=dtype, device=self.device).masked_fill_(~seen, -torch.inf)[:, None]
 

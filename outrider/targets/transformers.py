@@ -25,9 +25,6 @@ from outrider.targets.cache import SlotCache
 FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "phi", "gpt_neox", "gpt2"})
 """Model types whose decoding was compared with `model.generate`, token for token, by the tests."""
 
-CHUNK = 512
-"""Prompt tokens read in one pass."""
-
 
 class TransformersTarget:
     """A causal LM whose law is kept.  Made by `load_target`."""
@@ -44,6 +41,8 @@ class TransformersTarget:
         self._head.register_forward_pre_hook(self._catch_hidden)
         self.spec = _spec(model, tokenizer, name, revision)
         self.ends = _ends(model)
+        self.mask_token: int | None = getattr(tokenizer, "mask_token_id", None)
+        """Id that stands for a token yet to be drafted; None where the tokenizer has none."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[..., H]."""
@@ -51,7 +50,7 @@ class TransformersTarget:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states after the final norm."""
-        return nn.functional.linear(hidden, self._head.weight, getattr(self._head, "bias", None))
+        return nn.functional.linear(hidden.to(self._head.weight.dtype), self._head.weight, getattr(self._head, "bias", None))
 
     def allocate(self, slots: int, length: int) -> SlotCache:
         return SlotCache(slots, length, self.device)
@@ -62,9 +61,8 @@ class TransformersTarget:
     ) -> Scores:
         """Read one chunk [R, S], right-padded, behind what each slot holds.  `logits` [R, 1, V] follow the last real token."""
         cache.open(rows, tokens.shape[1])
-        visible = torch.ones(1, tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=self.device).tril()
         last = torch.tensor([length - 1 for length in lengths], device=self.device)
-        hidden, tapped = self._states(tokens, cache, visible, None, taps)
+        hidden, tapped = self._states(tokens, cache, taps)
         cache.append(lengths)
         rows_of_hidden = hidden[torch.arange(len(last), device=self.device), last].unsqueeze(1)
         return Scores(self.head(rows_of_hidden), hidden, tapped)
@@ -85,7 +83,7 @@ class TransformersTarget:
         self._tap(taps)
         logits = self.model(
             input_ids=tokens,
-            attention_mask=self._mask(cache, visible),
+            attention_mask=cache.mask(visible, self.model.dtype),
             position_ids=cache.positions(depths),
             past_key_values=cache,
             use_cache=True,
@@ -97,7 +95,7 @@ class TransformersTarget:
         """Hidden states [B, S, H] after the final norm and taps [B, S, T, H] of whole right-padded texts, without a cache."""
         cache = self.allocate(*tokens.shape)
         cache.open(range(len(tokens)), tokens.shape[1])
-        return self._states(tokens, cache, None, None, taps)
+        return self._states(tokens, cache, taps)
 
     def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a text, of chat messages (through the chat template), or of ids given as they are.
@@ -126,28 +124,16 @@ class TransformersTarget:
 
     # ── one forward pass ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _states(
-        self, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None]:
+    def _states(self, tokens: Tensor, cache: SlotCache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         self._tap(taps)
         hidden = self.model.base_model(
             input_ids=tokens,
-            attention_mask=self._mask(cache, visible),
-            position_ids=cache.positions(depths),
+            attention_mask=cache.mask(None, self.model.dtype),
+            position_ids=cache.positions(),
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
         return hidden, self._tapped(taps)
-
-    def _mask(self, cache: SlotCache, visible: Tensor | None) -> Tensor:
-        mask = cache.mask(visible, self.model.dtype)
-        if mask is None:
-            end = cache.get_mask_sizes(0)[0]
-            width = end - cache.get_seq_length()
-            mask = torch.zeros(1, 1, width, end, dtype=self.model.dtype, device=self.device)
-            if width > 1:
-                mask += torch.full((width, end), -torch.inf, dtype=self.model.dtype, device=self.device).triu(1)
-        return mask
 
     def _tap(self, taps: tuple[int, ...]) -> None:
         for layer in taps:

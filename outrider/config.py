@@ -1,0 +1,101 @@
+"""YAML and key=value to frozen, strict configs.  Every value knows where it came from.  Knows no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from outrider.errors import ConfigError
+
+T = TypeVar("T", bound="Config")
+
+
+class Config(BaseModel):
+    """Base of every config: frozen, strict about keys; the docstring under a field is its help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            for key in data:
+                if key not in cls.model_fields:
+                    raise ValueError(f"unknown key {key!r}{nearest(str(key), cls.model_fields)}")
+        return data
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown word: the nearest known one, or all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+
+
+def build(schema: type[T], values: Mapping[str, Any], where: str = "") -> T:
+    """Validate `values`; a ConfigError names the key path, what was given and what would do."""
+    try:
+        return schema(**values)
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            path = ".".join(str(part) for part in (where, *problem["loc"]) if part != "")
+            message = problem["msg"].removeprefix("Value error, ")
+            given = "" if "unknown key" in message or problem["type"] == "missing" else f" (given: {problem['input']!r})"
+            lines.append(f"{path + ': ' if path else ''}{message}{given}")
+        raise ConfigError("\n".join(lines)) from None
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read run file {path}: {error}") from None
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping such as `target: demo`, not {type(values).__name__}")
+    return values
+
+
+def override(values: dict[str, Any], items: Iterable[str]) -> dict[str, Any]:
+    """`values` with `key.path=value` items laid over it; values are read as YAML."""
+    merged = _copy(values)
+    for item in items:
+        key, equals, text = item.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"override {item!r} must be written key.path=value, such as train.lr=3e-4")
+        *parents, leaf = key.split(".")
+        at = merged
+        for parent in parents:
+            at = at.setdefault(parent, {})
+            if not isinstance(at, dict):
+                raise ConfigError(f"override {item!r}: {parent!r} holds {at!r}, which has no keys of its own")
+        try:
+            at[leaf] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"override {item!r}: {text!r} is not YAML: {str(error).splitlines()[0]}") from None
+    return merged
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mapping to key paths: {"a": {"b": 1}} is {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _copy(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: _copy(value) if isinstance(value, dict) else value for key, value in values.items()}

@@ -1,0 +1,305 @@
+"""DFlash: draft a whole block in one pass, from the target's own hidden states.  (arXiv 2602.06036.)
+
+States of a few target layers, fused, stand as extra keys and values in every layer of a small transformer.  A block is the
+anchor and masks; its tokens see each other both ways and all context before the anchor.  Every slot predicts by itself.
+
+Differs from the paper: the anchor's slot predicts the first token, so K inputs give K drafts (DSpark's layout); training
+samples anchors anew in every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, Protocol
+
+import torch
+from pydantic import PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from outrider.config import Config as Base
+from outrider.decoding.accept import Verdict
+from outrider.decoding.draft import Draft
+from outrider.decoding.parties import Cache, Scores, Target
+from outrider.decoding.sampling import Purpose, distribution
+from outrider.decoding.state import DecodeState
+from outrider.errors import DrafterError
+from outrider.nn.blocks import ContextLayer, angles, block_mask
+from outrider.nn.draft_model import Batch, DraftModel, resolve_taps
+from outrider.targets.cache import SlotCache
+
+Pick = Callable[[Tensor, int], Tensor]
+"""(logits [B, V], slot) to the drafted token [B]."""
+
+
+class BackboneConfig(Base):
+    """What every drafter with this backbone can set."""
+
+    block: PositiveInt = 7
+    """Tokens drafted per step."""
+    layers: PositiveInt = 5
+    """Decoder layers of the draft model."""
+    taps: tuple[int, ...] | None = None
+    """Target layers it sees, counted from 0; five spread over the depth unless given."""
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 4
+    head_dim: PositiveInt = 64
+    intermediate: PositiveInt = 704
+    """Width of the MLP."""
+    rope_theta: PositiveFloat = 10_000.0
+    anchors: PositiveInt = 512
+    """Most blocks trained per text and step."""
+    decay: PositiveFloat = 4.0
+    """Slot k weighs exp(-k / decay) in training."""
+
+
+class Config(BackboneConfig):
+    kind: Literal["dflash"] = "dflash"
+
+
+class Backbone(nn.Module):
+    """Context states and a block of anchor and masks in, one state a slot out."""
+
+    def __init__(self, config: BackboneConfig, target: Target):
+        super().__init__()
+        if config.heads % config.kv_heads:
+            raise DrafterError(f"heads {config.heads} is no multiple of kv_heads {config.kv_heads}")
+        self.config, self.target = config, target
+        self.taps = resolve_taps(config.taps, target.spec)
+        hidden = target.spec.hidden
+        self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=1e-6)
+        self.layers = nn.ModuleList(ContextLayer(hidden, config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(hidden, eps=1e-6)
+        if target.mask_token is None:
+            self.mask = nn.Parameter(torch.randn(hidden) * 0.02)
+
+    def forward(
+        self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None,
+        kept: SlotCache | None = None,
+    ) -> Tensor:  # fmt: skip
+        """States of drafted blocks, [B, A, K, H].
+
+        taps [B, C, T, H] at positions taps_at [B, C]; anchors [B, A] ids at positions anchors_at [B, A]; mask over C + A * K
+        columns, or over all that `kept` holds.
+        """
+        config = self.config
+        dtype = self.fc.weight.dtype
+        context = self.hidden_norm(self.fc(taps.flatten(2).to(dtype)))
+        x = self._inputs(anchors).to(dtype)
+        x_at = (anchors_at[..., None] + torch.arange(config.block, device=anchors.device)).flatten(1)
+        q_angles = angles(x_at, config.head_dim, config.rope_theta)
+        k_angles = angles(torch.cat([taps_at.expand(len(x_at), -1), x_at], 1), config.head_dim, config.rope_theta)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, context, q_angles, k_angles, mask, kept, i)
+        return self.norm(x).unflatten(1, anchors.shape[1:] + (config.block,))
+
+    def _inputs(self, anchors: Tensor) -> Tensor:
+        """Embeddings of every block's anchor and masks, [B, A * K, H]."""
+        slots = self.config.block
+        words = self.target.embed(anchors)
+        if self.target.mask_token is None:
+            masks = self.mask.to(words.dtype)
+        else:
+            masks = self.target.embed(torch.tensor(self.target.mask_token, device=anchors.device))
+        masks = masks.expand(*anchors.shape, slots - 1, -1)
+        return torch.cat([words.unsqueeze(2), masks], 2).flatten(1, 2)
+
+
+class BlockModel(Protocol):
+    """A draft model on this backbone, as `BlockDrafter` serves it."""
+
+    backbone: Backbone
+
+    def __call__(
+        self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None, kept: SlotCache,
+        pick: Pick | None,
+    ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
+
+
+class Model(DraftModel):
+    """The backbone with the target's head on every slot."""
+
+    def __init__(self, config: Config, target: Target):
+        super().__init__()
+        self.backbone = Backbone(config, target)
+        self.taps = self.backbone.taps
+
+    def forward(
+        self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None, kept: SlotCache,
+        pick: Pick | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Draft one block a slot: tokens [B, K], no confidence.  pick None takes the most likely token."""
+        states = self.backbone(taps, taps_at, anchors[:, None], anchors_at[:, None], mask, kept)[:, 0]
+        logits = self.backbone.target.head(states)
+        if pick is None:
+            return logits.argmax(-1), None
+        return torch.stack([pick(logits[:, k], k) for k in range(logits.shape[1])], 1), None
+
+    def predict(self, batch: Batch) -> BlockRows:
+        return BlockRows(self.backbone, batch, lambda states, _previous: self.backbone.target.head(states))
+
+    def drafter(self) -> BlockDrafter:
+        return BlockDrafter(self)
+
+
+def build(config: Config, target: Target) -> BlockDrafter:
+    return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
+
+
+# ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class BlockMemory:
+    """Context keys and values of every slot, and taps that no pass has taken in yet."""
+
+    def __init__(self, slots: int, length: int, device: torch.device):
+        self.kept = SlotCache(slots, length, device)
+        self.pending: list[list[Tensor]] = [[] for _ in range(slots)]
+
+
+class BlockDrafter:
+    """Drafts a block a slot in one pass.  Committed taps wait until the next pass takes them in together with the block."""
+
+    def __init__(self, model: BlockModel):
+        self.model = model
+        self.backbone = model.backbone
+        self.taps = model.backbone.taps
+        self.limit = model.backbone.config.block
+
+    def allocate(self, cache: Cache) -> BlockMemory:
+        # besides the context: the block, and as many columns again where slots bring unequal numbers of new taps
+        return BlockMemory(cache.slots, cache.length + 2 * self.limit, self.backbone.target.device)
+
+    def admit(self, memory: BlockMemory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
+        for b, row in enumerate(rows):
+            read = state.prefilled[row] - memory.kept.lengths[row] - sum(map(len, memory.pending[row]))
+            memory.pending[row].append(scores.taps[b, :read])
+
+    @torch.inference_mode()
+    def propose(self, memory: BlockMemory, state: DecodeState, budget: Tensor) -> Draft:
+        rows, kept = state.rows, memory.kept
+        taps, counts = self._take(memory, rows)
+        starts = torch.tensor([kept.lengths[row] for row in rows], device=state.device)
+        kept.open(rows, taps.shape[1] + self.limit)
+        mask = self._mask(kept, taps.shape[1], counts)
+        pick = None if state.settings.is_greedy else _Picker(state)
+        tokens, confidence = self.model(
+            taps, starts[:, None] + torch.arange(taps.shape[1], device=state.device), state.anchor,
+            starts + torch.tensor(counts, device=state.device), mask, kept, pick,
+        )  # fmt: skip
+        kept.append(counts)
+        q = None if pick is None else torch.stack(pick.q, 1)
+        return Draft.chain(tokens, budget.clamp(max=self.limit), q, confidence)
+
+    def observe(self, memory: BlockMemory, state: DecodeState, draft: Draft, verdict: Verdict, scores: Scores) -> None:
+        for b, row in enumerate(state.rows):
+            kept = int(verdict.accepted[b]) + 1
+            if draft.branches:
+                nodes = [0, *(verdict.path[b, : kept - 1] + 1).tolist()]
+                memory.pending[row].append(scores.taps[b, nodes])
+            else:
+                memory.pending[row].append(scores.taps[b, :kept])
+
+    def free(self, memory: BlockMemory, rows: Sequence[int]) -> None:
+        memory.kept.free(rows)
+        for row in rows:
+            memory.pending[row] = []
+
+    def _take(self, memory: BlockMemory, rows: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Waiting taps of these slots, right-padded [B, C, T, H], and how many each brought."""
+        waiting = [memory.pending[row] for row in rows]
+        for row in rows:
+            memory.pending[row] = []
+        if len(rows) == 1 and len(waiting[0]) == 1:
+            return waiting[0][0][None], [len(waiting[0][0])]
+        target, dtype = self.backbone.target, self.backbone.fc.weight.dtype
+        empty = torch.empty(0, len(self.taps), target.spec.hidden, device=target.device, dtype=dtype)
+        joined = [torch.cat(parts) if parts else empty for parts in waiting]
+        return nn.utils.rnn.pad_sequence(joined, batch_first=True), [len(taps) for taps in joined]
+
+    def _mask(self, kept: SlotCache, width: int, counts: list[int]) -> Tensor | None:
+        """None where no slot has padding among its new taps and all stand at the same place: then all is visible."""
+        if kept.is_even and min(counts) == width:
+            return None
+        columns = torch.arange(width + self.limit, device=kept.device)
+        real = (columns < torch.tensor(counts, device=kept.device)[:, None]) | (columns >= width)
+        return kept.mask(real[:, None].expand(-1, self.limit, -1), self.backbone.fc.weight.dtype)
+
+
+class _Picker:
+    """Draws slot by slot from the distribution the request asks for, and remembers it as q."""
+
+    def __init__(self, state: DecodeState):
+        self.settings, self.streams = state.settings, state.streams
+        self.q: list[Tensor] = []
+
+    def __call__(self, logits: Tensor, slot: int) -> Tensor:
+        self.q.append(distribution(logits, self.settings))
+        return self.streams.draw(self.q[-1], slot, Purpose.DRAFT)
+
+
+# ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class BlockRows:
+    """Predictions of blocks drawn under random anchors of a batch: K rows a block, row k labelled with token a + 1 + k.
+
+    Heads run chunk by chunk on a detached copy of the states; `backward` sends its gradient through the backbone at once.
+    """
+
+    def __init__(self, backbone: Backbone, batch: Batch, head: Callable[[Tensor, Tensor], Tensor]):
+        config = backbone.config
+        self.target, self.slots, self._head = backbone.target, config.block, head
+        at, live = draw_anchors(batch, config.anchors)
+        places = torch.arange(batch.tokens.shape[1], device=at.device)[None]
+        mask = block_mask(at, batch.tokens.shape[1], config.block, batch.documents, live)
+        self._states = backbone(batch.taps, places, batch.tokens.gather(1, at), at, mask)
+        wanted = at[..., None] + torch.arange(config.block, device=at.device)
+        inside = (wanted + 1 < batch.tokens.shape[1]) & live[..., None]
+        labels_at = (wanted + 1).clamp(max=batch.tokens.shape[1] - 1)
+        learnt = _pick(batch.loss_mask, labels_at) & inside & (_pick(batch.documents, labels_at) == batch.documents.gather(1, at)[..., None])
+        self.labels = _pick(batch.tokens, labels_at).flatten()
+        self.previous = _pick(batch.tokens, wanted.clamp(max=batch.tokens.shape[1] - 1)).flatten()
+        decay = torch.exp(-torch.arange(config.block, device=at.device) / config.decay)
+        self.weight = (learnt.cumprod(-1) * decay).flatten()
+        self.depth = torch.arange(config.block, device=at.device).repeat(at.numel())
+        self.block = torch.arange(at.numel(), device=at.device).repeat_interleave(config.block)
+        self._rows_of_hidden = (wanted.clamp(max=batch.tokens.shape[1] - 1) + _row_offsets(batch.tokens)[..., None]).flatten()
+        self._hidden = batch.hidden.flatten(0, 1)
+        self.states = self._states.flatten(0, 2).detach().requires_grad_()
+
+    def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
+        width = max(1, rows // self.slots) * self.slots
+        for start in range(0, len(self.labels), width):
+            part = slice(start, min(start + width, len(self.labels)))
+            with torch.no_grad():
+                target = self.target.head(self._hidden[self._rows_of_hidden[part]])
+            yield self._head(self.states[part], self.previous[part]), target, part
+
+    def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        return {}
+
+    def backward(self) -> None:
+        if self.states.grad is not None:
+            self._states.flatten(0, 2).backward(self.states.grad)
+
+
+def draw_anchors(batch: Batch, most: int) -> tuple[Tensor, Tensor]:
+    """Up to `most` positions a text whose next token is one to learn, drawn without replacement: [B, A] and which are live."""
+    follows = batch.loss_mask[:, 1:] & (batch.documents[:, 1:] == batch.documents[:, :-1])
+    most = min(most, follows.shape[1])
+    chance = torch.rand(follows.shape, device=follows.device).masked_fill(~follows, -1.0)
+    best = chance.topk(most, dim=1)
+    at, order = best.indices.sort(1)
+    return at, best.values.gather(1, order) >= 0
+
+
+def _pick(values: Tensor, at: Tensor) -> Tensor:
+    """values [B, S] at positions [B, A, K]."""
+    return values.gather(1, at.flatten(1)).view(at.shape)
+
+
+def _row_offsets(tokens: Tensor) -> Tensor:
+    return (torch.arange(len(tokens), device=tokens.device) * tokens.shape[1])[:, None]
+
+

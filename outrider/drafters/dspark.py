@@ -1,0 +1,98 @@
+"""DSpark: a block drafted in parallel, then corrected left to right by a small head.  (arXiv 2607.05147.)
+
+A DFlash backbone gives logits for every slot at once; a low-rank Markov head adds what the token before implies, so that
+later slots no longer guess alone, and a confidence head says how likely each slot is kept.  The loss of the paper:
+0.1 CE + 0.9 L1 (twice TV) + binary cross-entropy of the confidence against the expected acceptance.
+
+Differs from the paper: nothing known; its load-aware scheduler is a policy, not part of the drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveInt
+from torch import Tensor
+
+from outrider.decoding.accept import overlap
+from outrider.decoding.parties import Target
+from outrider.drafters.dflash import Backbone, BackboneConfig, BlockDrafter, BlockRows, Pick
+from outrider.nn.draft_model import Batch, DraftModel
+from outrider.nn.heads import ConfidenceHead, MarkovHead, MarkovKind
+from outrider.targets.cache import SlotCache
+
+
+class Config(BackboneConfig):
+    kind: Literal["dspark"] = "dspark"
+    markov: MarkovKind = "vanilla"
+    """Head that corrects each slot from the token before it."""
+    rank: PositiveInt = 256
+    """Rank of that correction."""
+    confidence: bool = True
+    """Train a head that predicts each slot's acceptance."""
+
+
+class Model(DraftModel):
+    """Backbone, Markov head, confidence head."""
+
+    def __init__(self, config: Config, target: Target):
+        super().__init__()
+        self.backbone = Backbone(config, target)
+        self.taps = self.backbone.taps
+        self.markov_head = MarkovHead(config.markov, target.spec.vocabulary, target.spec.hidden, config.rank)
+        self.confidence_head = ConfidenceHead(target.spec.hidden + config.rank) if config.confidence else None
+
+    def forward(
+        self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None, kept: SlotCache,
+        pick: Pick | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Draft one block a slot: tokens [B, K] and confidences [B, K].  pick None takes the most likely token."""
+        states = self.backbone(taps, taps_at, anchors[:, None], anchors_at[:, None], mask, kept)[:, 0]
+        base = self.backbone.target.head(states)
+        token, state, tokens = anchors, self.markov_head.start(states[:, 0]), [anchors]
+        for k in range(base.shape[1]):
+            bias, state = self.markov_head(token, states[:, k], state)
+            logits = base[:, k] + bias
+            token = logits.argmax(-1) if pick is None else pick(logits, k)
+            tokens.append(token)
+        drafted = torch.stack(tokens, 1)
+        if self.confidence_head is None:
+            return drafted[:, 1:], None
+        return drafted[:, 1:], self.confidence(states, drafted[:, :-1]).sigmoid()
+
+    def confidence(self, states: Tensor, previous: Tensor) -> Tensor:
+        """Logits [...] that a slot is kept, from its state [..., H] and the token before it [...]."""
+        return self.confidence_head(torch.cat([states, self.markov_head.markov_w1(previous)], -1))
+
+    def predict(self, batch: Batch) -> DSparkRows:
+        return DSparkRows(self, batch)
+
+    def drafter(self) -> BlockDrafter:
+        return BlockDrafter(self)
+
+
+class DSparkRows(BlockRows):
+    """Block rows with the Markov head on them, and the confidence's own term."""
+
+    def __init__(self, model: Model, batch: Batch):
+        super().__init__(model.backbone, batch, self._corrected)
+        self.model = model
+
+    def _corrected(self, states: Tensor, previous: Tensor) -> Tensor:
+        blocks = states.unflatten(0, (-1, self.slots)), previous.unflatten(0, (-1, self.slots))
+        return self.target.head(states) + self.model.markov_head.along(blocks[1], blocks[0]).flatten(0, 1)
+
+    def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        if self.model.confidence_head is None:
+            return {}
+        with torch.no_grad():
+            kept = overlap(target.float().softmax(-1), draft.float().softmax(-1)).clamp(0, 1)
+        confidence = self.model.confidence(self.states[rows], self.previous[rows]).float()
+        return {"confidence": F.binary_cross_entropy_with_logits(confidence, kept, reduction="none")}
+
+
+def build(config: Config, target: Target) -> BlockDrafter:
+    return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()

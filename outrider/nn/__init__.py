@@ -1,0 +1,1 @@
+"""Parts that draft models share."""

@@ -1,0 +1,117 @@
+"""Attention in which every layer also looks at injected context, rotary positions, norm and MLP; masks of drafted blocks.
+
+B sequences, C context rows, Q query rows, H hidden size, h heads, d head size.  Parameter names follow the released DFlash and
+DSpark checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class KeyValues(Protocol):
+    """Where a layer's keys and values are kept between passes."""
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
+
+
+class Shape(Protocol):
+    """Sizes that a layer is made from; a method's Config has them."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+
+
+class Attention(nn.Module):
+    """Queries from the block alone; keys and values from context and block, in that order."""
+
+    def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.q_proj = nn.Linear(hidden, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
+        self.q_norm = nn.RMSNorm(head_dim, eps=1e-6)
+        self.k_norm = nn.RMSNorm(head_dim, eps=1e-6)
+
+    def forward(
+        self, x: Tensor, rows: Tensor, q_angles: Tensor, k_angles: Tensor, mask: Tensor | None, kept: KeyValues | None, layer: int
+    ) -> Tensor:
+        """x [B, Q, H]; rows [B, C + Q, H] give keys and values; mask [B or 1, 1, Q, all] additive or bool."""
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))).transpose(1, 2)
+        k = self.k_norm(self.k_proj(rows).unflatten(-1, (self.kv_heads, self.head_dim))).transpose(1, 2)
+        v = self.v_proj(rows).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
+        q, k = rotate(q, q_angles), rotate(k, k_angles)
+        if kept is not None:
+            k, v = kept.update(k, v, layer)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.heads != self.kv_heads)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, hidden: int, intermediate: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ContextLayer(nn.Module):
+    """One decoder layer of a draft model.  The context enters as keys and values only, without this layer's input norm."""
+
+    def __init__(self, hidden: int, shape: Shape):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(hidden, eps=1e-6)
+        self.self_attn = Attention(hidden, shape.heads, shape.kv_heads, shape.head_dim)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=1e-6)
+        self.mlp = MLP(hidden, shape.intermediate)
+
+    def forward(
+        self, x: Tensor, context: Tensor, q_angles: Tensor, k_angles: Tensor, mask: Tensor | None,
+        kept: KeyValues | None = None, layer: int = 0,
+    ) -> Tensor:  # fmt: skip
+        """x [B, Q, H], context [B, C, H]; returns [B, Q, H]."""
+        normed = self.input_layernorm(x)
+        x = x + self.self_attn(normed, torch.cat([context, normed], 1), q_angles, k_angles, mask, kept, layer)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def angles(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+    """cos and sin of the rotary angles, float32: [2, B, 1, n, head_dim / 2] for positions [B, n]."""
+    powers = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    turn = positions[:, None, :, None].float() * theta**-powers
+    return torch.stack([turn.cos(), turn.sin()])
+
+
+def rotate(x: Tensor, angle: Tensor) -> Tensor:
+    """Turn each half-pair of x [B, h, n, d] by its angle."""
+    cos, sin = angle.to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def block_mask(anchors: Tensor, length: int, block: int, documents: Tensor, live: Tensor) -> Tensor:
+    """What drafted blocks may see in training: [B, 1, A * block, length + A * block] bool.
+
+    A block whose anchor stands at position a sees context strictly before a, of a's own text, and all of itself; blocks never
+    see each other.  anchors [B, A] positions, documents [B, length], live [B, A] bool; a dead block sees itself alone.
+    """
+    rows = anchors.repeat_interleave(block, 1)[:, :, None]
+    columns = torch.arange(length, device=anchors.device)
+    own = documents.gather(1, anchors).repeat_interleave(block, 1)[:, :, None] == documents[:, None, :]
+    context = (columns < rows) & own & live.repeat_interleave(block, 1)[:, :, None]
+    number = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block)
+    itself = (number[:, None] == number[None, :]).expand(len(anchors), -1, -1)
+    return torch.cat([context, itself], -1)[:, None]

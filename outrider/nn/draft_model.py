@@ -1,0 +1,113 @@
+"""What a trainable method promises: a Batch in, Predictions out, a Drafter to serve with.
+
+It says what to predict and where; never which loss.  Every method reduces to rows of (draft logits, target logits, weight,
+depth), so any loss works with any method and acceptance by depth is computed once for all.
+
+B sequences, S tokens, T taps, H hidden size, V vocabulary, M predicted rows, m rows of one chunk.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from outrider.decoding.parties import Drafter, Target, TargetSpec
+from outrider.errors import DrafterError
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Texts as the target sees them."""
+
+    tokens: Tensor
+    """[B, S] int64."""
+    loss_mask: Tensor
+    """[B, S] bool, True where the token is one to learn to draft."""
+    documents: Tensor
+    """[B, S] int64: 0 is padding, equal numbers are one text."""
+    taps: Tensor
+    """[B, S, T, H]."""
+    hidden: Tensor
+    """[B, S, H] after the target's final norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What features were made of; a consumer refuses a source that disagrees."""
+
+    target: TargetSpec
+    taps: tuple[int, ...]
+    dtype: str
+    template_hash: str | None
+    texts: int
+    tokens: int
+
+
+class FeatureSource(Protocol):
+    """Batches, again and again, in an order that depends on seed and step alone."""
+
+    manifest: Manifest
+
+    def batch(self, step: int) -> Batch:
+        """The batch of optimiser step `step`, counted from 0."""
+
+
+class Predictions(Protocol):
+    """Rows that a method predicts in one batch; logits come in chunks, so the full [M, V] need never exist."""
+
+    labels: Tensor
+    """[M] int64, the token that followed."""
+    weight: Tensor
+    """[M] float32, 0 where nothing is learnt."""
+    depth: Tensor
+    """[M] int64, 0 = first drafted token."""
+    block: Tensor
+    """[M] int64, rows of one rollout share it; a chunk never splits one."""
+
+    def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
+        """(draft logits, target logits [m, V], which rows), at most about `rows` at a time."""
+
+    def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        """[m] terms of the method's own, by name; they are added to the loss with the row's weight."""
+
+    def backward(self) -> None:
+        """Carry the gradients that the chunks' losses left on the rows back into the model."""
+
+
+class DraftModel(nn.Module, ABC):
+    """A trainable method.  Embedding and head are the target's: borrowed, frozen, never saved."""
+
+    taps: tuple[int, ...]
+
+    @abstractmethod
+    def predict(self, batch: Batch) -> Predictions: ...
+
+    @abstractmethod
+    def drafter(self) -> Drafter: ...
+
+
+def resolve_taps(taps: Sequence[int] | None, spec: TargetSpec, count: int = 5) -> tuple[int, ...]:
+    """The taps asked for, checked, or `count` of them spread from layer 1 to three before the last."""
+    if taps is None:
+        last = max(spec.layers - 3, 0)
+        first = min(1, last)
+        return tuple(sorted({first + round(i * (last - first) / max(1, count - 1)) for i in range(count)}))
+    wrong = [tap for tap in taps if not 0 <= tap < spec.layers]
+    if wrong:
+        raise DrafterError(
+            f"taps {tuple(taps)} reach past layer {spec.layers - 1} of {spec.name} ({spec.layers} layers, counted from 0); "
+            f"choose taps from 0 to {spec.layers - 1}"
+        )
+    if list(taps) != sorted(set(taps)):
+        raise DrafterError(f"taps {tuple(taps)} must rise from one to the next, each named once")
+    return tuple(taps)
+
+
+def binding(target: Target) -> dict[str, Any]:
+    """What a checkpoint is bound to: the target's shape, vocabulary and weights, whatever folder it was loaded from."""
+    spec = asdict(target.spec)
+    return {key: spec[key] for key in ("layers", "hidden", "vocabulary", "tokenizer_hash", "weights_hash")}
