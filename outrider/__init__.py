@@ -1,0 +1,69 @@
+"""Outrider: speculative decoding made practical.  A drafter rides ahead, the target decides, the output is the target's own."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outrider.config import Config
+    from outrider.decoding.accept import Verdict, accept, overlap
+    from outrider.decoding.draft import Draft
+    from outrider.decoding.generate import Generation, generate, stream
+    from outrider.decoding.sampling import Sampling
+    from outrider.evaluate.measure import evaluate
+    from outrider.evaluate.report import Report
+    from outrider.targets.transformers import load_target
+    from outrider.train.checkpoint import load_drafter
+    from outrider.train.trainer import train
+
+_HOMES = {
+    "Config": "config",
+    "Draft": "decoding.draft",
+    "Generation": "decoding.generate",
+    "Report": "evaluate.report",
+    "Sampling": "decoding.sampling",
+    "Verdict": "decoding.accept",
+    "accept": "decoding.accept",
+    "evaluate": "evaluate",
+    "generate": "decoding.generate",
+    "load_drafter": "train.checkpoint",
+    "load_target": "targets.transformers",
+    "overlap": "decoding.accept",
+    "stream": "decoding.generate",
+    "train": "train",
+}
+_PACKAGES = ("evaluate", "train")
+"""Packages that can be called, see their docstrings."""
+
+__all__ = [
+    "Config",
+    "Draft",
+    "Generation",
+    "Report",
+    "Sampling",
+    "Verdict",
+    "accept",
+    "evaluate",
+    "generate",
+    "load_drafter",
+    "load_target",
+    "overlap",
+    "stream",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # loaded on first use, so that `import outrider` and `outrider --help` need no torch
+    if name not in _HOMES:
+        raise AttributeError(f"module 'outrider' has no attribute {name!r}")
+    value = importlib.import_module(f"outrider.{_HOMES[name]}")
+    if name not in _PACKAGES:
+        value = getattr(value, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -121,6 +121,7 @@ class Model(DraftModel):
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
+        self.config, self.target = config, target
         self.backbone = Backbone(config, target)
         self.taps = self.backbone.taps
 
@@ -130,13 +131,13 @@ class Model(DraftModel):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Draft one block a slot: tokens [B, K], no confidence.  pick None takes the most likely token."""
         states = self.backbone(taps, taps_at, anchors[:, None], anchors_at[:, None], mask, kept)[:, 0]
-        logits = self.backbone.target.head(states)
+        logits = self.target.head(states)
         if pick is None:
             return logits.argmax(-1), None
         return torch.stack([pick(logits[:, k], k) for k in range(logits.shape[1])], 1), None
 
     def predict(self, batch: Batch) -> BlockRows:
-        return BlockRows(self.backbone, batch, lambda states, _previous: self.backbone.target.head(states))
+        return BlockRows(self.backbone, batch, lambda states, _previous: self.target.head(states))
 
     def drafter(self) -> BlockDrafter:
         return BlockDrafter(self)
@@ -250,6 +251,7 @@ class BlockRows:
     def __init__(self, backbone: Backbone, batch: Batch, head: Callable[[Tensor, Tensor], Tensor]):
         config = backbone.config
         self.target, self.slots, self._head = backbone.target, config.block, head
+        self.vocabulary = backbone.target.spec.vocabulary
         at, live = draw_anchors(batch, config.anchors)
         places = torch.arange(batch.tokens.shape[1], device=at.device)[None]
         mask = block_mask(at, batch.tokens.shape[1], config.block, batch.documents, live)
@@ -288,7 +290,8 @@ def draw_anchors(batch: Batch, most: int) -> tuple[Tensor, Tensor]:
     """Up to `most` positions a text whose next token is one to learn, drawn without replacement: [B, A] and which are live."""
     follows = batch.loss_mask[:, 1:] & (batch.documents[:, 1:] == batch.documents[:, :-1])
     most = min(most, follows.shape[1])
-    chance = torch.rand(follows.shape, device=follows.device).masked_fill(~follows, -1.0)
+    # on the CPU, whose random state a checkpoint keeps
+    chance = torch.rand(follows.shape).to(follows.device).masked_fill(~follows, -1.0)
     best = chance.topk(most, dim=1)
     at, order = best.indices.sort(1)
     return at, best.values.gather(1, order) >= 0

@@ -40,6 +40,7 @@ class Model(DraftModel):
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
+        self.config, self.target = config, target
         self.backbone = Backbone(config, target)
         self.taps = self.backbone.taps
         self.markov_head = MarkovHead(config.markov, target.spec.vocabulary, target.spec.hidden, config.rank)
@@ -51,7 +52,7 @@ class Model(DraftModel):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Draft one block a slot: tokens [B, K] and confidences [B, K].  pick None takes the most likely token."""
         states = self.backbone(taps, taps_at, anchors[:, None], anchors_at[:, None], mask, kept)[:, 0]
-        base = self.backbone.target.head(states)
+        base = self.target.head(states)
         token, state, tokens = anchors, self.markov_head.start(states[:, 0]), [anchors]
         for k in range(base.shape[1]):
             bias, state = self.markov_head(token, states[:, k], state)

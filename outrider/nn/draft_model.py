@@ -67,6 +67,8 @@ class Predictions(Protocol):
     """[M] int64, 0 = first drafted token."""
     block: Tensor
     """[M] int64, rows of one rollout share it; a chunk never splits one."""
+    vocabulary: int
+    """V, from which the trainer chooses how many rows a chunk has."""
 
     def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
         """(draft logits, target logits [m, V], which rows), at most about `rows` at a time."""
@@ -81,6 +83,9 @@ class Predictions(Protocol):
 class DraftModel(nn.Module, ABC):
     """A trainable method.  Embedding and head are the target's: borrowed, frozen, never saved."""
 
+    config: Any
+    """The method's own Config, `kind` among its fields."""
+    target: Target
     taps: tuple[int, ...]
 
     @abstractmethod

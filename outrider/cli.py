@@ -1,0 +1,456 @@
+"""The command line: one verb per stage.  Heavy modules load inside the verbs, so `--help` is instant."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from outrider.errors import ConfigError, DataError, OutriderError
+
+if TYPE_CHECKING:
+    from outrider.run import RunConfig
+    from outrider.targets.transformers import TransformersTarget
+
+app = typer.Typer(
+    name="outrider",
+    help="Speculative decoding, the whole road: prepare, train, evaluate, decode.  The output is the target's own.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+out = Console()
+note = Console(stderr=True)
+
+Recipe = Annotated[Path, typer.Argument(help="Run file (YAML).", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value, such as train.lr=3e-4", show_default=False)]
+JsonTo = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON; - is standard output.")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count rows that can't be read instead of stopping at the first.")]
+
+
+def main() -> None:
+    """Entry point: errors of ours are one sentence and an exit code, not a traceback."""
+    try:
+        app(standalone_mode=False)
+    except OutriderError as error:
+        note.print(f"[bold red]error[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
+        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+    except (KeyboardInterrupt, typer.Abort):
+        note.print("\nstopped; what was done is kept, the same command goes on from there")
+        raise SystemExit(130) from None
+    except typer.Exit as done:
+        raise SystemExit(done.exit_code) from None
+    except Exception as error:
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # wrong use of the command line
+            error.show()
+            raise SystemExit(error.exit_code) from None
+        raise
+
+
+# ── stages ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@app.command()
+def run(recipe: Recipe, overrides: Overrides = None, json_to: JsonTo = None, skip_bad: SkipBad = False) -> None:
+    """Prepare, train and evaluate: all stages that the run file has."""
+    settings = _load(recipe, overrides, skip_bad)
+    target = _target(settings)
+    _prepare(settings, target)
+    if settings.train is not None:
+        _train(settings, target)
+    if settings.evaluate is not None:
+        _evaluate(settings, target, json_to)
+
+
+@app.command()
+def prepare(recipe: Recipe, overrides: Overrides = None, skip_bad: SkipBad = False) -> None:
+    """Let the target answer the prompts; goes on where it was stopped."""
+    settings = _load(recipe, overrides, skip_bad)
+    _prepare(settings, _target(settings))
+
+
+@app.command()
+def train(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Train the drafter on the target's answers; goes on where it was stopped."""
+    settings = _load(recipe, overrides)
+    if settings.train is None:
+        raise ConfigError(f"{recipe} has no `train:` section; add one, if only `train: {{}}`")
+    _train(settings, _target(settings))
+
+
+@app.command()
+def evaluate(recipe: Recipe, overrides: Overrides = None, json_to: JsonTo = None) -> None:
+    """Measure the trained drafter, and those beside it, against the target alone."""
+    settings = _load(recipe, overrides)
+    if settings.evaluate is None:
+        raise ConfigError(f"{recipe} has no `evaluate:` section; add one, if only `evaluate: {{}}`")
+    _evaluate(settings, _target(settings), json_to)
+
+
+def _load(recipe: Path, overrides: list[str] | None, skip_bad: bool = False) -> RunConfig:
+    _quiet()
+    from outrider.run import load
+
+    settings, _ = load(recipe, [*(overrides or []), *(["prepare.skip_bad=true"] if skip_bad else [])])
+    return settings
+
+
+def _target(settings: RunConfig) -> TransformersTarget:
+    from outrider.targets.transformers import load_target
+
+    chosen = settings.target
+    target = load_target(
+        chosen.name, device=chosen.device, dtype=chosen.dtype, revision=chosen.revision, trust_remote_code=chosen.trust_remote_code
+    )
+    spec = target.spec
+    out.print(
+        f"target    {spec.name}: {spec.layers} layers x {spec.hidden}, {_count(target.model.num_parameters())} parameters, "
+        f"{spec.dtype} on {target.device}",
+        highlight=False,
+    )
+    return target
+
+
+def _prepare(settings: RunConfig, target: TransformersTarget) -> None:
+    from outrider.prepare import conversations, regenerate
+
+    config, skipped = settings.prepare, conversations.Skipped()
+    asked = list(conversations.read(config, skipped))
+    if skipped:
+        out.print(f"prepare   {len(skipped)} rows left out; the first: {skipped.reasons[0]}", highlight=False, soft_wrap=True)
+    there = len(regenerate.repair(settings.answers / regenerate.ANSWERS))
+    most = len(asked) * (config.max_new_tokens if config.regenerate else config.length)
+    out.print(
+        f"prepare   {len(asked)} prompts from {config.conversations}, {there} answered before; at most {_count(most)} tokens to write, "
+        f"{_size(most * 6)} in {settings.answers}",
+        highlight=False,
+    )
+    with _bar("answers") as bar:
+        task = bar.add_task("answers", total=len(asked), completed=there)
+        path = regenerate.prepare(
+            target, target.tokenizer, asked, settings.answers, config, on_answer=lambda done, _: bar.update(task, completed=done)
+        )
+    answers = regenerate.read_answers(path)
+    learnt = sum(end - start for answer in answers for start, end in answer.learn)
+    out.print(f"          {len(answers)} answers, {_count(learnt)} tokens to learn, in {path}", highlight=False)
+
+
+def _train(settings: RunConfig, target: TransformersTarget) -> None:
+    import torch
+
+    from outrider.drafters import find
+    from outrider.prepare.conversations import template_hash
+    from outrider.prepare.features import LiveFeatures
+    from outrider.prepare.regenerate import ANSWERS, read_answers
+    from outrider.run import write_config, write_provenance
+    from outrider.train.trainer import train as fit
+
+    config, kind = settings.train, settings.drafter["kind"]
+    module = find(kind)
+    if not hasattr(module, "Model"):
+        raise ConfigError(f"drafter {kind!r} has nothing to train; leave the `train:` section out")
+    torch.manual_seed(config.seed)
+    model = module.Model(settings.drafter_config, target).to(target.device)
+    source = LiveFeatures(
+        target, read_answers(settings.answers / ANSWERS), model.taps, batch=config.batch, length=settings.prepare.length,
+        seed=config.seed, dtype=config.dtype, template=template_hash(target.tokenizer),
+    )  # fmt: skip
+    facts = source.manifest
+    weights = sum(p.numel() for p in model.parameters())
+    passes = config.steps / source.steps_per_pass
+    write_config(settings)
+    write_provenance(settings, {"texts": facts.texts, "tokens": facts.tokens, "taps": facts.taps, "parameters": weights})
+    out.print(
+        f"train     {kind}: {_count(weights)} parameters, taps {list(model.taps)}; {config.steps} steps of {config.batch} texts, "
+        f"{passes:.1f} passes over {_count(facts.tokens)} tokens; features live, 0 bytes of disk; checkpoint {_size(weights * 12)}",
+        highlight=False,
+    )
+    with _bar("steps") as bar:
+        task = bar.add_task("steps", total=config.steps)
+
+        def show(step: int, found: Any) -> None:
+            reached = found.get("expected_tokens_per_step")
+            bar.update(task, completed=step, **({"note": f"loss {found['loss']:.3f}, expected {reached:.2f} tokens per step"} if reached else {}))
+
+        place = fit(model, source, config, settings.folder, on_step=show)
+    out.print(f"          checkpoint in {place}", highlight=False)
+
+
+def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | None) -> None:
+    from outrider.evaluate.measure import evaluate as judge
+    from outrider.evaluate.measure import training_of
+    from outrider.run import write_provenance
+    from outrider.train.checkpoint import load_drafter, manifest_of
+
+    config, mine = settings.evaluate, settings.folder / "checkpoint"
+    names = [*config.beside, str(mine) if settings.train is not None else ""]
+    drafters, training = {}, {}
+    for name in names:
+        drafter = load_drafter(name or settings.drafter["kind"], target, **({} if name else _settings_of(settings)))
+        label = manifest_of(name)["kind"] if name and Path(name).exists() else name or settings.drafter["kind"]
+        drafters[label] = drafter
+        if name and Path(name).exists():
+            training[label] = training_of(manifest_of(name), _metrics(Path(name).parent))
+    made = len(config.tasks) * config.prompts * config.max_new_tokens
+    out.print(
+        f"evaluate  {', '.join(drafters)}: {config.prompts} prompts per task of {', '.join(config.tasks)}; about "
+        f"{_count(made * (len(drafters) + 2 + 2 * (len(config.temperatures) - 1)))} tokens to write, one interleaved run",
+        highlight=False,
+    )
+    with _bar("prompts") as bar:
+        task = bar.add_task("prompts", total=config.prompts * len(config.tasks))
+        seen: list[int] = []
+
+        def show(kept: int, wanted: int, left_out: int) -> None:
+            seen.append(kept)
+            bar.update(task, completed=kept, note=f"{left_out} left out: their text loops")
+
+        report = judge(
+            target, drafters, config, provenance=write_provenance(settings, {"drafters": list(drafters)}), training=training,
+            on_prompt=show,
+        )  # fmt: skip
+    report.save(settings.folder)
+    out.print(report.table())
+    tried = sum(row.prompts for row in report.rows[:1]) + len(report.left_out)
+    out.print(f"          {len(report.left_out)} of {tried} prompts left out, because the target's own text loops there", highlight=False)
+    out.print(f"          {settings.folder / 'report.json'}, {settings.folder / 'report.html'}", highlight=False)
+    _write_json(json_to, json.loads((settings.folder / "report.json").read_text()))
+
+
+def _settings_of(settings: RunConfig) -> dict[str, Any]:
+    return {key: value for key, value in settings.drafter.items() if key != "kind"}
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+# ── one prompt ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@app.command()
+def decode(
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; standard input where it is left out or -.")] = None,
+    target: Annotated[str, typer.Option(help="`demo`, a folder, or a Hugging Face id.")] = "demo",
+    drafter: Annotated[str | None, typer.Option(help="Kind, or checkpoint folder; none decodes plainly.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0)] = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the chat template.")] = False,
+) -> None:
+    """Stream a continuation; tokens that were drafted and kept are underlined green, the target's own are plain."""
+    _quiet()
+    from outrider.decoding.generate import stream
+    from outrider.decoding.sampling import Sampling
+    from outrider.targets.transformers import load_target
+    from outrider.train.checkpoint import load_drafter
+
+    text = sys.stdin.read() if prompt in (None, "-") else prompt
+    if not text:
+        raise DataError("the prompt is empty; give it as an argument or on standard input")
+    loaded = load_target(target)
+    rider = load_drafter(drafter, loaded) if drafter else None
+    steps = tokens = 0
+    colour = out.is_terminal and not out.no_color
+    if colour:
+        out.print(text, end="", style="dim", markup=False, highlight=False)
+    pieces = stream(
+        loaded, [[{"role": "user", "content": text}]] if chat else text, rider, max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature, top_k, top_p, seed), stop=stop or (),
+    )  # fmt: skip
+    for piece in pieces:
+        steps, tokens = steps + 1, tokens + len(piece.tokens)
+        if not colour:
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+            continue
+        drafted = loaded.decode(piece.tokens[: piece.drafted])
+        at = len(drafted) if piece.text.startswith(drafted) else 0
+        out.print(piece.text[:at], end="", style="green underline", markup=False, highlight=False)
+        out.print(piece.text[at:], end="", markup=False, highlight=False)
+    sys.stdout.write("\n")
+    note.print(f"{tokens} tokens in {steps} steps, {tokens / max(1, steps):.2f} tokens per step", style="dim", highlight=False)
+
+
+# ── looking ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@app.command()
+def show(recipe: Recipe, overrides: Overrides = None, json_to: JsonTo = None) -> None:
+    """Print a run file with everything resolved, and where each value came from."""
+    _quiet()
+    from outrider.config import flatten
+    from outrider.run import load
+
+    settings, origins = load(recipe, overrides or [])
+    values = flatten(settings.model_dump(mode="json"))
+    if json_to != "-":
+        table = Table(box=None, pad_edge=False)
+        for column in ("setting", "value", "from"):
+            table.add_column(column, overflow="fold")
+        for key, value in values.items():
+            table.add_row(key, json.dumps(value), origins[key], style="" if origins[key] != "default" else "dim")
+        out.print(table)
+    _write_json(json_to, {key: {"value": value, "from": origins[key]} for key, value in values.items()})
+
+
+@app.command()
+def drafters(json_to: JsonTo = None) -> None:
+    """List the drafters there are, own and of other distributions."""
+    _quiet()
+    found = drafter_list()
+    if json_to != "-":
+        table = Table(box=None, pad_edge=False)
+        for column in ("kind", "trains", "taps", "summary"):
+            table.add_column(column)
+        for entry in found:
+            table.add_row(entry["kind"], "yes" if entry["trains"] else "no", "yes" if entry["taps"] else "no", entry["summary"])
+        out.print(table)
+    _write_json(json_to, found)
+
+
+def drafter_list() -> list[dict[str, Any]]:
+    """[{kind, summary, trains, taps}], by kind."""
+    from outrider.drafters import find, kinds
+
+    found = []
+    for kind in sorted(kinds()):
+        module = find(kind)
+        summary = (module.__doc__ or "").strip().splitlines()[0]
+        found.append({"kind": kind, "summary": summary, "trains": hasattr(module, "Model"), "taps": "taps" in module.Config.model_fields})
+    return found
+
+
+@app.command()
+def doctor(json_to: JsonTo = None) -> None:
+    """Say what this machine can do, and what to install for more."""
+    _quiet()
+    checks = examine()
+    if json_to != "-":
+        table = Table(box=None, pad_edge=False)
+        for column in ("what", "found", "what to do"):
+            table.add_column(column, overflow="fold")
+        for check in checks:
+            table.add_row(check["what"], check["found"], check["advice"], style="" if check["ok"] else "yellow")
+        out.print(table)
+    _write_json(json_to, checks)
+
+
+def examine() -> list[dict[str, Any]]:
+    """What this machine has: [{what, found, ok, advice}]."""
+    import platform
+    import shutil
+    from importlib.util import find_spec
+
+    import torch
+
+    from outrider import demo
+    from outrider.run import version_of
+
+    checks: list[dict[str, Any]] = []
+
+    def add(what: str, found: object, ok: bool = True, advice: str = "") -> None:
+        checks.append({"what": what, "found": str(found), "ok": ok, "advice": "" if ok else advice})
+
+    add("python", platform.python_version(), sys.version_info >= (3, 11), "use Python 3.11 or later")
+    for package in ("outrider", "torch", "transformers", "datasets", "safetensors"):
+        add(package, version_of(package) or "missing", version_of(package) is not None, f"pip install {package}")
+    cuda = torch.cuda.is_available()
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else []
+    add("accelerator", ", ".join(devices) or "none", True)
+    add("cpu threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores")
+    add("dtypes", ", ".join(_dtypes("cuda" if cuda else "cpu")))
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    add("compiler", compiler or "none", compiler is not None, "install g++: torch.compile and native parts need it; all else runs without")
+    for extra, module, gain in (
+        ("tensorboard", "tensorboard", "training curves beside metrics.jsonl"),
+        ("accelerate", "accelerate", "device_map and quantised targets"),
+    ):
+        there = find_spec(module) is not None
+        add(f"extra {extra}", "installed" if there else "not installed", there, f"pip install 'outrider[{extra}]' for {gain}")
+    shipped = (demo.TARGET / "config.json").exists() and (demo.SMALL_MODEL / "config.json").exists()
+    add("demo models", demo.TARGET.parent if shipped else "missing", shipped, "install Outrider from a wheel or a full clone")
+    try:
+        pieces = sum(1 for _ in demo.modules("train"))
+        add("library source", f"{pieces} modules to take prompts from")
+    except DataError as error:
+        add("library source", "missing", False, str(error))
+    return checks
+
+
+def _dtypes(device: str) -> Iterator[str]:
+    import torch
+
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        try:
+            torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
+        except RuntimeError:
+            continue
+        yield str(dtype).removeprefix("torch.")
+
+
+# ── small things ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _quiet() -> None:
+    """transformers and datasets talk less; what the user must know we say ourselves."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@contextmanager
+def _bar(unit: str) -> Iterator[Progress]:
+    """A progress bar on standard error; it goes when its work is done."""
+    columns = (TextColumn("          {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    with Progress(*columns, console=note, transient=True) as progress:
+        add = progress.add_task
+        progress.add_task = lambda *a, **k: add(*a, **({"note": ""} | k))  # type: ignore[method-assign]
+        yield progress
+
+
+def _write_json(to: str | None, value: Any) -> None:
+    if to is None:
+        return
+    text = json.dumps(value, indent=2) + "\n"
+    if to == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(to).write_text(text)
+    except OSError as error:
+        raise DataError(f"can't write {to}: {error.strerror}; name a file in a folder that exists") from None
+
+
+def _count(number: float) -> str:
+    """1234567 as 1.2 M."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"
+
+
+def _size(size_bytes: float) -> str:
+    return f"{_count(size_bytes)}B"
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+if __name__ == "__main__":
+    main()

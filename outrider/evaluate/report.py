@@ -1,0 +1,349 @@
+"""Report: JSON to keep, table to read, HTML to look at.  Holds what an evaluation found; measures nothing, knows no torch.
+
+The names in report.json are a public promise under `schema` 1: they stay, more may come, and fields that this version does
+not know survive load and save.  A number that is not finite is null, and null reads "not measured", never 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from outrider.errors import DataError
+from outrider.evaluate import page
+from outrider.evaluate.charts import many, say
+
+SCHEMA = 1
+
+
+def _finite(value: Any) -> Any:
+    """`value` with None for every number that is not finite, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+class Part(BaseModel):
+    """Base of all below: frozen, keeps fields it doesn't know, turns numbers that are not finite into None."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", coerce_numbers_to_str=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_finite(cls, data: Any) -> Any:
+        return _finite(data)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _null_is_empty(cls, value: Any, info: ValidationInfo) -> Any:
+        """A list or a mapping that was not measured may be null in the file; here it is empty."""
+        if value is not None:
+            return value
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if (isinstance(kind, type) and issubclass(kind, Part)) or get_origin(kind) is dict:
+            return {}
+        return () if get_origin(kind) is tuple else None
+
+
+class Percentiles(Part):
+    """Milliseconds."""
+
+    p50: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+
+
+class Share(Part):
+    """Fractions of a step's time; they sum to 1."""
+
+    draft: float | None = None
+    verify: float | None = None
+    other: float | None = None
+
+
+class PromptResult(Part):
+    """One prompt under one drafter."""
+
+    id: str
+    tokens: int | None = None
+    steps: int | None = None
+    tokens_per_s: float | None = None
+    plain_tokens_per_s: float | None = None
+    speedup: float | None = None
+    exact: bool | None = None
+    first_difference: int | None = None
+    """Place of the first token that is not the target's own, from 0."""
+
+
+class Row(Part):
+    """One drafter on one task at one temperature.  Without a default: always there, null where it was not measured."""
+
+    drafter: str
+    task: str
+    prompts: int
+    temperature: float
+    tokens_per_step: float | None
+    """Tokens committed per target pass, bonus token included."""
+    accepted_by_depth: tuple[float | None, ...]
+    """[k]: share of the drafts reaching depth k + 1 whose first k + 1 tokens were all kept."""
+    tokens_per_s: float | None
+    plain_tokens_per_s: float | None
+    """The target alone, through the same loop."""
+    speedup: float | None
+    exact: bool | None
+    """Every text is the target's own, token for token; null where that was not compared, as at temperatures above 0."""
+    compared_tokens: int | None
+    share: Share
+    ttft_ms: Percentiles
+    itl_ms: Percentiles
+    """Gaps between steps, as a reader sees them."""
+    conditional_acceptance: tuple[float | None, ...] = ()
+    """[k]: the same, given that the first k were kept."""
+    rejections_by_depth: tuple[int, ...] = ()
+    steps: int | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+    plain_seconds: float | None = None
+    generate_tokens_per_s: float | None = None
+    """transformers' own generate with the target alone, in the same run."""
+    loop_overhead: float | None = None
+    """Fraction of a step spent outside the calls into the two models."""
+    tpot_ms: Percentiles = Percentiles()
+    plain_itl_ms: Percentiles = Percentiles()
+    plain_ttft_ms: Percentiles = Percentiles()
+    itl_curve_ms: tuple[float | None, ...] = ()
+    """Percentiles 0 to 100 of the gap between steps."""
+    plain_itl_curve_ms: tuple[float | None, ...] = ()
+    dtype: str | None = None
+    batch: int | None = None
+    device: str | None = None
+    unlawful: int | None = None
+    """Drafted nodes whose q was no distribution, or whose id no token; verified as deterministic."""
+    per_prompt: tuple[PromptResult, ...] = ()
+
+    @property
+    def conditions(self) -> str:
+        return " · ".join(part for part in (self.task, f"T {self.temperature:g}", many(self.prompts, "prompt")) if part)
+
+    @property
+    def different(self) -> list[PromptResult]:
+        """Prompts whose text is not the target's own."""
+        return [prompt for prompt in self.per_prompt if prompt.exact is False]
+
+    @property
+    def is_inexact(self) -> bool:
+        return self.exact is False or bool(self.different)
+
+
+class LeftOut(Part):
+    """A prompt that was not measured because the target's own text loops there."""
+
+    id: str
+    fresh_share: float | None = None
+
+
+class Training(Part):
+    """How a drafter was trained."""
+
+    steps: int | None = None
+    seconds: float | None = None
+    tokens: int | None = None
+    loss_curve: tuple[tuple[float, float | None], ...] = ()
+
+
+class Report(Part):
+    """What one evaluation found."""
+
+    schema_: Literal[1] = Field(default=1, alias="schema")
+    target: str
+    provenance: dict[str, Any] = {}
+    rows: tuple[Row, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+    share_left_out: float | None = None
+    training: dict[str, Training] = {}
+    made: str = ""
+    """ISO time."""
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        """The report in a file, or in a folder's report.json.  DataError says what is wrong with it."""
+        path = Path(path)
+        path = path / "report.json" if path.is_dir() else path
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise DataError(f"no report at {path}; `outrider evaluate` writes one") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise DataError(f"can't read report {path}: {error}; restore it, or measure again") from None
+        found = data.get("schema", "none") if isinstance(data, dict) else "none"
+        if found != SCHEMA:
+            raise DataError(
+                f"{path} has schema {found!r}; this Outrider reads schema {SCHEMA}; open it with the version that wrote it"
+            )
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise DataError(f"report {path} is damaged at {where}: {first['msg']}; restore it, or measure again") from None
+
+    def json_text(self) -> str:
+        """The text of report.json."""
+        values = _finite(self.model_dump(mode="json", by_alias=True))
+        return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def save(self, folder: str | Path) -> Path:
+        """Write report.json and report.html; each is whole or as it was before.  Returns the folder."""
+        folder = Path(folder)
+        texts = {"report.html": self.html(), "report.json": self.json_text()}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in texts.items():
+                (folder / f"{name}.part").write_text(text, encoding="utf-8")
+            for name in texts:
+                os.replace(folder / f"{name}.part", folder / name)
+        except OSError as error:
+            raise DataError(f"can't write the report to {folder}: {error}; choose a folder that can be written") from None
+        return folder
+
+    @property
+    def lead(self) -> Row | None:
+        """The row to speak of first: the fastest of those shown exact, else of those not compared, else of all."""
+        rank = lambda row: (0 if row.is_inexact else 2 if row.exact else 1, row.speedup or -1.0)
+        return max(self.rows, key=rank, default=None)
+
+    def headline(self) -> str:
+        """What was found, in one sentence; a second one for every row whose text is not the target's own."""
+        row = self.lead
+        if row is None:
+            return "Nothing was measured: the report has no rows."
+        alone = len({(row.task, row.temperature) for row in self.rows}) == 1
+        where = "" if alone else f"On {row.task or 'its prompts'} at temperature {row.temperature:g}, "
+        first = f"{where}{row.drafter} {_pace_said(row)}; {_truth_said(row)}."
+        return " ".join([first, *(alarm for other, alarm in self.alarms() if other is not row)])
+
+    def alarms(self) -> list[tuple[Row, str]]:
+        """A sentence for every row whose text is not the target's own."""
+        return [
+            (row, f"NOT EXACT: {row.drafter}{f' on {row.task}' if row.task else ''} at temperature {row.temperature:g}; "
+                  f"{_truth_said(row)}.")
+            for row in self.rows if row.is_inexact
+        ]  # fmt: skip
+
+    def table(self) -> Table:
+        """Every row, for a terminal; a text that is not the target's own stands in white on red."""
+        title = Text(f"{self.target}: drafters against the target alone")
+        table = Table(
+            box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0), show_edge=False, pad_edge=False
+        )
+        # least widths: at 80 columns the lists wrap, but no number is cut
+        table.add_column("drafter", overflow="fold", min_width=8)
+        table.add_column("task", overflow="fold", min_width=4)
+        table.add_column("T", justify="right", no_wrap=True)
+        table.add_column("tokens\n/step", justify="right", min_width=6)
+        table.add_column("accepted\nat depth\n1 2 … %", min_width=8)
+        for name, least in (
+            ("tokens\n/s", 6), ("plain\n/s", 5), ("speed\n-up", 5), ("exact", 5), ("draft/\nverify/\nother %", 7), ("loop\n%", 4),
+            ("TTFT\nms\np50", 4), ("ITL\np50\np95", 4),
+        ):  # fmt: skip
+            table.add_column(name, justify="right", min_width=least)
+        for row in self.rows:
+            accepted = " ".join(f"{_dash(value, '.0f', scale=100):>2}" for value in row.accepted_by_depth)
+            share = "/".join(_dash(v, ".0f", scale=100) for v in (row.share.draft, row.share.verify, row.share.other))
+            itl = f"{_digits(row.itl_ms.p50)} {_digits(row.itl_ms.p95)}"
+            table.add_row(
+                Text(row.drafter), Text(row.task), f"{row.temperature:g}", _dash(row.tokens_per_step, ".2f"),
+                accepted or "–", _digits(row.tokens_per_s), _digits(row.plain_tokens_per_s), _dash(row.speedup, ".2f", "×"),
+                Text("NO", "bold white on red") if row.is_inexact else "yes" if row.exact else "–",
+                share, _dash(row.loop_overhead, ".1f", scale=100), _digits(row.ttft_ms.p50), itl,
+            )  # fmt: skip
+        return table
+
+    def markdown(self) -> str:
+        """The short table for a README; tasks are named where there is more than one."""
+        tasks = len({row.task for row in self.rows}) > 1
+        heads = ["drafter", *["task"] * tasks, "temperature", "tokens per step", "speed-up"]
+        heads += ["tokens/s", "plain tokens/s", "exact"]
+        left = 1 + tasks
+        lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * left + "---:|" * (len(heads) - left - 1) + "---|"]
+        for row in self.rows:
+            cells = [
+                _cell(row.drafter), *[_cell(row.task)] * tasks, f"{row.temperature:g}", _dash(row.tokens_per_step, ".2f"),
+                _dash(row.speedup, ".2f", "×"), _dash(row.tokens_per_s, ".1f"),
+                _dash(row.plain_tokens_per_s, ".1f"), _exact_said(row),
+            ]  # fmt: skip
+            lines.append("| " + " | ".join(cells) + " |")
+        return "\n".join(lines) + "\n"
+
+    def html(self) -> str:
+        """The page: one file that asks the network for nothing."""
+        return page.render(self)
+
+
+def _dash(value: float | None, spec: str, unit: str = "", scale: float = 1) -> str:
+    return say(value, spec, unit, scale=scale, missing="–")
+
+
+def _digits(value: float | None) -> str:
+    """A number with a decimal while it is below 100."""
+    return _dash(value, ".1f" if value is not None and value < 99.95 else ".0f")
+
+
+def _cell(text: str) -> str:
+    """Text that can't end a Markdown cell or start markup in it."""
+    text = " ".join(text.split())
+    for mark in "\\`*_[]<>|":
+        text = text.replace(mark, "\\" + mark)
+    return text
+
+
+def _pace_said(row: Row) -> str:
+    """Tokens per pass and speed, as far as they were measured."""
+    speed, depth = row.speedup, ""
+    if row.tokens_per_step is not None:
+        depth = f"writes {row.tokens_per_step:.1f} tokens per target pass and "
+    if speed is None:
+        return depth + "was not timed"
+    if 0.97 < speed < 1.03:
+        return depth + "is about as fast as the target alone"
+    if speed < 1:
+        return depth + f"is slower than the target alone, at {speed:.2f}× its speed"
+    return depth + f"is {speed:{'.1f' if speed >= 1.2 else '.2f'}}× as fast as the target alone"
+
+
+def _truth_said(row: Row) -> str:
+    """Whether the texts are the target's own, as half a sentence."""
+    if row.is_inexact:
+        if not row.different:
+            return "its text is not the target's own"
+        count, first = len(row.different), row.different[0]
+        said = f"{count} of {many(row.prompts, 'text')} {'differs' if count == 1 else 'differ'} from the target's own"
+        at = "" if first.first_difference is None else f" from token {first.first_difference:,} on"
+        return f"{said}{': ' if count == 1 else ', such as '}{first.id}{at}"
+    if row.exact is None:
+        sampled = f"are drawn at temperature {row.temperature:g} and so not compared word for word"
+        return "its texts " + (sampled if row.temperature > 0 else "were not compared with the target's own")
+    every = "its one text" if row.prompts == 1 else f"every one of {many(row.prompts, 'text')}"
+    compared = "" if row.compared_tokens is None else f", {row.compared_tokens:,} tokens compared"
+    return f"{every} is identical to the target's own{compared}"
+
+
+def _exact_said(row: Row) -> str:
+    compared = "" if row.compared_tokens is None else f", {row.compared_tokens:,} tokens compared"
+    if row.is_inexact:
+        return f"**NO**{compared}"
+    return "–" if row.exact is None else f"yes{compared}"

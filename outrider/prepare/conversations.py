@@ -1,0 +1,216 @@
+"""Read conversations from wherever they are, render them as the target sees them, and mark the tokens that train.
+
+Sources: `stdlib:train` and `stdlib:held_out` (the demo's prompts), FILE.jsonl, FILE.txt (a prompt a line), or a data set's
+name on the Hugging Face hub.  A JSONL row has one of `messages`, `conversations`, `turns`, `prompt` (with `response`), `text`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from outrider import demo
+from outrider.config import Config as Base
+from outrider.errors import DataError
+
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+         "assistant": "assistant", "model": "assistant", "system": "system", "tool": "tool"}  # fmt: skip
+
+
+class Config(Base):
+    """Where prompts come from, and how the target answers them."""
+
+    conversations: str = "stdlib:train"
+    """`stdlib:train`, FILE.jsonl, FILE.txt, or a Hugging Face data set."""
+    split: str = "train"
+    """Split of a Hugging Face data set."""
+    count: PositiveInt = 1000
+    """Most conversations used."""
+    length: PositiveInt = 4096
+    """Most tokens of one text; what is beyond is cut off."""
+    regenerate: bool = True
+    """Let the target write the answers.  A drafter learns the target's own text best; false keeps the answers given."""
+    max_new_tokens: PositiveInt = 512
+    """Longest answer."""
+    temperature: NonNegativeFloat = 0.7
+    top_p: float = 0.8
+    top_k: NonNegativeInt = 20
+    seed: int = 0
+    slots: PositiveInt = 16
+    """Answers written at the same time."""
+    folder: str | None = None
+    """Where the answers go; runs that name the same folder share them.  The run's own folder unless given."""
+    skip_bad: bool = False
+    """Count rows that can't be read and go on, instead of stopping at the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One conversation, as it was given."""
+
+    id: str
+    messages: list[dict[str, str]]
+
+    @property
+    def turns(self) -> int:
+        return sum(message["role"] == "user" for message in self.messages)
+
+
+@dataclass(slots=True)
+class Rendered:
+    """Token ids, and which of them train: spans [start, end)."""
+
+    tokens: list[int]
+    learn: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Skipped:
+    """Rows left out, and why."""
+
+    reasons: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.reasons)
+
+
+def read(config: Config, skipped: Skipped | None = None) -> Iterator[Conversation]:
+    """Up to `config.count` conversations.  Raises DataError with file and line for a bad row, or counts it in `skipped`."""
+    skipped = Skipped() if skipped is None else skipped
+    source = config.conversations
+    if source.startswith("stdlib:"):
+        rows: Iterator[tuple[str, Any]] = _library(source.removeprefix("stdlib:"), config)
+    elif source.endswith(".jsonl"):
+        rows = _jsonl(Path(source), config.skip_bad, skipped)
+    elif source.endswith(".txt"):
+        rows = ((f"{Path(source).name}:{n}", {"prompt": line.rstrip("\n")}) for n, line in _lines(Path(source)) if line.strip())
+    else:
+        rows = _hub(source, config.split)
+    found = 0
+    for name, row in rows:
+        try:
+            conversation = parse(row, name)
+        except DataError as error:
+            if not config.skip_bad:
+                raise
+            skipped.reasons.append(str(error))
+            continue
+        yield conversation
+        found += 1
+        if found == config.count:
+            return
+    if not found:
+        raise DataError(f"{source} holds no conversation; a row needs one of messages, conversations, turns, prompt, text")
+
+
+def parse(row: Any, name: str) -> Conversation:
+    """One row in any of the known layouts.  `name` says where it stands, for its id and for errors."""
+    if not isinstance(row, Mapping):
+        raise DataError(f"{name}: a row must be a mapping, not {type(row).__name__}")
+    given = row.get("messages") or row.get("conversations")
+    if given:
+        messages = [_message(message, name) for message in given]
+    elif row.get("turns"):
+        messages = [{"role": "user", "content": str(turn)} for turn in row["turns"]]
+    elif row.get("prompt") or row.get("instruction") or row.get("text"):
+        messages = [{"role": "user", "content": str(row.get("prompt") or row.get("instruction") or row.get("text"))}]
+        answer = row.get("response") or row.get("completion") or row.get("output")
+        if answer:
+            messages.append({"role": "assistant", "content": str(answer)})
+    else:
+        raise DataError(f"{name}: none of messages, conversations, turns, prompt, text is there; keys: {', '.join(map(str, row)) or 'none'}")
+    if not any(message["role"] == "user" and message["content"].strip() for message in messages):
+        raise DataError(f"{name}: the conversation has no user turn with text")
+    return Conversation(str(row.get("id", name)), messages)
+
+
+def _message(message: Any, name: str) -> dict[str, str]:
+    role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
+    content = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
+    if role not in ROLES or not isinstance(content, str):
+        raise DataError(f"{name}: a message needs a role ({', '.join(sorted(set(ROLES.values())))}) and text as content, not {message!r:.80}")
+    return {"role": ROLES[role], "content": content}
+
+
+def _library(split: str, config: Config) -> Iterator[tuple[str, Any]]:
+    if split not in ("train", "held_out"):
+        raise DataError(f"stdlib:{split} is unknown; use stdlib:train or stdlib:held_out")
+    for name, text in demo.prompts(split, config.count, config.seed):
+        yield name, {"id": name, "prompt": text}
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            yield from enumerate(file, 1)
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; name a file of prompts, or stdlib:train for the demo's") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} can't be read as UTF-8 text: {error}") from None
+
+
+def _jsonl(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[tuple[str, Any]]:
+    for number, line in _lines(path):
+        if not line.strip():
+            continue
+        try:
+            yield f"{path.name}:{number}", json.loads(line)
+        except ValueError as error:
+            cut = " (the line is cut off)" if not line.endswith("\n") else ""
+            problem = f"{path}, line {number} is not JSON{cut}: {error}; mend it, or leave such lines out with --skip-bad"
+            if not skip_bad:
+                raise DataError(problem) from None
+            skipped.reasons.append(problem)
+
+
+def _hub(name: str, split: str) -> Iterator[tuple[str, Any]]:
+    import datasets  # a second to import, and only needed here
+
+    try:
+        rows = datasets.load_dataset(name, split=split, streaming=True)
+        for number, row in enumerate(rows):
+            yield f"{name}[{number}]", row
+    except (OSError, ValueError, ConnectionError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"can't load data set {name!r}: {first}; give a local .jsonl file where there is no network") from None
+
+
+def template_hash(tokenizer: Any) -> str | None:
+    """16 hex digits that tell two chat templates apart; None where there is none."""
+    template = getattr(tokenizer, "chat_template", None)
+    return None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]
+
+
+def prompt_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """What the target reads before it answers: the chat template's rendering, or the plain texts one after the other."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return tokenizer.encode("".join(message["content"] for message in messages))
+    return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
+
+
+def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], length: int) -> Rendered:
+    """A whole conversation as tokens, the assistants' turns (with what closes them) marked to train, cut at `length`."""
+    rendered = Rendered([])
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = prompt_tokens(tokenizer, messages[:i])
+        whole = _closed(tokenizer, messages[: i + 1])
+        shared = next((n for n, pair in enumerate(zip(before, whole, strict=False)) if pair[0] != pair[1]), min(len(before), len(whole)))
+        rendered.tokens = whole
+        rendered.learn.append((shared, len(whole)))
+    rendered.tokens = rendered.tokens[:length]
+    rendered.learn = [(start, min(end, length)) for start, end in rendered.learn if start < length]
+    return rendered
+
+
+def _closed(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    if getattr(tokenizer, "chat_template", None) is None:
+        return tokenizer.encode("".join(message["content"] for message in messages)) + [tokenizer.eos_token_id]
+    return tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False)

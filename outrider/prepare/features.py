@@ -1,0 +1,81 @@
+"""Features from the live target: tapped states computed when they are needed, so training takes no disk at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from outrider.decoding.parties import Target
+from outrider.errors import DataError
+from outrider.nn.draft_model import Batch, Manifest
+from outrider.prepare.regenerate import Answer
+
+MIN_LEARNT = 4
+"""Texts with fewer tokens to learn are left out and counted."""
+
+
+class LiveFeatures:
+    """Batches whose order depends on seed and step alone.  Texts of like length stand together, so little is padding."""
+
+    def __init__(
+        self, target: Target, answers: Sequence[Answer], taps: tuple[int, ...], *, batch: int, length: int, seed: int = 0,
+        dtype: Literal["float32", "bfloat16"] = "float32", template: str | None = None,
+    ):  # fmt: skip
+        self.target, self.taps, self.size, self.seed, self.dtype = target, taps, batch, seed, dtype
+        cut = [_cut(answer, min(length, target.spec.context)) for answer in answers]
+        self.texts = [answer for answer in cut if sum(end - start for start, end in answer.learn) >= MIN_LEARNT]
+        self._order: tuple[int, list[int]] = -1, []
+        self.left_out = len(answers) - len(self.texts)
+        if not self.texts:
+            raise DataError(
+                f"none of {len(answers)} answers has {MIN_LEARNT} tokens to learn within {length} tokens; prepare longer answers"
+            )
+        self.manifest = Manifest(
+            target.spec, taps, dtype, template, len(self.texts), sum(len(answer.tokens) for answer in self.texts)
+        )
+
+    @property
+    def steps_per_pass(self) -> int:
+        return -(-len(self.texts) // self.size)
+
+    def batch(self, step: int) -> Batch:
+        """The batch of optimiser step `step`: its texts' tokens, and what the target's layers make of them."""
+        turn, place = divmod(step, self.steps_per_pass)
+        if self._order[0] != turn:
+            self._order = turn, self._shuffled(turn)
+        texts = [self.texts[i] for i in self._order[1][place * self.size : (place + 1) * self.size]]
+        width = max(len(text.tokens) for text in texts)
+        tokens = torch.zeros(len(texts), width, dtype=torch.int64)
+        loss_mask = torch.zeros(len(texts), width, dtype=torch.bool)
+        for b, text in enumerate(texts):
+            tokens[b, : len(text.tokens)] = torch.tensor(text.tokens)
+            for start, end in text.learn:
+                loss_mask[b, start:end] = True
+        lengths = torch.tensor([len(text.tokens) for text in texts])
+        documents = (torch.arange(width) < lengths[:, None]).long()
+        device = self.target.device
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
+            hidden, taps = self.target.read(tokens.to(device), self.taps)
+        assert taps is not None
+        return Batch(tokens.to(device), loss_mask.to(device), documents.to(device), taps, hidden)
+
+    def _shuffled(self, turn: int) -> list[int]:
+        """The texts of one pass: shuffled, sorted by length within groups of 16 batches, the batches shuffled again."""
+        noise = torch.Generator().manual_seed(self.seed * 1_000_003 + turn)
+        order = torch.randperm(len(self.texts), generator=noise).tolist()
+        group = 16 * self.size
+        batches: list[list[int]] = []
+        for start in range(0, len(order), group):
+            near = sorted(order[start : start + group], key=lambda i: len(self.texts[i].tokens))
+            batches += [near[i : i + self.size] for i in range(0, len(near), self.size)]
+        short = [batch for batch in batches if len(batch) < self.size]
+        full = [batch for batch in batches if len(batch) == self.size]
+        shuffled = [full[i] for i in torch.randperm(len(full), generator=noise).tolist()]
+        return [i for batch in shuffled + short for i in batch]
+
+
+def _cut(answer: Answer, length: int) -> Answer:
+    learn = [(start, min(end, length)) for start, end in answer.learn if start < length]
+    return Answer(answer.id, answer.tokens[:length], learn, answer.finish_reason)

@@ -1,0 +1,175 @@
+"""Let the target answer the prompts itself, a batch of slots at a time; every finished conversation is on disk at once.
+
+    answers.jsonl   {"id", "tokens", "learn": [[start, end], ...], "finish_reason"} a line
+    answers.json    the target, sampling and template they belong to
+
+A crash loses the answers being written at that moment, and none is written twice: what is there is known by its id, and a
+torn last line is cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.decoding.generate import advance
+from outrider.decoding.parties import Drafter, Target
+from outrider.decoding.sampling import Sampling
+from outrider.decoding.state import Request
+from outrider.errors import DataError
+from outrider.nn.draft_model import binding
+from outrider.prepare.conversations import Config, Conversation, prompt_tokens, render, template_hash
+
+ANSWERS, MANIFEST = "answers.jsonl", "answers.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One text as the target saw it, and the spans of it that train."""
+
+    id: str
+    tokens: list[int]
+    learn: list[tuple[int, int]]
+    finish_reason: str | None = None
+
+
+def prepare(
+    target: Target, tokenizer: Any, conversations: Iterable[Conversation], folder: str | Path, config: Config,
+    drafter: Drafter | None = None, on_answer: Callable[[int, Answer], None] | None = None,
+) -> Path:  # fmt: skip
+    """Write the answers of all conversations that have none yet; returns the file.  `drafter` makes it faster, not different.
+
+    Raises DataError where the folder holds answers of another target, sampling or template.
+    """
+    folder = Path(folder)
+    path = folder / ANSWERS
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _claim(folder, target, tokenizer, config)
+        done = {answer.id for answer in repair(path)}
+        waiting = [conversation for conversation in conversations if conversation.id not in done]
+        with path.open("a", encoding="utf-8") as file:
+            for answer in _answers(target, tokenizer, waiting, config, drafter):
+                file.write(json.dumps({"id": answer.id, "tokens": answer.tokens, "learn": answer.learn, "finish_reason": answer.finish_reason}) + "\n")
+                file.flush()
+                done.add(answer.id)
+                if on_answer is not None:
+                    on_answer(len(done), answer)
+    except OSError as error:
+        raise DataError(f"can't write answers to {folder}: {error.strerror or error}; what is written is kept, make room and run again") from error
+    return path
+
+
+def read_answers(path: str | Path) -> list[Answer]:
+    """All answers of a file.  Raises DataError with the line of one that can't be read."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"no answers at {path} ({error.strerror}); run `outrider prepare` first") from None
+    answers = []
+    for number, line in enumerate(lines, 1):
+        try:
+            answers.append(_answer(line))
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}, line {number} is no answer ({error}); run `outrider prepare` again, it cuts a torn line off") from None
+    return answers
+
+
+def repair(path: Path) -> list[Answer]:
+    """The answers that are whole; a torn line at the end is cut off the file."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        os.truncate(path, len(whole))
+    return read_answers(path)
+
+
+def _answer(line: str) -> Answer:
+    row = json.loads(line)
+    return Answer(row["id"], row["tokens"], [(start, end) for start, end in row["learn"]], row.get("finish_reason"))
+
+
+def _claim(folder: Path, target: Target, tokenizer: Any, config: Config) -> None:
+    """Say whose answers these are; refuse to mix them with others'."""
+    mine = {
+        "target": binding(target), "template": template_hash(tokenizer),
+        "config": config.model_dump(mode="json", exclude={"count", "slots", "skip_bad", "folder"}),
+    }  # fmt: skip
+    path = folder / MANIFEST
+    if not path.exists() or not (folder / ANSWERS).exists():
+        path.write_text(json.dumps(mine, indent=2))
+        return
+    try:
+        theirs = json.loads(path.read_text())
+    except ValueError:
+        theirs = {}
+    if theirs != mine:
+        differs = [key for key in mine if theirs.get(key) != mine[key]]
+        raise DataError(f"{folder} holds answers made with another {' and '.join(differs)}; name another prepare.folder, or delete it")
+
+
+def _answers(target: Target, tokenizer: Any, waiting: list[Conversation], config: Config, drafter: Drafter | None) -> Iterator[Answer]:
+    if not config.regenerate:
+        for conversation in waiting:
+            rendered = render(tokenizer, conversation.messages, config.length)
+            if rendered.learn:
+                yield Answer(conversation.id, rendered.tokens, rendered.learn)
+        return
+    talks = [_Talk(conversation) for conversation in waiting]
+    while talks:
+        talks = [talk for talk in talks if talk.ask(tokenizer, config, target.spec.context)]
+        yield from _round(target, talks, config, drafter)
+        talks = [talk for talk in talks if not talk.over]
+
+
+def _round(target: Target, talks: list[_Talk], config: Config, drafter: Drafter | None) -> Iterator[Answer]:
+    """One turn of every talk; a talk that is over is given out the moment its last answer ends."""
+    requests = [talk.request(config) for talk in talks]
+    answers: list[list[int]] = [[] for _ in talks]
+    for progress in advance(target, requests, drafter, slots=config.slots):
+        answers[progress.request] += progress.tokens
+        if progress.finish_reason is not None:
+            talk = talks[progress.request]
+            talk.hear(answers[progress.request], target.decode(answers[progress.request]))
+            if talk.over:
+                yield Answer(talk.id, talk.tokens, talk.learn, progress.finish_reason)
+
+
+class _Talk:
+    """A conversation on its way: the user's turns as given, the answers as the target writes them."""
+
+    def __init__(self, conversation: Conversation):
+        self.id = conversation.id
+        self._left = [message for message in conversation.messages if message["role"] != "assistant"]
+        self._said: list[dict[str, str]] = []
+        self.tokens: list[int] = []
+        self.learn: list[tuple[int, int]] = []
+
+    @property
+    def over(self) -> bool:
+        return not any(message["role"] == "user" for message in self._left)
+
+    def ask(self, tokenizer: Any, config: Config, context: int) -> bool:
+        """Say everything up to the next user turn; False where no room is left for an answer."""
+        while self._left and (not self._said or self._said[-1]["role"] != "user"):
+            self._said.append(self._left.pop(0))
+        self.tokens = prompt_tokens(tokenizer, self._said)
+        return 0 < len(self.tokens) < min(config.length, context)
+
+    def request(self, config: Config) -> Request:
+        seed = zlib.crc32(f"{self.id} {len(self._said)}".encode()) ^ config.seed
+        sampling = Sampling(config.temperature, config.top_k, config.top_p, seed)
+        return Request(self.tokens, min(config.max_new_tokens, config.length - len(self.tokens)), sampling)
+
+    def hear(self, answer: list[int], text: str) -> None:
+        # only the last answer trains where there are several turns: earlier ones stand in its prompt as the template renders them
+        self.learn = [(len(self.tokens), len(self.tokens) + len(answer))]
+        self.tokens = self.tokens + answer
+        self._said.append({"role": "assistant", "content": text})

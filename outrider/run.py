@@ -1,0 +1,159 @@
+"""One file is one draft model's life: target, drafter, and a section a stage.  Its folder, and where its results came from.
+
+    runs/<name>/config.yaml  provenance.json  metrics.jsonl  answers/  checkpoint/  report.json  report.html
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field
+
+from outrider import config as configs
+from outrider.config import Config as Base
+from outrider.drafters import find
+from outrider.errors import ConfigError
+from outrider.evaluate.measure import Config as EvaluateConfig
+from outrider.prepare.conversations import Config as PrepareConfig
+from outrider.train.trainer import Config as TrainConfig
+
+
+class TargetConfig(Base):
+    """The model whose law is kept."""
+
+    name: str
+    """`demo`, a Hugging Face id, or a folder."""
+    revision: str | None = None
+    device: str | None = None
+    """cpu, cuda, cuda:1 …; the accelerator where there is one unless given."""
+    dtype: str | None = None
+    """float32 on a CPU and the checkpoint's own elsewhere unless given."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model.  Off unless you read it."""
+
+
+class RunConfig(Base):
+    """A run file.  `target: NAME` is short for `target: {name: NAME}`."""
+
+    name: str
+    target: TargetConfig
+    drafter: dict[str, Any]
+    """`kind` and that drafter's own settings; see `outrider drafters`."""
+    prepare: PrepareConfig = Field(default_factory=PrepareConfig)
+    train: TrainConfig | None = None
+    """Left out: nothing is trained."""
+    evaluate: EvaluateConfig | None = None
+    """Left out: nothing is measured."""
+
+    @property
+    def folder(self) -> Path:
+        return Path("runs") / self.name
+
+    @property
+    def answers(self) -> Path:
+        return Path(self.prepare.folder) if self.prepare.folder else self.folder / "answers"
+
+    @property
+    def drafter_config(self) -> Base:
+        """The drafter's own Config, validated."""
+        return drafter_config(self.drafter)
+
+
+def drafter_config(values: dict[str, Any]) -> Base:
+    """`kind` and settings to that drafter's Config.  Raises ConfigError for an unknown kind or key."""
+    if "kind" not in values:
+        raise ConfigError("drafter: kind is missing, such as kind: dspark")
+    return configs.build(find(values["kind"]).Config, values, "drafter")
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[str, str]]:
+    """A run file with overrides laid over it, and the origin of every value (file, override, default).
+
+    Everything wrong with it is said here, before any weight loads.
+    """
+    given = _expand(configs.read(path))
+    merged = _expand(configs.override(given, overrides))
+    merged.setdefault("name", Path(path).stem)
+    run = configs.build(RunConfig, merged)
+    kind = run.drafter_config
+    run = run.model_copy(update={"drafter": kind.model_dump(mode="json")})
+    in_file, asked = configs.flatten(given), {item.partition("=")[0] for item in overrides}
+    origins = {
+        key: "override" if any(key == a or key.startswith(f"{a}.") for a in asked) else "file" if key in in_file else "default"
+        for key in configs.flatten(run.model_dump(mode="json"))
+    }
+    return run, origins
+
+
+def _expand(values: dict[str, Any]) -> dict[str, Any]:
+    short = {"target": "name", "drafter": "kind"}
+    return {key: {short[key]: value} if key in short and isinstance(value, str) else value for key, value in values.items()}
+
+
+def write_config(run: RunConfig) -> None:
+    """The resolved run file into the run's folder."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+
+
+def provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
+    """What a result must say of itself: versions, machine, settings, target."""
+    import torch
+
+    return {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "outrider": version_of("outrider"),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "library": f"CPython {sys.version_info.major}.{sys.version_info.minor} standard library",
+        "torch": torch.__version__,
+        "transformers": version_of("transformers"),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
+        "command": " ".join(["outrider", *sys.argv[1:]]),
+        "config": run.model_dump(mode="json"),
+    } | facts
+
+
+def write_provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
+    found = provenance(run, facts)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    (run.folder / "provenance.json").write_text(json.dumps(found, indent=2, default=str))
+    return found
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Commit of the source this runs from, `+` where files differ from it; None in an installed package."""
+    root = Path(__file__).resolve().parent.parent
+    try:
+        head = subprocess.run(["git", "-C", str(root), "describe", "--always", "--dirty=+"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return head.stdout.strip() or None if (root / ".git").exists() else None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

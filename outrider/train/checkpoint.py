@@ -1,0 +1,194 @@
+"""A drafter on disk: weights in safetensors, a manifest that binds it to its target, and, while training, what a resume needs.
+
+    checkpoint/
+    ├── outrider.json         kind, config, target it is bound to, taps, how it was trained
+    ├── model.safetensors     the draft's own weights; embedding and head are the target's and are not here
+    └── training.safetensors  optimiser moments and random state; may be deleted once training is done
+
+A checkpoint is written beside the old one and then takes its place, so there is always a whole one.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from outrider.config import build, nearest
+from outrider.decoding.parties import Drafter, Target
+from outrider.drafters import find, kinds
+from outrider.errors import CheckpointError, ConfigError, TrainingError
+from outrider.nn.draft_model import DraftModel, binding
+
+VERSION = 1
+MANIFEST, WEIGHTS, TRAINING = "outrider.json", "model.safetensors", "training.safetensors"
+
+
+def save(
+    folder: str | Path, model: DraftModel, training: Mapping[str, Any] | None = None, state: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write a checkpoint whole or not at all.  `training` goes into the manifest, `state` into training.safetensors.
+
+    Raises TrainingError where the disk is full or the folder can't be written; what was there stays.
+    """
+    folder = Path(folder)
+    part, old = folder.with_name(folder.name + ".part"), folder.with_name(folder.name + ".old")
+    config = model.config.model_dump(mode="json")
+    manifest = {
+        "version": VERSION,
+        "kind": config.pop("kind"),
+        "config": config,
+        "target": {"name": model.target.spec.name, **binding(model.target)},
+        "taps": list(model.taps),
+        "tap_convention": "output of decoder layer i, counted from 0",
+        "training": dict(training or {}),
+    }
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        save_file({name: w.detach().contiguous().cpu() for name, w in model.state_dict().items()}, part / WEIGHTS)
+        if state:
+            save_file({name: value.contiguous().cpu() for name, value in state.items()}, part / TRAINING)
+        (part / MANIFEST).write_text(json.dumps(manifest, indent=2))
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        part.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(part, ignore_errors=True)
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        what = "the disk is full" if full else str(error)
+        raise TrainingError(f"can't write checkpoint {folder}: {what}; the last one is still whole. Make room and run again") from error
+
+
+def manifest_of(folder: str | Path) -> dict[str, Any]:
+    """The manifest of a checkpoint folder.  Raises CheckpointError where there is none, or none that this version reads."""
+    path = whole(folder) / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        version = manifest["version"]
+        manifest["kind"], manifest["config"], manifest["target"]  # noqa: B018  (all three are needed)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is no checkpoint manifest ({type(error).__name__}: {error}); train or copy it again") from None
+    if version != VERSION:
+        raise CheckpointError(f"{path} is of version {version}, this Outrider reads {VERSION}; use the release that wrote it")
+    return manifest
+
+
+def whole(folder: str | Path) -> Path:
+    """The folder itself, or its predecessor where a crash came between taking the old one away and putting the new one there."""
+    folder = Path(folder)
+    old = folder.with_name(folder.name + ".old")
+    return old if not (folder / MANIFEST).exists() and (old / MANIFEST).exists() else folder
+
+
+def check_binding(manifest: Mapping[str, Any], target: Target, folder: str | Path) -> None:
+    """Refuse a checkpoint made for another target: bound by shape, vocabulary and weights, not by name."""
+    mine = binding(target)
+    wrong = [key for key, value in mine.items() if manifest["target"].get(key) != value and not _unknown(key, value, manifest)]
+    if wrong:
+        differences = ", ".join(f"{key} {manifest['target'].get(key)} against {mine[key]}" for key in wrong)
+        raise CheckpointError(
+            f"{folder} was trained for target {manifest['target'].get('name')!r}, not for {target.spec.name!r}: {differences}; "
+            "load the target it was trained for, or train a drafter for this one"
+        )
+
+
+def load_weights(folder: str | Path, model: nn.Module) -> None:
+    """Fill a model.  Raises CheckpointError for missing, extra, misshapen or non-finite weights."""
+    path = whole(folder) / WEIGHTS
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}; copy or train it again") from None
+    expected = model.state_dict()
+    missing, extra = expected.keys() - weights.keys(), weights.keys() - expected.keys()
+    shapes = [name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape]
+    broken = [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
+    for problem, names in (("lacks", missing), ("has unknown", extra), ("has misshapen", shapes), ("has non-finite", broken)):
+        if names:
+            raise CheckpointError(f"{path} {problem} weights: {', '.join(sorted(names)[:4])}; it does not belong to its manifest")
+    model.load_state_dict(weights)
+
+
+def load_state(folder: str | Path) -> dict[str, Tensor] | None:
+    """What a resume needs, or None where the checkpoint holds weights only."""
+    path = whole(folder) / TRAINING
+    try:
+        return load_file(path) if path.exists() else None
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} can't be read: {error}; delete it to start training anew from these weights") from None
+
+
+def _unknown(key: str, value: Any, manifest: Mapping[str, Any]) -> bool:
+    """A tokenizer that one side does not have can't disagree."""
+    return key == "tokenizer_hash" and (value is None or manifest["target"].get(key) is None)
+
+
+def pack(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Optimiser moments by parameter name, and torch's random state."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    packed = {"rng": torch.get_rng_state()}
+    for parameter, moments in optimizer.state.items():
+        for key, value in moments.items():
+            packed[f"{names[parameter]}/{key}"] = torch.as_tensor(value)
+    return packed
+
+
+def unpack(state: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Undo `pack`."""
+    parameters = dict(model.named_parameters())
+    for name, value in state.items():
+        if name == "rng":
+            torch.set_rng_state(value)
+            continue
+        owner, _, key = name.rpartition("/")
+        parameter = parameters[owner]
+        optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+
+
+def load_drafter(kind_or_path: str | Path, target: Target, *, device: str | torch.device | None = None, **config: Any) -> Drafter:
+    """A drafter for `target`: a kind such as `ngram` with its settings, a checkpoint folder, or a Hugging Face id of one.
+
+    A trainable kind by its name alone has fresh, random weights.  Raises ConfigError for an unknown name or setting,
+    CheckpointError for a checkpoint that is damaged or was made for another target.
+    """
+    name = str(kind_or_path)
+    if name in kinds():
+        module = find(name)
+        return module.build(build(module.Config, {"kind": name, **config}, "drafter"), target)
+    folder = _folder(name)
+    if config:
+        raise ConfigError(f"{name} is a checkpoint and brings its own settings; leave out {', '.join(config)}")
+    manifest = manifest_of(folder)
+    check_binding(manifest, target, name)
+    module = find(manifest["kind"])
+    if not hasattr(module, "Model"):
+        raise CheckpointError(f"{name} is of kind {manifest['kind']!r}, which has no weights to load; use the kind itself")
+    model = module.Model(build(module.Config, {"kind": manifest["kind"], **manifest["config"]}, "drafter"), target)
+    load_weights(folder, model)
+    return model.to(device or target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False).drafter()
+
+
+def _folder(name: str) -> Path:
+    path = Path(name)
+    if path.exists() or whole(path).exists():
+        return path
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        raise ConfigError(f"{name!r} is neither a checkpoint folder nor a drafter{nearest(name, kinds())}")
+    import huggingface_hub  # comes with transformers; a second to import, and only needed here
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name))
+    except (OSError, ValueError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{name!r} is no folder here and can't be fetched from the hub: {first}") from None

@@ -1,0 +1,256 @@
+"""The training loop: features in, rows of logits against the target's, a step.  Knows no method.
+
+Logits exist a chunk at a time: each chunk's loss is back-propagated to the rows at once, then the rows' gradient goes through
+the model in one go.  Training 2N steps equals N, a stop, and N more, bit for bit on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor
+
+from outrider.config import Config as Base
+from outrider.decoding.accept import overlap
+from outrider.errors import CheckpointError, TrainingError
+from outrider.nn.draft_model import Batch, DraftModel, FeatureSource, Predictions
+from outrider.train import checkpoint, losses
+
+CHUNK_ELEMENTS = 2**24
+"""Logits that exist at once: 64 MiB in float32."""
+
+
+class Config(Base):
+    """How a draft model is trained."""
+
+    steps: PositiveInt = 10_000
+    lr: PositiveFloat = 6e-4
+    """Peak learning rate of AdamW."""
+    warmup: NonNegativeFloat = 0.04
+    """Share of the steps over which the rate rises; then it falls along a cosine to 0."""
+    batch: PositiveInt = 8
+    """Texts per step."""
+    loss: dict[str, float] = {"ce": 0.1, "tv": 1.8}
+    """Divergences and their weights."""
+    extra: dict[str, float] = {}
+    """Weights of the method's own terms, such as confidence; 1 unless named."""
+    weight_decay: NonNegativeFloat = 0.0
+    clip: PositiveFloat = 1.0
+    """Largest gradient norm."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision of the passes (autocast); weights and moments are float32."""
+    seed: int = 0
+    save_every: PositiveInt = 500
+    log_every: PositiveInt = 20
+
+
+OnStep = Callable[[int, Mapping[str, Any]], None]
+Probe = Callable[[DraftModel], Mapping[str, Any]]
+
+
+def train(
+    model: DraftModel, source: FeatureSource, config: Config, folder: str | Path, *, on_step: OnStep | None = None,
+    probe: Probe | None = None,
+) -> Path:  # fmt: skip
+    """Train `model` to `config.steps` and return its checkpoint folder; goes on from one that is there.
+
+    folder: gets `checkpoint/` and `metrics.jsonl`.  probe: measures the model at the end, into the metrics.
+    Raises TrainingError where a loss is not finite, naming the first bad tensor; no good checkpoint is overwritten.
+    KeyboardInterrupt: the current step is finished and saved first.
+    """
+    losses.check(config.loss)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(config.seed)
+    model = model.float().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    place, facts = folder / "checkpoint", {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0}
+    facts |= _resume(place, model, optimizer, facts["config"])
+    metrics = Metrics(folder, facts["step"])
+    before, began = facts["seconds"], time.monotonic()
+
+    def save() -> None:
+        facts["seconds"] = round(before + time.monotonic() - began, 3)
+        checkpoint.save(place, model, facts, checkpoint.pack(model, optimizer))
+
+    with _finish_the_step() as asked_to_stop, metrics:
+        while facts["step"] < config.steps:
+            is_logged = (facts["step"] + 1) % config.log_every == 0 or facts["step"] + 1 == config.steps
+            batch = source.batch(facts["step"])
+            found = optimise(model, optimizer, batch, config, facts["step"], is_logged)
+            facts["step"] += 1
+            facts["tokens"] += int((batch.documents > 0).sum())
+            if is_logged:
+                metrics.write({"step": facts["step"], **found, "seconds": round(before + time.monotonic() - began, 2), "tokens": facts["tokens"]})
+            if on_step is not None:
+                on_step(facts["step"], found)
+            if asked_to_stop():
+                save()
+                raise KeyboardInterrupt
+            if facts["step"] % config.save_every == 0 or facts["step"] == config.steps:
+                save()
+        if probe is not None:
+            metrics.write({"step": facts["step"], **probe(model.eval())})
+    model.eval()
+    return place
+
+
+def optimise(
+    model: DraftModel, optimizer: torch.optim.Optimizer, batch: Batch, config: Config, step: int, is_logged: bool
+) -> dict[str, Any]:
+    """One step of the optimiser.  Returns its loss, terms and, where logged, expected acceptance by depth."""
+    lr = config.lr * rate(step, config)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.zero_grad(set_to_none=True)
+    with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
+        predictions = model.predict(batch)
+        found = accumulate(predictions, config, is_logged)
+    predictions.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+    if not (math.isfinite(found["loss"]) and bool(norm.isfinite())):
+        raise TrainingError(
+            f"step {step + 1}: the loss is {found['loss']}, the gradient's norm {float(norm)}; first bad tensor: "
+            f"{first_bad(model, batch)}. The last checkpoint is whole; lower train.lr (now {config.lr}) or look at that tensor"
+        )
+    optimizer.step()
+    return found | {"lr": lr, "gradient_norm": round(float(norm), 4)}
+
+
+def accumulate(predictions: Predictions, config: Config, is_logged: bool = False) -> dict[str, Any]:
+    """Back-propagate every chunk's loss to its rows.  Returns the loss over all rows, its terms and acceptance by depth."""
+    total = predictions.weight.sum().clamp(min=1e-9)
+    sums: dict[str, float] = {"loss": 0.0}
+    depths = int(predictions.depth.max()) + 1 if len(predictions.depth) else 0
+    kept, rows_at = torch.zeros(depths), torch.zeros(depths)
+    for draft, target, part in predictions.chunks(max(1, CHUNK_ELEMENTS // predictions.vocabulary)):
+        weight = predictions.weight[part] / total
+        terms = {"divergence": losses.combine(config.loss, draft, target, predictions.labels[part])}
+        terms |= {name: config.extra.get(name, 1.0) * term for name, term in predictions.extra(part, draft, target).items()}
+        loss = sum((weight * term).sum() for term in terms.values())
+        loss.backward()
+        sums["loss"] += loss.item()
+        if is_logged:
+            for name, term in terms.items():
+                sums[name] = sums.get(name, 0.0) + float((weight * term.detach()).sum())
+            _count(kept, rows_at, predictions, part, draft.detach(), target)
+    if not is_logged:
+        return sums
+    accepted = (kept / rows_at.clamp(min=1)).tolist()
+    expected = 1 + sum(math.prod(accepted[: k + 1]) for k in range(depths))
+    return sums | {"acceptance": [round(a, 4) for a in accepted], "expected_tokens_per_step": round(expected, 4)}
+
+
+def rate(step: int, config: Config) -> float:
+    """Share of the peak rate: linear warm-up, then a cosine to 0."""
+    warm = max(1, round(config.warmup * config.steps))
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, config.steps - warm)))
+
+
+def first_bad(model: DraftModel, batch: Batch) -> str:
+    """The first tensor, from the input on, that holds a NaN or an infinity."""
+    inputs = [("batch.taps", batch.taps), ("batch.hidden", batch.hidden)]
+    weights = [(f"weight {name}", weight) for name, weight in model.named_parameters()]
+    gradients = [(f"gradient of {name}", w.grad) for name, w in model.named_parameters() if w.grad is not None]
+    for name, value in (*inputs, *weights, *gradients):
+        if not value.isfinite().all():
+            return f"{name} {tuple(value.shape)}"
+    return "none of inputs, weights and gradients: the loss itself overflowed"
+
+
+def _count(kept: Tensor, rows_at: Tensor, predictions: Predictions, part: slice, draft: Tensor, target: Tensor) -> None:
+    learnt = (predictions.weight[part] > 0).cpu()
+    share = overlap(target.float().softmax(-1), draft.float().softmax(-1)).cpu()
+    depth = predictions.depth[part].cpu()
+    kept.index_add_(0, depth[learnt], share[learnt])
+    rows_at.index_add_(0, depth[learnt], torch.ones(int(learnt.sum())))
+
+
+def _resume(place: Path, model: DraftModel, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Go on from a checkpoint, if there is one of this very training; refuse one of another."""
+    if not (checkpoint.whole(place) / checkpoint.MANIFEST).exists():
+        return {}
+    manifest = checkpoint.manifest_of(place)
+    checkpoint.check_binding(manifest, model.target, place)
+    mine = {"drafter": model.config.model_dump(mode="json"), "train": settings}
+    theirs = {"drafter": {"kind": manifest["kind"], **manifest["config"]}, "train": manifest["training"].get("config") or {}}
+    differs = [f"{part}.{key}" for part in mine for key in mine[part] if mine[part][key] != theirs[part].get(key)]
+    if differs:
+        raise CheckpointError(
+            f"{place} was trained with other settings ({', '.join(sorted(differs))}); name another run, delete the folder, "
+            "or set them back to go on"
+        )
+    checkpoint.load_weights(place, model)
+    state = checkpoint.load_state(place)
+    if state is not None:
+        checkpoint.unpack(state, model, optimizer)
+    return {key: manifest["training"][key] for key in ("step", "seconds", "tokens")}
+
+
+class Metrics:
+    """metrics.jsonl, one line a logged step, and TensorBoard beside it where that is installed."""
+
+    def __init__(self, folder: Path, step: int):
+        self.path = folder / "metrics.jsonl"
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        # what a crash left beyond the checkpoint would otherwise stand there twice
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+        self.path.write_text("".join(line + "\n" for line in kept))
+        self.board = _tensorboard(folder)
+
+    def __enter__(self) -> Metrics:
+        self.file = self.path.open("a")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+        if self.board is not None:
+            self.board.close()
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        self.file.write(json.dumps(values) + "\n")
+        self.file.flush()
+        if self.board is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float) and name != "step":
+                    self.board.add_scalar(f"train/{name}", value, values["step"])
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(folder / "tensorboard")
+
+
+@contextmanager
+def _finish_the_step() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C asks for a stop after the current step; a second one stops at once."""
+    asked: list[bool] = []
+
+    def ask(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(True)
+
+    try:
+        before = signal.signal(signal.SIGINT, ask)
+    except ValueError:  # not the main thread: there Ctrl-C never arrives
+        before = None
+    try:
+        yield lambda: bool(asked)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
