@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,7 +34,9 @@ note = Console(stderr=True)
 
 Recipe = Annotated[Path, typer.Argument(help="Run file (YAML).", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value, such as train.lr=3e-4", show_default=False)]
-JsonTo = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON; - is standard output.")]
+JsonTo = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON; - is standard output.")
+]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count rows that can't be read instead of stopping at the first.")]
 
 
@@ -110,7 +112,11 @@ def _target(settings: RunConfig) -> TransformersTarget:
 
     chosen = settings.target
     target = load_target(
-        chosen.name, device=chosen.device, dtype=chosen.dtype, revision=chosen.revision, trust_remote_code=chosen.trust_remote_code
+        chosen.name,
+        device=chosen.device,
+        dtype=chosen.dtype,
+        revision=chosen.revision,
+        trust_remote_code=chosen.trust_remote_code,
     )
     spec = target.spec
     out.print(
@@ -131,14 +137,13 @@ def _prepare(settings: RunConfig, target: TransformersTarget) -> None:
     there = len(regenerate.repair(settings.answers / regenerate.ANSWERS))
     most = len(asked) * (config.max_new_tokens if config.regenerate else config.length)
     out.print(
-        f"prepare   {len(asked)} prompts from {config.conversations}, {there} answered before; at most {_count(most)} tokens to write, "
-        f"{_size(most * 6)} in {settings.answers}",
+        f"prepare   {len(asked)} prompts from {config.conversations}, {there} answered before; at most {_count(most)} tokens "
+        f"to write, {_size(most * 6)} in {settings.answers}",
         highlight=False,
     )
-    with _bar("answers") as bar:
-        task = bar.add_task("answers", total=len(asked), completed=there)
+    with _bar("answers", len(asked), there) as update:
         path = regenerate.prepare(
-            target, target.tokenizer, asked, settings.answers, config, on_answer=lambda done, _: bar.update(task, completed=done)
+            target, target.tokenizer, asked, settings.answers, config, on_answer=lambda done, _: update(done)
         )
     answers = regenerate.read_answers(path)
     learnt = sum(end - start for answer in answers for start, end in answer.learn)
@@ -146,6 +151,7 @@ def _prepare(settings: RunConfig, target: TransformersTarget) -> None:
 
 
 def _train(settings: RunConfig, target: TransformersTarget) -> None:
+    """Train on the answers that are there."""
     import torch
 
     from outrider.drafters import find
@@ -156,6 +162,7 @@ def _train(settings: RunConfig, target: TransformersTarget) -> None:
     from outrider.train.trainer import train as fit
 
     config, kind = settings.train, settings.drafter["kind"]
+    assert config is not None
     module = find(kind)
     if not hasattr(module, "Model"):
         raise ConfigError(f"drafter {kind!r} has nothing to train; leave the `train:` section out")
@@ -171,16 +178,16 @@ def _train(settings: RunConfig, target: TransformersTarget) -> None:
     write_config(settings)
     write_provenance(settings, {"texts": facts.texts, "tokens": facts.tokens, "taps": facts.taps, "parameters": weights})
     out.print(
-        f"train     {kind}: {_count(weights)} parameters, taps {list(model.taps)}; {config.steps} steps of {config.batch} texts, "
-        f"{passes:.1f} passes over {_count(facts.tokens)} tokens; features live, 0 bytes of disk; checkpoint {_size(weights * 12)}",
+        f"train     {kind}: {_count(weights)} parameters, taps {list(model.taps)}; {config.steps} steps of {config.batch} "
+        f"texts, {passes:.1f} passes over {_count(facts.tokens)} tokens; features live, 0 bytes of disk; "
+        f"checkpoint {_size(weights * 12)}",
         highlight=False,
     )
-    with _bar("steps") as bar:
-        task = bar.add_task("steps", total=config.steps)
+    with _bar("steps", config.steps) as update:
 
         def show(step: int, found: Any) -> None:
             reached = found.get("expected_tokens_per_step")
-            bar.update(task, completed=step, **({"note": f"loss {found['loss']:.3f}, expected {reached:.2f} tokens per step"} if reached else {}))
+            update(step, f"loss {found['loss']:.3f}, expected {reached:.2f} tokens per step" if reached else None)
 
         place = fit(model, source, config, settings.folder, on_step=show)
     out.print(f"          checkpoint in {place}", highlight=False)
@@ -193,6 +200,7 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
     from outrider.train.checkpoint import load_drafter, manifest_of
 
     config, mine = settings.evaluate, settings.folder / "checkpoint"
+    assert config is not None
     names = [*config.beside, str(mine) if settings.train is not None else ""]
     drafters, training = {}, {}
     for name in names:
@@ -207,22 +215,19 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
         f"{_count(made * (len(drafters) + 2 + 2 * (len(config.temperatures) - 1)))} tokens to write, one interleaved run",
         highlight=False,
     )
-    with _bar("prompts") as bar:
-        task = bar.add_task("prompts", total=config.prompts * len(config.tasks))
-        seen: list[int] = []
-
-        def show(kept: int, wanted: int, left_out: int) -> None:
-            seen.append(kept)
-            bar.update(task, completed=kept, note=f"{left_out} left out: their text loops")
-
+    facts = write_provenance(settings, {"drafters": list(drafters)})
+    with _bar("prompts", config.prompts * len(config.tasks)) as update:
         report = judge(
-            target, drafters, config, provenance=write_provenance(settings, {"drafters": list(drafters)}), training=training,
-            on_prompt=show,
+            target, drafters, config, provenance=facts, training=training,
+            on_prompt=lambda kept, _, left_out: update(kept, f"{left_out} left out: their text loops"),
         )  # fmt: skip
     report.save(settings.folder)
     out.print(report.table())
     tried = sum(row.prompts for row in report.rows[:1]) + len(report.left_out)
-    out.print(f"          {len(report.left_out)} of {tried} prompts left out, because the target's own text loops there", highlight=False)
+    out.print(
+        f"          {len(report.left_out)} of {tried} prompts left out, because the target's own text loops there",
+        highlight=False,
+    )
     out.print(f"          {settings.folder / 'report.json'}, {settings.folder / 'report.html'}", highlight=False)
     _write_json(json_to, json.loads((settings.folder / "report.json").read_text()))
 
@@ -331,7 +336,9 @@ def drafter_list() -> list[dict[str, Any]]:
     for kind in sorted(kinds()):
         module = find(kind)
         summary = (module.__doc__ or "").strip().splitlines()[0]
-        found.append({"kind": kind, "summary": summary, "trains": hasattr(module, "Model"), "taps": "taps" in module.Config.model_fields})
+        found.append(
+            {"kind": kind, "summary": summary, "trains": hasattr(module, "Model"), "taps": "taps" in module.Config.model_fields}
+        )
     return found
 
 
@@ -375,7 +382,12 @@ def examine() -> list[dict[str, Any]]:
     add("cpu threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores")
     add("dtypes", ", ".join(_dtypes("cuda" if cuda else "cpu")))
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    add("compiler", compiler or "none", compiler is not None, "install g++: torch.compile and native parts need it; all else runs without")
+    add(
+        "compiler",
+        compiler or "none",
+        compiler is not None,
+        "install g++: torch.compile and native parts need it; all else runs without",
+    )
     for extra, module, gain in (
         ("tensorboard", "tensorboard", "training curves beside metrics.jsonl"),
         ("accelerate", "accelerate", "device_map and quantised targets"),
@@ -414,13 +426,21 @@ def _quiet() -> None:
 
 
 @contextmanager
-def _bar(unit: str) -> Iterator[Progress]:
-    """A progress bar on standard error; it goes when its work is done."""
-    columns = (TextColumn("          {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+def _bar(unit: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
+    """A progress bar on standard error; gives update(done, note).  It goes when its work is done."""
+    columns = (
+        TextColumn("          {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+    )  # fmt: skip
     with Progress(*columns, console=note, transient=True) as progress:
-        add = progress.add_task
-        progress.add_task = lambda *a, **k: add(*a, **({"note": ""} | k))  # type: ignore[method-assign]
-        yield progress
+        task = progress.add_task(unit, total=total, completed=done, note="")
+
+        def update(done: int, note: str | None = None) -> None:
+            progress.update(task, completed=done)
+            if note is not None:
+                progress.update(task, note=note)
+
+        yield update
 
 
 def _write_json(to: str | None, value: Any) -> None:

@@ -1,13 +1,13 @@
 """Every error that Outrider raises for its users.  Each message says what was given, what was wanted, what to do.
 
-    OutriderError
-    ├── ConfigError       a run file, an override or an argument is wrong
-    ├── DataError         prompts, answers or a data set can't be used
-    ├── TargetError       the target can't be loaded, or can't do what was asked
-    ├── DrafterError      a drafter can't be built, or does not fit its target
-    ├── CheckpointError   a checkpoint is missing, damaged or made for another target
-    ├── TrainingError     training can't go on: a loss or a gradient is not finite, no place to save
-    └── ExportError       a checkpoint can't be written in, or read from, an outside format
+OutriderError
+├── ConfigError       a run file, an override or an argument is wrong
+├── DataError         prompts, answers or a data set can't be used
+├── TargetError       the target can't be loaded, or can't do what was asked
+├── DrafterError      a drafter can't be built, or does not fit its target
+├── CheckpointError   a checkpoint is missing, damaged or made for another target
+├── TrainingError     training can't go on: a loss or a gradient is not finite, no place to save
+└── ExportError       a checkpoint can't be written in, or read from, an outside format
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One file is one draft model's life: target, drafter, and a section a stage.  Its folder, and where its results came from.
 
-    runs/<name>/config.yaml  provenance.json  metrics.jsonl  answers/  checkpoint/  report.json  report.html
+runs/<name>/config.yaml  provenance.json  metrics.jsonl  answers/  checkpoint/  report.json  report.html
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ def _commit() -> str | None:
     """Commit of the source this runs from, `+` where files differ from it; None in an installed package."""
     root = Path(__file__).resolve().parent.parent
     try:
-        head = subprocess.run(["git", "-C", str(root), "describe", "--always", "--dirty=+"], capture_output=True, text=True, timeout=5)
+        head = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty=+"], capture_output=True, text=True, timeout=5
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return head.stdout.strip() or None if (root / ".git").exists() else None

@@ -38,9 +38,7 @@ from outrider import demo  # noqa: E402  (a script beside the package, run witho
 VOCABULARY = 4096
 SPECIALS = ["<|endoftext|>", "<|pad|>", "<|mask|>", *(f"<|reserved_{i}|>" for i in range(13))]
 END, PAD = 0, 1
-QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}"
     "<|endoftext|>{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
@@ -48,10 +46,12 @@ CHAT_TEMPLATE = (
 """Plain on purpose: the target continues text, so a turn is its content and an answer ends with end-of-text."""
 
 SHAPES = {
-    "target": dict(hidden_size=256, num_hidden_layers=16, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-                   intermediate_size=704),
-    "small_model": dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
-                        intermediate_size=320),
+    "target": dict(
+        hidden_size=256, num_hidden_layers=16, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=704
+    ),
+    "small_model": dict(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=64, intermediate_size=320
+    ),
 }
 
 
@@ -97,27 +97,49 @@ def make_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=SPECIALS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False))
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=SPECIALS,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=SPECIALS[END], pad_token=SPECIALS[PAD], mask_token=SPECIALS[2],
-        chat_template=CHAT_TEMPLATE, model_max_length=2048, clean_up_tokenization_spaces=False)
+        tokenizer_object=tokenizer,
+        eos_token=SPECIALS[END],
+        pad_token=SPECIALS[PAD],
+        mask_token=SPECIALS[2],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 # ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def new_model(shape: str) -> Qwen3ForCausalLM:
-    return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=VOCABULARY, tie_word_embeddings=True, max_position_embeddings=2048, bos_token_id=None,
-        eos_token_id=END, pad_token_id=PAD, **SHAPES[shape]))
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            tie_word_embeddings=True,
+            max_position_embeddings=2048,
+            bos_token_id=None,
+            eos_token_id=END,
+            pad_token_id=PAD,
+            **SHAPES[shape],
+        )
+    )
 
 
 def windows(ids: np.ndarray, length: int, rows: int, seed: int) -> Iterator[Tensor]:
@@ -128,7 +150,7 @@ def windows(ids: np.ndarray, length: int, rows: int, seed: int) -> Iterator[Tens
         offset = int(order.integers(length))
         starts = order.permutation(np.arange(offset, len(ids) - length - 1, length))
         for i in range(0, len(starts) - rows + 1, rows):
-            yield torch.from_numpy(np.stack([ids[s:s + length + 1] for s in starts[i:i + rows]]).astype(np.int64))
+            yield torch.from_numpy(np.stack([ids[s : s + length + 1] for s in starts[i : i + rows]]).astype(np.int64))
         passes += 1
 
 
@@ -169,8 +191,15 @@ class Masters:
             optimizer.load_state_dict(saved)
 
 
-def fit(shape: str, model: Qwen3ForCausalLM, ids: np.ndarray, held_out: np.ndarray, passes: float,
-        options: argparse.Namespace, teacher: Qwen3ForCausalLM | None = None) -> None:
+def fit(
+    shape: str,
+    model: Qwen3ForCausalLM,
+    ids: np.ndarray,
+    held_out: np.ndarray,
+    passes: float,
+    options: argparse.Namespace,
+    teacher: Qwen3ForCausalLM | None = None,
+) -> None:
     """Train `model`, writing WORK/<shape>/model.safetensors at the end; goes on from WORK/<shape>.checkpoint."""
     torch.manual_seed(options.seed)
     device, out = options.device, options.work / shape
@@ -205,9 +234,19 @@ def fit(shape: str, model: Qwen3ForCausalLM, ids: np.ndarray, held_out: np.ndarr
             torch.save({"step": step + 1, "log": log, "masters": masters.state()}, part)
             part.replace(checkpoint)
     model.save_pretrained(out)
-    facts = {"passes": passes, "steps": steps, "tokens": len(ids), "seconds": round(time.time() - began), "device": describe(device),
-             "lr": options.lr, "weight_decay": options.weight_decay, "step_tokens": options.step_tokens,
-             "length": options.length, "seed": options.seed, "log": log}
+    facts = {
+        "passes": passes,
+        "steps": steps,
+        "tokens": len(ids),
+        "seconds": round(time.time() - began),
+        "device": describe(device),
+        "lr": options.lr,
+        "weight_decay": options.weight_decay,
+        "step_tokens": options.step_tokens,
+        "length": options.length,
+        "seed": options.seed,
+        "log": log,
+    }
     (options.work / f"{shape}.json").write_text(json.dumps(facts))
     print(f"held-out loss {log[-1][2]}")
 
@@ -274,12 +313,12 @@ def load(path: Path, device: str) -> Qwen3ForCausalLM:
 
 def pieces(ids: np.ndarray, count: int, length: int, seed: int) -> Tensor:
     starts = np.random.default_rng(seed).integers(0, len(ids) - length, count)
-    return torch.from_numpy(np.stack([ids[s:s + length] for s in starts]).astype(np.int64))
+    return torch.from_numpy(np.stack([ids[s : s + length] for s in starts]).astype(np.int64))
 
 
 def fresh_share(tokens: list[int], n: int = 8) -> float:
     """Share of n-grams that stand there for the first time: 1 is no repetition, near 0 is a loop."""
-    grams = [tuple(tokens[i:i + n]) for i in range(len(tokens) - n + 1)]
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / max(1, len(grams))
 
 
@@ -287,14 +326,18 @@ def samples(options: argparse.Namespace) -> None:
     """How often greedy text after held-out code falls into a loop, and what it looks like."""
     model = load(options.work / "target", options.device)
     prompt = pieces(np.load(options.work / "held_out.npy"), 128, 160, options.seed)
-    out = write(model, prompt.to(options.device), 128, 0.0, 0)[:, prompt.shape[1]:].tolist()
+    out = write(model, prompt.to(options.device), 128, 0.0, 0)[:, prompt.shape[1] :].tolist()
     shares = [fresh_share(row) for row in out]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(options.work / "tokenizer")
     kept = sum(share >= 0.6 for share in shares)
-    print(f"greedy after held-out code: {kept} of {len(shares)} continuations do not loop, mean share of fresh 8-grams "
-          f"{sum(shares) / len(shares):.2f}")
-    shown = [{"prompt": tokenizer.decode(p), "text": tokenizer.decode(o), "fresh": round(s, 2)}
-             for p, o, s in zip(prompt[:12].tolist(), out, shares, strict=False)]
+    print(
+        f"greedy after held-out code: {kept} of {len(shares)} continuations do not loop, mean share of fresh 8-grams "
+        f"{sum(shares) / len(shares):.2f}"
+    )
+    shown = [
+        {"prompt": tokenizer.decode(p), "text": tokenizer.decode(o), "fresh": round(s, 2)}
+        for p, o, s in zip(prompt[:12].tolist(), out, shares, strict=False)
+    ]
     (options.work / "samples.json").write_text(json.dumps({"kept": kept, "of": len(shares), "samples": shown}, indent=1))
 
 
@@ -341,7 +384,9 @@ def package(options: argparse.Namespace) -> None:
         for path in (options.work / "tokenizer").iterdir():
             (folder / path.name).write_bytes(path.read_bytes())
     facts = {shape: json.loads((options.work / f"{shape}.json").read_text()) for shape in SHAPES}
-    (demo.TARGET.parent / "MODEL_CARD.md").write_text(card(facts, json.loads((options.work / "samples.json").read_text()), options))
+    (demo.TARGET.parent / "MODEL_CARD.md").write_text(
+        card(facts, json.loads((options.work / "samples.json").read_text()), options)
+    )
     size = sum(path.stat().st_size for path in demo.TARGET.parent.rglob("*") if path.is_file())
     print(f"wrote {demo.TARGET.parent}, {size / 1e6:.1f} MB")
 
@@ -349,14 +394,24 @@ def package(options: argparse.Namespace) -> None:
 def card(facts: dict, loops: dict, options: argparse.Namespace) -> str:
     lines = (Path(__file__).parent / "model_card.md").read_text()
     digest = hashlib.sha256("".join(module.text for module in demo.modules("train")).encode()).hexdigest()[:16]
-    curve = {shape: "\n".join(f"| {step} | {'' if loss is None else loss} | {held} |" for step, loss, held in facts[shape]["log"])
-             for shape in facts}
+    curve = {
+        shape: "\n".join(f"| {step} | {'' if loss is None else loss} | {held} |" for step, loss, held in facts[shape]["log"])
+        for shape in facts
+    }
     settings = {shape: ", ".join(f"{k} {v}" for k, v in facts[shape].items() if k != "log") for shape in facts}
     values = {
-        "python": json.loads((options.work / "corpus.json").read_text())["python"] if (options.work / "corpus.json").exists()
-        else platform.python_version(), "digest": digest, "held_out": ", ".join(sorted(demo.HELD_OUT)),
-        "kept": loops["kept"], "of": loops["of"],
-        **{f"{shape}_{key}": value for key, found in (("curve", curve), ("settings", settings)) for shape, value in found.items()},
+        "python": json.loads((options.work / "corpus.json").read_text())["python"]
+        if (options.work / "corpus.json").exists()
+        else platform.python_version(),
+        "digest": digest,
+        "held_out": ", ".join(sorted(demo.HELD_OUT)),
+        "kept": loops["kept"],
+        "of": loops["of"],
+        **{
+            f"{shape}_{key}": value
+            for key, found in (("curve", curve), ("settings", settings))
+            for shape, value in found.items()
+        },
         **{f"{shape}_loss": facts[shape]["log"][-1][2] for shape in facts},
     }
     for key, value in values.items():

@@ -38,7 +38,7 @@ def accept(draft: Draft, p: Tensor, streams: Streams) -> Verdict:
     known = (draft.tokens >= 0) & (draft.tokens < p.shape[-1])
     if draft.q is None:
         return _match(draft, p, streams, known)
-    return _ratio(draft, p, streams, known)
+    return _ratio(draft, draft.q, p, streams, known)
 
 
 def _match(draft: Draft, p: Tensor, streams: Streams, known: Tensor) -> Verdict:
@@ -52,17 +52,17 @@ def _match(draft: Draft, p: Tensor, streams: Streams, known: Tensor) -> Verdict:
     return walk.verdict(wanted, ~known)
 
 
-def _ratio(draft: Draft, p: Tensor, streams: Streams, known: Tensor) -> Verdict:
+def _ratio(draft: Draft, proposed: Tensor, p: Tensor, streams: Streams, known: Tensor) -> Verdict:
     """Sampled nodes: the ratio test against what is left of p, with the residual carried from sibling to sibling."""
     walk = _Walk(draft)
     tokens = draft.tokens.where(known, 0)
-    lawful = known & _is_distribution(draft.q, tokens)
+    lawful = known & _is_distribution(proposed, tokens)
     left = p[:, 0]
     for n in range(tokens.shape[1]):
         tested = walk.tested(n)
         token = tokens[:, n : n + 1]
         one_hot = torch.zeros_like(left).scatter_(-1, token, known[:, n : n + 1].to(left.dtype))
-        q = torch.where(lawful[:, n : n + 1], draft.q[:, n].to(left.dtype), one_hot)
+        q = torch.where(lawful[:, n : n + 1], proposed[:, n].to(left.dtype), one_hot)
         coin = streams.uniform(walk.accepted, Purpose.ACCEPT, salt=n)
         went = tested & known[:, n] & (coin * q.gather(-1, token)[:, 0] < left.gather(-1, token)[:, 0])
         left = torch.where((tested & ~went)[:, None], _residual(left, q), left)

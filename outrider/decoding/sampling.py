@@ -74,7 +74,7 @@ def distribution(logits: Tensor, settings: Settings) -> Tensor:
     lowest token id.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    if settings.is_greedy:
+    if settings.temperature is None:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     shape = (-1,) + (1,) * (logits.dim() - 1)
     temperature = settings.temperature.to(logits.dtype).view(shape)

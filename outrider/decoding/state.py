@@ -30,7 +30,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     """The text ends before the first of these; needs `decode`."""
-    decode: Callable[[Sequence[int]], str] | None = None
+    decode: Callable[[Sequence[int]], str] = lambda tokens: ""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,8 @@ class DecodeState:
         self.context = context
         self.ends = ends
         self.device = torch.device(device)
-        self.requests: list[Request | None] = [None] * slots
+        self.requests: dict[int, Request] = {}
+        """By slot; a slot that is not there is free."""
         self.tokens: list[list[int]] = [[] for _ in range(slots)]
         """Prompt and committed tokens; the last one is the anchor."""
         self.prefilled = [0] * slots
@@ -80,7 +81,7 @@ class DecodeState:
 
     def admit(self, row: int, request: Request) -> None:
         """Put a request into a free slot."""
-        assert self.requests[row] is None, f"slot {row} is taken"
+        assert row not in self.requests, f"slot {row} is taken"
         seed = request.sampling.seed
         self.requests[row] = request
         self.tokens[row] = list(request.prompt)
@@ -90,7 +91,7 @@ class DecodeState:
         self._select()
 
     def free(self, row: int) -> None:
-        self.requests[row] = None
+        del self.requests[row]
         self._select()
 
     @property
@@ -132,7 +133,8 @@ class DecodeState:
     def _push(self, row: int, block: list[int]) -> int:
         """Append tokens of `block` until the slot ends; returns how many were appended."""
         room = self._left(row)
-        kept, reason = len(block), None
+        kept: int = len(block)
+        reason: FinishReason | None = None
         if kept >= room:
             request = self.requests[row]
             by_limit = len(self.tokens[row]) - len(request.prompt) + room >= request.max_new_tokens
@@ -170,7 +172,7 @@ class DecodeState:
 
     def _select(self) -> None:
         """Find the live slots again, after one came or went."""
-        self.rows = [row for row, request in enumerate(self.requests) if request]
+        self.rows = sorted(self.requests)
         self.settings = Settings.of([self.requests[row].sampling for row in self.rows], self.device)
         self._row_seeds = torch.tensor([self.seeds[row] for row in self.rows], dtype=torch.int64, device=self.device)
         self._anchors()

@@ -18,8 +18,31 @@ TARGET = Path(__file__).parent / "target"
 SMALL_MODEL = Path(__file__).parent / "small_model"
 
 HELD_OUT = frozenset(
-    "argparse calendar configparser csv dataclasses filecmp fractions heapq json mailbox queue sched selectors shlex "
-    "smtplib socketserver statistics textwrap threading timeit traceback wave weakref".split()
+    [
+        "argparse",
+        "calendar",
+        "configparser",
+        "csv",
+        "dataclasses",
+        "filecmp",
+        "fractions",
+        "heapq",
+        "json",
+        "mailbox",
+        "queue",
+        "sched",
+        "selectors",
+        "shlex",
+        "smtplib",
+        "socketserver",
+        "statistics",
+        "textwrap",
+        "threading",
+        "timeit",
+        "traceback",
+        "wave",
+        "weakref",
+    ]
 )
 """Top-level modules and packages that no model here was trained on; prompts for measuring come from them."""
 

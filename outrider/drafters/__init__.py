@@ -1,4 +1,4 @@
-"""One file a method, and the file's name is its kind.  `find` is the registry: a folder's listing, and an entry point for others.
+"""One file a method, and the file's name is its kind.  `find` is the registry: a folder's listing, and entry points for others.
 
 A drafter file offers `Config` (with a Literal `kind`) and `build(config, target) -> Drafter`; one that trains also `Model`, a
 `DraftModel` made by `Model(config, target)`.

@@ -23,7 +23,7 @@ from outrider.decoding.parties import Cache, Scores, Target
 from outrider.decoding.sampling import Purpose, distribution
 from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
-from outrider.nn.blocks import ContextLayer, angles, block_mask
+from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
 from outrider.nn.draft_model import Batch, DraftModel, resolve_taps
 from outrider.targets.cache import SlotCache
 
@@ -67,9 +67,9 @@ class Backbone(nn.Module):
         self.taps = resolve_taps(config.taps, target.spec)
         hidden = target.spec.hidden
         self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
-        self.hidden_norm = nn.RMSNorm(hidden, eps=1e-6)
+        self.hidden_norm = RMSNorm(hidden)
         self.layers = nn.ModuleList(ContextLayer(hidden, config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(hidden, eps=1e-6)
+        self.norm = RMSNorm(hidden)
         if target.mask_token is None:
             self.mask = nn.Parameter(torch.randn(hidden) * 0.02)
 
@@ -91,7 +91,7 @@ class Backbone(nn.Module):
         k_angles = angles(torch.cat([taps_at.expand(len(x_at), -1), x_at], 1), config.head_dim, config.rope_theta)
         for i, layer in enumerate(self.layers):
             x = layer(x, context, q_angles, k_angles, mask, kept, i)
-        return self.norm(x).unflatten(1, anchors.shape[1:] + (config.block,))
+        return self.norm(x).unflatten(1, (*anchors.shape[1:], config.block))
 
     def _inputs(self, anchors: Tensor) -> Tensor:
         """Embeddings of every block's anchor and masks, [B, A * K, H]."""
@@ -172,6 +172,7 @@ class BlockDrafter:
         return BlockMemory(cache.slots, cache.length + 2 * self.limit, self.backbone.target.device)
 
     def admit(self, memory: BlockMemory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
+        assert scores.taps is not None
         for b, row in enumerate(rows):
             read = state.prefilled[row] - memory.kept.lengths[row] - sum(map(len, memory.pending[row]))
             memory.pending[row].append(scores.taps[b, :read])
@@ -193,6 +194,7 @@ class BlockDrafter:
         return Draft.chain(tokens, budget.clamp(max=self.limit), q, confidence)
 
     def observe(self, memory: BlockMemory, state: DecodeState, draft: Draft, verdict: Verdict, scores: Scores) -> None:
+        assert scores.taps is not None
         for b, row in enumerate(state.rows):
             kept = int(verdict.accepted[b]) + 1
             if draft.branches:
@@ -259,7 +261,11 @@ class BlockRows:
         wanted = at[..., None] + torch.arange(config.block, device=at.device)
         inside = (wanted + 1 < batch.tokens.shape[1]) & live[..., None]
         labels_at = (wanted + 1).clamp(max=batch.tokens.shape[1] - 1)
-        learnt = _pick(batch.loss_mask, labels_at) & inside & (_pick(batch.documents, labels_at) == batch.documents.gather(1, at)[..., None])
+        learnt = (
+            _pick(batch.loss_mask, labels_at)
+            & inside
+            & (_pick(batch.documents, labels_at) == batch.documents.gather(1, at)[..., None])
+        )
         self.labels = _pick(batch.tokens, labels_at).flatten()
         self.previous = _pick(batch.tokens, wanted.clamp(max=batch.tokens.shape[1] - 1)).flatten()
         decay = torch.exp(-torch.arange(config.block, device=at.device) / config.decay)
@@ -304,5 +310,3 @@ def _pick(values: Tensor, at: Tensor) -> Tensor:
 
 def _row_offsets(tokens: Tensor) -> Tensor:
     return (torch.arange(len(tokens), device=tokens.device) * tokens.shape[1])[:, None]
-
-

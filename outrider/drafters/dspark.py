@@ -66,6 +66,7 @@ class Model(DraftModel):
 
     def confidence(self, states: Tensor, previous: Tensor) -> Tensor:
         """Logits [...] that a slot is kept, from its state [..., H] and the token before it [...]."""
+        assert self.confidence_head is not None
         return self.confidence_head(torch.cat([states, self.markov_head.markov_w1(previous)], -1))
 
     def predict(self, batch: Batch) -> DSparkRows:

@@ -50,7 +50,9 @@ class SmallModel:
 
     @torch.inference_mode()
     def propose(self, memory: SlotCache, state: DecodeState, budget: Tensor) -> Draft:
-        rows, tokens, q = state.rows, [], []
+        rows = state.rows
+        tokens: list[Tensor] = []
+        q: list[Tensor] = []
         logits = self._read(memory, rows, [state.tokens[row] for row in rows])
         for depth in range(int(budget.max())):
             if depth:
@@ -90,6 +92,7 @@ def build(config: Config, target: Target) -> SmallModel:
     if mine.vocabulary != theirs.vocabulary or (theirs.tokenizer_hash and mine.tokenizer_hash != theirs.tokenizer_hash):
         raise DrafterError(
             f"small_model {config.model!r} has a vocabulary of {mine.vocabulary} (tokenizer {mine.tokenizer_hash}), the target "
-            f"{theirs.name!r} one of {theirs.vocabulary} (tokenizer {theirs.tokenizer_hash}); choose a model with the target's tokenizer"
+            f"{theirs.name!r} one of {theirs.vocabulary} (tokenizer {theirs.tokenizer_hash}); "
+            "choose a model with the target's tokenizer"
         )
     return SmallModel(model, config.length)

@@ -125,7 +125,10 @@ def evaluate(
 
 
 def measure(
-    target: TransformersTarget, entries: Sequence[Entry], config: Config, on_prompt: Callable[[int, int, int], None] | None = None
+    target: TransformersTarget,
+    entries: Sequence[Entry],
+    config: Config,
+    on_prompt: Callable[[int, int, int], None] | None = None,
 ) -> Outcome:
     """Measure every entry on every task.  on_prompt(kept, wanted, left out) is called after each prompt.
 
@@ -149,7 +152,9 @@ def measure(
             if on_prompt is not None:
                 on_prompt(kept, config.prompts, lost)
         if not kept:
-            raise DataError(f"task {task}: every one of {lost} prompts falls into a loop; set evaluate.fresh=0 to measure them anyway")
+            raise DataError(
+                f"task {task}: every one of {lost} prompts falls into a loop; set evaluate.fresh=0 to measure them anyway"
+            )
         rows += [summarise(measured, target) for measured in table]
     return Outcome(rows, left_out, tried)
 
@@ -162,7 +167,9 @@ def _warm_up(target: TransformersTarget, entries: Sequence[Entry], task: str, co
         run_once(target, Request(tokens, 16, Sampling(entry.temperature, seed=0)), entry.drafter)
 
 
-def _one_prompt(target: TransformersTarget, table: Sequence[Measured], prompt: Prompt, config: Config, turn: int) -> float | None:
+def _one_prompt(
+    target: TransformersTarget, table: Sequence[Measured], prompt: Prompt, config: Config, turn: int
+) -> float | None:
     """Continue one prompt every way and note the runs; or return its share of fresh 8-grams where it loops."""
     tokens = target.encode(prompt.messages if _has_template(target) else prompt.messages[-1]["content"])
     tokens = tokens[-(target.spec.context - config.max_new_tokens - 1) :]
@@ -175,7 +182,9 @@ def _one_prompt(target: TransformersTarget, table: Sequence[Measured], prompt: P
     entries = list(table[turn % len(table) :]) + list(table[: turn % len(table)])
     for measured in entries:
         heat = measured.entry.temperature
-        request = Request(tokens, config.max_new_tokens if heat == 0 else len(reference), Sampling(heat, seed=config.seed + turn))
+        request = Request(
+            tokens, config.max_new_tokens if heat == 0 else len(reference), Sampling(heat, seed=config.seed + turn)
+        )
         if heat not in plains:
             plains[heat] = run_once(target, request, ends=heat == 0)
         run = run_once(target, request, measured.entry.drafter, measured.entry.policy, ends=heat == 0)
@@ -277,7 +286,8 @@ def generate_once(target: TransformersTarget, tokens: Sequence[int], max_new_tok
     inputs = torch.tensor([tokens], device=target.device)
     out = target.model.generate(
         inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_new_tokens, do_sample=False, temperature=None,
-        top_p=None, top_k=None, repetition_penalty=1.0, eos_token_id=sorted(target.ends) or None, pad_token_id=min(target.ends, default=0),
+        top_p=None, top_k=None, repetition_penalty=1.0, eos_token_id=sorted(target.ends) or None,
+        pad_token_id=min(target.ends, default=0),
     )  # fmt: skip
     return out[0, len(tokens) :].tolist(), time.perf_counter() - began
 
@@ -299,10 +309,18 @@ def summarise(measured: Measured, target: TransformersTarget) -> dict[str, Any]:
     tokens, steps = sum(len(run.tokens) for run in runs), sum(run.steps for run in runs)
     seconds, plain_seconds = sum(run.seconds for run in runs), sum(run.seconds for run in plain)
     plain_tokens = sum(len(run.tokens) for run in plain)
-    parts = {"draft": sum(r.draft_s for r in runs), "verify": sum(r.verify_s for r in runs), "other": sum(r.other_s for r in runs)}
+    parts = {
+        "draft": sum(r.draft_s for r in runs),
+        "verify": sum(r.verify_s for r in runs),
+        "other": sum(r.other_s for r in runs),
+    }
     inside = sum(parts.values())
     is_greedy = entry.temperature == 0
-    firsts = [first_difference(run.tokens, wanted) for run, wanted in zip(runs, measured.reference, strict=True)] if is_greedy else []
+    firsts = (
+        [first_difference(run.tokens, wanted) for run, wanted in zip(runs, measured.reference, strict=True)]
+        if is_greedy
+        else []
+    )
     depths = max(reached, default=0)
     return {
         "drafter": entry.name,
@@ -322,7 +340,9 @@ def summarise(measured: Measured, target: TransformersTarget) -> dict[str, Any]:
         "share": {name: part / inside for name, part in parts.items()},
         "loop_overhead": 1 - sum(run.model_s for run in runs) / inside,
         "plain_loop_overhead": 1 - sum(r.model_s for r in plain) / sum(r.draft_s + r.verify_s + r.other_s for r in plain),
-        "plain_exact": all(run.tokens == wanted for run, wanted in zip(plain, measured.reference, strict=True)) if is_greedy else None,
+        "plain_exact": all(run.tokens == wanted for run, wanted in zip(plain, measured.reference, strict=True))
+        if is_greedy
+        else None,
         "ttft_ms": _three([run.first_s for run in runs]),
         "itl_ms": _three([gap for run in runs for gap in run.gaps_s]),
         "tpot_ms": _three([_per_token(run) for run in runs]),

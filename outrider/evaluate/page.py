@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 LISTED = 20
 """Most prompts named in a list; the rest is counted."""
+ABREAST = 5
+"""Most runs side by side in a table."""
 NOT_EXACT = "NOT EXACT"
 
 
@@ -49,8 +51,8 @@ def render(report: Report) -> str:
     figures = (_speed, _acceptance, _latency, _time, _rejections, _prompts, _training)
     return template.substitute(
         title=escape(report.target),
-        made=escape(f"measured {report.made.replace('T', ' ')}" if report.made else "date not recorded"),
-        headline=escape(report.headline()),
+        made=escape(f"measured {report.made.replace('T', ' ')} by Outrider" if report.made else "measured by Outrider"),
+        headline=escape(report.headline(alarms=False)),
         alarms=_alarms(report),
         tiles=_tiles(report),
         figures="\n".join(figure(report, colours) for figure in figures),
@@ -163,7 +165,7 @@ def _rejections(report: Report, colours: Colours) -> str:
         note = f"{row.conditions}. {many(total, 'rejection')}" + (f" in {many(row.steps, 'step')}" if row.steps else "")
         drawing = columns(row.rejections_by_depth, most, colours[row.drafter], "depth", "rejections")
         panels.append(panel(row.drafter, drawing, note if drawing else row.conditions))
-    says = "The depth at which the target first said no. Each rejection costs the drafted tokens behind it, never a wrong word."
+    says = "The depth at which the target first said no, on one scale for all. A rejection costs time, never a word of text."
     return _figure("rejections", "Rejections by depth", says, *panels, across=2 if len(panels) in (2, 4) else 3)
 
 
@@ -289,16 +291,22 @@ def _measures() -> list[tuple[str, Callable[[Row], str]]]:
 
 
 def _table(report: Report) -> str:
-    """Runs side by side, one measure a line: read down for one run, across to compare."""
-    if not report.rows:
-        return panel("", "")
-    heads = "".join(f'<th scope="col">{escape(row.drafter)}</th>' for row in report.rows)
+    """Runs of one condition side by side, one measure a line: read down for one run, across to compare."""
+    parts, groups = [], _groups(report)
+    for name, rows in groups.items():
+        for first in range(0, len(rows), ABREAST):
+            parts.append(panel(name if len(groups) > 1 else "", _columns(rows[first : first + ABREAST])))
+    return "".join(parts) or panel("", "")
+
+
+def _columns(rows: Sequence[Row]) -> str:
+    heads = "".join(tag("th", escape(row.drafter), scope="col") for row in rows)
     body = ""
     for name, said in _measures():
         cells = ""
-        for row in report.rows:
+        for row in rows:
             text = said(row)
-            kind = "bad" if text == NOT_EXACT else "missing" if text == MISSING else ""
+            kind = "bad" if text == NOT_EXACT else "missing" if text == MISSING else "list" if name.endswith("(%)") else ""
             cells += tag("td", escape(text), class_=kind)
         body += f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>'
     return f'<div class="scroll"><table><thead><tr><td></td>{heads}</tr></thead><tbody>{body}</tbody></table></div>'

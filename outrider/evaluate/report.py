@@ -226,15 +226,15 @@ class Report(Part):
         rank = lambda row: (0 if row.is_inexact else 2 if row.exact else 1, row.speedup or -1.0)
         return max(self.rows, key=rank, default=None)
 
-    def headline(self) -> str:
-        """What was found, in one sentence; a second one for every row whose text is not the target's own."""
+    def headline(self, *, alarms: bool = True) -> str:
+        """What was found, in one sentence; with `alarms`, one more for every other row whose text is not the target's own."""
         row = self.lead
         if row is None:
             return "Nothing was measured: the report has no rows."
         alone = len({(row.task, row.temperature) for row in self.rows}) == 1
         where = "" if alone else f"On {row.task or 'its prompts'} at temperature {row.temperature:g}, "
         first = f"{where}{row.drafter} {_pace_said(row)}; {_truth_said(row)}."
-        return " ".join([first, *(alarm for other, alarm in self.alarms() if other is not row)])
+        return " ".join([first, *(alarm for other, alarm in self.alarms() if alarms and other is not row)])
 
     def alarms(self) -> list[tuple[Row, str]]:
         """A sentence for every row whose text is not the target's own."""
@@ -247,18 +247,16 @@ class Report(Part):
     def table(self) -> Table:
         """Every row, for a terminal; a text that is not the target's own stands in white on red."""
         title = Text(f"{self.target}: drafters against the target alone")
-        table = Table(
-            box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0), show_edge=False, pad_edge=False
-        )
-        # least widths: at 80 columns the lists wrap, but no number is cut
-        table.add_column("drafter", overflow="fold", min_width=8)
-        table.add_column("task", overflow="fold", min_width=4)
+        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=0, show_edge=False)
+        # least widths: at 80 columns names and lists wrap, but no number is cut
+        table.add_column("drafter", overflow="fold")
+        table.add_column("task", overflow="fold")
         table.add_column("T", justify="right", no_wrap=True)
         table.add_column("tokens\n/step", justify="right", min_width=6)
-        table.add_column("accepted\nat depth\n1 2 … %", min_width=8)
+        table.add_column("kept at\ndepth\n1 2 … %")
         for name, least in (
-            ("tokens\n/s", 6), ("plain\n/s", 5), ("speed\n-up", 5), ("exact", 5), ("draft/\nverify/\nother %", 7), ("loop\n%", 4),
-            ("TTFT\nms\np50", 4), ("ITL\np50\np95", 4),
+            ("tokens\n/s", 6), ("plain\n/s", 5), ("speed\n-up", 5), ("exact", 5), ("draft/\nverify/\nother %", 7),
+            ("loop\n%", 4), ("TTFT\nms\np50", 4), ("ITL\np50\np95", 4),
         ):  # fmt: skip
             table.add_column(name, justify="right", min_width=least)
         for row in self.rows:

@@ -22,10 +22,24 @@ class KeyValues(Protocol):
 class Shape(Protocol):
     """Sizes that a layer is made from; a method's Config has them."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def intermediate(self) -> int: ...
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, with its weight in the input's dtype: under autocast they differ, and torch would leave its fused kernel."""
+
+    def __init__(self, size: int):
+        super().__init__(size, eps=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -38,11 +52,18 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
-        self.q_norm = nn.RMSNorm(head_dim, eps=1e-6)
-        self.k_norm = nn.RMSNorm(head_dim, eps=1e-6)
+        self.q_norm = RMSNorm(head_dim)
+        self.k_norm = RMSNorm(head_dim)
 
     def forward(
-        self, x: Tensor, rows: Tensor, q_angles: Tensor, k_angles: Tensor, mask: Tensor | None, kept: KeyValues | None, layer: int
+        self,
+        x: Tensor,
+        rows: Tensor,
+        q_angles: Tensor,
+        k_angles: Tensor,
+        mask: Tensor | None,
+        kept: KeyValues | None,
+        layer: int,
     ) -> Tensor:
         """x [B, Q, H]; rows [B, C + Q, H] give keys and values; mask [B or 1, 1, Q, all] additive or bool."""
         q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))).transpose(1, 2)
@@ -73,9 +94,9 @@ class ContextLayer(nn.Module):
 
     def __init__(self, hidden: int, shape: Shape):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(hidden, eps=1e-6)
+        self.input_layernorm = RMSNorm(hidden)
         self.self_attn = Attention(hidden, shape.heads, shape.kv_heads, shape.head_dim)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=1e-6)
+        self.post_attention_layernorm = RMSNorm(hidden)
         self.mlp = MLP(hidden, shape.intermediate)
 
     def forward(

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -124,7 +124,9 @@ def parse(row: Any, name: str) -> Conversation:
         if answer:
             messages.append({"role": "assistant", "content": str(answer)})
     else:
-        raise DataError(f"{name}: none of messages, conversations, turns, prompt, text is there; keys: {', '.join(map(str, row)) or 'none'}")
+        raise DataError(
+            f"{name}: none of messages, conversations, turns, prompt, text is there; keys: {', '.join(map(str, row)) or 'none'}"
+        )
     if not any(message["role"] == "user" and message["content"].strip() for message in messages):
         raise DataError(f"{name}: the conversation has no user turn with text")
     return Conversation(str(row.get("id", name)), messages)
@@ -134,14 +136,17 @@ def _message(message: Any, name: str) -> dict[str, str]:
     role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
     content = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
     if role not in ROLES or not isinstance(content, str):
-        raise DataError(f"{name}: a message needs a role ({', '.join(sorted(set(ROLES.values())))}) and text as content, not {message!r:.80}")
+        raise DataError(
+            f"{name}: a message needs a role ({', '.join(sorted(set(ROLES.values())))}) and text as content, "
+            f"not {message!r:.80}"
+        )
     return {"role": ROLES[role], "content": content}
 
 
 def _library(split: str, config: Config) -> Iterator[tuple[str, Any]]:
-    if split not in ("train", "held_out"):
+    if split not in get_args(demo.Split):
         raise DataError(f"stdlib:{split} is unknown; use stdlib:train or stdlib:held_out")
-    for name, text in demo.prompts(split, config.count, config.seed):
+    for name, text in demo.prompts(cast(demo.Split, split), config.count, config.seed):
         yield name, {"id": name, "prompt": text}
 
 
@@ -202,7 +207,9 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], length: int) -
             continue
         before = prompt_tokens(tokenizer, messages[:i])
         whole = _closed(tokenizer, messages[: i + 1])
-        shared = next((n for n, pair in enumerate(zip(before, whole, strict=False)) if pair[0] != pair[1]), min(len(before), len(whole)))
+        shared = next(
+            (n for n, pair in enumerate(zip(before, whole, strict=False)) if pair[0] != pair[1]), min(len(before), len(whole))
+        )
         rendered.tokens = whole
         rendered.learn.append((shared, len(whole)))
     rendered.tokens = rendered.tokens[:length]
@@ -212,5 +219,5 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], length: int) -
 
 def _closed(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
     if getattr(tokenizer, "chat_template", None) is None:
-        return tokenizer.encode("".join(message["content"] for message in messages)) + [tokenizer.eos_token_id]
+        return [*tokenizer.encode("".join(message["content"] for message in messages)), tokenizer.eos_token_id]
     return tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False)

@@ -30,7 +30,8 @@ class LiveFeatures:
         self.left_out = len(answers) - len(self.texts)
         if not self.texts:
             raise DataError(
-                f"none of {len(answers)} answers has {MIN_LEARNT} tokens to learn within {length} tokens; prepare longer answers"
+                f"none of {len(answers)} answers has {MIN_LEARNT} tokens to learn within {length} tokens; "
+                "prepare longer answers"
             )
         self.manifest = Manifest(
             target.spec, taps, dtype, template, len(self.texts), sum(len(answer.tokens) for answer in self.texts)

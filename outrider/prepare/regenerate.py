@@ -55,13 +55,20 @@ def prepare(
         waiting = [conversation for conversation in conversations if conversation.id not in done]
         with path.open("a", encoding="utf-8") as file:
             for answer in _answers(target, tokenizer, waiting, config, drafter):
-                file.write(json.dumps({"id": answer.id, "tokens": answer.tokens, "learn": answer.learn, "finish_reason": answer.finish_reason}) + "\n")
+                file.write(
+                    json.dumps(
+                        {"id": answer.id, "tokens": answer.tokens, "learn": answer.learn, "finish_reason": answer.finish_reason}
+                    )
+                    + "\n"
+                )
                 file.flush()
                 done.add(answer.id)
                 if on_answer is not None:
                     on_answer(len(done), answer)
     except OSError as error:
-        raise DataError(f"can't write answers to {folder}: {error.strerror or error}; what is written is kept, make room and run again") from error
+        raise DataError(
+            f"can't write answers to {folder}: {error.strerror or error}; what is written is kept, make room and run again"
+        ) from error
     return path
 
 
@@ -76,7 +83,9 @@ def read_answers(path: str | Path) -> list[Answer]:
         try:
             answers.append(_answer(line))
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}, line {number} is no answer ({error}); run `outrider prepare` again, it cuts a torn line off") from None
+            raise DataError(
+                f"{path}, line {number} is no answer ({error}); run `outrider prepare` again, it cuts a torn line off"
+            ) from None
     return answers
 
 
@@ -112,10 +121,14 @@ def _claim(folder: Path, target: Target, tokenizer: Any, config: Config) -> None
         theirs = {}
     if theirs != mine:
         differs = [key for key in mine if theirs.get(key) != mine[key]]
-        raise DataError(f"{folder} holds answers made with another {' and '.join(differs)}; name another prepare.folder, or delete it")
+        raise DataError(
+            f"{folder} holds answers made with another {' and '.join(differs)}; name another prepare.folder, or delete it"
+        )
 
 
-def _answers(target: Target, tokenizer: Any, waiting: list[Conversation], config: Config, drafter: Drafter | None) -> Iterator[Answer]:
+def _answers(
+    target: Target, tokenizer: Any, waiting: list[Conversation], config: Config, drafter: Drafter | None
+) -> Iterator[Answer]:
     if not config.regenerate:
         for conversation in waiting:
             rendered = render(tokenizer, conversation.messages, config.length)
@@ -169,7 +182,7 @@ class _Talk:
         return Request(self.tokens, min(config.max_new_tokens, config.length - len(self.tokens)), sampling)
 
     def hear(self, answer: list[int], text: str) -> None:
-        # only the last answer trains where there are several turns: earlier ones stand in its prompt as the template renders them
+        # of several turns only the last answer trains: earlier ones stand in its prompt as the template renders them
         self.learn = [(len(self.tokens), len(self.tokens) + len(answer))]
         self.tokens = self.tokens + answer
         self._said.append({"role": "assistant", "content": text})

@@ -96,7 +96,11 @@ class SlotCache:
         What a slot held before the pass, every query of its row may look at.
         """
         now = self._now
-        own = visible if visible is not None else torch.ones(now.width, now.width, dtype=torch.bool, device=self.device).tril()[None]
+        own = (
+            visible
+            if visible is not None
+            else torch.ones(now.width, now.width, dtype=torch.bool, device=self.device).tril()[None]
+        )
         if now.is_even:
             own = torch.nn.functional.pad(own, (now.starts[0], 0), value=True)
             return torch.zeros(own.shape, dtype=dtype, device=self.device).masked_fill_(~own, -torch.inf)[:, None]
@@ -123,7 +127,7 @@ class SlotCache:
             self.lengths[row] = start + count
 
     def keep(self, path: Tensor) -> None:
-        """The first token of the pass (the anchor) and the nodes on `path` stay.  path [R, D], node n is token n + 1, -1 pads."""
+        """The pass's first token (the anchor) and the nodes on `path` stay.  path [R, D], node n is token n + 1, -1 pads."""
         kept = (path >= 0).sum(-1)
         order = torch.arange(path.shape[1])
         moved = (path >= 0) & (path != order)

@@ -35,7 +35,7 @@ class TransformersTarget:
         self.device = model.device
         self._decoder_layers = _decoder_layers(model)
         self._embedding: nn.Module = model.get_input_embeddings()
-        self._head: nn.Module = model.get_output_embeddings()
+        self._head: Any = model.get_output_embeddings()
         self._caught: dict[int | str, Tensor] = {}
         self._hooked: set[int] = set()
         self._head.register_forward_pre_hook(self._catch_hidden)
@@ -68,9 +68,7 @@ class TransformersTarget:
         return Scores(self.head(rows_of_hidden), hidden, tapped)
 
     @torch.inference_mode()
-    def verify(
-        self, cache: SlotCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...] = ()
-    ) -> Scores:
+    def verify(self, cache: SlotCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...] = ()) -> Scores:
         """One pass over anchor and draft: logits [B, N+1, V].  Nothing is committed until `cache.keep`."""
         tokens = anchor.unsqueeze(-1)
         nodes = draft.tokens.shape[1]
@@ -105,7 +103,7 @@ class TransformersTarget:
         if len(prompt) == 0:
             raise DataError("the prompt is empty; give at least one token of text")
         if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
-            return self._known(list(prompt))
+            return self._known(list(prompt))  # type: ignore[arg-type]
         if self.tokenizer is None:
             raise DataError("this target was loaded without a tokenizer: give prompts as lists of token ids")
         if isinstance(prompt, str):
@@ -178,7 +176,8 @@ def load_target(
     """
     if isinstance(target, nn.Module):
         _supported(target.config, type(target).__name__)
-        model = target if dtype is None else target.to(dtype=_dtype(dtype))
+        model: Any = target
+        model = model if dtype is None else model.to(dtype=_dtype(dtype))
         return TransformersTarget(model if device is None else model.to(device))
     name = str(target)
     path = str(demo.TARGET) if name == "demo" else name
@@ -250,7 +249,7 @@ def _ends(model: PreTrainedModel) -> frozenset[int]:
 
 
 def _spec(model: PreTrainedModel, tokenizer: Any, name: str | None, revision: str | None) -> TargetSpec:
-    config = model.config
+    config: Any = model.config
     return TargetSpec(
         name=name or type(model).__name__,
         revision=revision or getattr(config, "_commit_hash", None),

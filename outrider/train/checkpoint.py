@@ -67,7 +67,9 @@ def save(
         shutil.rmtree(part, ignore_errors=True)
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         what = "the disk is full" if full else str(error)
-        raise TrainingError(f"can't write checkpoint {folder}: {what}; the last one is still whole. Make room and run again") from error
+        raise TrainingError(
+            f"can't write checkpoint {folder}: {what}; the last one is still whole. Make room and run again"
+        ) from error
 
 
 def manifest_of(folder: str | Path) -> dict[str, Any]:
@@ -76,16 +78,18 @@ def manifest_of(folder: str | Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version = manifest["version"]
-        manifest["kind"], manifest["config"], manifest["target"]  # noqa: B018  (all three are needed)
+        manifest["kind"], manifest["config"], manifest["target"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is no checkpoint manifest ({type(error).__name__}: {error}); train or copy it again") from None
+        raise CheckpointError(
+            f"{path} is no checkpoint manifest ({type(error).__name__}: {error}); train or copy it again"
+        ) from None
     if version != VERSION:
         raise CheckpointError(f"{path} is of version {version}, this Outrider reads {VERSION}; use the release that wrote it")
     return manifest
 
 
 def whole(folder: str | Path) -> Path:
-    """The folder itself, or its predecessor where a crash came between taking the old one away and putting the new one there."""
+    """The folder itself, or its predecessor where a crash came while the new one took its place."""
     folder = Path(folder)
     old = folder.with_name(folder.name + ".old")
     return old if not (folder / MANIFEST).exists() and (old / MANIFEST).exists() else folder
@@ -116,7 +120,9 @@ def load_weights(folder: str | Path, model: nn.Module) -> None:
     broken = [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
     for problem, names in (("lacks", missing), ("has unknown", extra), ("has misshapen", shapes), ("has non-finite", broken)):
         if names:
-            raise CheckpointError(f"{path} {problem} weights: {', '.join(sorted(names)[:4])}; it does not belong to its manifest")
+            raise CheckpointError(
+                f"{path} {problem} weights: {', '.join(sorted(names)[:4])}; it does not belong to its manifest"
+            )
     model.load_state_dict(weights)
 
 
@@ -136,11 +142,10 @@ def _unknown(key: str, value: Any, manifest: Mapping[str, Any]) -> bool:
 
 def pack(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Optimiser moments by parameter name, and torch's random state."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
     packed = {"rng": torch.get_rng_state()}
-    for parameter, moments in optimizer.state.items():
-        for key, value in moments.items():
-            packed[f"{names[parameter]}/{key}"] = torch.as_tensor(value)
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            packed[f"{name}/{key}"] = torch.as_tensor(value)
     return packed
 
 
@@ -156,7 +161,9 @@ def unpack(state: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim
         optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
 
 
-def load_drafter(kind_or_path: str | Path, target: Target, *, device: str | torch.device | None = None, **config: Any) -> Drafter:
+def load_drafter(
+    kind_or_path: str | Path, target: Target, *, device: str | torch.device | None = None, **config: Any
+) -> Drafter:
     """A drafter for `target`: a kind such as `ngram` with its settings, a checkpoint folder, or a Hugging Face id of one.
 
     A trainable kind by its name alone has fresh, random weights.  Raises ConfigError for an unknown name or setting,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from outrider.config import Config as Base
@@ -39,9 +39,9 @@ class Config(Base):
     """Share of the steps over which the rate rises; then it falls along a cosine to 0."""
     batch: PositiveInt = 8
     """Texts per step."""
-    loss: dict[str, float] = {"ce": 0.1, "tv": 1.8}
+    loss: dict[str, float] = Field(default={"ce": 0.1, "tv": 1.8})
     """Divergences and their weights."""
-    extra: dict[str, float] = {}
+    extra: dict[str, float] = Field(default={})
     """Weights of the method's own terms, such as confidence; 1 unless named."""
     weight_decay: NonNegativeFloat = 0.0
     clip: PositiveFloat = 1.0
@@ -73,7 +73,8 @@ def train(
     torch.manual_seed(config.seed)
     model = model.float().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay)
-    place, facts = folder / "checkpoint", {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0}
+    place = folder / "checkpoint"
+    facts: dict[str, Any] = {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0}
     facts |= _resume(place, model, optimizer, facts["config"])
     metrics = Metrics(folder, facts["step"])
     before, began = facts["seconds"], time.monotonic()
@@ -90,7 +91,14 @@ def train(
             facts["step"] += 1
             facts["tokens"] += int((batch.documents > 0).sum())
             if is_logged:
-                metrics.write({"step": facts["step"], **found, "seconds": round(before + time.monotonic() - began, 2), "tokens": facts["tokens"]})
+                metrics.write(
+                    {
+                        "step": facts["step"],
+                        **found,
+                        "seconds": round(before + time.monotonic() - began, 2),
+                        "tokens": facts["tokens"],
+                    }
+                )
             if on_step is not None:
                 on_step(facts["step"], found)
             if asked_to_stop():
@@ -136,7 +144,7 @@ def accumulate(predictions: Predictions, config: Config, is_logged: bool = False
         weight = predictions.weight[part] / total
         terms = {"divergence": losses.combine(config.loss, draft, target, predictions.labels[part])}
         terms |= {name: config.extra.get(name, 1.0) * term for name, term in predictions.extra(part, draft, target).items()}
-        loss = sum((weight * term).sum() for term in terms.values())
+        loss = torch.stack([(weight * term).sum() for term in terms.values()]).sum()
         loss.backward()
         sums["loss"] += loss.item()
         if is_logged:
