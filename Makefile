@@ -1,0 +1,38 @@
+# Two commands for a newcomer, each complete by itself: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo demo-short test test-all lint install clean
+
+demo: install  ## train a drafter for the demo target and prove it; about 6 minutes on 2 cores
+	$(BIN)/outrider run recipes/demo-dflash.yaml
+	$(BIN)/outrider run recipes/demo.yaml
+
+demo-short: install  ## the same road in about 2 minutes, for CI: fewer answers, steps and prompts
+	$(BIN)/outrider run recipes/demo.yaml name=demo-short prepare.folder=runs/demo-short/answers prepare.count=96 \
+		prepare.max_new_tokens=64 train.steps=40 evaluate.prompts=4 evaluate.max_new_tokens=64 \
+		'evaluate.beside=[ngram, small_model]'
+
+test: install lint  ## everything that fits into 10 minutes
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: install lint  ## and what does not; at most an hour
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+install: $(VENV)/.installed
+
+# torch comes first and alone: asked for with an upper bound, pip finds a CPU build where the index has one
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch>=2.9,<2.14"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs
