@@ -47,6 +47,9 @@ def main() -> None:
     except OutriderError as error:
         note.print(f"[bold red]error[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+    except OSError as error:
+        note.print(f"[bold red]error[/] {_escape(str(error))}; what was written before is kept", highlight=False, soft_wrap=True)
+        raise SystemExit(1) from None
     except (KeyboardInterrupt, typer.Abort):
         note.print("\nstopped; what was done is kept, the same command goes on from there")
         raise SystemExit(130) from None
@@ -223,6 +226,7 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
         )  # fmt: skip
     report.save(settings.folder)
     out.print(report.table())
+    out.print(f"          {report.headline()}", highlight=False, soft_wrap=True)
     tried = sum(row.prompts for row in report.rows[:1]) + len(report.left_out)
     out.print(
         f"          {len(report.left_out)} of {tried} prompts left out, because the target's own text loops there",

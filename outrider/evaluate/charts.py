@@ -54,7 +54,7 @@ class Bar(NamedTuple):
     value: float | None
     text: str
     alarm: str = ""
-    """Where given, the bar is hatched in the colour of alarm and says this."""
+    """Where given, the bar is an outline in the colour of alarm and says this."""
     also: float | None = None
     """A second value, drawn as a hollow diamond."""
 

@@ -37,6 +37,8 @@ from outrider.evaluate.charts import (
 if TYPE_CHECKING:
     from outrider.evaluate.report import Percentiles, Report, Row
 
+Colours = dict[str, int]
+"""Drafter → its colour, the same in every chart."""
 LISTED = 20
 """Most prompts named in a list; the rest is counted."""
 ABREAST = 5
@@ -60,9 +62,6 @@ def render(report: Report) -> str:
         scope=_scope(report),
         provenance=_provenance(report),
     )
-
-
-Colours = dict[str, int]
 
 
 def _figure(name: str, title: str, says: str, *panels: str, across: int = 1) -> str:
@@ -186,7 +185,7 @@ def _prompts(report: Report, colours: Colours) -> str:
 
 def _tip(prompt: Any) -> str:
     said = {True: "text identical", False: "TEXT DIFFERS", None: "text not compared"}[prompt.exact]
-    at = "" if prompt.first_difference is None else f" from token {prompt.first_difference:,}"
+    at = "" if prompt.first_difference is None else f" after {many(prompt.first_difference, 'token')}"
     tokens = "" if prompt.tokens is None else f", {many(prompt.tokens, 'token')}"
     return f"{prompt.id}: {prompt.speedup:.2f}×{tokens}, {said}{at}"
 
@@ -216,11 +215,17 @@ def _alarms(report: Report) -> str:
     """What must not be missed: texts that differ, then drafters that broke their promise, then the notes."""
     parts = []
     for row, sentence in report.alarms():
-        named = [f"{p.id} (token {p.first_difference:,})" if p.first_difference is not None else p.id for p in row.different]
+        named = [
+            p.id + ("" if p.first_difference is None else f" (after {many(p.first_difference, 'token')})")
+            for p in row.different
+        ]
         rest = f" and {len(named) - LISTED} more" if len(named) > LISTED else ""
         listed = f"<p>Texts that differ: {escape(', '.join(named[:LISTED]))}{rest}.</p>" if named else ""
         parts.append(f'<div class="alarm" role="alert"><strong>{escape(sentence)}</strong>{listed}</div>')
     for row in report.rows:
+        if row.plain_exact is False:
+            what = f"{row.conditions}: the target alone, through this loop, does not write what transformers' generate does."
+            parts.append(f'<div class="warning">{escape(what)}</div>')
         if row.unlawful:
             what = f"{row.drafter}, {row.conditions}: {many(row.unlawful, 'drafted token')} came with an id or a distribution "
             what += "that can't be; they were verified as if certain, so the output stands."
@@ -233,13 +238,14 @@ def _tiles(report: Report) -> str:
     row = report.lead
     if row is None:
         return ""
-    compared = "not compared" if row.compared_tokens is None else f"{many(row.compared_tokens, 'token')} compared"
+    compared = _compared(row)
+    detail = f"drawn at temperature {row.temperature:g}" if compared is None else f"{many(compared, 'token')} compared"
     exact = NOT_EXACT.lower() if row.is_inexact else "exact" if row.exact else "not compared"
     plain = say(row.plain_tokens_per_s, ".1f")
     cells = [
         (say(row.speedup, ".2f", "×"), "speed-up", f"{say(row.tokens_per_s, '.1f')} tokens/s, plain {plain}"),
         (say(row.tokens_per_step, ".2f"), "tokens per step", f"over {many(row.steps, 'step')}" if row.steps else ""),
-        (exact, "target's own text", compared),
+        (exact, "target's own text", detail),
         (say(row.itl_ms.p50, ".0f", " ms"), "median gap", f"target alone {say(row.plain_itl_ms.p50, '.0f', ' ms')}"),
         (say(row.ttft_ms.p50, ".0f", " ms"), "to the first token", f"target alone {say(row.plain_ttft_ms.p50, '.0f', ' ms')}"),
     ]
@@ -248,6 +254,10 @@ def _tiles(report: Report) -> str:
         text = tag("b", escape(value)) + tag("span", escape(name)) + tag("small", escape(detail))
         body += tag("div", text, class_="bad" if value == NOT_EXACT.lower() else "")
     return f'<section class="tiles" aria-label="{escape(row.drafter)} in numbers">{body}</section>'
+
+
+def _compared(row: Row) -> int | None:
+    return None if row.exact is None and not row.is_inexact else row.compared_tokens
 
 
 def _three(found: Percentiles) -> str:
@@ -277,10 +287,11 @@ def _measures() -> list[tuple[str, Callable[[Row], str]]]:
         ("tokens/s, target alone", lambda row: say(row.plain_tokens_per_s, ".1f")),
         ("tokens/s, transformers' generate", lambda row: say(row.generate_tokens_per_s, ".1f")),
         ("exact", lambda row: NOT_EXACT if row.is_inexact else "yes" if row.exact else "not compared"),
-        ("tokens compared", lambda row: say(row.compared_tokens, "d")),
+        ("tokens compared", lambda row: say(_compared(row), "d")),
         ("draft / verify / other (%)", lambda row: " / ".join(
             say(v, ".0f", scale=100, missing="–") for v in (row.share.draft, row.share.verify, row.share.other))),
         ("loop overhead", lambda row: say(row.loop_overhead, ".1f", "%", scale=100)),
+        ("loop overhead, target alone", lambda row: say(row.plain_loop_overhead, ".1f", "%", scale=100)),
         ("TTFT p50 / p95 / p99 (ms)", lambda row: _three(row.ttft_ms)),
         ("TTFT, target alone (ms)", lambda row: _three(row.plain_ttft_ms)),
         ("ITL p50 / p95 / p99 (ms)", lambda row: _three(row.itl_ms)),

@@ -121,6 +121,9 @@ class Row(Part):
     """transformers' own generate with the target alone, in the same run."""
     loop_overhead: float | None = None
     """Fraction of a step spent outside the calls into the two models."""
+    plain_loop_overhead: float | None = None
+    plain_exact: bool | None = None
+    """The target alone, through the same loop, writes what transformers' generate does."""
     tpot_ms: Percentiles = Percentiles()
     plain_itl_ms: Percentiles = Percentiles()
     plain_ttft_ms: Percentiles = Percentiles()
@@ -330,7 +333,7 @@ def _truth_said(row: Row) -> str:
             return "its text is not the target's own"
         count, first = len(row.different), row.different[0]
         said = f"{count} of {many(row.prompts, 'text')} {'differs' if count == 1 else 'differ'} from the target's own"
-        at = "" if first.first_difference is None else f" from token {first.first_difference:,} on"
+        at = "" if first.first_difference is None else f" after {many(first.first_difference, 'token')}"
         return f"{said}{': ' if count == 1 else ', such as '}{first.id}{at}"
     if row.exact is None:
         sampled = f"are drawn at temperature {row.temperature:g} and so not compared word for word"

@@ -39,6 +39,7 @@ class TransformersTarget:
         self._caught: dict[int | str, Tensor] = {}
         self._hooked: set[int] = set()
         self._head.register_forward_pre_hook(self._catch_hidden)
+        self._takes_masks_by_kind = _takes_masks_by_kind(model)
         self.spec = _spec(model, tokenizer, name, revision)
         self.ends = _ends(model)
         self.mask_token: int | None = getattr(tokenizer, "mask_token_id", None)
@@ -79,9 +80,11 @@ class TransformersTarget:
         visible = draft.visible() if draft.branches else None
         depths = nn.functional.pad(draft.depths() + 1, (1, 0)) if draft.branches else None
         self._tap(taps)
+        # one token a row, all rows at one place: everything may be seen, and a family that lets us say so saves the mask
+        unmasked = not nodes and cache.is_even and self._takes_masks_by_kind
         logits = self.model(
             input_ids=tokens,
-            attention_mask=cache.mask(visible, self.model.dtype),
+            attention_mask={"full_attention": None} if unmasked else cache.mask(visible, self.model.dtype),
             position_ids=cache.positions(depths),
             past_key_values=cache,
             use_cache=True,
@@ -240,6 +243,19 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise TargetError(f"{type(model).__name__} has no list of {count} decoder layers to tap")
+
+
+@torch.inference_mode()
+def _takes_masks_by_kind(model: PreTrainedModel) -> bool:
+    """Whether this family accepts {layer type: mask}, in which None means that nothing is masked.  Tried, not looked up."""
+    if set(getattr(model.config, "layer_types", None) or ()) != {"full_attention"}:
+        return False
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    try:
+        given = model(input_ids=token, attention_mask={"full_attention": None}, use_cache=False).logits
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
+    return torch.equal(given, model(input_ids=token, use_cache=False).logits)
 
 
 def _ends(model: PreTrainedModel) -> frozenset[int]:

@@ -1,0 +1,205 @@
+"""Tiny real models, and every drafter at its smallest size.  float64, one thread, nothing from the network."""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from outrider import drafters
+from outrider.decoding.parties import Drafter, Target
+from outrider.nn.draft_model import Batch, DraftModel
+from outrider.targets.transformers import TransformersTarget, load_target
+
+torch.set_num_threads(1)
+settings.register_profile("tests", deadline=None, derandomize=True, database=None, max_examples=60)
+settings.load_profile("tests")
+
+SMALL = {
+    "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32, "block": 4, "length": 4, "rank": 8,
+    "shortest": 1, "longest": 3, "depth": 4, "width": 2, "anchors": 16,
+}  # fmt: skip
+"""Smallest sizes, for the fields that a drafter's Config has."""
+
+
+def tiny_model(seed: int = 0, **overrides: object) -> PreTrainedModel:
+    """A random Qwen3 in float64 whose greedy text does not collapse at once.  Equal seed and shape, equal weights."""
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "initializer_range": 0.1,
+        "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    return scaled(Qwen3ForCausalLM(Qwen3Config(**(sizes | overrides))).double().eval())
+
+
+def scaled(model: PreTrainedModel, by: float = 2.0) -> PreTrainedModel:
+    """The model with its matrices `by` times as large, so that attention and MLP move the outcome."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight *= by
+    return model
+
+
+@pytest.fixture(scope="session")
+def target() -> TransformersTarget:
+    return load_target(tiny_model())
+
+
+@pytest.fixture(scope="session")
+def short_target() -> TransformersTarget:
+    """The same weights with a context of 20 tokens."""
+    return load_target(tiny_model(max_position_embeddings=20))
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Texts of unequal length, one of a single token, one that repeats itself."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = (5, 1, 11, 3, 17, 1, 8)
+    texts = [torch.randint(64, (length,), generator=generator).tolist() for length in lengths]
+    return [*texts, [3, 9, 4, 3, 9, 4, 3, 9]]
+
+
+Plain = Callable[[Target, list[int], int], list[int]]
+
+
+@pytest.fixture(scope="session")
+def plain() -> Plain:
+    """`model.generate`, greedy: (target, prompt, count) to the new tokens."""
+
+    @functools.cache
+    def continued(target: TransformersTarget, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+        text = torch.tensor([prompt])
+        out = target.model.generate(
+            text, attention_mask=torch.ones_like(text), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        return tuple(out[0, len(prompt) :].tolist())
+
+    def cut(target: TransformersTarget, prompt: list[int], count: int) -> list[int]:
+        # greedy text of n tokens begins greedy text of m > n: one run serves all
+        return list(continued(target, tuple(prompt), -(-count // 48) * 48)[:count])
+
+    return cut
+
+
+# ── every drafter at its smallest ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Case:
+    """A drafter and the variant of it that is tested."""
+
+    kind: str
+    choices: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "-".join([self.kind, *self.choices.values()])
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    @property
+    def trains(self) -> bool:
+        return hasattr(drafters.find(self.kind), "Model")
+
+
+def cases() -> list[Case]:
+    """Every drafter found, own and third-party; one case more for each value of a field such as `markov`."""
+    found = []
+    for kind in sorted(drafters.kinds()):
+        markov = drafters.find(kind).Config.model_fields.get("markov")
+        choices = typing.get_args(markov.annotation) if markov else ()
+        found += [Case(kind, {"markov": choice}) for choice in choices] or [Case(kind)]
+    return found
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Builds small drafters for any target."""
+
+    folder: Path
+
+    def config(self, case: Case, target: Target) -> object:
+        schema = drafters.find(case.kind).Config
+        values: dict[str, object] = {key: value for key, value in SMALL.items() if key in schema.model_fields}
+        values |= case.choices
+        if "model" in schema.model_fields:
+            values["model"] = self._model_folder(target)
+        return schema(**values)
+
+    def model(self, case: Case, target: Target) -> DraftModel:
+        torch.manual_seed(1)
+        return drafters.find(case.kind).Model(self.config(case, target), target).to(getattr(torch, target.spec.dtype))
+
+    def build(self, case: Case, target: Target) -> Drafter:
+        torch.manual_seed(1)
+        return drafters.find(case.kind).build(self.config(case, target), target)
+
+    def _model_folder(self, target: Target) -> str:
+        """A language model that often agrees with the target, saved without a tokenizer."""
+        path = self.folder / f"{target.spec.name}-{target.spec.vocabulary}"
+        if not path.exists():
+            model = tiny_model(vocab_size=target.spec.vocabulary)
+            generator = torch.Generator().manual_seed(2)
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight += 0.04 * torch.randn(weight.shape, dtype=weight.dtype, generator=generator)
+            model.save_pretrained(path)
+        return str(path)
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("models"))
+
+
+def batch_of(target: Target, taps: tuple[int, ...], tokens: torch.Tensor) -> Batch:
+    hidden, tapped = target.read(tokens, taps)
+    everything = torch.ones_like(tokens)
+    return Batch(tokens, everything.bool(), everything, tapped, hidden)
+
+
+def train(model: DraftModel, batch: Batch, steps: int, lr: float = 1e-2, seed: int = 0) -> list[float]:
+    """Cross entropy, every term of the method's own added.  Returns the losses."""
+    torch.manual_seed(seed)
+    optimiser = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=lr)
+    losses = []
+    for _ in range(steps):
+        optimiser.zero_grad()
+        rows = model.predict(batch)
+        total = 0.0
+        for draft, own, part in rows.chunks(64):
+            terms = torch.nn.functional.cross_entropy(draft, rows.labels[part], reduction="none")
+            terms = terms + sum(rows.extra(part, draft, own).values())
+            loss = (terms * rows.weight[part]).sum() / rows.weight.sum()
+            loss.backward()
+            total += loss.item()
+        rows.backward()
+        optimiser.step()
+        losses.append(total)
+    return losses
+
+
+@pytest.fixture(scope="session")
+def drafter_of(workshop: Workshop, target: TransformersTarget, prompts: list[list[int]], plain: Plain) -> Callable[[Case], Drafter]:
+    """Drafters for the tiny target, those that learn trained until some of their tokens are kept."""
+
+    @functools.cache
+    def made(case: Case) -> Drafter:
+        if not case.trains:
+            return workshop.build(case, target)
+        model = workshop.model(case, target)
+        texts = torch.tensor([(prompt + plain(target, prompt, 48))[:40] for prompt in prompts])
+        train(model, batch_of(target, model.taps, texts), 60)
+        return model.eval().drafter()
+
+    return made

@@ -1,0 +1,196 @@
+"""The law of what the loop emits against the law of the target: by chi-square over many slots, and exactly for `accept` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from scipy import stats
+from torch import Tensor
+
+from outrider.decoding import accept as accepting
+from outrider.decoding.draft import Draft
+from outrider.decoding.generate import prefill
+from outrider.decoding.loop import step
+from outrider.decoding.policy import Fixed
+from outrider.decoding.sampling import Sampling, Settings
+from outrider.decoding.state import DecodeState, Request
+
+FALSE_ALARM = 1e-6
+TOKENS = 3
+
+
+def fits(counts: Tensor, p: Tensor, false_alarm: float = FALSE_ALARM) -> bool:
+    """Whether counts could have come from p; cells expected fewer than 5 times are pooled."""
+    counts, expected = counts.double().flatten(), p.double().flatten() * counts.sum()
+    if counts[expected == 0].sum():
+        return False
+    rare = expected < 5
+    counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    if expected[-1] < 5:
+        least = expected[:-1].argmin()
+        counts[least] += counts[-1]
+        expected[least] += expected[-1]
+        counts, expected = counts[:-1], expected[:-1]
+    if len(counts) < 2:
+        return True
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return bool(stats.chi2.sf(float(statistic), len(counts) - 1) >= false_alarm)
+
+
+def emitted(
+    target: Any, drafter: Any, policy: Any = None, *, slots: int = 4000, prompt: Sequence[int] = (0,), rule: Any = accepting.accept,
+    sampling: dict | None = None,
+) -> tuple[Tensor, DecodeState, int]:  # fmt: skip
+    """First tokens [slots, TOKENS] of as many seeds, the state after, and how many drafted tokens were kept.
+
+    `advance` would admit slot after slot; here all stand up at once, and the loop is the package's own `step`.
+    """
+    state = DecodeState(slots, target.spec.context, target.ends)
+    settings = sampling or {"temperature": 1.0}
+    state.requests = [Request(list(prompt), 500, Sampling(**settings, seed=seed)) for seed in range(slots)]
+    state.tokens = [list(prompt) for _ in range(slots)]
+    state.seeds = list(range(slots))
+    state._select()
+    cache = target.allocate(slots, len(prompt) + TOKENS * (drafter.limit + 1) + drafter.limit + 1)
+    memory = drafter.allocate(cache)
+    prefill(target, drafter, cache, memory, state, range(slots))
+    policy, kept = policy or Fixed(drafter.limit), 0
+    for _ in range(TOKENS):
+        kept += int(step(target, drafter, policy, cache, memory, state, rule).accepted.sum())
+    begin = len(prompt)
+    return torch.tensor([tokens[begin : begin + TOKENS] for tokens in state.tokens]), state, kept
+
+
+def keeps_the_law(target: Any, drafter: Any, policy: Any = None, *, prompt: Sequence[int] = (0,), **options: Any) -> bool:
+    """Whether the first token, the first two and the first three all follow the target's law; FALSE_ALARM together."""
+    tokens, _, _ = emitted(target, drafter, policy, prompt=prompt, **options)
+    settings = Settings.of([Sampling(**(options.get("sampling") or {"temperature": 1.0}))])
+    return follows(tokens, target.law(prompt, TOKENS, settings))
+
+
+def follows(tokens: Tensor, law: Tensor) -> bool:
+    """tokens [slots, TOKENS] against their joint law [V, V, V]."""
+    cells = law.shape[0] ** torch.arange(law.dim() - 1, -1, -1)
+    counts = torch.bincount((tokens * cells).sum(-1), minlength=law.numel()).view(law.shape)
+    while True:
+        if not fits(counts, law, FALSE_ALARM / TOKENS):
+            return False
+        if law.dim() == 1:
+            return True
+        counts, law = counts.sum(-1), law.sum(-1)
+
+
+# ── exact, for `accept` alone ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Chance:
+    """One slot's noise, scripted: every question is answered by the script, beyond it by the first answer.
+
+    `weight` is the probability of the answers given; `open` the questions' numbers of answers, so that all scripts can be
+    walked through.  A uniform number is never drawn: it answers only the comparison it stands in, with both outcomes.
+    """
+
+    def __init__(self, script: Sequence[int]):
+        self.script, self.weight, self.open = list(script), 1.0, []
+
+    def _answer(self, chances: Sequence[float]) -> int:
+        asked = len(self.open)
+        self.open.append(len(chances))
+        answer = self.script[asked] if asked < len(self.script) else 0
+        if asked >= len(self.script):
+            self.script.append(answer)
+        self.weight *= chances[answer]
+        return answer
+
+    def uniform(self, depth: Any, purpose: Any, salt: int = 0) -> Coin:
+        return Coin(self)
+
+    def draw(self, weights: Tensor, depth: Any, purpose: Any) -> Tensor:
+        assert len(weights) == 1
+        return torch.tensor([self._answer((weights[0] / weights[0].sum()).tolist())])
+
+
+class Coin:
+    """A uniform number times `scale`."""
+
+    def __init__(self, chance: Chance, scale: float = 1.0):
+        self.chance, self.scale = chance, scale
+
+    def __mul__(self, by: Tensor) -> Coin:
+        return Coin(self.chance, self.scale * float(by))
+
+    def __lt__(self, threshold: Tensor) -> Tensor:
+        # 0 * coin < 0 never holds
+        below = min(1.0, float(threshold) / self.scale) if self.scale > 0 else float(threshold > 0)
+        return torch.tensor([self.chance._answer([1.0 - below, below]) == 1])
+
+
+def outcomes(draft: Draft, p: Tensor, rule: Callable = accepting.accept) -> Iterator[tuple[float, list[int]]]:
+    """Every outcome of judging one slot's draft: (probability, emitted tokens)."""
+    script: list[int] = []
+    while True:
+        chance = Chance(script)
+        verdict = rule(draft, p, chance)
+        if chance.weight > 0:
+            kept = [int(draft.tokens[0, n]) for n in verdict.path[0, : int(verdict.accepted)]]
+            yield chance.weight, [*kept, int(verdict.next_token)]
+        script = chance.script
+        while script and script[-1] + 1 == chance.open[len(script) - 1]:
+            script.pop()
+        if not script:
+            return
+        script[-1] += 1
+
+
+Proposal = Callable[[list[int]], Tensor]
+"""The tokens drawn so far to the distribution of the next node [V]."""
+
+
+def worst_error(
+    law: Callable[[tuple[int, ...]], Tensor], parents: Sequence[int], proposal: Proposal, *, depth: int = 3,
+    rule: Callable = accepting.accept, keep: Callable[[list[int]], int] | None = None,
+    q_of: Proposal | None = None, is_certain: bool = False,
+) -> float:  # fmt: skip
+    """Largest difference between the law of the first `depth` tokens, exactly as emitted, and the target's own.
+
+    law: a path of tokens to p [V].  keep: the drafted tokens to how many nodes stay.  q_of: the q that the draft claims,
+    where it is not the proposal.
+    """
+    vocabulary = len(law(()))
+    found = torch.zeros((vocabulary,) * depth, dtype=torch.float64)
+    for weight, tokens, rows in _drafts(proposal, len(parents)):
+        claimed = rows if q_of is None else [q_of(tokens[:n]) for n in range(len(tokens))]
+        size = len(parents) if keep is None else keep(tokens)
+        paths: list[tuple[int, ...]] = []
+        for n, parent in enumerate(parents):
+            paths.append((*(paths[parent] if parent >= 0 else ()), tokens[n]))
+        p = torch.stack([law(()), *(law(path) for path in paths)])[None]
+        q = None if is_certain else torch.stack(claimed)[None]
+        draft = Draft(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([size]), q)
+        for chance, out in outcomes(draft, p, rule):
+            _spread(found, law, tuple(out[:depth]), weight * chance)
+    exact = torch.zeros_like(found)
+    _spread(exact, law, (), 1.0)
+    return float((found - exact).abs().max())
+
+
+def _drafts(proposal: Proposal, nodes: int, tokens: tuple[int, ...] = (), rows: tuple = (), weight: float = 1.0) -> Iterator:
+    if len(tokens) == nodes:
+        yield weight, list(tokens), list(rows)
+        return
+    q = proposal(list(tokens))
+    for token, chance in enumerate(q.tolist()):
+        if chance > 0:
+            yield from _drafts(proposal, nodes, (*tokens, token), (*rows, q), weight * chance)
+
+
+def _spread(found: Tensor, law: Callable, tokens: tuple[int, ...], weight: float) -> None:
+    """Add `weight` to every text that begins with `tokens`, continued by the target's own law."""
+    if len(tokens) == found.dim():
+        found[tokens] += weight
+        return
+    for token, chance in enumerate(law(tokens).tolist()):
+        _spread(found, law, (*tokens, token), weight * chance)

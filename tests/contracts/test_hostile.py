@@ -1,0 +1,160 @@
+"""At temperature 0 the output never changes, whatever a drafter returns; a draft of the wrong shape is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from contracts.parties import Proposer, TableTarget
+
+from outrider.decoding.draft import Draft
+from outrider.decoding.generate import advance, generate
+from outrider.decoding.policy import ByConfidence
+from outrider.decoding.sampling import Sampling
+from outrider.decoding.state import Request
+from outrider.errors import DrafterError
+
+
+class Returns(Proposer):
+    """Proposes what `make(slots, budget, generator)` makes."""
+
+    def __init__(self, make, limit: int = 4):
+        self.make, self.limit = make, limit
+
+    def propose(self, memory, state, budget):
+        return self.make(len(state.rows), budget, memory)
+
+
+def integers(low, high, shape, generator):
+    return torch.randint(low, high, shape, generator=generator)
+
+
+def ids(shape, generator):
+    """Mostly ids of the vocabulary, some outside it."""
+    tokens = integers(0, 64, shape, generator)
+    wild = torch.tensor([-1, -(2**40), 64, 2**40, 2**62, -(2**63)])[integers(0, 6, shape, generator)]
+    return torch.where(torch.rand(shape, generator=generator) < 0.3, wild, tokens)
+
+
+def chains(slots, budget, generator):
+    """Ids, sizes, q and confidences without sense."""
+    nodes = int(integers(1, 5, (), generator))
+    q = torch.randn(slots, nodes, 64, generator=generator)
+    q[torch.rand(slots, nodes, generator=generator) < 0.3] = float("nan")
+    confidence = torch.randn(slots, nodes, generator=generator) * 3
+    confidence[torch.rand(slots, nodes, generator=generator) < 0.2] = float("nan")
+    return Draft.chain(ids((slots, nodes), generator), integers(-3, nodes + 6, (slots,), generator), q, confidence)
+
+
+def trees(slots, budget, generator):
+    """Parents out of order as well."""
+    nodes = int(integers(1, 5, (), generator))
+    parents = integers(-1, nodes, (slots, nodes), generator)
+    return Draft(ids((slots, nodes), generator), parents, integers(-3, nodes + 6, (slots,), generator))
+
+
+def wild_parents(slots, budget, generator):
+    """Parents that point to no node at all; the slots' sound beginnings differ."""
+    nodes = 4
+    parents = torch.arange(-1, nodes - 1).repeat(slots, 1)
+    wild = torch.tensor([-2, -50, nodes, 999, 2**40])[integers(0, 5, (slots, nodes), generator)]
+    parents = torch.where(torch.rand(slots, nodes, generator=generator) < 0.4, wild, parents)
+    return Draft(ids((slots, nodes), generator), parents, torch.full((slots,), nodes))
+
+
+def false_promise(slots, budget, generator):
+    """`branches=False` over parents that do branch: the mask would be a chain's, the walk a tree's."""
+    tokens = torch.arange(4).expand(slots, -1) * 16 + integers(0, 16, (slots, 4), generator)
+    return Draft(tokens, torch.full((slots, 4), -1), torch.full((slots,), 4), branches=False)
+
+
+def too_many(slots, budget, generator):
+    """More nodes than its own limit and than the budget."""
+    return Draft.chain(integers(0, 64, (slots, 40), generator), torch.full((slots,), 40))
+
+
+@pytest.mark.parametrize("make", [chains, trees, wild_parents, too_many], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("policy", [None, ByConfidence(4, 0.5)], ids=["fixed", "by_confidence"])
+def test_greedy_output_never_changes(make, policy, target, prompts, plain):
+    """Catches an index error, a NaN or a wrong mask that a faulty drafter could bring about."""
+    found = generate(target, prompts, Returns(make), max_new_tokens=40, slots=3, policy=policy)
+    assert [generation.tokens for generation in found] == [plain(target, prompt, 40) for prompt in prompts]
+
+
+def test_a_false_promise_of_a_chain_changes_nothing(target, prompts, plain):
+    """Catches a walk along parents that the mask did not know: node n was scored behind node n - 1, judged beside it."""
+    texts = {tuple(prompt): prompt + plain(target, prompt, 48) for prompt in prompts}
+
+    class Liar(Proposer):
+        """The first node is wrong, the second is the true next token, both said to hang under the anchor."""
+
+        def propose(self, memory, state, budget):
+            rows = []
+            for row in state.rows:
+                text = state.tokens[row]
+                whole = texts[tuple(state.requests[row].prompt)]
+                coming = whole[len(text) : len(text) + 1] or [0]
+                rows.append([(coming[0] + 1) % 64, coming[0], 0, 0])
+            tokens = torch.tensor(rows)
+            return Draft(tokens, torch.full_like(tokens, -1), budget, branches=False)
+
+    found = generate(target, prompts, Liar(), max_new_tokens=40, slots=3)
+    assert [generation.tokens for generation in found] == [plain(target, prompt, 40) for prompt in prompts]
+    found = generate(target, prompts, Returns(false_promise), max_new_tokens=40, slots=3)
+    assert [generation.tokens for generation in found] == [plain(target, prompt, 40) for prompt in prompts]
+
+
+def test_greedy_slots_beside_sampled_ones_never_change(target, prompts, plain):
+    """The same where the batch is judged by the law itself and not by its greedy twin."""
+    requests = [Request(prompt, 40, Sampling()) for prompt in prompts]
+    requests[2] = Request(prompts[2], 40, Sampling(1.0, seed=1))
+    found = [[] for _ in requests]
+    for make in (chains, trees):
+        found = [[] for _ in requests]
+        for progress in advance(target, requests, Returns(make), slots=3):
+            found[progress.request] += progress.tokens
+        for n, prompt in enumerate(prompts):
+            if n != 2:
+                assert found[n] == plain(target, prompt, 40)
+
+
+WRONG = {
+    "slots": lambda s: Draft.chain(torch.zeros(s + 1, 2, dtype=torch.int64), torch.ones(s, dtype=torch.int64)),
+    "sizes": lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int64), torch.ones(s + 1, dtype=torch.int64)),
+    "flat tokens": lambda s: Draft(torch.zeros(s, dtype=torch.int64), torch.zeros(s, dtype=torch.int64), torch.ones(s)),
+    "parents": lambda s: Draft(torch.zeros(s, 3, dtype=torch.int64), torch.zeros(s, 2, dtype=torch.int64), torch.ones(s)),
+    "q": lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int64), torch.ones(s), torch.ones(s, 1, 64)),
+    "confidence": lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int64), torch.ones(s), None, torch.ones(s, 3)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_draft_of_the_wrong_shape_is_refused(wrong, target, prompts):
+    """Catches tensors that broadcast to something nobody meant."""
+    drafter = Returns(lambda slots, budget, generator: WRONG[wrong](slots))
+    with pytest.raises(DrafterError, match="slots"):
+        generate(target, prompts[:2], drafter, max_new_tokens=10)
+
+
+@pytest.mark.parametrize("width", [1, 4, 6])
+def test_a_q_over_another_vocabulary_is_refused(width):
+    """Catches a q of a reduced vocabulary that was not spread out: of width 1 it would broadcast in silence."""
+    table = TableTarget.random(5)
+    drafter = Returns(
+        lambda slots, budget, generator: Draft.chain(
+            torch.zeros(slots, 2, dtype=torch.int64), torch.full((slots,), 2), torch.full((slots, 2, width), 1 / width)
+        )
+    )
+    with pytest.raises(DrafterError, match="vocabulary"):
+        generate(table, [1, 2], drafter, max_new_tokens=10, sampling=Sampling(1.0, seed=0))
+
+
+def test_ids_outside_the_vocabulary_are_counted_at_temperature_0():
+    """Catches a count that only the sampled way keeps."""
+    from outrider.decoding.state import DecodeState
+
+    table = TableTarget.random(5)
+    drafter = Returns(lambda slots, budget, generator: Draft.chain(torch.tensor([[-1, 2, 7]]).expand(slots, -1), torch.full((slots,), 2)))
+    state = DecodeState(1, 1000)
+    steps = sum(1 for _ in advance(table, [Request([1], 5)], drafter, state=state))
+    # the last step has room for no draft, the one before it for one node
+    assert state.unlawful == steps - 1

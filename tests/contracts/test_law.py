@@ -1,0 +1,267 @@
+"""The joint law of three emitted tokens, over thousands of slots, against the exact law of a table.
+
+Every test's false alarm has odds of at most one in a million; seeds are fixed, so a run that passed passes again.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from conftest import Case, cases
+from contracts.chances import emitted, follows, keeps_the_law
+from contracts.parties import Drawn, LookAhead, OnAndOff, TableTarget, Tree
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.decoding import accept as accepting
+from outrider.decoding import policy as policies
+from outrider.decoding.draft import Draft
+from outrider.decoding.sampling import Sampling
+from outrider.decoding.state import DecodeState, Request
+
+TARGET = TableTarget.random(5)
+REPEATS = [0, 1, 2, 0, 1, 3, 0, 1, 4, 2, 0, 2, 2, 0, 1]
+"""A prompt in which most short n-grams stand already, so that drafters which look texts up have something to find."""
+
+TREES = {
+    "with replacement": Tree(TARGET, [-1, -1, 0, 0, 1, 2], "replacement"),
+    "without replacement": Tree(TARGET, [-1, -1, 0, 0, 1, 2], "without"),
+    "deterministic": Tree(TARGET, [-1, -1, -1, 0, 0, 3], "top"),
+    "mixed": Tree(TARGET, [-1, -1, 0, 1, 1, 2], "mixed"),
+    "chain": Tree(TARGET, [-1, 0, 1, 2], "without"),
+}
+
+
+def policies_found() -> list[type]:
+    """Every policy of the package, the protocol left out."""
+    return [
+        policy
+        for _, policy in sorted(inspect.getmembers(policies, inspect.isclass))
+        if policy.__module__ == policies.__name__ and hasattr(policy, "keep") and not getattr(policy, "_is_protocol", False)
+    ]
+
+
+def made(policy: type, nodes: int, least: float = 0.3) -> policies.Policy:
+    """A policy with small settings; a new setting must be given a value here."""
+    known = {"nodes": nodes, "least": least, "most": nodes, "limit": nodes}
+    wanted = [name for name, field in inspect.signature(policy).parameters.items() if field.default is field.empty]
+    return policy(**{name: known[name] for name in wanted})
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_every_drafter_keeps_the_law(case, workshop):
+    """Catches a q that is not what the drafter drew from, and noise that is used twice.  False alarm 1e-6."""
+    assert keeps_the_law(TARGET, workshop.build(case, TARGET), prompt=REPEATS, slots=2500)
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_every_drafter_keeps_the_law_under_top_k_and_top_p(case, workshop):
+    """Catches a drafter that draws by another rule than the target's.  False alarm 1e-6."""
+    sampling = {"temperature": 0.7, "top_k": 4, "top_p": 0.9}
+    assert keeps_the_law(TARGET, workshop.build(case, TARGET), prompt=REPEATS, slots=1500, sampling=sampling)
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
+def test_every_tree_keeps_the_law(tree):
+    """Catches wrong residuals between siblings and wrong paths in the cache.  False alarm 1e-6."""
+    assert keeps_the_law(TARGET, tree, slots=5000)
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
+def test_drafts_of_the_trees_are_partly_kept(tree):
+    """Guards the tests here against drafts that are never kept, where every law holds."""
+    _, _, kept = emitted(TARGET, tree, slots=300)
+    assert 300 < kept < 300 * 3 * 3
+
+
+def test_plain_decoding_follows_the_law():
+    """The check itself: no drafter, no way to err.  False alarm 1e-6."""
+    assert keeps_the_law(TARGET, TREES["chain"], policies.Fixed(0), slots=5000)
+
+
+@pytest.mark.parametrize("policy", policies_found(), ids=lambda policy: policy.__name__)
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
+def test_every_policy_keeps_the_law_with_confident_drafts(policy, tree):
+    """Catches a policy that looks at what it must not, at full force: confidences that hang on the drafted tokens.  False alarm 1e-6."""
+    assert keeps_the_law(TARGET, tree, made(policy, tree.limit), slots=2000)
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("policy", policies_found(), ids=lambda policy: policy.__name__)
+def test_every_policy_keeps_the_law_with_every_drafter(policy, case, workshop):
+    """As above, with the package's own drafters and their confidences.  False alarm 1e-6."""
+    if policy is policies.Fixed:
+        return  # the law test above
+    drafter = workshop.build(case, TARGET)
+    assert keeps_the_law(TARGET, drafter, made(policy, drafter.limit, 0.2), prompt=REPEATS, slots=1500)
+
+
+def test_a_budget_that_comes_and_goes_keeps_the_law():
+    """Catches drafts that survive a step in which nothing was wanted.  False alarm 1e-6."""
+    assert keeps_the_law(TARGET, TREES["without replacement"], OnAndOff(6), slots=4000)
+
+
+# ── a policy is a stopping rule ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def state_of(slots: int) -> DecodeState:
+    state = DecodeState(slots, 100)
+    for row in range(slots):
+        state.admit(row, Request([1, 2], 50, Sampling()))
+    return state
+
+
+@st.composite
+def confident(draw):
+    slots, nodes = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    chance = st.floats(0, 1, width=32)
+    table = st.lists(st.lists(chance, min_size=nodes, max_size=nodes), min_size=slots, max_size=slots)
+    sizes = draw(st.lists(st.integers(0, nodes), min_size=slots, max_size=slots))
+    return torch.tensor(sizes), torch.tensor(draw(table)), torch.tensor(draw(table)), draw(st.integers(0, slots - 1))
+
+
+def moves_behind_its_cut(policy, sizes, confidence, other, slot) -> bool:
+    """Whether the slot's cut moves when its confidences behind the first node that was dropped become others."""
+    state = state_of(len(sizes))
+    cut = policy.keep(state, sizes, confidence)
+    assert bool((cut <= sizes).all())
+    changed = confidence.clone()
+    behind = int(cut[slot]) + 1
+    changed[slot, behind:] = other[slot, behind:]
+    return int(policy.keep(state, sizes, changed)[slot]) != int(cut[slot])
+
+
+@pytest.mark.parametrize("policy", policies_found(), ids=lambda policy: policy.__name__)
+@given(confident())
+def test_a_later_confidence_never_moves_a_slots_cut(policy, drawn):
+    """Catches every look-ahead, whether or not some law test is sharp enough to see it."""
+    assert not moves_behind_its_cut(made(policy, 5, 0.5), *drawn)
+
+
+def test_the_contract_sees_a_policy_that_looks_ahead():
+    """The contract above has teeth."""
+    confidence = torch.tensor([[0.9, 0.1]])
+    assert moves_behind_its_cut(LookAhead(2), torch.tensor([2]), confidence, torch.tensor([[0.9, 0.9]]), 0)
+
+
+# ── planted faults, through the whole loop ────────────────────────────────────────────────────────────────────────────
+
+UNEVEN = TableTarget.of([0.7, 0.3])
+
+
+def even(before, own):
+    return torch.full((len(own), 2), 0.5, dtype=torch.float64)
+
+
+def knows_the_token_before(before, own):
+    return torch.where(own == 0, 0.9, 0.1).float()
+
+
+def test_a_policy_that_looks_ahead_is_caught():
+    """Planted fault 2: emits (.85, .15) where the law is (.7, .3)."""
+    drafter = Drawn(even, 2, knows_the_token_before)
+    assert not keeps_the_law(UNEVEN, drafter, LookAhead(2))
+    tokens, _, _ = emitted(UNEVEN, drafter, LookAhead(2))
+    # six standard deviations of 4000 draws
+    assert float((tokens[:, 0] == 0).double().mean()) == pytest.approx(0.85, abs=0.034)
+
+
+def test_the_same_confidences_with_a_stopping_rule_are_exact():
+    """The twin of the fault above.  False alarm 1e-6."""
+    assert keeps_the_law(UNEVEN, Drawn(even, 2, knows_the_token_before), policies.ByConfidence(2, 0.3))
+
+
+def test_a_token_dropped_for_its_own_probability_is_caught():
+    """Planted fault 1: the confidence is the q of the token itself, known only after the draw."""
+
+    def own_q(draft: Draft) -> Draft:
+        own = draft.q.gather(-1, draft.tokens[..., None])[..., 0]
+        return Draft.chain(draft.tokens, draft.sizes, draft.q, own.float())
+
+    def law(before, own):
+        return torch.tensor([0.4, 0.6], dtype=torch.float64).expand(len(own), -1)
+
+    assert keeps_the_law(UNEVEN, Drawn(law, 2), policies.ByConfidence(2, 0.5))
+    assert not keeps_the_law(UNEVEN, Drawn(law, 2, bend=own_q), policies.ByConfidence(2, 0.5))
+
+
+def test_argmax_tokens_with_a_soft_q_are_caught():
+    """Planted fault 3."""
+
+    def argmax(draft: Draft) -> Draft:
+        return Draft.chain(draft.q.argmax(-1), draft.sizes, draft.q)
+
+    def law(before, own):
+        return torch.tensor([0.45, 0.55], dtype=torch.float64).expand(len(own), -1)
+
+    assert not keeps_the_law(UNEVEN, Drawn(law, 2, bend=argmax))
+
+
+def test_resampling_from_p_after_a_rejection_is_caught(monkeypatch):
+    """Planted fault 4."""
+    monkeypatch.setattr(accepting, "_residual", lambda left, q: left)
+    assert not keeps_the_law(TARGET, TREES["chain"], slots=5000)
+    assert not keeps_the_law(TARGET, TREES["without replacement"], slots=5000)
+
+
+def test_pruning_a_sampled_token_that_cannot_be_emitted_is_caught():
+    """Planted fault 5: token 2 is illegal; where it was drawn, the draft ends before it."""
+    target = TableTarget(torch.tensor([0.9, 0.1, 1e-300], dtype=torch.float64).log().expand(3, 3, -1))
+
+    def prune(draft: Draft) -> Draft:
+        legal = (draft.tokens != 2).long().cumprod(-1).sum(-1)
+        return Draft.chain(draft.tokens, torch.minimum(draft.sizes, legal), draft.q)
+
+    def law(before, own):
+        return torch.tensor([0.1, 0.4, 0.5], dtype=torch.float64).expand(len(own), -1)
+
+    assert keeps_the_law(target, Drawn(law, 2))
+    assert not keeps_the_law(target, Drawn(law, 2, bend=prune))
+
+
+# ── hostile drafts at temperature 1 ───────────────────────────────────────────────────────────────────────────────────
+
+
+class Spoilt(Drawn):
+    """Some nodes, chosen before their tokens are looked at, get an id or a q that can't be; `spoilt` counts those handed in."""
+
+    def __init__(self, how: str):
+        def law(before, own):
+            return (0.5 * TARGET.table[before, own]).softmax(-1)
+
+        super().__init__(law, 3, bend=self._spoil)
+        self.how, self.spoilt, self.generator = how, 0, torch.Generator().manual_seed(1)
+
+    def _spoil(self, draft: Draft) -> Draft:
+        q, tokens = draft.q.clone(), draft.tokens.clone()
+        hit = torch.rand(tokens.shape, generator=self.generator) < 0.4
+        live = torch.arange(tokens.shape[1]) < draft.sizes[:, None]
+        self.spoilt += int((hit & live).sum())
+        own = torch.zeros_like(q).scatter_(-1, tokens[..., None], 1.0).bool()
+        wrong = {
+            "nan": q.masked_fill(~own, float("nan")),
+            "negative": torch.where(own, 1.0 + q, -q),
+            "infinite": q.masked_fill(own, float("inf")),
+            "unnormalised": q * 1.5,
+            "zero at its own token": q.masked_fill(own, 0.0) / (1 - q.gather(-1, tokens[..., None])),
+        }
+        if self.how in wrong:
+            q = torch.where(hit[..., None], wrong[self.how], q)
+        else:
+            tokens = tokens.masked_fill(hit, {"negative id": -1, "huge id": 2**40, "first id too many": 5}[self.how])
+        return Draft.chain(tokens, draft.sizes, q)
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["nan", "negative", "infinite", "unnormalised", "zero at its own token", "negative id", "huge id", "first id too many"],
+)
+def test_unlawful_nodes_are_verified_as_deterministic_and_counted(how):
+    """Catches NaN that reaches the residual, ids that wrap around, and a count that lies.  False alarm 1e-6."""
+    drafter = Spoilt(how)
+    tokens, state, kept = emitted(TARGET, drafter, slots=2500)
+    assert follows(tokens, TARGET.law([0], 3, state.settings._replace(temperature=torch.tensor([1.0]))))
+    assert state.unlawful == drafter.spoilt > 0
+    assert kept > 0

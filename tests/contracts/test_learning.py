@@ -1,0 +1,217 @@
+"""Twenty steps teach every trainable drafter something, and move nothing of the target's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import batch_of, cases, train
+
+TRAINABLE = pytest.mark.parametrize("case", [case for case in cases() if case.trains], ids=str)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return torch.randint(64, (8, 24), generator=torch.Generator().manual_seed(4))
+
+
+@TRAINABLE
+def test_the_loss_falls(case, target, workshop, texts):
+    """Catches a gradient that is cut off or has the wrong sign; batch, weights and anchors are seeded."""
+    model = workshop.model(case, target)
+    losses = train(model, batch_of(target, model.taps, texts), 20)
+    assert all(loss == loss for loss in losses)
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@TRAINABLE
+def test_every_trained_weight_gets_a_finite_gradient(case, target, workshop, texts):
+    """Catches a part that stands in the model and not in the loss.
+
+    After two steps: a head that starts at zero gives the weights before it a gradient only from the second on.
+    """
+    model = workshop.model(case, target)
+    batch = batch_of(target, model.taps, texts)
+    train(model, batch, 2)
+    for name, weight in model.named_parameters():
+        assert weight.requires_grad, name
+        assert weight.grad is not None, name
+        assert bool(weight.grad.isfinite().all()), name
+        assert float(weight.grad.abs().sum()) > 0, name
+
+
+@TRAINABLE
+def test_the_targets_weights_do_not_move(case, target, workshop, texts):
+    """Catches borrowed weights that are trained, or saved, as the drafter's own."""
+    before = {name: weight.clone() for name, weight in target.model.state_dict().items()}
+    model = workshop.model(case, target)
+    train(model, batch_of(target, model.taps, texts), 2)
+    after = target.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(weight.grad is None for weight in target.model.parameters())
+    borrowed = {id(weight) for weight in target.model.parameters()}
+    assert not any(id(weight) in borrowed for weight in model.parameters())
+
+
+@TRAINABLE
+def test_chunks_cover_every_row_once_and_split_no_block(case, target, workshop, texts):
+    """Catches rows that are lost at a chunk's end, and logits that hang on the size of the chunk."""
+    model = workshop.model(case, target)
+    batch = batch_of(target, model.taps, texts)
+    torch.manual_seed(0)
+    rows = model.predict(batch)
+    whole = torch.cat([draft for draft, _, _ in rows.chunks(10**9)])
+    assert len(whole) == len(rows.labels) == len(rows.weight) == len(rows.depth) == len(rows.block)
+    for size in (1, 7, 30):
+        seen, pieces = 0, []
+        for draft, own, part in rows.chunks(size):
+            assert part.start == seen
+            assert draft.shape == own.shape == (part.stop - part.start, 64)
+            if seen:
+                assert rows.block[seen - 1] != rows.block[seen]
+            seen = part.stop
+            pieces.append(draft)
+        assert seen == len(rows.labels)
+        torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-10, atol=1e-10)
+
+
+@TRAINABLE
+def test_rows_are_labelled_with_what_the_target_saw(case, target, workshop, texts):
+    """Catches a shift by one between anchors, labels and the target's logits: learning an own law would still look fine."""
+    model = workshop.model(case, target)
+    # the text is counted through, so a label tells its place
+    counted = torch.arange(24).expand(2, -1) + torch.tensor([[0], [30]])
+    batch = batch_of(target, model.taps, counted)
+    logits = target.head(batch.hidden)
+    torch.manual_seed(0)
+    rows = model.predict(batch)
+    for _, own, part in rows.chunks(16):
+        for n, row in enumerate(range(part.start, part.stop)):
+            if rows.weight[row] == 0:
+                continue
+            label = int(rows.labels[row])
+            text, place = divmod(label, 30)
+            assert int(rows.depth[row]) < place
+            torch.testing.assert_close(own[n], logits[text, place - 1], rtol=1e-10, atol=1e-10)
+    assert bool((rows.weight > 0).any())
+
+
+@TRAINABLE
+def test_what_is_not_to_be_learnt_has_no_weight(case, target, workshop, texts):
+    """Catches prompts, padding and other texts' tokens in the loss."""
+    model = workshop.model(case, target)
+    batch = batch_of(target, model.taps, torch.arange(24).expand(2, -1) + torch.tensor([[0], [30]]))
+    learnt = torch.zeros(2, 24, dtype=torch.bool)
+    learnt[0, 6:11], learnt[0, 15:] = True, True
+    documents = torch.ones(2, 24, dtype=torch.int64)
+    documents[0, 18:] = 2
+    batch = type(batch)(batch.tokens, learnt, documents, batch.taps, batch.hidden)
+    torch.manual_seed(0)
+    rows = model.predict(batch)
+    kept = rows.labels[rows.weight > 0]
+    assert set(kept.tolist()) <= {*range(6, 11), *range(15, 24)}
+    depth = rows.depth[rows.weight > 0]
+    # a block's anchor is of the label's own text
+    assert all((label < 18) == (label - 1 - d < 18) for label, d in zip(kept.tolist(), depth.tolist(), strict=True))
+
+
+# ── what training shows is what serving sees ──────────────────────────────────────────────────────────────────────────
+
+
+@TRAINABLE
+def test_a_future_token_moves_no_earlier_prediction(case, target, workshop, texts):
+    """Catches a mask that lets a drafted row see context at or behind its anchor."""
+    model = workshop.model(case, target)
+    train(model, batch_of(target, model.taps, texts), 5)
+    changed_at = 13
+    other = texts.clone()
+    other[:, changed_at:] = (other[:, changed_at:] + 17) % 64
+
+    def predicted(tokens):
+        torch.manual_seed(9)
+        rows = model.predict(batch_of(target, model.taps, tokens))
+        return rows, torch.cat([draft for draft, _, _ in rows.chunks(10**9)])
+
+    counted = torch.arange(24).expand(2, -1) + torch.tensor([[0], [30]])
+    places = predicted(counted.repeat(4, 1))[0].labels % 30
+    rows, before = predicted(texts)
+    _, after = predicted(other)
+    # a row sees tokens up to the one before its label, and where the anchor stands, states before the anchor
+    safe = (places - 1 < changed_at) & (rows.weight > 0)
+    moved = (places - 1 - rows.depth >= changed_at) & (rows.weight > 0)
+    assert bool(safe.any())
+    assert bool(moved.any())
+    torch.testing.assert_close(after[safe], before[safe], rtol=1e-10, atol=1e-10)
+    assert bool(((after - before).abs().amax(-1) > 1e-6)[moved].all())
+
+
+@TRAINABLE
+def test_another_text_in_the_row_moves_no_prediction(case, target, workshop, texts):
+    """Catches a mask that lets a text see the one packed before it."""
+    model = workshop.model(case, target)
+    train(model, batch_of(target, model.taps, texts), 5)
+    batch = batch_of(target, model.taps, texts)
+    documents = torch.ones_like(texts)
+    documents[:, 12:] = 2
+    noise = torch.randn(batch.taps.shape, dtype=batch.taps.dtype, generator=torch.Generator().manual_seed(2))
+    noise[:, 12:] = 0
+
+    def predicted(taps):
+        torch.manual_seed(9)
+        counted = type(batch)(batch.tokens, batch.loss_mask, documents, taps, batch.hidden)
+        rows = model.predict(counted)
+        return rows, torch.cat([draft for draft, _, _ in rows.chunks(10**9)])
+
+    rows, before = predicted(batch.taps)
+    _, after = predicted(batch.taps + noise)
+    differs = (after - before).abs().amax(-1) > 1e-9
+    # blocks of the first text move, those of the second don't: both are there
+    assert bool(differs.any())
+    counted = type(batch)(torch.arange(24).expand(8, -1), batch.loss_mask, documents, batch.taps, batch.hidden)
+    torch.manual_seed(9)
+    places = model.predict(counted).labels
+    second = (places - 1 - rows.depth >= 12) & (rows.weight > 0)
+    assert bool(second.any())
+    assert not bool((differs & second).any())
+
+
+@TRAINABLE
+def test_serving_drafts_what_training_predicts(case, target, workshop, prompts, plain):
+    """Catches positions, masks or context that differ between `predict` and `propose`: it would train for another game.
+
+    The first drafted token is compared, which every method sees alike: the argmax of a depth-0 row.
+    """
+    from outrider.decoding.generate import advance
+    from outrider.decoding.state import DecodeState, Request
+
+    model = workshop.model(case, target)
+    texts = torch.tensor([(prompt + plain(target, prompt, 48))[:40] for prompt in prompts])
+    train(model, batch_of(target, model.taps, texts), 30)
+    model.eval()
+    text = texts[0]
+    trained: dict[int, int] = {}
+    with torch.no_grad():
+        for seed in range(12):
+            torch.manual_seed(seed)
+            rows = model.predict(batch_of(target, model.taps, text[None]))
+            torch.manual_seed(seed)
+            counted = batch_of(target, model.taps, text[None])
+            places = model.predict(type(counted)(torch.arange(40)[None], *[getattr(counted, name) for name in ("loss_mask", "documents", "taps", "hidden")])).labels
+            for draft, _, part in rows.chunks(10**9):
+                for row in range(part.start, part.stop):
+                    if rows.depth[row] == 0 and rows.weight[row] > 0:
+                        trained[int(places[row])] = int(draft[row].argmax())
+    drafter, seen = model.drafter(), {}
+    propose = drafter.propose
+
+    def watched(memory, state, budget):
+        draft = propose(memory, state, budget)
+        seen[len(state.tokens[0])] = int(draft.tokens[0, 0])
+        return draft
+
+    drafter.propose = watched
+    state = DecodeState(1, 256)
+    for _ in advance(target, [Request(text[:5].tolist(), 35)], drafter, state=state):
+        pass
+    shared = sorted(set(seen) & set(trained))
+    assert len(shared) >= 5
+    assert [seen[place] for place in shared] == [trained[place] for place in shared]

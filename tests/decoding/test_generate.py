@@ -1,0 +1,150 @@
+"""What `generate`, `stream` and `advance` promise around the loop."""
+
+from __future__ import annotations
+
+import pytest
+from contracts.parties import Oracle, TableTarget
+
+from outrider.decoding.generate import advance, generate, stream
+from outrider.decoding.sampling import Sampling
+from outrider.decoding.state import DecodeState, Request
+from outrider.errors import ConfigError, DataError
+
+TABLE = TableTarget.random(6)
+
+
+@pytest.fixture(scope="module")
+def oracle(target, prompts, plain):
+    return Oracle([prompt + plain(target, prompt, 48) for prompt in prompts], 64)
+
+
+def test_the_pieces_of_a_stream_sum_to_the_generations(target, prompts, oracle):
+    """Catches a stream and a batch that are two programs; and pieces of one prompt out of order."""
+    options = {"max_new_tokens": 23, "slots": 3}
+    whole = generate(target, prompts, oracle, **options)
+    tokens = [[] for _ in prompts]
+    text, drafted, steps = [""] * len(prompts), [0] * len(prompts), [0] * len(prompts)
+    for piece in stream(target, prompts, oracle, **options):
+        tokens[piece.prompt] += piece.tokens
+        text[piece.prompt] += piece.text
+        drafted[piece.prompt] += piece.drafted
+        steps[piece.prompt] += 1
+    assert tokens == [generation.tokens for generation in whole]
+    assert text == [generation.text for generation in whole]
+    assert drafted == [sum(generation.accepted) for generation in whole]
+    assert steps == [generation.steps for generation in whole]
+
+
+def test_a_streamed_text_ends_before_its_stop_string():
+    """Catches tokens behind the stop, or a text that holds it.  The table writes its ids, with a blank between."""
+    prompt = [0]
+    (whole,) = generate(TABLE, prompt, max_new_tokens=20)
+    stop = TABLE.decode(whole.tokens[3:6])
+    (cut,) = generate(TABLE, prompt, max_new_tokens=20, stop=[stop, "nowhere"])
+    at = whole.text.find(stop) if whole.text else TABLE.decode(whole.tokens).find(stop)
+    assert cut.finish_reason == "stop"
+    assert stop in TABLE.decode(cut.tokens)
+    assert stop not in TABLE.decode(cut.tokens[:-1])
+    assert cut.text == TABLE.decode(whole.tokens)[:at]
+    assert "".join(piece.text for piece in stream(TABLE, prompt, max_new_tokens=20, stop=stop)) == cut.text
+
+
+def test_no_more_slots_are_live_than_were_given():
+    """Catches a batch that outgrows the memory that was planned for it; every request is served all the same."""
+    state = DecodeState(3, 1000)
+    requests = [Request([n % 6], 1 + n % 5) for n in range(10)]
+    served = [0] * 10
+    for progress in advance(TABLE, requests, slots=3, state=state):
+        served[progress.request] += len(progress.tokens)
+        assert len(state.rows) <= 3
+    assert served == [request.max_new_tokens for request in requests]
+
+
+def test_requests_are_served_in_their_order():
+    """Catches a queue that is a stack."""
+    begun = []
+    for progress in advance(TABLE, [Request([1], 3) for _ in range(7)], slots=2):
+        if progress.request not in begun:
+            begun.append(progress.request)
+    assert begun == list(range(7))
+
+
+def test_one_prompt_or_many():
+    """Catches a single prompt that is taken for many."""
+    one = generate(TABLE, [1, 2, 3], max_new_tokens=5)
+    many = generate(TABLE, [[1, 2, 3], [1, 2, 3]], max_new_tokens=5)
+    assert len(one) == 1
+    assert [generation.tokens for generation in many] == [one[0].tokens] * 2
+    assert generate(TABLE, [], max_new_tokens=5) == []
+
+
+def test_zero_tokens_are_no_step_at_all(target):
+    """Catches a token that comes for nothing."""
+    (found,) = generate(target, [1, 2], max_new_tokens=0)
+    assert (found.tokens, found.text, found.steps, found.finish_reason) == ([], "", 0, "length")
+    assert list(stream(target, [1, 2], max_new_tokens=0)) == []
+    mixed = [Request([1], 0), Request([2], 3), Request([3], 0)]
+    assert {progress.request for progress in advance(TABLE, mixed)} == {1}
+
+
+@pytest.mark.parametrize("prompt", ["", [[]], [[1, 2], []]], ids=repr)
+def test_an_empty_prompt_is_refused(target, prompt):
+    """Catches a slot without an anchor."""
+    with pytest.raises(DataError, match="empty"):
+        generate(target, prompt, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("length", [20, 21, 50])
+def test_a_prompt_without_room_is_refused_before_anything_is_computed(short_target, length):
+    """Catches a stream that fails at the second prompt, after the first was paid for."""
+    with pytest.raises(DataError, match="prompt 1 has"):
+        stream(short_target, [[1, 2], [3] * length], max_new_tokens=3)
+
+
+def test_a_prompt_that_leaves_one_token_of_room_gets_one(short_target, target, plain):
+    """Catches a limit that is off by one."""
+    (found,) = generate(short_target, [3] * 19, max_new_tokens=3)
+    assert found.tokens == plain(target, [3] * 19, 1)
+    assert found.finish_reason == "context"
+
+
+def test_ids_outside_the_vocabulary_are_refused(target):
+    """Catches an index error of the embedding in place of a sentence."""
+    for prompt in ([64], [-1], [1, 2**40]):
+        with pytest.raises(DataError, match="vocabulary"):
+            generate(target, prompt, max_new_tokens=3)
+
+
+def test_text_without_a_tokenizer_is_refused(target):
+    """Catches a text that is read as a list of letters."""
+    with pytest.raises(DataError, match="tokenizer"):
+        generate(target, "hello", max_new_tokens=3)
+    with pytest.raises(DataError, match="tokenizer"):
+        generate(target, [{"role": "user", "content": "hello"}], max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_new_tokens": -1}, {"max_new_tokens": 3, "stop": ""}, {"max_new_tokens": 3, "stop": ["a", ""]}], ids=str
+)
+def test_arguments_without_meaning_are_refused(wrong):
+    """Catches a setting that would only show as an odd text."""
+    with pytest.raises(ConfigError):
+        generate(TABLE, [1], **wrong)
+    with pytest.raises(ConfigError):
+        stream(TABLE, [1], **wrong)
+
+
+@pytest.mark.parametrize("slots", [0, -1])
+def test_no_slots_are_refused(target, slots):
+    """Catches an index error, or a loop without end, where nobody can be served."""
+    with pytest.raises(ConfigError, match="slots"):
+        generate(target, [1], max_new_tokens=3, slots=slots)
+
+
+def test_a_seed_gives_the_same_text_again_and_none_does_not():
+    """Catches noise from the clock under a seed.  Without seeds two texts of 40 tokens are equal with odds below 1e-9."""
+    hot = Sampling(1.0, seed=5)
+    one, two = (generate(TABLE, [1], max_new_tokens=40, sampling=hot)[0].tokens for _ in range(2))
+    assert one == two
+    one, two = (generate(TABLE, [1], max_new_tokens=40, sampling=Sampling(1.0))[0].tokens for _ in range(2))
+    assert one != two

@@ -1,0 +1,153 @@
+"""Where a slot ends: at an end token, a stop string, its limit or the context, wherever in a block that falls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.decoding.accept import Verdict
+from outrider.decoding.draft import Draft
+from outrider.decoding.sampling import Sampling
+from outrider.decoding.state import DecodeState, Request
+
+
+def letters(tokens) -> str:
+    return "".join(chr(97 + token) for token in tokens)
+
+
+def one_slot(limit=100, context=1000, ends=(), stop=(), prompt=(0, 1)) -> DecodeState:
+    state = DecodeState(1, context, frozenset(ends))
+    state.admit(0, Request(list(prompt), limit, Sampling(), tuple(stop), letters))
+    return state
+
+
+def committed(state: DecodeState, block: list[int]) -> Verdict:
+    """Commit a chain that was kept whole, its last token being the bonus."""
+    drafted = len(block) - 1
+    tokens = torch.tensor([block[:-1]], dtype=torch.int64).view(1, drafted)
+    draft = Draft.chain(tokens, torch.tensor([drafted]))
+    path = torch.arange(drafted)[None]
+    return state.commit(draft, Verdict(path, torch.tensor([drafted]), torch.tensor([block[-1]]), torch.tensor([0])))
+
+
+def check_cut(state: DecodeState, verdict: Verdict, block: list[int], kept: int) -> None:
+    assert state.new_tokens(0) == block[:kept]
+    assert state.anchor.tolist() == [block[kept - 1]]
+    if kept == len(block):
+        assert verdict.next_token.tolist() == [block[-1]]
+        assert verdict.accepted.tolist() == [len(block) - 1]
+    else:
+        assert verdict.next_token.tolist() == [-1]
+        assert verdict.accepted.tolist() == [kept]
+        assert [n for n in verdict.path[0].tolist() if n >= 0] == list(range(kept))
+
+
+@given(st.integers(1, 6), st.integers(1, 9))
+def test_the_limit_cuts_a_block(size, limit):
+    """Catches a token too many, and an accepted count that speaks of the block before the cut."""
+    state, block = one_slot(limit), [5] * size
+    verdict = committed(state, block)
+    check_cut(state, verdict, block, min(size, limit))
+    assert state.finished == ["length" if size >= limit else None]
+
+
+@given(st.integers(1, 6), st.integers(1, 9))
+def test_the_context_cuts_a_block(size, room):
+    """Catches a text longer than the context, prompt included."""
+    state, block = one_slot(context=2 + room), [5] * size
+    verdict = committed(state, block)
+    check_cut(state, verdict, block, min(size, room))
+    assert state.finished == ["context" if size >= room else None]
+    assert len(state.tokens[0]) <= 2 + room
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(1, 8))
+def test_the_first_end_token_cuts_a_block(block, limit):
+    """Catches an end token behind the limit that still counts, or the last of two that wins."""
+    state = one_slot(limit, ends={3, 4})
+    kept = next((n + 1 for n, token in enumerate(block) if token in (3, 4)), len(block))
+    verdict = committed(state, block)
+    check_cut(state, verdict, block, min(kept, limit))
+    is_end = state.new_tokens(0)[-1] in (3, 4)
+    assert state.finished == ["stop" if is_end else "length" if len(block) >= limit else None]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=5), st.sampled_from(["ab", "aab", "c", "ccb"]))
+def test_the_first_stop_string_cuts_a_block(blocks, stop):
+    """Catches a stop string that lies over the border of two blocks, or stands twice in one."""
+    state, text = one_slot(stop=(stop, "zz")), letters(sum(blocks, []))
+    for block in blocks:
+        committed(state, block)
+        if state.finished[0]:
+            break
+    found = text.find(stop)
+    wanted = text if found < 0 else text[: found + len(stop)]
+    assert letters(state.new_tokens(0)) == wanted
+    assert state.finished == [None if found < 0 else "stop"]
+
+
+def test_a_stop_string_in_the_prompt_does_not_count():
+    """Catches a text that ends before it begins: `a` is in the prompt, and `ab` would lie over its border."""
+    state = one_slot(stop=("ab",), prompt=(1, 0))
+    committed(state, [1, 1])
+    assert state.finished == [None]
+
+
+def test_an_end_token_wins_over_a_stop_string_behind_it():
+    """Catches a stop string made of tokens that were never emitted."""
+    state = one_slot(ends={2}, stop=("ba",))
+    committed(state, [0, 2, 1, 0])
+    assert state.new_tokens(0) == [0, 2]
+    assert state.finished == ["stop"]
+
+
+def test_a_slot_that_was_cut_does_not_move_its_neighbour():
+    """Catches a cut that is made for the whole batch."""
+    state = DecodeState(2, 100, frozenset({9}))
+    state.admit(0, Request([0], 50))
+    state.admit(1, Request([0, 0], 50))
+    draft = Draft.chain(torch.tensor([[1, 9, 3], [4, 5, 6]]), torch.tensor([3, 3]))
+    verdict = state.commit(
+        draft, Verdict(torch.tensor([[0, 1, 2], [0, 1, -1]]), torch.tensor([3, 2]), torch.tensor([7, 8]), torch.tensor([0, 0]))
+    )
+    assert state.tokens == [[0, 1, 9], [0, 0, 4, 5, 8]]
+    assert verdict.path.tolist() == [[0, 1, -1], [0, 1, -1]]
+    assert verdict.accepted.tolist() == [2, 2]
+    assert verdict.next_token.tolist() == [-1, 8]
+    assert state.finished == ["stop", None]
+
+
+def test_a_freed_slot_takes_the_next_request():
+    """Catches a slot that remembers tokens, seed or settings of the request before."""
+    state = DecodeState(2, 100)
+    state.admit(1, Request([1, 2], 5, Sampling(0.7, seed=4)))
+    assert state.rows == [1]
+    assert not state.settings.is_greedy
+    committed(state, [3, 4])
+    state.free(1)
+    assert state.rows == []
+    state.admit(1, Request([7], 5))
+    assert state.rows == [1]
+    assert state.settings.is_greedy
+    assert state.new_tokens(1) == []
+    assert state.anchor.tolist() == [7]
+    assert state.streams.index.tolist() == [0]
+    with pytest.raises(AssertionError):
+        state.admit(1, Request([7], 5))
+
+
+def test_noise_counts_from_the_first_new_token():
+    """Catches a seed whose text hangs on the length of its prompt."""
+    state = one_slot(prompt=(1, 1, 1))
+    assert state.streams.index.tolist() == [0]
+    committed(state, [2, 2, 2])
+    assert state.streams.index.tolist() == [3]
+
+
+def test_room_leaves_a_place_for_the_targets_own_token():
+    """Catches a draft whose last node could never be kept."""
+    assert one_slot(limit=5).room.tolist() == [4]
+    assert one_slot(limit=1).room.tolist() == [0]
+    assert one_slot(context=6).room.tolist() == [3]

@@ -1,0 +1,100 @@
+"""Masks and rotary positions of draft models, against brute force and against transformers."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
+
+from outrider.nn.blocks import Attention, ContextLayer, angles, block_mask, rotate
+
+
+@st.composite
+def layouts(draw):
+    texts, length, block, count = draw(st.integers(1, 2)), draw(st.integers(1, 7)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    row = lambda low, high, size: st.lists(st.integers(low, high), min_size=size, max_size=size)
+    anchors = [draw(row(0, length - 1, count)) for _ in range(texts)]
+    documents = [sorted(draw(row(0, 2, length))) for _ in range(texts)]
+    live = [[bool(x) for x in draw(row(0, 1, count))] for _ in range(texts)]
+    return anchors, length, block, documents, live
+
+
+@given(layouts())
+def test_a_block_sees_its_own_texts_past_and_itself(layout):
+    """Catches a block that sees its anchor's state, another block or another text."""
+    anchors, length, block, documents, live = layout
+    mask = block_mask(torch.tensor(anchors), length, block, torch.tensor(documents), torch.tensor(live))
+    count = len(anchors[0])
+    assert mask.shape == (len(anchors), 1, count * block, length + count * block)
+    for b, row in enumerate(anchors):
+        for q in range(count * block):
+            anchor = row[q // block]
+            wanted = [
+                column < anchor and documents[b][column] == documents[b][anchor] and live[b][q // block] for column in range(length)
+            ] + [other // block == q // block for other in range(count * block)]
+            assert mask[b, 0, q].tolist() == wanted
+
+
+def test_rotation_is_transformers_own():
+    """Catches another pairing of dimensions or another order of frequencies: released checkpoints would not load."""
+    config = Qwen3Config(hidden_size=32, num_attention_heads=2, head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+    x = torch.randn(2, 2, 7, 16, generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[0, 1, 2, 3, 9, 100, 4000]]).expand(2, -1)
+    cos, sin = Qwen3RotaryEmbedding(config)(x, positions)
+    wanted, _ = apply_rotary_pos_emb(x, x, cos, sin)
+    torch.testing.assert_close(rotate(x, angles(positions, 16, 5000.0)), wanted, rtol=1e-5, atol=1e-5)
+
+
+@given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 300))
+def test_a_score_depends_on_the_distance_alone(here, there, shift):
+    """Catches rotations that are no rotations."""
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def score(at, other):
+        turned = [rotate(x, angles(torch.tensor([[place]]), 8, 10_000.0)) for x, place in ((q, at), (k, other))]
+        return float((turned[0] * turned[1]).sum())
+
+    # angles are float32
+    assert abs(score(here, there) - score(here + shift, there + shift)) < 1e-3
+
+
+def test_rotation_keeps_lengths_and_place_0():
+    """Catches a scale hidden in cos and sin."""
+    x = torch.randn(1, 3, 5, 8, dtype=torch.float64)
+    turned = rotate(x, angles(torch.tensor([[0, 1, 5, 70, 900]]), 8, 10_000.0))
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(turned[:, :, 0], x[:, :, 0])
+
+
+def test_grouped_heads_are_repeated_heads():
+    """Catches kv heads that are given to the wrong queries: against the same layer with every kv head written out."""
+    torch.manual_seed(0)
+    grouped = Attention(16, 4, 2, 8).double()
+    full = Attention(16, 4, 4, 8).double()
+    weights = grouped.state_dict()
+    for name in ("k_proj.weight", "v_proj.weight"):
+        weights[name] = weights[name].unflatten(0, (2, 8)).repeat_interleave(2, 0).flatten(0, 1)
+    full.load_state_dict(weights)
+    x, rows = torch.randn(2, 3, 16).double(), torch.randn(2, 5, 16).double()
+    at = [angles(torch.arange(n).expand(2, -1), 8, 10_000.0) for n in (3, 5)]
+    torch.testing.assert_close(grouped(x, rows, *at, None, None, 0), full(x, rows, *at, None, None, 0))
+
+
+def test_context_rows_hidden_by_the_mask_change_nothing():
+    """Catches a mask over the wrong axis."""
+    torch.manual_seed(0)
+
+    class Shape:
+        heads, kv_heads, head_dim, intermediate = 2, 1, 8, 32
+
+    layer = ContextLayer(16, Shape()).double()
+    x, context = torch.randn(1, 3, 16).double(), torch.randn(1, 4, 16).double()
+    at = angles(torch.arange(3)[None], 8, 1e4), angles(torch.arange(7)[None], 8, 1e4)
+    mask = torch.ones(1, 1, 3, 7, dtype=torch.bool)
+    mask[..., 1] = False
+    other = context.clone()
+    other[:, 1] += 5
+    torch.testing.assert_close(layer(x, context, *at, mask), layer(x, other, *at, mask))
+    assert float((layer(x, context, *at, None) - layer(x, other, *at, None)).abs().max()) > 1e-6

@@ -1,0 +1,94 @@
+"""Heads on drafted blocks: the way of training is the way of serving."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outrider.errors import DrafterError
+from outrider.nn.draft_model import binding, resolve_taps
+from outrider.nn.heads import ConfidenceHead, MarkovHead, MarkovKind
+
+KINDS = typing.get_args(MarkovKind)
+
+
+def random_head(kind: str) -> MarkovHead:
+    torch.manual_seed(0)
+    head = MarkovHead(kind, 11, 6, 4).double()
+    for weight in head.parameters():
+        torch.nn.init.normal_(weight)
+    return head
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 1)], ids=str)
+def test_a_whole_block_is_its_slots_one_by_one(kind, shape):
+    """Catches a head that trains on another state than it serves with."""
+    head = random_head(kind)
+    previous, hidden = torch.randint(11, shape), torch.randn(*shape, 6).double()
+    state, biases = head.start(hidden[..., 0, :]), []
+    for k in range(shape[-1]):
+        bias, state = head(previous[..., k], hidden[..., k, :], state)
+        biases.append(bias)
+    torch.testing.assert_close(head.along(previous, hidden), torch.stack(biases, -2), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_later_token_moves_no_earlier_slot(kind):
+    """Catches a head that looks right."""
+    head = random_head(kind)
+    previous, hidden = torch.randint(11, (2, 6)), torch.randn(2, 6, 6).double()
+    other, changed = previous.clone(), hidden.clone()
+    other[:, 3:], changed[:, 3:] = (other[:, 3:] + 1) % 11, changed[:, 3:] + 1
+    before, after = head.along(previous, hidden), head.along(other, changed)
+    assert torch.equal(before[:, :3], after[:, :3])
+    assert not torch.allclose(before[:, 3:], after[:, 3:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_head_corrects_nothing(kind):
+    """Catches a start that spoils the backbone's logits before anything is learnt."""
+    head = MarkovHead(kind, 11, 6, 4)
+    assert float(head.along(torch.randint(11, (2, 5)), torch.randn(2, 5, 6)).abs().max()) == 0
+
+
+def test_a_confidence_is_one_number_a_slot():
+    """Catches a trailing axis that would broadcast."""
+    assert ConfidenceHead(7)(torch.randn(2, 3, 7)).shape == (2, 3)
+
+
+# ── taps ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 5, 8, 12, 36])
+def test_taps_not_asked_for_are_spread_within_the_target(layers, target):
+    """Catches a default that a small target does not have."""
+    spec = replace(target.spec, layers=layers)
+    taps = resolve_taps(None, spec)
+    assert list(taps) == sorted(set(taps))
+    assert 1 <= len(taps) <= 5
+    assert 0 <= taps[0] <= taps[-1] < layers
+    assert resolve_taps(taps, spec) == taps
+    if layers == 36:
+        assert taps == (1, 9, 17, 25, 33)
+
+
+@pytest.mark.parametrize(("taps", "said"), [((1, 4), "4 layers"), ((-1, 2), "4 layers"), ((2, 1), "rise"), ((1, 1), "rise")])
+def test_taps_that_cannot_be_are_refused(taps, said, target):
+    """Catches a negative layer that counts from the end, and an order that the checkpoint would not keep."""
+    with pytest.raises(DrafterError, match=said):
+        resolve_taps(taps, target.spec)
+
+
+def test_a_binding_tells_two_targets_apart(target):
+    """Catches a checkpoint that loads on other weights, or does not load from another folder."""
+    from conftest import tiny_model
+
+    from outrider.targets.transformers import load_target
+
+    again, other = load_target(tiny_model()), load_target(tiny_model(seed=1))
+    assert binding(again) == binding(target)
+    assert binding(other) != binding(target)
