@@ -47,7 +47,12 @@ def promises(report: Report) -> list[dict[str, Any]]:
         listed.append({"promise": promise, "wanted": wanted, "found": value, "holds": bool(holds)})
 
     add("rows at temperature 0", "ngram, small_model, dflash, dspark", sorted(greedy), len(greedy) == 4)
-    add("one row at temperature 1", "1", sum(row.temperature == 1 for row in report.rows), any(r.temperature == 1 for r in report.rows))
+    add(
+        "one row at temperature 1",
+        "1",
+        sum(row.temperature == 1 for row in report.rows),
+        any(r.temperature == 1 for r in report.rows),
+    )
     for row in greedy.values():
         add(f"{row.drafter} exact on every prompt", "true", row.exact, row.exact is True)
         add(f"{row.drafter} prompts", ">= 24", row.prompts, row.prompts >= 24)

@@ -18,6 +18,7 @@ from rich.table import Table
 from outrider.errors import ConfigError, DataError, OutriderError
 
 if TYPE_CHECKING:
+    from outrider.nn.draft_model import DraftModel
     from outrider.run import RunConfig
     from outrider.targets.transformers import TransformersTarget
 
@@ -45,10 +46,10 @@ def main() -> None:
     try:
         app(standalone_mode=False)
     except OutriderError as error:
-        note.print(f"[bold red]error[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
+        _fail(str(error))
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
     except OSError as error:
-        note.print(f"[bold red]error[/] {_escape(str(error))}; what was written before is kept", highlight=False, soft_wrap=True)
+        _fail(f"{error}; what was written before is kept")
         raise SystemExit(1) from None
     except (KeyboardInterrupt, typer.Abort):
         note.print("\nstopped; what was done is kept, the same command goes on from there")
@@ -192,8 +193,25 @@ def _train(settings: RunConfig, target: TransformersTarget) -> None:
             reached = found.get("expected_tokens_per_step")
             update(step, f"loss {found['loss']:.3f}, expected {reached:.2f} tokens per step" if reached else None)
 
-        place = fit(model, source, config, settings.folder, on_step=show)
+        place = fit(model, source, config, settings.folder, on_step=show, probe=_probe(settings, target))
     out.print(f"          checkpoint in {place}", highlight=False)
+
+
+def _probe(settings: RunConfig, target: TransformersTarget) -> Callable[[DraftModel], dict[str, float]] | None:
+    """Real acceptance on a few prompts at the end of training, where the run file says which prompts."""
+    from outrider.decoding.generate import generate
+    from outrider.evaluate.tasks import prompts
+
+    chosen = settings.evaluate
+    if chosen is None:
+        return None
+
+    def probe(model: DraftModel) -> dict[str, float]:
+        texts = [prompt.messages[-1]["content"] for prompt in prompts(chosen.tasks[0], 4, chosen.seed)]
+        found = generate(target, texts, model.drafter(), max_new_tokens=min(48, chosen.max_new_tokens))
+        return {"probe_tokens_per_step": sum(len(g.tokens) for g in found) / sum(g.steps for g in found)}
+
+    return probe
 
 
 def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | None) -> None:
@@ -472,8 +490,8 @@ def _size(size_bytes: float) -> str:
     return f"{_count(size_bytes)}B"
 
 
-def _escape(text: str) -> str:
-    return text.replace("[", "\\[")
+def _fail(message: str) -> None:
+    note.print("[bold red]error[/] " + message.replace("[", "\\["), highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import hashlib
 import json
 import math
 import platform
-import random
 import sys
 import time
 from collections.abc import Iterator
@@ -86,10 +85,13 @@ def corpus(options: argparse.Namespace) -> None:
     tokenizer = make_tokenizer(module.text for module in demo.modules("train"))
     tokenizer.save_pretrained(options.work / "tokenizer")
     for split in ("train", "held_out"):
-        documents = [tokenizer.encode(module.text) + [END] for module in demo.modules(split)]
+        documents = [[*tokenizer.encode(module.text), END] for module in demo.modules(split)]
         ids = np.array([token for document in documents for token in document], dtype=np.uint16)
         np.save(options.work / f"{split}.npy", ids)
         print(f"{split}: {len(documents)} modules, {len(ids):,} tokens")
+    text = "".join(module.text for module in demo.modules("train"))
+    facts = {"python": platform.python_version(), "digest": hashlib.sha256(text.encode()).hexdigest()[:16]}
+    (options.work / "corpus.json").write_text(json.dumps(facts))
 
 
 def make_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
@@ -392,33 +394,19 @@ def package(options: argparse.Namespace) -> None:
 
 
 def card(facts: dict, loops: dict, options: argparse.Namespace) -> str:
-    lines = (Path(__file__).parent / "model_card.md").read_text()
-    digest = hashlib.sha256("".join(module.text for module in demo.modules("train")).encode()).hexdigest()[:16]
-    curve = {
-        shape: "\n".join(f"| {step} | {'' if loss is None else loss} | {held} |" for step, loss, held in facts[shape]["log"])
-        for shape in facts
-    }
-    settings = {shape: ", ".join(f"{k} {v}" for k, v in facts[shape].items() if k != "log") for shape in facts}
-    values = {
-        "python": json.loads((options.work / "corpus.json").read_text())["python"]
-        if (options.work / "corpus.json").exists()
-        else platform.python_version(),
-        "digest": digest,
-        "held_out": ", ".join(sorted(demo.HELD_OUT)),
-        "kept": loops["kept"],
-        "of": loops["of"],
-        **{
-            f"{shape}_{key}": value
-            for key, found in (("curve", curve), ("settings", settings))
-            for shape, value in found.items()
-        },
-        **{f"{shape}_loss": facts[shape]["log"][-1][2] for shape in facts},
-    }
+    """The model card: scripts/model_card.md with what this making of the models found."""
+    values = json.loads((options.work / "corpus.json").read_text())
+    values |= {"held_out": ", ".join(sorted(demo.HELD_OUT)), "kept": loops["kept"], "of": loops["of"]}
+    for shape, found in facts.items():
+        rows = [f"| {step} | {loss} | {held_out} |" for step, loss, held_out in found["log"]]
+        values[f"{shape}_curve"] = "\n".join(rows)
+        values[f"{shape}_settings"] = ", ".join(f"{key} {value}" for key, value in found.items() if key != "log")
+        values[f"{shape}_loss"] = found["log"][-1][2]
+    text = (Path(__file__).parent / "model_card.md").read_text()
     for key, value in values.items():
-        lines = lines.replace("{" + key + "}", str(value))
-    return lines
+        text = text.replace("{" + key + "}", str(value))
+    return text
 
 
 if __name__ == "__main__":
-    random.seed(0)
     main()

@@ -83,26 +83,34 @@ class Backbone(nn.Module):
         columns, or over all that `kept` holds.
         """
         config = self.config
-        dtype = self.fc.weight.dtype
-        context = self.hidden_norm(self.fc(taps.flatten(2).to(dtype)))
-        x = self._inputs(anchors).to(dtype)
+        context = self._context(taps)
+        x = self._inputs(anchors).to(context.dtype)
         x_at = (anchors_at[..., None] + torch.arange(config.block, device=anchors.device)).flatten(1)
-        q_angles = angles(x_at, config.head_dim, config.rope_theta)
         k_angles = angles(torch.cat([taps_at.expand(len(x_at), -1), x_at], 1), config.head_dim, config.rope_theta)
+        q_angles = k_angles[..., taps_at.shape[1] :, :]
         for i, layer in enumerate(self.layers):
             x = layer(x, context, q_angles, k_angles, mask, kept, i)
         return self.norm(x).unflatten(1, (*anchors.shape[1:], config.block))
 
+    def remember(self, taps: Tensor, taps_at: Tensor, kept: SlotCache) -> None:
+        """Take context in without drafting: every layer's keys and values of it go into `kept`'s open pass."""
+        context = self._context(taps)
+        k_angles = angles(taps_at, self.config.head_dim, self.config.rope_theta)
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, ContextLayer)
+            kept.update(*layer.self_attn.keys_values(context, k_angles), i)
+
+    def _context(self, taps: Tensor) -> Tensor:
+        return self.hidden_norm(self.fc(taps.flatten(2).to(self.fc.weight.dtype)))
+
     def _inputs(self, anchors: Tensor) -> Tensor:
         """Embeddings of every block's anchor and masks, [B, A * K, H]."""
-        slots = self.config.block
-        words = self.target.embed(anchors)
-        if self.target.mask_token is None:
-            masks = self.mask.to(words.dtype)
-        else:
-            masks = self.target.embed(torch.tensor(self.target.mask_token, device=anchors.device))
-        masks = masks.expand(*anchors.shape, slots - 1, -1)
-        return torch.cat([words.unsqueeze(2), masks], 2).flatten(1, 2)
+        masks = self.config.block - 1
+        if self.target.mask_token is not None:
+            ids = nn.functional.pad(anchors.unsqueeze(-1), (0, masks), value=self.target.mask_token)
+            return self.target.embed(ids.flatten(1))
+        words = self.target.embed(anchors).unsqueeze(2)
+        return torch.cat([words, self.mask.to(words.dtype).expand(*anchors.shape, masks, -1)], 2).flatten(1, 2)
 
 
 class BlockModel(Protocol):
@@ -176,10 +184,12 @@ class BlockDrafter:
         for b, row in enumerate(rows):
             read = state.prefilled[row] - memory.kept.lengths[row] - sum(map(len, memory.pending[row]))
             memory.pending[row].append(scores.taps[b, :read])
+        self._settle(memory, rows)
 
     @torch.inference_mode()
     def propose(self, memory: BlockMemory, state: DecodeState, budget: Tensor) -> Draft:
         rows, kept = state.rows, memory.kept
+        self._settle(memory, rows)
         taps, counts = self._take(memory, rows)
         starts = torch.tensor([kept.lengths[row] for row in rows], device=state.device)
         kept.open(rows, taps.shape[1] + self.limit)
@@ -207,6 +217,18 @@ class BlockDrafter:
         memory.kept.free(rows)
         for row in rows:
             memory.pending[row] = []
+
+    @torch.inference_mode()
+    def _settle(self, memory: BlockMemory, rows: Sequence[int]) -> None:
+        """Take in what waits where it is more than a step brings, such as a prompt; each slot by itself, so none is padded."""
+        for row in rows:
+            if sum(map(len, memory.pending[row])) <= self.limit + 1:
+                continue
+            taps, [count] = self._take(memory, [row])
+            start = memory.kept.lengths[row]
+            memory.kept.open([row], count)
+            self.backbone.remember(taps, torch.arange(start, start + count, device=taps.device)[None], memory.kept)
+            memory.kept.append([count])
 
     def _take(self, memory: BlockMemory, rows: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Waiting taps of these slots, right-padded [B, C, T, H], and how many each brought."""

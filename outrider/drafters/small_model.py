@@ -78,6 +78,9 @@ class SmallModel:
 
     def _read(self, memory: SlotCache, rows: Sequence[int], texts: Sequence[list[int]]) -> Tensor:
         """Read what the cache lacks of these texts; logits [R, V] after the last token of each."""
+        for row, text in zip(rows, texts, strict=True):
+            if len(rows) > 1 and len(text) - memory.lengths[row] > self.limit + 1:  # one that lags would pad all others
+                self._read(memory, [row], [text[:-1]])
         pieces = [text[memory.lengths[row] :] for row, text in zip(rows, texts, strict=True)]
         lengths = [len(piece) for piece in pieces]
         padded = [piece + [0] * (max(lengths) - len(piece)) for piece in pieces]

@@ -416,4 +416,9 @@ def training_of(manifest: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]
     """What the report says of a drafter's training."""
     training = manifest.get("training", {})
     curve = [[row["step"], row["loss"]] for row in metrics if "loss" in row]
-    return {"steps": training.get("step"), "seconds": training.get("seconds"), "tokens": training.get("tokens"), "loss_curve": curve}
+    return {
+        "steps": training.get("step"),
+        "seconds": training.get("seconds"),
+        "tokens": training.get("tokens"),
+        "loss_curve": curve,
+    }

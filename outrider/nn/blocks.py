@@ -6,6 +6,7 @@ DSpark checkpoints.
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import torch
@@ -66,14 +67,18 @@ class Attention(nn.Module):
         layer: int,
     ) -> Tensor:
         """x [B, Q, H]; rows [B, C + Q, H] give keys and values; mask [B or 1, 1, Q, all] additive or bool."""
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))).transpose(1, 2)
-        k = self.k_norm(self.k_proj(rows).unflatten(-1, (self.kv_heads, self.head_dim))).transpose(1, 2)
-        v = self.v_proj(rows).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
-        q, k = rotate(q, q_angles), rotate(k, k_angles)
+        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))).transpose(1, 2), q_angles)
+        k, v = self.keys_values(rows, k_angles)
         if kept is not None:
             k, v = kept.update(k, v, layer)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.heads != self.kv_heads)
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def keys_values(self, rows: Tensor, k_angles: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, h, n, d] of rows [B, n, H]."""
+        k = self.k_norm(self.k_proj(rows).unflatten(-1, (self.kv_heads, self.head_dim))).transpose(1, 2)
+        v = self.v_proj(rows).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
+        return rotate(k, k_angles), v
 
 
 class MLP(nn.Module):
@@ -111,9 +116,14 @@ class ContextLayer(nn.Module):
 
 def angles(positions: Tensor, head_dim: int, theta: float) -> Tensor:
     """cos and sin of the rotary angles, float32: [2, B, 1, n, head_dim / 2] for positions [B, n]."""
-    powers = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    turn = positions[:, None, :, None].float() * theta**-powers
+    turn = positions[:, None, :, None].float() * _frequencies(head_dim, theta, positions.device)
     return torch.stack([turn.cos(), turn.sin()])
+
+
+@functools.cache
+def _frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    # not a buffer: a model that is moved to bf16 would take it along, and far positions would turn by wrong angles
+    return theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
 
 
 def rotate(x: Tensor, angle: Tensor) -> Tensor:
