@@ -100,6 +100,8 @@ class Case:
 
     kind: str
     choices: dict[str, str] = field(default_factory=dict)
+    is_variant: bool = False
+    """Another case of this kind came before."""
 
     def __str__(self) -> str:
         return "-".join([self.kind, *self.choices.values()])
@@ -118,7 +120,7 @@ def cases() -> list[Case]:
     for kind in sorted(drafters.kinds()):
         markov = drafters.find(kind).Config.model_fields.get("markov")
         choices = typing.get_args(markov.annotation) if markov else ()
-        found += [Case(kind, {"markov": choice}) for choice in choices] or [Case(kind)]
+        found += [Case(kind, {"markov": choice}, n > 0) for n, choice in enumerate(choices)] or [Case(kind)]
     return found
 
 
@@ -148,7 +150,8 @@ class Workshop:
         """A language model that often agrees with the target, saved without a tokenizer."""
         path = self.folder / f"{target.spec.name}-{target.spec.vocabulary}"
         if not path.exists():
-            model = tiny_model(vocab_size=target.spec.vocabulary)
+            layers = 4 if target.spec.hidden == 32 else 1
+            model = tiny_model(vocab_size=target.spec.vocabulary, num_hidden_layers=layers)
             generator = torch.Generator().manual_seed(2)
             with torch.no_grad():
                 for weight in model.parameters():
@@ -190,7 +193,9 @@ def train(model: DraftModel, batch: Batch, steps: int, lr: float = 1e-2, seed: i
 
 
 @pytest.fixture(scope="session")
-def drafter_of(workshop: Workshop, target: TransformersTarget, prompts: list[list[int]], plain: Plain) -> Callable[[Case], Drafter]:
+def drafter_of(
+    workshop: Workshop, target: TransformersTarget, prompts: list[list[int]], plain: Plain
+) -> Callable[[Case], Drafter]:
     """Drafters for the tiny target, those that learn trained until some of their tokens are kept."""
 
     @functools.cache

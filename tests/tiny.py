@@ -37,9 +37,13 @@ def make_tokenizer(template: str | None = TEMPLATE, end: str | None = "<|end|>")
 
 
 def make_folder(path: Path, seed: int = 0, template: str | None = TEMPLATE, **sizes: object) -> Path:
-    """Save model and tokenizer; the model ends a text with <|end|>."""
+    """Save model and tokenizer; the model writes printable letters, as far as it is greedy, and ends a text with <|end|>."""
     tokenizer = make_tokenizer(template)
     model = tiny_model(seed, **({"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id} | sizes))
+    letters = tokenizer.encode("".join(map(chr, range(32, 127))))
+    with torch.no_grad():
+        for token in {*range(256)} - {*letters}:
+            model.lm_head.weight[token] = 0
     tokenizer.save_pretrained(path)
     # what transformers says of a template or of a missing pad token is nothing to do with us
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -60,7 +64,9 @@ def write_recipe(path: Path, target: Path | str, **sections: Any) -> Path:
     }  # fmt: skip
     recipe = {key: value for key, value in (recipe | sections).items() if value is not None}
     (path.parent / "prompts.jsonl").write_text("".join(f'{{"id": "p{i}", "prompt": "say {"ab" * i} {i}"}}\n' for i in range(6)))
-    (path.parent / "held_out.jsonl").write_text("".join(f'{{"id": "h{i}", "prompt": "tell {i} {"xy" * i}"}}\n' for i in range(4)))
+    (path.parent / "held_out.jsonl").write_text(
+        "".join(f'{{"id": "h{i}", "prompt": "tell {i} {"xy" * i}"}}\n' for i in range(4))
+    )
     path.write_text(yaml.safe_dump(recipe))
     return path
 

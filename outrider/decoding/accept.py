@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outrider.decoding.draft import Draft
 from outrider.decoding.sampling import Purpose, Streams
+from outrider.errors import DrafterError
 
 
 class Verdict(NamedTuple):
@@ -38,6 +39,11 @@ def accept(draft: Draft, p: Tensor, streams: Streams) -> Verdict:
     known = (draft.tokens >= 0) & (draft.tokens < p.shape[-1])
     if draft.q is None:
         return _match(draft, p, streams, known)
+    if draft.q.shape[-1] != p.shape[-1]:
+        raise DrafterError(
+            f"a draft's q is over {draft.q.shape[-1]} tokens, the target's vocabulary has {p.shape[-1]}; "
+            "give the tokens that the drafter can't propose a q of 0"
+        )
     return _ratio(draft, draft.q, p, streams, known)
 
 

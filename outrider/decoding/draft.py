@@ -50,7 +50,7 @@ class Draft:
         return cls(nothing, nothing, torch.zeros(slots, dtype=torch.int64), branches=False)
 
     def checked(self, slots: int) -> Draft:
-        """This draft with its shape made sure of: sizes within the columns, every parent before its child.
+        """This draft with its shape made sure of: sizes within the columns, every parent before its child, a chain a chain.
 
         Raises DrafterError where the tensors' shapes don't belong together.
         """
@@ -62,11 +62,14 @@ class Draft:
                 f"{tuple(self.sizes.shape)}; tokens, parents, q and confidence must all be [slots, nodes, ...]"
             )
         sizes = self.sizes.clamp(0, shape[1])
-        if self.branches:
-            nodes = torch.arange(shape[1], device=self.parents.device)
-            sound = ((self.parents >= -1) & (self.parents < nodes)).cumprod(-1).sum(-1)
-            sizes = torch.minimum(sizes, sound.cpu())
-        return replace(self, sizes=sizes)
+        nodes = torch.arange(shape[1], device=self.parents.device)
+        if not self.branches:
+            # the mask will be a chain's, so the walk must be one too
+            return replace(self, parents=(nodes - 1).expand_as(self.parents), sizes=sizes)
+        sound = ((self.parents >= -1) & (self.parents < nodes)).cumprod(-1)
+        # behind an unsound parent all is padding, which must not index outside the tree either
+        parents = self.parents.where(sound.bool(), -1)
+        return replace(self, parents=parents, sizes=torch.minimum(sizes, sound.sum(-1).cpu()))
 
     def first(self, keep: Tensor) -> Draft:
         """The first keep[b] nodes of every slot.  keep [B] int64 on the CPU; columns that no slot keeps are cut off."""

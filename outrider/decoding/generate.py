@@ -124,6 +124,8 @@ def advance(
     state: DecodeState | None = None,
 ) -> Iterator[Progress]:
     """Serve requests over slots, a step at a time.  `state`, where given, is used and can be watched between the steps."""
+    if slots < 1:
+        raise ConfigError(f"slots {slots} can serve nobody; give 1 or more")
     waiting = deque((i, request) for i, request in enumerate(requests) if request.max_new_tokens > 0)
     if not waiting:
         return

@@ -50,7 +50,7 @@ def _proposal(drafter: Drafter, policy: Policy, memory: Any, state: DecodeState)
     if not budget.any():
         return Draft.empty(len(state.rows), state.device)
     draft = drafter.propose(memory, state, budget).checked(len(state.rows))
-    keep = torch.minimum(policy.keep(state, draft.sizes, draft.confidence), state.room)
+    keep = torch.minimum(policy.keep(state, draft.sizes, draft.confidence), budget)
     return draft.first(keep)
 
 

@@ -79,7 +79,8 @@ def distribution(logits: Tensor, settings: Settings) -> Tensor:
     shape = (-1,) + (1,) * (logits.dim() - 1)
     temperature = settings.temperature.to(logits.dtype).view(shape)
     is_cold = temperature == 0
-    scaled = logits / torch.where(is_cold, 1.0, temperature)
+    # the largest is 0, so that a temperature near 0 overflows to -inf alone: of two +inf softmax makes NaN
+    scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(is_cold, 1.0, temperature)
     if settings.top_k is not None:
         scaled = _keep_top_k(scaled, settings.top_k.view(shape))
     p = scaled.softmax(-1)
@@ -140,7 +141,11 @@ class Streams:
         return (weights / exponential).argmax(-1)
 
     def _key(self, depth: Tensor | int, purpose: Purpose) -> Tensor:
-        return _mix(_mix(self.seeds + _STEP) ^ _mix((self.index + depth) * _wrap(_STEP * 3) + int(purpose)))
+        counter = (self.index + depth) * _wrap(_STEP * 3) + int(purpose)
+        if purpose is Purpose.DRAFT:
+            # Fresh in every step: a policy may have seen what an earlier draft held here, behind its rejected token.
+            counter = counter + _mix(self.index + 1)
+        return _mix(_mix(self.seeds + _STEP) ^ _mix(counter))
 
 
 def _wrap(value: int) -> int:
@@ -161,5 +166,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _to_unit(x: Tensor) -> Tensor:
-    """float64 in (0, 1) from the upper 53 bits: never 0, never 1."""
-    return (((x >> 11) & 0x1FFFFFFFFFFFFF).double() + 0.5) * 2.0**-53
+    """float64 in (0, 1) from the upper 52 bits: never 0, never 1.  With 53, the half would be rounded up to 1."""
+    return (((x >> 12) & 0xFFFFFFFFFFFFF).double() + 0.5) * 2.0**-52

@@ -126,6 +126,7 @@ class SlotCache:
         for row, start, count in zip(self._now.rows, self._now.starts, counts, strict=True):
             self.lengths[row] = start + count
 
+    @torch.inference_mode()  # the passes that made the buffers were in it
     def keep(self, path: Tensor) -> None:
         """The pass's first token (the anchor) and the nodes on `path` stay.  path [R, D], node n is token n + 1, -1 pads."""
         kept = (path >= 0).sum(-1)
@@ -135,6 +136,7 @@ class SlotCache:
             self._gather(path.clamp(min=0).where(path >= 0, order))
         self.append((kept + 1).tolist())
 
+    @torch.inference_mode()
     def fork(self, row: int, rows: Sequence[int], length: int) -> None:
         """Give `rows` the first `length` tokens of `row`."""
         assert length <= self.lengths[row]

@@ -85,7 +85,7 @@ class TransformersTarget:
         logits = self.model(
             input_ids=tokens,
             attention_mask={"full_attention": None} if unmasked else cache.mask(visible, self.model.dtype),
-            position_ids=cache.positions(depths),
+            position_ids=cache.positions(depths).clamp(max=self.spec.context - 1),  # padding may reach behind it
             past_key_values=cache,
             use_cache=True,
         ).logits
@@ -130,7 +130,7 @@ class TransformersTarget:
         hidden = self.model.base_model(
             input_ids=tokens,
             attention_mask=cache.mask(None, self.model.dtype),
-            position_ids=cache.positions(),
+            position_ids=cache.positions().clamp(max=max(self.spec.context, tokens.shape[1]) - 1),
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
@@ -206,10 +206,15 @@ def load_target(
 
 def _tokenizer(path: str, options: dict[str, Any]) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        # where there are no files, transformers makes up a tokenizer of special tokens alone
+        reason = "" if len(tokenizer.get_vocab()) > len(tokenizer.all_special_tokens) else "its vocabulary is empty"
     except (OSError, ValueError, KeyError) as error:
-        logging.getLogger(__name__).warning("no tokenizer for %s (%s): prompts must be token ids", path, _first_line(error))
+        tokenizer, reason = None, _first_line(error)
+    if reason:
+        logging.getLogger(__name__).warning("no tokenizer for %s (%s): prompts must be token ids", path, reason)
         return None
+    return tokenizer
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The law of what the loop emits against the law of the target: by chi-square over many slots, and exactly for `accept` alone."""
+"""The law of what the loop emits against the target's: by chi-square over many slots, and exactly for `accept` alone."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def fits(counts: Tensor, p: Tensor, false_alarm: float = FALSE_ALARM) -> bool:
 
 
 def emitted(
-    target: Any, drafter: Any, policy: Any = None, *, slots: int = 4000, prompt: Sequence[int] = (0,), rule: Any = accepting.accept,
-    sampling: dict | None = None,
+    target: Any, drafter: Any, policy: Any = None, *, slots: int = 4000, prompt: Sequence[int] = (0,),
+    rule: Any = accepting.accept, sampling: dict | None = None,
 ) -> tuple[Tensor, DecodeState, int]:  # fmt: skip
     """First tokens [slots, TOKENS] of as many seeds, the state after, and how many drafted tokens were kept.
 
@@ -50,9 +50,11 @@ def emitted(
     """
     state = DecodeState(slots, target.spec.context, target.ends)
     settings = sampling or {"temperature": 1.0}
-    state.requests = [Request(list(prompt), 500, Sampling(**settings, seed=seed)) for seed in range(slots)]
-    state.tokens = [list(prompt) for _ in range(slots)]
-    state.seeds = list(range(slots))
+    # every admission would look at all slots again: once is enough
+    state._select = lambda: None
+    for seed in range(slots):
+        state.admit(seed, Request(list(prompt), 500, Sampling(**settings, seed=seed)))
+    del state._select
     state._select()
     cache = target.allocate(slots, len(prompt) + TOKENS * (drafter.limit + 1) + drafter.limit + 1)
     memory = drafter.allocate(cache)

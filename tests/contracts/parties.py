@@ -47,7 +47,7 @@ class TableCache:
 
 
 class TableTarget:
-    """A target whose next token depends on the last two, so that thousands of slots cost nothing.  table [V, V, V] of logits."""
+    """A target whose next token depends on the last two, so that thousands of slots cost nothing.  table [V, V, V], logits."""
 
     def __init__(self, table: Tensor):
         self.table = table
@@ -80,7 +80,9 @@ class TableTarget:
     def allocate(self, slots: int, length: int) -> TableCache:
         return TableCache(slots, length)
 
-    def prefill(self, cache: TableCache, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int], taps: tuple = ()) -> Scores:
+    def prefill(
+        self, cache: TableCache, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int], taps: tuple = ()
+    ) -> Scores:
         before = torch.cat([cache.before[list(rows)][:, None], tokens[:, :-1]], 1)
         last = torch.tensor(lengths)[:, None] - 1
         cache.before[list(rows)] = tokens.gather(1, last)[:, 0]

@@ -13,6 +13,11 @@ from outrider.decoding.state import Request
 from outrider.targets.transformers import load_target
 
 EVERY = pytest.mark.parametrize("case", cases(), ids=str)
+KINDS = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] if case.is_variant else [], id=str(case)) for case in cases()],
+)
+"""Every kind; further variants of it only where there is time."""
 
 
 def served(target, requests, drafter, **options) -> list[list[int]]:
@@ -32,7 +37,7 @@ def oracle(target, prompts, plain):
 @EVERY
 def test_one_prompt_alone(case, target, prompts, plain, drafter_of):
     """Catches a cache that keeps what was rejected."""
-    for prompt in prompts[:3]:
+    for prompt in prompts[:2]:
         (found,) = generate(target, prompt, drafter_of(case), max_new_tokens=30)
         assert found.tokens == plain(target, prompt, 30)
         assert found.steps + sum(found.accepted) >= len(found.tokens)
@@ -46,7 +51,7 @@ def test_some_drafted_tokens_are_kept(case, target, prompts, drafter_of):
 
 
 @EVERY
-@pytest.mark.parametrize("slots", [2, 3, 16])
+@pytest.mark.parametrize("slots", [2, 16])
 def test_slots_are_used_again_in_mid_flight(case, slots, target, prompts, plain, drafter_of):
     """Catches a slot that remembers its last request, and rows of unequal length in one pass."""
     counts = [9, 31, 5, 17, 12, 26, 3, 22]
@@ -55,7 +60,7 @@ def test_slots_are_used_again_in_mid_flight(case, slots, target, prompts, plain,
     assert served(target, requests, drafter_of(case), slots=slots) == wanted
 
 
-@EVERY
+@KINDS
 def test_prompts_of_one_token(case, target, plain, drafter_of):
     """Catches a drafter that needs a prefill: here there is none."""
     prompts = [[5], [63], [0]]
@@ -63,7 +68,7 @@ def test_prompts_of_one_token(case, target, plain, drafter_of):
     assert [generation.tokens for generation in found] == [plain(target, prompt, 20) for prompt in prompts]
 
 
-@EVERY
+@KINDS
 def test_the_token_limit_ends_inside_a_block(case, target, prompts, plain, drafter_of):
     """Catches a token too many or too few, at every place in a block."""
     drafter = drafter_of(case)
@@ -73,7 +78,7 @@ def test_the_token_limit_ends_inside_a_block(case, target, prompts, plain, draft
         assert found == [plain(target, prompt, request.max_new_tokens) for request in requests]
 
 
-@EVERY
+@KINDS
 def test_the_context_ends_inside_a_block(case, short_target, target, prompts, plain, workshop):
     """Catches a text that runs over the context, and a cache that has no room for the last draft."""
     # weights are equal, so the long target says what the short one would
@@ -85,8 +90,8 @@ def test_the_context_ends_inside_a_block(case, short_target, target, prompts, pl
         assert generation.finish_reason == "context"
 
 
-@EVERY
-@pytest.mark.parametrize("at", [0, 3, 4, 6, 9])
+@KINDS
+@pytest.mark.parametrize("at", [0, 4, 6])
 def test_an_end_token_ends_inside_a_block(case, at, target, prompts, plain, drafter_of, monkeypatch):
     """Catches tokens behind the end, and an end that is only seen where a block ends."""
     text = plain(target, prompts[0], 40)
@@ -108,7 +113,7 @@ def test_the_budget_goes_to_0_and_back(case, target, prompts, plain, drafter_of)
     assert [generation.tokens for generation in found] == [plain(target, prompt, 30) for prompt in prompts]
 
 
-@EVERY
+@KINDS
 def test_a_long_pause_between_drafts(case, target, prompts, plain, drafter_of):
     """Catches a drafter that runs out of room where one slot has much to catch up on and another stands far ahead."""
 
@@ -124,7 +129,7 @@ def test_a_long_pause_between_drafts(case, target, prompts, plain, drafter_of):
     assert found == [plain(target, request.prompt, request.max_new_tokens) for request in requests]
 
 
-@EVERY
+@KINDS
 def test_a_long_prompt_enters_beside_a_slot_that_stands_far_ahead(case, target, plain, drafter_of):
     """Catches a drafter's cache that has no room for one slot's whole prompt behind another's whole text."""
     generator = torch.Generator().manual_seed(3)
@@ -134,7 +139,7 @@ def test_a_long_prompt_enters_beside_a_slot_that_stands_far_ahead(case, target, 
     assert found == [plain(target, request.prompt, request.max_new_tokens) for request in requests]
 
 
-@EVERY
+@KINDS
 def test_a_prompt_of_several_chunks(case, target, prompts, plain, drafter_of, monkeypatch):
     """Catches a drafter that sees only the first chunk of a prompt, or each chunk from its own beginning."""
     monkeypatch.setattr("outrider.decoding.generate.PREFILL_CHUNK", 4)

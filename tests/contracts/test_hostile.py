@@ -153,7 +153,9 @@ def test_ids_outside_the_vocabulary_are_counted_at_temperature_0():
     from outrider.decoding.state import DecodeState
 
     table = TableTarget.random(5)
-    drafter = Returns(lambda slots, budget, generator: Draft.chain(torch.tensor([[-1, 2, 7]]).expand(slots, -1), torch.full((slots,), 2)))
+    drafter = Returns(
+        lambda slots, budget, generator: Draft.chain(torch.tensor([[-1, 2, 7]]).expand(slots, -1), torch.full((slots,), 2))
+    )
     state = DecodeState(1, 1000)
     steps = sum(1 for _ in advance(table, [Request([1], 5)], drafter, state=state))
     # the last step has room for no draft, the one before it for one node

@@ -9,7 +9,7 @@ import inspect
 
 import pytest
 import torch
-from conftest import Case, cases
+from conftest import cases
 from contracts.chances import emitted, follows, keeps_the_law
 from contracts.parties import Drawn, LookAhead, OnAndOff, TableTarget, Tree
 from hypothesis import given
@@ -84,7 +84,7 @@ def test_plain_decoding_follows_the_law():
 @pytest.mark.parametrize("policy", policies_found(), ids=lambda policy: policy.__name__)
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
 def test_every_policy_keeps_the_law_with_confident_drafts(policy, tree):
-    """Catches a policy that looks at what it must not, at full force: confidences that hang on the drafted tokens.  False alarm 1e-6."""
+    """Catches a policy that looks at what it must not: here confidences hang on the drafted tokens.  False alarm 1e-6."""
     assert keeps_the_law(TARGET, tree, made(policy, tree.limit), slots=2000)
 
 

@@ -55,8 +55,10 @@ def test_what_is_emitted_follows_the_target_exactly(shape, how):
         assert error < 1e-12, (shape, how, seed)
 
 
-@given(st.lists(st.integers(0, 100), min_size=1, max_size=3), st.integers(0, 10_000), st.sampled_from(["replacement", "without"]))
-@examples(max_examples=12)
+@given(
+    st.lists(st.integers(0, 100), min_size=1, max_size=3), st.integers(0, 10_000), st.sampled_from(["replacement", "without"])
+)
+@examples(max_examples=8)
 def test_any_tree_keeps_the_law(choices, seed, how):
     """Catches shapes the list above forgot."""
     parents = [choice % (n + 1) - 1 for n, choice in enumerate(choices)]

@@ -195,7 +195,11 @@ def test_serving_drafts_what_training_predicts(case, target, workshop, prompts, 
             rows = model.predict(batch_of(target, model.taps, text[None]))
             torch.manual_seed(seed)
             counted = batch_of(target, model.taps, text[None])
-            places = model.predict(type(counted)(torch.arange(40)[None], *[getattr(counted, name) for name in ("loss_mask", "documents", "taps", "hidden")])).labels
+            places = model.predict(
+                type(counted)(
+                    torch.arange(40)[None], *[getattr(counted, name) for name in ("loss_mask", "documents", "taps", "hidden")]
+                )
+            ).labels
             for draft, _, part in rows.chunks(10**9):
                 for row in range(part.start, part.stop):
                     if rows.depth[row] == 0 and rows.weight[row] > 0:

@@ -21,7 +21,9 @@ def trees(draw):
 
 def made(parents, sizes) -> Draft:
     shape = (len(parents), len(parents[0]))
-    return Draft(torch.arange(shape[0] * shape[1]).view(shape), torch.tensor(parents, dtype=torch.int64).view(shape), torch.tensor(sizes))
+    return Draft(
+        torch.arange(shape[0] * shape[1]).view(shape), torch.tensor(parents, dtype=torch.int64).view(shape), torch.tensor(sizes)
+    )
 
 
 def ancestors(parents: list[int], n: int) -> list[int]:
@@ -97,7 +99,9 @@ def test_an_empty_draft_has_slots_and_no_nodes():
 def test_checked_ends_a_slot_before_its_first_unsound_parent(parents, size):
     """Catches a parent that stands behind its child, or nowhere; the neighbour slot keeps all of its nodes."""
     sound = next((n for n, parent in enumerate(parents) if not -1 <= parent < n), 5)
-    draft = Draft(torch.zeros(2, 5, dtype=torch.int64), torch.tensor([parents, [-1, 0, 0, 1, 2]]), torch.tensor([size, 5])).checked(2)
+    draft = Draft(
+        torch.zeros(2, 5, dtype=torch.int64), torch.tensor([parents, [-1, 0, 0, 1, 2]]), torch.tensor([size, 5])
+    ).checked(2)
     assert draft.sizes.tolist() == [max(0, min(size, sound)), 5]
     assert draft.parents[0, :sound].tolist() == parents[:sound]
     # what is left as padding may still be indexed with

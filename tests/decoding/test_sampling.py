@@ -16,8 +16,8 @@ from outrider.decoding.sampling import Purpose, Sampling, Settings, Streams, dis
 from outrider.errors import ConfigError
 
 SOME = [
-    Sampling(), Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.5, top_p=0.6), Sampling(0.9, top_k=5, top_p=0.8), Sampling(0.0, top_k=2),
-    Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-6), Sampling(1.0, top_k=1000),
+    Sampling(), Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.5, top_p=0.6), Sampling(0.9, top_k=5, top_p=0.8),
+    Sampling(0.0, top_k=2), Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-6), Sampling(1.0, top_k=1000),
 ]  # fmt: skip
 
 
@@ -140,7 +140,9 @@ def many(count: int = 20_000) -> Streams:
     [
         lambda: many().uniform(0, Purpose.ACCEPT),
         lambda: Streams(torch.full((20_000,), 7), torch.arange(20_000)).uniform(0, Purpose.ACCEPT),
-        lambda: torch.cat([Streams(torch.tensor([7]), torch.tensor([0])).uniform(0, Purpose.ACCEPT, salt=n) for n in range(2000)]),
+        lambda: torch.cat(
+            [Streams(torch.tensor([7]), torch.tensor([0])).uniform(0, Purpose.ACCEPT, salt=n) for n in range(2000)]
+        ),
     ],
     ids=["over seeds", "over places", "over salts"],
 )
@@ -207,7 +209,9 @@ def test_a_token_without_weight_is_never_drawn():
     """Catches a race that a hopeless runner wins: seeds without number, one token alive."""
     weights = torch.zeros(5000, 6)
     weights[:, 4] = 1e-30
-    assert set(Streams(torch.arange(5000), torch.zeros(5000, dtype=torch.int64)).draw(weights, 0, Purpose.TARGET).tolist()) == {4}
+    assert set(Streams(torch.arange(5000), torch.zeros(5000, dtype=torch.int64)).draw(weights, 0, Purpose.TARGET).tolist()) == {
+        4
+    }
 
 
 def test_the_unit_interval_is_open_at_both_ends():

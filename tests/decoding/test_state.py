@@ -74,10 +74,13 @@ def test_the_first_end_token_cuts_a_block(block, limit):
     assert state.finished == ["stop" if is_end else "length" if len(block) >= limit else None]
 
 
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=5), st.sampled_from(["ab", "aab", "c", "ccb"]))
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=5),
+    st.sampled_from(["ab", "aab", "c", "ccb"]),
+)
 def test_the_first_stop_string_cuts_a_block(blocks, stop):
     """Catches a stop string that lies over the border of two blocks, or stands twice in one."""
-    state, text = one_slot(stop=(stop, "zz")), letters(sum(blocks, []))
+    state, text = one_slot(stop=(stop, "zz")), letters([token for block in blocks for token in block])
     for block in blocks:
         committed(state, block)
         if state.finished[0]:

@@ -13,7 +13,12 @@ from outrider.nn.blocks import Attention, ContextLayer, angles, block_mask, rota
 
 @st.composite
 def layouts(draw):
-    texts, length, block, count = draw(st.integers(1, 2)), draw(st.integers(1, 7)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    texts, length, block, count = (
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 7)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+    )
     row = lambda low, high, size: st.lists(st.integers(low, high), min_size=size, max_size=size)
     anchors = [draw(row(0, length - 1, count)) for _ in range(texts)]
     documents = [sorted(draw(row(0, 2, length))) for _ in range(texts)]
@@ -32,19 +37,23 @@ def test_a_block_sees_its_own_texts_past_and_itself(layout):
         for q in range(count * block):
             anchor = row[q // block]
             wanted = [
-                column < anchor and documents[b][column] == documents[b][anchor] and live[b][q // block] for column in range(length)
+                column < anchor and documents[b][column] == documents[b][anchor] and live[b][q // block]
+                for column in range(length)
             ] + [other // block == q // block for other in range(count * block)]
             assert mask[b, 0, q].tolist() == wanted
 
 
 def test_rotation_is_transformers_own():
     """Catches another pairing of dimensions or another order of frequencies: released checkpoints would not load."""
-    config = Qwen3Config(hidden_size=32, num_attention_heads=2, head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+    config = Qwen3Config(
+        hidden_size=32, num_attention_heads=2, head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 5000.0}
+    )
     x = torch.randn(2, 2, 7, 16, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([[0, 1, 2, 3, 9, 100, 4000]]).expand(2, -1)
     cos, sin = Qwen3RotaryEmbedding(config)(x, positions)
     wanted, _ = apply_rotary_pos_emb(x, x, cos, sin)
-    torch.testing.assert_close(rotate(x, angles(positions, 16, 5000.0)), wanted, rtol=1e-5, atol=1e-5)
+    # the angle of place 4000 has an ulp of 2e-4
+    torch.testing.assert_close(rotate(x, angles(positions, 16, 5000.0)), wanted, rtol=1e-3, atol=1e-3)
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 300))
@@ -96,5 +105,6 @@ def test_context_rows_hidden_by_the_mask_change_nothing():
     mask[..., 1] = False
     other = context.clone()
     other[:, 1] += 5
-    torch.testing.assert_close(layer(x, context, *at, mask), layer(x, other, *at, mask))
-    assert float((layer(x, context, *at, None) - layer(x, other, *at, None)).abs().max()) > 1e-6
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, context, *at, mask), layer(x, other, *at, mask))
+        assert not torch.allclose(layer(x, context, *at, None), layer(x, other, *at, None))

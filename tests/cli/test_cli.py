@@ -1,0 +1,385 @@
+"""The command line, in this process and on the tiny recipe: what it writes, where it goes on, what it refuses and how."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from rich.console import Console
+from tiny import DRAFTER, write_recipe
+
+from outrider import cli, demo, generate
+from outrider.prepare.regenerate import read_answers
+from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.train import trainer
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def said(self) -> str:
+        """What went to standard error, as one line."""
+        return " ".join(self.err.split())
+
+
+Outrider = Callable[..., Done]
+
+
+@pytest.fixture
+def outrider(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Outrider]:
+    """Run a command as `outrider` would, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "out", Console(width=300))
+    monkeypatch.setattr(cli, "note", Console(stderr=True, width=300))
+    capsys.readouterr()
+
+    def command(*words: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["outrider", *map(str, words)])
+        try:
+            cli.main()
+            code: Any = 0
+        except SystemExit as done:
+            code = done.code or 0
+        told = capsys.readouterr()
+        return Done(code, told.out, told.err)
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the tiny recipe was run to its end."""
+    place = tmp_path_factory.mktemp("made")
+    write_recipe(place / "tiny.yaml", folder)
+    before, argv = Path.cwd(), sys.argv
+    os.chdir(place)
+    sys.argv = ["outrider", "run", "tiny.yaml"]
+    try:
+        cli.main()
+    finally:
+        os.chdir(before)
+        sys.argv = argv
+    return place
+
+
+def metrics(place: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (place / "runs/tiny/metrics.jsonl").read_text().splitlines()]
+
+
+# ── the stages ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_run_leaves_what_the_design_promises(made: Path) -> None:
+    """Catches a stage that is skipped, or writes elsewhere."""
+    place = made / "runs/tiny"
+    assert {path.name for path in place.iterdir()} == {
+        "config.yaml", "provenance.json", "metrics.jsonl", "answers", "checkpoint", "report.json", "report.html",
+    }  # fmt: skip
+    assert {answer.id for answer in read_answers(place / "answers/answers.jsonl")} == {f"p{i}" for i in range(6)}
+    assert [row["step"] for row in metrics(made) if "loss" in row] == [1, 2, 3, 4]
+    report = json.loads((place / "report.json").read_text())
+    assert [(row["drafter"], row["temperature"], row["exact"]) for row in report["rows"]] == [
+        ("ngram", 0.0, True), ("dspark", 0.0, True), ("dspark", 1.0, None),
+    ]  # fmt: skip
+    facts = json.loads((place / "provenance.json").read_text())
+    assert {"made", "outrider", "commit", "python", "torch", "transformers", "machine", "config"} <= facts.keys()
+    assert yaml.safe_load((place / "config.yaml").read_text())["drafter"]["kind"] == "dspark"
+
+
+def test_a_second_run_repeats_nothing(made: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches answers written again, steps trained again, or a checkpoint written anew."""
+    monkeypatch.chdir(made)
+    place = made / "runs/tiny"
+    files = [place / "answers/answers.jsonl", place / "metrics.jsonl", place / "checkpoint/model.safetensors"]
+    before = [(path.read_bytes(), path.stat().st_mtime_ns) for path in (files[0], files[2])], files[1].read_bytes()
+    monkeypatch.setattr(trainer, "optimise", lambda *_: pytest.fail("trained again"))
+    done = outrider("run", "tiny.yaml", "evaluate.prompts=1")
+    assert done.code == 0, done.err
+    assert ([(path.read_bytes(), path.stat().st_mtime_ns) for path in (files[0], files[2])], files[1].read_bytes()) == before
+    assert "6 prompts from" in done.out
+    assert "6 answered before" in done.out
+
+
+def test_the_stages_one_by_one_are_the_run(made: Path, folder: Path, outrider: Outrider, tmp_path: Path) -> None:
+    """Catches a verb that does more, less or other than its share of `run`; weights are compared bit for bit."""
+    write_recipe(tmp_path / "tiny.yaml", folder)
+    assert outrider("prepare", "tiny.yaml").code == 0
+    assert not (tmp_path / "runs/tiny/checkpoint").exists()
+    assert outrider("train", "tiny.yaml").code == 0
+    assert not (tmp_path / "runs/tiny/report.json").exists()
+    done = outrider("evaluate", "tiny.yaml", "evaluate.prompts=1", "--json", "found.json")
+    assert done.code == 0, done.err
+    mine, theirs = tmp_path / "runs/tiny", made / "runs/tiny"
+    assert (mine / "checkpoint/model.safetensors").read_bytes() == (theirs / "checkpoint/model.safetensors").read_bytes()
+    assert sorted((mine / "answers/answers.jsonl").read_text().splitlines()) == sorted(
+        (theirs / "answers/answers.jsonl").read_text().splitlines()
+    )
+    assert json.loads((tmp_path / "found.json").read_text()) == json.loads((mine / "report.json").read_text())
+
+
+def test_json_on_standard_output_is_json_alone(made: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches progress or a table in front of the JSON, so that `| jq` fails."""
+    monkeypatch.chdir(made)
+    for words in (("evaluate", "tiny.yaml", "evaluate.prompts=1"), ("show", "tiny.yaml"), ("drafters",), ("doctor",)):
+        done = outrider(*words, "--json", "-")
+        assert done.code == 0, done.err
+        json.loads(done.out)
+
+
+def test_a_training_stopped_by_ctrl_c_says_so_and_goes_on(
+    made: Path, folder: Path, outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a traceback, exit code 0, or another result after the same command."""
+    write_recipe(tmp_path / "tiny.yaml", folder)
+    assert outrider("prepare", "tiny.yaml").code == 0
+    real, steps = trainer.optimise, []
+
+    def interrupted(*given: Any) -> Any:
+        steps.append(given[4])
+        if len(steps) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*given)
+
+    monkeypatch.setattr(trainer, "optimise", interrupted)
+    done = outrider("train", "tiny.yaml")
+    assert done.code == 130
+    assert "stopped; what was done is kept, the same command goes on from there" in done.said
+    assert "Traceback" not in done.err
+    assert outrider("train", "tiny.yaml").code == 0
+    assert steps == [0, 1, 2, 3]
+    weights = [place / "runs/tiny/checkpoint/model.safetensors" for place in (tmp_path, made)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_ctrl_c_while_answering_is_130_too(
+    folder: Path, outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a traceback where no stage catches the signal itself; the answers there are stay."""
+    from outrider.prepare import regenerate
+
+    write_recipe(tmp_path / "tiny.yaml", folder)
+    real = regenerate._answers
+
+    def interrupted(*given: Any) -> Iterator[Any]:
+        for n, answer in enumerate(real(*given)):
+            if n == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield answer
+
+    with monkeypatch.context() as patched:
+        patched.setattr(regenerate, "_answers", interrupted)
+        done = outrider("prepare", "tiny.yaml")
+    assert done.code == 130
+    assert "goes on from there" in done.said
+    done = outrider("prepare", "tiny.yaml")
+    assert done.code == 0
+    assert "2 answered before" in done.out
+
+
+def test_rows_that_are_left_out_are_said(folder: Path, outrider: Outrider, tmp_path: Path) -> None:
+    """Catches --skip-bad that skips in silence, and a bad row that is skipped without it."""
+    write_recipe(tmp_path / "tiny.yaml", folder)
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write('{"id": "torn", "prom')
+    done = outrider("prepare", "tiny.yaml")
+    assert (done.code, "line 7 is not JSON (the line is cut off)" in done.said) == (1, True), done.err
+    done = outrider("prepare", "tiny.yaml", "--skip-bad", "prepare.count=9")
+    assert done.code == 0, done.err
+    assert "1 rows left out; the first: " in done.out
+    assert "line 7" in done.out
+
+
+# ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_show_gives_every_value_and_its_origin(folder: Path, outrider: Outrider, tmp_path: Path) -> None:
+    """Catches a value without an origin, and a table that hides one."""
+    write_recipe(tmp_path / "tiny.yaml", folder)
+    done = outrider("show", "tiny.yaml", "train.lr=3e-4", "--json", "shown.json")
+    assert done.code == 0, done.err
+    found = json.loads((tmp_path / "shown.json").read_text())
+    assert found["train.lr"] == {"value": 3e-4, "from": "override"}
+    assert found["drafter.block"] == {"value": 3, "from": "file"}
+    assert found["train.clip"] == {"value": 1.0, "from": "default"}
+    lines = [line.split() for line in done.out.splitlines()]
+    assert ["train.lr", "0.0003", "override"] in lines
+    assert ["train.clip", "1.0", "default"] in lines
+    assert {line[0] for line in lines if line} >= found.keys()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_list_of_drafters_is_the_folder_s(outrider: Outrider) -> None:
+    """Catches a drafter that is missing from the list, or a column that says the wrong thing of one."""
+    done = outrider("drafters", "--json", "-")
+    found = {entry["kind"]: entry for entry in json.loads(done.out)}
+    assert found.keys() >= {"ngram", "small_model", "dflash", "dspark"}
+    assert all(entry.keys() == {"kind", "summary", "trains", "taps"} for entry in found.values())
+    assert (found["dspark"]["trains"], found["dspark"]["taps"]) == (True, True)
+    assert (found["ngram"]["trains"], found["ngram"]["taps"]) == (False, False)
+    assert found["ngram"]["summary"].startswith("Prompt lookup")
+    assert "dspark" in outrider("drafters").out
+
+
+def test_the_doctor_says_what_there_is(outrider: Outrider, tmp_path: Path) -> None:
+    """Catches advice where nothing is wrong, and none where something is."""
+    done = outrider("doctor", "--json", "health.json")
+    assert done.code == 0, done.err
+    found = {check["what"]: check for check in json.loads((tmp_path / "health.json").read_text())}
+    assert found["torch"]["ok"]
+    assert found["library source"]["ok"]
+    assert "float32" in found["dtypes"]["found"]
+    assert all((check["advice"] == "") == check["ok"] for check in found.values())
+    assert "library source" in done.out
+
+
+def test_help_of_every_verb_is_there(outrider: Outrider) -> None:
+    """Catches a verb whose options can't be built, and -h that is unknown."""
+    for verb in ("run", "prepare", "train", "evaluate", "decode", "show", "drafters", "doctor"):
+        done = outrider(verb, "-h")
+        assert (done.code, verb in done.out) == (0, True), done.err
+
+
+# ── one prompt ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def text_of(folder: Path, prompt: str) -> str:
+    return generate(load_target(folder), prompt, max_new_tokens=12)[0].text
+
+
+def test_decode_to_a_pipe_is_plain_text(folder: Path, outrider: Outrider) -> None:
+    """Catches escape codes, the prompt, or statistics among the text."""
+    for drafter in ((), ("--drafter", "ngram")):
+        done = outrider("decode", "abcabcabc", "--target", folder, "--max-new-tokens", 12, *drafter)
+        assert (done.code, done.out) == (0, text_of(folder, "abcabcabc") + "\n")
+        assert "12 tokens in" in done.said
+
+
+def test_decode_to_a_terminal_has_colour(
+    folder: Path, talker: TransformersTarget, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches drafted tokens that look like the target's own; the drafter is the target itself, so most are drafted."""
+    import re
+
+    from outrider.train import checkpoint
+
+    real = checkpoint.load_drafter
+    monkeypatch.setattr(checkpoint, "load_drafter", lambda name, target: real(name, target, model=str(folder), length=3))
+    monkeypatch.setattr(cli, "out", Console(force_terminal=True, color_system="standard", width=300))
+    done = outrider("decode", "hello", "--target", folder, "--max-new-tokens", 12, "--drafter", "small_model")
+    assert done.code == 0, done.err
+    assert "\x1b[4;32m" in done.out
+    assert re.sub(r"\x1b\[[0-9;]*m", "", done.out) == "hello" + text_of(folder, "hello") + "\n"
+
+
+def test_decode_reads_standard_input(folder: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches `-` being taken for the prompt."""
+    for words in (("-",), ()):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+        done = outrider("decode", *words, "--target", folder, "--max-new-tokens", 12)
+        assert (done.code, done.out) == (0, text_of(folder, "hello") + "\n")
+
+
+def test_decode_takes_a_checkpoint(made: Path, folder: Path, outrider: Outrider) -> None:
+    """Catches a trained drafter that can be measured and not used."""
+    done = outrider("decode", "hello", "--target", folder, "--max-new-tokens", 12, "--drafter", made / "runs/tiny/checkpoint")
+    assert (done.code, done.out) == (0, text_of(folder, "hello") + "\n")
+
+
+# ── refused ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_wrong_is_one_sentence_and_an_exit_code(folder: Path, outrider: Outrider, tmp_path: Path) -> None:
+    """Catches tracebacks, exit code 0, and messages that do not name the key; 2 is a wrong setting, 1 is wrong data."""
+    write_recipe(tmp_path / "tiny.yaml", folder)
+    write_recipe(tmp_path / "bare.yaml", folder, train=None, evaluate=None)
+    write_recipe(tmp_path / "counting.yaml", folder, drafter={"kind": "ngram"})
+    write_recipe(tmp_path / "deep.yaml", folder, drafter=DRAFTER | {"taps": [1, 40]})
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "torn.yaml").write_text("target: [demo\n")
+    decode = ("decode", "--target", folder)
+    for words, code, said in (
+        (("train", "tiny.yaml", "train.stepz=3"), 2, "train: unknown key 'stepz'; did you mean 'steps'?"),
+        (("show", "tiny.yaml", "drafter.kind=dpsark"), 2, "unknown drafter 'dpsark'; did you mean 'dspark'?"),
+        (("show", "tiny.yaml", "train.lr"), 2, "must be written key.path=value"),
+        (("show", "tiny.yaml", "train.lr=[1"), 2, "is not YAML"),
+        (("show", "nowhere.yaml"), 2, "can't read run file nowhere.yaml"),
+        (("show", "list.yaml"), 2, "must hold a mapping such as `target: demo`, not list"),
+        (("show", "torn.yaml"), 2, "torn.yaml is not YAML"),
+        (("train", "bare.yaml"), 2, "bare.yaml has no `train:` section; add one, if only `train: {}`"),
+        (("evaluate", "bare.yaml"), 2, "bare.yaml has no `evaluate:` section"),
+        (("train", "counting.yaml"), 2, "'ngram' has nothing to train"),
+        (("train", "tiny.yaml"), 1, "run `outrider prepare` first"),
+        (("evaluate", "tiny.yaml"), 2, "checkpoint"),
+        (("train", "deep.yaml"), 1, "taps (1, 40) reach past layer 3"),
+        (("prepare", "tiny.yaml", "prepare.conversations=none.jsonl"), 1, "none.jsonl does not exist"),
+        (("prepare", "tiny.yaml", "target.name=/no/such/model"), 1, "can't load target '/no/such/model'"),
+        (("drafters", "--json", "nowhere/d.json"), 1, "can't write nowhere/d.json"),
+        ((*decode, ""), 1, "the prompt is empty"),
+        ((*decode, "x" * 300), 1, "has 300 tokens and leaves no room in the target's context of 256"),
+        ((*decode, "x", "--drafter", "ngarm"), 2, "did you mean 'ngram'"),
+        ((*decode, "x", "--top-p", "2"), 2, "top_p 2.0 lies outside"),
+        ((*decode, "x", "--stop", ""), 2, "an empty stop string"),
+        ((*decode, "x", "--max-new-tokens", "0"), 2, "--max-new-tokens"),
+        (("shwo",), 2, "No such command 'shwo'"),
+        (("show",), 2, "Missing argument"),
+    ):
+        done = outrider(*words)
+        assert (done.code, said in done.said, "Traceback" in done.err, done.out) == (code, True, False, done.out), (words, done)
+    assert not (tmp_path / "runs/tiny/checkpoint").exists()
+
+
+def test_a_message_with_brackets_is_shown_whole(outrider: Outrider, tmp_path: Path) -> None:
+    """Catches [words] being taken for colours and vanishing from an error."""
+    done = outrider("show", "[bold]no[/bold].yaml")
+    assert done.code == 2
+    assert "can't read run file [bold]no[/bold].yaml" in done.said
+
+
+@pytest.mark.parametrize("recipe", ["counting", "misspelt"])
+def test_a_run_refuses_before_it_prepares(recipe: str, folder: Path, outrider: Outrider, tmp_path: Path) -> None:
+    """Catches hours of answers before a later section turns out to be wrong."""
+    write_recipe(tmp_path / "counting.yaml", folder, drafter={"kind": "ngram"})
+    write_recipe(tmp_path / "misspelt.yaml", folder, train={"loss": {"klt": 1.0}})
+    done = outrider("run", f"{recipe}.yaml")
+    assert done.code == 2
+    assert not (tmp_path / "runs" / recipe / "answers").exists()
+
+
+def test_a_place_for_the_json_is_looked_for_before_it_is_measured(
+    made: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a long measurement whose last act is to fail on a folder that was never there."""
+    from outrider.evaluate import measure
+
+    monkeypatch.chdir(made)
+    monkeypatch.setattr(measure, "measure", lambda *_, **__: pytest.fail("measured first"))
+    done = outrider("evaluate", "tiny.yaml", "--json", "nowhere/found.json")
+    assert (done.code, "can't write nowhere/found.json" in done.said) == (1, True)
+
+
+def test_two_drafters_of_one_kind_both_have_their_rows(made: Path, folder: Path, outrider: Outrider, tmp_path: Path) -> None:
+    """Catches a second drafter of the same kind taking the first one's place in silence."""
+    write_recipe(tmp_path / "tiny.yaml", folder, train=None, evaluate={
+        "tasks": [str(tmp_path / "held_out.jsonl")], "prompts": 1, "max_new_tokens": 6, "fresh": 0.0, "temperatures": [0.0],
+        "beside": ["ngram", str(made / "runs/tiny/checkpoint")],
+    })  # fmt: skip
+    assert outrider("evaluate", "tiny.yaml").code == 0
+    rows = json.loads((tmp_path / "runs/tiny/report.json").read_text())["rows"]
+    assert len({row["drafter"] for row in rows}) == 3
+
+
+def test_the_demo_is_what_decode_uses_unasked(outrider: Outrider) -> None:
+    """Catches a demo that is not shipped: the models' files must be there."""
+    assert (demo.TARGET / "config.json").exists()
+    assert (demo.SMALL_MODEL / "config.json").exists()

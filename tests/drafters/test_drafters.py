@@ -1,0 +1,219 @@
+"""What single drafters promise beyond the contracts every drafter is held to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import Case, cases, tiny_model
+
+from outrider import drafters
+from outrider.decoding.generate import advance, generate
+from outrider.decoding.sampling import Sampling
+from outrider.decoding.state import DecodeState, Request
+from outrider.errors import ConfigError, DrafterError
+from outrider.targets.transformers import load_target
+
+EVERY = pytest.mark.parametrize("case", cases(), ids=str)
+
+
+def test_every_file_is_a_drafter():
+    """Catches a file in the folder that is none."""
+    assert {"ngram", "small_model", "dflash", "dspark"} <= set(drafters.kinds())
+    for kind in drafters.kinds():
+        module = drafters.find(kind)
+        assert module.Config().kind == kind
+        assert callable(module.build)
+        assert module.__doc__
+
+
+def test_an_unknown_kind_is_refused_with_the_nearest_name():
+    """Catches an import error where a name was mistyped."""
+    with pytest.raises(ConfigError, match="did you mean 'ngram'"):
+        drafters.find("ngramm")
+
+
+@EVERY
+def test_a_drafter_stays_within_its_budget(case, target, prompts, drafter_of):
+    """Catches nodes that nobody asked for: they cost a pass and may not fit."""
+    drafter, seen = drafter_of(case), []
+
+    class Watched:
+        taps, limit = drafter.taps, drafter.limit
+        allocate, admit, observe, free = drafter.allocate, drafter.admit, drafter.observe, drafter.free
+
+        def propose(self, memory, state, budget):
+            draft = drafter.propose(memory, state, budget)
+            assert bool((draft.sizes <= budget).all())
+            assert draft.tokens.shape[1] <= drafter.limit
+            seen.append(draft)
+            return draft
+
+    generate(target, prompts, Watched(), max_new_tokens=15, slots=3)
+    assert seen
+    # at temperature 0 there is nothing to be drawn from
+    assert all(draft.q is None for draft in seen)
+    hot = [Request(prompt, 10, Sampling(1.0, seed=1)) for prompt in prompts]
+    for _ in advance(target, hot, Watched(), slots=3):
+        pass
+    for draft in seen:
+        if draft.confidence is not None:
+            assert bool(((draft.confidence >= 0) & (draft.confidence <= 1)).all())
+
+
+@EVERY
+def test_no_lawful_drafter_is_counted_as_unlawful(case, target, prompts, drafter_of):
+    """Catches a q that is no distribution, or that gives its own token nothing: half of the draft's worth is lost unseen."""
+    state = DecodeState(3, 256)
+    requests = [Request(prompt, 20, Sampling(0.9, top_k=20, top_p=0.95, seed=n)) for n, prompt in enumerate(prompts)]
+    for _ in advance(target, requests, drafter_of(case), slots=3, state=state):
+        pass
+    assert state.unlawful == 0
+
+
+# ── ngram ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def proposed(config, text: list[int], budget: int = 4) -> list[int]:
+    drafter = drafters.find("ngram").build(config, None)
+    state = DecodeState(1, 1000)
+    state.admit(0, Request(text, 100))
+
+    class Slots:
+        slots = 1
+
+    draft = drafter.propose(drafter.allocate(Slots()), state, torch.tensor([budget]))
+    return draft.tokens[0, : int(draft.sizes[0])].tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ([1, 2, 3, 4, 1, 2], [3, 4, 1, 2]),
+        ([1, 2, 3, 1, 2, 4, 1, 2], [4, 1, 2]),  # the most recent of equals
+        ([9, 1, 2, 3, 1, 2, 4, 9, 1, 2], [3, 1, 2, 4]),  # the longest wins over the most recent
+        ([1, 2, 3, 4], []),
+        ([5], []),
+        ([7, 7, 7], [7]),
+    ],
+    ids=str,
+)
+def test_ngram_proposes_what_followed_the_longest_latest_match(text, wanted):
+    """Catches a match of the text's end with itself, and the order of preferences."""
+    found = proposed(drafters.find("ngram").Config(length=4, longest=3, shortest=2), text)
+    assert found == wanted
+
+
+def test_ngram_learns_from_its_own_text_as_from_the_prompt():
+    """Catches a history that is read only once: by looking up every prefix of a text, step by step and at once."""
+    config = drafters.find("ngram").Config(length=3, longest=3, shortest=1)
+    text = torch.randint(3, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    drafter = drafters.find("ngram").build(config, None)
+
+    class Slots:
+        slots = 1
+
+    memory, state = drafter.allocate(Slots()), DecodeState(1, 1000)
+    state.admit(0, Request(text[:2], 100))
+    for end in range(2, 60):
+        state.tokens[0] = text[:end]
+        draft = drafter.propose(memory, state, torch.tensor([3]))
+        assert draft.tokens[0, : int(draft.sizes[0])].tolist() == proposed(config, text[:end], 3)
+
+
+def test_ngram_refuses_a_shortest_above_its_longest():
+    """Catches a drafter that never proposes."""
+    with pytest.raises(ValueError, match="shortest"):
+        drafters.find("ngram").Config(shortest=5, longest=3)
+
+
+# ── small_model ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_small_model_that_is_the_target_is_always_right(target, prompts, plain, tmp_path):
+    """Catches a small model's cache that loses the text: any slip shows as a rejection."""
+    target.model.save_pretrained(tmp_path)
+    module = drafters.find("small_model")
+    drafter = module.build(module.Config(model=str(tmp_path), length=4), target)
+    found = generate(target, prompts, drafter, max_new_tokens=40, slots=3)
+    for prompt, generation in zip(prompts, found, strict=True):
+        assert generation.tokens == plain(target, prompt, 40)
+        assert generation.accepted == [4] * 8
+    hot = generate(target, prompts, drafter, max_new_tokens=40, slots=3, sampling=Sampling(1.0, seed=0))
+    # q equals p but for rounding: a rejection has odds below 1e-9
+    assert all(generation.accepted == [4] * 8 for generation in hot)
+
+
+def test_a_small_model_of_another_vocabulary_is_refused(target, tmp_path):
+    """Catches ids that mean other words."""
+    tiny_model(vocab_size=48).save_pretrained(tmp_path)
+    module = drafters.find("small_model")
+    with pytest.raises(DrafterError, match="48"):
+        module.build(module.Config(model=str(tmp_path)), target)
+
+
+# ── block drafters ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+BLOCKS = pytest.mark.parametrize(
+    "case", [case for case in cases() if case.trains and case.kind in ("dflash", "dspark")], ids=str
+)
+
+
+@BLOCKS
+def test_a_draft_does_not_depend_on_the_slots_beside_it(case, target, prompts, drafter_of):
+    """Catches padding between slots that is attended to, and positions of another slot."""
+    drafter = drafter_of(case)
+
+    def drafts(requests, slots):
+        found = {}
+        propose = drafter.propose
+
+        def watched(memory, state, budget):
+            draft = propose(memory, state, budget)
+            for b, row in enumerate(state.rows):
+                size = int(draft.sizes[b])
+                found[tuple(state.tokens[row])] = draft.tokens[b, :size].tolist()
+            return draft
+
+        class Watched:
+            taps, limit = drafter.taps, drafter.limit
+            allocate, admit, observe, free = drafter.allocate, drafter.admit, drafter.observe, drafter.free
+
+        served = Watched()
+        served.propose = watched
+        for _ in advance(target, requests, served, slots=slots):
+            pass
+        return found
+
+    requests = [Request(prompt, 20) for prompt in prompts]
+    together = drafts(requests, 3)
+    for request in requests:
+        for text, draft in drafts([request], 1).items():
+            assert together[text] == draft
+
+
+@BLOCKS
+def test_heads_that_do_not_divide_are_refused(case, target):
+    """Catches a shape error deep in attention."""
+    module = drafters.find(case.kind)
+    with pytest.raises(DrafterError, match="kv_heads"):
+        module.build(module.Config(heads=4, kv_heads=3), target)
+
+
+@BLOCKS
+def test_taps_the_target_does_not_have_are_refused(case, target):
+    """Catches a hook on a layer counted from the end."""
+    module = drafters.find(case.kind)
+    with pytest.raises(DrafterError, match="4 layers"):
+        module.build(module.Config(taps=(1, 9)), target)
+
+
+@BLOCKS
+def test_a_mask_token_of_the_tokenizer_stands_for_the_tokens_to_come(case, workshop, monkeypatch):
+    """Catches a learnt mask beside the tokenizer's own, and ids mixed up: with the mask token the text is exact as well."""
+    target = load_target(tiny_model())
+    monkeypatch.setattr(target, "mask_token", 63)
+    model = workshop.model(Case(case.kind, case.choices), target)
+    assert not any("mask" in name for name, _ in model.named_parameters())
+    (found,) = generate(target, [1, 2, 3], model.eval().drafter(), max_new_tokens=10)
+    (wanted,) = generate(target, [1, 2, 3], max_new_tokens=10)
+    assert found.tokens == wanted.tokens

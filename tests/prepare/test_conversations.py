@@ -1,0 +1,250 @@
+"""Conversations from every layout; bad rows are named or counted; exactly the assistants' tokens train."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import make_tokenizer
+
+from outrider import demo
+from outrider.errors import DataError
+from outrider.evaluate import tasks
+from outrider.prepare.conversations import Config, Conversation, Skipped, parse, prompt_tokens, read, render, template_hash
+
+USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read_all(path: Path, **settings: Any) -> list[Conversation]:
+    return list(read(Config(conversations=str(path), **settings)))
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"messages": [USER, REPLY]}, [USER, REPLY]),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}, [USER, REPLY]),
+        ({"conversations": [{"role": "user", "content": "hi"}]}, [USER]),
+        ({"messages": [], "conversations": [USER]}, [USER]),
+        ({"turns": ["hi", "hi"]}, [USER, USER]),
+        ({"prompt": "hi"}, [USER]),
+        ({"prompt": "hi", "response": "yo"}, [USER, REPLY]),
+        ({"instruction": "hi", "output": "yo"}, [USER, REPLY]),
+        ({"text": "hi"}, [USER]),
+        ({"prompt": "hi", "completion": "yo", "other": 3}, [USER, REPLY]),
+        (
+            {"messages": [{"role": "system", "content": "be"}, USER, {"role": "tool", "content": "4"}, REPLY]},
+            [{"role": "system", "content": "be"}, USER, {"role": "tool", "content": "4"}, REPLY],
+        ),
+    ],
+)
+def test_every_layout_is_read(row: dict, messages: list, tmp_path: Path) -> None:
+    """Catches a column name, a role name or an answer that gets lost."""
+    (found,) = read_all(write(tmp_path / "a.jsonl", row))
+    assert found == Conversation("a.jsonl:1", messages)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ([1, 2], "must be a mapping, not list"), ("hi", "must be a mapping, not str"), ({}, "keys: none"),
+        ({"question": "hi"}, "keys: question"), ({"messages": ["hi"]}, "not 'hi'"), ({"messages": "hi"}, "not 'h'"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "needs a role"), ({"messages": [{"role": "user"}]}, "text as content"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "text as content"), ({"messages": [REPLY]}, "no user turn"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "needs a role"),
+        ({"prompt": "  \n"}, "no user turn"), ({"messages": 5}, "messages"), ({"conversations": {"a": 1}}, "message"),
+        ({"turns": 5}, "turns"), ({"turns": "hello"}, "turns"), ({"turns": [["hi"]]}, "turns"),
+    ],
+)  # fmt: skip
+def test_a_row_of_no_layout_is_named(row: Any, said: str, tmp_path: Path) -> None:
+    """Catches a TypeError, or a text that is read letter by letter; the message says which line."""
+    with pytest.raises(DataError) as caught:
+        read_all(write(tmp_path / "a.jsonl", {"prompt": "hi"}, row))
+    assert "a.jsonl:2" in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_bad_rows_are_counted_where_that_is_asked(tmp_path: Path) -> None:
+    """Catches --skip-bad that stops all the same, skips in silence, or uses up the count."""
+    path = write(tmp_path / "a.jsonl", {"prompt": "a"}, {}, {"prompt": "b"}, {"messages": ["x"]}, {"prompt": "c"})
+    path.write_text(path.read_text() + '{"prompt": "d"}\n{"prompt": "e')
+    skipped = Skipped()
+    found = list(read(Config(conversations=str(path), skip_bad=True), skipped))
+    assert [conversation.messages[0]["content"] for conversation in found] == ["a", "b", "c", "d"]
+    assert len(skipped) == 3
+    assert [reason.partition(": ")[0] for reason in skipped.reasons[:2]] == ["a.jsonl:2", "a.jsonl:4"]
+    assert "line 7 is not JSON (the line is cut off)" in skipped.reasons[2]
+    assert len(read_all(path, skip_bad=True, count=2)) == 2
+
+
+def test_a_truncated_line_is_named_with_its_number(tmp_path: Path) -> None:
+    """Catches a JSONDecodeError without file and line, and a number that does not count empty lines."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n{"prompt": "c')
+    with pytest.raises(DataError, match=r"a\.jsonl, line 4 is not JSON \(the line is cut off\).*--skip-bad"):
+        read_all(path)
+
+
+def test_a_line_cut_inside_a_character_is_named_with_its_number(tmp_path: Path) -> None:
+    """Catches one torn byte making the whole file unreadable, where --skip-bad should leave one line out."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('{"prompt": "a"}\n{"prompt": "über"}\n{"prompt": "ü'.encode()[:-1])
+    with pytest.raises(DataError, match="line 3"):
+        read_all(path)
+    assert [conversation.messages[0]["content"] for conversation in read_all(path, skip_bad=True)] == ["a", "über"]
+
+
+def test_a_text_file_is_a_prompt_a_line(tmp_path: Path) -> None:
+    """Catches empty lines as prompts, and ids that change when one is added at the end."""
+    path = tmp_path / "a.txt"
+    path.write_text("first\n\n  second \n")
+    assert [(c.id, c.messages[0]["content"]) for c in read_all(path)] == [("a.txt:1", "first"), ("a.txt:3", "  second ")]
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "none.txt", "folder.jsonl", "binary.txt", "empty.jsonl", "empty.txt"])
+def test_a_file_without_prompts_is_refused(name: str, tmp_path: Path) -> None:
+    """Catches an OSError, or a preparation that finds nothing to do and says so by silence."""
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x80")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(DataError, match=name.replace(".", r"\.")):
+        read_all(tmp_path / name)
+
+
+def test_a_data_set_that_is_not_to_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an exception of the hub's, or a long wait."""
+    import datasets.config
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"can't load data set 'no-such/set'.*local \.jsonl"):
+        read_all(Path("no-such/set"))
+
+
+def test_an_id_is_the_row_s_own_or_its_place(tmp_path: Path) -> None:
+    """Catches ids that depend on how many rows were read, so that nothing is known again."""
+    path = write(tmp_path / "a.jsonl", {"id": 7, "prompt": "a"}, {"prompt": "b"}, {"id": "x", "prompt": "c"})
+    assert [conversation.id for conversation in read_all(path)] == ["7", "a.jsonl:2", "x"]
+
+
+def test_two_rows_of_one_id_are_told_apart(tmp_path: Path) -> None:
+    """Catches a row that is answered in a run that goes through and lost in one that is resumed: ids are what is known again."""
+    path = write(tmp_path / "a.jsonl", {"id": 1, "prompt": "a"}, {"id": 1, "prompt": "b"}, {"id": 2, "prompt": "c"})
+    assert len({conversation.id for conversation in read_all(path)}) == 3
+
+
+def test_more_prompts_begin_with_fewer() -> None:
+    """Catches a larger count of the demo's prompts that throws away the answers there are."""
+    few, many = (list(demo.prompts("held_out", count)) for count in (3, 9))
+    assert many[:3] == few
+    assert len({name for name, _ in many}) == 9
+    assert [name for name, _ in demo.prompts("held_out", 9, seed=1)] != [name for name, _ in many]
+    assert all(name.partition(":")[0].split("/")[0].removesuffix(".py") in demo.HELD_OUT for name, _ in many)
+
+
+def test_an_unknown_library_split_or_task_is_refused() -> None:
+    """Catches prompts of the training split being measured because a name was misspelt."""
+    with pytest.raises(DataError, match="use stdlib:train or stdlib:held_out"):
+        read_all(Path("stdlib:test"))
+    with pytest.raises(DataError, match="unknown task 'gsm8k'; known: stdlib"):
+        list(tasks.prompts("gsm8k", 3))
+
+
+def test_a_task_file_gives_the_first_question(tmp_path: Path) -> None:
+    """Catches a measurement that is shown the answer, or loses what the system said."""
+    system = {"role": "system", "content": "be"}
+    path = write(tmp_path / "quiz.jsonl", {"messages": [system, USER, REPLY, USER]}, {"prompt": "b", "response": "c"})
+    assert [prompt.messages for prompt in tasks.prompts(str(path), 9)] == [[system, USER], [{"role": "user", "content": "b"}]]
+    assert tasks.task_name(str(path)) == "quiz"
+
+
+# ── rendering ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TALKS = {
+    "one turn": [USER, REPLY],
+    "three turns": [USER, REPLY, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "ü\nno"}, USER, REPLY],
+    "a system": [{"role": "system", "content": "be"}, USER, REPLY],
+    "a question left": [USER, REPLY, USER],
+    "an empty answer": [USER, {"role": "assistant", "content": ""}, USER, REPLY],
+    "two answers": [USER, REPLY, REPLY],
+    "two questions": [USER, USER, REPLY],
+}
+
+
+@pytest.mark.parametrize("talk", TALKS)
+def test_exactly_the_assistants_tokens_train(talk: str) -> None:
+    """Catches a role's name, a user's word or a closing token on the wrong side; transformers' own mask is the judge."""
+    tokenizer, messages = make_tokenizer(), TALKS[talk]
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    wanted = tokenizer.apply_chat_template(messages[: last + 1], return_dict=True, return_assistant_tokens_mask=True)
+    found = render(tokenizer, messages, 10_000)
+    assert found.tokens == wanted["input_ids"]
+    mask = [0] * len(found.tokens)
+    for start, end in found.learn:
+        mask[start:end] = [1] * (end - start)
+    assert mask == wanted["assistant_masks"]
+    assert sum(end - start for start, end in found.learn) == sum(mask)
+
+
+def test_a_conversation_that_begins_with_the_assistant_is_rendered() -> None:
+    """Catches a chat template asked to render no message at all; many public data sets begin with a greeting."""
+    tokenizer, messages = make_tokenizer(), [REPLY, USER, REPLY]
+    wanted = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    found = render(tokenizer, messages, 100)
+    assert found.tokens == wanted["input_ids"]
+    assert [i for start, end in found.learn for i in range(start, end)][-3:] == [
+        i for i, m in enumerate(wanted["assistant_masks"]) if m
+    ][-3:]
+
+
+@pytest.mark.parametrize("talk", ["one turn", "three turns", "a system", "two questions"])
+def test_without_a_template_exactly_the_answers_train(talk: str) -> None:
+    """Catches the first token of the next question being learnt as the end of an answer."""
+    tokenizer, messages = make_tokenizer(template=None), TALKS[talk]
+    found = render(tokenizer, messages, 10_000)
+    assert found.tokens == tokenizer.encode("".join(m["content"] for m in messages)) + [tokenizer.eos_token_id]
+    texts = [tokenizer.decode(found.tokens[start:end]).removesuffix("<|end|>") for start, end in found.learn]
+    assert texts == [m["content"] for m in messages if m["role"] == "assistant"]
+
+
+def test_without_an_end_token_only_tokens_are_rendered() -> None:
+    """Catches None among the ids where the tokenizer has no end of text."""
+    found = render(make_tokenizer(template=None, end=None), [USER, REPLY], 100)
+    assert all(isinstance(token, int) for token in found.tokens)
+    assert found.learn[0][1] == len(found.tokens)
+
+
+def test_a_text_is_cut_at_its_length() -> None:
+    """Catches spans that reach beyond the tokens, or an answer that is all cut off and still counted."""
+    tokenizer, messages = make_tokenizer(), TALKS["three turns"]
+    whole = render(tokenizer, messages, 10_000)
+    for length in range(1, len(whole.tokens) + 1):
+        cut = render(tokenizer, messages, length)
+        assert cut.tokens == whole.tokens[:length]
+        assert cut.learn == [(start, min(end, length)) for start, end in whole.learn if start < length]
+
+
+def test_spans_rise_and_do_not_touch_the_prompt() -> None:
+    """Catches spans that overlap, so that a token would count twice."""
+    found = render(make_tokenizer(), TALKS["three turns"], 10_000)
+    assert all(before[1] <= after[0] for before, after in pairwise(found.learn))
+    assert found.learn[0][0] == len(prompt_tokens(make_tokenizer(), [USER]))
+
+
+def test_templates_are_told_apart() -> None:
+    """Catches answers of one template being used with another."""
+    tokenizers = [make_tokenizer(), make_tokenizer(), make_tokenizer("{{ messages }}"), make_tokenizer(None)]
+    hashes = [template_hash(tokenizer) for tokenizer in tokenizers]
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 3
+    assert hashes[3] is None

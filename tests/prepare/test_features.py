@@ -1,0 +1,110 @@
+"""Live features: what the target says of each text, in an order that depends on seed and step alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from outrider.errors import DataError
+from outrider.prepare.features import MIN_LEARNT, LiveFeatures
+from outrider.prepare.regenerate import Answer
+from outrider.targets.transformers import TransformersTarget
+
+TAPS = (0, 2)
+
+
+def texts(count: int, start: int = 6) -> list[Answer]:
+    """Texts that differ in their first token."""
+    return [Answer(f"t{i}", [i] + [100 + i] * (start + i % 5), [(1, 1 + start)]) for i in range(count)]
+
+
+def source(target: TransformersTarget, answers: list[Answer], batch: int = 3, seed: int = 0, length: int = 64) -> LiveFeatures:
+    return LiveFeatures(target, answers, TAPS, batch=batch, length=length, seed=seed)
+
+
+def first_tokens(features: LiveFeatures, step: int) -> list[int]:
+    return features.batch(step).tokens[:, 0].tolist()
+
+
+@pytest.mark.parametrize(("count", "batch"), [(7, 3), (9, 3), (2, 3), (50, 1), (70, 4)])
+def test_every_text_comes_once_a_pass(count: int, batch: int, talker: TransformersTarget) -> None:
+    """Catches texts that come twice or never because groups or the last, shorter batch are cut wrongly."""
+    features = source(talker, texts(count), batch)
+    for turn in range(2):
+        steps = range(turn * features.steps_per_pass, (turn + 1) * features.steps_per_pass)
+        seen = Counter(token for step in steps for token in first_tokens(features, step))
+        assert seen == Counter(range(count))
+    assert features.steps_per_pass == -(-count // batch)
+
+
+def test_the_order_depends_on_seed_and_step_alone(talker: TransformersTarget) -> None:
+    """Catches an order that depends on the steps asked for before, or on torch's generator: a resume would see other texts."""
+    steps = [5, 0, 3, 3, 7, 1]
+    torch.manual_seed(1)
+    jumping = {step: first_tokens(source(talker, texts(8)), step) for step in steps}
+    torch.manual_seed(2)
+    features = source(talker, texts(8))
+    in_order = {step: first_tokens(features, step) for step in range(8)}
+    assert jumping == {step: in_order[step] for step in jumping}
+    assert in_order != {step: first_tokens(source(talker, texts(8), seed=1), step) for step in range(8)}
+    assert [in_order[step] for step in range(3)] != [in_order[step] for step in range(3, 6)]
+
+
+def test_taps_are_the_layers_outputs(talker: TransformersTarget) -> None:
+    """Catches a tap that is off by one layer, and states that padding beside them has moved."""
+    features = source(talker, texts(5), batch=5)
+    batch = features.batch(0)
+    lengths = (batch.documents > 0).sum(1).tolist()
+    assert len(set(lengths)) > 1
+    for b, length in enumerate(lengths):
+        out = talker.model(batch.tokens[b : b + 1, :length], output_hidden_states=True)
+        for t, layer in enumerate(TAPS):
+            torch.testing.assert_close(batch.taps[b, :length, t], out.hidden_states[layer + 1][0])
+        torch.testing.assert_close(batch.hidden[b, :length], out.hidden_states[-1][0])
+        torch.testing.assert_close(talker.head(batch.hidden[b, :length]), out.logits[0])
+
+
+def test_padding_is_document_0_and_never_learnt(talker: TransformersTarget) -> None:
+    """Catches padding that counts as text, or spans shifted against their tokens."""
+    features = source(talker, texts(5), batch=5)
+    batch = features.batch(0)
+    for b, first in enumerate(batch.tokens[:, 0].tolist()):
+        answer = texts(5)[first]
+        length = len(answer.tokens)
+        assert batch.tokens[b].tolist() == answer.tokens + [0] * (batch.tokens.shape[1] - length)
+        assert batch.documents[b].tolist() == [1] * length + [0] * (batch.tokens.shape[1] - length)
+        assert batch.loss_mask[b].nonzero()[:, 0].tolist() == [i for start, end in answer.learn for i in range(start, end)]
+
+
+def test_texts_with_too_little_to_learn_are_left_out_and_counted(talker: TransformersTarget) -> None:
+    """Catches empty rows in a batch, and texts that vanish without a word; what is cut off no longer counts."""
+    short = Answer("short", [9] * 30, [(1, MIN_LEARNT)])
+    late = Answer("late", [9] * 30, [(13, 30)])
+    enough = Answer("enough", [9] * 30, [(1, 3), (10, 10 + MIN_LEARNT - 2)])
+    features = source(talker, [short, late, enough], length=16)
+    assert [text.id for text in features.texts] == ["enough"]
+    assert features.left_out == 2
+    assert features.manifest.texts == 1
+    assert features.manifest.tokens == 16
+    with pytest.raises(DataError, match="none of 2 answers has 4 tokens to learn within 16 tokens"):
+        source(talker, [short, late], length=16)
+
+
+def test_a_text_is_cut_at_the_target_s_context(talker: TransformersTarget) -> None:
+    """Catches positions that the target was never trained for."""
+    features = source(talker, [Answer("long", [9] * 300, [(1, 300)])], length=1000)
+    assert features.batch(0).tokens.shape == (1, 256)
+
+
+def test_bfloat16_features_stay_near(folder: object, talker: TransformersTarget) -> None:
+    """Catches autocast being asked for and not applied, or applied to the tokens."""
+    from outrider.targets.transformers import load_target
+
+    target = load_target(folder, dtype="float32")
+    exact = source(target, texts(3)).batch(0)
+    rough = LiveFeatures(target, texts(3), TAPS, batch=3, length=64, dtype="bfloat16").batch(0)
+    error = (rough.taps.float() - exact.taps).abs().max() / exact.taps.abs().max()
+    assert 1e-5 < error < 0.1
+    assert torch.equal(rough.tokens, exact.tokens)

@@ -1,0 +1,300 @@
+"""The target answers the prompts: as `generate` would, each once, whatever happened in between."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import make_folder, make_tokenizer
+
+from outrider import generate, load_drafter
+from outrider.decoding.sampling import Sampling
+from outrider.errors import DataError
+from outrider.prepare.conversations import Config, Conversation, prompt_tokens, render
+from outrider.prepare.regenerate import ANSWERS, Answer, prepare, read_answers, repair
+from outrider.targets.transformers import TransformersTarget, load_target
+
+
+class Stop(Exception):
+    """Stands for any crash."""
+
+
+def asked(count: int = 8) -> list[Conversation]:
+    return [Conversation(f"p{i}", [{"role": "user", "content": "ab" * (i % 3) + str(i)}]) for i in range(count)]
+
+
+def config(**settings: Any) -> Config:
+    return Config(
+        **({"max_new_tokens": 12, "length": 48, "slots": 3, "temperature": 0.9, "top_k": 0, "top_p": 0.95} | settings)
+    )
+
+
+def answer_all(
+    target: TransformersTarget, folder: Path, conversations: list[Conversation] | None = None, **settings: Any
+) -> list[Answer]:
+    path = prepare(target, target.tokenizer, conversations or asked(), folder, config(**settings))
+    return read_answers(path)
+
+
+def by_id(answers: list[Answer]) -> dict[str, tuple[Any, ...]]:
+    """What an answer is; an id that comes twice is an error here already."""
+    assert len({answer.id for answer in answers}) == len(answers)
+    return {answer.id: (answer.tokens, answer.learn, answer.finish_reason) for answer in answers}
+
+
+@pytest.fixture(scope="module")
+def whole(talker: TransformersTarget, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, ...]]:
+    """The answers of a run that nothing stopped."""
+    return by_id(answer_all(talker, tmp_path_factory.mktemp("whole")))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_an_answer_is_what_generate_says(temperature: float, talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a prompt without its template, a lost end token, or settings that do not arrive."""
+    found = {answer.id: answer for answer in answer_all(talker, tmp_path, temperature=temperature)}
+    for conversation in asked():
+        prompt = prompt_tokens(talker.tokenizer, conversation.messages)
+        seed = zlib.crc32(
+            f"{conversation.id} 1".encode()
+        )  # noise is keyed by the id and the turn, not by the place in the file
+        (alone,) = generate(talker, [prompt], max_new_tokens=12, sampling=Sampling(temperature, 0, 0.95, seed))
+        answer = found[conversation.id]
+        assert answer.tokens == prompt + alone.tokens
+        assert answer.learn == [(len(prompt), len(prompt) + len(alone.tokens))]
+        assert answer.finish_reason == alone.finish_reason
+    assert len({tuple(answer.tokens) for answer in found.values()}) == 8
+
+
+@pytest.mark.parametrize("slots", [1, 8])
+def test_neither_slots_nor_order_change_an_answer(
+    slots: int, talker: TransformersTarget, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    """Catches noise that depends on the batch: a resumed run would write other texts."""
+    assert by_id(answer_all(talker, tmp_path, asked()[::-1], slots=slots)) == whole
+
+
+def test_a_drafter_makes_no_answer_different(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches training text that depends on what helped to write it; greedy, where the text itself is promised."""
+    plain = by_id(answer_all(talker, tmp_path / "plain", temperature=0.0))
+    ngram = load_drafter("ngram", talker, shortest=1)
+    path = prepare(talker, talker.tokenizer, asked(), tmp_path / "drafted", config(temperature=0.0), drafter=ngram)
+    assert by_id(read_answers(path)) == plain
+
+
+# ── stopped and resumed ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def stop_after(count: int, error: type[BaseException] = Stop) -> Callable[[int, Answer], None]:
+    def on_answer(done: int, answer: Answer) -> None:
+        if done == count:
+            raise error
+
+    return on_answer
+
+
+@pytest.mark.parametrize("count", [1, 4, 7])
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
+def test_a_stopped_run_goes_on_and_ends_the_same(
+    count: int, error: type[BaseException], talker: TransformersTarget, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    """Catches an answer that is lost, written twice, or different after a stop."""
+    with pytest.raises(error):
+        prepare(talker, talker.tokenizer, asked(), tmp_path, config(), on_answer=stop_after(count, error))
+    before = (tmp_path / ANSWERS).read_text()
+    assert before.count("\n") == count
+    steps: list[int] = []
+    prepare(talker, talker.tokenizer, asked(), tmp_path, config(), on_answer=lambda done, _: steps.append(done))
+    assert steps == list(range(count + 1, 9))
+    assert (tmp_path / ANSWERS).read_text().startswith(before)
+    assert by_id(read_answers(tmp_path / ANSWERS)) == whole
+
+
+@pytest.mark.parametrize("cut", [1, 30, -2])
+def test_a_torn_last_line_is_written_again(cut: int, talker: TransformersTarget, whole: dict[str, Any], tmp_path: Path) -> None:
+    """Catches half an answer that is kept, or that makes all others unreadable."""
+    path = prepare(talker, talker.tokenizer, asked(), tmp_path, config())
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:5]) + lines[5][:cut])
+    assert len(repair(path)) == 5
+    assert path.read_bytes() == b"".join(lines[:5])
+    assert by_id(answer_all(talker, tmp_path)) == whole
+
+
+def test_a_finished_run_is_left_alone(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a second run that answers anything again; more prompts later cost only themselves."""
+    answer_all(talker, tmp_path, asked(3))
+    before = (tmp_path / ANSWERS).read_bytes()
+    prepare(talker, talker.tokenizer, asked(3), tmp_path, config(), on_answer=lambda done, answer: pytest.fail(answer.id))
+    assert (tmp_path / ANSWERS).read_bytes() == before
+    seen: list[str] = []
+    prepare(
+        talker,
+        talker.tokenizer,
+        asked(5),
+        tmp_path,
+        config(count=5, slots=1),
+        on_answer=lambda _, answer: seen.append(answer.id),
+    )
+    assert sorted(seen) == ["p3", "p4"]
+
+
+def _write_slowly(target: TransformersTarget, folder: Path) -> None:
+    prepare(target, target.tokenizer, asked(), folder, config(), on_answer=lambda done, _: time.sleep(0.2 if done > 2 else 0))
+
+
+def test_a_killed_process_loses_only_what_it_was_writing(
+    talker: TransformersTarget, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    """Catches answers that wait in a buffer: after kill -9 all that were given out are on disk."""
+    child = multiprocessing.get_context("fork").Process(target=_write_slowly, args=(talker, tmp_path))
+    child.start()
+    path = tmp_path / ANSWERS
+    give_up = time.monotonic() + 20
+    while not (path.exists() and path.read_bytes().count(b"\n") >= 3) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    there = path.read_bytes().count(b"\n")
+    assert 3 <= there < 8
+    seen: list[str] = []
+    prepare(talker, talker.tokenizer, asked(), tmp_path, config(), on_answer=lambda _, answer: seen.append(answer.id))
+    assert len(seen) == 8 - there
+    assert by_id(read_answers(path)) == whole
+
+
+@contextmanager
+def room_of(size_bytes: int) -> Iterator[None]:
+    """No file may grow beyond this: the kernel refuses the write, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_keeps_what_is_written(talker: TransformersTarget, whole: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a traceback, or a half line that spoils the answers before it."""
+    with (
+        room_of(800),
+        pytest.raises(DataError, match=r"can't write answers to .*what is written is kept, make room and run again"),
+    ):
+        answer_all(talker, tmp_path)
+    kept = repair(tmp_path / ANSWERS)
+    assert 0 < len(kept) < 8
+    assert by_id(kept).items() <= whole.items()
+    assert by_id(answer_all(talker, tmp_path)) == whole
+
+
+def test_a_folder_that_cannot_be_made_is_said(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a FileExistsError that reaches the user."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="can't write answers"):
+        answer_all(talker, tmp_path / "file")
+
+
+def test_answers_that_are_not_there_or_damaged_are_named(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a traceback where a file was copied wrongly; the line is named."""
+    with pytest.raises(DataError, match="run `outrider prepare` first"):
+        read_answers(tmp_path / ANSWERS)
+    path = prepare(talker, talker.tokenizer, asked(3), tmp_path, config())
+    lines = path.read_text().splitlines()
+    for damage in ("no json", "[1]", '{"id": "x"}', '{"id": "x", "tokens": [1], "learn": [[1]]}'):
+        path.write_text("\n".join([lines[0], damage, lines[2]]) + "\n")
+        with pytest.raises(DataError, match="line 2 is no answer"):
+            read_answers(path)
+    path.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(DataError):
+        read_answers(path)
+
+
+# ── one folder, one law ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "change", [{"temperature": 0.5}, {"top_p": 0.5}, {"seed": 3}, {"max_new_tokens": 9}, {"regenerate": False}]
+)
+def test_answers_of_other_settings_are_not_mixed(change: dict[str, Any], talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a folder whose texts follow two laws."""
+    answer_all(talker, tmp_path, asked(2))
+    before = (tmp_path / ANSWERS).read_bytes()
+    with pytest.raises(DataError, match="holds answers made with another config; name another prepare.folder, or delete it"):
+        answer_all(talker, tmp_path, **change)
+    assert (tmp_path / ANSWERS).read_bytes() == before
+
+
+def test_answers_of_another_target_or_template_are_not_mixed(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches training on another model's text: same shapes, other weights."""
+    answer_all(talker, tmp_path / "answers", asked(2))
+    other = load_target(make_folder(tmp_path / "other", seed=5), dtype="float64")
+    with pytest.raises(DataError, match="made with another target;"):
+        answer_all(other, tmp_path / "answers")
+    with pytest.raises(DataError, match="made with another template;"):
+        prepare(talker, make_tokenizer("{{ messages[0]['content'] }}"), asked(), tmp_path / "answers", config())
+
+
+# ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TURNS = [
+    {"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "given"},
+    {"role": "user", "content": "b"}, {"role": "user", "content": "c"},
+]  # fmt: skip
+
+
+def test_every_turn_is_answered_on_the_target_s_own_answers(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a given answer left in the history, and a turn that is skipped; the last answer is the one that trains."""
+    (answer,) = answer_all(talker, tmp_path, [Conversation("talk", TURNS)], length=200, temperature=0.0)
+    said = [TURNS[0]]
+    for turn in (TURNS[1], TURNS[3], TURNS[4]):
+        said.append(turn)
+        prompt = prompt_tokens(talker.tokenizer, said)
+        (alone,) = generate(talker, [prompt], max_new_tokens=12)
+        said.append({"role": "assistant", "content": alone.text})
+    assert answer.tokens == prompt + alone.tokens
+    assert answer.learn == [(len(prompt), len(answer.tokens))]
+
+
+def test_a_talk_that_outgrows_its_length_keeps_the_answers_it_has(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a first answer that is written by the target, thrown away in silence, and written again in every later run."""
+    talk = Conversation("talk", [{"role": "user", "content": "a"}, {"role": "user", "content": "b" * 60}])
+    first = by_id(answer_all(talker, tmp_path / "one", [Conversation("talk", talk.messages[:1]), *asked(2)]))
+    found = by_id(answer_all(talker, tmp_path / "two", [talk, *asked(2)]))
+    assert found.get("talk") == first["talk"]
+
+
+def test_a_prompt_without_room_for_an_answer_is_left_out(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches one long prompt that stops the run, or is asked with a negative limit."""
+    long = [Conversation(f"long{n}", [{"role": "user", "content": "x" * n}]) for n in (44, 45, 46, 300)]
+    found = by_id(answer_all(talker, tmp_path, [*long, *asked(2)]))
+    # three tokens of template: 44 + 3 leave room for one token of 48
+    assert found.keys() == {"long44", "p0", "p1"}
+    assert found["long44"][1] == [(47, 48)]
+
+
+def test_given_answers_are_kept_where_that_is_asked(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches `regenerate: false` that lets the target answer all the same, or trains on prompts."""
+    talks = [Conversation("t", TURNS), *asked(2)]
+    (answer,) = answer_all(talker, tmp_path, talks, regenerate=False)
+    rendered = render(talker.tokenizer, TURNS, 48)
+    assert (answer.tokens, answer.learn) == (rendered.tokens, rendered.learn)
+
+
+def test_answers_are_token_ids_and_spans_a_line(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a change of the file that older answers do not survive."""
+    path = prepare(talker, talker.tokenizer, asked(2), tmp_path, config())
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        assert list(row) == ["id", "tokens", "learn", "finish_reason"]
+        assert all(isinstance(token, int) for token in row["tokens"])
+        assert row["learn"][0][1] == len(row["tokens"])

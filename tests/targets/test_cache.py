@@ -1,0 +1,153 @@
+"""The slot cache against plain lists: what stays, stays where it was; what does not never happened."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from outrider.targets.cache import SlotCache
+
+SLOTS, LENGTH, HEADS, SIZE = 4, 24, 2, 3
+
+
+class Reference:
+    """Numbers of every slot's tokens in a list; a token's key is its number everywhere."""
+
+    def __init__(self):
+        self.texts = [[] for _ in range(SLOTS)]
+        self.next = 1
+
+    def fresh(self, rows, width):
+        numbers = [[self.next + r * width + n for n in range(width)] for r in range(len(rows))]
+        self.next += len(rows) * width
+        return numbers
+
+
+def states(numbers) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)[:, None, :, None].expand(-1, HEADS, -1, SIZE).clone()
+
+
+def written(cache: SlotCache, numbers) -> torch.Tensor:
+    """One pass over two layers; returns what layer 0 reads."""
+    keys, values = cache.update(states(numbers), -states(numbers), 0)
+    cache.update(10_000 + states(numbers), states(numbers), 1)
+    assert torch.equal(values, -keys)
+    return keys[:, 0, :, 0]
+
+
+def check(cache: SlotCache, reference: Reference) -> None:
+    assert cache.lengths == [len(text) for text in reference.texts]
+    for layer, add in ((0, 0), (1, 10_000)):
+        if layer in cache._layers:
+            for row, text in enumerate(reference.texts):
+                held = cache._layers[layer][0][row, :, : len(text)]
+                assert torch.equal(held, (states([text])[0] + add if text else held[:, :0]))
+
+
+@st.composite
+def histories(draw):
+    """A list of passes and frees and forks, as choices to be read off."""
+    return draw(
+        st.lists(
+            st.tuples(st.sampled_from(["prefill", "tree", "free", "fork"]), st.integers(0, 2**30)), min_size=1, max_size=12
+        )
+    )
+
+
+@given(histories())
+@examples(max_examples=120)
+def test_any_history_leaves_what_was_kept(history):
+    """Catches a node moved over another, a row that writes in its neighbour, a freed slot that remembers."""
+    cache, reference = SlotCache(SLOTS, LENGTH), Reference()
+    for action, seed in history:
+        generator = torch.Generator().manual_seed(seed)
+        draw = lambda low, high: int(torch.randint(low, high + 1, (), generator=generator))  # noqa: B023
+        rows = [row for row in range(SLOTS) if draw(0, 1)] or [draw(0, SLOTS - 1)]
+        if action == "free":
+            cache.free(rows)
+            for row in rows:
+                reference.texts[row] = []
+            check(cache, reference)
+            continue
+        if action == "fork":
+            row = draw(0, SLOTS - 1)
+            others = [other for other in rows if other != row]
+            length = draw(0, len(reference.texts[row]))
+            if others:
+                cache.fork(row, others, length)
+                for other in others:
+                    reference.texts[other] = reference.texts[row][:length]
+            check(cache, reference)
+            continue
+        room = LENGTH - max(len(reference.texts[row]) for row in rows)
+        if room < 1:
+            continue
+        width = draw(1, min(room, 5))
+        before = [list(reference.texts[row]) for row in rows]
+        numbers = reference.fresh(rows, width)
+        cache.open(rows, width)
+        seen = written(cache, numbers)
+        mask = cache.mask(None, torch.float64)
+        positions = cache.positions().expand(len(rows), -1)
+        for r in range(len(rows)):
+            assert positions[r].tolist() == [len(before[r]) + n for n in range(width)]
+            for n in range(width):
+                visible = seen[r][mask.expand(len(rows), -1, -1, -1)[r, 0, n] == 0].tolist()
+                assert visible == before[r] + numbers[r][: n + 1]
+        if action == "prefill":
+            counts = [draw(1, width) for _ in rows]
+            cache.append(counts)
+            for row, fresh, count in zip(rows, numbers, counts, strict=True):
+                reference.texts[row] += fresh[:count]
+        else:
+            deepest = draw(0, width - 1)
+            paths = []
+            for _ in rows:
+                path = sorted(torch.randperm(width - 1, generator=generator)[: draw(0, deepest)].tolist()) if width > 1 else []
+                paths.append(path + [-1] * (deepest - len(path)))
+            cache.keep(torch.tensor(paths, dtype=torch.int64).view(len(rows), deepest))
+            for row, fresh, path in zip(rows, numbers, paths, strict=True):
+                reference.texts[row] += [fresh[0], *(fresh[n + 1] for n in path if n >= 0)]
+        check(cache, reference)
+
+
+@pytest.mark.parametrize("starts", [[3, 3], [3, 5]], ids=["even", "uneven"])
+def test_a_tree_mask_hides_siblings_and_shows_the_past(starts):
+    """Catches a mask whose columns are those of another row."""
+    cache = SlotCache(2, LENGTH)
+    cache.open([0, 1], 5)
+    cache.append(starts)
+    cache.open([0, 1], 3)
+    visible = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]], [[1, 0, 0], [1, 1, 0], [1, 1, 1]]]).bool()
+    mask = cache.mask(visible, torch.float32)
+    for r, start in enumerate(starts):
+        for n in range(3):
+            seen = (mask[r, 0, n] == 0).nonzero()[:, 0].tolist()
+            assert seen == [*range(start), *(start + m for m in range(3) if visible[r, n, m])]
+
+
+def test_a_pass_beyond_the_cache_is_our_own_mistake():
+    """Catches a buffer that is written outside its row in silence."""
+    cache = SlotCache(1, 4)
+    cache.open([0], 4)
+    with pytest.raises(AssertionError, match="cache of 4"):
+        cache.open([0], 5)
+
+
+def test_a_kept_path_may_come_after_passes_in_inference_mode(target):
+    """Catches buffers that only inference mode may write to: `keep` moves nodes outside of any pass."""
+    from outrider.decoding.draft import Draft
+
+    cache = target.allocate(2, 12)
+    draft = Draft(torch.tensor([[1, 2, 3]] * 2), torch.tensor([[-1, -1, 1]] * 2), torch.tensor([3, 3]))
+    target.verify(cache, [0, 1], torch.tensor([5, 6]), draft)
+    cache.keep(torch.tensor([[1, 2], [1, -1]]))
+    assert cache.lengths == [3, 2]
+    cache.fork(0, [1], 2)
+    after = target.verify(cache, [0, 1], torch.tensor([9, 9]), Draft.empty(2))
+    wanted = target.head(target.read(torch.tensor([[5, 2, 3, 9], [5, 2, 9, 0]]))[0])
+    torch.testing.assert_close(after.logits[0, 0], wanted[0, 3], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(after.logits[1, 0], wanted[1, 2], rtol=1e-9, atol=1e-9)

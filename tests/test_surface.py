@@ -1,0 +1,119 @@
+"""The public names, and what may be loaded to show them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+import outrider
+from outrider import errors
+
+LIGHT = ("outrider", "outrider.config", "outrider.errors", "outrider.demo", "outrider.evaluate.report", "outrider.cli")
+
+IMPORTS = f"""
+import importlib, io, json, sys
+from contextlib import redirect_stdout
+loaded = {{}}
+for name in {LIGHT}:
+    importlib.import_module(name)
+    loaded[name] = sorted({{"torch", "transformers", "datasets"}} & set(sys.modules))
+sys.argv = ["outrider", "--help"]
+text = io.StringIO()
+code = 0
+try:
+    with redirect_stdout(text):
+        importlib.import_module("outrider.cli").main()
+except SystemExit as done:
+    code = done.code or 0
+loaded["--help"] = sorted({{"torch", "transformers", "datasets"}} & set(sys.modules))
+print(json.dumps({{"loaded": loaded, "code": code, "help": text.getvalue()}}))
+"""
+
+
+def test_the_public_names_are_sorted_and_there() -> None:
+    """Catches a name that is promised and can't be imported, or stands twice."""
+    assert outrider.__all__ == sorted(set(outrider.__all__))
+    for name in outrider.__all__:
+        assert callable(getattr(outrider, name)), name
+    assert set(outrider.__all__) <= set(dir(outrider))
+    with pytest.raises(AttributeError, match="no attribute 'verifier'"):
+        outrider.verifier  # noqa: B018
+
+
+def test_the_public_names_are_exactly_those_that_load_on_first_use() -> None:
+    """Catches a name that works but is not promised, or the other way round."""
+    assert sorted(outrider._HOMES) == outrider.__all__
+
+
+def test_every_public_name_is_documented_where_it_lives() -> None:
+    """Catches a public function without a word of help."""
+    for name in outrider.__all__:
+        assert inspect.getdoc(getattr(outrider, name)), name
+
+
+def test_imports_and_help_need_no_torch() -> None:
+    """Catches a heavy import at the top of a light module, which makes `outrider --help` take seconds."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["code"] == 0
+    assert {name: modules for name, modules in found["loaded"].items() if modules} == {}
+    for verb in ("run", "prepare", "train", "evaluate", "decode", "show", "drafters", "doctor"):
+        assert verb in found["help"]
+
+
+def test_every_error_is_an_outrider_error() -> None:
+    """Catches an error class that `except OutriderError` lets through."""
+    classes = [value for value in vars(errors).values() if inspect.isclass(value)]
+    assert len(classes) == 8
+    for value in classes:
+        assert issubclass(value, errors.OutriderError)
+        assert value.__name__ in (errors.__doc__ or "")
+        assert value.__doc__
+
+
+def forget() -> dict[str, ModuleType]:
+    """Take all of Outrider out of the loaded modules; returns what was there."""
+    names = [name for name in sys.modules if name == "outrider" or name.startswith("outrider.")]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+@pytest.fixture
+def unloaded() -> Iterator[None]:
+    """As in a fresh process; what was loaded before is there again afterwards, and nothing else."""
+    before = forget()
+    yield
+    forget()
+    sys.modules.update(before)
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate"])
+@pytest.mark.parametrize("first", ["attribute", "package", "module"])
+def test_train_and_evaluate_are_functions_and_packages(
+    name: str, first: str, unloaded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches the package hiding the function, or the function hiding the package, in one of the import orders."""
+    home = {"train": "trainer", "evaluate": "measure"}[name]
+    fresh = importlib.import_module("outrider")
+    assert fresh is not outrider
+    if first == "attribute":
+        assert callable(getattr(fresh, name))
+    elif first == "package":
+        importlib.import_module(f"outrider.{name}")
+    else:
+        importlib.import_module(f"outrider.{name}.{home}")
+    part = getattr(fresh, name)
+    assert callable(part)
+    module = importlib.import_module(f"outrider.{name}.{home}")
+    assert getattr(part, home) is module
+    calls = []
+    monkeypatch.setattr(module, name, lambda *values, **options: calls.append((values, options)))
+    part(1, two=2)
+    assert calls == [((1,), {"two": 2})]

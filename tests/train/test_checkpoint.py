@@ -1,0 +1,353 @@
+"""Save then load changes nothing; whatever is damaged or made for another target is refused; there is always a whole one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import make_folder
+
+from outrider import generate, load_drafter
+from outrider.decoding.draft import Draft
+from outrider.decoding.parties import Drafter
+from outrider.decoding.sampling import Sampling
+from outrider.errors import CheckpointError, ConfigError, DrafterError, OutriderError, TrainingError
+from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.train import checkpoint
+from train.bench import KINDS, fit, make_model
+
+PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 9, 8, 7, 9]]
+
+
+def drafts(target: TransformersTarget, drafter: Drafter, temperature: float) -> list[Any]:
+    """All that a drafter proposes while three prompts are continued, and the texts."""
+    seen: list[Any] = []
+    propose = drafter.propose
+
+    def watched(*given: Any) -> Draft:
+        draft = propose(*given)
+        seen.append(
+            (draft.tokens.tolist(), draft.sizes.tolist(), None if draft.confidence is None else draft.confidence.tolist())
+        )
+        return draft
+
+    drafter.propose = watched  # type: ignore[method-assign]
+    found = generate(target, PROMPTS, drafter, max_new_tokens=8, sampling=Sampling(temperature, seed=1), slots=2)
+    return [*seen, [generation.tokens for generation in found]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_model_drafts_as_before(kind: str, temperature: float, talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a weight that is not saved, or a setting that comes back as its default."""
+    model = make_model(talker, kind, rope_theta=500.0)
+    checkpoint.save(tmp_path / "c", model)
+    loaded = load_drafter(tmp_path / "c", talker)
+    mine = drafts(talker, model.double().eval().drafter(), temperature)
+    theirs = drafts(talker, loaded, temperature)
+    assert len(mine) > 3
+    assert theirs == mine
+
+
+def test_a_checkpoint_holds_no_weight_of_the_target(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches embedding or head being saved with every drafter: most of its bytes, and not ours to give away."""
+    model = make_model(talker)
+    checkpoint.save(tmp_path / "c", model)
+    saved = load_file(tmp_path / "c" / checkpoint.WEIGHTS)
+    assert saved.keys() == dict(model.named_parameters()).keys()
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {checkpoint.MANIFEST, checkpoint.WEIGHTS}
+
+
+def test_saving_again_replaces_the_whole_folder(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches moments of an older training that stay beside newer weights."""
+    place = tmp_path / "c"
+    checkpoint.save(place, make_model(talker), {"step": 1}, {"rng": torch.zeros(3)})
+    checkpoint.save(place, make_model(talker, seed=2), {"step": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert checkpoint.load_state(place) is None
+    assert checkpoint.manifest_of(place)["training"] == {"step": 2}
+
+
+# ── crashes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def saved(talker: TransformersTarget, tmp_path: Path) -> Path:
+    checkpoint.save(tmp_path / "c", make_model(talker), {"step": 1})
+    return tmp_path / "c"
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_crash_between_the_renames_loses_nothing(saved: Path, talker: TransformersTarget) -> None:
+    """Catches a reader that looks only where the checkpoint should be; with and without the half-written next one."""
+    weights = load_file(saved / checkpoint.WEIGHTS)
+    saved.rename(saved.with_name("c.old"))
+    (saved.with_name("c.part")).mkdir()
+    assert load_drafter(saved, talker).limit == 3
+    assert checkpoint.manifest_of(saved)["training"] == {"step": 1}
+    checkpoint.save(saved, make_model(talker, seed=2), {"step": 2})
+    assert [path.name for path in saved.parent.iterdir()] == ["c"]
+    assert not torch.equal(load_file(saved / checkpoint.WEIGHTS)["backbone.fc.weight"], weights["backbone.fc.weight"])
+
+
+def test_a_training_goes_on_after_a_crash_between_the_renames(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a resume that starts anew because only the .old folder is there."""
+
+    def stop(step: int, found: Any) -> None:
+        if step == 3:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fit(tmp_path, talker, on_step=stop)
+    (tmp_path / "checkpoint").rename(tmp_path / "checkpoint.old")
+    seen: list[int] = []
+    fit(tmp_path, talker, on_step=lambda step, _: seen.append(step))
+    assert seen == [3, 4, 5, 6]
+    assert (tmp_path / "checkpoint").exists()
+    assert not (tmp_path / "checkpoint.old").exists()
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(
+    saved: Path, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a half-written checkpoint in the place of a whole one, or its remains beside it."""
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(TrainingError, match="the disk is full"):
+        checkpoint.save(saved, make_model(talker, seed=2), {"step": 2})
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+    assert [path.name for path in saved.parent.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_rename_that_fails_leaves_a_whole_checkpoint(
+    at: int, saved: Path, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a save that has taken the old one away when the new one can't be put there."""
+    real, calls = Path.rename, []
+
+    def rename(self: Path, to: Path) -> Path:
+        calls.append(to)
+        if len(calls) == at:
+            raise OSError(errno.EIO, "broken")
+        return real(self, to)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(TrainingError, match="broken"):
+        checkpoint.save(saved, make_model(talker, seed=2), {"step": 2})
+    assert checkpoint.manifest_of(saved)["training"] == {"step": 1}
+    assert load_drafter(saved, talker).limit == 3
+
+
+def test_two_saves_that_fail_leave_a_whole_checkpoint(
+    saved: Path, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches the second save deleting the .old folder, the only whole one after a crash between the renames."""
+    saved.rename(saved.with_name("c.old"))
+
+    def broken(self: Path, to: Path) -> Path:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(Path, "rename", broken)
+    with pytest.raises(TrainingError, match="broken"):
+        checkpoint.save(saved, make_model(talker, seed=2), {"step": 2})
+    assert checkpoint.manifest_of(saved)["training"] == {"step": 1}
+    assert load_drafter(saved, talker).limit == 3
+
+
+def test_a_folder_that_cannot_be_written_is_said(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a NotADirectoryError that reaches the user."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match="can't write checkpoint"):
+        checkpoint.save(tmp_path / "file" / "c", make_model(talker))
+
+
+# ── refused ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def change_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / checkpoint.MANIFEST
+        manifest = json.loads(path.read_text())
+        changed = change(manifest)
+        path.write_text(json.dumps(manifest if changed is None else changed))
+
+    return damage
+
+
+def change_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        weights = load_file(folder / checkpoint.WEIGHTS)
+        change(weights)
+        save_file(weights, folder / checkpoint.WEIGHTS)
+
+    return damage
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / checkpoint.WEIGHTS, 1000)
+
+
+def spoil(weights: dict[str, torch.Tensor]) -> None:
+    weights["backbone.norm.weight"][3] = float("nan")
+
+
+DAMAGES = {
+    "no manifest": (lambda folder: (folder / checkpoint.MANIFEST).unlink(), "is no checkpoint manifest"),
+    "no JSON": (lambda folder: (folder / checkpoint.MANIFEST).write_text('{"version": 1, '), "is no checkpoint manifest"),
+    "no text": (lambda folder: (folder / checkpoint.MANIFEST).write_bytes(b"\xff\xfe\x00"), "is no checkpoint manifest"),
+    "a list": (change_manifest(lambda m: [m]), "is no checkpoint manifest"),
+    "no kind": (change_manifest(lambda m: m.pop("kind") and None), "is no checkpoint manifest"),
+    "no version": (change_manifest(lambda m: {k: v for k, v in m.items() if k != "version"}), "is no checkpoint manifest"),
+    "next version": (change_manifest(lambda m: m.update(version=2)), "is of version 2, this Outrider reads 1"),
+    "target is null": (change_manifest(lambda m: m.update(target=None)), "manifest"),
+    "config is null": (change_manifest(lambda m: m.update(config=None)), "manifest"),
+    "target's shape": (change_manifest(lambda m: m["target"].update(hidden=33)), "hidden 33 against 32"),
+    "target's weights": (change_manifest(lambda m: m["target"].update(weights_hash="0")), "weights_hash 0 against"),
+    "no binding": (change_manifest(lambda m: m.update(target={})), "was trained for target None"),
+    "other taps": (change_manifest(lambda m: m.update(taps=[2])), "taps"),
+    "other block": (change_manifest(lambda m: m["config"].update(layers=2)), "lacks weights"),
+    "missing weight": (change_weights(lambda w: w.pop("backbone.fc.weight")), "lacks weights: backbone.fc.weight"),
+    "extra weight": (change_weights(lambda w: w.update(lm_head=torch.zeros(2))), "has unknown weights: lm_head"),
+    "misshapen weight": (
+        change_weights(lambda w: w.update({"backbone.norm.weight": torch.zeros(2)})), "has misshapen weights: backbone.norm.weight",
+    ),
+    "NaN weight": (change_weights(spoil), "has non-finite weights: backbone.norm.weight"),
+    "truncated weights": (truncate, "can't be read"),
+    "no weights": (lambda folder: (folder / checkpoint.WEIGHTS).unlink(), "can't be read"),
+    "empty weights": (lambda folder: (folder / checkpoint.WEIGHTS).write_bytes(b""), "can't be read"),
+    "text as weights": (lambda folder: (folder / checkpoint.WEIGHTS).write_text("<html>404</html>"), "can't be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused(damage: str, saved: Path, talker: TransformersTarget) -> None:
+    """Catches a traceback, or weights that load and draft nonsense."""
+    act, said = DAMAGES[damage]
+    act(saved)
+    with pytest.raises(CheckpointError) as caught:
+        load_drafter(saved, talker)
+    assert said in str(caught.value)
+    assert saved.name in str(caught.value) or str(saved) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m.update(kind="dsprk"), "did you mean 'dspark'"),
+        (lambda m: m.update(kind="ngram"), "unknown key"),
+        (lambda m: m["config"].update(blok=3), "did you mean 'block'"),
+        (lambda m: m["config"].update(block=-3), "drafter.block"),
+    ],
+)
+def test_a_manifest_of_no_known_drafter_is_refused(change: Any, said: str, saved: Path, talker: TransformersTarget) -> None:
+    """Catches a KeyError for a kind of a later version, or a setting that is dropped."""
+    change_manifest(change)(saved)
+    with pytest.raises(OutriderError) as caught:
+        load_drafter(saved, talker)
+    assert said in str(caught.value) or "ngram" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"seed": 1}, "weights_hash"),
+        ({"vocab_size": 300}, "vocabulary 261 against 300"),
+        ({"num_hidden_layers": 5}, "layers 4 against 5"),
+    ],
+)
+def test_another_target_is_refused(sizes: dict[str, int], said: str, saved: Path, tmp_path: Path) -> None:
+    """Catches a drafter loaded for a target of the same shape, which would draft without ever being right."""
+    other = load_target(make_folder(tmp_path / "other", **sizes))
+    with pytest.raises(CheckpointError, match=said) as caught:
+        load_drafter(saved, other)
+    assert "load the target it was trained for" in str(caught.value)
+
+
+def test_the_same_target_under_another_name_and_dtype_is_no_other(
+    saved: Path, tmp_path: Path, talker: TransformersTarget
+) -> None:
+    """Catches a binding to a path, or to the precision of the weights."""
+    moved = load_target(make_folder(tmp_path / "moved"), dtype="float32")
+    assert moved.spec.name != talker.spec.name
+    assert load_drafter(saved, moved).limit == 3
+
+
+# ── load_drafter ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_kind_takes_its_settings(talker: TransformersTarget) -> None:
+    """Catches settings that are dropped on the way."""
+    assert load_drafter("ngram", talker, length=3).limit == 3
+    drafter = load_drafter("dspark", talker, block=2, layers=1, taps=(0, 2), rank=4, heads=2, kv_heads=1, head_dim=8)
+    assert (drafter.limit, drafter.taps) == (2, (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "error", "said"),
+    [
+        ("ngarm", {}, ConfigError, "neither a checkpoint folder nor a drafter; did you mean 'ngram'?"),
+        ("./nowhere", {}, ConfigError, "neither a checkpoint folder nor a drafter"),
+        ("/no/where/at/all", {}, ConfigError, "neither a checkpoint folder nor a drafter"),
+        ("ngram", {"lenght": 3}, ConfigError, "drafter: unknown key 'lenght'; did you mean 'length'?"),
+        ("dspark", {"block": 0}, ConfigError, "drafter.block"),
+        ("dspark", {"markov": "elman"}, ConfigError, "drafter.markov"),
+        ("dspark", {"taps": (1, 40)}, DrafterError, "taps (1, 40) reach past layer 3"),
+        ("dflash", {"taps": (-1,)}, DrafterError, "choose taps from 0 to 3"),
+        ("dflash", {"taps": (2, 1)}, DrafterError, "must rise"),
+        ("dflash", {"taps": ()}, OutriderError, "taps"),
+        ("dflash", {"heads": 4, "kv_heads": 3}, DrafterError, "no multiple of kv_heads"),
+        ("dflash", {"head_dim": 7}, OutriderError, "head_dim"),
+        ("small_model", {"model": "/no/such/folder"}, OutriderError, "can't load target '/no/such/folder'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_built_is_said(
+    name: str, settings: dict[str, Any], error: type[Exception], said: str, talker: TransformersTarget
+) -> None:
+    """Catches a traceback of torch's, or a default taken in silence."""
+    with pytest.raises(error) as caught:
+        load_drafter(name, talker, **settings)
+    assert said in str(caught.value)
+
+
+def test_a_checkpoint_takes_no_settings(saved: Path, talker: TransformersTarget) -> None:
+    """Catches a setting that is given and ignored."""
+    with pytest.raises(ConfigError, match="brings its own settings; leave out block, rank"):
+        load_drafter(saved, talker, block=2, rank=3)
+
+
+def test_an_id_that_is_not_to_be_had_is_said(talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an exception of the hub's, a long wait, or an id taken for a misspelt kind."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="can't be fetched from the hub"):
+        load_drafter("no-such/drafter", talker)
+
+
+def test_a_small_model_of_another_vocabulary_is_refused(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches drafts in another tokenizer's ids; also where only the words behind the ids differ."""
+    make_folder(tmp_path / "wider", vocab_size=300)
+    make_folder(tmp_path / "swapped")
+    path = tmp_path / "swapped" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"A": 32', '"A": 33').replace('"B": 33', '"B": 32'))
+    with pytest.raises(DrafterError, match="a vocabulary of 300 .* one of 261 .*choose a model with the target's tokenizer"):
+        load_drafter("small_model", talker, model=str(tmp_path / "wider"))
+    with pytest.raises(DrafterError, match="choose a model with the target's tokenizer"):
+        load_drafter("small_model", talker, model=str(tmp_path / "swapped"))
+
+
+def test_a_small_model_of_the_same_vocabulary_drafts(folder: Path, talker: TransformersTarget) -> None:
+    """Catches a refusal of the one model that surely fits: the target itself, all of whose drafts are kept."""
+    found = generate(talker, [PROMPTS[0]], load_drafter("small_model", talker, model=str(folder), length=3), max_new_tokens=12)
+    assert found[0].accepted == [3, 3, 3]

@@ -1,0 +1,118 @@
+"""Logits exist a chunk at a time; the loss and the gradients do not know it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.targets.transformers import TransformersTarget
+from outrider.train import trainer
+from train.bench import KINDS, make_model, make_source
+
+BOUNDED = """
+import resource, sys
+import torch
+from conftest import tiny_model
+from outrider.drafters import dflash
+from outrider.nn.draft_model import Batch
+from outrider.targets.transformers import load_target
+from outrider.train import trainer
+
+torch.set_num_threads(1)
+V, B, S, A, K = 150_000, 10, 100, 90, 3
+model = tiny_model(vocab_size=V, hidden_size=8, num_hidden_layers=1, tie_word_embeddings=True).float()
+target = load_target(model)
+config = dflash.Config(layers=1, heads=1, kv_heads=1, head_dim=8, intermediate=8, block=K, anchors=A, taps=(0,))
+draft = dflash.Model(config, target).float()
+tokens = torch.randint(V, (B, S))
+ones = torch.ones_like(tokens)
+rows = draft.predict(Batch(tokens, ones.bool(), ones, torch.randn(B, S, 1, 8), torch.randn(B, S, 8)))
+whole = len(rows.labels) * V * 4 / 2**20
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+found = trainer.accumulate(rows, trainer.Config(loss={"tv": 1.0}), is_logged=False)
+rows.backward()
+grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+assert all(w.grad.isfinite().all() for w in draft.parameters()) and 0 < found["loss"] <= 1
+print(whole, grown)
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("elements", [1, 7 * 261])
+def test_chunks_change_neither_loss_nor_gradients(
+    kind: str, elements: int, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a chunk that is weighted by its own rows, splits a block, or drops the gradient of a head's term.
+
+    Losses are float32, so to 1e-5 of the largest gradient.
+    """
+    found = []
+    for size in (2**24, elements):
+        monkeypatch.setattr(trainer, "CHUNK_ELEMENTS", size)
+        model = make_model(talker, kind).double()
+        torch.manual_seed(2)
+        rows = model.predict(make_source(talker).batch(1))
+        chunks = len(list(rows.chunks(max(1, size // rows.vocabulary))))
+        sums = trainer.accumulate(rows, trainer.Config(loss={"ce": 0.3, "tv": 1.0, "kl": 0.2}), is_logged=True)
+        rows.backward()
+        found.append((chunks, sums, {name: weight.grad for name, weight in model.named_parameters()}))
+    (one, whole, gradients), (many, parts, again) = found
+    assert one == 1
+    assert many > 4
+    assert parts.keys() == whole.keys()
+    assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    assert parts["divergence"] == pytest.approx(whole["divergence"], rel=1e-5)
+    assert parts["acceptance"] == pytest.approx(whole["acceptance"], abs=2e-4)
+    for name, gradient in gradients.items():
+        assert gradient is not None and gradient.abs().max() > 0, name
+        torch.testing.assert_close(again[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunked_gradients_are_those_of_the_plain_sum(kind: str, talker: TransformersTarget) -> None:
+    """Catches chunks that agree with each other and are all wrong: here the loss is built in one graph, without `backward`."""
+    config = trainer.Config(loss={"kl": 1.0}, extra={"confidence": 0.5})
+    gradients = []
+    for is_plain in (True, False):
+        model = make_model(talker, kind).double()
+        torch.manual_seed(2)
+        rows = model.predict(make_source(talker).batch(0))
+        if is_plain:
+            rows.states = rows._states.flatten(0, 2)
+            ((draft, target, part),) = rows.chunks(10**9)
+            p, q = target.log_softmax(-1), draft.log_softmax(-1)
+            terms = (p.exp() * (p - q)).sum(-1) + sum(0.5 * term for term in rows.extra(part, draft, target).values())
+            ((rows.weight * terms).sum() / rows.weight.sum()).backward()
+        else:
+            trainer.accumulate(rows, config)
+            rows.backward()
+        gradients.append({name: weight.grad for name, weight in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chunk_never_splits_a_block(kind: str, talker: TransformersTarget) -> None:
+    """Catches a head that starts in mid-block, and rows that come twice or never."""
+    rows = make_model(talker, kind).predict(make_source(talker).batch(0))
+    parts = [part for _, _, part in rows.chunks(5)]
+    assert [part.start for part in parts] == [0, *[part.stop for part in parts[:-1]]]
+    assert parts[-1].stop == len(rows.labels)
+    owners = [set(rows.block[part].tolist()) for part in parts]
+    assert sum(map(len, owners)) == len(set.union(*owners))
+
+
+@pytest.mark.slow
+def test_memory_stays_bounded_at_a_large_vocabulary() -> None:
+    """Catches logits of a whole batch: 2700 rows over 150,000 tokens are 1.5 GiB for one tensor, and a step needs several."""
+    done = subprocess.run(
+        [sys.executable, "-c", BOUNDED], capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent.parent
+    )
+    assert done.returncode == 0, done.stderr
+    whole, grown = map(float, done.stdout.split())
+    assert whole > 1500
+    assert grown < 900

@@ -1,0 +1,144 @@
+"""Every divergence against brute force in float64, its gradient against finite differences, and where it vanishes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.decoding.accept import overlap
+from outrider.errors import ConfigError
+from outrider.train import losses
+
+NAMES = sorted(losses.DIVERGENCES)
+
+
+def brute_force(name: str, draft: list[float], target: list[float], label: int, alpha: float | None = None) -> float:
+    """One row by the definition, in Python's float64.  alpha: held constant where the definition says so."""
+    q, p = softmax(draft), softmax(target)
+    kept = sum(map(min, p, q))
+    if name == "ce":
+        return -math.log(q[label])
+    if name == "kl":
+        return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    if name == "rkl":
+        return sum(b * math.log(b / a) for a, b in zip(p, q, strict=True))
+    if name == "tv":
+        return sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
+    if name == "lk_alpha":
+        return -math.log(kept)
+    assert name == "lk_lambda"
+    w = math.exp(-3 * (kept if alpha is None else alpha))
+    return w * brute_force("kl", draft, target, label) + (1 - w) * brute_force("tv", draft, target, label)
+
+
+def softmax(logits: list[float]) -> list[float]:
+    most = max(logits)
+    weights = [math.exp(x - most) for x in logits]
+    return [w / sum(weights) for w in weights]
+
+
+def rows(m: int = 6, vocabulary: int = 7, scale: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
+    noise = torch.Generator().manual_seed(5)
+    draft, target = scale * torch.randn(2, m, vocabulary, generator=noise)
+    return draft, target, torch.randint(vocabulary, (m,), generator=noise)
+
+
+def test_the_losses_are_these_six() -> None:
+    """Catches a loss that is added without a row in these tests."""
+    assert NAMES == ["ce", "kl", "lk_alpha", "lk_lambda", "rkl", "tv"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_divergence_is_its_definition(name: str) -> None:
+    """Catches p and q swapped, a missing half, or a wrong sum; float32 against float64, so to 1e-5."""
+    draft, target, labels = rows()
+    found = losses.DIVERGENCES[name](draft, target, labels)
+    wanted = [brute_force(name, *row) for row in zip(draft.tolist(), target.tolist(), labels.tolist(), strict=True)]
+    assert found.shape == (6,)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, torch.tensor(wanted), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_is_the_slope(name: str) -> None:
+    """Catches a detach too many or too few; lk_lambda's weight is a constant and has no slope."""
+    draft, target, labels = rows()
+    draft.requires_grad_()
+    losses.DIVERGENCES[name](draft, target, labels).sum().backward()
+    step = 1e-5
+    for m, (logits, wanted, label) in enumerate(zip(draft.tolist(), target.tolist(), labels.tolist(), strict=True)):
+        alpha = sum(map(min, softmax(wanted), softmax(logits)))
+        for v in range(len(logits)):
+            ends = [
+                brute_force(name, logits[:v] + [logits[v] + s] + logits[v + 1 :], wanted, label, alpha) for s in (step, -step)
+            ]
+            assert float(draft.grad[m, v]) == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=2e-4)
+
+
+def test_total_variation_is_the_expected_rejection() -> None:
+    """Catches a TV that is the whole L1 distance, or an overlap that is not 1 - TV."""
+    draft, target, labels = rows(50)
+    kept = overlap(target.softmax(-1), draft.softmax(-1))
+    torch.testing.assert_close(losses.tv(draft, target, labels), 1 - kept)
+    torch.testing.assert_close(losses.lk_alpha(draft, target, labels), -kept.log(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "ce"])
+def test_equal_laws_cost_nothing(name: str) -> None:
+    """Catches a divergence that depends on the logits' common shift, or is not 0 at its minimum."""
+    _, target, labels = rows()
+    draft = (target + 3.0).requires_grad_()
+    found = losses.DIVERGENCES[name](draft, target, labels)
+    assert found.abs().max() < 1e-5
+    found.sum().backward()
+    assert draft.grad.abs().max() < 0.5 if name in ("tv", "lk_alpha", "lk_lambda") else draft.grad.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hopeless_draft_has_a_finite_loss_and_gradient(name: str) -> None:
+    """Catches log 0 and 0 * inf where draft and target have nothing in common, in float32 and bfloat16."""
+    target = torch.zeros(1, 9)
+    target[0, 0] = 300.0
+    for dtype in (torch.float32, torch.bfloat16):
+        draft = target.flip(-1).to(dtype).requires_grad_()
+        found = losses.DIVERGENCES[name](draft, target.to(dtype), torch.tensor([0]))
+        found.sum().backward()
+        assert found.dtype == torch.float32
+        assert found.isfinite().all()
+        assert draft.grad.isfinite().all()
+
+
+def test_a_combination_is_the_weighted_sum() -> None:
+    """Catches a weight that is lost or used twice."""
+    draft, target, labels = rows()
+    found = losses.combine({"ce": 0.1, "tv": 1.8}, draft, target, labels)
+    torch.testing.assert_close(found, 0.1 * losses.ce(draft, target, labels) + 1.8 * losses.tv(draft, target, labels))
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ({"kll": 1.0}, "unknown loss 'kll'; did you mean 'kl'?"),
+        ({"ce": 1.0, "lk_alpa": 1.0}, "unknown loss 'lk_alpa'; did you mean 'lk_alpha'?"),
+        ({"hinge": 1.0}, "unknown loss 'hinge'; known: ce, kl, lk_alpha, lk_lambda, rkl, tv"),
+        ({}, "the loss names no term"),
+    ],
+)
+def test_an_unknown_loss_is_refused_with_the_nearest_one(loss: dict[str, float], said: str) -> None:
+    """Catches a KeyError, or training on a loss that is always 0."""
+    with pytest.raises(ConfigError) as caught:
+        losses.check(loss)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_do_not_see_each_other(name: str) -> None:
+    """Catches a reduction over rows, which chunks would then change."""
+    f: Callable[[Tensor, Tensor, Tensor], Tensor] = losses.DIVERGENCES[name]
+    draft, target, labels = rows()
+    apart = torch.cat([f(draft[i : i + 1], target[i : i + 1], labels[i : i + 1]) for i in range(len(draft))])
+    torch.testing.assert_close(f(draft, target, labels), apart)

@@ -1,0 +1,340 @@
+"""Training 2N steps is N, a stop, and N more; what is not finite is named; a good checkpoint is never lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outrider.errors import CheckpointError, ConfigError, TrainingError
+from outrider.nn.draft_model import Batch, DraftModel
+from outrider.targets.transformers import TransformersTarget
+from outrider.train import checkpoint
+from outrider.train.trainer import Config, first_bad, rate, train
+from train.bench import SETTINGS, fit, make_model, make_source
+
+
+class Stop(Exception):
+    """Stands for any crash."""
+
+
+def stopper(at: int, stop: Callable[[], None]) -> Callable[[int, Mapping[str, Any]], None]:
+    def on_step(step: int, found: Mapping[str, Any]) -> None:
+        if step == at:
+            stop()
+
+    return on_step
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def crash() -> None:
+    raise Stop
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Without the time it took."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    """Every file of a checkpoint."""
+    return {path.name: path.read_bytes() for path in sorted((folder / "checkpoint").iterdir())}
+
+
+def same_training(folder: Path, other: Path) -> None:
+    """Weights, moments, random state and metrics, bit for bit."""
+    for name in (checkpoint.WEIGHTS, checkpoint.TRAINING):
+        mine, theirs = load_file(folder / "checkpoint" / name), load_file(other / "checkpoint" / name)
+        assert mine.keys() == theirs.keys()
+        assert [key for key in mine if not torch.equal(mine[key], theirs[key])] == []
+    assert metrics(folder) == metrics(other)
+    facts = [checkpoint.manifest_of(place / "checkpoint")["training"] for place in (folder, other)]
+    assert [fact | {"seconds": 0} for fact in facts][0] == facts[1] | {"seconds": 0}
+
+
+def step_of(folder: Path) -> int:
+    return checkpoint.manifest_of(folder / "checkpoint")["training"]["step"]
+
+
+@pytest.fixture(scope="module")
+def whole(talker: TransformersTarget, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Folders of trainings that nothing stopped, by kind and dtype."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def find(kind: str, dtype: str = "float32") -> Path:
+        if (kind, dtype) not in made:
+            made[kind, dtype] = tmp_path_factory.mktemp("whole")
+            fit(made[kind, dtype], talker, kind, dtype=dtype)
+        return made[kind, dtype]
+
+    return find
+
+
+@pytest.mark.parametrize("kind", ["dflash", "vanilla", "rnn"])
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_a_training_stopped_by_ctrl_c_goes_on_bit_for_bit(
+    kind: str, at: int, talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Catches a moment, a random state, a step or a line of metrics that does not survive; the second model starts elsewhere."""
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, talker, kind, on_step=stopper(at, interrupt))
+    assert signal.getsignal(signal.SIGINT) is before
+    assert step_of(tmp_path) == at
+    torch.manual_seed(99)
+    seen: list[int] = []
+    fit(tmp_path, talker, kind, seed=99, on_step=lambda step, _: seen.append(step))
+    assert seen == list(range(at + 1, 7))
+    same_training(tmp_path, whole(kind))
+
+
+@pytest.mark.parametrize("at", [2, 3, 4])
+def test_a_training_stopped_by_a_crash_goes_on_from_its_last_save_bit_for_bit(
+    at: int, talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Catches steps that are logged twice, or skipped, where the crash came between two saves or right before one."""
+    with pytest.raises(Stop):
+        fit(tmp_path, talker, on_step=stopper(at, crash))
+    saved = at - 1 if at % 2 else at - 2
+    assert (step_of(tmp_path) if saved else 0) == saved
+    fit(tmp_path, talker, seed=99 if saved else 1)
+    same_training(tmp_path, whole("vanilla"))
+
+
+def test_bfloat16_goes_on_bit_for_bit_too(talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path) -> None:
+    """Catches weights that are saved in the precision of the passes."""
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, talker, dtype="bfloat16", on_step=stopper(3, interrupt))
+    fit(tmp_path, talker, seed=99, dtype="bfloat16")
+    same_training(tmp_path, whole("vanilla", "bfloat16"))
+
+
+def test_a_second_ctrl_c_stops_at_once(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a training that can't be left while a step or a save hangs."""
+
+    def twice() -> None:
+        interrupt()
+        interrupt()
+        raise AssertionError("still running")
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, talker, on_step=stopper(1, twice))
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_anchors_are_drawn_anew_in_every_step(talker: TransformersTarget) -> None:
+    """Catches tests of a resume that would pass without any random state, because nothing is drawn."""
+    model, batch = make_model(talker), make_source(talker).batch(0)
+    torch.manual_seed(0)
+    assert not torch.equal(model.predict(batch).labels, model.predict(batch).labels)
+
+
+def test_a_finished_training_is_left_alone(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches `outrider run`, run twice, that trains on or writes anew; the second model gets the trained weights."""
+    first = fit(tmp_path, talker)
+    before, lines = written(tmp_path), (tmp_path / "metrics.jsonl").read_bytes()
+    second = fit(tmp_path, talker, seed=99, on_step=lambda step, found: pytest.fail(f"step {step}"))
+    assert written(tmp_path) == before
+    assert (tmp_path / "metrics.jsonl").read_bytes() == lines
+    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True))
+
+
+def test_a_probe_is_written_once(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a second probe line, and a second measurement, each time a finished training is started again."""
+    for _ in range(2):
+        train(make_model(talker), make_source(talker), Config(**SETTINGS), tmp_path, probe=lambda model: {"probed": 1.5})
+    assert [row["step"] for row in metrics(tmp_path) if "probed" in row] == [6]
+
+
+def test_a_torn_line_of_metrics_is_cut_off(talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path) -> None:
+    """Catches a resume that fails on, or keeps, the half line that a crash left."""
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, talker, on_step=stopper(3, interrupt))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": 1.0, "acceptance": [0.5')
+    fit(tmp_path, talker)
+    same_training(tmp_path, whole("vanilla"))
+
+
+def test_other_answers_are_not_other_steps(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a loop that looks at more of its source than `batch(step)`."""
+    asked: list[int] = []
+    source = make_source(talker)
+
+    class Counted:
+        manifest = source.manifest
+
+        def batch(self, step: int) -> Batch:
+            asked.append(step)
+            return source.batch(step)
+
+    fit(tmp_path, talker, source=Counted())
+    assert asked == list(range(6))
+
+
+# ── what is not finite ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Planted:
+    """A source whose batches from step `at` on hold bad numbers in the first text of one tensor."""
+
+    def __init__(self, source: Any, name: str, value: float, at: int):
+        self.source, self.name, self.value, self.at, self.manifest = source, name, value, at, source.manifest
+
+    def batch(self, step: int) -> Batch:
+        batch = self.source.batch(step)
+        if step < self.at:
+            return batch
+        bad = getattr(batch, self.name).clone()
+        bad[0] = self.value
+        return dataclasses.replace(batch, **{self.name: bad})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["taps", "hidden"])
+def test_a_bad_feature_is_named_and_the_good_checkpoint_stays(
+    name: str, value: float, talker: TransformersTarget, tmp_path: Path
+) -> None:
+    """Catches a NaN that is trained on, blamed on another tensor, or saved over the last good weights."""
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, talker, on_step=stopper(3, interrupt))
+    before = written(tmp_path)
+    with pytest.raises(TrainingError, match=rf"^step 4: .*first bad tensor: batch\.{name} \(\d, .*train\.lr"):
+        fit(tmp_path, talker, source=Planted(make_source(talker), name, value, 3))
+    assert written(tmp_path) == before
+
+
+@pytest.mark.parametrize("at", ["backbone.fc.weight", "markov_head.markov_w2.weight", "confidence_head.proj.bias"])
+def test_a_bad_weight_is_named_and_the_good_checkpoint_stays(at: str, talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a weight that went bad between two steps and is not found among the inputs."""
+    model = make_model(talker)
+    seen: list[int] = []
+    kept: dict[str, bytes] = {}
+
+    def spoil(step: int, found: Mapping[str, Any]) -> None:
+        seen.append(step)
+        if step == 3:
+            kept.update(written(tmp_path))
+            with torch.no_grad():
+                model.get_parameter(at).flatten()[0] = float("nan")
+
+    with pytest.raises(TrainingError, match=f"^step 4: .*first bad tensor: weight {at} "):
+        train(model, make_source(talker), Config(**SETTINGS), tmp_path, on_step=spoil)
+    assert seen == [1, 2, 3]
+    assert step_of(tmp_path) == 2
+    assert written(tmp_path) == kept
+
+
+def test_the_first_bad_tensor_is_the_earliest(talker: TransformersTarget) -> None:
+    """Catches blame on a gradient where an input was bad, and silence where all are fine."""
+    model, batch = make_model(talker), make_source(talker).batch(0)
+    assert first_bad(model, batch).startswith("none of inputs, weights and gradients")
+    weight = model.get_parameter("backbone.norm.weight")
+    weight.grad = torch.full_like(weight, float("inf"))
+    assert first_bad(model, batch) == "gradient of backbone.norm.weight (32,)"
+    with torch.no_grad():
+        weight[0] = float("nan")
+    assert first_bad(model, batch) == "weight backbone.norm.weight (32,)"
+    batch.hidden[0, 0, 0] = float("nan")
+    assert first_bad(model, batch).startswith("batch.hidden")
+
+
+# ── no place to save ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_full_disk_in_training_loses_only_what_came_after_the_last_save(
+    talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a traceback, a half checkpoint, or one that no longer resumes."""
+    real, calls = checkpoint.save_file, []
+
+    def full(tensors: Any, path: Path) -> None:
+        calls.append(path)
+        if len(calls) == 4:  # the second save: weights went, moments did not
+            path.write_bytes(b"torn")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(TrainingError, match=r"the disk is full.*Make room and run again"):
+        fit(tmp_path, talker)
+    assert step_of(tmp_path) == 2
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint"]
+    fit(tmp_path, talker, seed=99)
+    same_training(tmp_path, whole("vanilla"))
+
+
+# ── settings ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"lr": 2e-2}, "train.lr"), ({"steps": 8}, "train.steps"), ({"loss": {"kl": 1.0}}, "train.loss"),
+        ({"dtype": "bfloat16", "batch": 3}, "train.batch, train.dtype"), ({"extra": {"confidence": 0.0}}, "train.extra"),
+    ],
+)  # fmt: skip
+def test_other_settings_do_not_resume(change: dict[str, Any], named: str, talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a checkpoint that is half one training and half another; the message names every key that differs."""
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, talker, on_step=stopper(1, interrupt))
+    before = written(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        fit(tmp_path, talker, **change)
+    assert f"({named})" in str(caught.value)
+    assert written(tmp_path) == before
+
+
+def test_another_drafter_does_not_resume(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches weights of one shape or kind being loaded into another."""
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, talker, on_step=stopper(1, interrupt))
+    for kind, settings, named in (
+        ("vanilla", {"block": 2}, "drafter.block"),
+        ("rnn", {}, "drafter.markov"),
+        ("dflash", {}, "drafter.kind"),
+    ):
+        with pytest.raises(CheckpointError, match=named.replace(".", r"\.")):
+            train(make_model(talker, kind, **settings), make_source(talker), Config(**SETTINGS), tmp_path)
+
+
+def test_an_unknown_loss_is_refused_before_the_first_step(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a KeyError after the features of the first batch were computed."""
+    with pytest.raises(ConfigError, match="did you mean 'tv'"):
+        fit(tmp_path, talker, loss={"tvv": 1.0}, source=object())
+
+
+def test_the_rate_rises_and_falls() -> None:
+    """Catches a first step at rate 0, a peak that is missed, and a rate that rises again at the end."""
+    config = Config(steps=100, warmup=0.1)
+    rates = [rate(step, config) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == 1.0
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert 0 < rates[-1] < 0.01
+    assert [rate(step, Config(steps=1, warmup=0)) for step in range(1)] == [1.0]
+
+
+def test_a_term_without_weight_is_not_learnt(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches `extra` being read and not used."""
+    heads: list[DraftModel] = [
+        fit(tmp_path / name, talker, extra=extra, steps=2)
+        for name, extra in (("with", {}), ("without", {"confidence": 0.0}))
+    ]  # fmt: skip
+    start = make_model(talker).confidence_head.proj.weight
+    assert not torch.equal(heads[0].confidence_head.proj.weight, start)
+    assert torch.equal(heads[1].confidence_head.proj.weight, start)
