@@ -44,7 +44,11 @@ SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count rows that can't
 def main() -> None:
     """Entry point: errors of ours are one sentence and an exit code, not a traceback."""
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)
+        if code == 130:  # typer turns Ctrl-C into a code that it returns
+            raise KeyboardInterrupt
+        if isinstance(code, int) and code:
+            raise SystemExit(code)
     except OutriderError as error:
         _fail(str(error))
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
@@ -69,6 +73,7 @@ def main() -> None:
 @app.command()
 def run(recipe: Recipe, overrides: Overrides = None, json_to: JsonTo = None, skip_bad: SkipBad = False) -> None:
     """Prepare, train and evaluate: all stages that the run file has."""
+    _place_of_json(json_to)
     settings = _load(recipe, overrides, skip_bad)
     target = _target(settings)
     _prepare(settings, target)
@@ -97,6 +102,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 @app.command()
 def evaluate(recipe: Recipe, overrides: Overrides = None, json_to: JsonTo = None) -> None:
     """Measure the trained drafter, and those beside it, against the target alone."""
+    _place_of_json(json_to)
     settings = _load(recipe, overrides)
     if settings.evaluate is None:
         raise ConfigError(f"{recipe} has no `evaluate:` section; add one, if only `evaluate: {{}}`")
@@ -227,6 +233,8 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
     for name in names:
         drafter = load_drafter(name or settings.drafter["kind"], target, **({} if name else _settings_of(settings)))
         label = manifest_of(name)["kind"] if name and Path(name).exists() else name or settings.drafter["kind"]
+        if label in drafters:  # a second one of its kind
+            label = name or f"{label} of {settings.name}"
         drafters[label] = drafter
         if name and Path(name).exists():
             training[label] = training_of(manifest_of(name), _metrics(Path(name).parent))
@@ -463,6 +471,14 @@ def _bar(unit: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
                 progress.update(task, note=note)
 
         yield update
+
+
+def _place_of_json(to: str | None) -> None:
+    """Refuse a place that can't be written before the work; where it is standard output, all else goes to standard error."""
+    if to == "-":
+        out.file = sys.stderr
+    elif to is not None and not Path(to).absolute().parent.is_dir():
+        raise DataError(f"can't write {to}: no such folder; name a file in a folder that exists")
 
 
 def _write_json(to: str | None, value: Any) -> None:

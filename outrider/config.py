@@ -40,7 +40,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def build(schema: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """Validate `values`; a ConfigError names the key path, what was given and what would do."""
     try:
-        return schema(**values)
+        return schema.model_validate(dict(values))
     except ValidationError as error:
         lines = []
         for problem in error.errors():

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from outrider import config as configs
 from outrider.config import Config as Base
-from outrider.drafters import find
+from outrider.drafters import find, kinds
 from outrider.errors import ConfigError
 from outrider.evaluate.measure import Config as EvaluateConfig
 from outrider.prepare.conversations import Config as PrepareConfig
@@ -71,8 +71,8 @@ class RunConfig(Base):
 
 def drafter_config(values: dict[str, Any]) -> Base:
     """`kind` and settings to that drafter's Config.  Raises ConfigError for an unknown kind or key."""
-    if "kind" not in values:
-        raise ConfigError("drafter: kind is missing, such as kind: dspark")
+    if not isinstance(values.get("kind"), str):
+        raise ConfigError("drafter: kind is missing, or is no word; write one such as kind: dspark")
     return configs.build(find(values["kind"]).Config, values, "drafter")
 
 
@@ -86,6 +86,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, di
     merged.setdefault("name", Path(path).stem)
     run = configs.build(RunConfig, merged)
     kind = run.drafter_config
+    _check_stages(run)
     run = run.model_copy(update={"drafter": kind.model_dump(mode="json")})
     in_file, asked = configs.flatten(given), {item.partition("=")[0] for item in overrides}
     origins = {
@@ -93,6 +94,17 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, di
         for key in configs.flatten(run.model_dump(mode="json"))
     }
     return run, origins
+
+
+def _check_stages(run: RunConfig) -> None:
+    """What a later stage would refuse, before an earlier one has worked for hours."""
+    if run.train is not None and not hasattr(find(run.drafter["kind"]), "Model"):
+        raise ConfigError(f"drafter {run.drafter['kind']!r} has nothing to train; leave the `train:` section out")
+    for name in run.evaluate.beside if run.evaluate is not None else ():
+        if name not in kinds() and "/" not in name and not Path(name).exists():
+            raise ConfigError(
+                f"evaluate.beside: {name!r} is neither a drafter nor a checkpoint folder{configs.nearest(name, kinds())}"
+            )
 
 
 def _expand(values: dict[str, Any]) -> dict[str, Any]:

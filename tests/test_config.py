@@ -59,7 +59,7 @@ def test_all_wrong_values_are_said_at_once() -> None:
 def test_a_key_that_is_no_word_is_refused(tmp_path: Path) -> None:
     """Catches a TypeError for YAML 1.1's `on:`, which is the key True, or for a number as a key."""
     for text in ("on: 3\ntarget: demo\n", "1: 3\ntarget: demo\n", "target: demo\ndrafter: {kind: ngram, off: 1}\n"):
-        with pytest.raises(ConfigError, match="unknown key"):
+        with pytest.raises(ConfigError, match=r"unknown key|\[key\]"):
             load(write(tmp_path / "a.yaml", text))
 
 

@@ -56,10 +56,13 @@ def write_recipe(path: Path, target: Path | str, **sections: Any) -> Path:
     recipe: dict[str, Any] = {
         "target": str(target),
         "drafter": dict(DRAFTER),
-        "prepare": {"conversations": str(path.parent / "prompts.jsonl"), "count": 6, "length": 48, "max_new_tokens": 16, "slots": 3},
+        "prepare": {
+            "conversations": str(path.parent / "prompts.jsonl"), "count": 6, "length": 48, "max_new_tokens": 16, "slots": 3,
+        },
         "train": {"steps": 4, "batch": 2, "lr": 1e-2, "dtype": "float32", "log_every": 1, "save_every": 2},
         "evaluate": {
-            "tasks": [str(path.parent / "held_out.jsonl")], "prompts": 2, "max_new_tokens": 12, "beside": ["ngram"], "fresh": 0.0,
+            "tasks": [str(path.parent / "held_out.jsonl")], "prompts": 2, "max_new_tokens": 12, "beside": ["ngram"],
+            "fresh": 0.0,
         },
     }  # fmt: skip
     recipe = {key: value for key, value in (recipe | sections).items() if value is not None}

@@ -63,6 +63,8 @@ class Backbone(nn.Module):
         super().__init__()
         if config.heads % config.kv_heads:
             raise DrafterError(f"heads {config.heads} is no multiple of kv_heads {config.kv_heads}")
+        if config.head_dim % 2:
+            raise DrafterError(f"head_dim {config.head_dim} is odd; rotary positions turn pairs, choose an even one")
         self.config, self.target = config, target
         self.taps = resolve_taps(config.taps, target.spec)
         hidden = target.spec.hidden

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator
 from torch import nn
 
 from outrider.config import Config as Base
@@ -24,9 +24,9 @@ from outrider.decoding.parties import Drafter
 from outrider.decoding.policy import Policy
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
-from outrider.errors import DataError
+from outrider.errors import ConfigError, DataError
 from outrider.evaluate.report import Report
-from outrider.evaluate.tasks import Prompt, task_name
+from outrider.evaluate.tasks import Prompt, check, task_name
 from outrider.evaluate.tasks import prompts as prompts_of
 from outrider.targets.transformers import TransformersTarget
 
@@ -34,18 +34,23 @@ from outrider.targets.transformers import TransformersTarget
 class Config(Base):
     """What is measured."""
 
-    tasks: tuple[str, ...] = ("stdlib",)
+    tasks: tuple[str, ...] = Field(("stdlib",), min_length=1)
     """`stdlib`, or files of prompts."""
     prompts: PositiveInt = 24
     """Prompts measured per task; more are tried where some fall into loops."""
     max_new_tokens: PositiveInt = 96
-    temperatures: tuple[NonNegativeFloat, ...] = (0.0, 1.0)
+    temperatures: tuple[NonNegativeFloat, ...] = Field((0.0, 1.0), min_length=1)
     """The drafter of this run is measured at each, those beside it at the first."""
     beside: tuple[str, ...] = ()
     """Other drafters in the same run: kinds, or checkpoint folders."""
     fresh: NonNegativeFloat = 0.6
     """A prompt whose plain text has a smaller share of first-time 8-grams loops: it is listed and left out.  0 keeps all."""
     seed: int = 0
+
+    @field_validator("tasks")
+    @classmethod
+    def _known_tasks(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(check, tasks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,13 @@ def measure(
 
     Raises DataError where a task has no prompt that stays.
     """
+    if not entries:
+        raise ConfigError("no drafter to measure; name at least one, such as {'ngram': load_drafter('ngram', target)}")
+    if config.max_new_tokens > target.spec.context - 2:
+        raise ConfigError(
+            f"evaluate.max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the context of "
+            f"{target.spec.context} of {target.spec.name}; choose at most {target.spec.context - 2}"
+        )
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
     tried = 0

@@ -24,14 +24,19 @@ def task_name(task: str) -> str:
     return Path(task).stem if task.endswith((".jsonl", ".txt")) else task
 
 
+def check(task: str) -> str:
+    """The task's name, known.  Raises DataError naming those there are."""
+    if task != "stdlib" and not task.endswith((".jsonl", ".txt")):
+        raise DataError(f"unknown task {task!r}; known: stdlib, or a file of prompts such as prompts/gsm8k.jsonl")
+    return task
+
+
 def prompts(task: str, most: int, seed: int = 0) -> Iterator[Prompt]:
     """Up to `most` prompts.  Raises DataError for an unknown task, naming those there are."""
-    if task == "stdlib":
+    if check(task) == "stdlib":
         for name, text in demo.prompts("held_out", most, seed):
             yield Prompt(name, [{"role": "user", "content": text}])
         return
-    if not task.endswith((".jsonl", ".txt")):
-        raise DataError(f"unknown task {task!r}; known: stdlib, or a file of prompts such as prompts/gsm8k.jsonl")
     for conversation in read(Source(conversations=task, count=most)):
         first = next((i for i, m in enumerate(conversation.messages) if m["role"] == "user"), 0)
         yield Prompt(conversation.id, conversation.messages[: first + 1])

@@ -107,8 +107,8 @@ def resolve_taps(taps: Sequence[int] | None, spec: TargetSpec, count: int = 5) -
             f"taps {tuple(taps)} reach past layer {spec.layers - 1} of {spec.name} ({spec.layers} layers, counted from 0); "
             f"choose taps from 0 to {spec.layers - 1}"
         )
-    if list(taps) != sorted(set(taps)):
-        raise DrafterError(f"taps {tuple(taps)} must rise from one to the next, each named once")
+    if not taps or list(taps) != sorted(set(taps)):
+        raise DrafterError(f"taps {tuple(taps)} must be at least one, and must rise from one to the next, each named once")
     return tuple(taps)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from outrider import demo
 from outrider.config import Config as Base
@@ -39,7 +39,7 @@ class Config(Base):
     max_new_tokens: PositiveInt = 512
     """Longest answer."""
     temperature: NonNegativeFloat = 0.7
-    top_p: float = 0.8
+    top_p: float = Field(0.8, gt=0, le=1)
     top_k: NonNegativeInt = 20
     seed: int = 0
     slots: PositiveInt = 16
@@ -89,10 +89,10 @@ def read(config: Config, skipped: Skipped | None = None) -> Iterator[Conversatio
     elif source.endswith(".jsonl"):
         rows = _jsonl(Path(source), config.skip_bad, skipped)
     elif source.endswith(".txt"):
-        rows = ((f"{Path(source).name}:{n}", {"prompt": line.rstrip("\n")}) for n, line in _lines(Path(source)) if line.strip())
+        rows = _texts(Path(source))
     else:
         rows = _hub(source, config.split)
-    found = 0
+    seen: set[str] = set()
     for name, row in rows:
         try:
             conversation = parse(row, name)
@@ -101,11 +101,13 @@ def read(config: Config, skipped: Skipped | None = None) -> Iterator[Conversatio
                 raise
             skipped.reasons.append(str(error))
             continue
+        if conversation.id in seen:  # answers are known again by their id: a second row of one id gets its place added
+            conversation = Conversation(f"{conversation.id} at {name}", conversation.messages)
+        seen.add(conversation.id)
         yield conversation
-        found += 1
-        if found == config.count:
+        if len(seen) == config.count:
             return
-    if not found:
+    if not seen:
         raise DataError(f"{source} holds no conversation; a row needs one of messages, conversations, turns, prompt, text")
 
 
@@ -113,11 +115,15 @@ def parse(row: Any, name: str) -> Conversation:
     """One row in any of the known layouts.  `name` says where it stands, for its id and for errors."""
     if not isinstance(row, Mapping):
         raise DataError(f"{name}: a row must be a mapping, not {type(row).__name__}")
-    given = row.get("messages") or row.get("conversations")
+    given, turns = row.get("messages") or row.get("conversations"), row.get("turns")
+    if given and not isinstance(given, list):
+        raise DataError(f"{name}: messages or conversations must be a list of messages, not {given!r:.80}")
+    if turns and not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
+        raise DataError(f"{name}: turns must be a list of texts, not {turns!r:.80}")
     if given:
         messages = [_message(message, name) for message in given]
-    elif row.get("turns"):
-        messages = [{"role": "user", "content": str(turn)} for turn in row["turns"]]
+    elif turns:
+        messages = [{"role": "user", "content": turn} for turn in turns]
     elif row.get("prompt") or row.get("instruction") or row.get("text"):
         messages = [{"role": "user", "content": str(row.get("prompt") or row.get("instruction") or row.get("text"))}]
         answer = row.get("response") or row.get("completion") or row.get("output")
@@ -135,7 +141,7 @@ def parse(row: Any, name: str) -> Conversation:
 def _message(message: Any, name: str) -> dict[str, str]:
     role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
     content = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
-    if role not in ROLES or not isinstance(content, str):
+    if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
         raise DataError(
             f"{name}: a message needs a role ({', '.join(sorted(set(ROLES.values())))}) and text as content, "
             f"not {message!r:.80}"
@@ -150,14 +156,25 @@ def _library(split: str, config: Config) -> Iterator[tuple[str, Any]]:
         yield name, {"id": name, "prompt": text}
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _texts(path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in _lines(path):
+        try:
+            text = line.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}, line {number} is not UTF-8 text: {error}") from None
+        if text.strip():
+            yield f"{path.name}:{number}", {"prompt": text}
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines as bytes: a torn character spoils its own line alone."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:
             yield from enumerate(file, 1)
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; name a file of prompts, or stdlib:train for the demo's") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} can't be read as UTF-8 text: {error}") from None
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error}") from None
 
 
 def _jsonl(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[tuple[str, Any]]:
@@ -167,7 +184,7 @@ def _jsonl(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[tuple[str, 
         try:
             yield f"{path.name}:{number}", json.loads(line)
         except ValueError as error:
-            cut = " (the line is cut off)" if not line.endswith("\n") else ""
+            cut = " (the line is cut off)" if not line.endswith(b"\n") else ""
             problem = f"{path}, line {number} is not JSON{cut}: {error}; mend it, or leave such lines out with --skip-bad"
             if not skip_bad:
                 raise DataError(problem) from None
@@ -201,23 +218,29 @@ def prompt_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], length: int) -> Rendered:
     """A whole conversation as tokens, the assistants' turns (with what closes them) marked to train, cut at `length`."""
-    rendered = Rendered([])
+    rendered, turns = Rendered([]), []
     for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or i == 0:  # a greeting answers nothing, and no template renders what came before it
             continue
         before = prompt_tokens(tokenizer, messages[:i])
         whole = _closed(tokenizer, messages[: i + 1])
-        shared = next(
-            (n for n, pair in enumerate(zip(before, whole, strict=False)) if pair[0] != pair[1]), min(len(before), len(whole))
-        )
         rendered.tokens = whole
-        rendered.learn.append((shared, len(whole)))
+        turns.append((_shared(before, whole), whole))
+    # what a later rendering changed of a turn (its end, where there is no template) does not train
+    spans = [(start, min(_shared(whole, rendered.tokens), length)) for start, whole in turns]
     rendered.tokens = rendered.tokens[:length]
-    rendered.learn = [(start, min(end, length)) for start, end in rendered.learn if start < length]
+    rendered.learn = [(start, end) for start, end in spans if start < end]
     return rendered
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    ends = min(len(one), len(other))
+    return next((n for n in range(ends) if one[n] != other[n]), ends)
 
 
 def _closed(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
     if getattr(tokenizer, "chat_template", None) is None:
-        return [*tokenizer.encode("".join(message["content"] for message in messages)), tokenizer.eos_token_id]
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        return tokenizer.encode("".join(message["content"] for message in messages)) + end
     return tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False)

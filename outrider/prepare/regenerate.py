@@ -78,6 +78,8 @@ def read_answers(path: str | Path) -> list[Answer]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise DataError(f"no answers at {path} ({error.strerror}); run `outrider prepare` first") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no text ({error}); delete it and run `outrider prepare` again") from None
     answers = []
     for number, line in enumerate(lines, 1):
         try:
@@ -137,9 +139,14 @@ def _answers(
         return
     talks = [_Talk(conversation) for conversation in waiting]
     while talks:
-        talks = [talk for talk in talks if talk.ask(tokenizer, config, target.spec.context)]
-        yield from _round(target, talks, config, drafter)
-        talks = [talk for talk in talks if not talk.over]
+        asked = []
+        for talk in talks:
+            if talk.ask(tokenizer, config, target.spec.context):
+                asked.append(talk)
+            elif talk.learn:  # no room for a further turn: what was answered stays
+                yield Answer(talk.id, talk.tokens, talk.learn, "length")
+        yield from _round(target, asked, config, drafter)
+        talks = [talk for talk in asked if not talk.over]
 
 
 def _round(target: Target, talks: list[_Talk], config: Config, drafter: Drafter | None) -> Iterator[Answer]:
@@ -173,8 +180,11 @@ class _Talk:
         """Say everything up to the next user turn; False where no room is left for an answer."""
         while self._left and (not self._said or self._said[-1]["role"] != "user"):
             self._said.append(self._left.pop(0))
-        self.tokens = prompt_tokens(tokenizer, self._said)
-        return 0 < len(self.tokens) < min(config.length, context)
+        tokens = prompt_tokens(tokenizer, self._said)
+        if not 0 < len(tokens) < min(config.length, context):
+            return False
+        self.tokens = tokens
+        return True
 
     def request(self, config: Config) -> Request:
         seed = zlib.crc32(f"{self.id} {len(self._said)}".encode()) ^ config.seed

@@ -58,8 +58,8 @@ def save(
         if state:
             save_file({name: value.contiguous().cpu() for name, value in state.items()}, part / TRAINING)
         (part / MANIFEST).write_text(json.dumps(manifest, indent=2))
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
+        if folder.exists():  # where it does not, a crash came in between, and .old is the last whole one
+            shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         part.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
@@ -78,7 +78,7 @@ def manifest_of(folder: str | Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version = manifest["version"]
-        manifest["kind"], manifest["config"], manifest["target"]
+        dict(**manifest["config"]), dict(**manifest["target"]), list(manifest["taps"]), manifest["kind"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} is no checkpoint manifest ({type(error).__name__}: {error}); train or copy it again"
@@ -104,6 +104,15 @@ def check_binding(manifest: Mapping[str, Any], target: Target, folder: str | Pat
         raise CheckpointError(
             f"{folder} was trained for target {manifest['target'].get('name')!r}, not for {target.spec.name!r}: {differences}; "
             "load the target it was trained for, or train a drafter for this one"
+        )
+
+
+def check_taps(manifest: Mapping[str, Any], model: DraftModel, folder: str | Path) -> None:
+    """Refuse a checkpoint that was trained on other layers than its config gives now."""
+    if list(model.taps) != list(manifest["taps"]):
+        raise CheckpointError(
+            f"{folder} was trained on taps {manifest['taps']}, its config gives {list(model.taps)}; "
+            "set drafter.taps to those it was trained on, or copy it again"
         )
 
 
@@ -182,6 +191,7 @@ def load_drafter(
     if not hasattr(module, "Model"):
         raise CheckpointError(f"{name} is of kind {manifest['kind']!r}, which has no weights to load; use the kind itself")
     model = module.Model(build(module.Config, {"kind": manifest["kind"], **manifest["config"]}, "drafter"), target)
+    check_taps(manifest, model, folder)
     load_weights(folder, model)
     return model.to(device or target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False).drafter()
 

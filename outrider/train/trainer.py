@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 from torch import Tensor
 
 from outrider.config import Config as Base
@@ -51,6 +51,11 @@ class Config(Base):
     seed: int = 0
     save_every: PositiveInt = 500
     log_every: PositiveInt = 20
+
+    @field_validator("loss")
+    @classmethod
+    def _known_terms(cls, loss: dict[str, float]) -> dict[str, float]:
+        return dict(losses.check(loss))
 
 
 OnStep = Callable[[int, Mapping[str, Any]], None]
@@ -106,7 +111,7 @@ def train(
                 raise KeyboardInterrupt
             if facts["step"] % config.save_every == 0 or facts["step"] == config.steps:
                 save()
-        if probe is not None:
+        if probe is not None and not metrics.is_probed:
             metrics.write({"step": facts["step"], **probe(model.eval())})
     model.eval()
     return place
@@ -199,6 +204,7 @@ def _resume(place: Path, model: DraftModel, optimizer: torch.optim.Optimizer, se
             f"{place} was trained with other settings ({', '.join(sorted(differs))}); name another run, delete the folder, "
             "or set them back to go on"
         )
+    checkpoint.check_taps(manifest, model, place)
     checkpoint.load_weights(place, model)
     state = checkpoint.load_state(place)
     if state is not None:
@@ -214,6 +220,7 @@ class Metrics:
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         # what a crash left beyond the checkpoint would otherwise stand there twice
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+        self.is_probed = any("loss" not in json.loads(line) for line in kept)
         self.path.write_text("".join(line + "\n" for line in kept))
         self.board = _tensorboard(folder)
 

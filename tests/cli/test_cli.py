@@ -42,6 +42,8 @@ def outrider(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "out", Console(width=300))
     monkeypatch.setattr(cli, "note", Console(stderr=True, width=300))
+    # a process that was started in the background ignores Ctrl-C, and so would these tests
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     capsys.readouterr()
 
     def command(*words: object) -> Done:
@@ -54,7 +56,8 @@ def outrider(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         told = capsys.readouterr()
         return Done(code, told.out, told.err)
 
-    return command
+    yield command
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +195,7 @@ def test_rows_that_are_left_out_are_said(folder: Path, outrider: Outrider, tmp_p
     write_recipe(tmp_path / "tiny.yaml", folder)
     with (tmp_path / "prompts.jsonl").open("a") as file:
         file.write('{"id": "torn", "prom')
-    done = outrider("prepare", "tiny.yaml")
+    done = outrider("prepare", "tiny.yaml", "prepare.count=9")
     assert (done.code, "line 7 is not JSON (the line is cut off)" in done.said) == (1, True), done.err
     done = outrider("prepare", "tiny.yaml", "--skip-bad", "prepare.count=9")
     assert done.code == 0, done.err

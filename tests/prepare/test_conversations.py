@@ -13,7 +13,7 @@ from tiny import make_tokenizer
 from outrider import demo
 from outrider.errors import DataError
 from outrider.evaluate import tasks
-from outrider.prepare.conversations import Config, Conversation, Skipped, parse, prompt_tokens, read, render, template_hash
+from outrider.prepare.conversations import Config, Conversation, Skipped, prompt_tokens, read, render, template_hash
 
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 
@@ -56,8 +56,9 @@ def test_every_layout_is_read(row: dict, messages: list, tmp_path: Path) -> None
     ("row", "said"),
     [
         ([1, 2], "must be a mapping, not list"), ("hi", "must be a mapping, not str"), ({}, "keys: none"),
-        ({"question": "hi"}, "keys: question"), ({"messages": ["hi"]}, "not 'hi'"), ({"messages": "hi"}, "not 'h'"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "needs a role"), ({"messages": [{"role": "user"}]}, "text as content"),
+        ({"question": "hi"}, "keys: question"), ({"messages": ["hi"]}, "not 'hi'"), ({"messages": "hi"}, "not 'h"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "needs a role"),
+        ({"messages": [{"role": "user"}]}, "text as content"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "text as content"), ({"messages": [REPLY]}, "no user turn"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "needs a role"),
         ({"prompt": "  \n"}, "no user turn"), ({"messages": 5}, "messages"), ({"conversations": {"a": 1}}, "message"),
@@ -138,7 +139,7 @@ def test_an_id_is_the_row_s_own_or_its_place(tmp_path: Path) -> None:
 
 
 def test_two_rows_of_one_id_are_told_apart(tmp_path: Path) -> None:
-    """Catches a row that is answered in a run that goes through and lost in one that is resumed: ids are what is known again."""
+    """Catches a row that is answered in a run that goes through and lost in one that is resumed: it is known by its id."""
     path = write(tmp_path / "a.jsonl", {"id": 1, "prompt": "a"}, {"id": 1, "prompt": "b"}, {"id": 2, "prompt": "c"})
     assert len({conversation.id for conversation in read_all(path)}) == 3
 
@@ -212,7 +213,7 @@ def test_without_a_template_exactly_the_answers_train(talk: str) -> None:
     """Catches the first token of the next question being learnt as the end of an answer."""
     tokenizer, messages = make_tokenizer(template=None), TALKS[talk]
     found = render(tokenizer, messages, 10_000)
-    assert found.tokens == tokenizer.encode("".join(m["content"] for m in messages)) + [tokenizer.eos_token_id]
+    assert found.tokens == [*tokenizer.encode("".join(m["content"] for m in messages)), tokenizer.eos_token_id]
     texts = [tokenizer.decode(found.tokens[start:end]).removesuffix("<|end|>") for start, end in found.learn]
     assert texts == [m["content"] for m in messages if m["role"] == "assistant"]
 

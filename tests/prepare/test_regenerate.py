@@ -229,7 +229,7 @@ def test_answers_of_other_settings_are_not_mixed(change: dict[str, Any], talker:
     """Catches a folder whose texts follow two laws."""
     answer_all(talker, tmp_path, asked(2))
     before = (tmp_path / ANSWERS).read_bytes()
-    with pytest.raises(DataError, match="holds answers made with another config; name another prepare.folder, or delete it"):
+    with pytest.raises(DataError, match=r"holds answers made with another config; name another prepare.folder, or delete it"):
         answer_all(talker, tmp_path, **change)
     assert (tmp_path / ANSWERS).read_bytes() == before
 

@@ -220,7 +220,8 @@ DAMAGES = {
     "missing weight": (change_weights(lambda w: w.pop("backbone.fc.weight")), "lacks weights: backbone.fc.weight"),
     "extra weight": (change_weights(lambda w: w.update(lm_head=torch.zeros(2))), "has unknown weights: lm_head"),
     "misshapen weight": (
-        change_weights(lambda w: w.update({"backbone.norm.weight": torch.zeros(2)})), "has misshapen weights: backbone.norm.weight",
+        change_weights(lambda w: w.update({"backbone.norm.weight": torch.zeros(2)})),
+        "has misshapen weights: backbone.norm.weight",
     ),
     "NaN weight": (change_weights(spoil), "has non-finite weights: backbone.norm.weight"),
     "truncated weights": (truncate, "can't be read"),
@@ -341,7 +342,7 @@ def test_a_small_model_of_another_vocabulary_is_refused(talker: TransformersTarg
     make_folder(tmp_path / "swapped")
     path = tmp_path / "swapped" / "tokenizer.json"
     path.write_text(path.read_text().replace('"A": 32', '"A": 33').replace('"B": 33', '"B": 32'))
-    with pytest.raises(DrafterError, match="a vocabulary of 300 .* one of 261 .*choose a model with the target's tokenizer"):
+    with pytest.raises(DrafterError, match=r"a vocabulary of 300 .* one of 261 .*choose a model with the target's tokenizer"):
         load_drafter("small_model", talker, model=str(tmp_path / "wider"))
     with pytest.raises(DrafterError, match="choose a model with the target's tokenizer"):
         load_drafter("small_model", talker, model=str(tmp_path / "swapped"))

@@ -74,7 +74,7 @@ def test_a_gradient_is_the_slope(name: str) -> None:
         alpha = sum(map(min, softmax(wanted), softmax(logits)))
         for v in range(len(logits)):
             ends = [
-                brute_force(name, logits[:v] + [logits[v] + s] + logits[v + 1 :], wanted, label, alpha) for s in (step, -step)
+                brute_force(name, [*logits[:v], logits[v] + s, *logits[v + 1 :]], wanted, label, alpha) for s in (step, -step)
             ]
             assert float(draft.grad[m, v]) == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=2e-4)
 
