@@ -158,6 +158,9 @@ def _prepare(settings: RunConfig, target: TransformersTarget) -> None:
     answers = regenerate.read_answers(path)
     learnt = sum(end - start for answer in answers for start, end in answer.learn)
     out.print(f"          {len(answers)} answers, {_count(learnt)} tokens to learn, in {path}", highlight=False)
+    lost = {conversation.id for conversation in asked} - {answer.id for answer in answers}
+    if lost:
+        out.print(f"          {len(lost)} prompts left out: no room for an answer, or none given", highlight=False)
 
 
 def _train(settings: RunConfig, target: TransformersTarget) -> None:
@@ -206,6 +209,7 @@ def _train(settings: RunConfig, target: TransformersTarget) -> None:
 def _probe(settings: RunConfig, target: TransformersTarget) -> Callable[[DraftModel], dict[str, float]] | None:
     """Real acceptance on a few prompts at the end of training, where the run file says which prompts."""
     from outrider.decoding.generate import generate
+    from outrider.evaluate.measure import as_tokens
     from outrider.evaluate.tasks import prompts
 
     chosen = settings.evaluate
@@ -213,7 +217,7 @@ def _probe(settings: RunConfig, target: TransformersTarget) -> Callable[[DraftMo
         return None
 
     def probe(model: DraftModel) -> dict[str, float]:
-        texts = [prompt.messages[-1]["content"] for prompt in prompts(chosen.tasks[0], 4, chosen.seed)]
+        texts = [as_tokens(target, prompt) for prompt in prompts(chosen.tasks[0], 4, chosen.seed)]
         found = generate(target, texts, model.drafter(), max_new_tokens=min(48, chosen.max_new_tokens))
         return {"probe_tokens_per_step": sum(len(g.tokens) for g in found) / sum(g.steps for g in found)}
 

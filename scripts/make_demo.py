@@ -1,11 +1,14 @@
 """Make the demo's two models again from the standard library's source: `python scripts/make_demo.py WORK`.
 
-Five stages, each leaving files in WORK and skipped when they are there; `target` and `small_model` also go on from their
+Six stages, each leaving files in WORK and skipped when they are there; `target` and `small_model` also go on from their
 last checkpoint after an interruption.
 
     corpus       tokenizer (byte-level BPE, Qwen2's pre-tokenizer), token ids of the training and the held-out modules
     target       16 layers x 256, trained on the training modules: bf16 weights, float32 masters; Muon for the matrices
                  (half the steps that AdamW needs here), AdamW for embedding and norms
+    steady       the target taught not to loop: it continues training code greedily, and tokens that end an 8-gram it has
+                 written before are made unlikely (unlikelihood training, arXiv 1908.04319), beside ordinary training; then
+                 a mean of the weights before and after, which keeps most of both gains
     text         what the target itself writes after pieces of the training modules
     small_model  2 layers x 128, trained on that text against the target's own distribution
     package      both models, the tokenizer and the model card into outrider/demo/
@@ -57,8 +60,13 @@ SHAPES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path, help="where tokens, checkpoints and logs go")
-    parser.add_argument("--stages", default="corpus,target,text,small_model,package")
+    parser.add_argument("--stages", default="corpus,target,steady,text,small_model,package")
     parser.add_argument("--passes", type=float, default=2.7, help="passes over the training modules")
+    parser.add_argument("--steady-steps", type=int, default=150)
+    parser.add_argument("--steady-lr", type=float, default=4e-4)
+    parser.add_argument(
+        "--steady-share", type=float, default=0.55, help="weight of the model after, in the mean with that before"
+    )
     parser.add_argument("--small-passes", type=float, default=6.0, help="passes of small_model over the target's text")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
@@ -72,7 +80,7 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     for stage in options.stages.split(","):
         print(f"── {stage}", flush=True)
-        {"corpus": corpus, "target": target, "text": text, "small_model": small_model, "package": package}[stage](options)
+        {f.__name__: f for f in (corpus, target, steady, text, small_model, package)}[stage](options)
 
 
 # ── corpus ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -283,8 +291,6 @@ def target(options: argparse.Namespace) -> None:
         torch.manual_seed(options.seed)
         ids, held_out = (np.load(options.work / f"{split}.npy") for split in ("train", "held_out"))
         fit("target", new_model("target"), ids, held_out, options.passes, options)
-    if not (options.work / "samples.json").exists():
-        samples(options)
 
 
 # ── what the target writes ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -326,7 +332,7 @@ def fresh_share(tokens: list[int], n: int = 8) -> float:
 
 def samples(options: argparse.Namespace) -> None:
     """How often greedy text after held-out code falls into a loop, and what it looks like."""
-    model = load(options.work / "target", options.device)
+    model = load(options.work / "steady", options.device)
     prompt = pieces(np.load(options.work / "held_out.npy"), 128, 160, options.seed)
     out = write(model, prompt.to(options.device), 128, 0.0, 0)[:, prompt.shape[1] :].tolist()
     shares = [fresh_share(row) for row in out]
@@ -343,11 +349,84 @@ def samples(options: argparse.Namespace) -> None:
     (options.work / "samples.json").write_text(json.dumps({"kept": kept, "of": len(shares), "samples": shown}, indent=1))
 
 
+def repeats(rows: Tensor, start: int, n: int = 8) -> Tensor:
+    """Which tokens of rows [B, S], from `start` on, end an n-gram that stands in their row before.  [B, S] bool."""
+    found = torch.zeros_like(rows, dtype=torch.bool)
+    for b, row in enumerate(rows.tolist()):
+        seen = set()
+        for end in range(n, len(row) + 1):
+            gram = tuple(row[end - n : end])
+            found[b, end - 1] = gram in seen and end > start
+            seen.add(gram)
+    return found
+
+
+def unlikelihood(model: Qwen3ForCausalLM, rows: Tensor, repeated: Tensor) -> Tensor:
+    """-log(1 - p) of the repeated tokens, averaged over them."""
+    logits = model(rows[:, :-1], use_cache=False).logits.float()
+    p = logits.log_softmax(-1).gather(-1, rows[:, 1:, None])[..., 0].exp()
+    weight = repeated[:, 1:].float()
+    return (-(1 - p).clamp(min=1e-4).log() * weight).sum() / weight.sum().clamp(min=1)
+
+
+def steady(options: argparse.Namespace) -> None:
+    """Teach the target not to loop; from WORK/target to WORK/steady, going on from WORK/steady.checkpoint."""
+    if (options.work / "steady.json").exists():
+        return
+    torch.manual_seed(options.seed + 2)
+    ids, held_out = (np.load(options.work / f"{split}.npy") for split in ("train", "held_out"))
+    model = load(options.work / "target", options.device)
+    masters = Masters(model, options)
+    before = [weight.detach().float().clone() for weight in masters.masters]
+    ordinary, unlikely = batch_loss, unlikelihood
+    if not options.no_compile:
+        ordinary, unlikely = torch.compile(batch_loss, dynamic=False), torch.compile(unlikelihood, dynamic=False)
+    source = windows(ids, options.length, options.step_tokens // options.length, options.seed + 7)
+    checkpoint, log, began, first = options.work / "steady.checkpoint", [], time.time(), 0
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True, map_location=options.device)
+        masters.restore(saved["masters"])
+        first, log = saved["step"], saved["log"]
+    for step in range(first, options.steady_steps):
+        model.eval()
+        rows = write(model, pieces(ids, 32, 64, options.seed + 9000 + step).to(options.device), 80, 0.0, 0).clone()
+        model.train()
+        repeated = repeats(rows.cpu(), 64).to(options.device)
+        batch = next(source).to(options.device)
+        loss = ordinary(model, batch[:, :-1], batch[:, 1:], None)
+        loss.backward()
+        unlikely(model, rows, repeated).backward()
+        masters.step(options.steady_lr * min(1, (step + 1) / 20) * max(0.05, 1 - step / options.steady_steps))
+        share = repeated[:, 64:].float().mean().item()
+        if (step + 1) % 10 == 0 or step + 1 == options.steady_steps:
+            log.append(
+                [step + 1, round(loss.item(), 4), round(held_out_loss(model, held_out, options.device), 4), round(share, 3)]
+            )
+            print(
+                f"step {step + 1}: loss, held out, share of repeated tokens {log[-1][1:]}, {time.time() - began:.0f} s",
+                flush=True,
+            )
+            torch.save({"step": step + 1, "log": log, "masters": masters.state()}, checkpoint)
+    with torch.no_grad():
+        torch._foreach_lerp_(before, masters.masters, options.steady_share)
+        torch._foreach_copy_(masters.weights, before)
+    log.append([options.steady_steps, None, round(held_out_loss(model, held_out, options.device), 4), None])
+    model.save_pretrained(options.work / "steady")
+    facts = {
+        "steps": options.steady_steps,
+        "lr": options.steady_lr,
+        "share": options.steady_share,
+        "seconds": round(time.time() - began),
+    }
+    (options.work / "steady.json").write_text(json.dumps(facts | {"log": log}))
+    samples(options)
+
+
 def text(options: argparse.Namespace) -> None:
     """The target's own text after pieces of the training modules, half at temperature 1 and half greedy."""
     if (options.work / "text.npy").exists():
         return
-    model, ids = load(options.work / "target", options.device), np.load(options.work / "train.npy")
+    model, ids = load(options.work / "steady", options.device), np.load(options.work / "train.npy")
     prompt, new, rows = 96, 160, 1024 if options.device == "cuda" else 64
     parts = sorted(options.work.glob("text-*.npy"))
     batches = math.ceil(options.text_tokens / (rows * (prompt + new)))
@@ -364,7 +443,7 @@ def small_model(options: argparse.Namespace) -> None:
         return
     torch.manual_seed(options.seed + 1)
     ids, held_out = (np.load(options.work / f"{name}.npy") for name in ("text", "held_out"))
-    teacher = load(options.work / "target", options.device)
+    teacher = load(options.work / "steady", options.device)
     fit("small_model", new_model("small_model"), ids, held_out, options.small_passes, options, teacher)
 
 
@@ -377,15 +456,15 @@ def describe(device: str) -> str:
 
 def package(options: argparse.Namespace) -> None:
     """Copy models and tokenizer into the package and write the model card."""
-    for shape, folder in (("target", demo.TARGET), ("small_model", demo.SMALL_MODEL)):
+    for made, folder in (("steady", demo.TARGET), ("small_model", demo.SMALL_MODEL)):
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: w.bfloat16() for name, w in load_file(options.work / shape / "model.safetensors").items()}
+        weights = {name: w.bfloat16() for name, w in load_file(options.work / made / "model.safetensors").items()}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         for name in ("config.json", "generation_config.json"):
-            (folder / name).write_text((options.work / shape / name).read_text())
+            (folder / name).write_text((options.work / made / name).read_text())
         for path in (options.work / "tokenizer").iterdir():
             (folder / path.name).write_bytes(path.read_bytes())
-    facts = {shape: json.loads((options.work / f"{shape}.json").read_text()) for shape in SHAPES}
+    facts = {stage: json.loads((options.work / f"{stage}.json").read_text()) for stage in (*SHAPES, "steady")}
     (demo.TARGET.parent / "MODEL_CARD.md").write_text(
         card(facts, json.loads((options.work / "samples.json").read_text()), options)
     )
@@ -398,7 +477,7 @@ def card(facts: dict, loops: dict, options: argparse.Namespace) -> str:
     values = json.loads((options.work / "corpus.json").read_text())
     values |= {"held_out": ", ".join(sorted(demo.HELD_OUT)), "kept": loops["kept"], "of": loops["of"]}
     for shape, found in facts.items():
-        rows = [f"| {step} | {loss} | {held_out} |" for step, loss, held_out in found["log"]]
+        rows = ["| " + " | ".join(str(value) for value in row) + " |" for row in found["log"]]
         values[f"{shape}_curve"] = "\n".join(rows)
         values[f"{shape}_settings"] = ", ".join(f"{key} {value}" for key, value in found.items() if key != "log")
         values[f"{shape}_loss"] = found["log"][-1][2]

@@ -174,7 +174,7 @@ def measure(
 def _warm_up(target: TransformersTarget, entries: Sequence[Entry], task: str, config: Config) -> None:
     """The first passes of a process pay for allocations and thread pools; they are nobody's measurement."""
     prompt = next(iter(prompts_of(task, 1, config.seed)))
-    tokens = target.encode(prompt.messages if _has_template(target) else prompt.messages[-1]["content"])[:64]
+    tokens = as_tokens(target, prompt)[:64]
     for entry in entries:
         run_once(target, Request(tokens, 16, Sampling(entry.temperature, seed=0)), entry.drafter)
 
@@ -183,7 +183,7 @@ def _one_prompt(
     target: TransformersTarget, table: Sequence[Measured], prompt: Prompt, config: Config, turn: int
 ) -> float | None:
     """Continue one prompt every way and note the runs; or return its share of fresh 8-grams where it loops."""
-    tokens = target.encode(prompt.messages if _has_template(target) else prompt.messages[-1]["content"])
+    tokens = as_tokens(target, prompt)
     tokens = tokens[-(target.spec.context - config.max_new_tokens - 1) :]
     reference, generate_s = generate_once(target, tokens, config.max_new_tokens)
     share = fresh_share(reference)
@@ -208,8 +208,10 @@ def _one_prompt(
     return None
 
 
-def _has_template(target: TransformersTarget) -> bool:
-    return getattr(target.tokenizer, "chat_template", None) is not None
+def as_tokens(target: TransformersTarget, prompt: Prompt) -> list[int]:
+    """A task's prompt as the target reads it: through the chat template where there is one."""
+    has_template = getattr(target.tokenizer, "chat_template", None) is not None
+    return target.encode(prompt.messages if has_template else prompt.messages[-1]["content"])
 
 
 def run_once(

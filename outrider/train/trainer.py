@@ -196,7 +196,11 @@ def _resume(place: Path, model: DraftModel, optimizer: torch.optim.Optimizer, se
         return {}
     manifest = checkpoint.manifest_of(place)
     checkpoint.check_binding(manifest, model.target, place)
-    mine = {"drafter": model.config.model_dump(mode="json"), "train": settings}
+    free = ("save_every", "log_every")  # they change what is written, not what is learnt
+    mine = {
+        "drafter": model.config.model_dump(mode="json"),
+        "train": {key: value for key, value in settings.items() if key not in free},
+    }
     theirs = {"drafter": {"kind": manifest["kind"], **manifest["config"]}, "train": manifest["training"].get("config") or {}}
     differs = [f"{part}.{key}" for part in mine for key in mine[part] if mine[part][key] != theirs[part].get(key)]
     if differs:
@@ -209,6 +213,11 @@ def _resume(place: Path, model: DraftModel, optimizer: torch.optim.Optimizer, se
     state = checkpoint.load_state(place)
     if state is not None:
         checkpoint.unpack(state, model, optimizer)
+    elif manifest["training"]["step"] < settings["steps"]:
+        raise CheckpointError(
+            f"{place} was stopped at step {manifest['training']['step']} and lacks {checkpoint.TRAINING}; without it training can't "
+            "go on as it was: put the file back, or name another run"
+        )
     return {key: manifest["training"][key] for key in ("step", "seconds", "tokens")}
 
 
