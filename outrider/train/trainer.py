@@ -215,8 +215,8 @@ def _resume(place: Path, model: DraftModel, optimizer: torch.optim.Optimizer, se
         checkpoint.unpack(state, model, optimizer)
     elif manifest["training"]["step"] < settings["steps"]:
         raise CheckpointError(
-            f"{place} was stopped at step {manifest['training']['step']} and lacks {checkpoint.TRAINING}; without it training can't "
-            "go on as it was: put the file back, or name another run"
+            f"{place} was stopped at step {manifest['training']['step']} and lacks {checkpoint.TRAINING}, without which it "
+            "can't go on as it was; put the file back, or name another run"
         )
     return {key: manifest["training"][key] for key in ("step", "seconds", "tokens")}
 
