@@ -5,11 +5,11 @@ BIN := $(VENV)/bin
 
 .PHONY: demo demo-short test test-all lint install clean
 
-demo: install  ## train a drafter for the demo target and prove it; about 6 minutes on 2 cores
+demo: install  ## train a drafter for the demo target and prove it
 	$(BIN)/outrider run recipes/demo-dflash.yaml
 	$(BIN)/outrider run recipes/demo.yaml
 
-demo-short: install  ## the same road in about 2 minutes, for CI: fewer answers, steps and prompts
+demo-short: install  ## the same road for CI: fewer answers, steps and prompts
 	$(BIN)/outrider run recipes/demo.yaml name=demo-short prepare.folder=runs/demo-short/answers prepare.count=96 \
 		prepare.max_new_tokens=64 train.steps=40 evaluate.prompts=4 evaluate.max_new_tokens=64 \
 		'evaluate.beside=[ngram, small_model]'

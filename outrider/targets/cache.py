@@ -101,7 +101,7 @@ class SlotCache:
             if visible is not None
             else torch.ones(now.width, now.width, dtype=torch.bool, device=self.device).tril()[None]
         )
-        if now.is_even:
+        if self.is_even:
             own = torch.nn.functional.pad(own, (now.starts[0], 0), value=True)
             return torch.zeros(own.shape, dtype=dtype, device=self.device).masked_fill_(~own, -torch.inf)[:, None]
         starts = torch.tensor(now.starts, device=self.device)[:, None, None]
@@ -115,7 +115,7 @@ class SlotCache:
         """[R or 1, n] positions of the open pass's tokens.  depths [R or 1, n] counts from each row's start; None is 0..n-1."""
         if depths is None:
             depths = torch.arange(self._now.width, device=self.device)[None]
-        if self._now.is_even:
+        if self.is_even:
             return depths + self._now.starts[0]
         return depths + torch.tensor(self._now.starts, device=self.device).unsqueeze(-1)
 

@@ -72,7 +72,6 @@ def train(
     Raises TrainingError where a loss is not finite, naming the first bad tensor; no good checkpoint is overwritten.
     KeyboardInterrupt: the current step is finished and saved first.
     """
-    losses.check(config.loss)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(config.seed)
