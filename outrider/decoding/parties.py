@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.decoding.accept import Verdict
 from outrider.decoding.draft import Draft
@@ -78,6 +78,9 @@ class Target(Protocol):
 
     def head(self, hidden: Tensor) -> Tensor:
         """[..., V], the family's soft-cap and scale applied."""
+
+    def layer(self, index: int) -> nn.Module:
+        """Decoder layer `index`, counted from 0; its weights are for reading."""
 
     def allocate(self, slots: int, length: int) -> Cache:
         """A cache for `slots` requests of at most `length` tokens, drafted ones included."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from outrider.config import Config as Base
@@ -24,7 +24,7 @@ from outrider.decoding.sampling import Purpose, distribution
 from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
 from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
-from outrider.nn.draft_model import Batch, DraftModel, resolve_taps
+from outrider.nn.draft_model import Batch, DraftModel, copy_layers, resolve_taps
 from outrider.targets.cache import SlotCache
 
 Pick = Callable[[Tensor, int], Tensor]
@@ -46,6 +46,8 @@ class BackboneConfig(Base):
     intermediate: PositiveInt = 704
     """Width of the MLP."""
     rope_theta: PositiveFloat = 10_000.0
+    copies: tuple[NonNegativeInt, ...] | None = None
+    """Target layers, one a draft layer and counted from 0, whose weights training begins with; random unless given."""
     anchors: PositiveInt = 512
     """Most blocks trained per text and step."""
     decay: PositiveFloat = 4.0
@@ -74,6 +76,8 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(hidden)
         if target.mask_token is None:
             self.mask = nn.Parameter(torch.randn(hidden) * 0.02)
+        if config.copies is not None:
+            copy_layers(self.layers, config.copies, target)
 
     def forward(
         self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None,

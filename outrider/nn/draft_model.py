@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from outrider.decoding.parties import Drafter, Target, TargetSpec
@@ -110,6 +111,33 @@ def resolve_taps(taps: Sequence[int] | None, spec: TargetSpec, count: int = 5) -
     if not taps or list(taps) != sorted(set(taps)):
         raise DrafterError(f"taps {tuple(taps)} must be at least one, and must rise from one to the next, each named once")
     return tuple(taps)
+
+
+@torch.no_grad()
+def copy_layers(layers: Sequence[nn.Module] | nn.ModuleList, indices: Sequence[int], target: Target) -> None:
+    """Begin every draft layer with the weights of a target layer, those that both have; what only the draft has stays.
+
+    Raises DrafterError where their number, or the shape of a weight, does not fit.
+    """
+    if len(indices) != len(layers) or max(indices) >= target.spec.layers:
+        raise DrafterError(
+            f"copies {tuple(indices)} must name one target layer for each of {len(layers)} draft layers, "
+            f"each from 0 to {target.spec.layers - 1}"
+        )
+    for layer, index in zip(layers, indices, strict=True):
+        mine, theirs = layer.state_dict(), target.layer(index).state_dict()
+        shared = mine.keys() & theirs.keys()
+        wrong = sorted(name for name in shared if mine[name].shape != theirs[name].shape)
+        if wrong or not shared:
+            name = wrong[0] if wrong else next(iter(mine))
+            found = tuple(theirs[name].shape) if name in theirs else "missing"
+            raise DrafterError(
+                f"layer {index} of {target.spec.name} can't be copied: {name} is {tuple(mine[name].shape)} in the draft and "
+                f"{found} in the target; give the draft the target's heads, kv_heads, head_dim and intermediate, "
+                "or leave copies out"
+            )
+        for name in shared:
+            mine[name].copy_(theirs[name])
 
 
 def binding(target: Target) -> dict[str, Any]:

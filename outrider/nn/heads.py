@@ -25,7 +25,6 @@ class MarkovHead(nn.Module):
         self.kind, self.rank = kind, rank
         self.markov_w1 = nn.Embedding(vocabulary, rank)
         self.markov_w2 = nn.Linear(rank, vocabulary, bias=False)
-        nn.init.normal_(self.markov_w1.weight, std=0.02)
         nn.init.zeros_(self.markov_w2.weight)
         if kind == "gated":
             self.gate_proj = nn.Linear(hidden + rank, rank)

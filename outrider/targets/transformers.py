@@ -53,6 +53,10 @@ class TransformersTarget:
         """Logits [..., V] of hidden states after the final norm."""
         return nn.functional.linear(hidden.to(self._head.weight.dtype), self._head.weight, getattr(self._head, "bias", None))
 
+    def layer(self, index: int) -> nn.Module:
+        """Decoder layer `index`, counted from 0; its weights are for reading."""
+        return self._decoder_layers[index]
+
     def allocate(self, slots: int, length: int) -> SlotCache:
         return SlotCache(slots, length, self.device)
 

@@ -27,6 +27,7 @@ from outrider.decoding.parties import Drafter, Target
 from outrider.drafters import find, kinds
 from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.nn.draft_model import DraftModel, binding
+from outrider.train.optimizers import Optimizers
 
 VERSION = 1
 MANIFEST, WEIGHTS, TRAINING = "outrider.json", "model.safetensors", "training.safetensors"
@@ -149,16 +150,16 @@ def _unknown(key: str, value: Any, manifest: Mapping[str, Any]) -> bool:
     return key == "tokenizer_hash" and (value is None or manifest["target"].get(key) is None)
 
 
-def pack(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def pack(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:
     """Optimiser moments by parameter name, and torch's random state."""
     packed = {"rng": torch.get_rng_state()}
     for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in optimizer.state_of(parameter).items():
             packed[f"{name}/{key}"] = torch.as_tensor(value)
     return packed
 
 
-def unpack(state: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def unpack(state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizers) -> None:
     """Undo `pack`."""
     parameters = dict(model.named_parameters())
     for name, value in state.items():
@@ -167,7 +168,7 @@ def unpack(state: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim
             continue
         owner, _, key = name.rpartition("/")
         parameter = parameters[owner]
-        optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+        optimizer.state_of(parameter)[key] = value if key == "step" else value.to(parameter.device)
 
 
 def load_drafter(

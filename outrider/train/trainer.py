@@ -24,6 +24,7 @@ from outrider.decoding.accept import overlap
 from outrider.errors import CheckpointError, TrainingError
 from outrider.nn.draft_model import Batch, DraftModel, FeatureSource, Predictions
 from outrider.train import checkpoint, losses
+from outrider.train.optimizers import Kind, Optimizers
 
 CHUNK_ELEMENTS = 2**24
 """Logits that exist at once: 64 MiB in float32."""
@@ -34,7 +35,9 @@ class Config(Base):
 
     steps: PositiveInt = 10_000
     lr: PositiveFloat = 6e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
+    optimizer: Kind = "adamw"
+    """adamw, or muon for the inner matrices and adamw for the rest: fewer steps at small sizes."""
     warmup: NonNegativeFloat = 0.04
     """Share of the steps over which the rate rises; then it falls along a cosine to 0."""
     batch: PositiveInt = 8
@@ -76,7 +79,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(config.seed)
     model = model.float().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    optimizer = Optimizers(model, config.optimizer, model.target.spec.vocabulary, config.weight_decay)
     place = folder / "checkpoint"
     facts: dict[str, Any] = {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0}
     facts |= _resume(place, model, optimizer, facts["config"])
@@ -117,13 +120,11 @@ def train(
 
 
 def optimise(
-    model: DraftModel, optimizer: torch.optim.Optimizer, batch: Batch, config: Config, step: int, is_logged: bool
+    model: DraftModel, optimizer: Optimizers, batch: Batch, config: Config, step: int, is_logged: bool
 ) -> dict[str, Any]:
     """One step of the optimiser.  Returns its loss, terms and, where logged, expected acceptance by depth."""
     lr = config.lr * rate(step, config)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
         predictions = model.predict(batch)
         found = accumulate(predictions, config, is_logged)
@@ -134,7 +135,7 @@ def optimise(
             f"step {step + 1}: the loss is {found['loss']}, the gradient's norm {float(norm)}; first bad tensor: "
             f"{first_bad(model, batch)}. The last checkpoint is whole; lower train.lr (now {config.lr}) or look at that tensor"
         )
-    optimizer.step()
+    optimizer.step(lr)
     return found | {"lr": lr, "gradient_norm": round(float(norm), 4)}
 
 
@@ -189,7 +190,7 @@ def _count(kept: Tensor, rows_at: Tensor, predictions: Predictions, part: slice,
     rows_at.index_add_(0, depth[learnt], torch.ones(int(learnt.sum())))
 
 
-def _resume(place: Path, model: DraftModel, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Go on from a checkpoint, if there is one of this very training; refuse one of another."""
     if not (checkpoint.whole(place) / checkpoint.MANIFEST).exists():
         return {}

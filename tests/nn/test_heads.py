@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import typing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from outrider.drafters.dflash import BackboneConfig
 from outrider.errors import DrafterError
-from outrider.nn.draft_model import binding, resolve_taps
+from outrider.nn.blocks import ContextLayer
+from outrider.nn.draft_model import binding, copy_layers, resolve_taps
 from outrider.nn.heads import ConfidenceHead, MarkovHead, MarkovKind
 
 KINDS = typing.get_args(MarkovKind)
@@ -58,6 +61,29 @@ def test_a_new_head_corrects_nothing(kind):
 def test_a_confidence_is_one_number_a_slot():
     """Catches a trailing axis that would broadcast."""
     assert ConfidenceHead(7)(torch.randn(2, 3, 7)).shape == (2, 3)
+
+
+# ── copied layers ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("lacks", [(), ("self_attn.q_norm.weight", "self_attn.k_norm.weight")], ids=["qwen3", "llama"])
+def test_a_copied_layer_is_the_targets(lacks, target, monkeypatch):
+    """Catches layers in another order, a copy that shares memory with the target, and a family without query norms."""
+    shape = BackboneConfig(heads=4, kv_heads=2, head_dim=8, intermediate=64)
+    layers = [ContextLayer(target.spec.hidden, shape).double() for _ in range(2)]
+    theirs = [dict(target.layer(i).state_dict()) for i in (3, 1)]
+    for weights in theirs:
+        for name in lacks:
+            del weights[name]
+    monkeypatch.setattr(target, "layer", lambda i: SimpleNamespace(state_dict=lambda: theirs[(3, 1).index(i)]), raising=False)
+    before = {name: weight.clone() for name, weight in layers[0].state_dict().items()}
+    copy_layers(layers, (3, 1), target)
+    for layer, weights in zip(layers, theirs, strict=True):
+        mine = layer.state_dict()
+        assert mine.keys() == weights.keys() | set(lacks)
+        assert all(torch.equal(mine[name], weights[name]) for name in weights)
+        assert all(mine[name].data_ptr() != weights[name].data_ptr() for name in weights)
+    assert all(torch.equal(layers[0].state_dict()[name], before[name]) for name in lacks)
 
 
 # ── taps ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -309,6 +309,10 @@ def test_a_kind_takes_its_settings(talker: TransformersTarget) -> None:
         ("dflash", {"taps": ()}, OutriderError, "taps"),
         ("dflash", {"heads": 4, "kv_heads": 3}, DrafterError, "no multiple of kv_heads"),
         ("dflash", {"head_dim": 7}, OutriderError, "head_dim"),
+        ("dspark", {"layers": 2, "copies": (0,)}, DrafterError, "one target layer for each of 2 draft layers"),
+        ("dspark", {"layers": 1, "copies": (4,)}, DrafterError, "each from 0 to 3"),
+        ("dspark", {"layers": 1, "copies": (-1,)}, ConfigError, "drafter.copies"),
+        ("dspark", {"layers": 1, "copies": (3,)}, DrafterError, "give the draft the target's heads"),
         ("small_model", {"model": "/no/such/folder"}, OutriderError, "can't load target '/no/such/folder'"),
     ],
 )  # fmt: skip

@@ -19,6 +19,7 @@ from outrider.errors import CheckpointError, TrainingError
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.targets.transformers import TransformersTarget
 from outrider.train import checkpoint
+from outrider.train.optimizers import Optimizers
 from outrider.train.trainer import Config, first_bad, rate, train
 from train.bench import SETTINGS, fit, make_model, make_source
 
@@ -71,14 +72,15 @@ def step_of(folder: Path) -> int:
 
 @pytest.fixture(scope="module")
 def whole(talker: TransformersTarget, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Folders of trainings that nothing stopped, by kind and dtype."""
+    """Folders of trainings that nothing stopped, by kind and settings."""
     made: dict[tuple[str, str], Path] = {}
 
-    def find(kind: str, dtype: str = "float32") -> Path:
-        if (kind, dtype) not in made:
-            made[kind, dtype] = tmp_path_factory.mktemp("whole")
-            fit(made[kind, dtype], talker, kind, dtype=dtype)
-        return made[kind, dtype]
+    def find(kind: str, **settings: str) -> Path:
+        key = kind, json.dumps(settings)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("whole")
+            fit(made[key], talker, kind, **settings)
+        return made[key]
 
     return find
 
@@ -114,12 +116,28 @@ def test_a_training_stopped_by_a_crash_goes_on_from_its_last_save_bit_for_bit(
     same_training(tmp_path, whole("vanilla"))
 
 
-def test_bfloat16_goes_on_bit_for_bit_too(talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path) -> None:
-    """Catches weights that are saved in the precision of the passes."""
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"optimizer": "muon"}], ids=["bfloat16", "muon"])
+def test_other_arithmetic_goes_on_bit_for_bit_too(
+    settings: dict[str, str], talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Catches weights that are saved in the precision of the passes, and the moments of a second optimiser that are not."""
     with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, talker, dtype="bfloat16", on_step=stopper(3, interrupt))
-    fit(tmp_path, talker, seed=99, dtype="bfloat16")
-    same_training(tmp_path, whole("vanilla", "bfloat16"))
+        fit(tmp_path, talker, on_step=stopper(3, interrupt), **settings)
+    fit(tmp_path, talker, seed=99, **settings)
+    same_training(tmp_path, whole("vanilla", **settings))
+
+
+def test_muon_turns_inner_matrices_alone(talker: TransformersTarget) -> None:
+    """Catches an embedding, an output layer or a norm that Muon would flatten, and a weight that neither moves."""
+    model = make_model(talker)
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    adam, muon = (
+        {names[id(weight)] for group in part.param_groups for weight in group["params"]}
+        for part in Optimizers(model, "muon", talker.spec.vocabulary, 0.0).parts
+    )
+    assert adam | muon == set(names.values()) and not adam & muon
+    assert {"backbone.fc.weight", "backbone.layers.0.self_attn.q_proj.weight"} <= muon
+    assert {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "backbone.norm.weight"} <= adam
 
 
 def test_a_second_ctrl_c_stops_at_once(talker: TransformersTarget, tmp_path: Path) -> None:

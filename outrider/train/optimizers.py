@@ -1,0 +1,51 @@
+"""The optimisers that train a drafter, stepped as one: AdamW for every weight, or Muon for the inner matrices beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Kind = Literal["adamw", "muon"]
+
+
+class Optimizers:
+    """AdamW for all weights; or Muon (torch's, its step scaled to AdamW's size) for matrices that turn states into states.
+
+    Embeddings, output layers, norms and biases stay with AdamW: a matrix with the vocabulary as one side is none of Muon's.
+    """
+
+    def __init__(self, model: nn.Module, kind: Kind, vocabulary: int, weight_decay: float):
+        weights = list(model.parameters())
+        inner = [w for w in weights if kind == "muon" and _is_inner(w, vocabulary)]
+        taken = set(map(id, inner))
+        others = [w for w in weights if id(w) not in taken]
+        self.parts: list[torch.optim.Optimizer] = []
+        if others:
+            self.parts.append(torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=weight_decay))
+        if inner:
+            self.parts.append(torch.optim.Muon(inner, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+
+    def step(self, lr: float) -> None:
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def state_of(self, weight: Tensor) -> dict[str, Any]:
+        """This weight's moments by name, {} before the first step; writing to it sets them."""
+        return next(part for part in self.parts if _holds(part.param_groups, weight)).state[weight]
+
+
+def _is_inner(weight: Tensor, vocabulary: int) -> bool:
+    return weight.dim() == 2 and min(weight.shape) > 1 and vocabulary not in weight.shape
+
+
+def _holds(groups: Sequence[dict[str, Any]], weight: Tensor) -> bool:
+    return any(weight is one for group in groups for one in group["params"])
