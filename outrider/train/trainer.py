@@ -26,8 +26,8 @@ from outrider.nn.draft_model import Batch, DraftModel, FeatureSource, Prediction
 from outrider.train import checkpoint, losses
 from outrider.train.optimizers import Kind, Optimizers
 
-CHUNK_ELEMENTS = 2**24
-"""Logits that exist at once: 64 MiB in float32."""
+CHUNK_ELEMENTS = {"cpu": 2**21}
+"""Logits that exist at once, by device: 8 MiB in float32 stay near a CPU's cores; elsewhere 2**24, 64 MiB, fill the device."""
 
 
 class Config(Base):
@@ -145,7 +145,8 @@ def accumulate(predictions: Predictions, config: Config, is_logged: bool = False
     sums: dict[str, float] = {"loss": 0.0}
     depths = int(predictions.depth.max()) + 1 if len(predictions.depth) else 0
     kept, rows_at = torch.zeros(depths), torch.zeros(depths)
-    for draft, target, part in predictions.chunks(max(1, CHUNK_ELEMENTS // predictions.vocabulary)):
+    elements = CHUNK_ELEMENTS.get(predictions.labels.device.type, 2**24)
+    for draft, target, part in predictions.chunks(max(1, elements // predictions.vocabulary)):
         weight = predictions.weight[part] / total
         terms = {"divergence": losses.combine(config.loss, draft, target, predictions.labels[part])}
         terms |= {name: config.extra.get(name, 1.0) * term for name, term in predictions.extra(part, draft, target).items()}
