@@ -7,6 +7,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,12 +100,12 @@ class Case:
     """A drafter and the variant of it that is tested."""
 
     kind: str
-    choices: dict[str, str] = field(default_factory=dict)
+    choices: dict[str, Any] = field(default_factory=dict)
     is_variant: bool = False
     """Another case of this kind came before."""
 
     def __str__(self) -> str:
-        return "-".join([self.kind, *self.choices.values()])
+        return "-".join([self.kind, *map(str, self.choices.values())])
 
     def __hash__(self) -> int:
         return hash(str(self))
@@ -115,12 +116,15 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Every drafter found, own and third-party; one case more for each value of a field such as `markov`."""
+    """Every drafter found, own and third-party; one case more for each value of `markov`, and one for a tree of runners-up."""
     found = []
     for kind in sorted(drafters.kinds()):
-        markov = drafters.find(kind).Config.model_fields.get("markov")
+        fields = drafters.find(kind).Config.model_fields
+        markov = fields.get("markov")
         choices = typing.get_args(markov.annotation) if markov else ()
         found += [Case(kind, {"markov": choice}, n > 0) for n, choice in enumerate(choices)] or [Case(kind)]
+        if "runners_up" in fields:
+            found.append(Case(kind, {"runners_up": (2, 1)}, True))
     return found
 
 

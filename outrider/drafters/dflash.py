@@ -35,7 +35,9 @@ class BackboneConfig(Base):
     """What every drafter with this backbone can set."""
 
     block: PositiveInt = 7
-    """Tokens drafted per step."""
+    """Tokens drafted per step, one behind the other."""
+    runners_up: tuple[NonNegativeInt, ...] = ()
+    """Next best tokens verified beside slot 0, 1, … of a greedy request's block: leaves, so that the draft is a tree."""
     layers: PositiveInt = 5
     """Decoder layers of the draft model."""
     taps: tuple[int, ...] | None = None
@@ -67,6 +69,11 @@ class Backbone(nn.Module):
             raise DrafterError(f"heads {config.heads} is no multiple of kv_heads {config.kv_heads}")
         if config.head_dim % 2:
             raise DrafterError(f"head_dim {config.head_dim} is odd; rotary positions turn pairs, choose an even one")
+        if len(config.runners_up) > config.block or 1 + max(config.runners_up, default=0) > target.spec.vocabulary:
+            raise DrafterError(
+                f"runners_up {config.runners_up} asks for more than a block of {config.block} slots and a vocabulary of "
+                f"{target.spec.vocabulary} have; give at most one number a slot"
+            )
         self.config, self.target = config, target
         self.taps = resolve_taps(config.taps, target.spec)
         hidden = target.spec.hidden
@@ -127,7 +134,7 @@ class BlockModel(Protocol):
     def __call__(
         self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None, kept: SlotCache,
         pick: Pick | None,
-    ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor | None]: ...  # fmt: skip
 
 
 class Model(DraftModel):
@@ -142,13 +149,13 @@ class Model(DraftModel):
     def forward(
         self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None, kept: SlotCache,
         pick: Pick | None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Draft one block a slot: tokens [B, K], no confidence.  pick None takes the most likely token."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """Draft one block a slot: tokens [B, K], logits [B, K, V], no confidence.  pick None takes the most likely token."""
         states = self.backbone(taps, taps_at, anchors[:, None], anchors_at[:, None], mask, kept)[:, 0]
         logits = self.target.head(states)
         if pick is None:
-            return logits.argmax(-1), None
-        return torch.stack([pick(logits[:, k], k) for k in range(logits.shape[1])], 1), None
+            return logits.argmax(-1), logits, None
+        return torch.stack([pick(logits[:, k], k) for k in range(logits.shape[1])], 1), logits, None
 
     def predict(self, batch: Batch) -> BlockRows:
         return BlockRows(self.backbone, batch, lambda states, _previous: self.target.head(states))
@@ -179,11 +186,13 @@ class BlockDrafter:
         self.model = model
         self.backbone = model.backbone
         self.taps = model.backbone.taps
-        self.limit = model.backbone.config.block
+        self.block = model.backbone.config.block
+        self.tree = Tree(self.block, model.backbone.config.runners_up)
+        self.limit = len(self.tree.slots)
 
     def allocate(self, cache: Cache) -> BlockMemory:
         # besides the context: the block, and as many columns again where slots bring unequal numbers of new taps
-        return BlockMemory(cache.slots, cache.length + 2 * self.limit, self.backbone.target.device)
+        return BlockMemory(cache.slots, cache.length + 2 * self.block, self.backbone.target.device)
 
     def admit(self, memory: BlockMemory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
         assert scores.taps is not None
@@ -198,16 +207,18 @@ class BlockDrafter:
         self._settle(memory, rows)
         taps, counts = self._take(memory, rows)
         starts = torch.tensor([kept.lengths[row] for row in rows], device=state.device)
-        kept.open(rows, taps.shape[1] + self.limit)
+        kept.open(rows, taps.shape[1] + self.block)
         mask = self._mask(kept, taps.shape[1], counts)
         pick = None if state.settings.is_greedy else _Picker(state)
-        tokens, confidence = self.model(
+        tokens, logits, confidence = self.model(
             taps, starts[:, None] + torch.arange(taps.shape[1], device=state.device), state.anchor,
             starts + torch.tensor(counts, device=state.device), mask, kept, pick,
         )  # fmt: skip
         kept.append(counts)
+        if pick is None and self.limit > self.block:
+            return self.tree.draft(logits, budget)
         q = None if pick is None else torch.stack(pick.q, 1)
-        return Draft.chain(tokens, budget.clamp(max=self.limit), q, confidence)
+        return Draft.chain(tokens, budget.clamp(max=self.block), q, confidence)
 
     def observe(self, memory: BlockMemory, state: DecodeState, draft: Draft, verdict: Verdict, scores: Scores) -> None:
         assert scores.taps is not None
@@ -228,7 +239,7 @@ class BlockDrafter:
     def _settle(self, memory: BlockMemory, rows: Sequence[int]) -> None:
         """Take in what waits where it is more than a step brings, such as a prompt; each slot by itself, so none is padded."""
         for row in rows:
-            if sum(map(len, memory.pending[row])) <= self.limit + 1:
+            if sum(map(len, memory.pending[row])) <= self.block + 1:
                 continue
             taps, [count] = self._take(memory, [row])
             start = memory.kept.lengths[row]
@@ -252,9 +263,31 @@ class BlockDrafter:
         """None where no slot has padding among its new taps and all stand at the same place: then all is visible."""
         if kept.is_even and min(counts) == width:
             return None
-        columns = torch.arange(width + self.limit, device=kept.device)
+        columns = torch.arange(width + self.block, device=kept.device)
         real = (columns < torch.tensor(counts, device=kept.device)[:, None]) | (columns >= width)
-        return kept.mask(real[:, None].expand(-1, self.limit, -1), self.backbone.fc.weight.dtype)
+        return kept.mask(real[:, None].expand(-1, self.block, -1), self.backbone.fc.weight.dtype)
+
+
+class Tree:
+    """A block's chain with runners-up beside its first slots, in an order of which every prefix is a draft.
+
+    The runner-up of rank r beside slot k stands where the chain's slot k + 2 r does: about as likely, by experience.
+    """
+
+    def __init__(self, block: int, runners_up: Sequence[int]):
+        nodes = [(k, 0) for k in range(block)]
+        nodes += [(k, rank + 1) for k, count in enumerate(runners_up) for rank in range(count)]
+        nodes.sort(key=lambda node: (node[0] + 2 * node[1], node[1]))
+        at = {slot: n for n, (slot, rank) in enumerate(nodes) if not rank}
+        self.slots = [slot for slot, _ in nodes]
+        self.ranks = [rank for _, rank in nodes]
+        self.parents = torch.tensor([at[slot - 1] if slot else -1 for slot in self.slots])
+
+    def draft(self, logits: Tensor, budget: Tensor) -> Draft:
+        """The tree of block logits [B, K, V]: rank 0 is each slot's best token, the rest are the next best."""
+        best = logits.topk(max(self.ranks) + 1, -1).indices
+        parents = self.parents.to(logits.device).expand(len(logits), -1)
+        return Draft(best[:, self.slots, self.ranks], parents, budget.clamp(max=len(self.slots)))
 
 
 class _Picker:

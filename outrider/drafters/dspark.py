@@ -49,20 +49,21 @@ class Model(DraftModel):
     def forward(
         self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None, kept: SlotCache,
         pick: Pick | None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Draft one block a slot: tokens [B, K] and confidences [B, K].  pick None takes the most likely token."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """Draft one block a slot: tokens [B, K], logits [B, K, V], confidences [B, K].  pick None takes the likeliest token."""
         states = self.backbone(taps, taps_at, anchors[:, None], anchors_at[:, None], mask, kept)[:, 0]
         base = self.target.head(states)
-        token, state, tokens = anchors, self.markov_head.start(states[:, 0]), [anchors]
+        token, state = anchors, self.markov_head.start(states[:, 0])
+        tokens, corrected = [anchors], []
         for k in range(base.shape[1]):
             bias, state = self.markov_head(token, states[:, k], state)
-            logits = base[:, k] + bias
-            token = logits.argmax(-1) if pick is None else pick(logits, k)
+            corrected.append(base[:, k] + bias)
+            token = corrected[-1].argmax(-1) if pick is None else pick(corrected[-1], k)
             tokens.append(token)
-        drafted = torch.stack(tokens, 1)
+        drafted, logits = torch.stack(tokens, 1), torch.stack(corrected, 1)
         if self.confidence_head is None:
-            return drafted[:, 1:], None
-        return drafted[:, 1:], self.confidence(states, drafted[:, :-1]).sigmoid()
+            return drafted[:, 1:], logits, None
+        return drafted[:, 1:], logits, self.confidence(states, drafted[:, :-1]).sigmoid()
 
     def confidence(self, states: Tensor, previous: Tensor) -> Tensor:
         """Logits [...] that a slot is kept, from its state [..., H] and the token before it [...]."""

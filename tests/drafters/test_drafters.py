@@ -10,6 +10,7 @@ from outrider import drafters
 from outrider.decoding.generate import advance, generate
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
+from outrider.drafters import dflash
 from outrider.errors import ConfigError, DrafterError
 from outrider.targets.transformers import load_target
 
@@ -189,6 +190,44 @@ def test_a_draft_does_not_depend_on_the_slots_beside_it(case, target, prompts, d
     for request in requests:
         for text, draft in drafts([request], 1).items():
             assert together[text] == draft
+
+
+def test_runners_up_are_leaves_beside_the_chain():
+    """Catches a leaf under the wrong parent, a token of another slot or rank, and a prefix that is no draft."""
+    tree = dflash.Tree(3, (2, 1))
+    assert tree.slots == [0, 1, 2, 0, 1, 0]
+    assert tree.ranks == [0, 0, 0, 1, 1, 2]
+    assert tree.parents.tolist() == [-1, 0, 1, -1, 0, -1]
+    logits = torch.randn(2, 3, 9)
+    order = logits.argsort(-1, descending=True)
+    draft = tree.draft(logits, torch.tensor([6, 4]))
+    assert draft.sizes.tolist() == [6, 4]
+    for b in range(2):
+        assert draft.tokens[b].tolist() == [int(order[b, k, rank]) for k, rank in zip(tree.slots, tree.ranks, strict=True)]
+    for size in range(7):
+        kept = draft.first(torch.tensor([size, size])).checked(2)
+        assert kept.sizes.tolist() == [size, min(size, 4)]
+
+
+def test_a_tree_of_runners_up_keeps_what_the_chain_would_miss(target, prompts, drafter_of):
+    """Catches runners-up that are never reached: with them a text takes fewer steps, and stays the same."""
+    steps = {}
+    for runners_up in ((), (8, 8, 8, 8)):
+        drafter = dflash.BlockDrafter(drafter_of(Case("dflash")).model)
+        drafter.tree = dflash.Tree(drafter.block, runners_up)
+        drafter.limit = len(drafter.tree.slots)
+        found = generate(target, prompts, drafter, max_new_tokens=40)
+        steps[runners_up] = sum(one.steps for one in found), [one.tokens for one in found]
+    (chain, plain), (tree, same) = steps.values()
+    assert plain == same
+    assert tree < chain
+
+
+@pytest.mark.parametrize("runners_up", [(1, 1, 1, 1, 1), (64,)])
+def test_runners_up_that_cannot_be_are_refused(runners_up, target):
+    """Catches an index error deep in top-k."""
+    with pytest.raises(DrafterError, match="runners_up"):
+        drafters.find("dflash").build(drafters.find("dflash").Config(block=4, runners_up=runners_up), target)
 
 
 @BLOCKS
