@@ -10,7 +10,7 @@ last checkpoint after an interruption.
                  written before are made unlikely (unlikelihood training, arXiv 1908.04319), beside ordinary training; then
                  a mean of the weights before and after, which keeps most of both gains
     text         what the target itself writes after pieces of the training modules
-    small_model  2 layers x 128, its embedding begun from the target's, trained on that text against the target's distribution
+    small_model  2 layers x 128, trained on that text against the target's own distribution
     package      both models, the tokenizer and the model card into outrider/demo/
 """
 
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("work", type=Path, help="where tokens, checkpoints and logs go")
     parser.add_argument("--stages", default="corpus,target,steady,text,small_model,package")
     parser.add_argument("--passes", type=float, default=2.7, help="passes over the training modules")
-    parser.add_argument("--steady-steps", type=int, default=60)
+    parser.add_argument("--steady-steps", type=int, default=150)
     parser.add_argument("--steady-lr", type=float, default=4e-4)
     parser.add_argument(
         "--steady-share", type=float, default=0.55, help="weight of the model after, in the mean with that before"
@@ -361,11 +361,12 @@ def repeats(rows: Tensor, start: int, n: int = 8) -> Tensor:
     return found
 
 
-def unlikelihood(model: Qwen3ForCausalLM, rows: Tensor, repeated: Tensor, written: int) -> Tensor:
-    """-log(1 - p) of the repeated tokens, averaged over all tokens written, so that it fades as the loops do."""
+def unlikelihood(model: Qwen3ForCausalLM, rows: Tensor, repeated: Tensor) -> Tensor:
+    """-log(1 - p) of the repeated tokens, averaged over them."""
     logits = model(rows[:, :-1], use_cache=False).logits.float()
     p = logits.log_softmax(-1).gather(-1, rows[:, 1:, None])[..., 0].exp()
-    return (-(1 - p).clamp(min=1e-4).log() * repeated[:, 1:]).sum() / written
+    weight = repeated[:, 1:].float()
+    return (-(1 - p).clamp(min=1e-4).log() * weight).sum() / weight.sum().clamp(min=1)
 
 
 def steady(options: argparse.Namespace) -> None:
@@ -394,7 +395,7 @@ def steady(options: argparse.Namespace) -> None:
         batch = next(source).to(options.device)
         loss = ordinary(model, batch[:, :-1], batch[:, 1:], None)
         loss.backward()
-        unlikely(model, rows, repeated, repeated[:, 64:].numel()).backward()
+        unlikely(model, rows, repeated).backward()
         masters.step(options.steady_lr * min(1, (step + 1) / 20) * max(0.05, 1 - step / options.steady_steps))
         share = repeated[:, 64:].float().mean().item()
         if (step + 1) % 10 == 0 or step + 1 == options.steady_steps:
@@ -443,18 +444,7 @@ def small_model(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed + 1)
     ids, held_out = (np.load(options.work / f"{name}.npy") for name in ("text", "held_out"))
     teacher = load(options.work / "steady", options.device)
-    fit("small_model", small_beside(teacher), ids, held_out, options.small_passes, options, teacher)
-
-
-@torch.no_grad()
-def small_beside(teacher: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
-    """A new small model whose embedding starts as the principal components of the teacher's, so that like words start alike."""
-    model = new_model("small_model")
-    words = teacher.get_input_embeddings().weight.float()
-    words = words - words.mean(0)
-    mine = model.get_input_embeddings().weight
-    mine.copy_(words @ torch.linalg.svd(words, full_matrices=False).Vh[: mine.shape[1]].T)
-    return model
+    fit("small_model", new_model("small_model"), ids, held_out, options.small_passes, options, teacher)
 
 
 # ── package ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -44,6 +44,7 @@ class Model(DraftModel):
         self.backbone = Backbone(config, target)
         self.taps = self.backbone.taps
         self.markov_head = MarkovHead(config.markov, target.spec.vocabulary, target.spec.hidden, config.rank)
+        self.markov_head.begin(target.embed(torch.arange(target.spec.vocabulary, device=target.device)))
         self.confidence_head = ConfidenceHead(target.spec.hidden + config.rank) if config.confidence else None
 
     def forward(

@@ -31,6 +31,13 @@ class MarkovHead(nn.Module):
         if kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
 
+    @torch.no_grad()
+    def begin(self, words: Tensor) -> None:
+        """Let W1 begin as a random projection of the target's embedding [V, H], so that words alike there are alike here."""
+        words = words.float() - words.float().mean(0)
+        turned = words @ nn.init.orthogonal_(torch.empty(words.shape[1], self.rank)).to(words.device)
+        self.markov_w1.weight.copy_(turned / turned.std().clamp(min=1e-9))
+
     def start(self, hidden: Tensor) -> Tensor:
         """State before slot 0, [..., r], for hidden [..., H]."""
         return hidden.new_zeros(*hidden.shape[:-1], self.rank)

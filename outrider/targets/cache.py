@@ -33,8 +33,13 @@ class Pass:
     @property
     def is_even(self) -> bool:
         """All rows stand at the same place and lie side by side: writing and reading are plain slices."""
+        return len(set(self.starts)) == 1 and self.span is not None
+
+    @property
+    def span(self) -> slice | None:
+        """The rows as a slice, where they lie side by side."""
         first = self.rows[0]
-        return len(set(self.starts)) == 1 and self.rows == list(range(first, first + len(self.rows)))
+        return slice(first, first + len(self.rows)) if self.rows == list(range(first, first + len(self.rows))) else None
 
 
 class SlotCache:
@@ -159,12 +164,12 @@ class SlotCache:
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
         now = self._now
         if self._at is None:
-            first, last = now.rows[0], now.rows[-1] + 1
-            buffer[first:last, :, now.starts[0] : now.end] = states
-            return buffer[first:last, :, : now.end]
+            buffer[now.span, :, now.starts[0] : now.end] = states
+            return buffer[now.span, :, : now.end]
         rows, columns = self._at
         buffer[rows, :, columns] = states.transpose(1, 2)
-        return buffer[now.rows, :, : now.end]
+        # a slice is a view, a list of rows would copy all that they hold
+        return buffer[now.span or now.rows, :, : now.end]
 
     def _gather(self, path: Tensor) -> None:
         """Move the nodes of `path` [R, D] to stand behind their anchors."""

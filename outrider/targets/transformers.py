@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ class TransformersTarget:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.device = model.device
+        if self.device.type == "cpu":
+            # or transformers copies keys and values to every query head of a group, a fifth of a masked pass
+            os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
         self._decoder_layers = _decoder_layers(model)
         self._embedding: nn.Module = model.get_input_embeddings()
         self._head: Any = model.get_output_embeddings()
