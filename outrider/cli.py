@@ -466,13 +466,15 @@ def _bar(unit: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
         TextColumn("          {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
     )  # fmt: skip
-    with Progress(*columns, console=note, transient=True) as progress:
+    # drawn when it moves and at no other time: a thread that draws would slow down what is being measured
+    with Progress(*columns, console=note, transient=True, auto_refresh=False) as progress:
         task = progress.add_task(unit, total=total, completed=done, note="")
 
         def update(done: int, note: str | None = None) -> None:
             progress.update(task, completed=done)
             if note is not None:
                 progress.update(task, note=note)
+            progress.refresh()
 
         yield update
 

@@ -5,6 +5,7 @@ B live slots, N drafted nodes, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -88,21 +89,16 @@ class Draft:
 
     def depths(self) -> Tensor:
         """Depth of every node: 0 under the anchor.  [B, N] int64."""
-        depths = torch.zeros_like(self.tokens)
         if not self.branches:
-            return depths + torch.arange(self.tokens.shape[1], device=depths.device)
-        for n in range(self.tokens.shape[1]):
-            parent = self.parents[:, n : n + 1]
-            above = depths.gather(1, parent.clamp(min=0))
-            depths[:, n : n + 1] = torch.where(parent < 0, 0, above + 1)
-        return depths
+            return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        return (self.visible().sum(-1) - 2)[:, 1:]
 
     def reach(self) -> list[int]:
         """How deep each slot's live nodes go; 0 where nothing was drafted."""
         if not self.branches:
             return self.sizes.tolist()
-        live = torch.arange(self.tokens.shape[1]) < self.sizes[:, None]
-        return (self.depths().cpu() + 1).where(live, 0).amax(-1).tolist() if live.shape[1] else self.sizes.tolist()
+        depths = [_ancestry(tuple(parents))[1] for parents in self.parents.tolist()]
+        return [max(deep[:size], default=-1) + 1 for deep, size in zip(depths, self.sizes.tolist(), strict=True)]
 
     def visible(self) -> Tensor:
         """Which rows a row of the verified pass may look at: [B, N+1, N+1] bool; row 0 is the anchor, n + 1 is node n.
@@ -110,11 +106,17 @@ class Draft:
         A node sees the anchor, its ancestors and itself.
         """
         slots, nodes = self.tokens.shape
-        sees = torch.eye(nodes + 1, dtype=torch.bool, device=self.tokens.device)
         if not self.branches:
-            return torch.ones_like(sees).tril().expand(slots, -1, -1)
-        sees = sees.repeat(slots, 1, 1)
-        rows = torch.arange(slots, device=self.tokens.device)
-        for n in range(nodes):
-            sees[:, n + 1] |= sees[rows, self.parents[:, n] + 1]
-        return sees
+            return torch.ones(nodes + 1, nodes + 1, dtype=torch.bool, device=self.tokens.device).tril().expand(slots, -1, -1)
+        return torch.stack([_ancestry(tuple(parents))[0] for parents in self.parents.tolist()]).to(self.tokens.device)
+
+
+@functools.lru_cache(1024)
+def _ancestry(parents: tuple[int, ...]) -> tuple[Tensor, list[int]]:
+    """Which rows a row may look at [N+1, N+1], and every node's depth.  Most drafters grow the same tree again and again."""
+    sees = torch.eye(len(parents) + 1, dtype=torch.bool)
+    depths: list[int] = []
+    for n, parent in enumerate(parents):
+        sees[n + 1] |= sees[parent + 1]
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return sees, depths

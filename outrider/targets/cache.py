@@ -24,6 +24,8 @@ class Pass:
     """Length of each row's slot before the pass."""
     width: int
     """Tokens a row, padding included."""
+    span: slice | None
+    """The rows as a slice, where they lie side by side."""
 
     @property
     def end(self) -> int:
@@ -34,12 +36,6 @@ class Pass:
     def is_even(self) -> bool:
         """All rows stand at the same place and lie side by side: writing and reading are plain slices."""
         return len(set(self.starts)) == 1 and self.span is not None
-
-    @property
-    def span(self) -> slice | None:
-        """The rows as a slice, where they lie side by side."""
-        first = self.rows[0]
-        return slice(first, first + len(self.rows)) if self.rows == list(range(first, first + len(self.rows))) else None
 
 
 class SlotCache:
@@ -56,7 +52,7 @@ class SlotCache:
         self.device = torch.device(device)
         self.lengths = [0] * slots
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._now = Pass([], [], 0)
+        self._now = Pass([], [], 0, None)
         self._at: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -69,7 +65,9 @@ class SlotCache:
     def open(self, rows: Sequence[int], width: int) -> Pass:
         """Begin a pass of `width` tokens a row; until the next, `update` writes there."""
         rows = list(rows)
-        now = Pass(rows, [self.lengths[row] for row in rows], width)
+        lie_together = rows == list(range(rows[0], rows[0] + len(rows)))
+        span = slice(rows[0], rows[0] + len(rows)) if lie_together else None
+        now = Pass(rows, [self.lengths[row] for row in rows], width, span)
         assert now.end <= self.length, f"a pass up to {now.end} tokens in a cache of {self.length}"
         self._now, self._at = now, None
         if not now.is_even:
