@@ -188,11 +188,12 @@ def _train(settings: RunConfig, target: TransformersTarget) -> None:
     facts = source.manifest
     weights = sum(p.numel() for p in model.parameters())
     passes = config.steps / source.steps_per_pass
+    kept = f"in {_size(source.bytes)} of memory" if source.keeps else "live"
     write_config(settings)
     write_provenance(settings, {"texts": facts.texts, "tokens": facts.tokens, "taps": facts.taps, "parameters": weights})
     out.print(
         f"train     {kind}: {_count(weights)} parameters, taps {list(model.taps)}; {config.steps} steps of {config.batch} "
-        f"texts, {passes:.1f} passes over {_count(facts.tokens)} tokens; features live, 0 bytes of disk; "
+        f"texts, {passes:.1f} passes over {_count(facts.tokens)} tokens; features {kept}, 0 bytes of disk; "
         f"checkpoint {_size(weights * 12)}",
         highlight=False,
     )

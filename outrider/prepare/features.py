@@ -1,4 +1,7 @@
-"""Features from the live target: tapped states computed when they are needed, so training takes no disk at all."""
+"""Features from the live target: tapped states computed when they are needed, so training takes no disk at all.
+
+Where those of all texts fit into a little memory, each is computed once and kept for the passes that follow.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from outrider.decoding.parties import Target
 from outrider.errors import DataError
@@ -14,6 +19,8 @@ from outrider.prepare.regenerate import Answer
 
 MIN_LEARNT = 4
 """Texts with fewer tokens to learn are left out and counted."""
+KEPT_BYTES = 2**30
+"""Features of all texts are kept where they take no more than this."""
 
 
 class LiveFeatures:
@@ -21,7 +28,7 @@ class LiveFeatures:
 
     def __init__(
         self, target: Target, answers: Sequence[Answer], taps: tuple[int, ...], *, batch: int, length: int, seed: int = 0,
-        dtype: Literal["float32", "bfloat16"] = "float32", template: str | None = None,
+        dtype: Literal["float32", "bfloat16"] = "float32", template: str | None = None, keep: int = KEPT_BYTES,
     ):  # fmt: skip
         self.target, self.taps, self.size, self.seed, self.dtype = target, taps, batch, seed, dtype
         cut = [_cut(answer, min(length, target.spec.context)) for answer in answers]
@@ -33,9 +40,17 @@ class LiveFeatures:
                 f"none of {len(answers)} answers has {MIN_LEARNT} tokens to learn within {length} tokens; "
                 "prepare longer answers"
             )
-        self.manifest = Manifest(
-            target.spec, taps, dtype, template, len(self.texts), sum(len(answer.tokens) for answer in self.texts)
-        )
+        tokens = sum(len(answer.tokens) for answer in self.texts)
+        self.manifest = Manifest(target.spec, taps, dtype, template, len(self.texts), tokens)
+        self._kept_dtype = getattr(torch, "bfloat16" if dtype == "bfloat16" else target.spec.dtype)
+        self.bytes = tokens * (len(taps) + 1) * target.spec.hidden * self._kept_dtype.itemsize
+        """What the features of all texts take."""
+        self.keeps = self.bytes <= keep
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        by_length = sorted(range(len(self.texts)), key=lambda i: len(self.texts[i].tokens))
+        groups = [by_length[i : i + batch] for i in range(0, len(by_length), batch)]
+        # a text is always read beside the same others, so that its states don't depend on the step that asks first
+        self._group = {i: group for group in groups for i in group}
 
     @property
     def steps_per_pass(self) -> int:
@@ -46,7 +61,15 @@ class LiveFeatures:
         turn, place = divmod(step, self.steps_per_pass)
         if self._order[0] != turn:
             self._order = turn, self._shuffled(turn)
-        texts = [self.texts[i] for i in self._order[1][place * self.size : (place + 1) * self.size]]
+        chosen = self._order[1][place * self.size : (place + 1) * self.size]
+        tokens, loss_mask, documents = self._tokens(chosen)
+        taps, hidden = self._remembered(chosen) if self.keeps else self._read(tokens)
+        device = self.target.device
+        return Batch(tokens.to(device), loss_mask.to(device), documents.to(device), taps, hidden)
+
+    def _tokens(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Right-padded tokens, what of them is learnt, and 1 where there is text: [B, S] each."""
+        texts = [self.texts[i] for i in chosen]
         width = max(len(text.tokens) for text in texts)
         tokens = torch.zeros(len(texts), width, dtype=torch.int64)
         loss_mask = torch.zeros(len(texts), width, dtype=torch.bool)
@@ -55,12 +78,30 @@ class LiveFeatures:
             for start, end in text.learn:
                 loss_mask[b, start:end] = True
         lengths = torch.tensor([len(text.tokens) for text in texts])
-        documents = (torch.arange(width) < lengths[:, None]).long()
+        return tokens, loss_mask, (torch.arange(width) < lengths[:, None]).long()
+
+    def _read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Taps [B, S, T, H] and hidden states [B, S, H] from a pass of the target."""
         device = self.target.device
         with torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
             hidden, taps = self.target.read(tokens.to(device), self.taps)
         assert taps is not None
-        return Batch(tokens.to(device), loss_mask.to(device), documents.to(device), taps, hidden)
+        return taps, hidden
+
+    def _remembered(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The same from memory; a text that is not there yet is read with its group."""
+        for i in chosen:
+            if i not in self._kept:
+                self._keep(self._group[i])
+        taps, hidden = zip(*(self._kept[i] for i in chosen), strict=True)
+        return pad_sequence(list(taps), batch_first=True), pad_sequence(list(hidden), batch_first=True)
+
+    def _keep(self, group: Sequence[int]) -> None:
+        """Read these texts together and keep each one's states, without their padding."""
+        taps, hidden = (states.to(self._kept_dtype) for states in self._read(self._tokens(group)[0]))
+        for b, i in enumerate(group):
+            length = len(self.texts[i].tokens)
+            self._kept[i] = taps[b, :length].clone(), hidden[b, :length].clone()
 
     def _shuffled(self, turn: int) -> list[int]:
         """The texts of one pass: shuffled, sorted by length within groups of 16 batches, the batches shuffled again."""

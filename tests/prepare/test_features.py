@@ -98,6 +98,24 @@ def test_a_text_is_cut_at_the_target_s_context(talker: TransformersTarget) -> No
     assert features.batch(0).tokens.shape == (1, 256)
 
 
+def test_kept_features_are_the_live_ones_whoever_asks_first(talker: TransformersTarget) -> None:
+    """Catches states filed under another text, padding that is kept, and states that depend on the step that asked first."""
+    live = LiveFeatures(talker, texts(8), TAPS, batch=3, length=64, keep=0)
+    assert not live.keeps
+    in_order, jumping = source(talker, texts(8)), source(talker, texts(8))
+    assert in_order.keeps and in_order.bytes == in_order.manifest.tokens * 3 * talker.spec.hidden * 8
+    late = jumping.batch(5)
+    for step in range(6):
+        now, wanted = in_order.batch(step), live.batch(step)
+        real = wanted.documents > 0
+        assert torch.equal(now.tokens, wanted.tokens)
+        assert torch.equal(now.loss_mask, wanted.loss_mask)
+        torch.testing.assert_close(now.taps[real], wanted.taps[real])
+        torch.testing.assert_close(now.hidden[real], wanted.hidden[real])
+    assert torch.equal(late.taps, now.taps)
+    assert torch.equal(late.hidden, now.hidden)
+
+
 def test_bfloat16_features_stay_near(folder: object, talker: TransformersTarget) -> None:
     """Catches autocast being asked for and not applied, or applied to the tokens."""
     from outrider.targets.transformers import load_target
