@@ -63,14 +63,18 @@ class Draft:
                 f"{tuple(self.sizes.shape)}; tokens, parents, q and confidence must all be [slots, nodes, ...]"
             )
         sizes = self.sizes.clamp(0, shape[1])
-        nodes = torch.arange(shape[1], device=self.parents.device)
         if not self.branches:
             # the mask will be a chain's, so the walk must be one too
-            return replace(self, parents=(nodes - 1).expand_as(self.parents), sizes=sizes)
-        sound = ((self.parents >= -1) & (self.parents < nodes)).cumprod(-1)
+            chain = torch.arange(-1, shape[1] - 1, device=self.parents.device)
+            return replace(self, parents=chain.expand_as(self.parents), sizes=sizes)
+        sound = [_sound(tuple(parents)) for parents in self.parents.tolist()]
+        if min(sound, default=shape[1]) == shape[1]:
+            return replace(self, sizes=sizes)
+        live = torch.tensor(sound)
         # behind an unsound parent all is padding, which must not index outside the tree either
-        parents = self.parents.where(sound.bool(), -1)
-        return replace(self, parents=parents, sizes=torch.minimum(sizes, sound.sum(-1).cpu()))
+        is_sound = torch.arange(shape[1]) < live[:, None]
+        parents = self.parents.where(is_sound.to(self.parents.device), -1)
+        return replace(self, parents=parents, sizes=torch.minimum(sizes, live))
 
     def first(self, keep: Tensor) -> Draft:
         """The first keep[b] nodes of every slot.  keep [B] int64 on the CPU; columns that no slot keeps are cut off."""
@@ -91,7 +95,8 @@ class Draft:
         """Depth of every node: 0 under the anchor.  [B, N] int64."""
         if not self.branches:
             return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
-        return (self.visible().sum(-1) - 2)[:, 1:]
+        depths = [_ancestry(tuple(parents))[1] for parents in self.parents.tolist()]
+        return torch.tensor(depths, device=self.tokens.device).view(self.tokens.shape)
 
     def reach(self) -> list[int]:
         """How deep each slot's live nodes go; 0 where nothing was drafted."""
@@ -109,6 +114,12 @@ class Draft:
         if not self.branches:
             return torch.ones(nodes + 1, nodes + 1, dtype=torch.bool, device=self.tokens.device).tril().expand(slots, -1, -1)
         return torch.stack([_ancestry(tuple(parents))[0] for parents in self.parents.tolist()]).to(self.tokens.device)
+
+
+@functools.lru_cache(1024)
+def _sound(parents: tuple[int, ...]) -> int:
+    """How many nodes, from the first on, have a parent before them."""
+    return next((n for n, parent in enumerate(parents) if not -1 <= parent < n), len(parents))
 
 
 @functools.lru_cache(1024)

@@ -23,7 +23,7 @@ from outrider.decoding.parties import Cache, Scores, Target
 from outrider.decoding.sampling import Purpose, distribution
 from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
-from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
+from outrider.nn.blocks import ContextLayer, Linear, RMSNorm, angles, block_mask
 from outrider.nn.draft_model import Batch, DraftModel, copy_layers, resolve_taps
 from outrider.targets.cache import SlotCache
 
@@ -77,7 +77,7 @@ class Backbone(nn.Module):
         self.config, self.target = config, target
         self.taps = resolve_taps(config.taps, target.spec)
         hidden = target.spec.hidden
-        self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
+        self.fc = Linear(hidden * len(self.taps), hidden)
         self.hidden_norm = RMSNorm(hidden)
         self.layers = nn.ModuleList(ContextLayer(hidden, config) for _ in range(config.layers))
         self.norm = RMSNorm(hidden)
@@ -279,13 +279,13 @@ class Tree:
         nodes += [(k, rank + 1) for k, count in enumerate(runners_up) for rank in range(count)]
         nodes.sort(key=lambda node: (node[0] + 2 * node[1], node[1]))
         at = {slot: n for n, (slot, rank) in enumerate(nodes) if not rank}
-        self.slots = [slot for slot, _ in nodes]
-        self.ranks = [rank for _, rank in nodes]
-        self.parents = torch.tensor([at[slot - 1] if slot else -1 for slot in self.slots])
+        self.slots, self.ranks = torch.tensor(nodes).unbind(-1)
+        self.parents = torch.tensor([at[slot - 1] if slot else -1 for slot, _ in nodes])
+        self.width = 1 + max(rank for _, rank in nodes)
 
     def draft(self, logits: Tensor, budget: Tensor) -> Draft:
         """The tree of block logits [B, K, V]: rank 0 is each slot's best token, the rest are the next best."""
-        best = logits.topk(max(self.ranks) + 1, -1).indices
+        best = logits.topk(self.width, -1).indices
         parents = self.parents.to(logits.device).expand(len(logits), -1)
         return Draft(best[:, self.slots, self.ranks], parents, budget.clamp(max=len(self.slots)))
 

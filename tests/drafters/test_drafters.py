@@ -195,8 +195,8 @@ def test_a_draft_does_not_depend_on_the_slots_beside_it(case, target, prompts, d
 def test_runners_up_are_leaves_beside_the_chain():
     """Catches a leaf under the wrong parent, a token of another slot or rank, and a prefix that is no draft."""
     tree = dflash.Tree(3, (2, 1))
-    assert tree.slots == [0, 1, 2, 0, 1, 0]
-    assert tree.ranks == [0, 0, 0, 1, 1, 2]
+    assert tree.slots.tolist() == [0, 1, 2, 0, 1, 0]
+    assert tree.ranks.tolist() == [0, 0, 0, 1, 1, 2]
     assert tree.parents.tolist() == [-1, 0, 1, -1, 0, -1]
     logits = torch.randn(2, 3, 9)
     order = logits.argsort(-1, descending=True)
