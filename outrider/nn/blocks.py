@@ -51,9 +51,12 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // self.in_features
-        if x.device.type != "cpu" or torch.is_grad_enabled() or not 1 < rows <= 8:
+        if x.device.type != "cpu" or torch.is_grad_enabled() or not 0 < rows <= 8:
             return F.linear(x, self.weight)
-        return (self.weight @ x.reshape(rows, -1).t()).t().view(*x.shape[:-1], -1)
+        few = x.reshape(rows, -1)
+        if rows == 1:  # MKL is slowest with one
+            few = few.expand(2, -1).contiguous()
+        return (self.weight @ few.t()).t()[:rows].contiguous().view(*x.shape[:-1], -1)
 
 
 class Attention(nn.Module):
