@@ -16,6 +16,7 @@ import torch
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
+from outrider import packed
 from outrider.config import Config as Base
 from outrider.decoding.accept import Verdict
 from outrider.decoding.draft import Draft
@@ -23,7 +24,7 @@ from outrider.decoding.parties import Cache, Scores, Target
 from outrider.decoding.sampling import Purpose, distribution
 from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
-from outrider.nn.blocks import ContextLayer, Linear, RMSNorm, angles, block_mask
+from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
 from outrider.nn.draft_model import Batch, DraftModel, copy_layers, resolve_taps
 from outrider.targets.cache import SlotCache
 
@@ -77,7 +78,7 @@ class Backbone(nn.Module):
         self.config, self.target = config, target
         self.taps = resolve_taps(config.taps, target.spec)
         hidden = target.spec.hidden
-        self.fc = Linear(hidden * len(self.taps), hidden)
+        self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden)
         self.layers = nn.ModuleList(ContextLayer(hidden, config) for _ in range(config.layers))
         self.norm = RMSNorm(hidden)
@@ -183,6 +184,8 @@ class BlockDrafter:
     """Drafts a block a slot in one pass.  Committed taps wait until the next pass takes them in together with the block."""
 
     def __init__(self, model: BlockModel):
+        assert isinstance(model, nn.Module)
+        packed.pack(model)
         self.model = model
         self.backbone = model.backbone
         self.taps = model.backbone.taps
@@ -210,10 +213,11 @@ class BlockDrafter:
         kept.open(rows, taps.shape[1] + self.block)
         mask = self._mask(kept, taps.shape[1], counts)
         pick = None if state.settings.is_greedy else _Picker(state)
-        tokens, logits, confidence = self.model(
-            taps, starts[:, None] + torch.arange(taps.shape[1], device=state.device), state.anchor,
-            starts + torch.tensor(counts, device=state.device), mask, kept, pick,
-        )  # fmt: skip
+        with packed.products():
+            tokens, logits, confidence = self.model(
+                taps, starts[:, None] + torch.arange(taps.shape[1], device=state.device), state.anchor,
+                starts + torch.tensor(counts, device=state.device), mask, kept, pick,
+            )  # fmt: skip
         kept.append(counts)
         if pick is None and self.limit > self.block:
             return self.tree.draft(logits, budget)

@@ -43,32 +43,16 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-class Linear(nn.Linear):
-    """torch's without a bias; a few rows on a CPU are multiplied from the other side, which MKL does in half the time."""
-
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__(inputs, outputs, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.numel() // self.in_features
-        if x.device.type != "cpu" or torch.is_grad_enabled() or not 0 < rows <= 8:
-            return F.linear(x, self.weight)
-        few = x.reshape(rows, -1)
-        if rows == 1:  # MKL is slowest with one
-            few = few.expand(2, -1).contiguous()
-        return (self.weight @ few.t()).t()[:rows].contiguous().view(*x.shape[:-1], -1)
-
-
 class Attention(nn.Module):
     """Queries from the block alone; keys and values from context and block, in that order."""
 
     def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.q_proj = Linear(hidden, heads * head_dim)
-        self.k_proj = Linear(hidden, kv_heads * head_dim)
-        self.v_proj = Linear(hidden, kv_heads * head_dim)
-        self.o_proj = Linear(heads * head_dim, hidden)
+        self.q_proj = nn.Linear(hidden, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
         self.q_norm = RMSNorm(head_dim)
         self.k_norm = RMSNorm(head_dim)
 
@@ -102,9 +86,9 @@ class MLP(nn.Module):
 
     def __init__(self, hidden: int, intermediate: int):
         super().__init__()
-        self.gate_proj = Linear(hidden, intermediate)
-        self.up_proj = Linear(hidden, intermediate)
-        self.down_proj = Linear(intermediate, hidden)
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -11,8 +11,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from outrider.nn.blocks import Linear
-
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 
 
@@ -26,7 +24,7 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.kind, self.rank = kind, rank
         self.markov_w1 = nn.Embedding(vocabulary, rank)
-        self.markov_w2 = Linear(rank, vocabulary)
+        self.markov_w2 = nn.Linear(rank, vocabulary, bias=False)
         nn.init.zeros_(self.markov_w2.weight)
         if kind == "gated":
             self.gate_proj = nn.Linear(hidden + rank, rank)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from outrider import demo
+from outrider import demo, packed
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Scores, TargetSpec
 from outrider.errors import DataError, TargetError
@@ -37,6 +37,7 @@ class TransformersTarget:
         if self.device.type == "cpu":
             # or transformers copies keys and values to every query head of a group, a fifth of a masked pass
             os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
+            packed.pack(model)
         self._decoder_layers = _decoder_layers(model)
         self._embedding: nn.Module = model.get_input_embeddings()
         self._head: Any = model.get_output_embeddings()
@@ -55,7 +56,7 @@ class TransformersTarget:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states after the final norm."""
-        return nn.functional.linear(hidden.to(self._head.weight.dtype), self._head.weight, getattr(self._head, "bias", None))
+        return self._head.forward(hidden.to(self._head.weight.dtype))  # not called: its hook belongs to the model's own passes
 
     def layer(self, index: int) -> nn.Module:
         """Decoder layer `index`, counted from 0; its weights are for reading."""
@@ -90,13 +91,14 @@ class TransformersTarget:
         self._tap(taps)
         # one token a row, all rows at one place: everything may be seen, and a family that lets us say so saves the mask
         unmasked = not nodes and cache.is_even and self._takes_masks_by_kind
-        logits = self.model(
-            input_ids=tokens,
-            attention_mask={"full_attention": None} if unmasked else cache.mask(visible, self.model.dtype),
-            position_ids=cache.positions(depths).clamp(max=self.spec.context - 1),  # padding may reach behind it
-            past_key_values=cache,
-            use_cache=True,
-        ).logits
+        with packed.products():
+            logits = self.model(
+                input_ids=tokens,
+                attention_mask={"full_attention": None} if unmasked else cache.mask(visible, self.model.dtype),
+                position_ids=cache.positions(depths).clamp(max=self.spec.context - 1),  # padding may reach behind it
+                past_key_values=cache,
+                use_cache=True,
+            ).logits
         return Scores(logits, self._caught["hidden"], self._tapped(taps))
 
     @torch.no_grad()
@@ -135,13 +137,14 @@ class TransformersTarget:
 
     def _states(self, tokens: Tensor, cache: SlotCache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         self._tap(taps)
-        hidden = self.model.base_model(
-            input_ids=tokens,
-            attention_mask=cache.mask(None, self.model.dtype),
-            position_ids=cache.positions().clamp(max=max(self.spec.context, tokens.shape[1]) - 1),
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
+        with packed.products():
+            hidden = self.model.base_model(
+                input_ids=tokens,
+                attention_mask=cache.mask(None, self.model.dtype),
+                position_ids=cache.positions().clamp(max=max(self.spec.context, tokens.shape[1]) - 1),
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state
         return hidden, self._tapped(taps)
 
     def _tap(self, taps: tuple[int, ...]) -> None:

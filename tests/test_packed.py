@@ -1,0 +1,74 @@
+"""Packed products: the same numbers, only while they are asked for, and never those of a weight that has changed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from outrider import packed
+
+pytestmark = pytest.mark.skipif(not packed.helps(), reason="this CPU multiplies fast the usual way, or torch can't pack")
+
+
+@pytest.fixture
+def layer() -> nn.Linear:
+    torch.manual_seed(0)
+    layer = nn.Linear(48, 80)
+    packed.pack(nn.Sequential(layer))
+    return layer
+
+
+@pytest.mark.parametrize("shape", [(48,), (1, 48), (8, 48), (2, 3, 48), (200, 48), (0, 48)])
+def test_the_product_is_the_same(layer: nn.Linear, shape: tuple[int, ...]) -> None:
+    """Catches a transposed weight, a lost bias, rows that are dropped or reordered."""
+    x = torch.randn(shape)
+    with torch.inference_mode(), packed.products():
+        torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+def test_it_is_used_only_while_open(layer: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a model of the user's that computes otherwise outside our passes, in training or under autocast."""
+    calls: list[int] = []
+    real = packed._product
+    monkeypatch.setattr(packed, "_product", lambda *given: calls.append(1) or real(*given))
+    x = torch.randn(2, 48)
+    with torch.inference_mode():
+        layer(x)
+    with packed.products():
+        layer(x)  # gradients are on
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            layer(x)
+        assert not calls
+        with torch.no_grad():
+            layer(x)
+    assert calls == [1]
+
+
+def test_a_changed_weight_is_not_forgotten(layer: nn.Linear) -> None:
+    """Catches the packed copy of an old weight: after a step of the optimiser, after loading, after a copy of the model."""
+    other = copy.deepcopy(layer)
+    x = torch.randn(2, 48)
+    for changed in (layer, other):
+        with torch.no_grad():
+            changed.weight.mul_(2)
+        with torch.inference_mode(), packed.products():
+            torch.testing.assert_close(changed(x), F.linear(x, changed.weight, changed.bias))
+        packed.pack(nn.Sequential(changed))
+        with torch.inference_mode(), packed.products():
+            torch.testing.assert_close(changed(x), F.linear(x, changed.weight, changed.bias))
+
+
+def test_large_models_and_wrapped_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a second copy of weights that fill the memory, and a forward of others' that is overwritten."""
+    wrapped = nn.Linear(8, 8)
+    wrapped.forward = F.relu  # type: ignore[method-assign, assignment]
+    packed.pack(nn.Sequential(wrapped))
+    assert wrapped.forward is F.relu  # type: ignore[comparison-overlap]
+    large = nn.Linear(8, 8)
+    monkeypatch.setattr(packed, "MOST_BYTES", large.weight.nbytes - 1)
+    packed.pack(nn.Sequential(large))
+    assert "forward" not in vars(large)
