@@ -91,6 +91,24 @@ class Draft:
             confidence=None if self.confidence is None else self.confidence[:, :width],
         )
 
+    def trunk(self) -> Draft:
+        """The chain of eldest children, for a target that verifies no trees.
+
+        An eldest child was drawn before its siblings, so its q is the whole law it came from.
+        """
+        if not self.branches:
+            return self
+        paths = [
+            _eldest(tuple(parents[:size])) for parents, size in zip(self.parents.tolist(), self.sizes.tolist(), strict=True)
+        ]
+        sizes = torch.tensor([len(path) for path in paths], dtype=torch.int64)
+        width = max(map(len, paths), default=0)
+        padded = [[*path, *[0] * (width - len(path))] for path in paths]
+        nodes = torch.tensor(padded, dtype=torch.int64, device=self.tokens.device).view(len(paths), width)
+        slots = torch.arange(len(paths), device=nodes.device)[:, None]
+        q, confidence = (None if x is None else x[slots, nodes] for x in (self.q, self.confidence))
+        return Draft.chain(self.tokens[slots, nodes], sizes, q, confidence)
+
     def depths(self) -> Tensor:
         """Depth of every node: 0 under the anchor.  [B, N] int64."""
         if not self.branches:
@@ -120,6 +138,16 @@ class Draft:
 def _sound(parents: tuple[int, ...]) -> int:
     """How many nodes, from the first on, have a parent before them."""
     return next((n for n, parent in enumerate(parents) if not -1 <= parent < n), len(parents))
+
+
+@functools.lru_cache(1024)
+def _eldest(parents: tuple[int, ...]) -> list[int]:
+    """The first child of the anchor, its first child, and so on."""
+    path = [-1]
+    for n, parent in enumerate(parents):
+        if parent == path[-1]:
+            path.append(n)
+    return path[1:]
 
 
 @functools.lru_cache(1024)

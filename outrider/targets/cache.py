@@ -1,18 +1,34 @@
 """Keys and values of every slot in one buffer a layer: append a pass, keep one path of it, forget the rest.
 
 A slot's tokens stand from 0 without holes, so its length alone says what is valid and forgetting is lowering a number.
-A pass writes its rows behind each slot's length; `keep` moves the accepted ones together and counts them in.
+A pass writes its rows behind each slot's length; `keep` moves the accepted ones together and counts them in.  Layers with a
+window keep all keys too: their mask hides what lies too far back, so a tree, a cut and a slot re-used are the same to all.
+
+Recurrent layers keep a state in place of keys.  A pass in steps notes it after every position, and `append` puts the one
+behind the last kept token into the slot.
 
 R rows of a pass, n tokens a row, h heads, d head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Limit(NamedTuple):
+    """How far a layer sees: the last `size` positions, its own included; or its own chunk of `size` positions."""
+
+    kind: Literal["window", "chunk"]
+    size: int
+
+
+Key = tuple[int, str, int]
+"""Layer, `conv` or `recurrent`, number of the state within the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +68,12 @@ class SlotCache:
         self.device = torch.device(device)
         self.lengths = [0] * slots
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._states: dict[Key, Tensor] = {}
+        self._work: dict[Key, Tensor] = {}
+        self._trail: dict[Key, list[Tensor]] = {}
         self._now = Pass([], [], 0, None)
+        self.in_steps = False
+        """Whether recurrent layers must pass position by position, so that any of their states can be kept."""
         self._at: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -62,14 +83,15 @@ class SlotCache:
 
     # ── one pass ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def open(self, rows: Sequence[int], width: int) -> Pass:
-        """Begin a pass of `width` tokens a row; until the next, `update` writes there."""
+    def open(self, rows: Sequence[int], width: int, in_steps: bool = False) -> Pass:
+        """Begin a pass of `width` tokens a row; until the next, `update` writes there.  in_steps: states are noted at each."""
         rows = list(rows)
         lie_together = rows == list(range(rows[0], rows[0] + len(rows)))
         span = slice(rows[0], rows[0] + len(rows)) if lie_together else None
         now = Pass(rows, [self.lengths[row] for row in rows], width, span)
         assert now.end <= self.length, f"a pass up to {now.end} tokens in a cache of {self.length}"
-        self._now, self._at = now, None
+        self._now, self._at, self.in_steps = now, None, in_steps
+        self._work, self._trail = {}, {}
         if not now.is_even:
             columns = torch.tensor(now.starts).unsqueeze(-1) + torch.arange(width)
             self._at = torch.tensor(rows, device=self.device).unsqueeze(-1), columns.to(self.device)
@@ -98,6 +120,20 @@ class SlotCache:
         visible [R or 1, Q, n] bool says which of the pass's own tokens each query may look at; None is causal order, Q = n.
         What a slot held before the pass, every query of its row may look at.
         """
+        return _additive(self._seen(visible), dtype)
+
+    def masks(
+        self, visible: Tensor | None, dtype: torch.dtype, limits: Mapping[str, Limit | None], depths: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """A mask as above for every kind of layer: what its limit leaves of it.  depths as in `positions`."""
+        seen = self._seen(visible)
+        return {
+            kind: _additive(seen if limit is None else seen & self._near(limit, depths), dtype)
+            for kind, limit in limits.items()
+        }
+
+    def _seen(self, visible: Tensor | None) -> Tensor:
+        """What every query may look at but for limits, [R or 1, Q, end] bool."""
         now = self._now
         own = (
             visible
@@ -105,14 +141,28 @@ class SlotCache:
             else torch.ones(now.width, now.width, dtype=torch.bool, device=self.device).tril()[None]
         )
         if self.is_even:
-            own = torch.nn.functional.pad(own, (now.starts[0], 0), value=True)
-            return torch.zeros(own.shape, dtype=dtype, device=self.device).masked_fill_(~own, -torch.inf)[:, None]
-        starts = torch.tensor(now.starts, device=self.device)[:, None, None]
-        columns = torch.arange(now.end, device=self.device) - starts
+            return torch.nn.functional.pad(own, (now.starts[0], 0), value=True)
+        columns, place = self._columns()
         inside = (columns >= 0) & (columns < now.width)
-        place = columns.clamp(0, now.width - 1).expand(-1, own.shape[1], -1)
-        seen = (columns < 0) | (inside & own.expand(len(now.rows), -1, -1).gather(-1, place))
-        return torch.zeros(seen.shape, dtype=dtype, device=self.device).masked_fill_(~seen, -torch.inf)[:, None]
+        return (columns < 0) | (inside & own.expand(len(now.rows), -1, -1).gather(-1, place.expand(-1, own.shape[1], -1)))
+
+    def _columns(self) -> tuple[Tensor, Tensor]:
+        """Every column counted from its row's start, [R, 1, end], and the same within the pass."""
+        starts = torch.tensor(self._now.starts, device=self.device)[:, None, None]
+        columns = torch.arange(self._now.end, device=self.device) - starts
+        return columns, columns.clamp(0, self._now.width - 1)
+
+    def _near(self, limit: Limit, depths: Tensor | None) -> Tensor:
+        """Which columns a query's limit lets it see, [R or 1, Q, end] bool: a tree's nodes stand where their depth says."""
+        asks = self.positions(depths)[:, :, None]
+        stands = torch.arange(self._now.end, device=self.device)[None, None]
+        if depths is not None:
+            columns, place = self._columns()
+            own = self.positions(depths).expand(len(self._now.rows), -1)[:, None].gather(-1, place)
+            stands = torch.where(columns < 0, stands, own)
+        if limit.kind == "window":
+            return stands > asks - limit.size
+        return stands.div(limit.size, rounding_mode="floor") == asks.div(limit.size, rounding_mode="floor")
 
     def positions(self, depths: Tensor | None = None) -> Tensor:
         """[R or 1, n] positions of the open pass's tokens.  depths [R or 1, n] counts from each row's start; None is 0..n-1."""
@@ -128,6 +178,11 @@ class SlotCache:
         """The first counts[r] tokens of each row of the pass stay."""
         for row, start, count in zip(self._now.rows, self._now.starts, counts, strict=True):
             self.lengths[row] = start + count
+        for key, work in self._work.items():
+            if key not in self._states:
+                self._states[key] = work.new_zeros(self.slots, *work.shape[1:])
+            for b, (row, count) in enumerate(zip(self._now.rows, counts, strict=True)):
+                self._states[key][row] = self._trail[key][count - 1][b] if key in self._trail else work[b]
 
     @torch.inference_mode()  # the passes that made the buffers were in it
     def keep(self, path: Tensor) -> None:
@@ -146,12 +201,77 @@ class SlotCache:
         for keys, values in self._layers.values():
             for buffer in (keys, values):
                 buffer[list(rows), :, :length] = buffer[row, :, :length]
+        assert not self._states or length == self.lengths[row], "a recurrent state is that of the whole text"
+        for state in self._states.values():
+            state[list(rows)] = state[row]
         for other in rows:
             self.lengths[other] = length
 
     def free(self, rows: Sequence[int]) -> None:
         for row in rows:
             self.lengths[row] = 0
+
+    # ── recurrent layers, as transformers' Cache has them ─────────────────────────────────────────────────────────────
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Last inputs of a convolution, [R, channels, kernel]; None where all rows begin.  Layers may write into it."""
+        return self._state((layer_idx, "conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """State [R, ...]; None where all rows begin.  Layers may write into it."""
+        return self._state((layer_idx, "recurrent", state_idx))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_kwargs: object
+    ) -> Tensor:
+        """Inputs so far with the new ones [R, channels, n] behind them; the last `conv_kernel_size` are kept."""
+        before = self.get_conv_state(layer_idx, state_idx)
+        kernel = conv_kernel_size or conv_states.shape[-1]
+        joined = conv_states if before is None else torch.cat([before, conv_states], -1)
+        joined = torch.nn.functional.pad(joined, (max(0, kernel - joined.shape[-1]), 0))
+        self._work[layer_idx, "conv", state_idx] = joined[..., -kernel:].clone()
+        return joined
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object) -> Tensor:
+        self._work[layer_idx, "recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return any(self._now.starts)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def note(self, layer_idx: int) -> None:
+        """Remember this layer's states as they are after one more position of the pass."""
+        for key, state in self._work.items():
+            if key[0] == layer_idx:
+                self._trail.setdefault(key, []).append(state.clone())
+
+    @property
+    def rows(self) -> list[int]:
+        """Slots of the open pass."""
+        return self._now.rows
+
+    @property
+    def is_single(self) -> bool:
+        """The open pass brings one token a row."""
+        return self._now.width == 1
+
+    @property
+    def begins(self) -> bool:
+        """No row of the open pass has anything before it."""
+        return not any(self._now.starts)
+
+    def _state(self, key: Key) -> Tensor | None:
+        if key not in self._work:
+            if self.begins or key not in self._states:
+                return None
+            kept = self._states[key][self._now.rows]
+            fresh = [b for b, start in enumerate(self._now.starts) if not start]
+            kept[fresh] = 0
+            self._work[key] = kept
+        return self._work[key]
 
     # ── buffers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -179,3 +299,8 @@ class SlotCache:
         for keys, values in self._layers.values():
             for buffer in (keys, values):
                 buffer[rows, :, go_to] = buffer[rows, :, come_from]
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """[R, Q, end] bool to [R, 1, Q, end] in which 0 is seen and -inf is not."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]

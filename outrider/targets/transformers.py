@@ -1,4 +1,4 @@
-"""Any Hugging Face causal LM whose layers all attend in full, as a Target: its law, its taps, its slots.
+"""Any Hugging Face causal LM as a Target: its law, its taps, its slots.  What it can be trusted with is tested at load.
 
 Logits are the model's own, so scales and soft-caps are in them.  Taps and the final hidden state are caught by hooks on the
 decoder layers and on the output head, which every family has.
@@ -9,22 +9,22 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider import demo, packed
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Scores, TargetSpec
 from outrider.errors import DataError, TargetError
 from outrider.targets.cache import SlotCache
-
-FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "phi", "gpt_neox", "gpt2"})
-"""Model types whose decoding was compared with `model.generate`, token for token, by the tests."""
+from outrider.targets.family import embedding_scale, head_law, learn, trunk
+from outrider.targets.selftest import selftest
 
 
 class TransformersTarget:
@@ -44,19 +44,25 @@ class TransformersTarget:
         self._caught: dict[int | str, Tensor] = {}
         self._hooked: set[int] = set()
         self._head.register_forward_pre_hook(self._catch_hidden)
-        self._takes_masks_by_kind = _takes_masks_by_kind(model)
+        self.family = learn(model)
+        self._trunk = trunk(model)
         self.spec = _spec(model, tokenizer, name, revision)
         self.ends = _ends(model)
+        self._scale, self._finish = self._what_the_ends_do()
+        self.selftest = selftest(self)
+        self.spec = replace(self.spec, mode=self.selftest.mode)
         self.mask_token: int | None = getattr(tokenizer, "mask_token_id", None)
         """Id that stands for a token yet to be drafted; None where the tokenizer has none."""
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[..., H]."""
-        return self._embedding(tokens)
+        """[..., H], scaled as the family does."""
+        words = self._embedding(tokens)
+        return words if self._scale == 1.0 else words * self._scale
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states after the final norm."""
-        return self._head.forward(hidden.to(self._head.weight.dtype))  # not called: its hook belongs to the model's own passes
+        """Logits [..., V] of hidden states after the final norm, with the family's scale and soft cap."""
+        # not called: its hook belongs to the model's own passes
+        return self._finish(self._head.forward(hidden.to(self._head.weight.dtype)))
 
     def layer(self, index: int) -> nn.Module:
         """Decoder layer `index`, counted from 0; its weights are for reading."""
@@ -70,10 +76,19 @@ class TransformersTarget:
         self, cache: SlotCache, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int], taps: tuple[int, ...] = ()
     ) -> Scores:
         """Read one chunk [R, S], right-padded, behind what each slot holds.  `logits` [R, 1, V] follow the last real token."""
-        cache.open(rows, tokens.shape[1])
+        if self.family.is_recurrent:
+            # padding would enter the state; and only what follows other text has to go in steps
+            parts = []
+            for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                cache.open([row], length, in_steps=cache.lengths[row] > 0)
+                parts.append(self._states(tokens[b : b + 1, :length], cache, taps))
+                cache.append([length])
+            hidden, tapped = _padded(parts)
+        else:
+            cache.open(rows, tokens.shape[1])
+            hidden, tapped = self._states(tokens, cache, taps)
+            cache.append(lengths)
         last = torch.tensor([length - 1 for length in lengths], device=self.device)
-        hidden, tapped = self._states(tokens, cache, taps)
-        cache.append(lengths)
         rows_of_hidden = hidden[torch.arange(len(last), device=self.device), last].unsqueeze(1)
         return Scores(self.head(rows_of_hidden), hidden, tapped)
 
@@ -85,21 +100,10 @@ class TransformersTarget:
         if nodes:
             # an id outside the vocabulary is judged by the law; here it only must not break the embedding
             tokens = torch.cat([tokens, draft.tokens.clamp(0, self.spec.vocabulary - 1)], -1)
-        cache.open(rows, nodes + 1)
+        cache.open(rows, nodes + 1, in_steps=self.family.is_recurrent)
         visible = draft.visible() if draft.branches else None
         depths = nn.functional.pad(draft.depths() + 1, (1, 0)) if draft.branches else None
-        self._tap(taps)
-        # one token a row, all rows at one place: everything may be seen, and a family that lets us say so saves the mask
-        unmasked = not nodes and cache.is_even and self._takes_masks_by_kind
-        with packed.products():
-            logits = self.model(
-                input_ids=tokens,
-                attention_mask={"full_attention": None} if unmasked else cache.mask(visible, self.model.dtype),
-                position_ids=cache.positions(depths).clamp(max=self.spec.context - 1),  # padding may reach behind it
-                past_key_values=cache,
-                use_cache=True,
-            ).logits
-        return Scores(logits, self._caught["hidden"], self._tapped(taps))
+        return self._each(tokens, cache, lambda part: self._scores(part, cache, visible, depths, taps))
 
     @torch.no_grad()
     def read(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
@@ -135,17 +139,55 @@ class TransformersTarget:
 
     # ── one forward pass ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _states(self, tokens: Tensor, cache: SlotCache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    def _scores(
+        self, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
+    ) -> Scores:
         self._tap(taps)
+        given = self.family.arguments(cache, visible, depths, self.model.dtype, self.spec.context)
         with packed.products():
-            hidden = self.model.base_model(
-                input_ids=tokens,
-                attention_mask=cache.mask(None, self.model.dtype),
-                position_ids=cache.positions().clamp(max=max(self.spec.context, tokens.shape[1]) - 1),
-                past_key_values=cache,
-                use_cache=True,
-            ).last_hidden_state
-        return hidden, self._tapped(taps)
+            logits = self.model(input_ids=tokens, **given).logits
+        return Scores(logits, self._caught["hidden"], self._tapped(taps))
+
+    def _states(self, tokens: Tensor, cache: SlotCache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        def part(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+            self._tap(taps)
+            context = max(self.spec.context, tokens.shape[1])
+            given = self.family.arguments(cache, None, None, self.model.dtype, context)
+            with packed.products():
+                hidden = self._trunk(input_ids=tokens, **given).last_hidden_state
+            return hidden, self._tapped(taps)
+
+        return self._each(tokens, cache, part)
+
+    def _each(self, tokens: Tensor, cache: SlotCache, run: Callable[[Tensor], Any]) -> Any:
+        """Run all rows of the open pass at once; one by one where they stand unevenly and the family takes no masks."""
+        if self.family.masks != "none" or cache.is_even:
+            return run(tokens)
+        rows, parts = cache.rows, []
+        for b, row in enumerate(rows):
+            cache.open([row], tokens.shape[1])
+            parts.append(run(tokens[b : b + 1]))
+        cache.open(rows, tokens.shape[1])
+        joined: Any = [None if values[0] is None else torch.cat(values) for values in zip(*parts, strict=True)]
+        return Scores(*joined) if isinstance(parts[0], Scores) else tuple(joined)
+
+    @torch.inference_mode()
+    def _what_the_ends_do(self) -> tuple[float, Callable[[Tensor], Tensor]]:
+        """The factor on embeddings before the first layer, and what becomes of the output layer's values."""
+        tokens = torch.arange(min(8, self.spec.vocabulary), device=self.device)[None]
+        caught: list[Tensor] = []
+        hook = self._decoder_layers[0].register_forward_pre_hook(
+            lambda _module, args, kwargs: caught.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        )
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        hook.remove()
+        finish = head_law(self._head.forward(self._caught["hidden"]), logits, self.model.config.get_text_config())
+        if finish is None:
+            logging.getLogger(__name__).warning(
+                "%s changes its logits after the output layer in a way that is not known here: drafters that use the target's "
+                "head guess worse; the output is the target's all the same", self.spec.name,
+            )  # fmt: skip
+        return embedding_scale(self._embedding(tokens), caught[0]), finish or (lambda values: values)
 
     def _tap(self, taps: tuple[int, ...]) -> None:
         for layer in taps:
@@ -186,10 +228,9 @@ def load_target(
 
     dtype: float32 on a CPU and the checkpoint's own on an accelerator, unless given.  quantization is handed to transformers
     as `quantization_config`, device_map as it is.  A bare module has no tokenizer: its prompts are token ids.
-    Raises TargetError where it can't be found or loaded, or where its family is not known to be exact.
+    Raises TargetError where it can't be found or loaded, or where its plain decoding fails the self-test.
     """
     if isinstance(target, nn.Module):
-        _supported(target.config, type(target).__name__)
         model: Any = target
         model = model if dtype is None else model.to(dtype=_dtype(dtype))
         return TransformersTarget(model if device is None else model.to(device))
@@ -199,8 +240,6 @@ def load_target(
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     wanted = _dtype(dtype) if dtype is not None else (torch.float32 if device.type == "cpu" else "auto")
     try:
-        config = AutoConfig.from_pretrained(path, **options)
-        _supported(config, name)
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=wanted, device_map=device_map, quantization_config=quantization, **options
         )
@@ -239,39 +278,19 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def _supported(config: Any, name: str) -> None:
-    """Refuse what was not proven: another family, or layers that don't attend in full."""
-    if config.model_type not in FAMILIES:
-        raise TargetError(
-            f"{name} is of family {config.model_type!r}, which Outrider does not know to decode exactly yet; "
-            f"families it does: {', '.join(sorted(FAMILIES))}"
-        )
-    partial = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
-    window = getattr(config, "sliding_window", None) if config.model_type == "mistral" else None
-    if partial or window:
-        what = ", ".join(sorted(partial)) or f"a sliding window of {window}"
-        raise TargetError(f"{name} has layers that don't attend in full ({what}); only full attention is supported yet")
-
-
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     count = model.config.num_hidden_layers
-    for module in model.base_model.modules():
+    for module in trunk(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise TargetError(f"{type(model).__name__} has no list of {count} decoder layers to tap")
 
 
-@torch.inference_mode()
-def _takes_masks_by_kind(model: PreTrainedModel) -> bool:
-    """Whether this family accepts {layer type: mask}, in which None means that nothing is masked.  Tried, not looked up."""
-    if set(getattr(model.config, "layer_types", None) or ()) != {"full_attention"}:
-        return False
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    try:
-        given = model(input_ids=token, attention_mask={"full_attention": None}, use_cache=False).logits
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return False
-    return torch.equal(given, model(input_ids=token, use_cache=False).logits)
+def _padded(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """Rows of unequal length, right-padded into one: hidden [R, S, H] and taps [R, S, T, H]."""
+    hidden = nn.utils.rnn.pad_sequence([hidden[0] for hidden, _ in parts], batch_first=True)
+    taps = [taps[0] for _, taps in parts if taps is not None]
+    return hidden, nn.utils.rnn.pad_sequence(taps, batch_first=True) if taps else None
 
 
 def _ends(model: PreTrainedModel) -> frozenset[int]:

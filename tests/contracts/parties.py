@@ -218,11 +218,13 @@ class Drawn(Proposer):
 class Oracle(Proposer):
     """Knows the text to come and hides it in a tree: at every depth a wrong elder sibling, then the true token.
 
-    No argmax has a chance to fall on a wrong sibling, so every true node up to the draft's depth is kept.
+    No argmax has a chance to fall on a wrong sibling, so every true node up to the draft's depth is kept.  A target that
+    verifies chains alone sees eldest children: for it the true one is the elder.
     """
 
-    def __init__(self, texts: Sequence[list[int]], vocabulary: int, depth: int = 3):
+    def __init__(self, texts: Sequence[list[int]], vocabulary: int, depth: int = 3, true_is_eldest: bool = False):
         self.texts, self.vocabulary, self.depth, self.limit = texts, vocabulary, depth, 2 * depth
+        self.true = 0 if true_is_eldest else 1
 
     def propose(self, memory: torch.Generator, state: DecodeState, budget: Tensor) -> Draft:
         tokens = torch.zeros(len(state.rows), self.limit, dtype=torch.int64)
@@ -233,8 +235,8 @@ class Oracle(Proposer):
             coming = whole[len(text) : len(text) + self.depth]
             sizes[b] = min(int(budget[b]), 2 * len(coming))
             for d, token in enumerate(coming):
-                tokens[b, 2 * d], tokens[b, 2 * d + 1] = (token + 1) % self.vocabulary, token
-        parents = torch.tensor([2 * (n // 2) - 1 for n in range(self.limit)]).expand_as(tokens)
+                tokens[b, 2 * d + self.true], tokens[b, 2 * d + 1 - self.true] = token, (token + 1) % self.vocabulary
+        parents = torch.tensor([max(-1, 2 * (n // 2 - 1) + self.true) for n in range(self.limit)]).expand_as(tokens)
         return Draft(tokens, parents, sizes)
 
 

@@ -1,0 +1,185 @@
+"""How a family of models is spoken to, learnt from the loaded model itself; there is no list of names.
+
+Which masks it takes, how far each kind of layer sees, whether it is told positions, which modules carry a recurrent state,
+and what it does to the embedding and to the logits.  What is found here is a guess until `selftest` has proven it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from outrider.targets.cache import Limit, SlotCache
+
+KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "mamba", "attention")
+"""Keys under which families look for the mask of a kind of layer; a key too many does no harm."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model takes, and what it does."""
+
+    masks: Literal["by kind", "one", "none"]
+    """A mask for every kind of layer, one for all, or none: then rows pass one by one and the family masks them itself."""
+    limits: Mapping[str, Limit | None]
+    """Kinds of attention among its layers, and how far they see."""
+    cache: str
+    """Name of the argument that takes the cache."""
+    has_positions: bool
+    is_recurrent: bool
+
+    def arguments(
+        self, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, dtype: torch.dtype, context: int
+    ) -> dict[str, Any]:
+        """Keyword arguments of one pass, but for its tokens.  visible [R, n, n] and depths [R, n] of a tree; None: a chain."""
+        given: dict[str, Any] = {self.cache: cache, "use_cache": True, "attention_mask": None}
+        if self.has_positions:
+            given["position_ids"] = cache.positions(depths).clamp(max=context - 1)  # padding may reach behind it
+        if self.masks == "by kind":
+            given["attention_mask"] = dict.fromkeys(KINDS)
+            if not (cache.is_single and visible is None and cache.is_even and not any(self.limits.values())):
+                # one token a row, all rows at one place: everything may be seen, and no mask is the fastest
+                given["attention_mask"] |= cache.masks(visible, dtype, self.limits, depths)
+        elif self.masks == "one":
+            [given["attention_mask"]] = cache.masks(visible, dtype, self.limits, depths).values()
+        return given
+
+
+def learn(model: PreTrainedModel) -> Family:
+    """Look at the model, and try what can be tried on one token.  Modules with a recurrent state learn to pass in steps."""
+    config = model.config.get_text_config(decoder=True)
+    kinds, _ = get_layer_types_and_kwargs(config)
+    asked = {*inspect.signature(model.forward).parameters, *inspect.signature(trunk(model).forward).parameters}
+    masks = _masks(model, "position_ids" in asked)
+    limits = {kind: _limit(kind, config) for kind in _attention_kinds(kinds)} or {"full_attention": None}
+    if masks == "one" and len(limits) > 1:
+        masks = "none"
+    return Family(
+        masks=masks,
+        limits=limits,
+        cache="past_key_values" if "past_key_values" in asked else "cache_params",
+        has_positions="position_ids" in asked,
+        is_recurrent=_teach_steps(model),
+    )
+
+
+def trunk(model: PreTrainedModel) -> nn.Module:
+    """The model without its output layer; some families name it otherwise than they declare."""
+    base = model.base_model
+    return base if base is not model else model.model
+
+
+def _attention_kinds(kinds: list[str]) -> list[str]:
+    """Kinds of mask that these layer types ask for."""
+    found = {"hybrid": "full_attention", "attention": "full_attention", "hybrid_sliding": "sliding_attention"}
+    named = [found.get(kind, kind) for kind in kinds]
+    return sorted({kind for kind in named if kind.endswith("_attention") and kind != "linear_attention"})
+
+
+def _limit(kind: str, config: Any) -> Limit | None:
+    if kind == "sliding_attention":
+        return Limit("window", config.sliding_window)
+    if kind == "chunked_attention":
+        return Limit("chunk", config.attention_chunk_size)
+    return None
+
+
+@torch.inference_mode()
+def _masks(model: PreTrainedModel, has_positions: bool) -> Literal["by kind", "one", "none"]:
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    given: dict[str, Any] = {"input_ids": token, "use_cache": False}
+    if has_positions:
+        given["position_ids"] = token
+    plain = model(**given).logits
+    one = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=model.device)
+    tries: dict[Any, Any] = {"by kind": dict.fromkeys(KINDS), "one": one}
+    for name, mask in tries.items():
+        try:
+            masked = model(**given, attention_mask=mask).logits
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            continue
+        if torch.equal(masked, plain):
+            return name
+    return "none"
+
+
+# ── recurrent layers ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _teach_steps(model: nn.Module) -> bool:
+    """Let every module that keeps a recurrent state pass position by position where the cache asks for it."""
+    modules = [module for module in model.modules() if _reads_states(module)]
+    for module in modules:
+        if not hasattr(module.forward, "passes_in_steps"):
+            module.forward = _in_steps(module, module.forward)
+    return bool(modules)
+
+
+def _reads_states(module: nn.Module) -> bool:
+    names = inspect.unwrap(type(module).forward).__code__.co_names
+    return hasattr(module, "layer_idx") and ("get_conv_state" in names or "get_recurrent_state" in names)
+
+
+def _in_steps(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(forward)
+    layer: Any = module.layer_idx
+    cache_name = next(name for name in ("cache_params", "past_key_values") if name in signature.parameters)
+
+    @functools.wraps(forward)
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        cache = given.arguments.get(cache_name)
+        if not isinstance(cache, SlotCache) or not cache.in_steps:
+            return forward(*args, **kwargs)
+        hidden = given.arguments["hidden_states"]
+        if "attention_mask" in given.arguments:
+            given.arguments["attention_mask"] = None
+        outs = []
+        for n in range(hidden.shape[1]):
+            given.arguments["hidden_states"] = hidden[:, n : n + 1]
+            outs.append(forward(*given.args, **given.kwargs))
+            cache.note(layer)
+        if isinstance(outs[0], tuple):
+            return torch.cat([out[0] for out in outs], 1), *outs[0][1:]
+        return torch.cat(outs, 1)
+
+    stepping.passes_in_steps = True  # type: ignore[attr-defined]
+    return stepping
+
+
+# ── embedding and logits ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def embedding_scale(words: Tensor, states: Tensor) -> float:
+    """What embeddings are multiplied by before the first layer; 1 where they differ by more than a factor."""
+    scale = _ratio(words, states)
+    return 1.0 if scale is None else scale
+
+
+def head_law(raw: Tensor, logits: Tensor, config: Any) -> Callable[[Tensor], Tensor] | None:
+    """What the family does to the output layer's values: nothing, a factor, or a soft cap; None where it is none of these."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    if cap and torch.allclose(cap * torch.tanh(raw / cap), logits, rtol=1e-3, atol=1e-5):
+        return lambda values: cap * torch.tanh(values / cap)
+    scale = _ratio(raw, logits)
+    if scale is None:
+        return None
+    return (lambda values: values) if scale == 1.0 else (lambda values: values * scale)
+
+
+def _ratio(before: Tensor, after: Tensor) -> float | None:
+    """The factor between two tensors, if it is one factor."""
+    if before.shape != after.shape:
+        return None
+    before, after = before.double(), after.double()
+    scale = float((before * after).sum() / (before * before).sum().clamp(min=1e-30))
+    is_one = torch.allclose(before * scale, after, rtol=1e-2, atol=1e-3 * float(after.abs().max()))
+    return (1.0 if abs(scale - 1) < 1e-3 else scale) if is_one else None
