@@ -39,12 +39,17 @@ def accept(draft: Draft, p: Tensor, streams: Streams) -> Verdict:
     known = (draft.tokens >= 0) & (draft.tokens < p.shape[-1])
     if draft.q is None:
         return _match(draft, p, streams, known)
-    if draft.q.shape[-1] != p.shape[-1]:
+    refuse_other_vocabulary(draft, p.shape[-1])
+    return _ratio(draft, draft.q, p, streams, known)
+
+
+def refuse_other_vocabulary(draft: Draft, vocabulary: int) -> None:
+    """Raise DrafterError for a q over another vocabulary: of width 1 it would broadcast in silence."""
+    if draft.q is not None and draft.q.shape[-1] != vocabulary:
         raise DrafterError(
-            f"a draft's q is over {draft.q.shape[-1]} tokens, the target's vocabulary has {p.shape[-1]}; "
+            f"a draft's q is over {draft.q.shape[-1]} tokens, the target's vocabulary has {vocabulary}; "
             "give the tokens that the drafter can't propose a q of 0"
         )
-    return _ratio(draft, draft.q, p, streams, known)
 
 
 def _match(draft: Draft, p: Tensor, streams: Streams, known: Tensor) -> Verdict:

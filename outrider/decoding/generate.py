@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider.decoding.accept import accept
+from outrider.decoding.logprobs import TokenLogprob
 from outrider.decoding.loop import Rule, step
 from outrider.decoding.parties import Drafter, Plain, Target
 from outrider.decoding.policy import Fixed, Policy
@@ -37,16 +38,24 @@ class Generation:
     accepted: list[int] = field(default_factory=list)
     """Drafted tokens kept, step by step."""
     finish_reason: FinishReason = "length"
+    logprobs: list[TokenLogprob] | None = None
+    """One for each of `tokens`, where `Sampling.logprobs` asks for them."""
 
 
-class Piece(NamedTuple):
-    """What one step added to one prompt's continuation."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step added to one prompt; unpacks into prompt, tokens, text and drafted."""
 
     prompt: int
     tokens: list[int]
     text: str
     drafted: int
     """How many of the tokens, from the first on, were drafted; the rest is the target's own."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of the tokens, where `Sampling.logprobs` asks for them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.prompt, self.tokens, self.text, self.drafted))
 
 
 class Progress(NamedTuple):
@@ -58,6 +67,8 @@ class Progress(NamedTuple):
     reached: int
     """Depth of the draft."""
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of the tokens, where the request asks for them."""
 
 
 def generate(
@@ -78,7 +89,7 @@ def generate(
     Raises DataError for a prompt that is empty or does not fit the context, before anything is computed.
     """
     requests = _requests(target, prompts, max_new_tokens, sampling, stop)
-    found = [Generation() for _ in requests]
+    found = [Generation(logprobs=None if sampling.logprobs is None else []) for _ in requests]
     streams = [TextStream(target.decode, request.stop) for request in requests]
     for progress in advance(target, requests, drafter, policy=policy, slots=slots):
         generation = found[progress.request]
@@ -87,6 +98,8 @@ def generate(
         generation.steps += 1
         generation.accepted.append(progress.accepted)
         generation.finish_reason = progress.finish_reason or "length"
+        if generation.logprobs is not None:
+            generation.logprobs += progress.logprobs
     return found
 
 
@@ -108,7 +121,7 @@ def stream(
     def pieces() -> Iterator[Piece]:
         for progress in advance(target, requests, drafter, policy=policy, slots=slots):
             text = streams[progress.request].push(progress.tokens, progress.finish_reason is not None)
-            yield Piece(progress.request, progress.tokens, text, progress.accepted)
+            yield Piece(progress.request, progress.tokens, text, progress.accepted, progress.logprobs)
 
     return pieces()
 
@@ -147,7 +160,9 @@ def advance(
         verdict = step(target, drafter, policy, cache, memory, state, rule)
         accepted = verdict.accepted.tolist()
         for b, row in enumerate(rows):
-            yield Progress(serving[row], state.tokens[row][before[b] :], accepted[b], state.reached[b], state.finished[row])
+            tokens = state.tokens[row][before[b] :]
+            reported = tuple(state.logprobs[row][-len(tokens) :])
+            yield Progress(serving[row], tokens, accepted[b], state.reached[b], state.finished[row], reported)
         over = [row for row in rows if state.finished[row]]
         if over:
             drafter.free(memory, over)
@@ -172,6 +187,9 @@ def prefill(target: Target, drafter: Drafter, cache: Any, memory: Any, state: De
 def _requests(target: Target, prompts: Any, max_new_tokens: int, sampling: Sampling, stop: Sequence[str]) -> list[Request]:
     if max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens {max_new_tokens} is negative")
+    if sampling.min_new_tokens > max_new_tokens > 0:
+        raise ConfigError(f"min_new_tokens {sampling.min_new_tokens} is more than max_new_tokens {max_new_tokens}; lower it")
+    sampling.check(target.spec.vocabulary)
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if "" in stops:
         raise ConfigError("an empty stop string would end every text at once; leave it out")

@@ -6,14 +6,18 @@ Decoding one prompt, scoring a benchmark and serving a hundred users are the sam
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.decoding.accept import Verdict, accept, accept_greedy
+from outrider.decoding import logprobs
+from outrider.decoding.accept import Verdict, accept, accept_greedy, refuse_other_vocabulary
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Cache, Drafter, Scores, Target
+from outrider.decoding.penalties import emitting_rows, processed, refuse_dead_ends
 from outrider.decoding.policy import Policy
 from outrider.decoding.sampling import Streams, distribution
 from outrider.decoding.state import DecodeState
@@ -26,15 +30,19 @@ def step(
 ) -> Verdict:
     """Advance every live slot by one verified step.  Returns what was committed, slots in the order `state.rows` had.
 
-    `rule` is the law or a twin of it.  Where every slot is greedy the law's greedy twin reads the logits themselves.
+    `rule` is the law or a twin of it.  Where every slot is greedy the law's greedy twin reads the logits themselves.  Under
+    the law a slot with a seed emits the target's own draws, whatever was drafted; under another rule a seed fixes the noise.
     """
+    state.shares_noise = rule is accept
     timing, rows = state.timing, state.rows
     timing.start()
-    draft = _proposal(drafter, policy, memory, state)
+    draft = _proposal(target, drafter, policy, memory, state)
     timing.lap("draft")
     scores = target.verify(cache, rows, state.anchor, draft, drafter.taps)
     timing.lap("verify")
-    verdict = state.commit(draft, _judge(draft, scores, state, rule))
+    law = _law(draft, scores, state, rule)
+    verdict = state.commit(draft, _judge(draft, law, state, rule))
+    _report(law, verdict, state)
     cache.keep(_cached(verdict))
     timing.lap("other")
     drafter.observe(memory, state, draft, verdict, scores)
@@ -44,20 +52,72 @@ def step(
     return verdict
 
 
-def _proposal(drafter: Drafter, policy: Policy, memory: Any, state: DecodeState) -> Draft:
-    """What the drafter offers, within the policy's budget and the room that is left; its shape is checked, not trusted."""
+def _proposal(target: Target, drafter: Drafter, policy: Policy, memory: Any, state: DecodeState) -> Draft:
+    """What the drafter offers, within the policy's budget, the room that is left and what the target can verify.
+
+    Its shape is checked, not trusted.
+    """
     budget = torch.minimum(policy.budget(state), state.room).clamp(0, drafter.limit)
-    if not budget.any():
+    if not budget.any() or target.spec.mode == "off":
         return Draft.empty(len(state.rows), state.device)
     draft = drafter.propose(memory, state, budget).checked(len(state.rows))
+    if target.spec.mode == "chain":
+        draft = draft.trunk()
     keep = torch.minimum(policy.keep(state, draft.sizes, draft.confidence), budget)
     return draft.first(keep)
 
 
-def _judge(draft: Draft, scores: Scores, state: DecodeState, rule: Rule) -> Verdict:
-    if state.settings.is_greedy and rule is accept:
-        return accept_greedy(draft, scores.logits.argmax(-1), scores.logits.shape[-1])
-    return rule(draft, distribution(scores.logits, state.settings), state.streams)
+class _Law(NamedTuple):
+    """What the target says of every row, each on its own prefix."""
+
+    logits: Tensor
+    """[B, N+1, V], after penalties, bans and processors."""
+    p: Tensor | None
+    """[B, N+1, V]; None where every slot is greedy and the logits are enough."""
+
+
+def _law(draft: Draft, scores: Scores, state: DecodeState, rule: Rule) -> _Law:
+    logits = processed(scores.logits, draft, state.prefixes)
+    is_greedy = state.settings.is_greedy and rule is accept
+    return _Law(logits, None if is_greedy else distribution(logits, state.settings))
+
+
+def _judge(draft: Draft, law: _Law, state: DecodeState, rule: Rule) -> Verdict:
+    if law.p is None:
+        return accept_greedy(draft, law.logits.argmax(-1), law.logits.shape[-1])
+    streams, seeded = state.streams, state.seeded
+    if seeded is None or draft.q is None:
+        return rule(draft, law.p, streams)
+    refuse_other_vocabulary(draft, law.p.shape[-1])
+    matched = rule(replace(draft, q=None), law.p, streams)
+    return matched if bool(seeded.all()) else _merged(seeded, matched, rule(draft, law.p, streams))
+
+
+def _merged(which: Tensor, one: Verdict, other: Verdict) -> Verdict:
+    """The first verdict for the slots of `which` [B], the second for the rest."""
+    width = max(one.path.shape[1], other.path.shape[1])
+    wide, wider = (F.pad(verdict.path, (0, width - verdict.path.shape[1]), value=-1) for verdict in (one, other))
+    rest = (torch.where(which, a, b) for a, b in zip(one[1:], other[1:], strict=True))
+    return Verdict(torch.where(which[:, None], wide, wider), *rest)
+
+
+def _report(law: _Law, verdict: Verdict, state: DecodeState) -> None:
+    """Log probabilities of what was committed, for the slots that ask; and an error where a slot had nothing left to say."""
+    if state.prefixes:
+        refuse_dead_ends(law.logits, verdict, state.prefixes)
+    if not state.wants_logprobs:
+        return
+    for b, row in enumerate(state.rows):
+        sampling = state.requests[row].sampling
+        if sampling.logprobs is None:
+            continue
+        rows = emitting_rows(verdict, b)
+        if law.p is None or sampling.temperature == 0:
+            logits = law.logits[b, rows]
+            found = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+        else:
+            found = law.p[b, rows].log()
+        state.logprobs[row] += logprobs.read(found, state.tokens[row][-len(rows) :], sampling.logprobs)
 
 
 def _cached(verdict: Verdict) -> Tensor:

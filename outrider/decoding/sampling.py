@@ -1,6 +1,8 @@
 """From logits to the distribution that drafter and target both mean; temperature 0 is one-hot.
 
-The order is part of the definition: temperature, then top-k, then top-p, as in transformers.
+The order is part of the definition.  What hangs on a node's own prefix comes first and is `penalties.processed`: logit bias,
+repetition penalty, frequency and presence penalty, bad words, end tokens before `min_new_tokens`, the request's own processors.
+Then, here: temperature, top-k, top-p, min-p, typical-p.  It is the order of transformers, which has no frequency and presence.
 
 All noise is counter-based: a number is a hash of (seed, output index, purpose, salt) and of nothing else, so a slot's text
 does not depend on who shares its batch, and a step that is repeated draws the same.
@@ -9,7 +11,7 @@ does not depend on who shares its batch, and a step that is repeated draws the s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -19,10 +21,14 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""(input_ids [1, n], scores [1, V]) to scores [1, V], as transformers' LogitsProcessor.  It must hang on its arguments alone:
+it is called once for every path of a draft, and again for what was rejected."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a request wants its tokens drawn.  The default is greedy."""
+    """How a request wants its tokens drawn.  The default is greedy; greedy with any other setting is the argmax after it."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -30,17 +36,106 @@ class Sampling:
     top_p: float = 1.0
     """Keep the fewest most likely tokens whose probabilities reach this sum."""
     seed: int | None = None
-    """Same seed, same noise; None draws a fresh one."""
+    """Same seed, same text, whatever drafts for it; None draws a fresh one and accepts more of a sampled draft."""
+    min_p: float = 0.0
+    """Keep the tokens at least this share as likely as the likeliest; 0 keeps all."""
+    typical_p: float = 1.0
+    """Keep the tokens whose surprise is nearest to the entropy, until their probabilities reach this sum."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt or output are divided by this, negative ones multiplied, as transformers does."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of every token in the output; the prompt does not count, as OpenAI and vLLM do."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit as often as it stands in the output."""
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    """Token id to what is added to its logit; kept as sorted pairs."""
+    bad_words: Sequence[tuple[int, ...]] = ()
+    """Sequences of token ids of which none is completed in the output; its beginning may stand in the prompt."""
+    min_new_tokens: int = 0
+    """End tokens are impossible before so many tokens; stop strings are not."""
+    logprobs: int | None = None
+    """Log probabilities of the emitted tokens, and of this many likeliest at their places; None reports none."""
+    processors: Sequence[Processor] = ()
+    """Called in order on each node's own prefix."""
 
     def __post_init__(self) -> None:
+        try:
+            bias = tuple(sorted((int(token), float(value)) for token, value in dict(self.logit_bias).items()))
+            words = tuple(tuple(map(int, word)) for word in self.bad_words)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"logit_bias {self.logit_bias!r} or bad_words {self.bad_words!r} can't be read ({error}); "
+                "give {token id: bias} and lists of token ids"
+            ) from error
+        for name, value in (("logit_bias", bias), ("bad_words", words), ("processors", tuple(self.processors))):
+            object.__setattr__(self, name, value)
+        self._check_draw()
+        self._check_prefix()
+
+    def _check_draw(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ConfigError(f"temperature {self.temperature} is not a number of 0 or more; 0 is greedy")
         if self.top_k < 0:
             raise ConfigError(f"top_k {self.top_k} is negative; 0 keeps every token")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p {self.top_p} lies outside (0, 1]; 1 keeps every token")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p {self.min_p} lies outside [0, 1]; 0 keeps every token")
+        if not 0 < self.typical_p <= 1:
+            raise ConfigError(f"typical_p {self.typical_p} lies outside (0, 1]; 1 keeps every token")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed {self.seed} does not fit in 64 bits")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ConfigError(f"logprobs {self.logprobs} is negative; 0 reports the emitted tokens alone, None nothing")
+
+    def _check_prefix(self) -> None:
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ConfigError(f"repetition_penalty {self.repetition_penalty} is not a number above 0; 1 changes nothing")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"{name} {getattr(self, name)} is not a finite number; 0 changes nothing")
+        if self.min_new_tokens < 0:
+            raise ConfigError(f"min_new_tokens {self.min_new_tokens} is negative; 0 lets a text end at once")
+        for token, value in self.biases:
+            if not math.isfinite(value):
+                raise ConfigError(f"logit_bias {value} of token {token} is not a finite number; bad_words forbids a token")
+        if not all(self.bad_words):
+            raise ConfigError("bad_words holds an empty sequence, which every text completes; leave it out")
+        for processor in self.processors:
+            if not callable(processor):
+                raise ConfigError(f"processors holds {processor!r}; wanted functions (input_ids, scores) -> scores")
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept."""
+        return self.logit_bias  # type: ignore[return-value]
+
+    @property
+    def penalises(self) -> bool:
+        """A penalty looks at the tokens so far."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def is_processed(self) -> bool:
+        """Logits change before the draw, by what stands before a token."""
+        return bool(self.penalises or self.logit_bias or self.bad_words or self.min_new_tokens or self.processors)
+
+    @property
+    def forbids(self) -> bool:
+        """Some tokens may become impossible by what stands before them."""
+        return bool(self.bad_words or self.min_new_tokens or self.processors)
+
+    def check(self, vocabulary: int) -> None:
+        """Refuse token ids that a target of this vocabulary does not have, and bans that leave it nothing to say."""
+        ids = [token for token, _ in self.biases] + [token for word in self.bad_words for token in word]
+        wrong = sorted({token for token in ids if not 0 <= token < vocabulary})
+        if wrong:
+            raise ConfigError(
+                f"logit_bias or bad_words name token {wrong[0]}, outside the target's vocabulary of {vocabulary}; "
+                f"choose ids from 0 to {vocabulary - 1}"
+            )
+        if len({word[0] for word in self.bad_words if len(word) == 1}) == vocabulary:
+            raise ConfigError(f"bad_words forbids all {vocabulary} tokens of the vocabulary; leave at least one")
 
 
 class Settings(NamedTuple):
@@ -49,6 +144,8 @@ class Settings(NamedTuple):
     temperature: Tensor | None
     top_k: Tensor | None
     top_p: Tensor | None
+    min_p: Tensor | None = None
+    typical_p: Tensor | None = None
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> Settings:
@@ -59,6 +156,8 @@ class Settings(NamedTuple):
             column([s.temperature for s in samplings], 0.0),
             column([s.top_k for s in samplings], 0),
             column([s.top_p for s in samplings], 1.0),
+            column([s.min_p for s in samplings], 0.0),
+            column([s.typical_p for s in samplings], 1.0),
         )
 
     @property
@@ -70,6 +169,7 @@ class Settings(NamedTuple):
 def distribution(logits: Tensor, settings: Settings) -> Tensor:
     """The law of the next token.  logits [B, ..., V]; returns the same shape, each row summing to 1.
 
+    The target's logits come from `penalties.processed`; a drafter may give its own as they are, and need not be right.
     float32, or float64 where the logits are: bf16 softmax loses mass over 150k tokens.  Ties at temperature 0 go to the
     lowest token id.
     """
@@ -84,8 +184,9 @@ def distribution(logits: Tensor, settings: Settings) -> Tensor:
     if settings.top_k is not None:
         scaled = _keep_top_k(scaled, settings.top_k.view(shape))
     p = scaled.softmax(-1)
-    if settings.top_p is not None:
-        p = _keep_top_p(p, settings.top_p.to(p.dtype).view(shape))
+    for column, keep in ((settings.top_p, _keep_top_p), (settings.min_p, _keep_min_p), (settings.typical_p, _keep_typical)):
+        if column is not None:
+            p = keep(p, column.to(p.dtype).view(shape))
     if bool(is_cold.any()):
         cold = torch.zeros_like(p).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         p = torch.where(is_cold, cold, p)
@@ -108,6 +209,26 @@ def _keep_top_p(p: Tensor, top_p: Tensor) -> Tensor:
     return kept / kept.sum(-1, keepdim=True)
 
 
+def _keep_min_p(p: Tensor, min_p: Tensor) -> Tensor:
+    """The tokens at least min_p times as likely as the likeliest, normalised again."""
+    kept = p.masked_fill(p < min_p * p.amax(-1, keepdim=True), 0.0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def _keep_typical(p: Tensor, typical_p: Tensor) -> Tensor:
+    """The tokens whose surprise -log p is nearest to the entropy until their sum reaches typical_p; equals of the last stay.
+
+    typical_p 1 keeps all.
+    """
+    surprise = -p.log()
+    entropy = (p * surprise).nan_to_num(0.0).sum(-1, keepdim=True)
+    ranked, order = (surprise - entropy).abs().sort(dim=-1, stable=True)
+    last = (p.gather(-1, order).cumsum(-1) < typical_p).sum(-1, keepdim=True).clamp(max=p.shape[-1] - 1)
+    is_odd = (surprise - entropy).abs() > ranked.gather(-1, last)
+    kept = p.masked_fill(is_odd & (typical_p < 1), 0.0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
 class Purpose(IntEnum):
     """What a number is drawn for; numbers of different purposes are independent."""
 
@@ -124,6 +245,9 @@ class Streams:
     """[B] int64."""
     index: Tensor
     """[B] int64, output index of the next token; depth d of a draft stands at index + d."""
+    seeded: Tensor | None = None
+    """[B] bool, slots that draft with the target's own noise; None where none does.  Their drafts are deterministic nodes to
+    the law, which emits the target's own draw: the text is the same whatever was drafted.  Daliri, Musco and Suresh 2024."""
 
     def uniform(self, depth: Tensor | int, purpose: Purpose, salt: int = 0) -> Tensor:
         """[B] float64 in (0, 1)."""
@@ -141,6 +265,12 @@ class Streams:
         return (weights / exponential).argmax(-1)
 
     def _key(self, depth: Tensor | int, purpose: Purpose) -> Tensor:
+        own = self._hash(depth, purpose)
+        if purpose is not Purpose.DRAFT or self.seeded is None:
+            return own
+        return torch.where(self.seeded, self._hash(depth, Purpose.TARGET), own)
+
+    def _hash(self, depth: Tensor | int, purpose: Purpose) -> Tensor:
         counter = (self.index + depth) * _wrap(_STEP * 3) + int(purpose)
         if purpose is Purpose.DRAFT:
             # Fresh in every step: a policy may have seen what an earlier draft held here, behind its rejected token.

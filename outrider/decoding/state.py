@@ -16,6 +16,8 @@ from torch import Tensor
 
 from outrider.decoding.accept import Verdict
 from outrider.decoding.draft import Draft
+from outrider.decoding.logprobs import TokenLogprob
+from outrider.decoding.penalties import Prefix
 from outrider.decoding.sampling import Sampling, Settings, Streams
 
 FinishReason = Literal["stop", "length", "context"]
@@ -68,6 +70,10 @@ class DecodeState:
         """Prompt tokens the target has read."""
         self.finished: list[FinishReason | None] = [None] * slots
         self.seeds = [0] * slots
+        self.logprobs: list[list[TokenLogprob]] = [[] for _ in range(slots)]
+        """Of the committed tokens, where the request asks for them."""
+        self.shares_noise = True
+        """Slots with a seed draft with the target's own noise; a rule other than the law needs noise that is independent."""
         self.reached: list[int] = []
         """Depth of each live slot's draft in the last step."""
         self.unlawful = 0
@@ -76,8 +82,13 @@ class DecodeState:
         self.rows: list[int] = []
         """Live slots, ascending; a finished one stays until it is freed, before the next step."""
         self.settings = Settings(None, None, None)
+        self.prefixes: list[tuple[int, Prefix]] = []
+        """Place in the batch and text of each live slot whose logits change by what stands before; none by default."""
+        self.wants_logprobs = False
         self.anchor = torch.empty(0, dtype=torch.int64, device=self.device)
         self._row_seeds = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._seeded: Tensor | None = None
+        self._prefixes: dict[int, Prefix] = {}
 
     def admit(self, row: int, request: Request) -> None:
         """Put a request into a free slot."""
@@ -88,17 +99,26 @@ class DecodeState:
         self.prefilled[row] = 0
         self.finished[row] = None
         self.seeds[row] = secrets.randbits(63) if seed is None else seed
+        self.logprobs[row] = []
+        if request.sampling.is_processed:
+            self._prefixes[row] = Prefix(request.sampling, request.prompt, self.ends, self.device)
         self._select()
 
     def free(self, row: int) -> None:
         del self.requests[row]
+        self._prefixes.pop(row, None)
         self._select()
 
     @property
     def streams(self) -> Streams:
         """Noise of the live slots from their next token on."""
         index = [len(self.tokens[row]) - len(self.requests[row].prompt) for row in self.rows]
-        return Streams(self._row_seeds, torch.tensor(index, device=self.device))
+        return Streams(self._row_seeds, torch.tensor(index, device=self.device), self.seeded)
+
+    @property
+    def seeded(self) -> Tensor | None:
+        """[B] bool, slots whose text hangs on their seed alone; None where none is."""
+        return self._seeded if self.shares_noise else None
 
     @property
     def room(self) -> Tensor:
@@ -148,6 +168,8 @@ class DecodeState:
             if hit is not None:
                 kept, reason = hit, "stop"
         self.tokens[row] += block[:kept]
+        if row in self._prefixes:
+            self._prefixes[row].push(block[:kept])
         self.finished[row] = reason
         return kept
 
@@ -173,7 +195,12 @@ class DecodeState:
     def _select(self) -> None:
         """Find the live slots again, after one came or went."""
         self.rows = sorted(self.requests)
-        self.settings = Settings.of([self.requests[row].sampling for row in self.rows], self.device)
+        samplings = [self.requests[row].sampling for row in self.rows]
+        self.settings = Settings.of(samplings, self.device)
+        self.prefixes = [(b, self._prefixes[row]) for b, row in enumerate(self.rows) if row in self._prefixes]
+        self.wants_logprobs = any(sampling.logprobs is not None for sampling in samplings)
+        seeded = [sampling.seed is not None for sampling in samplings]
+        self._seeded = torch.tensor(seeded, device=self.device) if any(seeded) else None
         self._row_seeds = torch.tensor([self.seeds[row] for row in self.rows], dtype=torch.int64, device=self.device)
         self._anchors()
 

@@ -42,9 +42,11 @@ def fits(counts: Tensor, p: Tensor, false_alarm: float = FALSE_ALARM) -> bool:
 
 def emitted(
     target: Any, drafter: Any, policy: Any = None, *, slots: int = 4000, prompt: Sequence[int] = (0,),
-    rule: Any = accepting.accept, sampling: dict | None = None,
+    rule: Any = accepting.accept, sampling: dict | None = None, seeded: bool = False,
 ) -> tuple[Tensor, DecodeState, int]:  # fmt: skip
     """First tokens [slots, TOKENS] of as many seeds, the state after, and how many drafted tokens were kept.
+
+    The noise is fixed either way; `seeded` requests ask for it, and draft with the target's own.
 
     `advance` would admit slot after slot; here all stand up at once, and the loop is the package's own `step`.
     """
@@ -53,7 +55,8 @@ def emitted(
     # every admission would look at all slots again: once is enough
     state._select = lambda: None
     for seed in range(slots):
-        state.admit(seed, Request(list(prompt), 500, Sampling(**settings, seed=seed)))
+        state.admit(seed, Request(list(prompt), 500, Sampling(**settings, seed=seed if seeded else None)))
+        state.seeds[seed] = seed
     del state._select
     state._select()
     cache = target.allocate(slots, len(prompt) + TOKENS * (drafter.limit + 1) + drafter.limit + 1)

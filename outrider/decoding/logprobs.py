@@ -1,0 +1,32 @@
+"""Log probabilities of what was emitted, under the target's own law: never a draft's q, a residual or a chance of acceptance.
+
+The law is the one that is drawn from, after every setting.  At temperature 0, where that is one-hot, it is the softmax of the
+processed logits, so that runners-up can be told apart.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class TokenLogprob(NamedTuple):
+    """One emitted token and what else could have stood there."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens with their log probabilities, best first; those that can't be drawn are left out."""
+
+
+def read(law: Tensor, tokens: list[int], runners_up: int) -> list[TokenLogprob]:
+    """law [R, V], log probabilities of the rows that predicted these R tokens."""
+    own = law.gather(-1, torch.tensor(tokens, device=law.device)[:, None])[:, 0].tolist()
+    best = law.topk(min(runners_up, law.shape[-1]), -1)
+    found = []
+    for token, logprob, values, ids in zip(tokens, own, best.values.tolist(), best.indices.tolist(), strict=True):
+        top = tuple((n, value) for n, value in zip(ids, values, strict=True) if value > -torch.inf)
+        found.append(TokenLogprob(token, logprob, top))
+    return found
