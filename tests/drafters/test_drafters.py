@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import Case, cases, tiny_model
+from contracts.parties import OnAndOff
 
 from outrider import drafters
 from outrider.decoding.generate import advance, generate
@@ -12,6 +15,7 @@ from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
 from outrider.drafters import dflash
 from outrider.errors import ConfigError, DrafterError
+from outrider.targets.cache import SlotCache
 from outrider.targets.transformers import load_target
 
 EVERY = pytest.mark.parametrize("case", cases(), ids=str)
@@ -150,6 +154,131 @@ def test_a_small_model_of_another_vocabulary_is_refused(target, tmp_path):
     module = drafters.find("small_model")
     with pytest.raises(DrafterError, match="48"):
         module.build(module.Config(model=str(tmp_path)), target)
+
+
+CHAIN, TREE = Case("small_model"), Case("small_model", {"width": 3, "nodes": 10})
+
+
+@pytest.fixture
+def loaded(drafter_of, monkeypatch):
+    """The small model, read from disk once for all trees."""
+    model = drafter_of(CHAIN).model
+    monkeypatch.setattr(drafters.find("small_model"), "load_target", lambda *args, **options: model)
+    return model
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_small_models_tree_leaves_its_cache_as_if_it_had_read_the_text(
+    temperature, target, prompts, workshop, loaded, monkeypatch
+):
+    """Catches a path that is not moved together, a slot that keeps another's nodes, and an anchor read twice or not at all.
+
+    Texts of unequal length, slots used again, budgets that come and go; the seeds are fixed.
+    """
+    drafter = workshop.build(TREE, target)
+    read, keep, worst, moved = drafter._read, SlotCache.keep, [0.0], [0]
+
+    def watched(cache, rows, texts):
+        logits = read(cache, rows, texts)
+        for b, text in enumerate(texts):
+            assert cache.lengths[rows[b]] == len(text)
+            hidden, _ = drafter.model.read(torch.tensor([text]))
+            worst.append(float((logits[b] - drafter.model.head(hidden[0, -1])).abs().max()))
+        return logits
+
+    def kept(cache, path):
+        # no prefix of the pass: what stays has to move
+        moved[0] += int((path > torch.arange(path.shape[1])).any())
+        keep(cache, path)
+
+    monkeypatch.setattr(drafter, "_read", watched)
+    monkeypatch.setattr(SlotCache, "keep", kept)
+    for policy in (None, OnAndOff(10)):
+        requests = [
+            Request(prompt, 8 + 3 * n, Sampling(temperature * (n % 3 > 0), seed=None if n % 2 else n))
+            for n, prompt in enumerate(prompts)
+        ]
+        state = DecodeState(3, 256)
+        state.admit = with_seeds(state)
+        for _ in advance(target, requests, drafter, slots=3, state=state, policy=policy):
+            pass
+    assert len(worst) > 100 and max(worst) < 1e-10
+    assert moved[0] > 10
+
+
+def with_seeds(state):
+    """`admit` in which a slot without a seed has its own number for one."""
+    admit = state.admit
+
+    def admitted(row, request):
+        admit(row, request)
+        state.seeds[row] = 100 + row
+        state._select()
+
+    return admitted
+
+
+def test_a_tree_keeps_more_than_a_chain_of_its_depth(target, prompts, workshop, loaded):
+    """Catches a tree in a bad order or under a wrong mask; counts of steps, the same in every run."""
+
+    def steps(choices, **sampling):
+        drafter = workshop.build(Case("small_model", choices), target)
+        found = generate(target, prompts[:4], drafter, max_new_tokens=24, sampling=Sampling(**sampling), slots=4)
+        return sum(generation.steps for generation in found)
+
+    for sampling in ({}, {"temperature": 1.0, "seed": 5}):
+        chain, small, large = (
+            steps(choices, **sampling) for choices in ({}, {"width": 2, "nodes": 6}, {"width": 4, "nodes": 16})
+        )
+        assert large < small < chain
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 4}], ids=["greedy", "sampled"])
+def test_no_node_of_a_tree_is_a_banned_token(settings, target, prompts, workshop, loaded):
+    """Catches a ban that is looked up along another branch's path: such a node is a sure rejection."""
+    drafter, words = workshop.build(TREE, target), [(token,) for token in range(20)] + [(30, 31), (40, 50)]
+    sampling, propose, nodes = Sampling(**settings, bad_words=words), drafter.propose, []
+
+    def watched(memory, state, budget):
+        draft = propose(memory, state, budget)
+        for b, size in enumerate(draft.sizes.tolist()):
+            tokens, parents = draft.tokens[b].tolist(), draft.parents[b].tolist()
+            for n in range(size):
+                above = state.tokens[state.rows[b]][-1] if parents[n] < 0 else tokens[parents[n]]
+                nodes.append(tokens[n])
+                assert tokens[n] >= 20 and (above, tokens[n]) not in {(30, 31), (40, 50)}
+        return draft
+
+    drafter.propose = watched
+    found = generate(target, prompts[:3], drafter, max_new_tokens=15, sampling=sampling, slots=3)
+    plainly = generate(target, prompts[:3], max_new_tokens=15, sampling=sampling, slots=3)
+    assert [generation.tokens for generation in found] == [generation.tokens for generation in plainly]
+    assert len(nodes) > 50
+
+
+def test_a_model_that_reads_no_trees_is_refused_one(target, workshop, loaded, monkeypatch):
+    """Catches a tree drafted from logits that the self-test found wrong."""
+    monkeypatch.setattr(loaded, "spec", replace(loaded.spec, mode="chain"))
+    with pytest.raises(ConfigError, match=r"width 3 asks for a tree.*'chain'"):
+        workshop.build(TREE, target)
+    assert workshop.build(CHAIN, target).limit == 4
+
+
+def test_under_a_target_that_verifies_no_trees_a_small_model_drafts_a_chain_and_says_so(
+    target, prompts, plain, workshop, loaded, monkeypatch, caplog
+):
+    """Catches a tree of which the loop would keep the trunk alone."""
+    monkeypatch.setattr(target, "spec", replace(target.spec, mode="chain"))
+    drafter = workshop.build(TREE, target)
+    assert drafter.limit == 4 and "verifies no trees" in caplog.text
+    (found,) = generate(target, prompts[0], drafter, max_new_tokens=20)
+    assert found.tokens == plain(target, prompts[0], 20)
+
+
+def test_settings_of_a_tree_on_a_chain_are_said_to_be_idle(target, workshop, loaded, caplog):
+    """Catches a setting that is ignored in silence."""
+    workshop.build(Case("small_model", {"nodes": 9}), target)
+    assert "nodes has no effect" in caplog.text
 
 
 # ── block drafters ────────────────────────────────────────────────────────────────────────────────────────────────────

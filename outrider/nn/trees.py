@@ -1,0 +1,167 @@
+"""How a drafter grows a tree: a beam of the likeliest paths, or siblings drawn under a fixed shape.
+
+Both go down level by level and ask the drafter for one thing, the logits behind nodes it has not read yet (`Expand`).  The
+beam is EAGLE-2's (Li et al. 2406.16858): read the likeliest, then rank all that was offered; its nodes are deterministic.
+Drawn siblings follow SpecInfer with replacement (Miao et al. 2305.09781) and Sequoia without (Chen et al. 2402.12374).
+What differs: nodes stand in an order of which every prefix is the draft of that budget, so a policy may cut anywhere.
+
+B live slots, N drafted nodes, V vocabulary; C candidates, E nodes read, W nodes read in one level.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.draft import Draft
+from outrider.decoding.sampling import Purpose, Settings, Streams, distribution
+
+Expand = Callable[[Draft, int], Tensor]
+"""(tree, fresh) to the logits [B, fresh, V] behind the last `fresh` nodes of `tree`.
+
+`tree` holds every node read so far in the order of the calls, the fresh ones at its end and all of one depth, 0 in the first
+call and one more in each.  So keys or hidden states may be kept from call to call and looked up by `tree.parents`, or the
+whole tree read again under `tree.visible()`.  Leaves are never read.
+"""
+
+
+def beam(first: Tensor, expand: Expand, budget: Tensor, *, width: int, depth: int) -> Draft:
+    """The likeliest paths, without any noise.  first [B, V], logits behind the anchor; budget [B] int64 on the CPU.
+
+    At every depth the `width` likeliest nodes are read and offer their `width` best tokens each; of all that is offered in
+    `depth` levels the likeliest stay, by the product of q along their path, in descending order.  A child is never likelier
+    than its parent and on equal terms the shallower stands first, so every prefix is a tree, and the best of its size.
+    """
+    most = int(budget.max())
+    # whatever is deeper or ranks lower has that many ancestors or betters before it, and is cut in any case
+    width, depth = min(width, most), min(depth, most)
+    tree = Draft.empty(len(first), first.device)
+    scores, tokens = _best(first, width)
+    parents = at = torch.full_like(tokens, -1)
+    offered, begin = [(scores, tokens, parents)], 0
+    for _ in range(1, depth):
+        leading, chosen = _ranked(scores, width)
+        read, fresh = tree.tokens.shape[1], chosen.shape[1]
+        tree = _joined(tree, tokens.gather(1, chosen), at.gather(1, chosen))
+        deeper, following = _best(expand(tree, fresh), width)
+        children = deeper.shape[-1]
+        parents = (begin + chosen).repeat_interleave(children, 1)
+        at = torch.arange(read, read + fresh, device=at.device).repeat_interleave(children).expand_as(parents)
+        begin += scores.shape[1]
+        scores, tokens = (leading[..., None] + deeper).flatten(1), following.flatten(1)
+        offered.append((scores, tokens, parents))
+    scores, tokens, parents = (torch.cat(level, 1) for level in zip(*offered, strict=True))
+    _, order = _ranked(scores, most)
+    # where each candidate ends up; one that does not stay is nobody's parent
+    place = torch.zeros_like(tokens).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    above = parents.gather(1, order)
+    parents = place.gather(1, above.clamp(min=0)).where(above >= 0, -1)
+    return Draft(tokens.gather(1, order), parents, budget.clamp(max=order.shape[1]))
+
+
+def _best(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """log q and ids [..., <= width] of the likeliest tokens.  logits [..., V]."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    best = logits.log_softmax(-1).topk(min(width, logits.shape[-1]), -1)
+    return best.values, best.indices
+
+
+def _ranked(scores: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The highest scores [B, <= most] and where they stand; equals keep their order, parents before children."""
+    values, order = scores.sort(dim=1, descending=True, stable=True)
+    return values[:, :most], order[:, :most]
+
+
+def _joined(tree: Draft, tokens: Tensor, parents: Tensor) -> Draft:
+    """The tree with one level more.  tokens, parents [B, W]."""
+    tokens, parents = torch.cat([tree.tokens, tokens], 1), torch.cat([tree.parents, parents], 1)
+    return Draft(tokens, parents, torch.full((len(tokens),), tokens.shape[1]))
+
+
+def shape(width: int, depth: int, nodes: int) -> tuple[int, ...]:
+    """Parents of the tree to draw: up to `nodes` nodes, `width` children a node, `depth` levels; the most promising first.
+
+    Which those are is said before any token is known.  A node costs 1, and 2 more for every elder sibling: the first child is
+    about as likely to be kept as the one before it, a second child as one two levels further down (as dflash's runners-up).
+    """
+    found: list[int] = []
+    waiting = [(1, 0, -1, 1)]
+    while waiting and len(found) < nodes:
+        cost, elders, parent, deep = heapq.heappop(waiting)
+        if elders + 1 < width:
+            heapq.heappush(waiting, (cost + 2, elders + 1, parent, deep))
+        if deep < depth:
+            heapq.heappush(waiting, (cost + 1, 0, len(found), deep + 1))
+        found.append(parent)
+    return tuple(found)
+
+
+def sampled(
+    first: Tensor, expand: Expand, budget: Tensor, *, parents: Sequence[int], settings: Settings, streams: Streams,
+    replacement: bool = False,
+) -> Draft:  # fmt: skip
+    """Draw every node of a fixed tree.  first [B, V], logits behind the anchor; budget [B] int64 on the CPU.
+
+    Siblings come from the same q each, or `replacement` False from what their elders left of it; where nothing is left, at
+    temperature 0 above all, a sibling is the likeliest token that no elder took, certain and not drawn.  `q` says which.
+    Slots with a seed draw the target's own noise, every branch the same: what the target would say there, or nearly said.
+    """
+    parents = parents[: int(budget.max())]
+    kids: dict[int, list[int]] = {}
+    for n, parent in enumerate(parents):
+        kids.setdefault(parent, []).append(n)
+    tree, logits, depth, level = Draft.empty(len(first), first.device), first[:, None], 0, [-1]
+    tokens, q = [first.new_empty(0)] * len(parents), [first.new_empty(0)] * len(parents)
+    place = {-1: -1}
+    while level:
+        drawn = _Siblings(logits, settings, streams, depth, replacement)
+        for rank in range(max(len(kids[at]) for at in level)):
+            which = [w for w, at in enumerate(level) if len(kids[at]) > rank]
+            token, row = drawn.next(which, rank)
+            for i, w in enumerate(which):
+                n = kids[level[w]][rank]
+                tokens[n], q[n] = token[:, i], row[:, i]
+        level = sorted(n for at in level for n in kids[at] if n in kids)
+        if level:
+            above = torch.tensor([place[parents[n]] for n in level], device=first.device).expand(len(first), -1)
+            place |= {n: tree.tokens.shape[1] + i for i, n in enumerate(level)}
+            tree = _joined(tree, torch.stack([tokens[n] for n in level], 1), above)
+            logits, depth = expand(tree, len(level)), depth + 1
+    fixed = torch.tensor(parents, device=first.device).expand(len(first), -1)
+    return Draft(torch.stack(tokens, 1), fixed, budget.clamp(max=len(parents)), torch.stack(q, 1))
+
+
+class _Siblings:
+    """Children of one level's W nodes, rank by rank.  logits [B, W, V]."""
+
+    def __init__(self, logits: Tensor, settings: Settings, streams: Streams, depth: int, replacement: bool):
+        self.logits, self.streams, self.depth, self.replacement = logits, streams, depth, replacement
+        self.q = distribution(logits, settings)
+        self.taken = torch.zeros_like(self.q, dtype=torch.bool)
+
+    def next(self, which: list[int], rank: int) -> tuple[Tensor, Tensor]:
+        """One more child of the nodes `which` (w of W): tokens [B, w] and the q [B, w, V] they were drawn from."""
+        q = self._left(which) if rank else self.q[:, which]
+        salt = torch.tensor(which, device=q.device)
+        if self.replacement:
+            # elder and younger are independent draws; without replacement they are first and second of one race
+            salt = salt + rank * self.q.shape[1]
+        tokens = self.streams.draw(q, self.depth, Purpose.DRAFT, salt)
+        self.taken[:, which] = self.taken[:, which].scatter(-1, tokens[..., None], True)
+        return tokens, q
+
+    def _left(self, which: list[int]) -> Tensor:
+        """What a younger sibling is drawn from, given its elders' tokens."""
+        whole, taken = self.q[:, which], self.taken[:, which]
+        rest = whole.masked_fill(taken, 0.0)
+        mass = rest.sum(-1, keepdim=True)
+        left = rest / mass.clamp(min=1e-30)
+        if self.replacement:
+            seeded = self.streams.seeded
+            # with the target's noise a second draw from the same q would only repeat the first
+            left = whole if seeded is None else torch.where(seeded[:, None, None], left, whole)
+        runner_up = self.logits[:, which].masked_fill(taken, -torch.inf).argmax(-1, keepdim=True)
+        return torch.where(mass > 1e-30, left, torch.zeros_like(left).scatter_(-1, runner_up, 1.0))

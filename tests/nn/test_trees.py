@@ -1,0 +1,296 @@
+"""Trees grown level by level: the beam against all paths there are, drawn siblings against their laws."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from contracts.chances import fits
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from outrider.decoding.sampling import Purpose, Sampling, Settings, Streams, distribution
+from outrider.nn import trees
+
+HOT = Settings.of([Sampling(1.0)])
+
+
+class Law:
+    """A drafter's law in which every path has logits of its own; `slots` rows, each its own law.  V tokens."""
+
+    def __init__(self, vocabulary: int, seed: int = 0, slots: int = 1):
+        self.vocabulary, self.seed, self.slots = vocabulary, seed, slots
+        self.trees = []
+        self.first = torch.stack([self.logits(b, ()) for b in range(slots)])
+
+    @functools.cache  # noqa: B019  (as short-lived as the test)
+    def logits(self, slot: int, path: tuple[int, ...]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(hash((self.seed, slot, path)) % 2**60)
+        return 1.5 * torch.randn(self.vocabulary, dtype=torch.float64, generator=generator)
+
+    def path(self, tree, b: int, n: int) -> tuple[int, ...]:
+        return () if n < 0 else (*self.path(tree, b, int(tree.parents[b, n])), int(tree.tokens[b, n]))
+
+    def expand(self, tree, fresh: int) -> torch.Tensor:
+        self.trees.append((tree, fresh))
+        nodes = range(tree.tokens.shape[1] - fresh, tree.tokens.shape[1])
+        return torch.stack([torch.stack([self.logits(b, self.path(tree, b, n)) for n in nodes]) for b in range(self.slots)])
+
+    def score(self, slot: int, path: tuple[int, ...]) -> float:
+        steps = (self.logits(slot, path[:n]).log_softmax(-1)[token] for n, token in enumerate(path))
+        return float(sum(steps))
+
+    def paths(self, draft, slot: int) -> list[tuple[int, ...]]:
+        return [self.path(draft, slot, n) for n in range(int(draft.sizes[slot]))]
+
+
+def budget_of(*nodes: int) -> torch.Tensor:
+    return torch.tensor(nodes)
+
+
+# ── beam ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SIZES = st.tuples(st.integers(2, 4), st.integers(1, 3), st.integers(1, 9), st.integers(0, 10_000))
+
+
+@given(SIZES)
+@examples(max_examples=40, deadline=None)
+def test_a_beam_as_wide_as_its_budget_finds_the_best_of_all_paths(drawn):
+    """Catches a product along the wrong path, a parent mixed up and a node that comes before a better one."""
+    vocabulary, depth, nodes, seed = drawn
+    law = Law(vocabulary, seed, slots=2)
+    draft = trees.beam(law.first, law.expand, budget_of(nodes, nodes), width=nodes, depth=depth)
+    for slot in range(2):
+        every = [path for d in range(1, depth + 1) for path in itertools.product(range(vocabulary), repeat=d)]
+        every.sort(key=lambda path: -law.score(slot, path))
+        assert law.paths(draft, slot) == every[:nodes]
+
+
+def by_hand(law: Law, slot: int, width: int, depth: int, nodes: int) -> list[tuple[int, ...]]:
+    """The beam's definition, on paths."""
+    best = sorted(((token,) for token in range(law.vocabulary)), key=lambda path: -law.score(slot, path))[:width]
+    offered, level = list(best), best
+    for _ in range(1, depth):
+        level = sorted(level, key=lambda path: -law.score(slot, path))[:width]
+        fresh = []
+        for path in level:
+            ranked = sorted(range(law.vocabulary), key=lambda token: -law.score(slot, (*path, token)))[:width]
+            fresh += [(*path, token) for token in ranked]
+        offered, level = offered + fresh, fresh
+    return sorted(offered, key=lambda path: -law.score(slot, path))[:nodes]
+
+
+@given(SIZES, st.integers(1, 3))
+@examples(max_examples=40, deadline=None)
+def test_a_narrow_beam_is_its_definition_and_every_prefix_the_beam_of_that_budget(drawn, width):
+    """Catches a frontier that is not the level's best, and a cut draft that is worse than one grown to the cut."""
+    vocabulary, depth, nodes, seed = drawn
+    law = Law(vocabulary, seed)
+    draft = trees.beam(law.first, law.expand, budget_of(nodes), width=width, depth=depth)
+    paths = law.paths(draft, 0)
+    assert paths == by_hand(law, 0, width, depth, nodes)
+    assert draft.checked(1).sizes.tolist() == draft.sizes.tolist() == [len(paths)]
+    assert draft.q is None
+    for smaller in range(1, len(paths) + 1):
+        assert paths[:smaller] == law.paths(trees.beam(law.first, law.expand, budget_of(smaller), width=width, depth=depth), 0)
+
+
+def test_on_equal_terms_the_node_nearer_to_the_anchor_stands_first():
+    """Catches a child that stands before its parent, or is kept without it, where a token is certain."""
+    certain = torch.tensor([[0.0, -torch.inf, -torch.inf]])
+    draft = trees.beam(certain, lambda tree, fresh: certain[:, None].expand(-1, fresh, -1), budget_of(7), width=3, depth=3)
+    assert draft.checked(1).sizes.tolist() == [7]
+    assert draft.parents[0, :3].tolist() == [-1, 0, 1]
+    assert draft.tokens[0, :3].tolist() == [0, 0, 0]
+    for n, parent in enumerate(draft.parents[0].tolist()):
+        assert -1 <= parent < n
+
+
+def test_slots_of_unequal_budget_share_a_beam():
+    """Catches a slot whose tree depends on its neighbour's budget."""
+    law = Law(4, 1, slots=3)
+    draft = trees.beam(law.first, law.expand, budget_of(2, 0, 7), width=2, depth=3)
+    assert draft.sizes.tolist() == [2, 0, 7]
+    assert law.paths(draft, 0) == by_hand(law, 0, 2, 3, 2)
+    assert law.paths(draft, 2) == by_hand(law, 2, 2, 3, 7)
+
+
+def is_grown_call_by_call(law: Law) -> bool:
+    """What `Expand` promises to a drafter that keeps keys or hidden states from call to call."""
+    before = 0
+    for depth, (tree, fresh) in enumerate(law.trees):
+        nodes = tree.tokens.shape[1]
+        same = not depth or bool((tree.tokens[:, :before] == law.trees[depth - 1][0].tokens).all())
+        if not same or nodes != before + fresh or bool((tree.depths()[:, before:] != depth).any()):
+            return False
+        before = nodes
+    return True
+
+
+def test_every_call_brings_one_level_and_keeps_what_was_read():
+    """Catches nodes that move between two calls."""
+    law = Law(5, 3, slots=2)
+    trees.beam(law.first, law.expand, budget_of(12, 12), width=3, depth=4)
+    assert len(law.trees) == 3 and is_grown_call_by_call(law)
+    law.trees.clear()
+    drawn(law, trees.shape(3, 4, 20))
+    assert len(law.trees) == 3 and is_grown_call_by_call(law)
+
+
+# ── shape ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 30))
+def test_a_shape_keeps_to_its_sizes_and_begins_with_every_smaller_one(width, depth, nodes):
+    """Catches a child before its parent, a node too many, and a shape that a smaller budget changes."""
+    parents = trees.shape(width, depth, nodes)
+    most = depth if width == 1 else (width ** (depth + 1) - width) // (width - 1)
+    assert len(parents) == min(nodes, most)
+    depths = []
+    for n, parent in enumerate(parents):
+        assert -1 <= parent < n
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    assert max(depths) <= depth
+    assert max(parents.count(parent) for parent in parents) <= width
+    for smaller in range(1, len(parents)):
+        assert trees.shape(width, depth, smaller) == parents[:smaller]
+
+
+def test_the_shape_of_width_1_is_a_chain_and_of_width_2_has_its_siblings_late():
+    """Catches a cost that prefers siblings to depth."""
+    assert trees.shape(1, 5, 9) == (-1, 0, 1, 2, 3)
+    assert trees.shape(2, 4, 6)[:4] == (-1, 0, 1, -1)
+
+
+# ── drawn siblings ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def streams_of(slots: int, seeded: torch.Tensor | None = None) -> Streams:
+    return Streams(torch.arange(slots), torch.full((slots,), 3), seeded)
+
+
+def drawn(law, parents, sampling=HOT, replacement=False, streams=None, budget=None):
+    slots = len(law.first)
+    return trees.sampled(
+        law.first, law.expand, budget if budget is not None else torch.full((slots,), len(parents)), parents=parents,
+        settings=sampling, streams=streams or streams_of(slots), replacement=replacement,
+    )  # fmt: skip
+
+
+class Flat:
+    """The same logits [V] behind every path, for any number of slots."""
+
+    def __init__(self, p: list[float], slots: int):
+        self.first = torch.tensor(p, dtype=torch.float64).log().expand(slots, -1)
+
+    def expand(self, tree, fresh):
+        return self.first[:, None].expand(-1, fresh, -1)
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_q_is_the_law_each_node_was_drawn_from(replacement):
+    """Catches a younger sibling's q that forgets its elders, or the temperature."""
+    law, parents = Law(5, 2, slots=4), (-1, -1, 0, 0, 1, 0, 1, 2)
+    sampling = Settings.of([Sampling(0.7, top_k=4)] * 4)
+    draft = drawn(law, parents, sampling, replacement)
+    for b in range(4):
+        for n, parent in enumerate(parents):
+            q = distribution(law.logits(b, law.path(draft, b, parent))[None], Settings.of([Sampling(0.7, top_k=4)]))[0]
+            if not replacement:
+                q[[int(draft.tokens[b, m]) for m in range(n) if parents[m] == parent]] = 0
+                q = q / q.sum()
+            assert torch.allclose(draft.q[b, n], q, atol=1e-12)
+            assert float(draft.q[b, n, draft.tokens[b, n]]) > 0
+    assert draft.parents.tolist() == [list(parents)] * 4
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_siblings_follow_their_joint_law(replacement):
+    """Catches siblings drawn from one another's noise.  20000 slots; false alarm 1e-6."""
+    p, slots = [0.5, 0.3, 0.15, 0.05], 20_000
+    tokens = drawn(Flat(p, slots), (-1, -1, 0), replacement=replacement).tokens
+    joint = torch.zeros(4, 4, 4, dtype=torch.float64)
+    for x, y, z in itertools.product(range(4), repeat=3):
+        second = p[y] if replacement else p[y] / (1 - p[x]) * (x != y)
+        joint[x, y, z] = p[x] * second * p[z]
+    counts = torch.bincount((tokens * torch.tensor([16, 4, 1])).sum(-1), minlength=64)
+    assert fits(counts, joint)
+
+
+def branches_are_independent(replacement: bool) -> bool:
+    """Whether children of two nodes of one level, with the same q, are drawn independently; 20000 slots, 1e-6."""
+    p, slots = [0.5, 0.3, 0.15, 0.05], 20_000
+    tokens = drawn(Flat(p, slots), (-1, -1, 0, 1), replacement=replacement).tokens
+    q = torch.tensor(p, dtype=torch.float64)
+    return fits(torch.bincount(4 * tokens[:, 2] + tokens[:, 3], minlength=16), q[:, None] * q)
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_branches_of_one_depth_have_noise_of_their_own(replacement, monkeypatch):
+    """The law itself can't see it: only one branch is ever walked.  Catches a salt that is dropped, planted here."""
+    assert branches_are_independent(replacement)
+    draw = Streams.draw
+    monkeypatch.setattr(
+        Streams, "draw", lambda self, weights, depth, purpose, salt=None: draw(self, weights, depth, purpose, 0 * salt)
+    )
+    assert not branches_are_independent(replacement)
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_the_eldest_children_are_the_chain_that_would_be_drawn(replacement):
+    """Catches a tree whose trunk is another draft than width 1 gives."""
+    law = Law(6, 4, slots=5)
+    trunk = drawn(law, trees.shape(3, 4, 14), replacement=replacement).trunk()
+    chain = drawn(law, trees.shape(1, 4, 4))
+    assert trunk.tokens.tolist() == chain.tokens.tolist()
+    streams = streams_of(5)
+    assert streams.draw(distribution(law.first, HOT), 0, Purpose.DRAFT).tolist() == chain.tokens[:, 0].tolist()
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_where_nothing_is_left_the_runner_up_is_certain(replacement):
+    """Catches a slot at temperature 0 in a sampled batch whose siblings repeat or have no lawful q."""
+    law = Law(5, 6, slots=3)
+    mixed = Settings.of([Sampling(), Sampling(1.0), Sampling(1.0, top_k=1)])
+    draft = drawn(law, (-1, -1, -1, 0, 0), mixed, replacement)
+    for b in (0, 2):
+        for start, path in ((0, ()), (3, law.path(draft, b, 0))):
+            ranked = law.logits(b, path).argsort(descending=True).tolist()
+            nodes = range(start, 3 if start == 0 else 5)
+            assert [int(draft.tokens[b, n]) for n in nodes] == ranked[: len(nodes)]
+            assert all(float(draft.q[b, n, draft.tokens[b, n]]) == 1.0 == float(draft.q[b, n].sum()) for n in nodes)
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_a_seeded_slot_drafts_what_the_target_would_draw_then_what_it_nearly_drew(replacement):
+    """Catches salted noise under a seed: a tree that the target's own draws rarely follow."""
+    law, streams = Law(6, 8, slots=4), streams_of(4, torch.tensor([True, False, True, True]))
+    draft = drawn(law, (-1, -1, 0, 1, 1), replacement=replacement, streams=streams)
+    for b in (0, 2, 3):
+        tokens = draft.tokens[b].tolist()
+        one = Streams(torch.tensor([b]), torch.tensor([3]))
+        for node, parent, depth in ((0, (), 0), (2, (tokens[0],), 1), (3, (tokens[1],), 1)):
+            assert tokens[node] == int(one.draw(law.logits(b, parent).softmax(-1)[None], depth, Purpose.TARGET))
+        assert tokens[0] != tokens[1] and tokens[3] != tokens[4]
+
+
+def test_a_smaller_budget_draws_the_same_nodes():
+    """Catches noise that hangs on the budget."""
+    law = Law(5, 9, slots=2)
+    whole = drawn(law, trees.shape(3, 3, 10))
+    part = drawn(law, trees.shape(3, 3, 10), budget=budget_of(4, 2))
+    assert part.sizes.tolist() == [4, 2]
+    assert part.tokens.tolist() == whole.tokens[:, :4].tolist()
+    assert torch.equal(part.q, whole.q[:, :4])
+
+
+def test_more_siblings_than_tokens_stay_lawful():
+    """Catches a q of zeros where every token is taken."""
+    draft = drawn(Flat([0.6, 0.4], 50), (-1, -1, -1))
+    assert bool((draft.q.sum(-1) == 1).all())
+    assert bool((draft.q.gather(-1, draft.tokens[..., None]) > 0).all())
+    assert math.isclose(float(draft.q[:, 1].max()), 1.0)
