@@ -46,6 +46,12 @@ class Scores(NamedTuple):
     taps: Tensor | None
     """[B, N+1, T, H]; tap i is the residual stream after decoder layer i, 0-based."""
 
+    def first(self, rows: int) -> Scores:
+        """Without the padding behind so many rows."""
+        if rows == self.logits.shape[1]:
+            return self
+        return Scores(self.logits[:, :rows], self.hidden[:, :rows], None if self.taps is None else self.taps[:, :rows])
+
 
 class Cache(Protocol):
     """The target's keys and values of every slot."""

@@ -9,14 +9,17 @@ samples anchors anew in every batch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
+from torch.export import Dim
 
-from outrider import packed
+from outrider import compiled, packed
+from outrider.compiled import Graph, Graphs, dense
 from outrider.config import Config as Base
 from outrider.decoding.accept import Verdict
 from outrider.decoding.draft import Draft
@@ -24,9 +27,11 @@ from outrider.decoding.parties import Cache, Scores, Target
 from outrider.decoding.sampling import Purpose, distribution
 from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
+from outrider.nn import blocks, heads
 from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
 from outrider.nn.draft_model import Batch, DraftModel, copy_layers, resolve_taps
-from outrider.targets.cache import SlotCache
+from outrider.targets import cache
+from outrider.targets.cache import Buffers, Columns, SlotCache
 
 Pick = Callable[[Tensor, int], Tensor]
 """(logits [B, V], slot) to the drafted token [B]."""
@@ -192,6 +197,11 @@ class BlockDrafter:
         self.block = model.backbone.config.block
         self.tree = Tree(self.block, model.backbone.config.runners_up)
         self.limit = len(self.tree.slots)
+        self.step = CompiledBlock(model)
+
+    def compile(self, several: bool = False) -> float:
+        """Have greedy blocks of one slot, or of several, compiled; returns the seconds it took.  NotCompiled says why not."""
+        return self.step.get(several, build=True)
 
     def allocate(self, cache: Cache) -> BlockMemory:
         # besides the context: the block, and as many columns again where slots bring unequal numbers of new taps
@@ -210,18 +220,22 @@ class BlockDrafter:
         self._settle(memory, rows)
         taps, counts = self._take(memory, rows)
         starts = torch.tensor([kept.lengths[row] for row in rows], device=state.device)
-        kept.open(rows, taps.shape[1] + self.block)
-        mask = self._mask(kept, taps.shape[1], counts)
-        pick = None if state.settings.is_greedy else _Picker(state)
-        with packed.products():
-            tokens, logits, confidence = self.model(
-                taps, starts[:, None] + torch.arange(taps.shape[1], device=state.device), state.anchor,
-                starts + torch.tensor(counts, device=state.device), mask, kept, pick,
-            )  # fmt: skip
+        anchors_at = starts + torch.tensor(counts, device=state.device)
+        pick = None if state.settings.is_greedy and not state.bans else _Picker(state)
+        if pick is None and self.step.fits(kept, rows, max(2, taps.shape[1]) + self.block):
+            taps = nn.functional.pad(taps, (0, 0, 0, 0, 0, max(0, 2 - taps.shape[1])))
+            kept.open(rows, taps.shape[1] + self.block)
+            tokens, logits, confidence = self.step.run(taps, starts, state.anchor, anchors_at, counts, kept)
+        else:
+            kept.open(rows, taps.shape[1] + self.block)
+            mask = self._mask(kept, taps.shape[1], counts)
+            taps_at = starts[:, None] + torch.arange(taps.shape[1], device=state.device)
+            with packed.products():
+                tokens, logits, confidence = self.model(taps, taps_at, state.anchor, anchors_at, mask, kept, pick)
         kept.append(counts)
         if pick is None and self.limit > self.block:
             return self.tree.draft(logits, budget)
-        q = None if pick is None else torch.stack(pick.q, 1)
+        q = torch.stack(pick.q, 1) if pick is not None and pick.q else None
         return Draft.chain(tokens, budget.clamp(max=self.block), q, confidence)
 
     def observe(self, memory: BlockMemory, state: DecodeState, draft: Draft, verdict: Verdict, scores: Scores) -> None:
@@ -267,9 +281,110 @@ class BlockDrafter:
         """None where no slot has padding among its new taps and all stand at the same place: then all is visible."""
         if kept.is_even and min(counts) == width:
             return None
-        columns = torch.arange(width + self.block, device=kept.device)
-        real = (columns < torch.tensor(counts, device=kept.device)[:, None]) | (columns >= width)
-        return kept.mask(real[:, None].expand(-1, self.block, -1), self.backbone.fc.weight.dtype)
+        return context_mask(kept, width, counts, self.block, self.backbone.fc.weight.dtype)
+
+
+def context_mask(kept: SlotCache, width: int, counts: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
+    """What a block sees of a pass of `width` new taps a slot, of which counts[b] are real, and itself: [B, 1, K, end]."""
+    columns = torch.arange(width + block, device=kept.device)
+    real = (columns < torch.tensor(counts, device=kept.device)[:, None]) | (columns >= width)
+    return kept.mask(real[:, None].expand(-1, block, -1), dtype)
+
+
+class CompiledBlock(Graphs):
+    """Greedy blocks as one graph: taps in, tokens, logits and confidences out.  New taps are padded to two at least."""
+
+    name = "block"
+
+    def __init__(self, model: BlockModel):
+        super().__init__()
+        self.traced = _Traced(model)
+        self.backbone = model.backbone
+
+    def run(
+        self, taps: Tensor, starts: Tensor, anchors: Tensor, anchors_at: Tensor, counts: Sequence[int], kept: SlotCache
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A block a slot behind taps [R, C, T, H], C at least 2, of which counts[b] are real, in the open pass of `kept`."""
+        found = self.graphs[len(taps) > 1](*self._arguments(taps, starts, anchors, anchors_at, counts, kept))
+        return found[0], found[1], found[2] if len(found) > 2 else None
+
+    def model(self) -> nn.Module:
+        return self.traced
+
+    def settings(self) -> Sequence[object]:
+        own = sys.modules[type(self.traced.draft).__module__]
+        spec = self.backbone.target.spec
+        return [
+            self.backbone.config.model_dump(),
+            spec,
+            *compiled.code(compiled, blocks, heads, cache, sys.modules[__name__], own),
+        ]
+
+    def example(self, several: bool) -> tuple[nn.Module, tuple[Any, ...], Any]:
+        rows = {0: Dim("rows", min=2, max=1024)} if several else {}
+        new, end, length = Dim("new", min=2, max=4096), Dim("end", min=3, max=2**20), Dim("length", min=4, max=2**20)
+        buffers = [({**rows, 2: length},) * 2 for _ in self.backbone.layers]
+        columns = {**rows, 1: new + self.backbone.config.block}
+        dims = ({**rows, 1: new}, {**rows, 1: new}, rows, rows, {**rows, 3: end}, columns, buffers)
+        return self.traced, self._arguments(*self._pass(several)), dims
+
+    @torch.inference_mode()
+    def apart(self, graph: Graph, several: bool) -> tuple[float, float]:
+        given = self._arguments(*self._pass(several))
+        (tokens, logits), (said, plain) = graph(*given)[:2], self.traced(*given)[:2]
+        # behind a token that a tie decided otherwise all may differ
+        alike = nn.functional.pad((tokens == said).long().cumprod(-1), (1, 0), value=1)[:, :-1, None]
+        scale = float(plain.abs().max())
+        return float(((logits - plain) * alike).abs().max()), 64 * torch.finfo(plain.dtype).eps * scale
+
+    def _pass(self, several: bool) -> tuple[Any, ...]:
+        """Arguments of `run` behind some context."""
+        rows, new, before = (4 if several else 1), 4, 300
+        spec, noise = self.backbone.target.spec, torch.Generator().manual_seed(5)
+        dtype, width = self.backbone.fc.weight.dtype, new + self.backbone.config.block
+        kept = SlotCache(rows, before + 2 * width)
+        taps = torch.randn(rows, before + new, len(self.backbone.taps), spec.hidden, generator=noise).to(dtype)
+        kept.open(range(rows), before)
+        with torch.inference_mode():
+            self.backbone.remember(taps[:, :before], torch.arange(before)[None].expand(rows, -1), kept)
+        kept.append([before - row for row in range(rows)])
+        starts, counts = torch.tensor(kept.lengths), [new - row % 2 for row in range(rows)]
+        kept.open(range(rows), width)
+        anchors = torch.randint(spec.vocabulary, (rows,), generator=noise)
+        return taps[:, before:], starts, anchors, starts + torch.tensor(counts), counts, kept
+
+    def _arguments(
+        self, taps: Tensor, starts: Tensor, anchors: Tensor, anchors_at: Tensor, counts: Sequence[int], kept: SlotCache
+    ) -> tuple[Any, ...]:
+        rows, new = taps.shape[:2]
+        block, dtype = self.backbone.config.block, self.backbone.fc.weight.dtype
+        mask = context_mask(kept, new, counts, block, dtype)
+        taps_at = starts[:, None] + torch.arange(new)
+        columns = dense(kept.positions(), rows, new + block)
+        return taps.to(dtype).contiguous(), taps_at, anchors, anchors_at, mask.contiguous(), columns, kept.buffers
+
+
+class _Traced(nn.Module):
+    """What is compiled; the target's embedding and head become constants of it."""
+
+    def __init__(self, model: BlockModel):
+        super().__init__()
+        assert isinstance(model, nn.Module)
+        self.draft = model
+
+    def forward(
+        self,
+        taps: Tensor,
+        taps_at: Tensor,
+        anchors: Tensor,
+        anchors_at: Tensor,
+        mask: Tensor,
+        columns: Tensor,
+        buffers: Buffers,
+    ) -> tuple[Tensor, ...]:
+        kept: Any = Columns(range(len(buffers)), buffers, columns, mask.shape[-1])
+        found = self.draft(taps, taps_at, anchors, anchors_at, mask, kept, None)
+        return tuple(x for x in found if x is not None)
 
 
 class Tree:
@@ -295,15 +410,21 @@ class Tree:
 
 
 class _Picker:
-    """Draws slot by slot from the distribution the request asks for, and remembers it as q."""
+    """Draws slot by slot, of what may stand there, from the distribution the request asks for, and remembers it as q."""
 
     def __init__(self, state: DecodeState):
-        self.settings, self.streams = state.settings, state.streams
+        self.state, self.streams = state, state.streams
         self.q: list[Tensor] = []
+        self.tokens: list[Tensor] = []
 
     def __call__(self, logits: Tensor, slot: int) -> Tensor:
-        self.q.append(distribution(logits, self.settings))
-        return self.streams.draw(self.q[-1], slot, Purpose.DRAFT)
+        logits = self.state.masked(logits, self.tokens)
+        if self.state.settings.is_greedy:
+            self.tokens.append(logits.argmax(-1))
+        else:
+            self.q.append(distribution(logits, self.state.settings))
+            self.tokens.append(self.streams.draw(self.q[-1], slot, Purpose.DRAFT))
+        return self.tokens[-1]
 
 
 # ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -15,11 +15,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveInt, ValidationInfo, field_validator
 from torch import nn
 
 from outrider.config import Config as Base
+from outrider.decoding import lossy
+from outrider.decoding.accept import accept
 from outrider.decoding.generate import advance
+from outrider.decoding.loop import Rule
 from outrider.decoding.parties import Drafter
 from outrider.decoding.policy import Policy
 from outrider.decoding.sampling import Sampling
@@ -46,11 +49,28 @@ class Config(Base):
     fresh: NonNegativeFloat = 0.6
     """A prompt whose plain text has a smaller share of first-time 8-grams loops: it is listed and left out.  0 keeps all."""
     seed: int = 0
+    rule: str | None = None
+    """`typical` or `relaxed` keeps likely tokens that the law would not, and every row says so; none is exact."""
+    allow_lossy: bool = Field(default=False, validate_default=True)
+    """A lossy rule is refused without it."""
 
     @field_validator("tasks")
     @classmethod
     def _known_tasks(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(check, tasks))
+
+    @field_validator("rule")
+    @classmethod
+    def _known_rule(cls, rule: str | None) -> str | None:
+        if rule is not None:
+            lossy.find(rule, allow_lossy=True)
+        return rule
+
+    @field_validator("allow_lossy")
+    @classmethod
+    def _allowed_rule(cls, allow_lossy: bool, info: ValidationInfo) -> bool:
+        lossy.choose(info.data.get("rule"), allow_lossy)
+        return allow_lossy
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +99,8 @@ class Run:
     other_s: float = 0.0
     model_s: float = 0.0
     unlawful: int = 0
+    strayed: float = 0.0
+    """Total variation of its tokens from the target's law, added up."""
 
 
 @dataclass(slots=True)
@@ -92,6 +114,8 @@ class Measured:
     plain: list[Run] = field(default_factory=list)
     reference: list[list[int]] = field(default_factory=list)
     generate_s: list[float] = field(default_factory=list)
+    rule: str | None = None
+    """The lossy rule's name, with its numbers."""
 
 
 @dataclass(slots=True)
@@ -150,7 +174,8 @@ def measure(
     left_out: list[dict[str, Any]] = []
     tried = 0
     for task in config.tasks:
-        table = [Measured(entry, task_name(task)) for entry in entries]
+        rule = _rule(config)
+        table = [Measured(entry, task_name(task), rule=None if rule is None else rule.rule.name) for entry in entries]
         kept, lost = 0, 0
         _warm_up(target, entries, task, config)
         for prompt in prompts_of(task, config.prompts * 4, config.seed):
@@ -169,6 +194,11 @@ def measure(
             )
         rows += [summarise(measured, target) for measured in table]
     return Outcome(rows, left_out, tried)
+
+
+def _rule(config: Config) -> lossy.Meter | None:
+    """A fresh meter of the lossy rule asked for; None is the law."""
+    return None if config.rule is None else lossy.Meter(lossy.find(config.rule, config.allow_lossy)())
 
 
 def _warm_up(target: TransformersTarget, entries: Sequence[Entry], task: str, config: Config) -> None:
@@ -199,7 +229,8 @@ def _one_prompt(
         )
         if heat not in plains:
             plains[heat] = run_once(target, request, ends=heat == 0)
-        run = run_once(target, request, measured.entry.drafter, measured.entry.policy, ends=heat == 0)
+        rule = _rule(config) or accept
+        run = run_once(target, request, measured.entry.drafter, measured.entry.policy, ends=heat == 0, rule=rule)
         measured.ids.append(prompt.id)
         measured.runs.append(run)
         measured.plain.append(plains[heat])
@@ -216,14 +247,15 @@ def as_tokens(target: TransformersTarget, prompt: Prompt) -> list[int]:
 
 def run_once(
     target: TransformersTarget, request: Request, drafter: Drafter | None = None, policy: Callable[[], Policy] | None = None,
-    ends: bool = True,
+    ends: bool = True, rule: Rule = accept,
 ) -> Run:  # fmt: skip
     """Continue one request alone and note every step.  ends False goes on past end-of-text, for equal lengths."""
     run = Run()
     state = DecodeState(1, target.spec.context, target.ends if ends else frozenset(), target.device)
     with model_clock(target, drafter) as clock:
         began = last = time.perf_counter()
-        for progress in advance(target, [request], drafter, policy=policy() if policy else None, slots=1, state=state):
+        chosen = policy() if policy else None
+        for progress in advance(target, [request], drafter, policy=chosen, slots=1, rule=rule, state=state):
             now = time.perf_counter()
             if run.steps:
                 run.gaps_s.append(now - last)
@@ -234,6 +266,7 @@ def run_once(
             run.steps += 1
             run.accepted.append(progress.accepted)
             run.reached.append(progress.reached)
+            run.strayed += progress.strayed
             run.draft_s += state.timing.draft
             run.verify_s += state.timing.verify
             run.other_s += state.timing.other
@@ -284,13 +317,15 @@ def model_clock(target: TransformersTarget, drafter: Drafter | None) -> Iterator
 
 
 def _modules(party: Any) -> list[nn.Module]:
+    """The module whose calls are the party's model, and the graphs that may stand for it."""
     model = getattr(party, "model", None)
     if isinstance(model, TransformersTarget):
-        model = model.model
+        return _modules(model)
     if not isinstance(model, nn.Module):
         return []
-    base = getattr(model, "base_model", None)
-    return [model] if base is None or base is model else [model, base]
+    base = getattr(model, "base_model", model)
+    graphs = getattr(getattr(party, "step", None), "graphs", {})
+    return [*dict.fromkeys([model, base]), *graphs.values()]
 
 
 @torch.inference_mode()
@@ -372,6 +407,9 @@ def summarise(measured: Measured, target: TransformersTarget) -> dict[str, Any]:
         "batch": 1,
         "device": str(target.device),
         "unlawful": sum(run.unlawful for run in runs),
+        "rule": measured.rule,
+        "lossless": measured.rule is None,
+        "distance": sum(run.strayed for run in runs) / tokens,
         "per_prompt": [
             {
                 "id": name,

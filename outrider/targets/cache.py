@@ -54,6 +54,10 @@ class Pass:
         return len(set(self.starts)) == 1 and self.span is not None
 
 
+Buffers = list[tuple[Tensor, Tensor]]
+"""Keys and values of every layer that keeps them, [R, h, length, d]."""
+
+
 class SlotCache:
     """Keys and values of `slots` texts of at most `length` tokens.  Speaks to attention layers as transformers' Cache does.
 
@@ -75,6 +79,16 @@ class SlotCache:
         self.in_steps = False
         """Whether recurrent layers must pass position by position, so that any of their states can be kept."""
         self._at: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def layers(self) -> list[int]:
+        """Layers that keep keys and values; empty before the first pass."""
+        return sorted(self._layers)
+
+    @property
+    def buffers(self) -> Buffers:
+        """Keys and values of these layers for the open pass's rows, which lie side by side: views [R, h, length, d]."""
+        return [(keys[self._now.span], values[self._now.span]) for _, (keys, values) in sorted(self._layers.items())]
 
     @property
     def is_even(self) -> bool:
@@ -299,6 +313,32 @@ class SlotCache:
         for keys, values in self._layers.values():
             for buffer in (keys, values):
                 buffer[rows, :, go_to] = buffer[rows, :, come_from]
+
+
+class Columns:
+    """Buffers of a pass as the layers see them while it is traced: written at `columns` [R, n], read up to `end`."""
+
+    is_compileable = False
+
+    def __init__(self, layers: Sequence[int], buffers: Buffers, columns: Tensor, end: int):
+        self.buffers = dict(zip(layers, buffers, strict=True))
+        self.columns, self.end = columns, end
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
+        rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
+        kept = self.buffers[layer_idx]
+        for buffer, states in zip(kept, (keys, values), strict=True):
+            buffer[rows, :, self.columns] = states.transpose(1, 2)
+        return kept[0][:, :, : self.end], kept[1][:, :, : self.end]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.end - self.columns.shape[1]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.end, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length()
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

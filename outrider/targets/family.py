@@ -36,21 +36,33 @@ class Family:
     has_positions: bool
     is_recurrent: bool
 
-    def arguments(
+    def seen(
         self, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, dtype: torch.dtype, context: int
-    ) -> dict[str, Any]:
-        """Keyword arguments of one pass, but for its tokens.  visible [R, n, n] and depths [R, n] of a tree; None: a chain."""
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Masks of the open pass by kind of layer, and positions where the model is told them.
+
+        visible [R, n, n] and depths [R, n] of a tree; None: a chain.
+        """
+        bare = self.masks == "none" or self.needs_no_mask(cache, visible)
+        masks = {} if bare else cache.masks(visible, dtype, self.limits, depths)
+        # padding may reach behind the context
+        return masks, cache.positions(depths).clamp(max=context - 1) if self.has_positions else None
+
+    def arguments(self, cache: Any, masks: Mapping[str, Tensor], positions: Tensor | None) -> dict[str, Any]:
+        """Keyword arguments of one pass, but for its tokens."""
         given: dict[str, Any] = {self.cache: cache, "use_cache": True, "attention_mask": None}
         if self.has_positions:
-            given["position_ids"] = cache.positions(depths).clamp(max=context - 1)  # padding may reach behind it
+            given["position_ids"] = positions
         if self.masks == "by kind":
-            given["attention_mask"] = dict.fromkeys(KINDS)
-            if not (cache.is_single and visible is None and cache.is_even and not any(self.limits.values())):
-                # one token a row, all rows at one place: everything may be seen, and no mask is the fastest
-                given["attention_mask"] |= cache.masks(visible, dtype, self.limits, depths)
+            given["attention_mask"] = {**dict.fromkeys(KINDS), **masks}
         elif self.masks == "one":
-            [given["attention_mask"]] = cache.masks(visible, dtype, self.limits, depths).values()
+            [given["attention_mask"]] = masks.values()
         return given
+
+    def needs_no_mask(self, cache: SlotCache, visible: Tensor | None) -> bool:
+        """One token a row, all rows at one place: everything may be seen, and no mask is the fastest."""
+        limited = self.masks != "by kind" or any(self.limits.values())
+        return cache.is_single and visible is None and cache.is_even and not limited
 
 
 def learn(model: PreTrainedModel) -> Family:

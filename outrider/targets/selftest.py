@@ -165,10 +165,10 @@ class _Trial:
         self._verify(cache, self._begun(), *self._tree())
         cache.keep(torch.tensor([list(PATH), [2, -1, -1]]))
         kept = [[*self.nodes[0, list(PATH)].tolist()], [int(self.nodes[1, 2])]]
-        texts = [text + path + [5] for text, path in zip(self._begun(), kept, strict=True)]
-        following = torch.full((2, 3), 6, device=self.target.device)
+        texts = [text + path + [0] for text, path in zip(self._begun(), kept, strict=True)]
+        following = torch.ones(2, 3, dtype=torch.int64, device=self.target.device)
         return self._verify(
-            cache, texts, Draft.chain(following, torch.full((2,), 3)), lambda b: [[6] * (n + 1) for n in range(3)]
+            cache, texts, Draft.chain(following, torch.full((2,), 3)), lambda b: [[1] * (n + 1) for n in range(3)]
         )
 
 

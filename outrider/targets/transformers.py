@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from outrider.errors import DataError, TargetError
 from outrider.targets.cache import SlotCache
 from outrider.targets.family import embedding_scale, head_law, learn, trunk
 from outrider.targets.selftest import selftest
+from outrider.targets.step import CompiledStep, passed
 
 
 class TransformersTarget:
@@ -49,6 +50,7 @@ class TransformersTarget:
         self.spec = _spec(model, tokenizer, name, revision)
         self.ends = _ends(model)
         self._scale, self._finish = self._what_the_ends_do()
+        self.step = CompiledStep(self)
         self.selftest = selftest(self)
         self.spec = replace(self.spec, mode=self.selftest.mode)
         self.mask_token: int | None = getattr(tokenizer, "mask_token_id", None)
@@ -95,15 +97,23 @@ class TransformersTarget:
     @torch.inference_mode()
     def verify(self, cache: SlotCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...] = ()) -> Scores:
         """One pass over anchor and draft: logits [B, N+1, V].  Nothing is committed until `cache.keep`."""
-        tokens = anchor.unsqueeze(-1)
-        nodes = draft.tokens.shape[1]
-        if nodes:
-            # an id outside the vocabulary is judged by the law; here it only must not break the embedding
-            tokens = torch.cat([tokens, draft.tokens.clamp(0, self.spec.vocabulary - 1)], -1)
-        cache.open(rows, nodes + 1, in_steps=self.family.is_recurrent)
-        visible = draft.visible() if draft.branches else None
-        depths = nn.functional.pad(draft.depths() + 1, (1, 0)) if draft.branches else None
+        tokens, visible, depths = passed(anchor, draft, self.spec.vocabulary)
+        width = max(2, tokens.shape[1])
+        if self.step.fits(cache, rows, width):
+            # two tokens read the weights as fast as one
+            padded = nn.functional.pad(tokens, (0, width - tokens.shape[1]))
+            cache.open(rows, width)
+            scores = self.step.run(padded, cache, visible, depths, taps)
+            return scores.first(tokens.shape[1])
+        cache.open(rows, tokens.shape[1], in_steps=self.family.is_recurrent)
         return self._each(tokens, cache, lambda part: self._scores(part, cache, visible, depths, taps))
+
+    def compile(self, several: bool = False) -> float:
+        """Have verify passes of one slot, or of several, compiled; returns the seconds it took, 0 where that was done before.
+
+        Raises NotCompiled, which says why, where it can't be: all works as before, at the plain path's speed.
+        """
+        return self.step.get(several, build=True)
 
     @torch.no_grad()
     def read(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
@@ -143,16 +153,27 @@ class TransformersTarget:
         self, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
     ) -> Scores:
         self._tap(taps)
-        given = self.family.arguments(cache, visible, depths, self.model.dtype, self.spec.context)
+        given = self.family.arguments(cache, *self.family.seen(cache, visible, depths, self.model.dtype, self.spec.context))
         with packed.products():
             logits = self.model(input_ids=tokens, **given).logits
         return Scores(logits, self._caught["hidden"], self._tapped(taps))
+
+    def pass_through(
+        self, tokens: Tensor, cache: Any, masks: Mapping[str, Tensor], positions: Tensor | None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Logits, hidden and the output of every layer of one pass whose masks and positions are given: what is traced."""
+        layers = tuple(range(self.spec.layers))
+        self._tap(layers)
+        logits = self.model(input_ids=tokens, **self.family.arguments(cache, masks, positions)).logits
+        found = logits, self._caught["hidden"], [self._caught[layer] for layer in layers]
+        self._caught = {}
+        return found
 
     def _states(self, tokens: Tensor, cache: SlotCache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         def part(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
             self._tap(taps)
             context = max(self.spec.context, tokens.shape[1])
-            given = self.family.arguments(cache, None, None, self.model.dtype, context)
+            given = self.family.arguments(cache, *self.family.seen(cache, None, None, self.model.dtype, context))
             with packed.products():
                 hidden = self._trunk(input_ids=tokens, **given).last_hidden_state
             return hidden, self._tapped(taps)
@@ -223,17 +244,20 @@ def load_target(
     quantization: Any = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    compile: bool | None = None,
 ) -> TransformersTarget:
     """Load a causal LM as a target: `demo`, a Hugging Face id, a local folder, or a module that is already there.
 
     dtype: float32 on a CPU and the checkpoint's own on an accelerator, unless given.  quantization is handed to transformers
     as `quantization_config`, device_map as it is.  A bare module has no tokenizer: its prompts are token ids.
+    compile: None takes a compiled step of this very model if one is on disk, True has one made (about a minute, once), False
+    stays plain.
     Raises TargetError where it can't be found or loaded, or where its plain decoding fails the self-test.
     """
     if isinstance(target, nn.Module):
         model: Any = target
         model = model if dtype is None else model.to(dtype=_dtype(dtype))
-        return TransformersTarget(model if device is None else model.to(device))
+        return _compiled(TransformersTarget(model if device is None else model.to(device)), compile)
     name = str(target)
     path = str(demo.TARGET) if name == "demo" else name
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -251,7 +275,15 @@ def load_target(
         ) from error
     if device_map is None and quantization is None:
         model = model.to(device)
-    return TransformersTarget(model, tokenizer, name, revision)
+    return _compiled(TransformersTarget(model, tokenizer, name, revision), compile)
+
+
+def _compiled(target: TransformersTarget, compile: bool | None) -> TransformersTarget:
+    if compile:
+        target.compile()
+    if compile is not False:
+        target.step.look()
+    return target
 
 
 def _tokenizer(path: str, options: dict[str, Any]) -> Any:

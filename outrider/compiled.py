@@ -1,0 +1,181 @@
+"""One function, compiled ahead of time for this machine and kept on disk, so that later processes only load it.
+
+torch.export writes down what the function does for sizes left open, inductor compiles it with the weights frozen into the
+order in which its kernels read them, and the package is loaded in a fraction of a second.  Nothing is compiled again for
+another size.  Without a C++ compiler there is no fast path, and nothing else is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from outrider.errors import OutriderError
+
+log = logging.getLogger(__name__)
+
+MOST_BYTES = 2**31
+"""Models with more weights than this are not compiled on a CPU: the package holds a copy of them."""
+
+
+class NotCompiled(OutriderError):
+    """There is no compiled step, and why; the plain path goes on."""
+
+
+def folder() -> Path:
+    """Where packages are kept: $OUTRIDER_CACHE, or the user's cache folder."""
+    root = os.environ.get("OUTRIDER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+    return Path(root).expanduser() / "compiled"
+
+
+def has_compiler() -> bool:
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++"))
+
+
+def fingerprint(model: nn.Module, *more: object) -> str:
+    """What a package hangs on, 16 hex digits: every weight, settings and code in `more`, torch, threads and the processor."""
+    digest = hashlib.sha256()
+    processor = Path("/proc/cpuinfo")
+    flags = [line for line in processor.read_text().splitlines() if line.startswith("flags")][:1] if processor.exists() else []
+    machine = (torch.__version__, torch.get_num_threads(), platform.machine(), torch.backends.cpu.get_cpu_capability(), flags)
+    digest.update(repr((machine, more)).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
+class Graph(nn.Module):
+    """A package as a module, so that what watches modules sees its calls."""
+
+    def __init__(self, path: Path):
+        """NotCompiled where the package can't be read."""
+        super().__init__()
+        try:
+            self.package: Callable[..., Any] = torch._inductor.aoti_load_package(str(path))
+        except Exception as error:  # native code that another program made: whatever it raises, we go on without
+            raise NotCompiled(f"{path} can't be loaded ({_first_line(error)}); delete it and compile again") from error
+
+    def forward(self, *args: Any) -> Any:
+        return self.package(*args)
+
+
+class Graphs:
+    """The graphs of one model's step: one for a single slot, one for several, whose number stays open."""
+
+    name = "step"
+
+    def __init__(self) -> None:
+        self.graphs: dict[bool, Graph] = {}
+        """By whether a pass has several rows."""
+        self._key: str | None = None
+
+    def get(self, several: bool, build: bool) -> float:
+        """Take a graph from disk, or compile it; returns the seconds that compiling took.
+
+        NotCompiled says why there is none: this model can't be, it is not on disk, or it does not say what the plain path says.
+        """
+        model = self.model()
+        if sum(weight.nbytes for weight in model.parameters()) > MOST_BYTES:
+            raise NotCompiled(f"more than {MOST_BYTES >> 30} GiB of weights; its steps stay plain")
+        if any(weight.device.type != "cpu" for weight in model.parameters()):
+            raise NotCompiled("compiled steps are for a CPU; on another device steps stay plain")
+        if self._key is None:
+            self._key = fingerprint(model, *self.settings())
+        path, seconds = folder() / f"{self.name}-of-{'several' if several else 'one'}-{self._key}.pt2", 0.0
+        if not path.exists():
+            if not build:
+                raise NotCompiled(f"{path} does not exist")
+            seconds = build_package(path, *self.example(several))
+        graph = Graph(path)
+        apart, allowed = self.apart(graph, several)
+        if not apart <= allowed:
+            path.unlink(missing_ok=True)
+            raise NotCompiled(
+                f"compiled logits are {apart:.1e} from plain ones, allowed are {allowed:.1e}; its steps stay plain"
+            )
+        self.graphs[several] = graph
+        return seconds
+
+    def fits(self, cache: Any, rows: Sequence[int], width: int) -> bool:
+        """Whether there is a graph for a pass of `width` tokens over these slots of a SlotCache."""
+        if (len(rows) > 1) not in self.graphs or rows[-1] - rows[0] + 1 != len(rows) or not cache.layers:
+            return False
+        return max(cache.lengths[row] for row in rows) + width <= cache.length
+
+    def look(self) -> None:
+        """Take what is on disk."""
+        if not any(folder().glob(f"{self.name}-*.pt2")):
+            return
+        for several in (False, True):
+            with contextlib.suppress(NotCompiled):
+                self.get(several, build=False)
+
+    def model(self) -> nn.Module:
+        """What holds the weights.  NotCompiled where its steps can't be traced."""
+        raise NotImplementedError
+
+    def settings(self) -> Sequence[object]:
+        """What the graph hangs on besides the weights."""
+        raise NotImplementedError
+
+    def example(self, several: bool) -> tuple[nn.Module, tuple[Any, ...], Any]:
+        """What is traced, on which arguments, and which of their sizes stay open."""
+        raise NotImplementedError
+
+    def apart(self, graph: Graph, several: bool) -> tuple[float, float]:
+        """Largest difference of a logit from the plain path's, and what rounding may make of it."""
+        raise NotImplementedError
+
+
+def build_package(path: Path, function: nn.Module, example: tuple[Any, ...], dims: Any) -> float:
+    """Compile `function` on arguments like `example` into `path`; returns seconds.  NotCompiled where that can't be done.
+
+    dims: for every argument a mapping from dimension to `torch.export.Dim`, in the arguments' own structure.  Arguments that
+    are written to are written to in the compiled function too.
+    """
+    if not has_compiler():
+        raise NotCompiled("there is no C++ compiler here; install g++ for the fast path, all else runs without")
+    began = time.perf_counter()
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    part = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        with torch.no_grad():
+            # made in inference mode they could not be traced
+            example = pytree.tree_map_only(Tensor, Tensor.clone, example)
+            exported = torch.export.export(function, example, dynamic_shapes=dims, strict=False)
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs={"freezing": True})
+        part.replace(path)
+    except Exception as error:  # the compiler is a large program of others, and every family is a new text for it
+        raise NotCompiled(f"can't be compiled: {type(error).__name__}: {_first_line(error)}") from error
+    finally:
+        part.unlink(missing_ok=True)
+    seconds = time.perf_counter() - began
+    log.info("compiled %s in %.0f s, %.0f MB", path, seconds, path.stat().st_size / 1e6)
+    return seconds
+
+
+def dense(tensor: Tensor, *shape: int) -> Tensor:
+    """Expanded to this shape, and contiguous: a package reads its arguments by the strides that it was made for."""
+    return tensor.expand(*shape).contiguous()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:300]
+
+
+def code(*modules: Any) -> list[bytes]:
+    """The text of these modules, for `settings`: what they trace may change with them."""
+    return [Path(module.__file__ or "").read_bytes() for module in modules]
