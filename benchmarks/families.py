@@ -1,19 +1,34 @@
 """Every family of models: what the self-test finds, and that speculation writes what `generate` writes.
 
-    python benchmarks/families.py [--family NAME …] [--tokens 2000]
+    python benchmarks/families.py [--family NAME …] [--tokens 2000] [--out benchmarks/results/families.json]
 
 Tiny models with random weights, sdpa and eager where the family has both.  A tree drafter proposes what the model itself
 wrote before, with wrong branches beside it and wrong tokens now and then, so that every depth is accepted and rejected.
+Twenty prompts of unequal length share three slots.  --tokens counts those of float64 with the first attention a family has; its
+other settings compare a quarter of them.
 In float64 a token that differs is a mismatch; in float32 it is a tie if the model's two best logits lie within four times the
-measured difference between its one-row and its n-row pass there.  Prints JSON.
+measured difference between its one-row and its n-row pass there.  Behind a difference the text is taken up again.
+Prints JSON; exits with 1 on a mismatch.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
+import sys
+import time
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.replay import Replay, progress_bar, provenance, publish, spread
+from outrider.decoding.generate import advance
+from outrider.decoding.state import Request
+from outrider.errors import TargetError
+from outrider.targets.transformers import TransformersTarget, load_target
 
 BASE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -103,3 +118,129 @@ def tiny(name: str, attention: str = "eager", dtype: torch.dtype = torch.float64
                 weight.mul_(4.0)
     model.generation_config.eos_token_id = None
     return model.to(dtype).eval()
+
+
+# ── the comparison ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+PROMPTS = (3, 9, 17, 28, 40) * 4
+"""Their lengths; two of five lie beyond every window.  Many, because the greedy text of random weights soon loops."""
+SHARES = (0.6, 1.4, 1.0, 0.8, 1.2, 0.9, 1.1, 0.7, 1.3, 1.0) * 2
+"""Of the mean continuation, so that slots end at different times."""
+SLOTS = 3
+
+
+def measure(family: str, attention: str, dtype: torch.dtype, tokens: int) -> dict[str, Any] | None:
+    """One row of the table; None where the family has no such attention."""
+    try:
+        model = tiny(family, attention, dtype)
+    except ValueError:
+        return None
+    row: dict[str, Any] = {"family": family, "attention": attention, "dtype": str(dtype).removeprefix("torch.")}
+    try:
+        target = load_target(model)
+    except TargetError as error:
+        return row | {"mode": "refused", "failed": str(error), "tokens": 0, "mismatches": [], "ties": []}
+    began = time.perf_counter()
+    texts = written(model, [math.ceil(share * tokens / sum(SHARES)) for share in SHARES])
+    drafter = Replay(texts, 128, eldest=target.spec.mode == "chain")
+    mismatches, ties = compared(target, texts, drafter)
+    deepest = max((depth for depth, times in drafter.kept.items() if times), default=0)
+    return row | {
+        "mode": target.spec.mode,
+        "failed": target.selftest.failed,
+        "tokens": sum(len(text) - prompt for text, prompt in zip(texts, PROMPTS, strict=True)),
+        "mismatches": mismatches,
+        "ties": ties,
+        "fresh_8grams": round(fresh_share(texts), 3),
+        "deepest": deepest,
+        "steps_by_kept": dict(sorted(drafter.kept.items())),
+        "paths_that_jump": drafter.jumps,
+        "tree_beyond_depth_1": target.spec.mode == "tree" and deepest > 1 and drafter.jumps > 0,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def written(model: PreTrainedModel, counts: list[int]) -> list[list[int]]:
+    """Random prompts and what transformers' own greedy generate writes behind them."""
+    noise = torch.Generator().manual_seed(1)
+    texts = []
+    for length, count in zip(PROMPTS, counts, strict=True):
+        prompt = torch.randint(128, (1, length), generator=noise)
+        given = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        texts.append(model.generate(prompt, **given)[0].tolist())
+    return texts
+
+
+def fresh_share(texts: list[list[int]]) -> float:
+    """Share of all 8-grams that stand there for the first time; 1 is no repetition."""
+    grams = [tuple(text[at : at + 8]) for text in texts for at in range(len(text) - 7)]
+    return len(set(grams)) / max(1, len(grams))
+
+
+def compared(target: TransformersTarget, texts: list[list[int]], drafter: Replay) -> tuple[list[dict], list[dict]]:
+    """Mismatches and ties of all texts; behind each the rest of the text is a request of its own."""
+    mismatches: list[dict[str, Any]] = []
+    ties: list[dict[str, Any]] = []
+    waiting = list(enumerate(PROMPTS))
+    while waiting:
+        asked, waiting = waiting, []
+        requests = [Request(texts[n][:start], len(texts[n]) - start) for n, start in asked]
+        found: list[list[int]] = [[] for _ in requests]
+        for progress in advance(target, requests, drafter, slots=SLOTS):
+            found[progress.request] += progress.tokens
+        for (n, start), tokens in zip(asked, found, strict=True):
+            at = next((i for i, (a, b) in enumerate(zip(tokens, texts[n][start:], strict=True)) if a != b), None)
+            if at is None:
+                continue
+            place = judged(target, texts[n], PROMPTS[n], start + at, tokens[at])
+            is_tie = target.spec.dtype == "float32" and place["margin"] <= 4 * place["difference"]
+            (ties if is_tie else mismatches).append({"text": n, **place})
+            if start + at + 1 < len(texts[n]):
+                waiting.append((n, start + at + 1))
+    return mismatches, ties
+
+
+def judged(target: TransformersTarget, text: list[int], prompt: int, at: int, token: int) -> dict[str, Any]:
+    """What the model says of a place where two texts part: the margin of its two best logits, and how much they move."""
+    one, difference = spread(target, text[:at], prompt)
+    first, second = one.topk(2).values.tolist()
+    return {"at": at - prompt, "wanted": text[at], "found": token, "margin": first - second, "difference": difference}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", action="append", choices=list(SMALL), help="may be given again; all without it")
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    options = parser.parse_args()
+    began, rows = time.perf_counter(), []
+    names = options.family or list(SMALL)
+    with progress_bar() as bar:
+        task = bar.add_task("families", total=len(names))
+        for family in names:
+            bar.update(task, description=family)
+            rows += every_setting(family, options.tokens)
+            bar.advance(task)
+    totals = {
+        "tokens": sum(row["tokens"] for row in rows),
+        "mismatches": sum(len(row["mismatches"]) for row in rows),
+        "ties": sum(len(row["ties"]) for row in rows),
+        "modes": dict(Counter(row["mode"] for row in rows)),
+    }
+    publish({"provenance": provenance(time.perf_counter() - began), "totals": totals, "rows": rows}, options.out)
+    sys.exit(totals["mismatches"] > 0)
+
+
+def every_setting(family: str, tokens: int) -> list[dict[str, Any]]:
+    """A family with each attention and type; the first attention it has, in float64, writes the most."""
+    rows: list[dict[str, Any]] = []
+    for attention in ("sdpa", "eager"):
+        for dtype in (torch.float64, torch.float32):
+            row = measure(family, attention, dtype, tokens // 4 if rows else tokens)
+            if row is not None:
+                rows.append(row)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from outrider.decoding.accept import Verdict, accept, overlap
     from outrider.decoding.draft import Draft
     from outrider.decoding.generate import Generation, generate, stream
+    from outrider.decoding.grammar import Grammar
     from outrider.decoding.sampling import Sampling
     from outrider.evaluate.measure import evaluate
     from outrider.evaluate.report import Report
@@ -21,6 +22,7 @@ _HOMES = {
     "Config": "config",
     "Draft": "decoding.draft",
     "Generation": "decoding.generate",
+    "Grammar": "decoding.grammar",
     "Report": "evaluate.report",
     "Sampling": "decoding.sampling",
     "Verdict": "decoding.accept",
@@ -40,6 +42,7 @@ __all__ = [
     "Config",
     "Draft",
     "Generation",
+    "Grammar",
     "Report",
     "Sampling",
     "Verdict",

@@ -426,6 +426,7 @@ def examine() -> list[dict[str, Any]]:
     for extra, module, gain in (
         ("tensorboard", "tensorboard", "training curves beside metrics.jsonl"),
         ("accelerate", "accelerate", "device_map and quantised targets"),
+        ("grammar", "llguidance", "output that fits a JSON schema, a regex or a grammar"),
     ):
         there = find_spec(module) is not None
         add(f"extra {extra}", "installed" if there else "not installed", there, f"pip install 'outrider[{extra}]' for {gain}")

@@ -114,7 +114,7 @@ class Draft:
         if not self.branches:
             return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
         depths = [_ancestry(tuple(parents))[1] for parents in self.parents.tolist()]
-        return torch.tensor(depths, device=self.tokens.device).view(self.tokens.shape)
+        return torch.tensor(depths, dtype=torch.int64, device=self.tokens.device).view(self.tokens.shape)
 
     def reach(self) -> list[int]:
         """How deep each slot's live nodes go; 0 where nothing was drafted."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from outrider.decoding import lossy
 from outrider.decoding.accept import accept
+from outrider.decoding.grammar import Grammar
 from outrider.decoding.logprobs import TokenLogprob
 from outrider.decoding.loop import Rule, step
 from outrider.decoding.parties import Drafter, Plain, Target
@@ -40,6 +42,10 @@ class Generation:
     finish_reason: FinishReason = "length"
     logprobs: list[TokenLogprob] | None = None
     """One for each of `tokens`, where `Sampling.logprobs` asks for them."""
+    lossless: bool = True
+    """False where a lossy rule was asked for."""
+    distance: float = 0.0
+    """Mean total variation of an emitted token from the target's law, as measured on this text; 0 under the law."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,9 @@ class Piece:
     """How many of the tokens, from the first on, were drafted; the rest is the target's own."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of the tokens, where `Sampling.logprobs` asks for them."""
+    lossless: bool = True
+    distance: float = 0.0
+    """As in `Generation`, of this piece's tokens."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.prompt, self.tokens, self.text, self.drafted))
@@ -69,6 +78,8 @@ class Progress(NamedTuple):
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of the tokens, where the request asks for them."""
+    strayed: float = 0.0
+    """Total variation from the target's law, added over the tokens; 0 under the law."""
 
 
 def generate(
@@ -81,17 +92,21 @@ def generate(
     policy: Policy | None = None,
     stop: Sequence[str] = (),
     slots: int = 16,
+    rule: str | None = None,
+    allow_lossy: bool = False,
 ) -> list[Generation]:
-    """Continue every prompt; the text is what the target alone would have written.
+    """Continue every prompt; the text is what the target alone would have written, unless a lossy rule is asked for.
 
     prompts: one or many of text, token ids, or chat messages.  A stop string ends `text` before itself and `tokens` at the
     token that completed it.  At most `slots` prompts share the batch, further ones wait.
+    rule: `typical` or `relaxed` (see `lossy`), only with allow_lossy=True; each generation then says how far it strayed.
     Raises DataError for a prompt that is empty or does not fit the context, before anything is computed.
     """
+    law = lossy.choose(rule, allow_lossy)
     requests = _requests(target, prompts, max_new_tokens, sampling, stop)
-    found = [Generation(logprobs=None if sampling.logprobs is None else []) for _ in requests]
+    found = [Generation(logprobs=None if sampling.logprobs is None else [], lossless=rule is None) for _ in requests]
     streams = [TextStream(target.decode, request.stop) for request in requests]
-    for progress in advance(target, requests, drafter, policy=policy, slots=slots):
+    for progress in advance(target, requests, drafter, policy=policy, slots=slots, rule=law):
         generation = found[progress.request]
         generation.tokens += progress.tokens
         generation.text += streams[progress.request].push(progress.tokens, progress.finish_reason is not None)
@@ -100,6 +115,7 @@ def generate(
         generation.finish_reason = progress.finish_reason or "length"
         if generation.logprobs is not None:
             generation.logprobs += progress.logprobs
+        generation.distance += (progress.strayed - generation.distance * len(progress.tokens)) / len(generation.tokens)
     return found
 
 
@@ -113,15 +129,19 @@ def stream(
     policy: Policy | None = None,
     stop: Sequence[str] = (),
     slots: int = 16,
+    rule: str | None = None,
+    allow_lossy: bool = False,
 ) -> Iterator[Piece]:
     """As `generate`, step by step: (prompt index, new tokens, new text, how many of the tokens were drafted)."""
+    law = lossy.choose(rule, allow_lossy)
     requests = _requests(target, prompts, max_new_tokens, sampling, stop)
     streams = [TextStream(target.decode, request.stop) for request in requests]
 
     def pieces() -> Iterator[Piece]:
-        for progress in advance(target, requests, drafter, policy=policy, slots=slots):
+        for progress in advance(target, requests, drafter, policy=policy, slots=slots, rule=law):
             text = streams[progress.request].push(progress.tokens, progress.finish_reason is not None)
-            yield Piece(progress.request, progress.tokens, text, progress.accepted, progress.logprobs)
+            distance = progress.strayed / len(progress.tokens)
+            yield Piece(progress.request, progress.tokens, text, progress.accepted, progress.logprobs, rule is None, distance)
 
     return pieces()
 
@@ -136,7 +156,10 @@ def advance(
     rule: Rule = accept,
     state: DecodeState | None = None,
 ) -> Iterator[Progress]:
-    """Serve requests over slots, a step at a time.  `state`, where given, is used and can be watched between the steps."""
+    """Serve requests over slots, a step at a time.  `state`, where given, is used and can be watched between the steps.
+
+    Under a `lossy.Meter` every piece of progress says how far its tokens strayed.
+    """
     if slots < 1:
         raise ConfigError(f"slots {slots} can serve nobody; give 1 or more")
     waiting = deque((i, request) for i, request in enumerate(requests) if request.max_new_tokens > 0)
@@ -162,7 +185,8 @@ def advance(
         for b, row in enumerate(rows):
             tokens = state.tokens[row][before[b] :]
             reported = tuple(state.logprobs[row][-len(tokens) :])
-            yield Progress(serving[row], tokens, accepted[b], state.reached[b], state.finished[row], reported)
+            strayed = rule.strayed(b, len(tokens)) if isinstance(rule, lossy.Meter) else 0.0
+            yield Progress(serving[row], tokens, accepted[b], state.reached[b], state.finished[row], reported, strayed)
         over = [row for row in rows if state.finished[row]]
         if over:
             drafter.free(memory, over)
@@ -190,6 +214,8 @@ def _requests(target: Target, prompts: Any, max_new_tokens: int, sampling: Sampl
     if sampling.min_new_tokens > max_new_tokens > 0:
         raise ConfigError(f"min_new_tokens {sampling.min_new_tokens} is more than max_new_tokens {max_new_tokens}; lower it")
     sampling.check(target.spec.vocabulary)
+    if isinstance(sampling.grammar, Grammar):
+        sampling = replace(sampling, grammar=sampling.grammar.compiled(target))
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if "" in stops:
         raise ConfigError("an empty stop string would end every text at once; leave it out")

@@ -19,6 +19,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Cache, Drafter, Scores, Target
 from outrider.decoding.penalties import emitting_rows, processed, refuse_dead_ends
 from outrider.decoding.policy import Policy
+from outrider.decoding.prune import pruned
 from outrider.decoding.sampling import Streams, distribution
 from outrider.decoding.state import DecodeState
 
@@ -55,7 +56,7 @@ def step(
 def _proposal(target: Target, drafter: Drafter, policy: Policy, memory: Any, state: DecodeState) -> Draft:
     """What the drafter offers, within the policy's budget, the room that is left and what the target can verify.
 
-    Its shape is checked, not trusted.
+    Its shape is checked, not trusted.  What can't be kept by the tokens before it is pruned last.
     """
     budget = torch.minimum(policy.budget(state), state.room).clamp(0, drafter.limit)
     if not budget.any() or target.spec.mode == "off":
@@ -64,7 +65,7 @@ def _proposal(target: Target, drafter: Drafter, policy: Policy, memory: Any, sta
     if target.spec.mode == "chain":
         draft = draft.trunk()
     keep = torch.minimum(policy.keep(state, draft.sizes, draft.confidence), budget)
-    return draft.first(keep)
+    return pruned(draft.first(keep), state.prefixes, state.seeded, target.spec.vocabulary)
 
 
 class _Law(NamedTuple):

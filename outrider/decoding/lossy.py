@@ -13,6 +13,7 @@ B live slots, N drafted nodes, V vocabulary.
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from outrider.decoding.accept import Verdict, _is_distribution
+from outrider.decoding.accept import Verdict, _is_distribution, accept
 from outrider.decoding.draft import Draft
 from outrider.decoding.sampling import Purpose, Streams
 from outrider.errors import ConfigError
@@ -59,7 +60,8 @@ def typical(epsilon: float = 0.09, delta: float = 0.3) -> Lossy:
 
     def passes(p: Tensor) -> Tensor:
         entropy = torch.special.entr(p).sum(-1, keepdim=True)
-        return p > (delta * (-entropy).exp()).clamp(max=epsilon)
+        least: Tensor = (delta * (-entropy).exp()).clamp(max=epsilon)
+        return p > least
 
     return Lossy(f"typical(epsilon={epsilon:g}, delta={delta:g})", passes)
 
@@ -93,13 +95,22 @@ def find(name: str, allow_lossy: bool = False) -> Callable[..., Lossy]:
     return RULES[name]
 
 
+def choose(name: str | None, allow_lossy: bool = False) -> Meter | Callable[[Draft, Tensor, Streams], Verdict]:
+    """The law itself where no rule is named; else the lossy rule of this name, with its own numbers, under a meter."""
+    if name is not None:
+        return Meter(find(name, allow_lossy)())
+    if allow_lossy:
+        logging.getLogger(__name__).warning("allow_lossy has no effect without a rule: the output is exact")
+    return accept
+
+
 # ── how far from the law ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Meter:
     """A lossy rule that keeps account of its distance from the law while it is used in the loop.
 
-    Tokens that the loop cuts off behind an end are counted like the others.
+    Its sums count tokens that the loop cuts off behind an end like the others; `strayed` tells them apart.
     """
 
     def __init__(self, rule: Lossy):
@@ -108,8 +119,8 @@ class Meter:
         """Tokens emitted, over all slots and steps."""
         self.total = 0.0
         """Sum of their distances; no text's law is further from the target's, in total variation, than this sum over it."""
-        self.last = torch.empty(0)
-        """[B] what the last step added, slot by slot."""
+        self.last = torch.empty(0, 0)
+        """[B, D] the last step's distances, slot by slot and place by place."""
 
     def __call__(self, draft: Draft, p: Tensor, streams: Streams) -> Verdict:
         verdict = self.rule(draft, p, streams)
@@ -123,9 +134,13 @@ class Meter:
         """Mean total variation per emitted token, in [0, 1]; 0 before the first."""
         return self.total / self.tokens if self.tokens else 0.0
 
+    def strayed(self, b: int, tokens: int) -> float:
+        """Sum of the distances of slot b's first `tokens` tokens of the last step."""
+        return float(self.last[b, :tokens].sum())
+
 
 def distance(rule: Lossy, draft: Draft, p: Tensor, verdict: Verdict) -> Tensor:
-    """Total variation between what the rule emits and p, added over the places this step filled.  [B] float64.
+    """Total variation between what the rule emits and p, at every place this step filled.  [B, D] float64, 0 elsewhere.
 
     At each place: between the law of the token emitted there, given all text before it, and p.  In closed form for a chain
     drawn from q, which emits e = q where it passes, and p with what is left of 1: sum |e - p| / 2.  For a deterministic draft
@@ -146,16 +161,16 @@ def distance(rule: Lossy, draft: Draft, p: Tensor, verdict: Verdict) -> Tensor:
     emitted = drafted + (1 - drafted.sum(-1, keepdim=True)) * law
     place = torch.arange(tokens.shape[1], device=tokens.device)
     was_reached = _live(draft) & (place <= verdict.accepted.to(place.device)[:, None])
-    return ((emitted - law).abs().sum(-1).double() / 2 * was_reached).sum(-1)
+    return (emitted - law).abs().sum(-1).double() / 2 * was_reached
 
 
 def _taken_as_given(draft: Draft, p: Tensor, verdict: Verdict) -> Tensor:
-    """Distance of the kept tokens from p as if nothing else could have been drafted: sum of 1 - p(x).  [B]."""
+    """Distance of the kept tokens from p as if nothing else could have been drafted: 1 - p(x).  [B, D]."""
     known = (draft.tokens >= 0) & (draft.tokens < p.shape[-1])
     slots, rows, tokens = _places(draft, known)
     strays = 1 - p[slots, rows, tokens].double()
     path = verdict.path.to(p.device)
-    return (strays.gather(1, path.clamp(min=0)) * (path >= 0)).sum(-1)
+    return strays.gather(1, path.clamp(min=0)) * (path >= 0)
 
 
 def _places(draft: Draft, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 A row's prefix is the prompt, the committed tokens, and the drafted tokens down to its node.  One penalty vector for all rows
 of a block would be cheaper, and would not be the target's law.  In this order: logit bias, repetition penalty (prompt and
 output, as transformers), frequency and presence penalty (output alone, as OpenAI and vLLM), bad words, end tokens before
-`min_new_tokens`, the request's processors.  What depends on no prefix follows in `sampling.distribution`.
+`min_new_tokens`, the grammar, the request's processors.  What depends on no prefix follows in `sampling.distribution`.
 
 B live slots, N drafted nodes, V vocabulary; a row of a slot is 0 for the anchor, n + 1 for node n.
 """
@@ -37,19 +37,40 @@ class Prefix:
         self.strength = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
         self.biased = torch.tensor([token for token, _ in sampling.biases], dtype=torch.int64, device=device)
         self.bias = torch.tensor([value for _, value in sampling.biases], dtype=torch.float64, device=device)
-        banned = sorted({word[0] for word in sampling.bad_words if len(word) == 1})
-        self.banned = torch.tensor(banned, dtype=torch.int64, device=device)
+        self._single = {word[0] for word in sampling.bad_words if len(word) == 1}
+        self.banned = torch.tensor(sorted(self._single), dtype=torch.int64, device=device)
         self._words: dict[int, list[Path]] = {}
         """Bad words of several tokens, by the token before the last."""
         for word in sampling.bad_words:
             if len(word) > 1:
                 self._words.setdefault(word[-2], []).append(tuple(word))
+        self.automaton = None if sampling.grammar is None else sampling.grammar.start()
+        self._possible: dict[Path, Tensor] = {}
+        """What `possible` found since the last commit: drafter, pruning and judgement ask for the same paths."""
 
     def push(self, tokens: Sequence[int]) -> None:
         """These were committed."""
         self.tokens += tokens
+        self._possible.clear()
+        if self.automaton is not None:
+            self.automaton.push(tokens)
         if self.counts is not None:
             self.counts.push(tokens)
+
+    def possible(self, path: Path, vocabulary: int) -> Tensor:
+        """Which tokens may follow this path by bad words, least length and grammar: [V] bool on the CPU, not to be changed."""
+        if path not in self._possible:
+            mask = torch.ones(vocabulary, dtype=torch.bool) if self.automaton is None else self.automaton.allowed(path)
+            assert mask.shape == (vocabulary,), f"a grammar's mask is {tuple(mask.shape)}, the vocabulary {vocabulary}"
+            banned = [*self._single, *self.forbidden(path, vocabulary)]
+            self._possible[path] = mask.index_fill(0, torch.tensor(banned), False) if banned else mask
+        return self._possible[path]
+
+    def permits(self, path: Path, token: int, vocabulary: int) -> bool:
+        """Whether `possible` has this token; where no grammar asks, no mask is made."""
+        if self.automaton is not None:
+            return bool(self.possible(path, vocabulary)[token])
+        return token not in self._single and token not in self.forbidden(path, vocabulary)
 
     def forbidden(self, path: Path, vocabulary: int) -> list[int]:
         """Tokens that can't follow this path: the last of bad words of several tokens, and end tokens that come too early."""
@@ -113,6 +134,7 @@ def processed(logits: Tensor, draft: Draft, prefixes: Sequence[tuple[int, Prefix
     _add_bias(out, [slot for slot in slots if slot.prefix.sampling.logit_bias])
     _penalise(out, [slot for slot in slots if slot.prefix.counts is not None])
     _ban(out, slots)
+    _constrain(out, [slot for slot in slots if slot.prefix.automaton is not None], parents)
     for slot in slots:
         if slot.prefix.sampling.processors:
             _call_processors(out[slot.b], slot, parents[slot.b])
@@ -127,8 +149,8 @@ def refuse_dead_ends(logits: Tensor, verdict: Verdict, prefixes: Sequence[tuple[
         rows = emitting_rows(verdict, b)
         if bool((logits[b, rows].amax(-1) == -torch.inf).any()):
             raise ConfigError(
-                f"behind {len(prefix.tokens) - prefix.start - len(rows)} or more new tokens bad_words, min_new_tokens or a "
-                "processor leave no token possible; let at least one follow every prefix"
+                f"behind {len(prefix.tokens) - prefix.start - len(rows)} or more new tokens bad_words, min_new_tokens, grammar "
+                "or a processor leave no token possible; let at least one follow every prefix"
             )
 
 
@@ -217,6 +239,24 @@ def _ban(out: Tensor, slots: list[_Slot]) -> None:
     if entries:
         b, row, token = torch.tensor(entries, device=out.device).unbind(-1)
         out[b, row, token] = -torch.inf
+
+
+def _constrain(out: Tensor, slots: list[_Slot], parents: list[list[int]]) -> None:
+    """Rows under an impossible token are left as they are: they can't be reached, and all of -inf would become NaN."""
+    places: list[tuple[int, int]] = []
+    masks: list[Tensor] = []
+    vocabulary = out.shape[-1]
+    for slot in slots:
+        for row, path in slot.reached():
+            above = slot.paths[parents[slot.b][row - 1] + 1] if row else None
+            if row and (above is None or not slot.prefix.permits(above, path[-1], vocabulary)):
+                slot.paths[row] = None
+                continue
+            places.append((slot.b, row))
+            masks.append(slot.prefix.possible(path, vocabulary))
+    if places:
+        b, rows = torch.tensor(places, device=out.device).unbind(-1)
+        out[b, rows] = out[b, rows].masked_fill(~torch.stack(masks).to(out.device), -torch.inf)
 
 
 def _call_processors(rows: Tensor, slot: _Slot, parents: list[int]) -> None:

@@ -1,7 +1,7 @@
 """From logits to the distribution that drafter and target both mean; temperature 0 is one-hot.
 
 The order is part of the definition.  What hangs on a node's own prefix comes first and is `penalties.processed`: logit bias,
-repetition penalty, frequency and presence penalty, bad words, end tokens before `min_new_tokens`, the request's own processors.
+repetition penalty, frequency and presence penalty, bad words, end tokens before `min_new_tokens`, grammar, own processors.
 Then, here: temperature, top-k, top-p, min-p, typical-p.  It is the order of transformers, which has no frequency and presence.
 
 All noise is counter-based: a number is a hash of (seed, output index, purpose, salt) and of nothing else, so a slot's text
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.decoding.grammar import Rules
 from outrider.errors import ConfigError
 
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -57,6 +58,8 @@ class Sampling:
     """Log probabilities of the emitted tokens, and of this many likeliest at their places; None reports none."""
     processors: Sequence[Processor] = ()
     """Called in order on each node's own prefix."""
+    grammar: Rules | None = None
+    """What the output must look like: `Grammar.json(schema)`, `Grammar.regex(pattern)`, `Grammar.lark(text)`."""
 
     def __post_init__(self) -> None:
         try:
@@ -101,6 +104,10 @@ class Sampling:
                 raise ConfigError(f"logit_bias {value} of token {token} is not a finite number; bad_words forbids a token")
         if not all(self.bad_words):
             raise ConfigError("bad_words holds an empty sequence, which every text completes; leave it out")
+        if self.grammar is not None and not callable(getattr(self.grammar, "start", None)):
+            raise ConfigError(
+                f"grammar {self.grammar!r} is none; give Grammar.json(schema), Grammar.regex(pattern) or Grammar.lark(text)"
+            )
         for processor in self.processors:
             if not callable(processor):
                 raise ConfigError(f"processors holds {processor!r}; wanted functions (input_ids, scores) -> scores")
@@ -118,12 +125,17 @@ class Sampling:
     @property
     def is_processed(self) -> bool:
         """Logits change before the draw, by what stands before a token."""
-        return bool(self.penalises or self.logit_bias or self.bad_words or self.min_new_tokens or self.processors)
+        return bool(self.penalises or self.logit_bias or self.forbids)
 
     @property
     def forbids(self) -> bool:
         """Some tokens may become impossible by what stands before them."""
-        return bool(self.bad_words or self.min_new_tokens or self.processors)
+        return bool(self.bans or self.processors)
+
+    @property
+    def bans(self) -> bool:
+        """Of some tokens that is known without their logits."""
+        return bool(self.bad_words or self.min_new_tokens or self.grammar is not None)
 
     def check(self, vocabulary: int) -> None:
         """Refuse token ids that a target of this vocabulary does not have, and bans that leave it nothing to say."""
@@ -202,10 +214,10 @@ def _keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _keep_top_p(p: Tensor, top_p: Tensor) -> Tensor:
-    """The most likely tokens until their sum reaches top_p, at least one, normalised again."""
+    """The most likely tokens until their sum reaches top_p, at least one, normalised again; 1 keeps all."""
     ranked, order = p.sort(dim=-1, descending=True, stable=True)
     before = ranked.cumsum(-1) - ranked
-    kept = torch.zeros_like(p).scatter_(-1, order, ranked.masked_fill(before >= top_p, 0.0))
+    kept = torch.zeros_like(p).scatter_(-1, order, ranked.masked_fill((before >= top_p) & (top_p < 1), 0.0))
     return kept / kept.sum(-1, keepdim=True)
 
 
@@ -253,29 +265,39 @@ class Streams:
         """[B] float64 in (0, 1)."""
         return _to_unit(_mix(self._key(depth, purpose) + _wrap(salt * _STEP)))
 
-    def draw(self, weights: Tensor, depth: Tensor | int, purpose: Purpose) -> Tensor:
-        """One token a slot with probability in proportion to its weight.  weights [B, V]; returns [B] int64.
+    def draw(self, weights: Tensor, depth: Tensor | int, purpose: Purpose, salt: Tensor | None = None) -> Tensor:
+        """One token a row with probability in proportion to its weight.  weights [B, V], or [B, W, V] with a salt [W] that
+        tells a slot's rows apart; returns [B] or [B, W] int64.
 
-        An exponential race: token x wins with the largest weights[x] / E[x], where E[x] depends on (seed, index, purpose, x)
-        alone, so two laws that are close mostly draw the same token from the same noise.
+        An exponential race: token x wins with the largest weights[x] / E[x], where E[x] depends on (seed, index, purpose,
+        salt, x) alone, so two laws that are close mostly draw the same token from the same noise; and with the winner's weight
+        at 0 the same noise draws the runner-up, as if anew.  The target's noise has no salt: a seeded slot drafts without.
         """
-        key = self._key(depth, purpose).unsqueeze(-1)
+        key = self._key(depth, purpose, salt).unsqueeze(-1)
         tokens = torch.arange(weights.shape[-1], device=weights.device)
         exponential = -_to_unit(_mix(key + tokens * _STEP)).log()
         return (weights / exponential).argmax(-1)
 
-    def _key(self, depth: Tensor | int, purpose: Purpose) -> Tensor:
-        own = self._hash(depth, purpose)
+    def _key(self, depth: Tensor | int, purpose: Purpose, salt: Tensor | None = None) -> Tensor:
+        """[B], or [B, W] for a salt [W]."""
+        own = self._hash(depth, purpose, salt)
         if purpose is not Purpose.DRAFT or self.seeded is None:
             return own
-        return torch.where(self.seeded, self._hash(depth, Purpose.TARGET), own)
+        seeded, target = self.seeded, self._hash(depth, Purpose.TARGET)
+        if own.dim() > 1:
+            seeded, target = seeded.unsqueeze(-1), target.unsqueeze(-1)
+        return torch.where(seeded, target, own)
 
-    def _hash(self, depth: Tensor | int, purpose: Purpose) -> Tensor:
+    def _hash(self, depth: Tensor | int, purpose: Purpose, salt: Tensor | None = None) -> Tensor:
         counter = (self.index + depth) * _wrap(_STEP * 3) + int(purpose)
         if purpose is Purpose.DRAFT:
             # Fresh in every step: a policy may have seen what an earlier draft held here, behind its rejected token.
             counter = counter + _mix(self.index + 1)
-        return _mix(_mix(self.seeds + _STEP) ^ _mix(counter))
+        seeds = _mix(self.seeds + _STEP)
+        if salt is not None:
+            # salt 0 adds nothing: it is the noise that a draw without salt has
+            counter, seeds = counter.unsqueeze(-1) + _mix(salt * _STEP), seeds.unsqueeze(-1)
+        return _mix(seeds ^ _mix(counter))
 
 
 def _wrap(value: int) -> int:

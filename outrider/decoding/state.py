@@ -125,6 +125,29 @@ class DecodeState:
         """[B] int64 on the CPU: most nodes worth drafting, since the step itself adds one token more."""
         return torch.tensor([self._left(row) - 1 for row in self.rows], dtype=torch.int64)
 
+    @property
+    def bans(self) -> bool:
+        """Some live slot makes tokens impossible by what stands before them; see `masked`."""
+        return any(prefix.sampling.bans for _, prefix in self.prefixes)
+
+    def masked(self, logits: Tensor, drafted: Sequence[Tensor] = ()) -> Tensor:
+        """A drafter's logits [B, V] with -inf where no token may follow a slot's text and these drafted tokens, each [B].
+
+        Bad words, least length and grammar, as in the target's own law: what is drawn from the result has the result as q.
+        The same tensor where no slot bans anything.
+        """
+        if not self.bans:
+            return logits
+        paths = torch.stack(list(drafted), 1).tolist() if drafted else [[]] * len(self.rows)
+        out = logits.clone()
+        for b, prefix in self.prefixes:
+            if not prefix.sampling.bans:
+                continue
+            possible = prefix.possible(tuple(paths[b]), logits.shape[-1])
+            if possible.any():  # behind a token that can't be kept nothing may follow, and a row of -inf is no law
+                out[b].masked_fill_(~possible.to(out.device), -torch.inf)
+        return out
+
     def new_tokens(self, row: int) -> list[int]:
         return self.tokens[row][len(self.requests[row].prompt) :]
 

@@ -226,6 +226,8 @@ def _alarms(report: Report) -> str:
         if row.plain_exact is False:
             what = f"{row.conditions}: the target alone, through this loop, does not write what transformers' generate does."
             parts.append(f'<div class="warning">{escape(what)}</div>')
+        if row.loss:
+            parts.append(f'<div class="warning">{escape(f"{row.drafter}, {row.conditions}: {row.loss}.")}</div>')
         if row.unlawful:
             what = f"{row.drafter}, {row.conditions}: {many(row.unlawful, 'drafted token')} came with an id or a distribution "
             what += "that can't be; they were verified as if certain, so the output stands."
@@ -287,6 +289,7 @@ def _measures() -> list[tuple[str, Callable[[Row], str]]]:
         ("tokens/s, target alone", lambda row: say(row.plain_tokens_per_s, ".1f")),
         ("tokens/s, transformers' generate", lambda row: say(row.generate_tokens_per_s, ".1f")),
         ("exact", lambda row: NOT_EXACT if row.is_inexact else "yes" if row.exact else "not compared"),
+        ("from the exact law, per token", lambda row: row.loss or say(row.distance, ".3g")),
         ("tokens compared", lambda row: say(_compared(row), "d")),
         ("draft / verify / other (%)", lambda row: " / ".join(
             say(v, ".0f", scale=100, missing="–") for v in (row.share.draft, row.share.verify, row.share.other))),

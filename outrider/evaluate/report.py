@@ -135,6 +135,12 @@ class Row(Part):
     device: str | None = None
     unlawful: int | None = None
     """Drafted nodes whose q was no distribution, or whose id no token; verified as deterministic."""
+    rule: str | None = None
+    """The lossy rule that decided what is kept, with its numbers; null under the law."""
+    lossless: bool | None = None
+    """False under a lossy rule, whatever the texts turned out to be."""
+    distance: float | None = None
+    """Mean total variation of an emitted token from the target's law; 0 under the law."""
     per_prompt: tuple[PromptResult, ...] = ()
 
     @property
@@ -149,6 +155,13 @@ class Row(Part):
     @property
     def is_inexact(self) -> bool:
         return self.exact is False or bool(self.different)
+
+    @property
+    def loss(self) -> str:
+        """What a lossy rule did, in words; empty under the law."""
+        if self.lossless is not False:
+            return ""
+        return f"not lossless, by rule {self.rule or 'unknown'}: {say(self.distance, '.3g')} from the exact law per token"
 
 
 class LeftOut(Part):
@@ -269,7 +282,7 @@ class Report(Part):
             table.add_row(
                 Text(row.drafter), Text(row.task), f"{row.temperature:g}", _dash(row.tokens_per_step, ".2f"),
                 accepted or "–", _digits(row.tokens_per_s), _digits(row.plain_tokens_per_s), _dash(row.speedup, ".2f", "×"),
-                Text("NO", "bold white on red") if row.is_inexact else "yes" if row.exact else "–",
+                _exact_mark(row),
                 share, _dash(row.loop_overhead, ".1f", scale=100), _digits(row.ttft_ms.p50), itl,
             )  # fmt: skip
         return table
@@ -297,6 +310,14 @@ class Report(Part):
 
 def _dash(value: float | None, spec: str, unit: str = "", scale: float = 1) -> str:
     return say(value, spec, unit, scale=scale, missing="–")
+
+
+def _exact_mark(row: Row) -> Text:
+    """Yes, no or not compared, with the distance that a lossy rule had: NO and a lossy rule must not be missed."""
+    mark = Text("NO", "bold white on red") if row.is_inexact else Text("yes" if row.exact else "–")
+    if row.lossless is False:
+        mark.append(Text(f" lossy {_dash(row.distance, '.3f')}", "bold white on red"))
+    return mark
 
 
 def _digits(value: float | None) -> str:
@@ -328,6 +349,10 @@ def _pace_said(row: Row) -> str:
 
 def _truth_said(row: Row) -> str:
     """Whether the texts are the target's own, as half a sentence."""
+    return "; ".join(part for part in (row.loss, _equality_said(row)) if part)
+
+
+def _equality_said(row: Row) -> str:
     if row.is_inexact:
         if not row.different:
             return "its text is not the target's own"
@@ -345,6 +370,5 @@ def _truth_said(row: Row) -> str:
 
 def _exact_said(row: Row) -> str:
     compared = "" if row.compared_tokens is None else f", {row.compared_tokens:,} tokens compared"
-    if row.is_inexact:
-        return f"**NO**{compared}"
-    return "–" if row.exact is None else f"yes{compared}"
+    said = f"**NO**{compared}" if row.is_inexact else "–" if row.exact is None else f"yes{compared}"
+    return f"{said}; {_cell(row.loss)}" if row.loss else said

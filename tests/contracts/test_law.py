@@ -16,12 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.decoding import accept as accepting
+from outrider.decoding import adaptive
 from outrider.decoding import policy as policies
 from outrider.decoding.draft import Draft
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
 
 TARGET = TableTarget.random(5)
+CASES = [case for case in cases() if "nodes" not in case.choices]
+"""A model of 5 tokens is too small for the self-test that allows it trees: those of `small_model` are in `test_law_trees`."""
+
 REPEATS = [0, 1, 2, 0, 1, 3, 0, 1, 4, 2, 0, 2, 2, 0, 1]
 """A prompt in which most short n-grams stand already, so that drafters which look texts up have something to find."""
 
@@ -38,8 +42,9 @@ def policies_found() -> list[type]:
     """Every policy of the package, the protocol left out."""
     return [
         policy
-        for _, policy in sorted(inspect.getmembers(policies, inspect.isclass))
-        if policy.__module__ == policies.__name__ and hasattr(policy, "keep") and not getattr(policy, "_is_protocol", False)
+        for module in (policies, adaptive)
+        for _, policy in sorted(inspect.getmembers(module, inspect.isclass))
+        if policy.__module__ == module.__name__ and hasattr(policy, "keep") and not getattr(policy, "_is_protocol", False)
     ]
 
 
@@ -50,13 +55,13 @@ def made(policy: type, nodes: int, least: float = 0.3) -> policies.Policy:
     return policy(**{name: known[name] for name in wanted})
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_drafter_keeps_the_law(case, workshop):
     """Catches a q that is not what the drafter drew from, and noise that is used twice.  False alarm 1e-6."""
     assert keeps_the_law(TARGET, workshop.build(case, TARGET), prompt=REPEATS, slots=2500)
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_drafter_keeps_the_law_under_top_k_and_top_p(case, workshop):
     """Catches a drafter that draws by another rule than the target's.  False alarm 1e-6."""
     sampling = {"temperature": 0.7, "top_k": 4, "top_p": 0.9}
@@ -88,7 +93,7 @@ def test_every_policy_keeps_the_law_with_confident_drafts(policy, tree):
     assert keeps_the_law(TARGET, tree, made(policy, tree.limit), slots=2000)
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("policy", policies_found(), ids=lambda policy: policy.__name__)
 def test_every_policy_keeps_the_law_with_every_drafter(policy, case, workshop):
     """As above, with the package's own drafters and their confidences.  False alarm 1e-6."""

@@ -19,6 +19,8 @@ BLOCKS = [
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_python_block_in_the_docs_runs(block: str) -> None:
     """Catches an example that a change of names or behaviour left behind."""
+    if "outrider.Grammar" in block:
+        pytest.importorskip("llguidance")
     exec(compile(block, "a block in the docs", "exec"), {"__name__": "docs"})
 
 

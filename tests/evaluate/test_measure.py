@@ -15,12 +15,13 @@ from pydantic import ValidationError
 from tiny import DRAFTER, make_folder
 
 import outrider
+from outrider import config as configs
 from outrider import load_drafter
 from outrider.decoding import loop
 from outrider.decoding.accept import Verdict
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Drafter
-from outrider.errors import DataError, OutriderError
+from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.evaluate import measure
 from outrider.evaluate.measure import Config, conditional, evaluate, first_difference, fresh_share, generate_once
 from outrider.evaluate.report import Report, Row
@@ -335,6 +336,58 @@ def test_a_prompt_too_long_for_the_context_loses_its_beginning(
     path.write_text("".join(random.Random(1).choices("abcdefgh", k=500)) + "\n")
     (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, settings(str(path), prompts=1, temperatures=(0.0,))).rows
     assert (row.tokens, row.exact) == (16, True)
+
+
+# ── lossy rules ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_lossy_rule_is_said_in_every_row(
+    talker: TransformersTarget, drafters: dict[str, Drafter], task: str, report: Report
+) -> None:
+    """Catches a rule that is not used, or is used and not told; a greedy text stays the target's own, at distance 0."""
+    config = settings(task, rule="typical", allow_lossy=True, temperatures=(0.0, 1.0))
+    found = evaluate(talker, drafters, config)
+    assert {row.rule for row in found.rows} == {"typical(epsilon=0.09, delta=0.3)"}
+    assert {row.lossless for row in found.rows} == {False}
+    for row in found.rows:
+        if row.temperature == 0:
+            assert (row.exact, row.distance) == (True, 0.0)
+        else:
+            assert 0 < row.distance < 1
+    for row in report.rows:
+        assert (row.rule, row.lossless, row.distance) == (None, True, 0.0)
+
+
+def test_a_rows_distance_is_that_of_its_tokens(talker: TransformersTarget, drafters: dict[str, Drafter], task: str) -> None:
+    """Catches a mean over steps or prompts in the place of tokens."""
+    runs = [measure.Run([1] * 4, 2, [1, 1], [1, 1], 1.0, strayed=1.0), measure.Run([1], 1, [0], [1], 1.0, strayed=0.5)]
+    for run in runs:
+        run.verify_s = 1.0
+    measured = measure.Measured(
+        measure.Entry("n", drafters["ngram"], 1.0), "quiz", ["a", "b"], runs, runs, [[1] * 4, [1]], [1.0, 1.0], rule="r"
+    )
+    row = measure.summarise(measured, talker)
+    assert (row["rule"], row["lossless"], row["distance"]) == ("r", False, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"rule": "typical"}, "evaluate.allow_lossy: rule 'typical' changes .* set allow_lossy: true"),
+        ({"rule": "typical", "allow_lossy": False}, "evaluate.allow_lossy: .* set allow_lossy: true"),
+        ({"rule": "tipical", "allow_lossy": True}, "evaluate.rule: unknown lossy rule .* did you mean 'typical'"),
+    ],
+)
+def test_a_lossy_rule_needs_consent(values: dict[str, Any], said: str) -> None:
+    """Catches a recipe that loses exactness by one word, and an error without its key."""
+    with pytest.raises(ConfigError, match=said):
+        configs.build(Config, values, "evaluate")
+
+
+def test_consent_to_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a setting without effect that is ignored in silence."""
+    assert Config(allow_lossy=True).rule is None
+    assert "allow_lossy has no effect" in caplog.text
 
 
 def test_hooks_are_gone_after_a_run(talker: TransformersTarget, report: Report) -> None:

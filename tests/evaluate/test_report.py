@@ -270,6 +270,22 @@ def test_sampled_text_is_not_said_to_be_compared():
     assert found.markdown().rstrip().endswith("| – |")
 
 
+def test_a_lossy_rule_is_impossible_to_miss():
+    """Catches a report whose page, table, README line or headline keeps the loss to itself."""
+    lossy = {"rule": "typical(epsilon=0.09, delta=0.3)", "lossless": False, "distance": 0.0123}
+    found = report(row(temperature=1.0, exact=None, compared_tokens=None, **lossy))
+    said = "not lossless, by rule typical(epsilon=0.09, delta=0.3): 0.0123 from the exact law per token"
+    assert said in found.headline()
+    assert said in found.html()
+    assert "not lossless" in found.markdown()
+    assert re.search(r"lossy\s+0\.012", " ".join(printed(found, 200)))
+    exact = report(row(lossless=True, distance=0.0))
+    for text in (exact.headline(), exact.html(), exact.markdown(), " ".join(printed(exact, 200))):
+        assert "lossless" not in text
+        assert "lossy" not in text
+    assert report(row()).rows[0].lossless is None
+
+
 def test_no_alarm_without_a_difference():
     """An alarm that always shows is one nobody reads."""
     found = report(row(), row(temperature=0.7, exact=None, compared_tokens=None))

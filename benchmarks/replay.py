@@ -1,0 +1,170 @@
+"""What the benchmarks of exactness share: a drafter that knows the text to come, and how a tie is told from a mismatch.
+
+B live slots, N drafted nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+
+from outrider.decoding.accept import Verdict
+from outrider.decoding.draft import Draft
+from outrider.decoding.state import DecodeState
+from outrider.targets.transformers import TransformersTarget
+
+
+class Replay:
+    """Proposes what comes next in texts it knows, with wrong branches beside it and wrong tokens now and then.
+
+    At every depth stand `width` siblings, of which at most one is the true token; it is the eldest where `eldest`, which a
+    target needs that verifies chains alone.  With a chance of 1 - `right` none is true and the draft goes on all the same;
+    under a wrong sibling the true text may go on as well, where it must not be kept.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(
+        self, texts: Sequence[list[int]], vocabulary: int, *, depth: int = 4, width: int = 2, right: float = 0.8,
+        eldest: bool = False, soft: bool = False, obeys: bool = True, seed: int = 0,
+    ):  # fmt: skip
+        self.texts, self.vocabulary = texts, vocabulary
+        self.depth, self.width, self.right, self.eldest = depth, width, right, eldest
+        self.soft = soft
+        """Every node comes with a q."""
+        self.obeys = obeys
+        """Asks the budget; otherwise it proposes all it has, whatever room is left."""
+        self.limit = depth * (2 * width - 1)
+        self.noise = random.Random(seed)
+        self.kept: Counter[int] = Counter()
+        """Steps by how many drafted tokens they kept, where something was drafted."""
+        self.jumps = 0
+        """Kept paths that were no prefix of their tree."""
+
+    def allocate(self, cache: Any) -> None: ...
+    def admit(self, memory: None, rows: Sequence[int], state: DecodeState, scores: Any) -> None: ...
+    def free(self, memory: None, rows: Sequence[int]) -> None: ...
+
+    def propose(self, memory: None, state: DecodeState, budget: Tensor) -> Draft:
+        drawn = [self._tree(self._coming(state.tokens[row])) for row in state.rows]
+        full = torch.tensor([len(tokens) for tokens, _ in drawn])
+        sizes = torch.minimum(full, budget) if self.obeys else full
+        width = int(full.max())
+        tokens = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens, _ in drawn])
+        q = None
+        if self.soft:
+            q = torch.full((*tokens.shape, self.vocabulary), 0.4 / self.vocabulary)
+            q.scatter_add_(-1, tokens[..., None], torch.full((*tokens.shape, 1), 0.6))
+        if self.width == 1:
+            return Draft.chain(tokens, sizes, q)
+        parents = torch.tensor([[*parents, *[-1] * (width - len(parents))] for _, parents in drawn])
+        return Draft(tokens, parents, sizes, q)
+
+    def observe(self, memory: None, state: DecodeState, draft: Draft, verdict: Verdict, scores: Any) -> None:
+        offered = (draft.sizes > 0).tolist()
+        self.kept.update(kept for kept, was in zip(verdict.accepted.tolist(), offered, strict=True) if was)
+        moved = (verdict.path >= 0) & (verdict.path != torch.arange(verdict.path.shape[1]))
+        self.jumps += int(moved.any(-1).sum())
+
+    def _coming(self, text: list[int]) -> list[int]:
+        """What follows in the known text that begins so; anything where there is none."""
+        known = next((known for known in self.texts if known[: len(text)] == text), text)
+        rest = known[len(text) : len(text) + self.depth]
+        return [*rest, *(self.noise.randrange(self.vocabulary) for _ in range(self.depth - len(rest)))]
+
+    def _tree(self, coming: list[int]) -> tuple[list[int], list[int]]:
+        tokens: list[int] = []
+        parents: list[int] = []
+        at = -1
+        for depth, token in enumerate(coming):
+            true = token if self.noise.random() < self.right else self._other(token)
+            siblings = [true, *(self._other(token) for _ in range(self.width - 1))]
+            place = 0 if self.eldest else self.noise.randrange(self.width)
+            siblings[0], siblings[place] = siblings[place], siblings[0]
+            first = len(tokens)
+            tokens += siblings
+            parents += [at] * self.width
+            at = first + place
+            for wrong in range(first, first + self.width):
+                if wrong != at and depth + 1 < self.depth and self.noise.random() < 0.3:
+                    tokens.append(coming[depth + 1])
+                    parents.append(wrong)
+        return tokens, parents
+
+    def _other(self, token: int) -> int:
+        return (token + self.noise.randrange(1, self.vocabulary)) % self.vocabulary
+
+
+# ── ties ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def logits_by(target: TransformersTarget, text: list[int], prompt: int, rows: int) -> Tensor:
+    """Logits [V] behind `text`: its first `prompt` tokens read at once, the others in passes of `rows`."""
+    cache = target.allocate(1, len(text) + rows + 1)
+    at = prompt - 1
+    if at:
+        target.prefill(cache, [0], torch.tensor([text[:at]], device=target.device), [at])
+    logits = torch.empty(0)
+    while at < len(text):
+        part = torch.tensor([text[at : at + rows]], device=target.device)
+        draft = Draft.chain(part[:, 1:], torch.tensor([part.shape[1] - 1]))
+        logits = target.verify(cache, [0], part[:, 0], draft).logits[0, -1]
+        cache.keep(torch.arange(part.shape[1] - 1)[None])
+        at += part.shape[1]
+    return logits
+
+
+@torch.inference_mode()
+def spread(target: TransformersTarget, text: list[int], prompt: int) -> tuple[Tensor, float]:
+    """Logits behind `text` by one-row passes, and the most any of them differs from those of passes of several rows."""
+    one = logits_by(target, text, prompt, 1)
+    many = [logits_by(target, text, prompt, rows) for rows in (2, 3, 5)]
+    return one, max(float((logits - one).abs().max()) for logits in many)
+
+
+# ── what every benchmark prints ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def progress_bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )  # fmt: skip
+
+
+def provenance(seconds: float) -> dict[str, Any]:
+    """What a result must say of itself."""
+    return {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(sys.argv),
+        "seconds": round(seconds, 1),
+        "outrider": version("outrider"),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def publish(found: dict[str, Any], out: Path | None) -> None:
+    text = json.dumps(found, indent=1)
+    print(text)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text + "\n")

@@ -1,0 +1,455 @@
+"""Speculation over random settings: with a seed every text is that of plain decoding, token for token, at any temperature.
+
+    python benchmarks/soak.py [--tokens 200000] [--seed 0] [--case NUMBER | --resume FILE …] [--out FILE]
+
+A case draws a family of tiny random models (or the demo target, for stop strings), its type, a batch of requests with settings
+of their own, ends, a context, a drafter that replays the text to come with wrong tokens in it, and a policy.  The requests are
+continued twice by the same engine: without a drafter, and with it in other slots.  Requests above temperature 0 without a
+seed keep them company and are not compared.  What ends a text, and the log probabilities, must be equal too.
+In float64 a difference is a mismatch; in float32 it is a tie if logits within four times the measured difference between the
+one-row and the n-row pass draw both tokens from the same noise.  Prints JSON; exits with 1 on a mismatch.  A case hangs on
+--seed and its number alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.families import SMALL, tiny
+from benchmarks.replay import Replay, progress_bar, provenance, publish, spread
+from outrider.decoding.accept import Verdict
+from outrider.decoding.draft import Draft
+from outrider.decoding.generate import advance
+from outrider.decoding.penalties import processed
+from outrider.decoding.sampling import Purpose, Sampling, distribution
+from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.text import TextStream
+from outrider.targets.transformers import TransformersTarget, load_target
+
+# ── a case ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that is drawn before anything is computed."""
+
+    number: int
+    family: str
+    dtype: str
+    requests: list[Request]
+    slots: int
+    plain_slots: int
+    context: int
+    ends: frozenset[int]
+    drafter: dict[str, Any]
+    policy: str
+
+    @property
+    def target(self) -> TransformersTarget:
+        return target_of(self.family, self.dtype)
+
+    @property
+    def settings(self) -> list[str]:
+        """Names under which its tokens are counted."""
+        mode, is_tree = self.target.spec.mode, self.drafter["width"] > 1
+        named = {
+            f"family {self.family}": True,
+            f"{self.dtype}": True,
+            "a chain drafted": not is_tree,
+            "a tree drafted": is_tree,
+            "a tree drafted for a target of chains": is_tree and mode == "chain",
+            "drafts with q": self.drafter["soft"],
+            "drafts longer than budget and room": not self.drafter["obeys"],
+            f"policy {self.policy}": True,
+            "end tokens": bool(self.ends),
+            "a context that ends the text": self.context < self.target.spec.context,
+            "more requests than slots": len(self.requests) > self.slots,
+            "greedy beside sampled beside bad words": self.is_mixed,
+        }
+        return [name for name, holds in named.items() if holds]
+
+    @property
+    def is_mixed(self) -> bool:
+        samplings = [request.sampling for request in self.requests[: self.slots]]
+        kinds = {"bad words" if s.bad_words else "greedy" if s.temperature == 0 else "sampled" for s in samplings}
+        return len(kinds) == 3
+
+
+@functools.cache
+def target_of(family: str, dtype: str) -> TransformersTarget:
+    if family == "demo":
+        return load_target("demo", dtype=dtype)
+    try:
+        return load_target(tiny(family, "sdpa", getattr(torch, dtype)))
+    except ValueError:
+        return load_target(tiny(family, "eager", getattr(torch, dtype)))
+
+
+def drawn(seed: int, number: int) -> Case:
+    """Case `number` of this seed."""
+    noise = random.Random(f"{seed} {number}")
+    # the demo target is a hundred times the size: rare
+    family = "demo" if noise.random() < 0.03 else noise.choice(list(SMALL))
+    dtype = noise.choice(["float64", "float64", "float32"])
+    target = target_of(family, dtype)
+    vocabulary = target.spec.vocabulary
+    context = noise.choice([target.spec.context] * 3 + [64, 128])
+    ends = frozenset(noise.sample(range(vocabulary), noise.choice([0, 1, 3, 6]))) | target.ends
+    requests = [_request(noise, target, min(context - 2, 40)) for _ in range(noise.randint(5, 14))]
+    if noise.random() < 0.15:
+        requests[:3] = _mixed(noise, target, requests[0])
+    return Case(
+        number, family, dtype, requests, noise.choice([1, 3, 4, 6, 8, 10]), noise.choice([12, 16]), context, ends,
+        {
+            "depth": noise.randint(1, 6), "width": noise.choice([1, 2, 2, 3]), "right": noise.choice([0.3, 0.6, 0.8, 0.95]),
+            "eldest": noise.random() < 0.5, "soft": noise.random() < 0.4, "obeys": noise.random() < 0.8,
+            "seed": noise.randrange(2**31),
+        },
+        noise.choice(["whole", "whole", "on and off", "small"]),
+    )  # fmt: skip
+
+
+def _request(noise: random.Random, target: TransformersTarget, longest: int) -> Request:
+    prompt = [noise.randrange(target.spec.vocabulary) for _ in range(noise.choice([1, 2, noise.randint(3, longest)]))]
+    count = noise.choice([1, 6, 60, 90, 120, 160])
+    sampling = _sampling(noise, target.spec.vocabulary)
+    request = Request(prompt, count, replace(sampling, min_new_tokens=min(sampling.min_new_tokens, count)), (), target.decode)
+    if noise.random() < 0.2:
+        request = replace_sampling(request, bad_words=_said(noise, target, request))
+    if target.tokenizer is not None and noise.random() < 0.7:
+        request.stop = _stops(noise, target, request)
+    return request
+
+
+def replace_sampling(request: Request, **settings: Any) -> Request:
+    return replace(request, sampling=replace(request.sampling, **settings))
+
+
+def _sampling(noise: random.Random, vocabulary: int) -> Sampling:
+    temperature = noise.choice([0.0, 0.0, 0.3, 0.7, 1.0, 1.0, 1.6])
+    is_company = temperature > 0 and noise.random() < 0.08
+    given: dict[str, Any] = {"temperature": temperature, "seed": None if is_company else noise.randrange(-(2**63), 2**63)}
+    chances: dict[str, Any] = {
+        "top_k": lambda: noise.choice([1, 2, 5, 20, vocabulary + 5]),
+        "top_p": lambda: noise.uniform(0.3, 0.99),
+        "min_p": lambda: noise.uniform(0.01, 0.4),
+        "typical_p": lambda: noise.uniform(0.2, 0.95),
+        "repetition_penalty": lambda: noise.uniform(0.8, 1.6),
+        "presence_penalty": lambda: noise.uniform(-1, 2),
+        "frequency_penalty": lambda: noise.uniform(-0.5, 1),
+        "logit_bias": lambda: {noise.randrange(vocabulary): noise.uniform(-6, 6) for _ in range(4)},
+        "min_new_tokens": lambda: noise.randint(1, 30),
+        "logprobs": lambda: noise.randint(0, 3),
+        "processors": lambda: (_no_double,),
+    }
+    return Sampling(**given, **{name: draw() for name, draw in chances.items() if noise.random() < 0.15})
+
+
+def _no_double(tokens: Tensor, scores: Tensor) -> Tensor:
+    """A processor as transformers has them: no token twice in a row."""
+    return scores.index_fill(-1, tokens[0, -1:], -torch.inf)
+
+
+def _said(noise: random.Random, target: TransformersTarget, request: Request) -> list[tuple[int, ...]]:
+    """Bad words that the text would hold otherwise: one, two and three tokens long."""
+    text = _written(target, request)
+    places = [noise.randrange(max(1, len(text) - 3)) for _ in range(3)]
+    return [tuple(text[at : at + length]) for length, at in enumerate(places, start=1)]
+
+
+def _stops(noise: random.Random, target: TransformersTarget, request: Request) -> tuple[str, ...]:
+    """Stop strings that stand in the text, or might."""
+    text = target.decode(_written(target, request))
+    at = noise.randrange(max(1, len(text)))
+    return tuple({word for word in (text[at : at + noise.randint(1, 6)], "return", "\n\n") if word})
+
+
+def _written(target: TransformersTarget, request: Request) -> list[int]:
+    alone = replace_sampling(replace(request, max_new_tokens=40), min_new_tokens=0, seed=request.sampling.seed or 0)
+    return [token for progress in advance(target, [alone], slots=1) for token in progress.tokens]
+
+
+def _mixed(noise: random.Random, target: TransformersTarget, like: Request) -> list[Request]:
+    """Temperature 0, temperature 1, and bad words."""
+    fresh = [
+        replace(like, sampling=Sampling(heat, seed=noise.randrange(2**40))) for heat in (0.0, 1.0, noise.choice([0.0, 1.0]))
+    ]
+    return [*fresh[:2], replace_sampling(fresh[2], bad_words=_said(noise, target, fresh[2]))]
+
+
+class Moody:
+    """A policy that speculates with all, with some slots, with a little, or not at all."""
+
+    def __init__(self, kind: str, limit: int, seed: int):
+        self.kind, self.limit, self.noise = kind, limit, random.Random(seed)
+
+    def budget(self, state: DecodeState) -> Tensor:
+        live = len(state.rows)
+        if self.kind == "whole":
+            return torch.full((live,), self.limit)
+        if self.kind == "small":
+            return torch.tensor([self.noise.randint(0, 2) for _ in range(live)])
+        most = self.noise.choice([0, 0, self.limit])
+        return torch.tensor([self.noise.choice([0, most, most]) for _ in range(live)])
+
+    def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
+        return sizes
+
+    def observe(self, state: DecodeState, sizes: Tensor, verdict: Verdict, timing: Any) -> None: ...
+    def free(self, rows: Sequence[int]) -> None: ...
+
+
+# ── the comparison ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Written:
+    """What became of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    reason: str | None = None
+    logprobs: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class Outcome:
+    """What a case found."""
+
+    tokens: int = 0
+    by_setting: Counter[str] = field(default_factory=Counter)
+    mismatches: list[dict[str, Any]] = field(default_factory=list)
+    ties: list[dict[str, Any]] = field(default_factory=list)
+    events: Counter[str] = field(default_factory=Counter)
+
+
+def run(case: Case) -> Outcome:
+    """Continue the requests both ways and compare."""
+    plain = continued(case, None, case.plain_slots)
+    texts = [request.prompt + written.tokens for request, written in zip(case.requests, plain, strict=True)]
+    drafter = Watched(texts, case.target.spec.vocabulary, **case.drafter)
+    drafted = continued(case, drafter, case.slots)
+    outcome = Outcome(events=drafter.events())
+    for n, request in enumerate(case.requests):
+        if request.sampling.temperature == 0 or request.sampling.seed is not None:
+            _compare(case, n, plain[n], drafted[n], outcome)
+    return outcome
+
+
+def tried(case: Case) -> Outcome:
+    """As `run`; a case that crashes is a mismatch, and the soak goes on."""
+    try:
+        return run(case)
+    except Exception as error:
+        frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+        where = next((frame for frame in reversed(frames) if "/outrider/" in frame), frames[-1])
+        what = {"case": case.number, "family": case.family, "dtype": case.dtype}
+        return Outcome(mismatches=[what | {"crash": f"{type(error).__name__}: {error}", "at": where}])
+
+
+class Watched(Replay):
+    """A replay that also counts what the loop did to its drafts."""
+
+    def __init__(self, texts: Sequence[list[int]], vocabulary: int, **options: Any):
+        super().__init__(texts, vocabulary, **options)
+        self.cuts = self.reused = 0
+        self.was_cut: set[int] = set()
+
+    def admit(self, memory: None, rows: Sequence[int], state: DecodeState, scores: Any) -> None:
+        self.reused += len(self.was_cut.intersection(rows))
+        self.was_cut.difference_update(rows)
+
+    def observe(self, memory: None, state: DecodeState, draft: Draft, verdict: Verdict, scores: Any) -> None:
+        super().observe(memory, state, draft, verdict, scores)
+        cut = [row for row, token in zip(state.rows, verdict.next_token.tolist(), strict=True) if token < 0]
+        self.cuts += len(cut)
+        self.was_cut.update(cut)
+
+    def events(self) -> Counter[str]:
+        kept = {f"steps that kept {depth} drafted tokens": times for depth, times in self.kept.items()}
+        return Counter(kept | {
+            "paths that are no prefix of their tree": self.jumps,
+            "texts that ended in mid-block": self.cuts,
+            "slots used again after an end in mid-block": self.reused,
+        })  # fmt: skip
+
+
+def continued(case: Case, drafter: Replay | None, slots: int) -> list[Written]:
+    target = case.target
+    found = [Written() for _ in case.requests]
+    streams = [TextStream(target.decode, request.stop) for request in case.requests]
+    state = DecodeState(slots, case.context, case.ends, target.device)
+    policy = None if drafter is None else Moody(case.policy, drafter.limit, case.number)
+    for progress in advance(target, case.requests, drafter, policy=policy, slots=slots, state=state):
+        written = found[progress.request]
+        written.tokens += progress.tokens
+        written.reason = progress.finish_reason
+        written.logprobs += progress.logprobs
+        written.text += streams[progress.request].push(progress.tokens, progress.finish_reason is not None)
+    return found
+
+
+def _compare(case: Case, n: int, plain: Written, drafted: Written, outcome: Outcome) -> None:
+    request = case.requests[n]
+    pairs = enumerate(zip(plain.tokens, drafted.tokens, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), None)
+    same = min(len(plain.tokens), len(drafted.tokens)) if at is None else at
+    outcome.tokens += same
+    for name in [*case.settings, *_asked(request)]:
+        outcome.by_setting[name] += same
+    what = {"case": case.number, "request": n, "family": case.family, "dtype": case.dtype}
+    if at is not None:
+        place = {"at": at, "wanted": plain.tokens[at], "found": drafted.tokens[at]}
+        tie = case.dtype == "float32" and audit(case, request, plain.tokens[:at], place["wanted"], place["found"])
+        (outcome.ties if tie else outcome.mismatches).append(what | place | (tie or {}))
+    elif (plain.tokens, plain.reason, plain.text) != (drafted.tokens, drafted.reason, drafted.text):
+        ends = [(len(w.tokens), w.reason, w.text[-40:]) for w in (plain, drafted)]
+        outcome.mismatches.append(what | {"ends": ends})
+    elif case.dtype == "float64" and not _close(plain.logprobs, drafted.logprobs):
+        outcome.mismatches.append(what | {"logprobs": "differ"})
+
+
+def _close(one: list[Any], other: list[Any]) -> bool:
+    """Whether tokens and log probabilities agree; runners-up may swap where they are equal."""
+    return len(one) == len(other) and all(
+        a.token == b.token and abs(a.logprob - b.logprob) < 1e-5 and len(a.top) == len(b.top)
+        and all(abs(x[1] - y[1]) < 1e-5 for x, y in zip(a.top, b.top, strict=True))
+        for a, b in zip(one, other, strict=True)
+    )  # fmt: skip
+
+
+def _asked(request: Request) -> list[str]:
+    """Names of the settings that a request brings."""
+    sampling, idle = request.sampling, Sampling()
+    names = ["temperature 0" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"]
+    names += [
+        name for name in asdict(replace(sampling, processors=()))
+        if name not in ("temperature", "seed", "processors") and getattr(sampling, name) != getattr(idle, name)
+    ]  # fmt: skip
+    names += ["processors"] * bool(sampling.processors) + ["stop strings"] * bool(request.stop)
+    return names
+
+
+def audit(case: Case, request: Request, tokens: list[int], wanted: int, found: int) -> dict[str, Any] | None:
+    """What was measured where two texts part, if it is a tie: logits that near give both tokens.  None for a mismatch."""
+    state = DecodeState(1, case.context, case.ends)
+    state.admit(0, request)
+    for token in tokens:
+        nothing = torch.empty(1, 0, dtype=torch.int64)
+        state.commit(Draft.empty(1), Verdict(nothing, torch.zeros(1, dtype=torch.int64), torch.tensor([token]), torch.zeros(1)))
+    logits, difference = spread(case.target, request.prompt + tokens, len(request.prompt))
+    noise = torch.Generator().manual_seed(0)
+    tries = torch.rand(400, len(logits), generator=noise) * 2 - 1
+    tries[0] = 0
+    for row, (up, down) in enumerate([(wanted, found), (found, wanted)], start=1):
+        tries[row] = 0
+        tries[row, up], tries[row, down] = 1, -1
+    drawn = set()
+    for push in tries:
+        moved = processed((logits + 4 * difference * push)[None, None], Draft.empty(1), state.prefixes)
+        p = distribution(moved, state.settings)[:, 0]
+        drawn.add(int(state.streams.draw(p, 0, Purpose.TARGET)))
+    return {"difference": difference, "drawn": sorted(drawn)} if {wanted, found} <= drawn else None
+
+
+# ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Sum:
+    """All cases so far."""
+
+    found: Outcome = field(default_factory=Outcome)
+    cases: Counter[str] = field(default_factory=Counter)
+    """By setting."""
+    spans: list[list[int]] = field(default_factory=list)
+    """Numbers of the cases: first, and behind the last."""
+    seconds: float = 0.0
+
+    def add(self, case: Case, one: Outcome) -> None:
+        self.add_outcome(one)
+        self.cases.update([*case.settings, *{name for request in case.requests for name in _asked(request)}])
+        self.spans[-1][1] = case.number + 1
+
+    def add_outcome(self, one: Outcome) -> None:
+        self.found.tokens += one.tokens
+        self.found.by_setting.update(one.by_setting)
+        self.found.events.update(one.events)
+        self.found.mismatches += one.mismatches
+        self.found.ties += one.ties
+
+    def add_file(self, path: Path, seed: int) -> None:
+        """What an earlier run of this seed has found."""
+        read = json.loads(path.read_text())
+        assert read["totals"]["seed"] == seed, f"{path} is of seed {read['totals']['seed']}"
+        tokens = {name: counts["tokens"] for name, counts in read["settings"].items()}
+        events, totals = Counter(read["events"]), read["totals"]
+        self.add_outcome(Outcome(totals["tokens"], Counter(tokens), read["mismatches"], read["ties"], events))
+        self.cases.update({name: counts["cases"] for name, counts in read["settings"].items()})
+        self.spans += read["spans"]
+        self.seconds += read["provenance"]["seconds"]
+
+    def as_json(self, seed: int, seconds: float) -> dict[str, Any]:
+        found = self.found
+        kinds = Counter(next(key for key in ("wanted", "ends", "logprobs", "crash") if key in one) for one in found.mismatches)
+        counts = {"seed": seed, "cases": sum(end - first for first, end in self.spans), "tokens": found.tokens}
+        return {
+            "provenance": provenance(self.seconds + seconds),
+            "totals": counts | {"mismatches": len(found.mismatches), "of_these": kinds, "ties": len(found.ties)},
+            "spans": [span for span in self.spans if span[0] < span[1]],
+            "settings": {name: {"cases": self.cases[name], "tokens": found.by_setting[name]} for name in sorted(self.cases)},
+            "events": dict(sorted(found.events.items())),
+            "mismatches": found.mismatches,
+            "ties": found.ties,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=200_000, help="tokens to compare, at least")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", type=int, help="only this one, with its settings on stderr")
+    parser.add_argument("--first", type=int, help="number of the first case; behind the last of --resume without it")
+    parser.add_argument("--resume", type=Path, action="append", default=[], help="count in what this file found; repeatable")
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    options = parser.parse_args()
+    began, total = time.perf_counter(), Sum()
+    for path in options.resume:
+        total.add_file(path, options.seed)
+    first = max((end for _, end in total.spans), default=0) if options.first is None else options.first
+    first = first if options.case is None else options.case
+    total.spans.append([first, first])
+    # a run that is stopped tells what it has found so far
+    with progress_bar() as bar, suppress(KeyboardInterrupt):
+        task = bar.add_task("tokens", total=options.tokens)
+        for number in itertools.count(first):
+            if total.found.tokens >= options.tokens or (options.case is not None and number > first):
+                break
+            case = drawn(options.seed, number)
+            if options.case is not None:
+                bar.console.print(case)
+            total.add(case, tried(case))
+            what = f"case {number}, {len(total.found.mismatches)} mismatches"
+            bar.update(task, completed=total.found.tokens, description=what)
+    publish(total.as_json(options.seed, time.perf_counter() - began), options.out)
+    sys.exit(bool(total.found.mismatches))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Put the tables of benchmarks/results/*.json into RESULTS.md, each between its own marks: `python benchmarks/tables.py`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+
+def main() -> None:
+    path = HERE / "RESULTS.md"
+    text = path.read_text()
+    for name, section in SECTIONS.items():
+        result = HERE / "results" / f"{name}.json"
+        if result.exists():
+            body = f"<!-- {name} -->\n{section(json.loads(result.read_text()))}\n<!-- /{name} -->"
+            text = re.sub(rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, body=body: body, text, flags=re.DOTALL)
+    path.write_text(text)
+
+
+def families(found: dict[str, Any]) -> str:
+    """One line a family: its settings together, tokens compared in each type."""
+    by_family: dict[str, list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        by_family.setdefault(row["family"], []).append(row)
+    lines = []
+    for family, rows in by_family.items():
+        tokens = {dtype: sum(row["tokens"] for row in rows if row["dtype"] == dtype) for dtype in ("float64", "float32")}
+        lines.append([
+            family, " ".join(dict.fromkeys(row["attention"] for row in rows)), " ".join({row["mode"]: 0 for row in rows}),
+            f"{tokens['float64']:,}", f"{tokens['float32']:,}", str(sum(len(row["mismatches"]) for row in rows)),
+            str(sum(len(row["ties"]) for row in rows)), str(max(row.get("deepest", 0) for row in rows)),
+            "; ".join(dict.fromkeys(row["failed"].split(":")[0] for row in rows if row["failed"])) or "–",
+        ])  # fmt: skip
+    totals = found["totals"]
+    heads = ["family", "attention", "mode", "float64", "float32", "mismatches", "ties", "deepest path", "stopped at"]
+    said = f"{totals['tokens']:,} tokens compared, {totals['mismatches']} mismatches, {totals['ties']} ties."
+    return f"{said} {_source(found)}\n\n{_table(heads, lines, right=slice(3, 8))}"
+
+
+def soak(found: dict[str, Any]) -> str:
+    totals = found["totals"]
+    lines = [[name, f"{counts['cases']:,}", f"{counts['tokens']:,}"] for name, counts in found["settings"].items()]
+    events = [[name, f"{times:,}"] for name, times in found["events"].items()]
+    said = (
+        f"{totals['tokens']:,} tokens compared in {totals['cases']:,} cases (seed {totals['seed']}), "
+        f"{totals['of_these'].get('wanted', 0)} differ, {totals['ties']} ties. {_source(found)}"
+    )
+    others = {"ends": "other ends", "logprobs": "other log probabilities", "crash": "crashes"}
+    told = [f"{totals['of_these'][kind]} {name}" for kind, name in others.items() if kind in totals["of_these"]]
+    cases = ", ".join(str(one["case"]) for one in found["mismatches"])
+    said += f" Besides: {', '.join(told)} (cases {cases})." if told else ""
+    tables = [_table(["setting", "cases", "tokens"], lines, right=slice(1, 3)), _table(["event", "times"], events, slice(1, 2))]
+    return "\n\n".join([said, *tables])
+
+
+def _source(found: dict[str, Any]) -> str:
+    """What was run, with what, when."""
+    facts = found["provenance"]
+    return (
+        f"`{facts['command']}`, {facts['seconds'] / 60:.0f} minutes on {facts['cpus']} shared CPUs, torch {facts['torch']}, "
+        f"transformers {facts['transformers']}, {facts['made'][:10]}."
+    )
+
+
+def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], right: slice) -> str:
+    ruler = ["---"] * len(heads)
+    ruler[right] = ["---:"] * len(ruler[right])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, ruler, *lines))
+
+
+SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {"families": families, "soak": soak}
+"""By the name of the result's file and of the marks."""
+
+if __name__ == "__main__":
+    main()

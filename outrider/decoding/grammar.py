@@ -1,0 +1,209 @@
+"""Structured output: which tokens may follow, so that the text fits a JSON schema, a regular expression or a Lark grammar.
+
+A grammar is text until it meets a target; compiled for the target's tokenizer it becomes `Rules` over token ids, and every
+request walks its own `Automaton`.  End tokens may stand exactly where the grammar may end; behind a complete text that can't
+go on nothing else may.  The rules are llguidance's (an extra); anything else that offers `start` serves as well.
+
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ConfigError
+
+Kind = Literal["json", "regex", "lark"]
+
+
+class Automaton(Protocol):
+    """One request's place in its grammar."""
+
+    def push(self, tokens: Sequence[int]) -> None:
+        """These were committed."""
+
+    def allowed(self, path: tuple[int, ...]) -> Tensor:
+        """Which tokens may follow what was committed and this path, [V] bool on the CPU; none behind one that may not."""
+
+
+class Rules(Protocol):
+    """A grammar over one target's token ids."""
+
+    def start(self) -> Automaton:
+        """The place before the first new token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a whole output must look like.  Made by `json`, `regex` or `lark`; the prompt is no part of it.
+
+    Raises ConfigError for a grammar that can't be read, or where the extra is missing.
+    """
+
+    kind: Kind
+    text: str
+
+    def __post_init__(self) -> None:
+        _source(self.kind, self.text)
+
+    @classmethod
+    def json(cls, schema: Mapping[str, Any] | str) -> Grammar:
+        """JSON that fits this schema, its keys in the schema's order."""
+        try:
+            text = json.dumps(json.loads(schema) if isinstance(schema, str) else dict(schema))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"the JSON schema {_short(schema)} can't be read ({error}); give a dict or its JSON") from error
+        return cls("json", text)
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that this pattern (of Rust's regex syntax) matches from its first to its last character."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """Text that the rule `start` of this Lark grammar derives."""
+        return cls("lark", text)
+
+    def compiled(self, target: Any) -> Rules:
+        """The rules for the tokens of this target, which must have a tokenizer; compiled once."""
+        vocabularies = _VOCABULARIES.setdefault(target, {})
+        if target.ends not in vocabularies:
+            vocabularies[target.ends] = _Vocabulary(target)
+        return vocabularies[target.ends].rules(self)
+
+    def start(self) -> Automaton:
+        raise ConfigError(f"{self} speaks of text, not of tokens; a Request takes `grammar.compiled(target)`")
+
+    def __str__(self) -> str:
+        return f"the {'JSON schema' if self.kind == 'json' else self.kind} {_short(self.text)}"
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+# ── llguidance ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _llguidance() -> ModuleType:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ConfigError("a grammar needs llguidance, which is not installed: pip install 'outrider[grammar]'") from error
+    return llguidance
+
+
+@functools.lru_cache(256)
+def _source(kind: Kind, text: str) -> str:
+    """The grammar as llguidance reads it, checked."""
+    matcher = _llguidance().LLMatcher
+    make = {"json": matcher.grammar_from_json_schema, "regex": matcher.grammar_from_regex, "lark": matcher.grammar_from_lark}
+    try:
+        source = make[kind](text)
+        is_wrong, messages = matcher.validate_grammar_with_warnings(source)
+    except (TypeError, ValueError) as error:
+        is_wrong, messages = True, [str(error)]
+    if is_wrong:
+        raise ConfigError(f"the grammar {_short(text)} is no {_WANTED[kind]}: {_first_line(messages[0])}")
+    for message in messages:
+        logging.getLogger(__name__).warning("grammar %s: %s", _short(text), message)
+    return source
+
+
+_WANTED = {"json": "JSON schema that can be followed", "regex": "regular expression of Rust's syntax", "lark": "Lark grammar"}
+
+
+def _first_line(message: str) -> str:
+    return " ".join(message.split())[:200]
+
+
+class _Vocabulary:
+    """A target's tokenizer as llguidance knows it.  Holds no target, so that one can be forgotten."""
+
+    def __init__(self, target: Any):
+        name, tokenizer = target.spec.name, getattr(target, "tokenizer", None)
+        if tokenizer is None:
+            raise ConfigError(f"target {name!r} has no tokenizer, and a grammar speaks of text; load it by name or folder")
+        if not target.ends:
+            raise ConfigError(f"target {name!r} has no end token, so a text that fits its grammar could not end")
+        self.size = target.spec.vocabulary
+        _llguidance()
+        from llguidance.hf import from_tokenizer
+
+        try:
+            # a tokenizer may know more tokens than the target has rows for, or fewer
+            self.tokenizer = from_tokenizer(tokenizer, n_vocab=max(self.size, len(tokenizer)), eos_token=sorted(target.ends))
+        except Exception as error:  # of a Rust library: no narrower type is promised
+            raise ConfigError(f"llguidance can't read the tokenizer of {name!r}: {_first_line(str(error))}") from error
+        self.rules = functools.lru_cache(256)(self._compile)
+
+    def _compile(self, grammar: Grammar) -> Rules:
+        matcher = _llguidance().LLMatcher(self.tokenizer, _source(grammar.kind, grammar.text), log_level=0)
+        if matcher.is_error():
+            raise ConfigError(f"{grammar} can't be compiled: {_first_line(matcher.get_error())}")
+        return _Compiled(matcher, self.size, grammar)
+
+
+_VOCABULARIES: WeakKeyDictionary[Any, dict[frozenset[int], _Vocabulary]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Compiled:
+    matcher: Any
+    """At the start; copied for every request."""
+    vocabulary: int
+    grammar: Grammar
+
+    def start(self) -> Automaton:
+        return _Walk(self.matcher.deep_copy(), self.vocabulary, self.grammar)
+
+
+_BITS = (torch.arange(256)[:, None] >> torch.arange(8)) & 1 == 1
+"""[256, 8], a byte to its bits, the lowest first."""
+
+
+class _Walk:
+    """A matcher that has read what was committed and the path asked for last; it goes back only as far as it must."""
+
+    def __init__(self, matcher: Any, vocabulary: int, grammar: Grammar):
+        self.matcher, self.vocabulary, self.grammar = matcher, vocabulary, grammar
+        self.ahead: list[int] = []
+        self.is_lost = False
+
+    def push(self, tokens: Sequence[int]) -> None:
+        self.is_lost = not self._go(tuple(tokens)) or self.is_lost
+        self.ahead = []
+
+    def allowed(self, path: tuple[int, ...]) -> Tensor:
+        if self.is_lost or not self._go(path):
+            return torch.zeros(self.vocabulary, dtype=torch.bool)
+        bits = bytearray(self.matcher.compute_bitmask())
+        self._refuse_errors()
+        return _BITS.index_select(0, torch.frombuffer(bits, dtype=torch.uint8).int()).flatten()[: self.vocabulary]
+
+    def _go(self, path: tuple[int, ...]) -> bool:
+        """Read this path and nothing else; False where it leaves the grammar."""
+        pairs = enumerate(zip(self.ahead, path, strict=False))
+        common = next((n for n, (old, new) in pairs if old != new), min(len(self.ahead), len(path)))
+        if common < len(self.ahead):
+            self.matcher.rollback(len(self.ahead) - common)
+        went = common + self.matcher.try_consume_tokens(list(path[common:]))
+        self._refuse_errors()
+        self.ahead = list(path[:went])
+        return went == len(path)
+
+    def _refuse_errors(self) -> None:
+        if self.matcher.is_error():
+            raise ConfigError(f"{self.grammar} became too complex for llguidance: {_first_line(self.matcher.get_error())}")
