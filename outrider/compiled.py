@@ -14,7 +14,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +64,17 @@ class Graph(nn.Module):
         """NotCompiled where the package can't be read."""
         super().__init__()
         try:
-            self.package: Callable[..., Any] = torch._inductor.aoti_load_package(str(path))
+            self.package = torch._inductor.aoti_load_package(str(path))
         except Exception as error:  # native code that another program made: whatever it raises, we go on without
             raise NotCompiled(f"{path} can't be loaded ({_first_line(error)}); delete it and compile again") from error
 
-    def forward(self, *args: Any) -> Any:
-        return self.package(*args)
+    def forward(self, *args: Tensor | list[Tensor]) -> list[Tensor]:
+        """Arguments and results in the order of the traced function's, lists among them written out.
+
+        Straight to the loader: the package's own call reads its description anew every time, 0.3 ms for 16 layers.
+        """
+        found: list[Tensor] = self.package.loader.boxed_run(flat(args))
+        return found
 
 
 class Graphs:
@@ -165,6 +170,14 @@ def build_package(path: Path, function: nn.Module, example: tuple[Any, ...], dim
     seconds = time.perf_counter() - began
     log.info("compiled %s in %.0f s, %.0f MB", path, seconds, path.stat().st_size / 1e6)
     return seconds
+
+
+def flat(arguments: Sequence[Tensor | list[Tensor]]) -> list[Tensor]:
+    """Tensors and lists of them, one behind the other."""
+    found: list[Tensor] = []
+    for argument in arguments:
+        found += argument if isinstance(argument, list) else [argument]
+    return found
 
 
 def dense(tensor: Tensor, *shape: int) -> Tensor:

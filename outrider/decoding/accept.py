@@ -87,6 +87,8 @@ def accept_greedy(draft: Draft, choice: Tensor, vocabulary: int) -> Verdict:
 
     Equals `accept` with p one-hot at `choice` (tested); it reads no distribution at all.  Returns tensors on the CPU.
     """
+    if not draft.tokens.shape[1]:
+        return Verdict(draft.tokens.cpu(), draft.sizes, choice[:, 0].cpu(), draft.sizes)
     rows = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.sizes.tolist(), choice.tolist(), strict=True)
     paths, following, unlawful = [], [], []
     for tokens, parents, size, wanted in rows:

@@ -45,6 +45,7 @@ class Draft:
         return cls(tokens, parents, sizes, q, confidence, branches=False)
 
     @classmethod
+    @functools.lru_cache(1024)
     def empty(cls, slots: int, device: torch.device | str = "cpu") -> Draft:
         """Nothing proposed: the step is plain decoding."""
         nothing = torch.empty(slots, 0, dtype=torch.int64, device=device)

@@ -169,7 +169,7 @@ def advance(
     policy = Fixed(drafter.limit) if policy is None else policy
     slots = min(slots, len(waiting))
     longest = max(len(request.prompt) + request.max_new_tokens for _, request in waiting)
-    cache = target.allocate(slots, min(longest, target.spec.context) + drafter.limit + 1)
+    cache = target.allocate(slots, min(longest, target.spec.context) + max(drafter.limit, 1) + 1)
     memory = drafter.allocate(cache)
     state = DecodeState(slots, target.spec.context, target.ends, target.device) if state is None else state
     serving: dict[int, int] = {}

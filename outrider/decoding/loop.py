@@ -58,8 +58,10 @@ def _proposal(target: Target, drafter: Drafter, policy: Policy, memory: Any, sta
 
     Its shape is checked, not trusted.  What can't be kept by the tokens before it is pruned last.
     """
+    if not drafter.limit or target.spec.mode == "off":
+        return Draft.empty(len(state.rows), state.device)
     budget = torch.minimum(policy.budget(state), state.room).clamp(0, drafter.limit)
-    if not budget.any() or target.spec.mode == "off":
+    if not budget.any():
         return Draft.empty(len(state.rows), state.device)
     draft = drafter.propose(memory, state, budget).checked(len(state.rows))
     if target.spec.mode == "chain":
@@ -75,17 +77,22 @@ class _Law(NamedTuple):
     """[B, N+1, V], after penalties, bans and processors."""
     p: Tensor | None
     """[B, N+1, V]; None where every slot is greedy and the logits are enough."""
+    choice: Tensor | None
+    """[B, N+1], the likeliest ids, where every slot is greedy."""
 
 
 def _law(draft: Draft, scores: Scores, state: DecodeState, rule: Rule) -> _Law:
     logits = processed(scores.logits, draft, state.prefixes)
-    is_greedy = state.settings.is_greedy and rule is accept
-    return _Law(logits, None if is_greedy else distribution(logits, state.settings))
+    if not (state.settings.is_greedy and rule is accept):
+        return _Law(logits, distribution(logits, state.settings), None)
+    is_known = scores.choice is not None and logits is scores.logits
+    return _Law(logits, None, scores.choice if is_known else logits.argmax(-1))
 
 
 def _judge(draft: Draft, law: _Law, state: DecodeState, rule: Rule) -> Verdict:
     if law.p is None:
-        return accept_greedy(draft, law.logits.argmax(-1), law.logits.shape[-1])
+        assert law.choice is not None
+        return accept_greedy(draft, law.choice, law.logits.shape[-1])
     streams, seeded = state.streams, state.seeded
     if seeded is None or draft.q is None:
         return rule(draft, law.p, streams)
@@ -123,9 +130,9 @@ def _report(law: _Law, verdict: Verdict, state: DecodeState) -> None:
 
 def _cached(verdict: Verdict) -> Tensor:
     """The path without its last node where the slot was cut there: that node is the anchor again, not yet in the cache."""
-    cut = (verdict.next_token < 0) & (verdict.accepted > 0)
-    if not cut.any():
+    if min(verdict.next_token.tolist(), default=0) >= 0:
         return verdict.path
+    cut = (verdict.next_token < 0) & (verdict.accepted > 0)
     path = verdict.path.clone()
     path[cut, verdict.accepted[cut] - 1] = -1
     return path

@@ -45,12 +45,12 @@ class Scores(NamedTuple):
     """[B, N+1, H] after the final norm."""
     taps: Tensor | None
     """[B, N+1, T, H]; tap i is the residual stream after decoder layer i, 0-based."""
+    choice: Tensor | None = None
+    """[B, N+1], the likeliest ids, where the pass found them on its way."""
 
     def first(self, rows: int) -> Scores:
         """Without the padding behind so many rows."""
-        if rows == self.logits.shape[1]:
-            return self
-        return Scores(self.logits[:, :rows], self.hidden[:, :rows], None if self.taps is None else self.taps[:, :rows])
+        return self if rows == self.logits.shape[1] else Scores(*(None if x is None else x[:, :rows] for x in self))  # type: ignore[arg-type]
 
 
 class Cache(Protocol):

@@ -159,7 +159,7 @@ class DecodeState:
         """
         drafted, paths = draft.tokens.tolist(), verdict.path.tolist()
         accepted, following = verdict.accepted.tolist(), verdict.next_token.tolist()
-        self.unlawful += int(verdict.unlawful.sum())
+        self.unlawful += sum(verdict.unlawful.tolist())
         self.reached = draft.reach()
         cut = False
         for b, row in enumerate(self.rows):
@@ -170,8 +170,10 @@ class DecodeState:
                 accepted[b], following[b] = kept, -1
                 paths[b][kept:] = [-1] * (len(paths[b]) - kept)
         self._anchors()
-        path = torch.tensor(paths, dtype=torch.int64).view(len(paths), -1) if cut else verdict.path.cpu()
-        return Verdict(path, torch.tensor(accepted), torch.tensor(following), verdict.unlawful)
+        if not cut:
+            return Verdict(*(x.cpu() for x in verdict))
+        path = torch.tensor(paths, dtype=torch.int64).view(len(paths), -1)
+        return Verdict(path, torch.tensor(accepted), torch.tensor(following), verdict.unlawful.cpu())
 
     def _push(self, row: int, block: list[int]) -> int:
         """Append tokens of `block` until the slot ends; returns how many were appended."""

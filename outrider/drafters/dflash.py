@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from outrider import compiled, packed
-from outrider.compiled import Graph, Graphs, dense
+from outrider.compiled import Graph, Graphs
 from outrider.config import Config as Base
 from outrider.decoding.accept import Verdict
 from outrider.decoding.draft import Draft
@@ -31,7 +31,7 @@ from outrider.nn import blocks, heads
 from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
 from outrider.nn.draft_model import Batch, DraftModel, copy_layers, resolve_taps
 from outrider.targets import cache
-from outrider.targets.cache import Buffers, Columns, SlotCache
+from outrider.targets.cache import Columns, Sight, SlotCache, additive
 
 Pick = Callable[[Tensor, int], Tensor]
 """(logits [B, V], slot) to the drafted token [B]."""
@@ -219,17 +219,16 @@ class BlockDrafter:
         rows, kept = state.rows, memory.kept
         self._settle(memory, rows)
         taps, counts = self._take(memory, rows)
-        starts = torch.tensor([kept.lengths[row] for row in rows], device=state.device)
-        anchors_at = starts + torch.tensor(counts, device=state.device)
         pick = None if state.settings.is_greedy and not state.bans else _Picker(state)
         if pick is None and self.step.fits(kept, rows, max(2, taps.shape[1]) + self.block):
             taps = nn.functional.pad(taps, (0, 0, 0, 0, 0, max(0, 2 - taps.shape[1])))
             kept.open(rows, taps.shape[1] + self.block)
-            tokens, logits, confidence = self.step.run(taps, starts, state.anchor, anchors_at, counts, kept)
+            tokens, logits, confidence = self.step.run(taps, state.anchor, counts, kept)
         else:
             kept.open(rows, taps.shape[1] + self.block)
             mask = self._mask(kept, taps.shape[1], counts)
-            taps_at = starts[:, None] + torch.arange(taps.shape[1], device=state.device)
+            taps_at = kept.starts[:, None] + torch.arange(taps.shape[1], device=state.device)
+            anchors_at = kept.starts + torch.tensor(counts, device=state.device)
             with packed.products():
                 tokens, logits, confidence = self.model(taps, taps_at, state.anchor, anchors_at, mask, kept, pick)
         kept.append(counts)
@@ -281,14 +280,13 @@ class BlockDrafter:
         """None where no slot has padding among its new taps and all stand at the same place: then all is visible."""
         if kept.is_even and min(counts) == width:
             return None
-        return context_mask(kept, width, counts, self.block, self.backbone.fc.weight.dtype)
+        return kept.mask(real(width, torch.tensor(counts, device=kept.device), self.block), self.backbone.fc.weight.dtype)
 
 
-def context_mask(kept: SlotCache, width: int, counts: Sequence[int], block: int, dtype: torch.dtype) -> Tensor:
-    """What a block sees of a pass of `width` new taps a slot, of which counts[b] are real, and itself: [B, 1, K, end]."""
-    columns = torch.arange(width + block, device=kept.device)
-    real = (columns < torch.tensor(counts, device=kept.device)[:, None]) | (columns >= width)
-    return kept.mask(real[:, None].expand(-1, block, -1), dtype)
+def real(new: int, counts: Tensor, block: int) -> Tensor:
+    """What a block sees of a pass of `new` taps a slot, of which counts[b] are real, and itself: [B, K, new + K] bool."""
+    columns = torch.arange(new + block, device=counts.device)
+    return ((columns < counts[:, None]) | (columns >= new))[:, None].expand(-1, block, -1)
 
 
 class CompiledBlock(Graphs):
@@ -302,11 +300,11 @@ class CompiledBlock(Graphs):
         self.backbone = model.backbone
 
     def run(
-        self, taps: Tensor, starts: Tensor, anchors: Tensor, anchors_at: Tensor, counts: Sequence[int], kept: SlotCache
+        self, taps: Tensor, anchors: Tensor, counts: Sequence[int], kept: SlotCache
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """A block a slot behind taps [R, C, T, H], C at least 2, of which counts[b] are real, in the open pass of `kept`."""
-        found = self.graphs[len(taps) > 1](*self._arguments(taps, starts, anchors, anchors_at, counts, kept))
-        return found[0], found[1], found[2] if len(found) > 2 else None
+        tokens, logits, *rest = self.graphs[len(taps) > 1](*self._arguments(taps, anchors, counts, kept))
+        return tokens, logits, rest[0] if rest else None
 
     def model(self) -> nn.Module:
         return self.traced
@@ -321,12 +319,10 @@ class CompiledBlock(Graphs):
         ]
 
     def example(self, several: bool) -> tuple[nn.Module, tuple[Any, ...], Any]:
+        given = self._arguments(*self._pass(several))
         rows = {0: Dim("rows", min=2, max=1024)} if several else {}
         new, end, length = Dim("new", min=2, max=4096), Dim("end", min=3, max=2**20), Dim("length", min=4, max=2**20)
-        buffers = [({**rows, 2: length},) * 2 for _ in self.backbone.layers]
-        columns = {**rows, 1: new + self.backbone.config.block}
-        dims = ({**rows, 1: new}, {**rows, 1: new}, rows, rows, {**rows, 3: end}, columns, buffers)
-        return self.traced, self._arguments(*self._pass(several)), dims
+        return self.traced, given, ({**rows, 1: new}, rows, rows, rows, {0: end}, [{**rows, 2: length} for _ in given[-1]])
 
     @torch.inference_mode()
     def apart(self, graph: Graph, several: bool) -> tuple[float, float]:
@@ -348,20 +344,15 @@ class CompiledBlock(Graphs):
         with torch.inference_mode():
             self.backbone.remember(taps[:, :before], torch.arange(before)[None].expand(rows, -1), kept)
         kept.append([before - row for row in range(rows)])
-        starts, counts = torch.tensor(kept.lengths), [new - row % 2 for row in range(rows)]
+        counts = [new - row % 2 for row in range(rows)]
         kept.open(range(rows), width)
         anchors = torch.randint(spec.vocabulary, (rows,), generator=noise)
-        return taps[:, before:], starts, anchors, starts + torch.tensor(counts), counts, kept
+        return taps[:, before:], anchors, counts, kept
 
-    def _arguments(
-        self, taps: Tensor, starts: Tensor, anchors: Tensor, anchors_at: Tensor, counts: Sequence[int], kept: SlotCache
-    ) -> tuple[Any, ...]:
-        rows, new = taps.shape[:2]
-        block, dtype = self.backbone.config.block, self.backbone.fc.weight.dtype
-        mask = context_mask(kept, new, counts, block, dtype)
-        taps_at = starts[:, None] + torch.arange(new)
-        columns = dense(kept.positions(), rows, new + block)
-        return taps.to(dtype).contiguous(), taps_at, anchors, anchors_at, mask.contiguous(), columns, kept.buffers
+    def _arguments(self, taps: Tensor, anchors: Tensor, counts: Sequence[int], kept: SlotCache) -> tuple[Any, ...]:
+        """Taps, how many of them are real, anchors; where slots stand, and columns up to the end; buffers."""
+        taps = taps.to(self.backbone.fc.weight.dtype).contiguous()
+        return taps, torch.tensor(counts), anchors, kept.starts, kept.columns, kept.buffers
 
 
 class _Traced(nn.Module):
@@ -373,17 +364,13 @@ class _Traced(nn.Module):
         self.draft = model
 
     def forward(
-        self,
-        taps: Tensor,
-        taps_at: Tensor,
-        anchors: Tensor,
-        anchors_at: Tensor,
-        mask: Tensor,
-        columns: Tensor,
-        buffers: Buffers,
+        self, taps: Tensor, counts: Tensor, anchors: Tensor, starts: Tensor, columns: Tensor, buffers: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        kept: Any = Columns(range(len(buffers)), buffers, columns, mask.shape[-1])
-        found = self.draft(taps, taps_at, anchors, anchors_at, mask, kept, None)
+        new, block = taps.shape[1], self.draft.backbone.config.block
+        sight = Sight(starts, columns, new + block)
+        mask = additive(sight.seen(real(new, counts, block)), taps.dtype)
+        kept: Any = Columns(range(len(buffers) // 2), buffers, sight)
+        found = self.draft(taps, sight.positions(torch.arange(new)), anchors, starts + counts, mask, kept, None)
         return tuple(x for x in found if x is not None)
 
 

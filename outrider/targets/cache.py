@@ -54,8 +54,41 @@ class Pass:
         return len(set(self.starts)) == 1 and self.span is not None
 
 
-Buffers = list[tuple[Tensor, Tensor]]
-"""Keys and values of every layer that keeps them, [R, h, length, d]."""
+class Sight(NamedTuple):
+    """Where a pass stands and what its rows may look at.  Tensors alone, so that a graph can be traced through it."""
+
+    starts: Tensor
+    """[R] length of each row's slot before the pass."""
+    columns: Tensor
+    """[end] 0, 1, ... up to the last column that some row may look at."""
+    width: int
+    """Tokens a row."""
+
+    def positions(self, depths: Tensor) -> Tensor:
+        """[R, n]; depths [R or 1, n] counts from each row's start."""
+        return self.starts[:, None] + depths
+
+    def seen(self, visible: Tensor) -> Tensor:
+        """[R, Q, end] bool: all before the pass, and of the pass what `visible` [R or 1, Q, n] says."""
+        own, place = self._own()
+        visible = visible.expand(self.starts.shape[0], -1, -1)
+        inside = (own >= 0) & (own < self.width)
+        return (own < 0) | (inside & visible.gather(-1, place.expand(-1, visible.shape[1], -1)))
+
+    def near(self, limit: Limit, depths: Tensor) -> Tensor:
+        """[R, n, end] bool: what a limit leaves.  Nodes of a tree stand where their depth says, not where they are written."""
+        own, place = self._own()
+        asks = self.positions(depths)
+        stands = torch.where(own < 0, self.columns, asks[:, None].gather(-1, place))
+        asks = asks[:, :, None]
+        if limit.kind == "window":
+            return stands > asks - limit.size
+        return stands.div(limit.size, rounding_mode="floor") == asks.div(limit.size, rounding_mode="floor")
+
+    def _own(self) -> tuple[Tensor, Tensor]:
+        """Every column counted from its row's start, [R, 1, end], and the same held within the pass."""
+        own = self.columns - self.starts[:, None, None]
+        return own, own.clamp(0, self.width - 1)
 
 
 class SlotCache:
@@ -72,6 +105,9 @@ class SlotCache:
         self.device = torch.device(device)
         self.lengths = [0] * slots
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._line = torch.arange(length, device=self.device)
+        self._views: dict[tuple[int, int, int], list[Tensor]] = {}
+        self._stairs: dict[tuple[int, torch.dtype, Limit | None], Tensor] = {}
         self._states: dict[Key, Tensor] = {}
         self._work: dict[Key, Tensor] = {}
         self._trail: dict[Key, list[Tensor]] = {}
@@ -86,9 +122,19 @@ class SlotCache:
         return sorted(self._layers)
 
     @property
-    def buffers(self) -> Buffers:
-        """Keys and values of these layers for the open pass's rows, which lie side by side: views [R, h, length, d]."""
-        return [(keys[self._now.span], values[self._now.span]) for _, (keys, values) in sorted(self._layers.items())]
+    def buffers(self) -> list[Tensor]:
+        """Keys, then values, of each of these layers for the open pass's rows, side by side: views [R, h, length, d]."""
+        span = self._now.span
+        assert span is not None
+        key = span.start, span.stop, len(self._layers)
+        if key not in self._views:
+            self._views[key] = [buffer[span] for _, kept in sorted(self._layers.items()) for buffer in kept]
+        return self._views[key]
+
+    @property
+    def end(self) -> int:
+        """Columns that some row of the open pass may look at."""
+        return self._now.end
 
     @property
     def is_even(self) -> bool:
@@ -134,57 +180,65 @@ class SlotCache:
         visible [R or 1, Q, n] bool says which of the pass's own tokens each query may look at; None is causal order, Q = n.
         What a slot held before the pass, every query of its row may look at.
         """
-        return _additive(self._seen(visible), dtype)
+        return additive(self._seen(visible), dtype)
 
     def masks(
         self, visible: Tensor | None, dtype: torch.dtype, limits: Mapping[str, Limit | None], depths: Tensor | None = None
     ) -> dict[str, Tensor]:
         """A mask as above for every kind of layer: what its limit leaves of it.  depths as in `positions`."""
+        if visible is None and self.is_even and all(limit is None or limit.kind == "window" for limit in limits.values()):
+            return {kind: self._stair(dtype, limit) for kind, limit in limits.items()}
         seen = self._seen(visible)
         return {
-            kind: _additive(seen if limit is None else seen & self._near(limit, depths), dtype)
-            for kind, limit in limits.items()
+            kind: additive(seen if limit is None else seen & self._near(limit, depths), dtype) for kind, limit in limits.items()
         }
+
+    def _stair(self, dtype: torch.dtype, limit: Limit | None) -> Tensor:
+        """The mask of a chain in rows that stand together: cut from one that is made once for all places of this width."""
+        width, start = self._now.width, self._now.starts[0]
+        key = width, dtype, limit
+        if key not in self._stairs:
+            asks = torch.arange(width, device=self.device)[:, None]
+            stands = torch.arange(-self.length, width, device=self.device)
+            seen = (stands <= asks) & (True if limit is None else stands > asks - limit.size)
+            self._stairs[key] = additive(seen[None], dtype)
+        return self._stairs[key][..., self.length - start :]
 
     def _seen(self, visible: Tensor | None) -> Tensor:
         """What every query may look at but for limits, [R or 1, Q, end] bool."""
         now = self._now
-        own = (
-            visible
-            if visible is not None
-            else torch.ones(now.width, now.width, dtype=torch.bool, device=self.device).tril()[None]
-        )
+        if visible is None:
+            visible = torch.ones(1, now.width, now.width, dtype=torch.bool, device=self.device).tril()
         if self.is_even:
-            return torch.nn.functional.pad(own, (now.starts[0], 0), value=True)
-        columns, place = self._columns()
-        inside = (columns >= 0) & (columns < now.width)
-        return (columns < 0) | (inside & own.expand(len(now.rows), -1, -1).gather(-1, place.expand(-1, own.shape[1], -1)))
-
-    def _columns(self) -> tuple[Tensor, Tensor]:
-        """Every column counted from its row's start, [R, 1, end], and the same within the pass."""
-        starts = torch.tensor(self._now.starts, device=self.device)[:, None, None]
-        columns = torch.arange(self._now.end, device=self.device) - starts
-        return columns, columns.clamp(0, self._now.width - 1)
+            return torch.nn.functional.pad(visible, (now.starts[0], 0), value=True)
+        return self._sight.seen(visible)
 
     def _near(self, limit: Limit, depths: Tensor | None) -> Tensor:
-        """Which columns a query's limit lets it see, [R or 1, Q, end] bool: a tree's nodes stand where their depth says."""
-        asks = self.positions(depths)[:, :, None]
-        stands = torch.arange(self._now.end, device=self.device)[None, None]
-        if depths is not None:
-            columns, place = self._columns()
-            own = self.positions(depths).expand(len(self._now.rows), -1)[:, None].gather(-1, place)
-            stands = torch.where(columns < 0, stands, own)
-        if limit.kind == "window":
-            return stands > asks - limit.size
-        return stands.div(limit.size, rounding_mode="floor") == asks.div(limit.size, rounding_mode="floor")
+        """Which columns a query's limit lets it see, [R or 1, Q, end] bool."""
+        return self._sight.near(limit, self._order if depths is None else depths)
 
     def positions(self, depths: Tensor | None = None) -> Tensor:
         """[R or 1, n] positions of the open pass's tokens.  depths [R or 1, n] counts from each row's start; None is 0..n-1."""
-        if depths is None:
-            depths = torch.arange(self._now.width, device=self.device)[None]
-        if self.is_even:
-            return depths + self._now.starts[0]
-        return depths + torch.tensor(self._now.starts, device=self.device).unsqueeze(-1)
+        depths = self._order if depths is None else depths
+        return depths + self._now.starts[0] if self.is_even else self._sight.positions(depths)
+
+    @property
+    def starts(self) -> Tensor:
+        """[R] where the open pass's rows stand."""
+        return torch.tensor(self._now.starts, device=self.device)
+
+    @property
+    def columns(self) -> Tensor:
+        """[end] 0, 1, ... up to the last column that the open pass may look at."""
+        return self._line[: self._now.end]
+
+    @property
+    def _order(self) -> Tensor:
+        return self._line[None, : self._now.width]
+
+    @property
+    def _sight(self) -> Sight:
+        return Sight(self.starts, self.columns, self._now.width)
 
     # ── after a pass ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -201,12 +255,12 @@ class SlotCache:
     @torch.inference_mode()  # the passes that made the buffers were in it
     def keep(self, path: Tensor) -> None:
         """The pass's first token (the anchor) and the nodes on `path` stay.  path [R, D], node n is token n + 1, -1 pads."""
-        kept = (path >= 0).sum(-1)
-        order = torch.arange(path.shape[1])
-        moved = (path >= 0) & (path != order)
-        if moved.any():
+        # on small lists, which is several times faster than on small tensors
+        kept = [[node for node in nodes if node >= 0] for nodes in path.tolist()]
+        if any(nodes != list(range(len(nodes))) for nodes in kept):
+            order = torch.arange(path.shape[1])
             self._gather(path.clamp(min=0).where(path >= 0, order))
-        self.append((kept + 1).tolist())
+        self.append([len(nodes) + 1 for nodes in kept])
 
     @torch.inference_mode()
     def fork(self, row: int, rows: Sequence[int], length: int) -> None:
@@ -316,23 +370,25 @@ class SlotCache:
 
 
 class Columns:
-    """Buffers of a pass as the layers see them while it is traced: written at `columns` [R, n], read up to `end`."""
+    """Buffers of a pass as the layers see them while it is traced: written behind each row's start, read up to the end."""
 
     is_compileable = False
 
-    def __init__(self, layers: Sequence[int], buffers: Buffers, columns: Tensor, end: int):
-        self.buffers = dict(zip(layers, buffers, strict=True))
-        self.columns, self.end = columns, end
+    def __init__(self, layers: Sequence[int], buffers: Sequence[Tensor], sight: Sight):
+        """buffers: keys, then values, of each layer, [R, h, length, d]."""
+        self.buffers = dict(zip(layers, zip(buffers[::2], buffers[1::2], strict=True), strict=True))
+        self.width, self.end = sight.width, sight.columns.shape[0]
+        self.rows = torch.arange(sight.starts.shape[0], device=sight.starts.device)[:, None]
+        self.columns = sight.positions(torch.arange(sight.width, device=sight.starts.device))
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
-        rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
         kept = self.buffers[layer_idx]
         for buffer, states in zip(kept, (keys, values), strict=True):
-            buffer[rows, :, self.columns] = states.transpose(1, 2)
+            buffer[self.rows, :, self.columns] = states.transpose(1, 2)
         return kept[0][:, :, : self.end], kept[1][:, :, : self.end]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.end - self.columns.shape[1]
+        return self.end - self.width
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.end, 0
@@ -341,6 +397,6 @@ class Columns:
         return self.get_seq_length()
 
 
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """[R, Q, end] bool to [R, 1, Q, end] in which 0 is seen and -inf is not."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]

@@ -8,6 +8,7 @@ R rows of a pass, n tokens a row, h heads, L cache length.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from outrider.compiled import Graph, Graphs, NotCompiled, dense
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Scores
 from outrider.targets import cache, family
-from outrider.targets.cache import Buffers, Columns, SlotCache
+from outrider.targets.cache import Columns, Sight, SlotCache, additive
 
 EXAMPLE = {False: (1, 8, 300), True: (4, 8, 300)}
 """Rows, tokens a row, and columns that stand before them, in the passes that are traced."""
@@ -58,22 +59,16 @@ class CompiledStep(Graphs):
     def _run(
         self, graph: Any, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
     ) -> Scores:
-        given, columns, buffers = self._arguments(tokens, cache, visible, depths)
-        logits, hidden, layers = graph(tokens.contiguous(), given, columns, buffers)
-        return Scores(logits, hidden, torch.stack([layers[tap] for tap in taps], 2) if taps else None)
+        logits, hidden, choice, *layers = graph(*self._arguments(tokens, cache, visible, depths))
+        return Scores(logits, hidden, torch.stack([layers[tap] for tap in taps], 2) if taps else None, choice)
 
     def example(self, several: bool) -> tuple[nn.Module, tuple[Any, ...], Any]:
         kept, tokens = self._pass(several)
-        given, columns, buffers = self._arguments(tokens, kept, None, None)
+        given = self._arguments(tokens, kept, None, None)
         r = {0: Dim("rows", min=2, max=1024)} if several else {}
         width, end, length = Dim("width", min=2, max=1024), Dim("end", min=3, max=2**20), Dim("length", min=4, max=2**20)
-        of_rows = {**r, 1: width}
-        dims: dict[str, Any] = {"masks": {kind: {**r, 2: width, 3: end} for kind in given["masks"]}}
-        if "positions" in given:
-            dims["positions"] = of_rows
-        of_buffers = [({**r, 2: length},) * 2 for _ in buffers]
-        traced = _Traced(self.target, kept.layers)
-        return traced, (tokens, given, columns, buffers), (of_rows, dims, of_rows, of_buffers)
+        of_rows, of_buffers = {**r, 1: width}, [{**r, 2: length} for _ in given[-1]]
+        return _Traced(self.target, kept.layers), given, (of_rows, of_rows, {**r, 1: width, 2: width}, r, {0: end}, of_buffers)
 
     def _pass(self, several: bool) -> tuple[SlotCache, Tensor]:
         """An open pass behind some text in slots of unequal length, and its tokens."""
@@ -103,13 +98,18 @@ class CompiledStep(Graphs):
 
     def _arguments(
         self, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None
-    ) -> tuple[dict[str, Any], Tensor, Buffers]:
-        (rows, width), dtype = tokens.shape, self.target.model.dtype
-        masks, positions = self.target.family.seen(cache, visible, depths, dtype, self.target.spec.context)
-        given: dict[str, Any] = {"masks": {kind: dense(mask, rows, 1, width, mask.shape[-1]) for kind, mask in masks.items()}}
-        if positions is not None:
-            given["positions"] = dense(positions, rows, width)
-        return given, dense(cache.positions(), rows, width), cache.buffers
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+        """Tokens; each one's depth and what it sees of the pass; where rows stand, and columns up to the end; buffers."""
+        if visible is None or depths is None:
+            depths, visible = _chain_of(*tokens.shape, tokens.device)
+        return tokens, depths.contiguous(), visible.contiguous(), cache.starts, cache.columns, cache.buffers
+
+
+@functools.lru_cache(256)
+def _chain_of(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Depths [R, n] and sight [R, n, n] of chains."""
+    depths = torch.arange(width, device=device)
+    return dense(depths, rows, width), dense(depths[:, None] >= depths, rows, width, width)
 
 
 class _Traced(nn.Module):
@@ -121,20 +121,29 @@ class _Traced(nn.Module):
         self.target, self.layers = target, layers
 
     def forward(
-        self, tokens: Tensor, given: dict[str, Any], columns: Tensor, buffers: Buffers
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Logits [R, n, V], hidden [R, n, H], and every layer's output [R, n, H]."""
-        masks: dict[str, Tensor] = given["masks"]
-        kept = Columns(self.layers, buffers, columns, next(iter(masks.values())).shape[-1])
-        return self.target.pass_through(tokens, kept, masks, given.get("positions"))
+        self, tokens: Tensor, depths: Tensor, visible: Tensor, starts: Tensor, columns: Tensor, buffers: list[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Logits [R, n, V], hidden [R, n, H], the likeliest ids [R, n], and every layer's output [R, n, H]."""
+        target, sight = self.target, Sight(starts, columns, tokens.shape[1])
+        seen, dtype = sight.seen(visible), target.model.dtype
+        masks = {
+            kind: additive(seen if limit is None else seen & sight.near(limit, depths), dtype)
+            for kind, limit in target.family.limits.items()
+        }
+        kept = Columns(self.layers, buffers, sight)
+        positions = sight.positions(depths).clamp(max=target.spec.context - 1)
+        logits, hidden, layers = target.pass_through(tokens, kept, masks, positions)
+        return logits, hidden, logits.argmax(-1), layers
 
 
-def passed(anchor: Tensor, draft: Draft, vocabulary: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What a pass over anchor and draft is given: tokens [B, N+1], and a tree's visibility and depths."""
-    tokens = anchor.unsqueeze(-1)
-    if draft.tokens.shape[1]:
+def passed(anchor: Tensor, draft: Draft, vocabulary: int, least: int = 1) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What a pass over anchor and draft is given: tokens [B, N+1], `least` of them at least, and a tree's sight and depths."""
+    slots, nodes = draft.tokens.shape
+    tokens = anchor.new_zeros(slots, max(least, nodes + 1))
+    tokens[:, 0] = anchor
+    if nodes:
         # an id outside the vocabulary is judged by the law; here it only must not break the embedding
-        tokens = torch.cat([tokens, draft.tokens.clamp(0, vocabulary - 1)], -1)
+        tokens[:, 1 : nodes + 1] = draft.tokens.clamp(0, vocabulary - 1)
     if not draft.branches:
         return tokens, None, None
     return tokens, draft.visible(), nn.functional.pad(draft.depths() + 1, (1, 0))

@@ -97,14 +97,13 @@ class TransformersTarget:
     @torch.inference_mode()
     def verify(self, cache: SlotCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...] = ()) -> Scores:
         """One pass over anchor and draft: logits [B, N+1, V].  Nothing is committed until `cache.keep`."""
-        tokens, visible, depths = passed(anchor, draft, self.spec.vocabulary)
-        width = max(2, tokens.shape[1])
-        if self.step.fits(cache, rows, width):
+        width = draft.tokens.shape[1] + 1
+        if self.step.fits(cache, rows, max(2, width)):
             # two tokens read the weights as fast as one
-            padded = nn.functional.pad(tokens, (0, width - tokens.shape[1]))
-            cache.open(rows, width)
-            scores = self.step.run(padded, cache, visible, depths, taps)
-            return scores.first(tokens.shape[1])
+            tokens, visible, depths = passed(anchor, draft, self.spec.vocabulary, least=2)
+            cache.open(rows, tokens.shape[1])
+            return self.step.run(tokens, cache, visible, depths, taps).first(width)
+        tokens, visible, depths = passed(anchor, draft, self.spec.vocabulary)
         cache.open(rows, tokens.shape[1], in_steps=self.family.is_recurrent)
         return self._each(tokens, cache, lambda part: self._scores(part, cache, visible, depths, taps))
 
@@ -159,7 +158,7 @@ class TransformersTarget:
         return Scores(logits, self._caught["hidden"], self._tapped(taps))
 
     def pass_through(
-        self, tokens: Tensor, cache: Any, masks: Mapping[str, Tensor], positions: Tensor | None
+        self, tokens: Tensor, cache: Any, masks: Mapping[str, Tensor], positions: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Logits, hidden and the output of every layer of one pass whose masks and positions are given: what is traced."""
         layers = tuple(range(self.spec.layers))

@@ -16,7 +16,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.generate import advance, generate
 from outrider.decoding.state import Request
 from outrider.errors import TargetError
-from outrider.targets.cache import Limit, SlotCache
+from outrider.targets.cache import Limit, Sight, SlotCache
 from outrider.targets.transformers import TransformersTarget, load_target
 
 V = 128
@@ -140,13 +140,12 @@ def test_a_tree_whose_nodes_stand_where_they_were_drawn_is_found(monkeypatch):
 
 def test_a_window_that_counts_columns_is_found(monkeypatch):
     """A tree's nodes stand where their depth says: by columns a window is too narrow for younger branches."""
-    near = SlotCache._near
 
-    def by_columns(cache, limit, depths):
-        stands = torch.arange(cache._now.end)[None, None]
-        return near(cache, limit, None) if depths is None else stands > cache.positions(depths)[:, :, None] - limit.size + 2
+    def by_columns(sight, limit, depths):
+        is_tree = not torch.equal(depths[:1], torch.arange(sight.width)[None])
+        return sight.columns > sight.positions(depths)[:, :, None] - limit.size + 2 * is_tree
 
-    monkeypatch.setattr(SlotCache, "_near", by_columns)
+    monkeypatch.setattr(Sight, "near", by_columns)
     assert failing("mistral-window") == "tree"
 
 
