@@ -112,10 +112,7 @@ class Draft:
 
     def depths(self) -> Tensor:
         """Depth of every node: 0 under the anchor.  [B, N] int64."""
-        if not self.branches:
-            return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
-        depths = [_ancestry(tuple(parents))[1] for parents in self.parents.tolist()]
-        return torch.tensor(depths, dtype=torch.int64, device=self.tokens.device).view(self.tokens.shape)
+        return self.rows()[1][:, 1:] - 1
 
     def reach(self) -> list[int]:
         """How deep each slot's live nodes go; 0 where nothing was drafted."""
@@ -129,10 +126,23 @@ class Draft:
 
         A node sees the anchor, its ancestors and itself.
         """
+        return self.rows()[0]
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """`visible`, and how deep each of these rows stands, [B, N+1]: 0 for the anchor, 1 for its children."""
         slots, nodes = self.tokens.shape
-        if not self.branches:
-            return torch.ones(nodes + 1, nodes + 1, dtype=torch.bool, device=self.tokens.device).tril().expand(slots, -1, -1)
-        return torch.stack([_ancestry(tuple(parents))[0] for parents in self.parents.tolist()]).to(self.tokens.device)
+        if self.branches:
+            return _rows(tuple(map(tuple, self.parents.tolist())), self.tokens.device)
+        order = torch.arange(nodes + 1, device=self.tokens.device)
+        return (order[:, None] >= order).expand(slots, -1, -1), order.expand(slots, -1)
+
+
+@functools.lru_cache(256)
+def _rows(parents: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sight [B, N+1, N+1] and depths [B, N+1] of the rows of some slots' trees."""
+    found = [_ancestry(tree) for tree in parents]
+    depths = [[0, *(depth + 1 for depth in own)] for _, own in found]
+    return torch.stack([sees for sees, _ in found]).to(device), torch.tensor(depths, device=device)
 
 
 @functools.lru_cache(1024)

@@ -180,8 +180,8 @@ def build(config: Config, target: Target) -> BlockDrafter:
 class BlockMemory:
     """Context keys and values of every slot, and taps that no pass has taken in yet."""
 
-    def __init__(self, slots: int, length: int, device: torch.device):
-        self.kept = SlotCache(slots, length, device)
+    def __init__(self, slots: int, length: int, device: torch.device, layers: int):
+        self.kept = SlotCache(slots, length, device, layers)
         self.pending: list[list[Tensor]] = [[] for _ in range(slots)]
 
 
@@ -197,7 +197,7 @@ class BlockDrafter:
         self.block = model.backbone.config.block
         self.tree = Tree(self.block, model.backbone.config.runners_up)
         self.limit = len(self.tree.slots)
-        self.step = CompiledBlock(model)
+        self.step = CompiledBlock(model, self.tree.width)
 
     def compile(self, several: bool = False) -> float:
         """Have greedy blocks of one slot, or of several, compiled; returns the seconds it took.  NotCompiled says why not."""
@@ -205,7 +205,8 @@ class BlockDrafter:
 
     def allocate(self, cache: Cache) -> BlockMemory:
         # besides the context: the block, and as many columns again where slots bring unequal numbers of new taps
-        return BlockMemory(cache.slots, cache.length + 2 * self.block, self.backbone.target.device)
+        backbone = self.backbone
+        return BlockMemory(cache.slots, cache.length + 2 * self.block, backbone.target.device, len(backbone.layers))
 
     def admit(self, memory: BlockMemory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
         assert scores.taps is not None
@@ -223,7 +224,8 @@ class BlockDrafter:
         if pick is None and self.step.fits(kept, rows, max(2, taps.shape[1]) + self.block):
             taps = nn.functional.pad(taps, (0, 0, 0, 0, 0, max(0, 2 - taps.shape[1])))
             kept.open(rows, taps.shape[1] + self.block)
-            tokens, logits, confidence = self.step.run(taps, state.anchor, counts, kept)
+            best, confidence = self.step.run(taps, state.anchor, counts, kept)
+            tokens = best[..., 0]
         else:
             kept.open(rows, taps.shape[1] + self.block)
             mask = self._mask(kept, taps.shape[1], counts)
@@ -231,9 +233,10 @@ class BlockDrafter:
             anchors_at = kept.starts + torch.tensor(counts, device=state.device)
             with packed.products():
                 tokens, logits, confidence = self.model(taps, taps_at, state.anchor, anchors_at, mask, kept, pick)
+            best = logits.topk(self.tree.width, -1).indices if self.tree.width > 1 else tokens[..., None]
         kept.append(counts)
         if pick is None and self.limit > self.block:
-            return self.tree.draft(logits, budget)
+            return self.tree.draft(best, budget)
         q = torch.stack(pick.q, 1) if pick is not None and pick.q else None
         return Draft.chain(tokens, budget.clamp(max=self.block), q, confidence)
 
@@ -290,21 +293,22 @@ def real(new: int, counts: Tensor, block: int) -> Tensor:
 
 
 class CompiledBlock(Graphs):
-    """Greedy blocks as one graph: taps in, tokens, logits and confidences out.  New taps are padded to two at least."""
+    """Greedy blocks as one graph: taps in, best ids and confidences out.  New taps are padded to two at least."""
 
     name = "block"
 
-    def __init__(self, model: BlockModel):
+    def __init__(self, model: BlockModel, width: int):
         super().__init__()
-        self.traced = _Traced(model)
+        self.traced = _Traced(model, width)
         self.backbone = model.backbone
 
-    def run(
-        self, taps: Tensor, anchors: Tensor, counts: Sequence[int], kept: SlotCache
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A block a slot behind taps [R, C, T, H], C at least 2, of which counts[b] are real, in the open pass of `kept`."""
-        tokens, logits, *rest = self.graphs[len(taps) > 1](*self._arguments(taps, anchors, counts, kept))
-        return tokens, logits, rest[0] if rest else None
+    def run(self, taps: Tensor, anchors: Tensor, counts: Sequence[int], kept: SlotCache) -> tuple[Tensor, Tensor | None]:
+        """A block a slot behind taps [R, C, T, H], C at least 2, of which counts[b] are real, in the open pass of `kept`.
+
+        Returns the best ids of every place, [R, K, width], and confidences [R, K].
+        """
+        best, _logits, *rest = self.graphs[len(taps) > 1](*self._arguments(taps, anchors, counts, kept))
+        return best, rest[0] if rest else None
 
     def model(self) -> nn.Module:
         return self.traced
@@ -327,9 +331,9 @@ class CompiledBlock(Graphs):
     @torch.inference_mode()
     def apart(self, graph: Graph, several: bool) -> tuple[float, float]:
         given = self._arguments(*self._pass(several))
-        (tokens, logits), (said, plain) = graph(*given)[:2], self.traced(*given)[:2]
+        (best, logits), (said, plain) = graph(*given)[:2], self.traced(*given)[:2]
         # behind a token that a tie decided otherwise all may differ
-        alike = nn.functional.pad((tokens == said).long().cumprod(-1), (1, 0), value=1)[:, :-1, None]
+        alike = nn.functional.pad((best == said)[..., 0].long().cumprod(-1), (1, 0), value=1)[:, :-1, None]
         scale = float(plain.abs().max())
         return float(((logits - plain) * alike).abs().max()), 64 * torch.finfo(plain.dtype).eps * scale
 
@@ -358,10 +362,10 @@ class CompiledBlock(Graphs):
 class _Traced(nn.Module):
     """What is compiled; the target's embedding and head become constants of it."""
 
-    def __init__(self, model: BlockModel):
+    def __init__(self, model: BlockModel, width: int):
         super().__init__()
         assert isinstance(model, nn.Module)
-        self.draft = model
+        self.draft, self.width = model, width
 
     def forward(
         self, taps: Tensor, counts: Tensor, anchors: Tensor, starts: Tensor, columns: Tensor, buffers: list[Tensor]
@@ -371,7 +375,9 @@ class _Traced(nn.Module):
         mask = additive(sight.seen(real(new, counts, block)), taps.dtype)
         kept: Any = Columns(range(len(buffers) // 2), buffers, sight)
         found = self.draft(taps, sight.positions(torch.arange(new)), anchors, starts + counts, mask, kept, None)
-        return tuple(x for x in found if x is not None)
+        tokens, logits, confidence = found
+        best = logits.topk(self.width, -1).indices if self.width > 1 else tokens[..., None]
+        return (best, logits) if confidence is None else (best, logits, confidence)
 
 
 class Tree:
@@ -389,10 +395,9 @@ class Tree:
         self.parents = torch.tensor([at[slot - 1] if slot else -1 for slot, _ in nodes])
         self.width = 1 + max(rank for _, rank in nodes)
 
-    def draft(self, logits: Tensor, budget: Tensor) -> Draft:
-        """The tree of block logits [B, K, V]: rank 0 is each slot's best token, the rest are the next best."""
-        best = logits.topk(self.width, -1).indices
-        parents = self.parents.to(logits.device).expand(len(logits), -1)
+    def draft(self, best: Tensor, budget: Tensor) -> Draft:
+        """The tree of a block's best ids [B, K, width]: rank 0 is each slot's best token, the rest are the next best."""
+        parents = self.parents.to(best.device).expand(len(best), -1)
         return Draft(best[:, self.slots, self.ranks], parents, budget.clamp(max=len(self.slots)))
 
 

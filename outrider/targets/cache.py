@@ -99,12 +99,16 @@ class SlotCache:
 
     is_compileable = False
 
-    def __init__(self, slots: int, length: int, device: torch.device | str = "cpu"):
+    def __init__(self, slots: int, length: int, device: torch.device | str = "cpu", layers: int = 1):
+        """layers: how many are likely to keep keys and values of one shape."""
+        self.stacked = layers
         self.slots = slots
         self.length = length
         self.device = torch.device(device)
         self.lengths = [0] * slots
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stacks: list[Tensor] = []
+        self._spare: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
         self._line = torch.arange(length, device=self.device)
         self._views: dict[tuple[int, int, int], list[Tensor]] = {}
         self._stairs: dict[tuple[int, torch.dtype, Limit | None], Tensor] = {}
@@ -266,9 +270,8 @@ class SlotCache:
     def fork(self, row: int, rows: Sequence[int], length: int) -> None:
         """Give `rows` the first `length` tokens of `row`."""
         assert length <= self.lengths[row]
-        for keys, values in self._layers.values():
-            for buffer in (keys, values):
-                buffer[list(rows), :, :length] = buffer[row, :, :length]
+        for stack in self._stacks:
+            stack[:, list(rows), :, :length] = stack[:, row : row + 1, :, :length]
         assert not self._states or length == self.lengths[row], "a recurrent state is that of the whole text"
         for state in self._states.values():
             state[list(rows)] = state[row]
@@ -344,8 +347,14 @@ class SlotCache:
     # ── buffers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _buffer(self, states: Tensor) -> Tensor:
-        # zeros, not empty: a masked column still enters the product, and 0 * NaN is NaN
-        return torch.zeros(self.slots, states.shape[1], self.length, states.shape[3], dtype=states.dtype, device=states.device)
+        """A layer's keys or values, [slots, h, length, d]: part of a stack, so that a path is moved in all layers at once."""
+        key = states.shape[1], states.shape[3], states.dtype
+        if not self._spare.get(key):
+            shape = self.stacked, self.slots, key[0], self.length, key[1]
+            # zeros, not empty: a masked column still enters the product, and 0 * NaN is NaN
+            self._stacks.append(torch.zeros(shape, dtype=key[2], device=states.device))
+            self._spare[key] = list(self._stacks[-1])
+        return self._spare[key].pop(0)
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
         now = self._now
@@ -364,9 +373,8 @@ class SlotCache:
         behind = torch.tensor(now.starts).unsqueeze(-1) + 1
         come_from = (behind + path).to(self.device)
         go_to = (behind + torch.arange(path.shape[1])).to(self.device)
-        for keys, values in self._layers.values():
-            for buffer in (keys, values):
-                buffer[rows, :, go_to] = buffer[rows, :, come_from]
+        for stack in self._stacks:
+            stack[:, rows, :, go_to] = stack[:, rows, :, come_from]
 
 
 class Columns:

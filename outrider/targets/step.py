@@ -146,7 +146,7 @@ def passed(anchor: Tensor, draft: Draft, vocabulary: int, least: int = 1) -> tup
         tokens[:, 1 : nodes + 1] = draft.tokens.clamp(0, vocabulary - 1)
     if not draft.branches:
         return tokens, None, None
-    return tokens, draft.visible(), nn.functional.pad(draft.depths() + 1, (1, 0))
+    return tokens, *draft.rows()
 
 
 def _chain(tokens: Tensor) -> Draft:

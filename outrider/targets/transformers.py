@@ -71,7 +71,7 @@ class TransformersTarget:
         return self._decoder_layers[index]
 
     def allocate(self, slots: int, length: int) -> SlotCache:
-        return SlotCache(slots, length, self.device)
+        return SlotCache(slots, length, self.device, self.spec.layers)
 
     @torch.inference_mode()
     def prefill(

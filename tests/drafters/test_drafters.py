@@ -329,7 +329,7 @@ def test_runners_up_are_leaves_beside_the_chain():
     assert tree.parents.tolist() == [-1, 0, 1, -1, 0, -1]
     logits = torch.randn(2, 3, 9)
     order = logits.argsort(-1, descending=True)
-    draft = tree.draft(logits, torch.tensor([6, 4]))
+    draft = tree.draft(order, torch.tensor([6, 4]))
     assert draft.sizes.tolist() == [6, 4]
     for b in range(2):
         assert draft.tokens[b].tolist() == [int(order[b, k, rank]) for k, rank in zip(tree.slots, tree.ranks, strict=True)]

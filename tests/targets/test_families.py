@@ -133,7 +133,9 @@ def test_a_window_that_is_one_too_wide_is_found(monkeypatch):
 
 def test_a_tree_whose_nodes_stand_where_they_were_drawn_is_found(monkeypatch):
     """Positions by order instead of depth: right for every chain."""
-    monkeypatch.setattr(Draft, "depths", lambda draft: torch.arange(draft.tokens.shape[1]).expand_as(draft.tokens))
+    rows = Draft.rows
+    by_order = lambda draft: torch.arange(draft.tokens.shape[1] + 1).expand(len(draft.tokens), -1)
+    monkeypatch.setattr(Draft, "rows", lambda draft: (rows(draft)[0], by_order(draft)))
     assert failing("qwen3") == "tree"
     assert load_target(tiny("qwen3")).spec.mode == "chain"
 
