@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import operator
 import os
 import platform
 import shutil
@@ -86,19 +87,26 @@ class Graphs:
         self.graphs: dict[bool, Graph] = {}
         """By whether a pass has several rows."""
         self._key: str | None = None
+        self._weights: list[Tensor] = []
+        self._version = -1
 
     def get(self, several: bool, build: bool) -> float:
         """Take a graph from disk, or compile it; returns the seconds that compiling took.
 
         NotCompiled says why there is none: this model can't be, it is not on disk, or it does not say what the plain path says.
         """
+        if several in self.graphs and not self._is_stale():
+            return 0.0
         model = self.model()
         if sum(weight.nbytes for weight in model.parameters()) > MOST_BYTES:
             raise NotCompiled(f"more than {MOST_BYTES >> 30} GiB of weights; its steps stay plain")
         if any(weight.device.type != "cpu" for weight in model.parameters()):
             raise NotCompiled("compiled steps are for a CPU; on another device steps stay plain")
-        if self._key is None:
-            self._key = fingerprint(model, *self.settings())
+        if self._key is None or self._is_stale():
+            # without its graphs, so that what `apart` calls plain is
+            self.graphs.clear()
+            self._weights = [weight for weight in model.parameters() if not weight.is_inference()]  # these count no changes
+            self._version, self._key = _version(self._weights), fingerprint(model, *self.settings())
         path, seconds = folder() / f"{self.name}-of-{'several' if several else 'one'}-{self._key}.pt2", 0.0
         if not path.exists():
             if not build:
@@ -116,9 +124,15 @@ class Graphs:
 
     def fits(self, cache: Any, rows: Sequence[int], width: int) -> bool:
         """Whether there is a graph for a pass of `width` tokens over these slots of a SlotCache."""
-        if (len(rows) > 1) not in self.graphs or rows[-1] - rows[0] + 1 != len(rows) or not cache.layers:
+        if (len(rows) > 1) not in self.graphs or not cache.layers:
             return False
-        return max(cache.lengths[row] for row in rows) + width <= cache.length
+        if list(rows) != list(range(rows[0], rows[0] + len(rows))):
+            return False
+        return max(cache.lengths[row] for row in rows) + width <= cache.length and not self._is_stale()
+
+    def _is_stale(self) -> bool:
+        """Whether a weight was written to after the graphs were taken, which hold what it was."""
+        return _version(self._weights) != self._version
 
     def look(self) -> None:
         """Take what is on disk."""
@@ -183,6 +197,14 @@ def flat(arguments: Sequence[Tensor | list[Tensor]]) -> list[Tensor]:
 def dense(tensor: Tensor, *shape: int) -> Tensor:
     """Expanded to this shape, and contiguous: a package reads its arguments by the strides that it was made for."""
     return tensor.expand(*shape).contiguous()
+
+
+def _version(weights: Sequence[Tensor]) -> int:
+    """Grows with every write to one of them."""
+    return sum(map(_changes, weights))
+
+
+_changes = operator.attrgetter("_version")
 
 
 def _first_line(error: Exception) -> str:

@@ -40,6 +40,8 @@ class TargetConfig(Base):
     """float32 on a CPU and the checkpoint's own elsewhere unless given."""
     trust_remote_code: bool = False
     """Run code that comes with the model.  Off unless you read it."""
+    compile: bool | None = None
+    """Compile its steps, and those of drafters that are measured; see docs/fast.md.  Unless given, what is on disk is taken."""
 
 
 class RunConfig(Base):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,14 @@ def scaled(model: PreTrainedModel, by: float = 2.0) -> PreTrainedModel:
             if weight.dim() > 1:
                 weight *= by
     return model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Compiled packages of the tests: the user's own are neither read nor added to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUTRIDER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield Path(os.environ["OUTRIDER_CACHE"])
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ from outrider.decoding.policy import Policy
 from outrider.decoding.prune import pruned
 from outrider.decoding.sampling import Streams, distribution
 from outrider.decoding.state import DecodeState
+from outrider.decoding.twins import accept_chain
 
 Rule = Callable[[Draft, Tensor, Streams], Verdict]
 
@@ -94,6 +95,8 @@ def _judge(draft: Draft, law: _Law, state: DecodeState, rule: Rule) -> Verdict:
         assert law.choice is not None
         return accept_greedy(draft, law.choice, law.logits.shape[-1])
     streams, seeded = state.streams, state.seeded
+    if rule is accept and not draft.branches:
+        rule = accept_chain  # the law token for token, without a loop over nodes
     if seeded is None or draft.q is None:
         return rule(draft, law.p, streams)
     refuse_other_vocabulary(draft, law.p.shape[-1])

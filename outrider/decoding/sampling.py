@@ -150,6 +150,10 @@ class Sampling:
             raise ConfigError(f"bad_words forbids all {vocabulary} tokens of the vocabulary; leave at least one")
 
 
+FEW, SPARE = 1024, 64
+"""Most tokens of a top-k that are cut out before the rest is done, and how many equals of the last are looked for."""
+
+
 class Settings(NamedTuple):
     """The `Sampling` of every live slot, as tensors [B]; None where no slot asks for it."""
 
@@ -172,6 +176,10 @@ class Settings(NamedTuple):
             column([s.typical_p for s in samplings], 1.0),
         )
 
+    def of_slots(self, slots: Tensor) -> Settings:
+        """Those of some slots, [B] bool."""
+        return Settings(*(None if column is None else column[slots] for column in self))
+
     @property
     def is_greedy(self) -> bool:
         """Every live slot is at temperature 0."""
@@ -183,19 +191,32 @@ def distribution(logits: Tensor, settings: Settings) -> Tensor:
 
     The target's logits come from `penalties.processed`; a drafter may give its own as they are, and need not be right.
     float32, or float64 where the logits are: bf16 softmax loses mass over 150k tokens.  Ties at temperature 0 go to the
-    lowest token id.
+    lowest token id.  A slot's law is computed the same way whoever shares the batch.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if settings.temperature is None:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    if settings.top_k is None:
+        return _law(logits, settings)
+    top_k = settings.top_k.tolist()
+    kinds = sorted(set(top_k))
+    if len(kinds) == 1:
+        return _law_of_few(logits, settings, kinds[0])
+    p = torch.empty_like(logits)
+    for k in kinds:
+        slots = torch.tensor([own == k for own in top_k], device=logits.device)
+        p[slots] = _law_of_few(logits[slots], settings.of_slots(slots), k)
+    return p
+
+
+def _law(logits: Tensor, settings: Settings) -> Tensor:
+    """Temperature, then every cut but top-k; slots at temperature 0 are one-hot."""
+    assert settings.temperature is not None
     shape = (-1,) + (1,) * (logits.dim() - 1)
     temperature = settings.temperature.to(logits.dtype).view(shape)
     is_cold = temperature == 0
     # the largest is 0, so that a temperature near 0 overflows to -inf alone: of two +inf softmax makes NaN
-    scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(is_cold, 1.0, temperature)
-    if settings.top_k is not None:
-        scaled = _keep_top_k(scaled, settings.top_k.view(shape))
-    p = scaled.softmax(-1)
+    p = ((logits - logits.amax(-1, keepdim=True)) / torch.where(is_cold, 1.0, temperature)).softmax(-1)
     for column, keep in ((settings.top_p, _keep_top_p), (settings.min_p, _keep_min_p), (settings.typical_p, _keep_typical)):
         if column is not None:
             p = keep(p, column.to(p.dtype).view(shape))
@@ -205,12 +226,21 @@ def distribution(logits: Tensor, settings: Settings) -> Tensor:
     return p
 
 
-def _keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
-    """Everything below the k-th largest logit becomes impossible; equals of the k-th stay.  top_k 0 keeps all."""
-    largest = min(int(top_k.max()), logits.shape[-1])
-    ranked = logits.topk(largest, -1).values
-    at = (top_k.clamp(1, largest) - 1).expand(*logits.shape[:-1], 1)
-    return logits.masked_fill((top_k > 0) & (logits < ranked.gather(-1, at)), -torch.inf)
+def _law_of_few(logits: Tensor, settings: Settings, k: int) -> Tensor:
+    """The law of slots that all keep the k most likely tokens and equals of the k-th; 0 keeps all.
+
+    Few candidates are cut out first, in the order of their ids, and all else is done on them: of 150k tokens one pass is read.
+    """
+    if not 0 < k < logits.shape[-1]:
+        return _law(logits, settings)
+    best = logits.topk(min(k + SPARE, logits.shape[-1]), -1)
+    least = best.values[..., k - 1 : k]
+    if k > FEW or bool((best.values[..., -1:] == least).any()):
+        return _law(logits.masked_fill(logits < least, -torch.inf), settings)
+    ids, order = best.indices.sort(-1)
+    few = best.values.gather(-1, order)
+    p = _law(few.masked_fill(few < least, -torch.inf), settings)
+    return torch.zeros_like(logits).scatter_(-1, ids, p)
 
 
 def _keep_top_p(p: Tensor, top_p: Tensor) -> Tensor:
@@ -273,10 +303,15 @@ class Streams:
         salt, x) alone, so two laws that are close mostly draw the same token from the same noise; and with the winner's weight
         at 0 the same noise draws the runner-up, as if anew.  The target's noise has no salt: a seeded slot drafts without.
         """
-        key = self._key(depth, purpose, salt).unsqueeze(-1)
-        tokens = torch.arange(weights.shape[-1], device=weights.device)
-        exponential = -_to_unit(_mix(key + tokens * _STEP)).log()
-        return (weights / exponential).argmax(-1)
+        key = self._key(depth, purpose, salt)
+        if weights.shape[-1] > MANY and weights.device.type == "cpu":
+            flat = weights.flatten(0, -2)
+            rows, tokens = flat.nonzero().unbind(-1)
+            if 8 * len(rows) < flat.numel():
+                race = flat[rows, tokens] / _exponential(key.expand(weights.shape[:-1]).flatten()[rows], tokens)
+                return _first_of_largest(race, rows, tokens, len(flat)).view(weights.shape[:-1])
+        every = torch.arange(weights.shape[-1], device=weights.device)
+        return (weights / _exponential(key.unsqueeze(-1), every)).argmax(-1)
 
     def _key(self, depth: Tensor | int, purpose: Purpose, salt: Tensor | None = None) -> Tensor:
         """[B], or [B, W] for a salt [W]."""
@@ -303,6 +338,22 @@ class Streams:
 def _wrap(value: int) -> int:
     """An integer as int64 sees it."""
     return (value + 2**63) % 2**64 - 2**63
+
+
+MANY = 8192
+"""Vocabulary from which on it pays to draw noise only for tokens that can win."""
+
+
+def _exponential(key: Tensor, tokens: Tensor) -> Tensor:
+    """Standard exponential noise of these tokens, float64."""
+    return -_to_unit(_mix(key + tokens * _STEP)).log()
+
+
+def _first_of_largest(values: Tensor, rows: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """For each of `count` rows the token with the largest value, the lowest of equals; 0 for a row without any."""
+    best = values.new_zeros(count).scatter_reduce(0, rows, values, "amax", include_self=False)
+    wins = values == best[rows]
+    return tokens.new_zeros(count).scatter_reduce(0, rows[wins], tokens[wins], "amin", include_self=False)
 
 
 # SplitMix64's increment and finaliser (Steele, Lea and Flood, 2014), in int64 that wraps.

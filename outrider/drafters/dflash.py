@@ -334,8 +334,9 @@ class CompiledBlock(Graphs):
         (best, logits), (said, plain) = graph(*given)[:2], self.traced(*given)[:2]
         # behind a token that a tie decided otherwise all may differ
         alike = nn.functional.pad((best == said)[..., 0].long().cumprod(-1), (1, 0), value=1)[:, :-1, None]
-        scale = float(plain.abs().max())
-        return float(((logits - plain) * alike).abs().max()), 64 * torch.finfo(plain.dtype).eps * scale
+        # of float32 at least: norms and angles are computed in it
+        rounding = max(torch.finfo(plain.dtype).eps, torch.finfo(torch.float32).eps)
+        return float(((logits - plain) * alike).abs().max()), 64 * rounding * float(plain.abs().max())
 
     def _pass(self, several: bool) -> tuple[Any, ...]:
         """Arguments of `run` behind some context."""
@@ -360,12 +361,15 @@ class CompiledBlock(Graphs):
 
 
 class _Traced(nn.Module):
-    """What is compiled; the target's embedding and head become constants of it."""
+    """What is compiled; the target's embedding and head are part of it."""
 
     def __init__(self, model: BlockModel, width: int):
         super().__init__()
         assert isinstance(model, nn.Module)
         self.draft, self.width = model, width
+        whole: Any = getattr(model.backbone.target, "model", None)
+        # or their weights were not in its key, and not frozen as the others are
+        self.ends = nn.ModuleList([whole.get_input_embeddings(), whole.get_output_embeddings()] if whole is not None else [])
 
     def forward(
         self, taps: Tensor, counts: Tensor, anchors: Tensor, starts: Tensor, columns: Tensor, buffers: list[Tensor]

@@ -62,6 +62,10 @@ class SmallModel:
         self.parents = trees.shape(config.width, config.length, config.nodes) if config.width > 1 else ()
         self.limit = config.length if config.width == 1 else len(self.parents)
 
+    def compile(self, several: bool = False) -> float:
+        """Have its own passes of one slot, or of several, compiled; returns the seconds it took.  NotCompiled says why not."""
+        return self.model.compile(several)
+
     def allocate(self, cache: Cache) -> Memory:
         read = self.config.width * (self.config.length - 1)
         return Memory(self.model.allocate(cache.slots, cache.length + max(self.limit, read)))

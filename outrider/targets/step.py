@@ -47,8 +47,10 @@ class CompiledStep(Graphs):
 
     def settings(self) -> Sequence[object]:
         model = self.target.model
-        own = (transformers.__version__, type(model).__name__, model.config.to_json_string(), self.target.family)
-        return [own, *compiled.code(compiled, family, cache, sys.modules[__name__])]
+        config = model.config
+        own = (transformers.__version__, type(model).__name__, config.to_json_string(), config._attn_implementation)
+        traced = sys.modules[type(self.target).__module__]
+        return [own, self.target.family, *compiled.code(compiled, family, cache, traced, sys.modules[__name__])]
 
     def run(
         self, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]

@@ -17,7 +17,10 @@ from rich.console import Console
 from tiny import DRAFTER, write_recipe
 
 from outrider import cli, demo, generate
+from outrider.compiled import NotCompiled
+from outrider.drafters import dflash
 from outrider.prepare.regenerate import read_answers
+from outrider.targets import transformers
 from outrider.targets.transformers import TransformersTarget, load_target
 from outrider.train import trainer
 
@@ -243,7 +246,24 @@ def test_the_doctor_says_what_there_is(outrider: Outrider, tmp_path: Path) -> No
     assert found["library source"]["ok"]
     assert "float32" in found["dtypes"]["found"]
     assert all((check["advice"] == "") == check["ok"] for check in found.values())
+    assert "packages" in found["compiled steps"]["found"]
     assert "library source" in done.out
+
+
+def test_the_doctor_counts_packages_and_says_what_is_lost_without_a_compiler(
+    outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a count of unfinished files, and advice that does not say what the compiler is for."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    folder = tmp_path / "compiled"
+    folder.mkdir()
+    for name, size in (("step-of-one-a.pt2", 3000), ("block-of-one-b.pt2", 2000), (".7.step-of-one-c.pt2", 9000)):
+        (folder / name).write_bytes(b"x" * size)
+    found = {check["what"]: check for check in cli.examine()}
+    assert found["compiled steps"]["found"] == f"2 packages, 5.0 kB in {folder}"
+    assert not found["compiler"]["ok"]
+    assert "half the time" in found["compiler"]["advice"]
 
 
 def test_help_of_every_verb_is_there(outrider: Outrider) -> None:
@@ -283,6 +303,48 @@ def test_decode_to_a_terminal_has_colour(
     assert done.code == 0, done.err
     assert "\x1b[4;32m" in done.out
     assert re.sub(r"\x1b\[[0-9;]*m", "", done.out) == "hello" + text_of(folder, "hello") + "\n"
+
+
+@pytest.mark.parametrize(("words", "wanted"), [((), None), (("--compile",), True), (("--no-compile",), False)])
+def test_decode_compiles_where_it_is_asked_to(
+    words: tuple[str, ...], wanted: bool | None, folder: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a choice that is lost on its way, a minute without a word, and a drafter that is left out."""
+    asked = watched(monkeypatch)
+    drafter = "dspark" if wanted else "ngram"
+    done = outrider("decode", "hello", "--target", folder, "--max-new-tokens", 5, "--drafter", drafter, *words)
+    assert done.code == 0, done.err
+    assert asked == {"target": wanted} | ({"block": True} if wanted else {})
+    assert ("about a minute, once" in done.said) == ("no g++" in done.said) == bool(wanted)
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool | None]:
+    """What is asked to be compiled, none of which is done."""
+    asked: dict[str, bool | None] = {}
+
+    def remember(target: TransformersTarget, choice: bool | None) -> TransformersTarget:
+        asked["target"] = choice
+        return target
+
+    def refuse(drafter: dflash.BlockDrafter, several: bool = False) -> float:
+        asked["block"] = True
+        raise NotCompiled("no g++ here")
+
+    monkeypatch.setattr(transformers, "_compiled", remember)
+    monkeypatch.setattr(dflash.BlockDrafter, "compile", refuse)
+    return asked
+
+
+def test_a_run_file_s_choice_to_compile_is_obeyed(made: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches `target.compile` that is read and not passed on, or drafters that are measured without."""
+    monkeypatch.chdir(made)
+    asked = watched(monkeypatch)
+    done = outrider("evaluate", "tiny.yaml", "evaluate.prompts=1", "target.compile=true")
+    assert done.code == 0, done.err
+    assert asked == {"target": True, "block": True}
+    asked.clear()
+    assert outrider("evaluate", "tiny.yaml", "evaluate.prompts=1").code == 0
+    assert asked == {"target": None}
 
 
 def test_decode_reads_standard_input(folder: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,141 @@
+"""What a step costs besides the models, and what the law costs on a large vocabulary.
+
+    python benchmarks/overhead.py [--batches 1,16] [--new 64] [--out FILE]
+
+Loop: the share of a step that is not spent in calls into the two models (a module's forward, or the graph that stands for it):
+masks, cache, distributions, acceptance, commit, policy and Python, on the demo target, over the plain path and over compiled
+steps, each batch's drafters by turns.
+
+Law: `distribution` (temperature 0.8, top-k 50, top-p 0.95) and the loop's acceptance of a chain with dense q, beside one
+float32 softmax over the logits [B, N+1, V]; greedy acceptance beside one argmax.  Medians of rounds in which all take turns.
+Peak memory is what resident memory grows by at its highest, beyond the p that is returned, in units of [B, N, V] float32; the
+few [B, V] tensors of the last draw are a part of it, a thirty-second each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from serving import Served, parties, prompts_of, serve, write
+
+from outrider.decoding.accept import accept_greedy
+from outrider.decoding.draft import Draft
+from outrider.decoding.sampling import Purpose, Sampling, Settings, Streams, distribution
+from outrider.decoding.twins import accept_chain
+
+SLOTS, NODES, VOCABULARY = 16, 32, 150_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", default="1,16")
+    parser.add_argument("--new", type=int, default=64, help="tokens a prompt")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--peak", action="store_true", help="only print the law's peak memory in bytes, in a fresh process")
+    options = parser.parse_args()
+    if options.peak:
+        print(peak())
+        return
+    batches = [int(batch) for batch in options.batches.split(",")]
+    loops = [row for compiled in (False, True) for row in loop(batches, options.new, compiled)]
+    laws = law()
+    promises = [
+        {"promise": f"loop overhead of {row['drafter']}, batch {row['batch']}, {row['path']}", "wanted": 0.05,
+         "found": row["overhead"], "holds": row["overhead"] <= 0.05}
+        for row in loops
+    ] + [
+        {"promise": "distribution and accept over a softmax", "wanted": 3.0, "found": laws["law_over_softmax"],
+         "holds": laws["law_over_softmax"] <= 3},
+        {"promise": "greedy acceptance over an argmax", "wanted": 1.2, "found": laws["greedy_over_argmax"],
+         "holds": laws["greedy_over_argmax"] <= 1.2},
+        {"promise": "copies of [B, N, V] beyond p and q", "wanted": 0.25, "found": laws["copies_beyond_p_and_q"],
+         "holds": laws["copies_beyond_p_and_q"] <= 0.25},
+    ]  # fmt: skip
+    write({"promises": promises, "loop": loops, "law": laws}, options.out)
+
+
+def loop(batches: list[int], new: int, compiled: bool) -> list[dict[str, Any]]:
+    target, drafters = parties(["ngram", "dspark"], several=max(batches) > 1, compiled=compiled)
+    rows = []
+    for batch in batches:
+        prompts = prompts_of(target, max(batch, 8))
+        sums = {name: Served() for name in ("plain", *drafters)}
+        for number in range(4):
+            for name in sums:
+                served, _ = serve(target, prompts, new, drafters.get(name), slots=batch)
+                if number:  # the first is a warm-up
+                    sums[name] += served
+        path = "compiled" if compiled else "plain"
+        rows += [{"path": path, "batch": batch, "drafter": name, **served.says()} for name, served in sums.items()]
+        print(f"batch {batch}, {path} path: done", file=sys.stderr, flush=True)
+    return rows
+
+
+# ── the law ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def made() -> tuple[torch.Tensor, Settings, Draft, Streams]:
+    """Logits [B, N+1, V] as peaked as a model's, and a chain drawn from a q near their law."""
+    noise = torch.Generator().manual_seed(0)
+    logits = torch.empty(SLOTS, NODES + 1, VOCABULARY).normal_(0, 3, generator=noise)
+    settings = Settings.of([Sampling(temperature=0.8, top_k=50, top_p=0.95)] * SLOTS)
+    q = distribution(logits[:, :NODES], settings)
+    streams = Streams(torch.arange(SLOTS), torch.zeros(SLOTS, dtype=torch.int64))
+    tokens = torch.stack([streams.draw(q[:, n], n, Purpose.DRAFT) for n in range(NODES)], 1)
+    return logits, settings, Draft.chain(tokens, torch.full((SLOTS,), NODES), q), streams
+
+
+def law(rounds: int = 7) -> dict[str, Any]:
+    logits, settings, draft, streams = made()
+    certain = Draft.chain(logits[:, :NODES].argmax(-1), draft.sizes)
+    ways: dict[str, Callable[[], Any]] = {
+        "softmax": lambda: logits.softmax(-1),
+        "law": lambda: accept_chain(draft, distribution(logits, settings), streams),
+        "distribution": lambda: distribution(logits, settings),
+        "argmax": lambda: logits.argmax(-1),
+        "greedy": lambda: accept_greedy(certain, logits.argmax(-1), VOCABULARY),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way()
+            if number:
+                seconds[name].append(time.perf_counter() - began)
+    median = {name: statistics.median(taken) for name, taken in seconds.items()}
+    command = [sys.executable, __file__, "--peak"]
+    extra = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return {
+        "slots": SLOTS, "nodes": NODES, "vocabulary": VOCABULARY, "rounds": rounds,
+        "law_over_softmax": median["law"] / median["softmax"],
+        "distribution_over_softmax": median["distribution"] / median["softmax"],
+        "greedy_over_argmax": median["greedy"] / median["argmax"],
+        "copies_beyond_p_and_q": extra / (4 * SLOTS * NODES * VOCABULARY),
+        "milliseconds": {name: 1e3 * taken for name, taken in median.items()},
+    }  # fmt: skip
+
+
+def peak() -> int:
+    """Bytes that resident memory grew by at its highest, beyond the p that is returned."""
+    logits, settings, draft, streams = made()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
+    before = _resident("VmRSS")
+    accept_chain(draft, distribution(logits, settings), streams)
+    return max(0, _resident("VmHWM") - before - logits.nbytes)
+
+
+def _resident(what: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return 1024 * int(line.split()[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""What the serving benchmarks share: the demo's parties, compiled, and the time of a batch in parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from outrider import demo, load_drafter, load_target
+from outrider.compiled import NotCompiled
+from outrider.decoding.generate import advance
+from outrider.decoding.parties import Drafter
+from outrider.decoding.policy import Policy
+from outrider.decoding.sampling import Sampling
+from outrider.decoding.state import DecodeState, Request
+from outrider.evaluate.measure import model_clock
+from outrider.targets.transformers import TransformersTarget
+
+CHECKPOINT = Path(__file__).resolve().parent.parent / "runs" / "demo" / "checkpoint"
+
+
+@dataclass
+class Served:
+    """Steps of a batch, prefill left out.  Seconds."""
+
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    model: float = 0.0
+    """Within calls into the models, or the graphs that stand for them."""
+
+    def __add__(self, other: Served) -> Served:
+        return Served(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    @property
+    def overhead(self) -> float:
+        """Share of a step that is not the models'."""
+        return 1 - self.model / self.seconds
+
+    def says(self) -> dict[str, float]:
+        return {
+            "tokens": self.tokens, "steps": self.steps, "tokens_per_step": self.tokens / self.steps,
+            "tokens_per_s": self.tokens / self.seconds, "ms_per_step": 1e3 * self.seconds / self.steps,
+            "model_ms_per_step": 1e3 * self.model / self.steps, "overhead": self.overhead,
+        }  # fmt: skip
+
+
+@torch.inference_mode()
+def serve(
+    target: TransformersTarget, prompts: Sequence[list[int]], new: int, drafter: Drafter | None = None,
+    policy: Policy | None = None, slots: int = 1, sampling: Sampling | None = None,
+) -> tuple[Served, list[list[int]]]:  # fmt: skip
+    """Continue all prompts by `new` tokens each, whatever ends there, over so many slots."""
+    found, texts = Served(), [[] for _ in prompts]
+    state = DecodeState(min(slots, len(prompts)), target.spec.context, frozenset(), target.device)
+    requests = [Request(prompt, new, sampling or Sampling()) for prompt in prompts]
+    last = None
+    with model_clock(target, drafter) as clock:
+        for progress in advance(target, requests, drafter, policy=policy, slots=slots, state=state):
+            texts[progress.request] += progress.tokens
+            found.tokens += len(progress.tokens)
+            if state.timing.began != last:
+                last = state.timing.began
+                found.steps += 1
+                found.seconds += state.timing.draft + state.timing.verify + state.timing.other
+                found.model += clock.since(last)
+    return found, texts
+
+
+def parties(names: Sequence[str], several: bool, compiled: bool = True) -> tuple[TransformersTarget, dict[str, Drafter]]:
+    """The demo target and drafters by name; `dspark` is the checkpoint of the last `make demo`.  Compiled where asked for."""
+    target = load_target("demo", compile=False)
+    drafters: dict[str, Drafter] = {}
+    for name in names:
+        if name == "dspark" and not CHECKPOINT.exists():
+            print(f"no {CHECKPOINT}: run `make demo` first; going on without dspark", file=sys.stderr)
+            continue
+        drafters[name] = load_drafter(str(CHECKPOINT) if name == "dspark" else name, target)
+    if compiled:
+        for name, party in {"target": target, **drafters}.items():
+            compile_step = getattr(party, "compile", None)
+            if compile_step is None:
+                continue
+            for batch in (False, True) if several else (False,):
+                try:
+                    print(f"{name}: compiled in {compile_step(batch):.0f} s", file=sys.stderr, flush=True)
+                except NotCompiled as error:
+                    print(f"{name}: {error}", file=sys.stderr, flush=True)
+    return target, drafters
+
+
+def prompts_of(target: TransformersTarget, count: int) -> list[list[int]]:
+    """Prompts from modules that neither the target nor a drafter was trained on."""
+    return [target.encode(text) for _, text in demo.prompts("held_out", count)]
+
+
+def write(found: dict[str, Any], out: Path | None) -> None:
+    """Print the result with what it was measured on, and keep it where asked."""
+    found = {
+        "command": "python " + " ".join(["benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "threads": torch.get_num_threads(),
+            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "torch": torch.__version__,
+            "transformers": transformers.__version__, "python": platform.python_version(),
+        },
+        **found,
+    }  # fmt: skip
+    text = json.dumps(found, indent=2)
+    print(text)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text + "\n")

@@ -1,0 +1,77 @@
+"""A block drafter's graph drafts the blocks that the plain path drafts."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from conftest import Case, Workshop, tiny_model
+
+from outrider.decoding.generate import generate
+from outrider.targets.transformers import TransformersTarget, load_target
+
+
+@pytest.mark.parametrize(
+    ("case", "several"),
+    [
+        pytest.param(
+            case, several, marks=[pytest.mark.slow] if several or case.kind == "dflash" or case.choices else [], id=name
+        )
+        for case in (Case("dspark"), Case("dflash"), Case("dspark", {"runners_up": (2, 1)}), Case("dspark", {"markov": "rnn"}))
+        for several, name in ((False, f"{case}-one"), (True, f"{case}-several"))
+    ],
+)
+def test_a_compiled_block_is_the_plain_one(
+    case: Case, several: bool, workshop: Workshop, target: TransformersTarget, prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Catches taps, padding, masks or places that the graph reads otherwise: drafts are compared, not only what is kept."""
+    found, calls = [], 0
+    for is_compiled in (False, True):
+        drafter, drafts = workshop.build(case, target), []
+        if is_compiled:
+            assert drafter.compile(several) > 0
+
+            def count(*_: object) -> None:
+                nonlocal calls
+                calls += 1
+
+            drafter.step.graphs[several].register_forward_pre_hook(count)
+        monkeypatch.setattr(drafter, "propose", functools.partial(noted, drafter.propose, drafts))
+        texts = generate(target, prompts, drafter, max_new_tokens=16, slots=3 if several else 1)
+        found.append((texts, drafts))
+    (plain, said), (fast, mine) = found
+    assert [generation.tokens for generation in fast] == [generation.tokens for generation in plain]
+    assert len(mine) == len(said)
+    for one, other in zip(mine, said, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.parents, other.parents)
+        assert torch.equal(one.sizes, other.sizes)
+        if other.confidence is not None:
+            torch.testing.assert_close(one.confidence, other.confidence, rtol=1e-5, atol=1e-5)
+    assert calls > len(said) // 2
+
+
+def noted(propose, drafts, memory, state, budget):
+    drafts.append(propose(memory, state, budget))
+    return drafts[-1]
+
+
+def test_a_block_is_not_drafted_by_a_graph_of_former_weights(workshop: Workshop) -> None:
+    """Catches a drafter that is trained on and drafts as before, whether its own weights changed or a borrowed one."""
+    target = load_target(tiny_model())
+    drafter = workshop.build(Case("dspark"), target)
+    drafter.compile()  # the test before left it on disk
+    kept = drafter.allocate(target.allocate(1, 40)).kept
+    kept.open([0], 3)
+    with torch.inference_mode():
+        taps = torch.zeros(1, 3, len(drafter.taps), target.spec.hidden, dtype=torch.float64)
+        drafter.backbone.remember(taps, torch.arange(3)[None], kept)
+    kept.append([3])
+    for weight in (drafter.backbone.fc.weight, target.model.lm_head.weight):
+        assert drafter.step.fits(kept, [0], 8)
+        with torch.no_grad():
+            weight.mul_(1.0)
+        assert not drafter.step.fits(kept, [0], 8)
+        assert drafter.compile() == 0

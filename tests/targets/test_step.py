@@ -1,0 +1,367 @@
+"""The compiled step says what the plain step says, is found again on disk, and is refused where it is not to be trusted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_model
+from contracts.parties import Oracle, Proposer
+
+from benchmarks.families import SMALL, tiny
+from outrider import compiled
+from outrider.compiled import NotCompiled
+from outrider.decoding.draft import Draft
+from outrider.decoding.generate import advance, generate
+from outrider.decoding.state import Request
+from outrider.drafters.small_model import Config, SmallModel
+from outrider.targets.transformers import TransformersTarget, load_target
+
+V = 64
+COUNTS = (30, 17, 23, 9, 30)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def model_of(**sizes: object):
+    return tiny_model(21, num_hidden_layers=2, **sizes)
+
+
+@pytest.fixture(scope="module")
+def fast() -> TransformersTarget:
+    """Compiled for one slot and for several."""
+    target = load_target(model_of())
+    assert not target.step.graphs
+    assert target.compile() > 0
+    assert target.compile(several=True) > 0
+    return target
+
+
+@pytest.fixture(scope="module")
+def slow(fast: TransformersTarget) -> TransformersTarget:
+    """The same model, plain."""
+    target = load_target(model_of(), compile=False)
+    assert not target.step.graphs
+    return target
+
+
+@pytest.fixture
+def package(fast: TransformersTarget, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A cache folder of this test's own that holds the graph of one slot."""
+    [path] = compiled.folder().glob(f"step-of-one-{fast.step._key}.pt2")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    compiled.folder().mkdir(parents=True)
+    return Path(shutil.copy(path, compiled.folder()))
+
+
+@contextmanager
+def counted(target: TransformersTarget) -> Iterator[list[bool]]:
+    """For every pass through a graph, whether it had several rows."""
+    found: list[bool] = []
+    hooks = [
+        graph.register_forward_pre_hook(lambda _module, _args, several=several: found.append(several))
+        for several, graph in target.step.graphs.items()
+    ]
+    yield found
+    for hook in hooks:
+        hook.remove()
+
+
+class Guesses(Proposer):
+    """A ragged draft of ids that are mostly wrong, as cheap ones are: a tree, or a chain."""
+
+    def __init__(self, vocabulary: int, branches: bool):
+        self.vocabulary, self.parents = vocabulary, torch.tensor([-1, -1, 0, 1] if branches else [-1, 0, 1, 2])
+
+    def propose(self, memory, state, budget):
+        shape = (len(state.rows), 4)
+        tokens = torch.randint(self.vocabulary, shape, generator=memory)
+        sizes = torch.tensor([1 + row % 4 for row in state.rows])
+        return Draft(tokens, self.parents.expand(shape), torch.minimum(budget, sizes))
+
+
+def prompts_of(vocabulary: int) -> list[list[int]]:
+    """Of unequal length, one beyond the windows of small families."""
+    noise = torch.Generator().manual_seed(1)
+    return [torch.randint(vocabulary, (length,), generator=noise).tolist() for length in (6, 1, 31, 3, 9)]
+
+
+def written(target: TransformersTarget, drafter, slots: int) -> list[list[int]]:
+    """Continuations of these prompts; more of them than slots, so that slots are used again."""
+    prompts = prompts_of(target.spec.vocabulary)
+    found: list[list[int]] = [[] for _ in prompts]
+    requests = [Request(prompt, count) for prompt, count in zip(prompts, COUNTS, strict=True)]
+    for progress in advance(target, requests, drafter, slots=slots):
+        found[progress.request] += progress.tokens
+    return found
+
+
+def agree(fast: TransformersTarget, slow: TransformersTarget, modes: tuple[bool, ...] = (False, True)) -> None:
+    """Their greedy texts are equal with every kind of draft, and those of `fast` came from its graphs."""
+    vocabulary = slow.spec.vocabulary
+    said = written(slow, None, 1)
+    texts = [prompt + text for prompt, text in zip(prompts_of(vocabulary), said, strict=True)]
+    oracle = Oracle(texts, vocabulary, true_is_eldest=slow.spec.mode == "chain")
+    for several in modes:
+        for drafter in (None, Guesses(vocabulary, False), Guesses(vocabulary, True), oracle):
+            with counted(fast) as calls:
+                assert written(fast, drafter, 3 if several else 1) == said
+            assert several in calls
+
+
+def passes(target: TransformersTarget, rows: list[int], drafts: list[Draft], length: int = 60):
+    """Scores of these drafts behind text of unequal length in these slots of four."""
+    noise = torch.Generator().manual_seed(4)
+    tokens = torch.randint(target.spec.vocabulary, (4, 40), generator=noise)
+    cache = target.allocate(4, length)
+    target.prefill(cache, [0, 1, 2, 3], tokens, [40, 33, 36, 7])
+    anchor = torch.tensor([5, 6, 7, 8])[: len(rows)]
+    return [target.verify(cache, rows, anchor, draft, (0, 1)) for draft in drafts]
+
+
+def drafts_for(rows: int, vocabulary: int, is_tree: bool = True) -> list[Draft]:
+    """No draft, chains of one and of six, a tree."""
+    noise = torch.Generator().manual_seed(6)
+    tokens = torch.randint(vocabulary, (rows, 6), generator=noise)
+    sizes = torch.full((rows,), 6)
+    tree = Draft(tokens, torch.tensor([-1, 0, -1, 0, 1, 2]).expand_as(tokens), sizes)
+    chains = [Draft.empty(rows, "cpu"), Draft.chain(tokens[:, :1], torch.ones_like(sizes)), Draft.chain(tokens, sizes)]
+    return [*chains, tree] if is_tree else chains
+
+
+def close(fast: TransformersTarget, slow: TransformersTarget, rows: list[int], tolerance: float) -> None:
+    drafts = drafts_for(len(rows), slow.spec.vocabulary, slow.spec.mode == "tree")
+    with counted(fast) as calls:
+        found = passes(fast, rows, drafts)
+    assert calls == [len(rows) > 1] * len(drafts)
+    for mine, plain in zip(found, passes(slow, rows, drafts), strict=True):
+        for name in ("logits", "hidden", "taps"):
+            ours, theirs = getattr(mine, name), getattr(plain, name)
+            assert ours.shape == theirs.shape
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, check_dtype=False)
+        assert torch.equal(mine.choice, mine.logits.argmax(-1))
+
+
+# ── what it says ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_greedy_text_is_the_plain_path_s(fast, slow):
+    """Catches masks, depths, columns or slots that the graph reads otherwise; slots are ragged and used again."""
+    agree(fast, slow)
+
+
+@pytest.mark.parametrize("rows", [[0], [3], [1, 2], [0, 1, 2, 3]], ids=str)
+def test_scores_are_the_plain_path_s(rows, fast, slow):
+    """Catches a tap off by one, a hidden state before the norm, a choice of another row; one token is padded to two."""
+    close(fast, slow, rows, 1e-5)  # the family computes its norms in float32, whatever its type
+
+
+def test_a_pass_may_end_where_the_cache_ends(fast, slow):
+    """Catches a write behind the cache's last column, and a pass that is sent to the plain path for nothing."""
+    six, none = drafts_for(1, V)[2], Draft.empty(1, "cpu")
+    for length, draft, is_fast in ((47, six, True), (42, none, True), (41, none, False)):
+        with counted(fast) as calls:
+            [mine] = passes(fast, [0], [draft], length)
+        assert calls == [False] * is_fast
+        [plain] = passes(slow, [0], [draft], length)
+        torch.testing.assert_close(mine.logits, plain.logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_text_goes_on_to_the_end_of_the_context(fast, slow):
+    """Catches positions of padding behind the context, where the target's own text has its last tokens."""
+    prompts = [[3] * (slow.spec.context - 12), [3, 4, 5]]
+    for drafter in (None, Guesses(V, True)):
+        found, plain = (generate(target, prompts, drafter, max_new_tokens=20) for target in (fast, slow))
+        assert [generation.tokens for generation in found] == [generation.tokens for generation in plain]
+        assert found[0].finish_reason == plain[0].finish_reason == "context"
+
+
+@pytest.mark.parametrize("rows", [[0, 2], [2, 1], [0, 2, 1, 3]], ids=str)
+def test_rows_that_do_not_lie_together_go_the_plain_way(rows, fast, slow):
+    """Catches a slice over other slots."""
+    drafts = drafts_for(len(rows), V)
+    with counted(fast) as calls:
+        found = passes(fast, rows, drafts)
+    assert not calls
+    for mine, plain in zip(found, passes(slow, rows, drafts), strict=True):
+        assert torch.equal(mine.logits, plain.logits)
+
+
+def test_a_small_model_drafts_with_its_compiled_step(fast, slow):
+    """Catches a drafter's `compile` that compiles nothing of its own."""
+    drafter = SmallModel(fast, Config(length=3))
+    assert drafter.compile() == drafter.compile(several=True) == 0
+    with counted(fast) as calls:
+        assert written(slow, drafter, 1) == written(slow, None, 1)
+    assert calls
+
+
+# ── where it is found ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_second_load_finds_the_package(fast, monkeypatch):
+    """Catches a key that changes from one load to the next, and `compile=False` that is not obeyed."""
+    monkeypatch.setattr(compiled, "build_package", lambda *_: pytest.fail("compiled again"))
+    for choice in (None, True):
+        target = load_target(model_of(), compile=choice)
+        assert set(target.step.graphs) == {False, True}
+        assert target.compile() == target.compile(several=True) == 0
+    assert not load_target(model_of(), compile=False).step.graphs
+
+
+def test_another_process_finds_the_package(fast, slow):
+    """Catches a key with an address or a hash seed in it."""
+    program = """
+import torch
+from conftest import tiny_model
+from outrider import compiled, generate, load_target
+compiled.build_package = None
+target = load_target(tiny_model(21, num_hidden_layers=2))
+print(sorted(target.step.graphs), generate(target, [3, 4, 5], max_new_tokens=12)[0].tokens)
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == f"[False, True] {generate(slow, [3, 4, 5], max_new_tokens=12)[0].tokens}", done.stderr
+
+
+def test_another_weight_thread_or_line_of_code_is_another_key(fast, monkeypatch):
+    """Catches a package that is taken for what it was not made from."""
+    step = fast.step
+    keys = {compiled.fingerprint(fast.model, *step.settings())}
+    assert keys == {step._key}
+    other = model_of()
+    with torch.no_grad():
+        other.model.layers[1].mlp.down_proj.weight[-1, -1] += 1e-12
+    keys.add(compiled.fingerprint(other, *step.settings()))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 7)
+        keys.add(compiled.fingerprint(fast.model, *step.settings()))
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "code", lambda *modules: [b"another line" for _ in modules])
+        keys.add(compiled.fingerprint(fast.model, *step.settings()))
+    with monkeypatch.context() as patch:
+        patch.setattr(fast.model.config, "rms_norm_eps", 0.5)
+        keys.add(compiled.fingerprint(fast.model, *step.settings()))
+    assert len(keys) == 5
+
+
+@pytest.mark.parametrize("damage", [lambda text: text[: len(text) // 2], lambda text: b"no package" * 99, lambda text: b""])
+def test_a_damaged_package_is_refused(damage, package):
+    """Catches a load that fails, or a whole program that ends, over a file that a full disk cut short."""
+    package.write_bytes(damage(package.read_bytes()))
+    target = load_target(model_of())
+    assert not target.step.graphs
+    with pytest.raises(NotCompiled, match="can't be loaded.*delete it"):
+        target.compile()
+    assert len(generate(target, [3, 4, 5], max_new_tokens=5)[0].tokens) == 5
+
+
+# ── where there is none ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_without_a_compiler_all_stays_plain(fast, slow, monkeypatch, tmp_path):
+    """Catches a machine without g++ on which nothing runs."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiled, "has_compiler", lambda: False)
+    target = load_target(model_of())
+    with pytest.raises(NotCompiled, match=r"g\+\+"):
+        target.compile()
+    assert not list(tmp_path.rglob("*.pt2"))
+    assert generate(target, [3, 4], max_new_tokens=9)[0].tokens == generate(slow, [3, 4], max_new_tokens=9)[0].tokens
+
+
+@pytest.mark.parametrize("family", ["mamba2", "bloom"])
+def test_a_family_that_cannot_be_traced_stays_plain(family, monkeypatch):
+    """Catches a state that is not carried, and masks that are not made."""
+    monkeypatch.setattr(compiled, "build_package", lambda *_: pytest.fail("tried"))
+    target = load_target(tiny(family))
+    with pytest.raises(NotCompiled, match="stay plain"):
+        target.compile()
+    assert len(generate(target, [3, 4], max_new_tokens=5)[0].tokens) == 5
+
+
+def test_a_model_that_is_too_large_stays_plain(slow, monkeypatch):
+    """Catches a disk that is filled with copies."""
+    monkeypatch.setattr(compiled, "MOST_BYTES", 1000)
+    with pytest.raises(NotCompiled, match="GiB"):
+        slow.compile()
+
+
+def test_a_graph_of_other_weights_is_refused_and_deleted(fast, package, monkeypatch):
+    """A planted fault: a package under this model's key that says something else."""
+    key = fast.step._key
+    monkeypatch.setattr(compiled, "fingerprint", lambda *_: key)
+    model = model_of()
+    with torch.no_grad():
+        model.lm_head.weight[7] += 1e-3
+    target = load_target(model, compile=False)
+    with pytest.raises(NotCompiled, match="from plain ones"):
+        target.step.get(False, build=False)
+    assert not package.exists()
+    assert not target.step.graphs
+
+
+def test_a_graph_is_not_used_after_its_weights_have_changed(fast, package, monkeypatch):
+    """Catches a model that goes on training and speaks with the weights it had."""
+    target = load_target(model_of())
+    assert set(target.step.graphs) == {False}
+    with torch.no_grad():
+        target.model.lm_head.weight.neg_()
+    changed = model_of()
+    with torch.no_grad():
+        changed.lm_head.weight.neg_()
+    with counted(target) as calls:
+        found = generate(target, [3, 4], max_new_tokens=9)[0].tokens
+    assert not calls
+    assert found == generate(load_target(changed, compile=False), [3, 4], max_new_tokens=9)[0].tokens
+    with pytest.raises(NotCompiled, match="does not exist"):
+        target.step.get(False, build=False)
+    with torch.no_grad():
+        target.model.lm_head.weight.neg_()
+    target.step.look()
+    with counted(target) as calls:
+        assert generate(target, [3, 4], max_new_tokens=9)[0].tokens == generate(fast, [3, 4], max_new_tokens=9)[0].tokens
+    assert calls
+
+
+# ── every family ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+def test_float32_is_the_plain_path_s_within_rounding():
+    """Catches a product in a lower precision."""
+    fast, slow = load_target(model_of(), dtype="float32"), load_target(model_of(), dtype="float32", compile=False)
+    for several in (False, True):
+        fast.compile(several)
+    for rows in ([0], [0, 1, 2, 3]):
+        close(fast, slow, rows, 1e-4)
+
+
+STAYS_PLAIN = {"qwen3-next", "qwen3.5", "falcon-h1", "nemotron-h", "jamba", "mamba2", "lfm2", "bloom"}
+"""Families whose steps can't be compiled."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SMALL)
+def test_a_family_is_compiled_and_equal_or_says_why_not(family):
+    """Catches a family that is compiled and wrong, and one that could be compiled before."""
+    attention = "eager" if family in {"gpt-oss"} else "sdpa"
+    fast, slow = (load_target(tiny(family, attention), compile=choice) for choice in (None, False))
+    try:
+        fast.compile()
+        fast.compile(several=True)
+    except NotCompiled as reason:
+        print(family, reason)
+        assert family in STAYS_PLAIN
+        return
+    assert family not in STAYS_PLAIN
+    agree(fast, slow)
+    for rows in ([0], [1, 2]):
+        # all of these two is float64
+        close(fast, slow, rows, 1e-9 if family in {"gpt2", "opt"} else 1e-5)
