@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import logging
 import operator
 import os
@@ -174,7 +175,8 @@ def build_package(path: Path, function: nn.Module, example: tuple[Any, ...], dim
         with torch.no_grad():
             # made in inference mode they could not be traced
             example = pytree.tree_map_only(Tensor, Tensor.clone, example)
-            exported = torch.export.export(function, example, dynamic_shapes=dims, strict=False)
+            with contextlib.redirect_stderr(io.StringIO()):  # what it can't trace it prints whole, hundreds of lines
+                exported = torch.export.export(function, example, dynamic_shapes=dims, strict=False)
             torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs={"freezing": True})
         part.replace(path)
     except Exception as error:  # the compiler is a large program of others, and every family is a new text for it

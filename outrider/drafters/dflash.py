@@ -105,7 +105,7 @@ class Backbone(nn.Module):
         context = self._context(taps)
         x = self._inputs(anchors).to(context.dtype)
         x_at = (anchors_at[..., None] + torch.arange(config.block, device=anchors.device)).flatten(1)
-        k_angles = angles(torch.cat([taps_at.expand(len(x_at), -1), x_at], 1), config.head_dim, config.rope_theta)
+        k_angles = angles(torch.cat([taps_at.expand(x_at.shape[0], -1), x_at], 1), config.head_dim, config.rope_theta)
         q_angles = k_angles[..., taps_at.shape[1] :, :]
         for i, layer in enumerate(self.layers):
             x = layer(x, context, q_angles, k_angles, mask, kept, i)
