@@ -61,14 +61,15 @@ def _proposal(target: Target, drafter: Drafter, policy: Policy, memory: Any, sta
     """
     if not drafter.limit or target.spec.mode == "off":
         return Draft.empty(len(state.rows), state.device)
-    budget = torch.minimum(policy.budget(state), state.room).clamp(0, drafter.limit)
-    if not budget.any():
+    wanted = zip(policy.budget(state).tolist(), state.left, strict=True)
+    budget = torch.tensor([max(0, min(own, left - 1, drafter.limit)) for own, left in wanted])
+    if not max(budget.tolist()):
         return Draft.empty(len(state.rows), state.device)
     draft = drafter.propose(memory, state, budget).checked(len(state.rows))
     if target.spec.mode == "chain":
         draft = draft.trunk()
-    keep = torch.minimum(policy.keep(state, draft.sizes, draft.confidence), budget)
-    return pruned(draft.first(keep), state.prefixes, state.seeded, target.spec.vocabulary)
+    draft = draft.first(policy.keep(state, draft.sizes, draft.confidence)).first(budget)
+    return pruned(draft, state.prefixes, state.seeded, target.spec.vocabulary)
 
 
 class _Law(NamedTuple):

@@ -121,9 +121,14 @@ class DecodeState:
         return self._seeded if self.shares_noise else None
 
     @property
+    def left(self) -> list[int]:
+        """Tokens each live slot may still grow by."""
+        return [self._left(row) for row in self.rows]
+
+    @property
     def room(self) -> Tensor:
         """[B] int64 on the CPU: most nodes worth drafting, since the step itself adds one token more."""
-        return torch.tensor([self._left(row) - 1 for row in self.rows], dtype=torch.int64)
+        return torch.tensor(self.left, dtype=torch.int64) - 1
 
     @property
     def bans(self) -> bool:
