@@ -58,6 +58,69 @@ def soak(found: dict[str, Any]) -> str:
     return "\n\n".join([said, *tables])
 
 
+def versus_transformers(found: dict[str, Any]) -> str:
+    lines = [
+        [
+            row["name"], f"{row['tokens_per_step']:.2f}", f"{row['over_generate']:.2f}", f"{row['over_plain']:.2f}",
+            f"{row['bound_over_plain']:.2f}", f"{100 * row['of_bound']:.0f} %",
+        ]
+        for row in found["rows"]
+    ]  # fmt: skip
+    theirs = [
+        [f"transformers: {name}", "", f"{one['over_generate']:.2f}", "", "", ""] for name, one in found["transformers"].items()
+    ]
+    heads = ["way", "tokens per step", "over generate", "over plain", "bound", "of the bound"]
+    said = (
+        f"{found['compared_tokens']:,} tokens compared with `generate`, {found['mismatches']} texts differ. {_machine(found)}"
+    )
+    return "\n\n".join([said, _table(heads, [*lines, *theirs], slice(1, 6)), _promises(found)])
+
+
+def overhead(found: dict[str, Any]) -> str:
+    lines = [
+        [row["path"], str(row["batch"]), row["drafter"], f"{row['ms_per_step']:.2f}", f"{100 * row['overhead']:.1f} %"]
+        for row in found["loop"]
+    ]
+    loop = _table(["path", "batch", "drafter", "ms a step", "loop overhead"], lines, slice(3, 5))
+    return "\n\n".join([_machine(found), loop, _promises(found)])
+
+
+def batch(found: dict[str, Any]) -> str:
+    lines = [
+        [
+            str(row["batch"]), *(f"{row[way]['tokens_per_s']:.0f}" for way in ("plain", "fixed", "adaptive")),
+            f"{row['speedup']:.2f}", f"{row['adaptive_over_better']:.2f}",
+        ]
+        for row in found["rows"]
+    ]  # fmt: skip
+    heads = [
+        "batch",
+        "plain, tokens/s",
+        f"{found['drafter']}, fixed",
+        "adaptive",
+        "fixed over plain",
+        "adaptive over the better",
+    ]
+    return "\n\n".join([_machine(found), _table(heads, lines, slice(0, 6))])
+
+
+def _machine(found: dict[str, Any]) -> str:
+    machine = found["machine"]
+    return (
+        f"`{found['command']}`, {machine['cpus']} shared CPUs, torch {machine['torch']}, "
+        f"transformers {machine['transformers']}, "
+        f"{found['measured'][:10]}."
+    )
+
+
+def _promises(found: dict[str, Any]) -> str:
+    lines = [
+        [one["promise"], f"{one['wanted']:g}", f"{one['found']:.3g}", "yes" if one["holds"] else "**no**"]
+        for one in found["promises"]
+    ]
+    return _table(["promise", "wanted", "found", "holds"], lines, slice(1, 3))
+
+
 def _source(found: dict[str, Any]) -> str:
     """What was run, with what, when."""
     facts = found["provenance"]
@@ -73,7 +136,9 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], right: slice) -
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, ruler, *lines))
 
 
-SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {"families": families, "soak": soak}
+SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "families": families, "soak": soak, "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch,
+}  # fmt: skip
 """By the name of the result's file and of the marks."""
 
 if __name__ == "__main__":
