@@ -6,6 +6,7 @@ is plain time over drafted time on the same prompts and lengths, exactness is eq
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -282,17 +283,22 @@ class ModelClock:
     def __init__(self) -> None:
         self._calls: list[tuple[float, float]] = []
         self._depth = 0
-        self._began = 0.0
 
-    def enter(self, *_: object) -> None:
-        if self._depth == 0:
-            self._began = time.perf_counter()
-        self._depth += 1
+    def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, its outermost calls noted."""
 
-    def leave(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._calls.append((self._began, time.perf_counter()))
+        @functools.wraps(forward)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            self._depth += 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    self._calls.append((began, time.perf_counter()))
+
+        return timed
 
     def since(self, moment: float) -> float:
         """Seconds inside calls that began after `moment`; forgets them and all before."""
@@ -303,17 +309,22 @@ class ModelClock:
 
 @contextmanager
 def model_clock(target: TransformersTarget, drafter: Drafter | None) -> Iterator[ModelClock]:
-    """Watch every forward call of target and drafter while the block runs."""
-    clock = ModelClock()
-    hooks = []
+    """Watch every forward call of target and drafter while the block runs.
+
+    Around `forward`, not by hooks: a module with hooks is called by a longer way, which would count as the loop's.
+    """
+    clock, before = ModelClock(), {}
     for module in {*_modules(target), *_modules(drafter)}:
-        hooks.append(module.register_forward_pre_hook(clock.enter))
-        hooks.append(module.register_forward_hook(clock.leave, always_call=True))
+        before[module] = vars(module).get("forward")
+        module.forward = clock.watched(module.forward)
     try:
         yield clock
     finally:
-        for hook in hooks:
-            hook.remove()
+        for module, forward in before.items():
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
 
 
 def _modules(party: Any) -> list[nn.Module]:
