@@ -24,6 +24,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Scores
 from outrider.targets import cache, family
 from outrider.targets.cache import Columns, Sight, SlotCache, additive
+from outrider.targets.selftest import PARENTS
 
 EXAMPLE = {False: (1, 8, 300), True: (4, 8, 300)}
 """Rows, tokens a row, and columns that stand before them, in the passes that are traced."""
@@ -156,5 +157,5 @@ def _chain(tokens: Tensor) -> Draft:
 
 
 def _tree(tokens: Tensor) -> Draft:
-    parents = torch.tensor((-1, 0, -1, 0, 1, 2), device=tokens.device)[: tokens.shape[1]].expand_as(tokens)
+    parents = torch.tensor(PARENTS, device=tokens.device)[: tokens.shape[1]].expand_as(tokens)
     return Draft(tokens, parents, torch.full((len(tokens),), tokens.shape[1]))

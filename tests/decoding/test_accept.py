@@ -134,3 +134,11 @@ def test_overlap_is_the_share_that_is_kept():
     draft = Draft.chain(tokens, torch.ones(slots, dtype=torch.int64), q.expand(slots, 1, -1))
     kept = int(accept(draft, p.expand(slots, 2, -1), streams).accepted.sum())
     assert stats.binomtest(kept, slots, float(overlap(p, q))).pvalue > 1e-6
+
+
+def test_a_q_with_negative_entries_is_no_distribution():
+    """Catches a check by absolute values alone: [-0.3, 0.7] has the sum of 1 that way."""
+    p = torch.tensor([[[0.5, 0.5], [0.5, 0.5]]])
+    for q in ([-0.3, 0.7], [-0.0005, 1.0005], [0.0, 0.5]):
+        draft = Draft.chain(torch.tensor([[1]]), torch.tensor([1]), torch.tensor([[q]]))
+        assert accept(draft, p, streams_of(1, 0)).unlawful.tolist() == [1]
