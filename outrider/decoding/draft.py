@@ -102,16 +102,30 @@ class Draft:
         """
         if not self.branches:
             return self
-        paths = [
-            _eldest(tuple(parents[:size])) for parents, size in zip(self.parents.tolist(), self.sizes.tolist(), strict=True)
+        live = zip(self.parents.tolist(), self.sizes.tolist(), strict=True)
+        chain = self.only([_eldest(tuple(parents[:size])) for parents, size in live])
+        return replace(chain, parents=_chain(*chain.tokens.shape, chain.tokens.device), branches=False)
+
+    def only(self, kept: list[list[int]]) -> Draft:
+        """These nodes of every slot, ascending and closed under parents, close together."""
+        width = max(map(len, kept), default=0)
+        device = self.tokens.device
+        place = [{-1: -1} | {n: at for at, n in enumerate(nodes)} for nodes in kept]
+        parents = [
+            [place[b][above[n]] for n in kept[b]] + [-1] * (width - len(kept[b]))
+            for b, above in enumerate(self.parents.tolist())
         ]
-        sizes = torch.tensor([len(path) for path in paths], dtype=torch.int64)
-        width = max(map(len, paths), default=0)
-        padded = [[*path, *[0] * (width - len(path))] for path in paths]
-        nodes = torch.tensor(padded, dtype=torch.int64, device=self.tokens.device).view(len(paths), width)
-        slots = torch.arange(len(paths), device=nodes.device)[:, None]
-        q, confidence = (None if x is None else x[slots, nodes] for x in (self.q, self.confidence))
-        return Draft.chain(self.tokens[slots, nodes], sizes, q, confidence)
+        nodes = torch.tensor([[*nodes, *[0] * (width - len(nodes))] for nodes in kept], dtype=torch.int64, device=device)
+        nodes = nodes.view(len(kept), width)
+        slots = torch.arange(len(kept), device=device)[:, None]
+        return replace(
+            self,
+            tokens=self.tokens[slots, nodes],
+            parents=torch.tensor(parents, dtype=torch.int64, device=device).view(nodes.shape),
+            sizes=torch.tensor([len(nodes) for nodes in kept], dtype=torch.int64),
+            q=None if self.q is None else self.q[slots, nodes],
+            confidence=None if self.confidence is None else self.confidence[slots, nodes],
+        )
 
     def depths(self) -> Tensor:
         """Depth of every node: 0 under the anchor.  [B, N] int64."""

@@ -12,7 +12,6 @@ The order matters too: a policy decides on the draft as it was offered, for what
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -38,7 +37,9 @@ def pruned(draft: Draft, prefixes: Sequence[tuple[int, Prefix]], seeded: Tensor 
         kept[b] = [n for n, may_stay in reached if may_stay or not (is_seeded or _is_certain(draft, b, n))]
     if [len(nodes) for nodes in kept] == sizes:
         return draft
-    return _only(draft, kept)
+    if not draft.branches:  # keeps its beginning, and stays a chain
+        return draft.first(torch.tensor([len(nodes) for nodes in kept]))
+    return draft.only(kept)
 
 
 def _reached(tokens: list[int], parents: list[int], prefix: Prefix, vocabulary: int) -> list[tuple[int, bool]]:
@@ -67,27 +68,3 @@ def _is_certain(draft: Draft, b: int, n: int) -> bool:
         return True
     q = draft.q[b, n]
     return bool(q[draft.tokens[b, n]] == 1) and int(q.count_nonzero()) == 1
-
-
-def _only(draft: Draft, kept: list[list[int]]) -> Draft:
-    """These nodes of every slot, closed under parents, close together.  A chain keeps its beginning, and stays a chain."""
-    sizes = torch.tensor([len(nodes) for nodes in kept], dtype=torch.int64)
-    if not draft.branches:
-        return draft.first(sizes)
-    width = max(map(len, kept), default=0)
-    device = draft.tokens.device
-    place = [{-1: -1} | {n: at for at, n in enumerate(nodes)} for nodes in kept]
-    parents = [
-        [place[b][above[n]] for n in kept[b]] + [-1] * (width - len(kept[b])) for b, above in enumerate(draft.parents.tolist())
-    ]
-    nodes = torch.tensor([[*nodes, *[0] * (width - len(nodes))] for nodes in kept], dtype=torch.int64, device=device)
-    nodes = nodes.view(len(kept), width)
-    slots = torch.arange(len(kept), device=device)[:, None]
-    return replace(
-        draft,
-        tokens=draft.tokens[slots, nodes],
-        parents=torch.tensor(parents, dtype=torch.int64, device=device).view(nodes.shape),
-        sizes=sizes,
-        q=None if draft.q is None else draft.q[slots, nodes],
-        confidence=None if draft.confidence is None else draft.confidence[slots, nodes],
-    )
