@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from outrider.decoding.accept import Verdict
+from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState
 from outrider.targets.transformers import TransformersTarget
@@ -74,11 +74,9 @@ class Replay:
         parents = torch.tensor([[*parents, *[-1] * (width - len(parents))] for _, parents in drawn])
         return Draft(tokens, parents, sizes, q)
 
-    def observe(self, memory: None, state: DecodeState, draft: Draft, verdict: Verdict, scores: Any) -> None:
-        offered = (draft.sizes > 0).tolist()
-        self.kept.update(kept for kept, was in zip(verdict.accepted.tolist(), offered, strict=True) if was)
-        moved = (verdict.path >= 0) & (verdict.path != torch.arange(verdict.path.shape[1]))
-        self.jumps += int(moved.any(-1).sum())
+    def observe(self, memory: None, state: DecodeState, draft: Draft, kept: Kept, scores: Any) -> None:
+        self.kept.update(len(path) for path, size in zip(kept.paths, draft.live, strict=True) if size)
+        self.jumps += sum(path != list(range(len(path))) for path in kept.paths)
 
     def _coming(self, text: list[int]) -> list[int]:
         """What follows in the known text that begins so; anything where there is none."""
@@ -123,7 +121,7 @@ def logits_by(target: TransformersTarget, text: list[int], prompt: int, rows: in
         part = torch.tensor([text[at : at + rows]], device=target.device)
         draft = Draft.chain(part[:, 1:], torch.tensor([part.shape[1] - 1]))
         logits = target.verify(cache, [0], part[:, 0], draft).logits[0, -1]
-        cache.keep(torch.arange(part.shape[1] - 1)[None])
+        cache.keep([range(part.shape[1] - 1)])
         at += part.shape[1]
     return logits
 

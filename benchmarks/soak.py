@@ -33,7 +33,7 @@ from torch import Tensor
 
 from benchmarks.families import SMALL, tiny
 from benchmarks.replay import Replay, progress_bar, provenance, publish, spread
-from outrider.decoding.accept import Verdict
+from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.generate import advance
 from outrider.decoding.penalties import processed
@@ -211,7 +211,7 @@ class Moody:
     def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
         return sizes
 
-    def observe(self, state: DecodeState, sizes: Tensor, verdict: Verdict, timing: Any) -> None: ...
+    def observe(self, state: DecodeState, sizes: Tensor, kept: Kept, timing: Any) -> None: ...
     def free(self, rows: Sequence[int]) -> None: ...
 
 
@@ -275,9 +275,9 @@ class Watched(Replay):
         self.reused += len(self.was_cut.intersection(rows))
         self.was_cut.difference_update(rows)
 
-    def observe(self, memory: None, state: DecodeState, draft: Draft, verdict: Verdict, scores: Any) -> None:
-        super().observe(memory, state, draft, verdict, scores)
-        cut = [row for row, token in zip(state.rows, verdict.next_token.tolist(), strict=True) if token < 0]
+    def observe(self, memory: None, state: DecodeState, draft: Draft, kept: Kept, scores: Any) -> None:
+        super().observe(memory, state, draft, kept, scores)
+        cut = [row for row, token in zip(state.rows, kept.next_tokens, strict=True) if token < 0]
         self.cuts += len(cut)
         self.was_cut.update(cut)
 
@@ -351,8 +351,7 @@ def audit(case: Case, request: Request, tokens: list[int], wanted: int, found: i
     state = DecodeState(1, case.context, case.ends)
     state.admit(0, request)
     for token in tokens:
-        nothing = torch.empty(1, 0, dtype=torch.int64)
-        state.commit(Draft.empty(1), Verdict(nothing, torch.zeros(1, dtype=torch.int64), torch.tensor([token]), torch.zeros(1)))
+        state.commit(Draft.empty(1), Kept([[]], [token], [0]))
     logits, difference = spread(case.target, request.prompt + tokens, len(request.prompt))
     noise = torch.Generator().manual_seed(0)
     tries = torch.rand(400, len(logits), generator=noise) * 2 - 1

@@ -60,12 +60,11 @@ def fingerprint(model: nn.Module, *more: object) -> str:
     return digest.hexdigest()[:16]
 
 
-class Graph(nn.Module):
-    """A package as a module, so that what watches modules sees its calls."""
+class Graph:
+    """A package, called by `forward` as a module is, so that what watches modules sees its calls."""
 
     def __init__(self, path: Path):
         """NotCompiled where the package can't be read."""
-        super().__init__()
         try:
             self.package = torch._inductor.aoti_load_package(str(path))
         except Exception as error:  # native code that another program made: whatever it raises, we go on without

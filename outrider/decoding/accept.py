@@ -18,17 +18,37 @@ from outrider.decoding.sampling import Purpose, Streams
 from outrider.errors import DrafterError
 
 
+class Kept(NamedTuple):
+    """What a verified step keeps, slot by slot.  Lists, since whoever reads it goes from token to token."""
+
+    paths: list[list[int]]
+    """Drafted nodes that stay, from the anchor down."""
+    next_tokens: list[int]
+    """Correction or bonus; -1 where the slot ended before it."""
+    unlawful: list[int]
+    """Nodes with an id outside the vocabulary or a q that is no distribution; they were verified as deterministic."""
+
+    @property
+    def accepted(self) -> list[int]:
+        """How many nodes stay."""
+        return [len(path) for path in self.paths]
+
+
 class Verdict(NamedTuple):
-    """What a verified step keeps.  B live slots, D the longest path."""
+    """What a rule keeps, as tensors on the draft's device.  B live slots, D the longest path."""
 
     path: Tensor
     """[B, D] node indices kept, padded with -1."""
     accepted: Tensor
     """[B] how many."""
     next_token: Tensor
-    """[B] correction or bonus; -1 where the slot ended before it."""
+    """[B] correction or bonus."""
     unlawful: Tensor
-    """[B] nodes with an id outside the vocabulary or a q that is no distribution; they were verified as deterministic."""
+    """[B] as in `Kept`."""
+
+    def kept(self) -> Kept:
+        paths = zip(self.path.tolist(), self.accepted.tolist(), strict=True)
+        return Kept([path[:count] for path, count in paths], self.next_token.tolist(), self.unlawful.tolist())
 
 
 def accept(draft: Draft, p: Tensor, streams: Streams) -> Verdict:
@@ -82,14 +102,12 @@ def _ratio(draft: Draft, proposed: Tensor, p: Tensor, streams: Streams, known: T
     return walk.verdict(streams.draw(left, walk.accepted, Purpose.TARGET), ~lawful)
 
 
-def accept_greedy(draft: Draft, choice: Tensor, vocabulary: int) -> Verdict:
+def accept_greedy(draft: Draft, choice: Tensor, vocabulary: int) -> Kept:
     """The law's twin where every slot is greedy: follow the child that is the target's choice.  choice [B, N+1] int64.
 
-    Equals `accept` with p one-hot at `choice` (tested); it reads no distribution at all.  Returns tensors on the CPU.
+    Equals `accept` with p one-hot at `choice` (tested); it reads no distribution at all.
     """
-    if not draft.tokens.shape[1]:
-        return Verdict(draft.tokens.cpu(), draft.sizes, choice[:, 0].cpu(), draft.sizes)
-    rows = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.sizes.tolist(), choice.tolist(), strict=True)
+    rows = zip(draft.ids, draft.tree, draft.live, choice.tolist(), strict=True)
     paths, following, unlawful = [], [], []
     for tokens, parents, size, wanted in rows:
         at, path = -1, []
@@ -100,15 +118,7 @@ def accept_greedy(draft: Draft, choice: Tensor, vocabulary: int) -> Verdict:
         paths.append(path)
         following.append(wanted[at + 1])
         unlawful.append(sum(not 0 <= token < vocabulary for token in tokens[:size]))
-    accepted = [len(path) for path in paths]
-    deepest = max(accepted, default=0)
-    padded = [path + [-1] * (deepest - len(path)) for path in paths]
-    return Verdict(
-        torch.tensor(padded, dtype=torch.int64).view(len(paths), deepest),
-        torch.tensor(accepted),
-        torch.tensor(following),
-        torch.tensor(unlawful),
-    )
+    return Kept(paths, following, unlawful)
 
 
 def overlap(p: Tensor, q: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from outrider.decoding.accept import Verdict
+from outrider.decoding.accept import Kept
 from outrider.decoding.state import DecodeState, Request, Timing
 
 
@@ -33,7 +33,7 @@ class Adaptive:
 
     One step in `EXPLORE` tries another depth, plain steps among them, so that no measure grows old.  While off, a `SHARE` of
     the time goes into probes, so that it comes back by itself: many where they lose little, few where drafts are dear.
-    Budgets hang on earlier steps alone, and so keep the law; equal verdicts and equal timings give equal budgets.
+    Budgets hang on earlier steps alone, and so keep the law; equal outcomes and equal timings give equal budgets.
     """
 
     EXPLORE = 64
@@ -86,18 +86,18 @@ class Adaptive:
     def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
         return sizes
 
-    def observe(self, state: DecodeState, sizes: Tensor, verdict: Verdict, timing: Timing) -> None:
+    def observe(self, state: DecodeState, sizes: Tensor, kept: Kept, timing: Timing) -> None:
         live, asked = len(self.wanted), max(self.wanted, default=0)
         if not live:
             return
         offered = sizes.tolist()
         if asked:
-            self.acceptance.observe(state, self.wanted, offered, verdict)
+            self.acceptance.observe(state, self.wanted, offered, kept)
         # the first step of all warms caches up
         if self.turn > 1:
             self._observe_costs(live, asked, max(offered), timing)
         if self.probing and asked:
-            self._charge(live, asked, max(offered), int(verdict.accepted.sum()), timing)
+            self._charge(live, asked, max(offered), sum(kept.accepted), timing)
         self.pause = 0 if asked else self.pause + 1
 
     def _observe_costs(self, live: int, asked: int, width: int, timing: Timing) -> None:
@@ -233,7 +233,7 @@ class _Acceptance:
         """Expected width of the widest slot's draft, by the depth asked for, from 0 on."""
         return list(accumulate([1 - (1 - offered) ** live for offered in self.offered], initial=0.0))
 
-    def observe(self, state: DecodeState, wanted: list[int], sizes: list[int], verdict: Verdict) -> None:
+    def observe(self, state: DecodeState, wanted: list[int], sizes: list[int], kept: Kept) -> None:
         if not self.is_tree and state.reached != sizes:
             self.is_tree = True
             self.hits, self.tests = [0.0] * self.limit, [0.0] * self.limit
@@ -241,14 +241,13 @@ class _Acceptance:
         for n in range(max(wanted)):
             came = [size > n for size, most in zip(sizes, wanted, strict=True) if most > n]
             self.offered[n] += 0.1 * (sum(came) / len(came) - self.offered[n])
-        accepted = verdict.accepted.tolist()
+        accepted = kept.accepted
         # a slot that ended in mid-block did not show what it would have kept
-        whole = [b for b, token in enumerate(verdict.next_token.tolist()) if token >= 0]
+        whole = [b for b, token in enumerate(kept.next_tokens) if token >= 0]
         self._wonder([accepted[b] for b in whole], [wanted[b] for b in whole])
         hits, tests = [0] * self.limit, [0] * self.limit
-        paths = verdict.path.tolist() if self.is_tree else []
         for b in whole:
-            for n in paths[b][: accepted[b]] if self.is_tree else range(min(accepted[b], wanted[b])):
+            for n in kept.paths[b] if self.is_tree else range(min(accepted[b], wanted[b])):
                 hits[n] += 1
             for n in range(wanted[b] if self.is_tree else min(accepted[b] + 1, wanted[b])):
                 tests[n] += 1

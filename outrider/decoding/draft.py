@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.errors import DrafterError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Draft:
     """Tokens proposed under each slot's anchor (the last committed token, not yet in the target's cache).
 
@@ -50,6 +50,23 @@ class Draft:
         nothing = torch.empty(slots, 0, dtype=torch.int64, device=device)
         return cls(nothing, nothing, torch.zeros(slots, dtype=torch.int64), branches=False)
 
+    @functools.cached_property
+    def ids(self) -> list[list[int]]:
+        """`tokens`, for walks in Python: read from the device once."""
+        return self.tokens.tolist()
+
+    @functools.cached_property
+    def tree(self) -> tuple[tuple[int, ...], ...]:
+        """`parents`, as what is remembered of a tree's shape is keyed by."""
+        if not self.branches:
+            return (tuple(range(-1, self.tokens.shape[1] - 1)),) * len(self.tokens)
+        return tuple(map(tuple, self.parents.tolist()))
+
+    @functools.cached_property
+    def live(self) -> list[int]:
+        """`sizes`."""
+        return self.sizes.tolist()
+
     def checked(self, slots: int) -> Draft:
         """This draft with its shape made sure of: sizes within the columns, every parent before its child, a chain a chain.
 
@@ -62,29 +79,29 @@ class Draft:
                 f"a draft of {slots} slots came with tokens {tuple(shape)}, parents {tuple(self.parents.shape)}, sizes "
                 f"{tuple(self.sizes.shape)}; tokens, parents, q and confidence must all be [slots, nodes, ...]"
             )
-        claimed = self.sizes.tolist()
-        sizes = (
-            self.sizes if 0 <= min(claimed, default=0) <= max(claimed, default=0) <= shape[1] else self.sizes.clamp(0, shape[1])
-        )
+        if not 0 <= min(self.live, default=0) <= max(self.live, default=0) <= shape[1]:
+            return replace(self, sizes=self.sizes.clamp(0, shape[1])).checked(slots)
         if not self.branches:
             # the mask will be a chain's, so the walk must be one too
-            return replace(self, parents=_chain(*shape, self.parents.device), sizes=sizes)
-        sound = [_sound(tuple(parents)) for parents in self.parents.tolist()]
+            parents = _chain(*shape, self.parents.device)
+            return self if self.parents is parents else replace(self, parents=parents)
+        sound = [_sound(parents) for parents in self.tree]
         if min(sound, default=shape[1]) == shape[1]:
-            return replace(self, sizes=sizes)
+            return self
         live = torch.tensor(sound)
         # behind an unsound parent all is padding, which must not index outside the tree either
         is_sound = torch.arange(shape[1]) < live[:, None]
         parents = self.parents.where(is_sound.to(self.parents.device), -1)
-        return replace(self, parents=parents, sizes=torch.minimum(sizes, live))
+        return replace(self, parents=parents, sizes=torch.minimum(self.sizes, live))
 
     def first(self, keep: Tensor) -> Draft:
         """The first keep[b] nodes of every slot.  keep [B] int64 on the CPU; columns that no slot keeps are cut off."""
+        if keep is self.sizes:
+            return self
         # on small lists, which is several times faster than on small tensors
-        before = self.sizes.tolist()
-        sizes = [max(0, min(own, wanted)) for own, wanted in zip(before, keep.tolist(), strict=True)]
+        sizes = [max(0, min(own, wanted)) for own, wanted in zip(self.live, keep.tolist(), strict=True)]
         width = max(sizes, default=0)
-        if sizes == before and width == self.tokens.shape[1]:
+        if sizes == self.live and width == self.tokens.shape[1]:
             return self
         return replace(
             self,
@@ -102,8 +119,7 @@ class Draft:
         """
         if not self.branches:
             return self
-        live = zip(self.parents.tolist(), self.sizes.tolist(), strict=True)
-        chain = self.only([_eldest(tuple(parents[:size])) for parents, size in live])
+        chain = self.only([_eldest(parents[:size]) for parents, size in zip(self.tree, self.live, strict=True)])
         return replace(chain, parents=_chain(*chain.tokens.shape, chain.tokens.device), branches=False)
 
     def only(self, kept: list[list[int]]) -> Draft:
@@ -111,10 +127,7 @@ class Draft:
         width = max(map(len, kept), default=0)
         device = self.tokens.device
         place = [{-1: -1} | {n: at for at, n in enumerate(nodes)} for nodes in kept]
-        parents = [
-            [place[b][above[n]] for n in kept[b]] + [-1] * (width - len(kept[b]))
-            for b, above in enumerate(self.parents.tolist())
-        ]
+        parents = [[place[b][above[n]] for n in kept[b]] + [-1] * (width - len(kept[b])) for b, above in enumerate(self.tree)]
         nodes = torch.tensor([[*nodes, *[0] * (width - len(nodes))] for nodes in kept], dtype=torch.int64, device=device)
         nodes = nodes.view(len(kept), width)
         slots = torch.arange(len(kept), device=device)[:, None]
@@ -134,9 +147,9 @@ class Draft:
     def reach(self) -> list[int]:
         """How deep each slot's live nodes go; 0 where nothing was drafted."""
         if not self.branches:
-            return self.sizes.tolist()
-        depths = [_ancestry(tuple(parents))[1] for parents in self.parents.tolist()]
-        return [max(deep[:size], default=-1) + 1 for deep, size in zip(depths, self.sizes.tolist(), strict=True)]
+            return self.live
+        depths = [_ancestry(parents)[1] for parents in self.tree]
+        return [max(deep[:size], default=-1) + 1 for deep, size in zip(depths, self.live, strict=True)]
 
     def visible(self) -> Tensor:
         """Which rows a row of the verified pass may look at: [B, N+1, N+1] bool; row 0 is the anchor, n + 1 is node n.
@@ -149,7 +162,7 @@ class Draft:
         """`visible`, and how deep each of these rows stands, [B, N+1]: 0 for the anchor, 1 for its children."""
         slots, nodes = self.tokens.shape
         if self.branches:
-            return _rows(tuple(map(tuple, self.parents.tolist())), self.tokens.device)
+            return _rows(self.tree, self.tokens.device)
         order = torch.arange(nodes + 1, device=self.tokens.device)
         return (order[:, None] >= order).expand(slots, -1, -1), order.expand(slots, -1)
 

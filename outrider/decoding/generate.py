@@ -180,13 +180,12 @@ def advance(
             state.admit(row, request)
         prefill(target, drafter, cache, memory, state, fresh)
         rows, before = state.rows, [len(state.tokens[row]) for row in state.rows]
-        verdict = step(target, drafter, policy, cache, memory, state, rule)
-        accepted = verdict.accepted.tolist()
+        kept = step(target, drafter, policy, cache, memory, state, rule)
         for b, row in enumerate(rows):
             tokens = state.tokens[row][before[b] :]
             reported = tuple(state.logprobs[row][-len(tokens) :])
             strayed = rule.strayed(b, len(tokens)) if isinstance(rule, lossy.Meter) else 0.0
-            yield Progress(serving[row], tokens, accepted[b], state.reached[b], state.finished[row], reported, strayed)
+            yield Progress(serving[row], tokens, len(kept.paths[b]), state.reached[b], state.finished[row], reported, strayed)
         over = [row for row in rows if state.finished[row]]
         if over:
             drafter.free(memory, over)

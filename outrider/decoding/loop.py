@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.decoding import logprobs
-from outrider.decoding.accept import Verdict, accept, accept_greedy, refuse_other_vocabulary
+from outrider.decoding.accept import Kept, Verdict, accept, accept_greedy, refuse_other_vocabulary
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Cache, Drafter, Scores, Target
 from outrider.decoding.penalties import emitting_rows, processed, refuse_dead_ends
@@ -29,8 +29,8 @@ Rule = Callable[[Draft, Tensor, Streams], Verdict]
 
 def step(
     target: Target, drafter: Drafter, policy: Policy, cache: Cache, memory: Any, state: DecodeState, rule: Rule = accept
-) -> Verdict:
-    """Advance every live slot by one verified step.  Returns what was committed, slots in the order `state.rows` had.
+) -> Kept:
+    """Advance every live slot by one verified step.  Returns what was committed, slots in the order of `state.rows`.
 
     `rule` is the law or a twin of it.  Where every slot is greedy the law's greedy twin reads the logits themselves.  Under
     the law a slot with a seed emits the target's own draws, whatever was drafted; under another rule a seed fixes the noise.
@@ -43,15 +43,16 @@ def step(
     scores = target.verify(cache, rows, state.anchor, draft, drafter.taps)
     timing.lap("verify")
     law = _law(draft, scores, state, rule)
-    verdict = state.commit(draft, _judge(draft, law, state, rule))
-    _report(law, verdict, state)
-    cache.keep(_cached(verdict))
+    kept = state.commit(draft, _judge(draft, law, state, rule))
+    _report(law, kept, state)
+    # where a slot was cut its last node is the anchor again, not yet in the cache
+    cache.keep([path if following >= 0 else path[:-1] for path, following in zip(kept.paths, kept.next_tokens, strict=True)])
     timing.lap("other")
-    drafter.observe(memory, state, draft, verdict, scores)
+    drafter.observe(memory, state, draft, kept, scores)
     timing.lap("draft")
-    policy.observe(state, draft.sizes, verdict, timing)
+    policy.observe(state, draft.sizes, kept, timing)
     timing.lap("other")
-    return verdict
+    return kept
 
 
 def _proposal(target: Target, drafter: Drafter, policy: Policy, memory: Any, state: DecodeState) -> Draft:
@@ -91,7 +92,7 @@ def _law(draft: Draft, scores: Scores, state: DecodeState, rule: Rule) -> _Law:
     return _Law(logits, None, scores.choice if is_known else logits.argmax(-1))
 
 
-def _judge(draft: Draft, law: _Law, state: DecodeState, rule: Rule) -> Verdict:
+def _judge(draft: Draft, law: _Law, state: DecodeState, rule: Rule) -> Kept:
     if law.p is None:
         assert law.choice is not None
         return accept_greedy(draft, law.choice, law.logits.shape[-1])
@@ -99,10 +100,10 @@ def _judge(draft: Draft, law: _Law, state: DecodeState, rule: Rule) -> Verdict:
     if rule is accept and not draft.branches:
         rule = accept_chain  # the law token for token, without a loop over nodes
     if seeded is None or draft.q is None:
-        return rule(draft, law.p, streams)
+        return rule(draft, law.p, streams).kept()
     refuse_other_vocabulary(draft, law.p.shape[-1])
     matched = rule(replace(draft, q=None), law.p, streams)
-    return matched if bool(seeded.all()) else _merged(seeded, matched, rule(draft, law.p, streams))
+    return (matched if bool(seeded.all()) else _merged(seeded, matched, rule(draft, law.p, streams))).kept()
 
 
 def _merged(which: Tensor, one: Verdict, other: Verdict) -> Verdict:
@@ -113,30 +114,20 @@ def _merged(which: Tensor, one: Verdict, other: Verdict) -> Verdict:
     return Verdict(torch.where(which[:, None], wide, wider), *rest)
 
 
-def _report(law: _Law, verdict: Verdict, state: DecodeState) -> None:
+def _report(law: _Law, kept: Kept, state: DecodeState) -> None:
     """Log probabilities of what was committed, for the slots that ask; and an error where a slot had nothing left to say."""
     if state.prefixes:
-        refuse_dead_ends(law.logits, verdict, state.prefixes)
+        refuse_dead_ends(law.logits, kept, state.prefixes)
     if not state.wants_logprobs:
         return
     for b, row in enumerate(state.rows):
         sampling = state.requests[row].sampling
         if sampling.logprobs is None:
             continue
-        rows = emitting_rows(verdict, b)
+        rows = emitting_rows(kept, b)
         if law.p is None or sampling.temperature == 0:
             logits = law.logits[b, rows]
             found = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
         else:
             found = law.p[b, rows].log()
         state.logprobs[row] += logprobs.read(found, state.tokens[row][-len(rows) :], sampling.logprobs)
-
-
-def _cached(verdict: Verdict) -> Tensor:
-    """The path without its last node where the slot was cut there: that node is the anchor again, not yet in the cache."""
-    if min(verdict.next_token.tolist(), default=0) >= 0:
-        return verdict.path
-    cut = (verdict.next_token < 0) & (verdict.accepted > 0)
-    path = verdict.path.clone()
-    path[cut, verdict.accepted[cut] - 1] = -1
-    return path

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from outrider.decoding.accept import Verdict
+from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState
 
@@ -59,8 +59,8 @@ class Cache(Protocol):
     slots: int
     length: int
 
-    def keep(self, path: Tensor) -> None:
-        """The anchor and the accepted nodes stay, the rest never happened.  path [B, D], padded with -1."""
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """The anchor and the nodes on each slot's path stay, the rest never happened."""
 
     def fork(self, row: int, rows: Sequence[int], length: int) -> None:
         """Give `rows` the first `length` tokens of `row`."""
@@ -124,7 +124,7 @@ class Drafter(Protocol):
     def propose(self, memory: Any, state: DecodeState, budget: Tensor) -> Draft:
         """At most budget[b] nodes under each live slot's anchor.  budget [B] int64 on the CPU."""
 
-    def observe(self, memory: Any, state: DecodeState, draft: Draft, verdict: Verdict, scores: Scores) -> None:
+    def observe(self, memory: Any, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
         """Every step, also when nothing was drafted, after the commit."""
 
     def free(self, memory: Any, rows: Sequence[int]) -> None:
@@ -143,5 +143,5 @@ class Plain:
     def propose(self, memory: None, state: DecodeState, budget: Tensor) -> Draft:
         return Draft.empty(len(state.rows), state.device)
 
-    def observe(self, memory: None, state: DecodeState, draft: Draft, verdict: Verdict, scores: Scores) -> None: ...
+    def observe(self, memory: None, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None: ...
     def free(self, memory: None, rows: Sequence[int]) -> None: ...

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.decoding.accept import Verdict
+from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.sampling import Sampling
 from outrider.errors import ConfigError
@@ -141,12 +141,12 @@ def processed(logits: Tensor, draft: Draft, prefixes: Sequence[tuple[int, Prefix
     return out
 
 
-def refuse_dead_ends(logits: Tensor, verdict: Verdict, prefixes: Sequence[tuple[int, Prefix]]) -> None:
+def refuse_dead_ends(logits: Tensor, kept: Kept, prefixes: Sequence[tuple[int, Prefix]]) -> None:
     """Raise ConfigError where a committed token stands at a place that left no token possible.  logits as processed."""
     for b, prefix in prefixes:
         if not prefix.sampling.forbids:
             continue
-        rows = emitting_rows(verdict, b)
+        rows = emitting_rows(kept, b)
         if bool((logits[b, rows].amax(-1) == -torch.inf).any()):
             raise ConfigError(
                 f"behind {len(prefix.tokens) - prefix.start - len(rows)} or more new tokens bad_words, min_new_tokens, grammar "
@@ -154,11 +154,10 @@ def refuse_dead_ends(logits: Tensor, verdict: Verdict, prefixes: Sequence[tuple[
             )
 
 
-def emitting_rows(verdict: Verdict, b: int) -> list[int]:
+def emitting_rows(kept: Kept, b: int) -> list[int]:
     """The rows that predicted a slot's committed tokens: each token's is its predecessor's."""
-    accepted = int(verdict.accepted[b])
-    rows = [0, *(verdict.path[b, :accepted] + 1).tolist()]
-    return rows[: accepted + (int(verdict.next_token[b]) >= 0)]
+    rows = [0, *(node + 1 for node in kept.paths[b])]
+    return rows if kept.next_tokens[b] >= 0 else rows[:-1]
 
 
 class _Slot(NamedTuple):

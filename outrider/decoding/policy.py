@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outrider.decoding.accept import Verdict
+from outrider.decoding.accept import Kept
 from outrider.decoding.state import DecodeState, Timing
 
 
@@ -25,7 +25,7 @@ class Policy(Protocol):
     def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
         """[B] int64 on the CPU, at most `sizes`: how many of each slot's nodes stay."""
 
-    def observe(self, state: DecodeState, sizes: Tensor, verdict: Verdict, timing: Timing) -> None:
+    def observe(self, state: DecodeState, sizes: Tensor, kept: Kept, timing: Timing) -> None:
         """After every step."""
 
 
@@ -41,7 +41,7 @@ class Fixed:
     def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
         return sizes
 
-    def observe(self, state: DecodeState, sizes: Tensor, verdict: Verdict, timing: Timing) -> None: ...
+    def observe(self, state: DecodeState, sizes: Tensor, kept: Kept, timing: Timing) -> None: ...
 
 
 class ByConfidence(Fixed):

@@ -29,7 +29,7 @@ def pruned(draft: Draft, prefixes: Sequence[tuple[int, Prefix]], seeded: Tensor 
     banning = [(b, prefix) for b, prefix in prefixes if prefix.sampling.bans]
     if not banning or not draft.tokens.shape[1]:
         return draft
-    tokens, parents, sizes = draft.tokens.tolist(), draft.parents.tolist(), draft.sizes.tolist()
+    tokens, parents, sizes = draft.ids, draft.tree, draft.live
     kept = [list(range(size)) for size in sizes]
     for b, prefix in banning:
         reached = _reached(tokens[b][: sizes[b]], parents[b], prefix, vocabulary)
@@ -42,7 +42,7 @@ def pruned(draft: Draft, prefixes: Sequence[tuple[int, Prefix]], seeded: Tensor 
     return draft.only(kept)
 
 
-def _reached(tokens: list[int], parents: list[int], prefix: Prefix, vocabulary: int) -> list[tuple[int, bool]]:
+def _reached(tokens: list[int], parents: Sequence[int], prefix: Prefix, vocabulary: int) -> list[tuple[int, bool]]:
     """One slot's nodes under none that is impossible or an end token, parents first, and whether each may stay as it is.
 
     An id outside the vocabulary may: the law counts it.

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from outrider.decoding.accept import Verdict
+from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.logprobs import TokenLogprob
 from outrider.decoding.penalties import Prefix
@@ -156,29 +156,21 @@ class DecodeState:
     def new_tokens(self, row: int) -> list[int]:
         return self.tokens[row][len(self.requests[row].prompt) :]
 
-    def commit(self, draft: Draft, verdict: Verdict) -> Verdict:
-        """Append what was kept, token by token, and stop at an end id, a stop string, the limit or the context.
+    def commit(self, draft: Draft, kept: Kept) -> Kept:
+        """Append what is kept, token by token, and stop at an end id, a stop string, the limit or the context.
 
-        Returns the verdict as committed, on the CPU: a slot that ended inside its block has the shorter path and -1 for
-        its next token.
+        Returns what was committed: a slot that ended inside its block has the shorter path and -1 for its next token.
         """
-        drafted, paths = draft.tokens.tolist(), verdict.path.tolist()
-        accepted, following = verdict.accepted.tolist(), verdict.next_token.tolist()
-        self.unlawful += sum(verdict.unlawful.tolist())
+        self.unlawful += sum(kept.unlawful)
         self.reached = draft.reach()
-        cut = False
+        paths, following = list(kept.paths), list(kept.next_tokens)
         for b, row in enumerate(self.rows):
-            block = [drafted[b][n] for n in paths[b][: accepted[b]]] + [following[b]]
-            kept = self._push(row, block)
-            if kept < len(block):
-                cut = True
-                accepted[b], following[b] = kept, -1
-                paths[b][kept:] = [-1] * (len(paths[b]) - kept)
+            block = [draft.ids[b][n] for n in paths[b]] + [following[b]]
+            pushed = self._push(row, block)
+            if pushed < len(block):
+                paths[b], following[b] = paths[b][:pushed], -1
         self._anchors()
-        if not cut:
-            return Verdict(*(x.cpu() for x in verdict))
-        path = torch.tensor(paths, dtype=torch.int64).view(len(paths), -1)
-        return Verdict(path, torch.tensor(accepted), torch.tensor(following), verdict.unlawful.cpu())
+        return Kept(paths, following, kept.unlawful)
 
     def _push(self, row: int, block: list[int]) -> int:
         """Append tokens of `block` until the slot ends; returns how many were appended."""

@@ -21,7 +21,7 @@ from torch.export import Dim
 from outrider import compiled, packed
 from outrider.compiled import Graph, Graphs
 from outrider.config import Config as Base
-from outrider.decoding.accept import Verdict
+from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Cache, Scores, Target
 from outrider.decoding.sampling import Purpose, distribution
@@ -197,7 +197,7 @@ class BlockDrafter:
         self.block = model.backbone.config.block
         self.tree = Tree(self.block, model.backbone.config.runners_up)
         self.limit = len(self.tree.slots)
-        self.step = CompiledBlock(model, self.tree.width)
+        self.step = CompiledBlock(model, self.tree)
 
     def compile(self, several: bool = False) -> float:
         """Have greedy blocks of one slot, or of several, compiled; returns the seconds it took.  NotCompiled says why not."""
@@ -224,48 +224,48 @@ class BlockDrafter:
         if pick is None and self.step.fits(kept, rows, max(2, taps.shape[1]) + self.block):
             taps = nn.functional.pad(taps, (0, 0, 0, 0, 0, max(0, 2 - taps.shape[1])))
             kept.open(rows, taps.shape[1] + self.block)
-            best, confidence = self.step.run(taps, state.anchor, counts, kept)
-            tokens = best[..., 0]
+            tokens, confidence = self.step.run(taps, state.anchor, counts, kept)
         else:
             kept.open(rows, taps.shape[1] + self.block)
             mask = self._mask(kept, taps.shape[1], counts)
-            taps_at = kept.starts[:, None] + torch.arange(taps.shape[1], device=state.device)
-            anchors_at = kept.starts + torch.tensor(counts, device=state.device)
+            starts = [kept.lengths[row] for row in rows]
+            taps_at = torch.tensor([list(range(start, start + taps.shape[1])) for start in starts], device=state.device)
+            anchors_at = torch.tensor([start + count for start, count in zip(starts, counts, strict=True)], device=state.device)
             with packed.products():
                 tokens, logits, confidence = self.model(taps, taps_at, state.anchor, anchors_at, mask, kept, pick)
-            best = logits.topk(self.tree.width, -1).indices if self.tree.width > 1 else tokens[..., None]
+            if pick is None:
+                tokens = self.tree.nodes(tokens, logits)
         kept.append(counts)
         if pick is None and self.limit > self.block:
-            return self.tree.draft(best, budget)
+            return self.tree.draft(tokens, budget)
         q = torch.stack(pick.q, 1) if pick is not None and pick.q else None
         return Draft.chain(tokens, budget.clamp(max=self.block), q, confidence)
 
-    def observe(self, memory: BlockMemory, state: DecodeState, draft: Draft, verdict: Verdict, scores: Scores) -> None:
+    def observe(self, memory: BlockMemory, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
         assert scores.taps is not None
         for b, row in enumerate(state.rows):
-            kept = int(verdict.accepted[b]) + 1
-            if draft.branches:
-                nodes = [0, *(verdict.path[b, : kept - 1] + 1).tolist()]
-                memory.pending[row].append(scores.taps[b, nodes])
-            else:
-                memory.pending[row].append(scores.taps[b, :kept])
+            path, taps = kept.paths[b], scores.taps[b]
+            is_straight = path == list(range(len(path)))
+            memory.pending[row].append(taps[: len(path) + 1] if is_straight else taps[[0, *(node + 1 for node in path)]])
 
     def free(self, memory: BlockMemory, rows: Sequence[int]) -> None:
         memory.kept.free(rows)
         for row in rows:
             memory.pending[row] = []
 
-    @torch.inference_mode()
     def _settle(self, memory: BlockMemory, rows: Sequence[int]) -> None:
         """Take in what waits where it is more than a step brings, such as a prompt; each slot by itself, so none is padded."""
         for row in rows:
-            if sum(map(len, memory.pending[row])) <= self.block + 1:
-                continue
-            taps, [count] = self._take(memory, [row])
-            start = memory.kept.lengths[row]
-            memory.kept.open([row], count)
-            self.backbone.remember(taps, torch.arange(start, start + count, device=taps.device)[None], memory.kept)
-            memory.kept.append([count])
+            if sum(map(len, memory.pending[row])) > self.block + 1:
+                self._take_in(memory, row)
+
+    @torch.inference_mode()
+    def _take_in(self, memory: BlockMemory, row: int) -> None:
+        taps, [count] = self._take(memory, [row])
+        start = memory.kept.lengths[row]
+        memory.kept.open([row], count)
+        self.backbone.remember(taps, torch.arange(start, start + count, device=taps.device)[None], memory.kept)
+        memory.kept.append([count])
 
     def _take(self, memory: BlockMemory, rows: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Waiting taps of these slots, right-padded [B, C, T, H], and how many each brought."""
@@ -297,18 +297,18 @@ class CompiledBlock(Graphs):
 
     name = "block"
 
-    def __init__(self, model: BlockModel, width: int):
+    def __init__(self, model: BlockModel, tree: Tree):
         super().__init__()
-        self.traced = _Traced(model, width)
+        self.traced = _Traced(model, tree)
         self.backbone = model.backbone
 
     def run(self, taps: Tensor, anchors: Tensor, counts: Sequence[int], kept: SlotCache) -> tuple[Tensor, Tensor | None]:
         """A block a slot behind taps [R, C, T, H], C at least 2, of which counts[b] are real, in the open pass of `kept`.
 
-        Returns the best ids of every place, [R, K, width], and confidences [R, K].
+        Returns the nodes of the block's tree, [R, N], and confidences [R, K].
         """
-        best, _logits, *rest = self.graphs[len(taps) > 1](*self._arguments(taps, anchors, counts, kept))
-        return best, rest[0] if rest else None
+        nodes, _logits, *rest = self.graphs[len(taps) > 1].forward(*self._arguments(taps, anchors, counts, kept))
+        return nodes, rest[0] if rest else None
 
     def model(self) -> nn.Module:
         return self.traced
@@ -331,9 +331,10 @@ class CompiledBlock(Graphs):
     @torch.inference_mode()
     def apart(self, graph: Graph, several: bool) -> tuple[float, float]:
         given = self._arguments(*self._pass(several))
-        (best, logits), (said, plain) = graph(*given)[:2], self.traced(*given)[:2]
+        (nodes, logits), (said, plain) = graph.forward(*given)[:2], self.traced(*given)[:2]
         # behind a token that a tie decided otherwise all may differ
-        alike = nn.functional.pad((best == said)[..., 0].long().cumprod(-1), (1, 0), value=1)[:, :-1, None]
+        chain = (nodes == said)[:, self.traced.tree.chain]
+        alike = nn.functional.pad(chain.long().cumprod(-1), (1, 0), value=1)[:, :-1, None]
         # of float32 at least: norms and angles are computed in it
         rounding = max(torch.finfo(plain.dtype).eps, torch.finfo(torch.float32).eps)
         return float(((logits - plain) * alike).abs().max()), 64 * rounding * float(plain.abs().max())
@@ -363,10 +364,10 @@ class CompiledBlock(Graphs):
 class _Traced(nn.Module):
     """What is compiled; the target's embedding and head are part of it."""
 
-    def __init__(self, model: BlockModel, width: int):
+    def __init__(self, model: BlockModel, tree: Tree):
         super().__init__()
         assert isinstance(model, nn.Module)
-        self.draft, self.width = model, width
+        self.draft, self.tree = model, tree
         whole: Any = getattr(model.backbone.target, "model", None)
         # or their weights were not in its key, and not frozen as the others are
         self.ends = nn.ModuleList([whole.get_input_embeddings(), whole.get_output_embeddings()] if whole is not None else [])
@@ -380,8 +381,8 @@ class _Traced(nn.Module):
         kept: Any = Columns(range(len(buffers) // 2), buffers, sight)
         found = self.draft(taps, sight.positions(torch.arange(new)), anchors, starts + counts, mask, kept, None)
         tokens, logits, confidence = found
-        best = logits.topk(self.width, -1).indices if self.width > 1 else tokens[..., None]
-        return (best, logits) if confidence is None else (best, logits, confidence)
+        nodes = self.tree.nodes(tokens, logits)
+        return (nodes, logits) if confidence is None else (nodes, logits, confidence)
 
 
 class Tree:
@@ -397,12 +398,18 @@ class Tree:
         at = {slot: n for n, (slot, rank) in enumerate(nodes) if not rank}
         self.slots, self.ranks = torch.tensor(nodes).unbind(-1)
         self.parents = torch.tensor([at[slot - 1] if slot else -1 for slot, _ in nodes])
+        self.chain = [at[slot] for slot in range(block)]
         self.width = 1 + max(rank for _, rank in nodes)
 
-    def draft(self, best: Tensor, budget: Tensor) -> Draft:
-        """The tree of a block's best ids [B, K, width]: rank 0 is each slot's best token, the rest are the next best."""
-        parents = self.parents.to(best.device).expand(len(best), -1)
-        return Draft(best[:, self.slots, self.ranks], parents, budget.clamp(max=len(self.slots)))
+    def nodes(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """[B, N] from a block's tokens [B, K] and logits [B, K, V]: the chain and, beside its slots, the next best."""
+        if self.width == 1:
+            return tokens
+        return logits.topk(self.width, -1).indices[:, self.slots, self.ranks]
+
+    def draft(self, tokens: Tensor, budget: Tensor) -> Draft:
+        """The draft of these nodes, [B, N]."""
+        return Draft(tokens, self.parents.to(tokens.device).expand(len(tokens), -1), budget.clamp(max=len(self.slots)))
 
 
 class _Picker:

@@ -14,7 +14,7 @@ from pydantic import PositiveInt, model_validator
 from torch import Tensor
 
 from outrider.config import Config as Base
-from outrider.decoding.accept import Verdict
+from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Cache, Scores, Target
 from outrider.decoding.state import DecodeState
@@ -67,7 +67,7 @@ class NGram:
         tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in found], dtype=torch.int64)
         return Draft.chain(tokens.view(len(found), width).to(state.device), torch.tensor([len(tokens) for tokens in found]))
 
-    def observe(self, memory: list[History], state: DecodeState, draft: Draft, verdict: Verdict, scores: Scores) -> None: ...
+    def observe(self, memory: list[History], state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None: ...
 
     def free(self, memory: list[History], rows: Sequence[int]) -> None:
         for row in rows:

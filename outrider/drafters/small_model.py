@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider import demo
 from outrider.config import Config as Base
-from outrider.decoding.accept import Verdict
+from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Cache, Scores, Target
 from outrider.decoding.sampling import Purpose, distribution
@@ -114,15 +114,14 @@ class SmallModel:
             replacement=self.config.replacement,
         )  # fmt: skip
 
-    def observe(self, memory: Memory, state: DecodeState, draft: Draft, verdict: Verdict, scores: Scores) -> None:
+    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
         """Forget what was rejected: of the committed tokens all but the last may stand in the cache, and no draft beyond."""
         if memory.tree is not None:
             tree, memory.tree = memory.tree, None
-            memory.cache.keep(_path(tree, [state.tokens[row][memory.cache.lengths[row] + 1 : -1] for row in state.rows]))
+            memory.cache.keep(_paths(tree, [state.tokens[row][memory.cache.lengths[row] + 1 : -1] for row in state.rows]))
             return
         for b, row in enumerate(state.rows):
-            added = int(verdict.accepted[b]) + (int(verdict.next_token[b]) >= 0)
-            agreed = len(state.tokens[row]) - added + int(verdict.accepted[b])
+            agreed = len(state.tokens[row]) - (kept.next_tokens[b] >= 0)
             memory.cache.lengths[row] = min(memory.cache.lengths[row], agreed)
 
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
@@ -153,17 +152,16 @@ def _masked(logits: Tensor, tree: Draft, state: DecodeState) -> Tensor:
     return torch.stack([state.masked(logits[:, w], [step[:, w] for step in path]) for w in range(fresh)], 1)
 
 
-def _path(tree: Draft, texts: Sequence[list[int]]) -> Tensor:
-    """The nodes that say how each text begins, [B, D], padded with -1; what a target made of the draft is not asked."""
+def _paths(tree: Draft, texts: Sequence[list[int]]) -> list[list[int]]:
+    """The nodes that say how each text begins; what a target made of the draft is not asked."""
     paths = []
-    for tokens, parents, text in zip(tree.tokens.tolist(), tree.parents.tolist(), texts, strict=True):
+    for tokens, parents, text in zip(tree.ids, tree.tree, texts, strict=True):
         path: list[int] = []
         for n, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             if len(path) < len(text) and token == text[len(path)] and parent == (path[-1] if path else -1):
                 path.append(n)
         paths.append(path)
-    deepest = max(map(len, paths))
-    return torch.tensor([path + [-1] * (deepest - len(path)) for path in paths], dtype=torch.int64).view(len(paths), deepest)
+    return paths
 
 
 def build(config: Config, target: Target) -> SmallModel:

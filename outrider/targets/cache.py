@@ -256,15 +256,13 @@ class SlotCache:
             for b, (row, count) in enumerate(zip(self._now.rows, counts, strict=True)):
                 self._states[key][row] = self._trail[key][count - 1][b] if key in self._trail else work[b]
 
-    @torch.inference_mode()  # the passes that made the buffers were in it
-    def keep(self, path: Tensor) -> None:
-        """The pass's first token (the anchor) and the nodes on `path` stay.  path [R, D], node n is token n + 1, -1 pads."""
-        # on small lists, which is several times faster than on small tensors
-        kept = [[node for node in nodes if node >= 0] for nodes in path.tolist()]
-        if any(nodes != list(range(len(nodes))) for nodes in kept):
-            order = torch.arange(path.shape[1])
-            self._gather(path.clamp(min=0).where(path >= 0, order))
-        self.append([len(nodes) + 1 for nodes in kept])
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Each row's first token (the anchor) and the nodes on its path stay.  Node n is token n + 1."""
+        for row, start, path in zip(self._now.rows, self._now.starts, paths, strict=True):
+            straight = next((i for i, node in enumerate(path) if node != i), len(path))
+            if straight < len(path):
+                self._move(row, [start + 1 + node for node in path[straight:]], start + 1 + straight)
+        self.append([len(path) + 1 for path in paths])
 
     @torch.inference_mode()
     def fork(self, row: int, rows: Sequence[int], length: int) -> None:
@@ -356,6 +354,13 @@ class SlotCache:
             self._spare[key] = list(self._stacks[-1])
         return self._spare[key].pop(0)
 
+    @torch.inference_mode()  # the passes that made the buffers were in it
+    def _move(self, row: int, places: Sequence[int], to: int) -> None:
+        """Put what stands at these places of a slot side by side, from place `to` on."""
+        come_from = torch.tensor(places, device=self.device)
+        for stack in self._stacks:
+            stack[:, row, :, to : to + len(places)] = stack[:, row].index_select(2, come_from)
+
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
         now = self._now
         if self._at is None:
@@ -365,16 +370,6 @@ class SlotCache:
         buffer[rows, :, columns] = states.transpose(1, 2)
         # a slice is a view, a list of rows would copy all that they hold
         return buffer[now.span or now.rows, :, : now.end]
-
-    def _gather(self, path: Tensor) -> None:
-        """Move the nodes of `path` [R, D] to stand behind their anchors."""
-        now = self._now
-        rows = torch.tensor(now.rows, device=self.device).unsqueeze(-1)
-        behind = torch.tensor(now.starts).unsqueeze(-1) + 1
-        come_from = (behind + path).to(self.device)
-        go_to = (behind + torch.arange(path.shape[1])).to(self.device)
-        for stack in self._stacks:
-            stack[:, rows, :, go_to] = stack[:, rows, :, come_from]
 
 
 class Columns:

@@ -133,7 +133,7 @@ class _Trial:
         for n in range(4):
             texts = [text[: length + n] for text, length in zip(self.texts, self.lengths, strict=True)]
             worst = max(worst, self._verify(cache, texts, Draft.empty(2, self.target.device), lambda b: []))
-            cache.keep(torch.empty(2, 0, dtype=torch.int64))
+            cache.keep([[], []])
         return worst
 
     def chain(self) -> float:
@@ -143,7 +143,7 @@ class _Trial:
         """One slot keeps two tokens of five, the other none."""
         cache = self._filled()
         self._verify(cache, self._begun(), *self._chain(self._begun(), 5))
-        cache.keep(torch.tensor([[0, 1], [-1, -1]]))
+        cache.keep([[0, 1], []])
         texts = [self.texts[0][: self.lengths[0] + 3], self.texts[1][: self.lengths[1] + 1]]
         return self._verify(cache, texts, *self._chain(texts, 4))
 
@@ -163,7 +163,7 @@ class _Trial:
         """One slot keeps the tree's longest path, the other a younger child of the anchor."""
         cache = self._filled()
         self._verify(cache, self._begun(), *self._tree())
-        cache.keep(torch.tensor([list(PATH), [2, -1, -1]]))
+        cache.keep([PATH, [2]])
         kept = [[*self.nodes[0, list(PATH)].tolist()], [int(self.nodes[1, 2])]]
         texts = [text + path + [0] for text, path in zip(self._begun(), kept, strict=True)]
         following = torch.ones(2, 3, dtype=torch.int64, device=self.target.device)

@@ -62,7 +62,7 @@ class CompiledStep(Graphs):
     def _run(
         self, graph: Any, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
     ) -> Scores:
-        logits, hidden, choice, *layers = graph(*self._arguments(tokens, cache, visible, depths))
+        logits, hidden, choice, *layers = graph.forward(*self._arguments(tokens, cache, visible, depths))
         return Scores(logits, hidden, torch.stack([layers[tap] for tap in taps], 2) if taps else None, choice)
 
     def example(self, several: bool) -> tuple[nn.Module, tuple[Any, ...], Any]:
@@ -141,12 +141,10 @@ class _Traced(nn.Module):
 
 def passed(anchor: Tensor, draft: Draft, vocabulary: int, least: int = 1) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What a pass over anchor and draft is given: tokens [B, N+1], `least` of them at least, and a tree's sight and depths."""
-    slots, nodes = draft.tokens.shape
-    tokens = anchor.new_zeros(slots, max(least, nodes + 1))
-    tokens[:, 0] = anchor
-    if nodes:
-        # an id outside the vocabulary is judged by the law; here it only must not break the embedding
-        tokens[:, 1 : nodes + 1] = draft.tokens.clamp(0, vocabulary - 1)
+    if not draft.tokens.shape[1]:
+        return torch.stack([anchor] * least, 1), None, None
+    # an id outside the vocabulary is judged by the law; here it only must not break the embedding
+    tokens = torch.cat([anchor[:, None], draft.tokens.clamp(0, vocabulary - 1)], 1)
     if not draft.branches:
         return tokens, None, None
     return tokens, *draft.rows()

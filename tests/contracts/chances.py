@@ -64,7 +64,7 @@ def emitted(
     prefill(target, drafter, cache, memory, state, range(slots))
     policy, kept = policy or Fixed(drafter.limit), 0
     for _ in range(TOKENS):
-        kept += int(step(target, drafter, policy, cache, memory, state, rule).accepted.sum())
+        kept += sum(step(target, drafter, policy, cache, memory, state, rule).accepted)
     begin = len(prompt)
     return torch.tensor([tokens[begin : begin + TOKENS] for tokens in state.tokens]), state, kept
 

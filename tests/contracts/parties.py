@@ -31,12 +31,11 @@ class TableCache:
         self.before = torch.zeros(slots, dtype=torch.int64)
         self.now: tuple[Sequence[int], Tensor, Tensor] = ([], torch.empty(0), torch.empty(0))
 
-    def keep(self, path: Tensor) -> None:
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
         rows, anchor, tokens = self.now
-        kept = (path >= 0).sum(-1)
-        if path.shape[1]:
-            last = path.gather(1, (kept - 1).clamp(min=0)[:, None]).clamp(min=0)
-            anchor = torch.where(kept > 0, tokens.gather(1, last)[:, 0], anchor)
+        if tokens.shape[1]:
+            last = torch.tensor([path[-1] if path else -1 for path in paths])
+            anchor = torch.where(last >= 0, tokens.gather(1, last.clamp(min=0)[:, None])[:, 0], anchor)
         self.before[list(rows)] = anchor
 
     def fork(self, row: int, rows: Sequence[int], length: int) -> None:

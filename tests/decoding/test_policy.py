@@ -20,7 +20,7 @@ from contracts.chances import keeps_the_law
 from contracts.parties import TableTarget, Tree
 
 from outrider.decoding import adaptive
-from outrider.decoding.accept import Verdict
+from outrider.decoding.accept import Kept
 from outrider.decoding.adaptive import Adaptive
 from outrider.decoding.policy import Policy
 from outrider.decoding.sampling import Sampling
@@ -105,9 +105,8 @@ class World:
         return next((n for n in range(size) if self.random.random() >= self.chances[row][n]), size)
 
 
-def verdict(kept: Sequence[int]) -> Verdict:
-    path = torch.tensor([[n if n < count else -1 for n in range(max(kept))] for count in kept]).view(len(kept), max(kept))
-    return Verdict(path, torch.tensor(kept), torch.zeros(len(kept), dtype=torch.int64), torch.zeros(len(kept)))
+def verdict(kept: Sequence[int]) -> Kept:
+    return Kept([list(range(count)) for count in kept], [0] * len(kept), [0] * len(kept))
 
 
 def alike(chance: float) -> Chances:
@@ -258,8 +257,7 @@ def test_a_tree_is_asked_for_as_a_whole():
         size = int(policy.budget(state)[0])
         right = size > 1
         state.reached = [min(size, 1)]
-        path = torch.tensor([[1]] if right else [[]], dtype=torch.int64).view(1, int(right))
-        said = Verdict(path, torch.tensor([int(right)]), torch.tensor([0]), torch.tensor([0]))
+        said = Kept([[1] if right else []], [0], [0])
         policy.observe(state, torch.tensor([size]), said, Timing(draft=0.05 * size, verify=1.0))
         budgets.append(size)
     assert budgets[-100:].count(2) > 90
@@ -318,9 +316,9 @@ class Alone:
     def keep(self, state: DecodeState, sizes: torch.Tensor, confidence: torch.Tensor | None) -> torch.Tensor:
         return sizes
 
-    def observe(self, state: DecodeState, sizes: torch.Tensor, verdict: Verdict, timing: Timing) -> None:
+    def observe(self, state: DecodeState, sizes: torch.Tensor, kept: Kept, timing: Timing) -> None:
         for b, (policy, view) in enumerate(zip(self.policies, self._views(state), strict=True)):
-            own = Verdict(*(part[b : b + 1] for part in verdict))
+            own = Kept(*(part[b : b + 1] for part in kept))
             size = int(sizes[b])
             policy.observe(view, sizes[b : b + 1], own, Timing(draft=0.2 * size, verify=1.0))
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.decoding.accept import Verdict
+from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
@@ -23,25 +23,23 @@ def one_slot(limit=100, context=1000, ends=(), stop=(), prompt=(0, 1)) -> Decode
     return state
 
 
-def committed(state: DecodeState, block: list[int]) -> Verdict:
+def committed(state: DecodeState, block: list[int]) -> Kept:
     """Commit a chain that was kept whole, its last token being the bonus."""
     drafted = len(block) - 1
     tokens = torch.tensor([block[:-1]], dtype=torch.int64).view(1, drafted)
     draft = Draft.chain(tokens, torch.tensor([drafted]))
-    path = torch.arange(drafted)[None]
-    return state.commit(draft, Verdict(path, torch.tensor([drafted]), torch.tensor([block[-1]]), torch.tensor([0])))
+    return state.commit(draft, Kept([list(range(drafted))], [block[-1]], [0]))
 
 
-def check_cut(state: DecodeState, verdict: Verdict, block: list[int], kept: int) -> None:
+def check_cut(state: DecodeState, found: Kept, block: list[int], kept: int) -> None:
     assert state.new_tokens(0) == block[:kept]
     assert state.anchor.tolist() == [block[kept - 1]]
     if kept == len(block):
-        assert verdict.next_token.tolist() == [block[-1]]
-        assert verdict.accepted.tolist() == [len(block) - 1]
+        assert found.next_tokens == [block[-1]]
+        assert found.paths == [list(range(len(block) - 1))]
     else:
-        assert verdict.next_token.tolist() == [-1]
-        assert verdict.accepted.tolist() == [kept]
-        assert [n for n in verdict.path[0].tolist() if n >= 0] == list(range(kept))
+        assert found.next_tokens == [-1]
+        assert found.paths == [list(range(kept))]
 
 
 @given(st.integers(1, 6), st.integers(1, 9))
@@ -112,13 +110,9 @@ def test_a_slot_that_was_cut_does_not_move_its_neighbour():
     state.admit(0, Request([0], 50))
     state.admit(1, Request([0, 0], 50))
     draft = Draft.chain(torch.tensor([[1, 9, 3], [4, 5, 6]]), torch.tensor([3, 3]))
-    verdict = state.commit(
-        draft, Verdict(torch.tensor([[0, 1, 2], [0, 1, -1]]), torch.tensor([3, 2]), torch.tensor([7, 8]), torch.tensor([0, 0]))
-    )
+    kept = state.commit(draft, Kept([[0, 1, 2], [0, 1]], [7, 8], [0, 0]))
     assert state.tokens == [[0, 1, 9], [0, 0, 4, 5, 8]]
-    assert verdict.path.tolist() == [[0, 1, -1], [0, 1, -1]]
-    assert verdict.accepted.tolist() == [2, 2]
-    assert verdict.next_token.tolist() == [-1, 8]
+    assert kept == Kept([[0, 1], [0, 1]], [-1, 8], [0, 0])
     assert state.finished == ["stop", None]
 
 

@@ -391,7 +391,7 @@ def test_the_coupled_rule_is_the_law_of_the_draft_without_its_q(made):
     p, streams = law_of(draft, seed), streams_of(len(draft.sizes), seed)
     same(accept_coupled(draft, p, streams), accept(replace(draft, q=None), p, streams))
     greedy = torch.nn.functional.one_hot(p.argmax(-1), V).double()
-    same(accept_coupled(draft, greedy, streams), accept_greedy(draft, p.argmax(-1), V))
+    assert accept_coupled(draft, greedy, streams).kept() == accept_greedy(draft, p.argmax(-1), V)
 
 
 @pytest.mark.parametrize("name", DRAFTERS.keys())

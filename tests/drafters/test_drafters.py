@@ -176,7 +176,7 @@ def test_a_small_models_tree_leaves_its_cache_as_if_it_had_read_the_text(
     Texts of unequal length, slots used again, budgets that come and go; the seeds are fixed.
     """
     drafter = workshop.build(TREE, target)
-    read, keep, worst, moved = drafter._read, SlotCache.keep, [0.0], [0]
+    read, move, worst, moved = drafter._read, SlotCache._move, [0.0], [0]
 
     def watched(cache, rows, texts):
         logits = read(cache, rows, texts)
@@ -186,13 +186,12 @@ def test_a_small_models_tree_leaves_its_cache_as_if_it_had_read_the_text(
             worst.append(float((logits[b] - drafter.model.head(hidden[0, -1])).abs().max()))
         return logits
 
-    def kept(cache, path):
-        # no prefix of the pass: what stays has to move
-        moved[0] += int((path > torch.arange(path.shape[1])).any())
-        keep(cache, path)
+    def counted(cache, row, places, to):
+        moved[0] += 1
+        move(cache, row, places, to)
 
     monkeypatch.setattr(drafter, "_read", watched)
-    monkeypatch.setattr(SlotCache, "keep", kept)
+    monkeypatch.setattr(SlotCache, "_move", counted)
     for policy in (None, OnAndOff(10)):
         requests = [
             Request(prompt, 8 + 3 * n, Sampling(temperature * (n % 3 > 0), seed=None if n % 2 else n))
@@ -329,7 +328,7 @@ def test_runners_up_are_leaves_beside_the_chain():
     assert tree.parents.tolist() == [-1, 0, 1, -1, 0, -1]
     logits = torch.randn(2, 3, 9)
     order = logits.argsort(-1, descending=True)
-    draft = tree.draft(order, torch.tensor([6, 4]))
+    draft = tree.draft(tree.nodes(order[..., 0], logits), torch.tensor([6, 4]))
     assert draft.sizes.tolist() == [6, 4]
     for b in range(2):
         assert draft.tokens[b].tolist() == [int(order[b, k, rank]) for k, rank in zip(tree.slots, tree.ranks, strict=True)]

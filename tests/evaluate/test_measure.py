@@ -18,7 +18,7 @@ import outrider
 from outrider import config as configs
 from outrider import load_drafter
 from outrider.decoding import loop
-from outrider.decoding.accept import Verdict
+from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Drafter
 from outrider.errors import ConfigError, DataError, OutriderError
@@ -241,13 +241,12 @@ def test_a_rule_that_keeps_one_token_too_many_is_found_out(
     """Catches a measurement of exactness that can't fail; the first difference is where brute force sees it too."""
     real = loop.accept_greedy
 
-    def generous(draft: Draft, choice: torch.Tensor, vocabulary: int) -> Verdict:
-        verdict = real(draft, choice, vocabulary)
-        kept = int(verdict.accepted[0])
-        if len(verdict.accepted) > 1 or kept >= int(draft.sizes[0]):
-            return verdict
-        path = torch.arange(kept + 1)[None]
-        return Verdict(path, torch.tensor([kept + 1]), choice[:, kept + 1], verdict.unlawful)
+    def generous(draft: Draft, choice: torch.Tensor, vocabulary: int) -> Kept:
+        found = real(draft, choice, vocabulary)
+        kept = found.accepted[0]
+        if len(found.paths) > 1 or kept >= draft.live[0]:
+            return found
+        return Kept([list(range(kept + 1))], [int(choice[0, kept + 1])], found.unlawful)
 
     with monkeypatch.context() as patched:
         patched.setattr(loop, "accept_greedy", generous)

@@ -152,7 +152,7 @@ def test_a_window_that_counts_columns_is_found(monkeypatch):
 
 
 def test_a_path_that_is_not_moved_together_is_found(monkeypatch):
-    monkeypatch.setattr(SlotCache, "_gather", lambda cache, path: None)
+    monkeypatch.setattr(SlotCache, "_move", lambda cache, row, places, to: None)
     assert failing("qwen3") == "path"
 
 
