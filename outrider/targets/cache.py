@@ -250,6 +250,11 @@ class SlotCache:
         """The first counts[r] tokens of each row of the pass stay."""
         for row, start, count in zip(self._now.rows, self._now.starts, counts, strict=True):
             self.lengths[row] = start + count
+        if self._work:
+            self._append_states(counts)
+
+    @torch.inference_mode()  # the passes that made states and buffers were in it
+    def _append_states(self, counts: Sequence[int]) -> None:
         for key, work in self._work.items():
             if key not in self._states:
                 self._states[key] = work.new_zeros(self.slots, *work.shape[1:])
@@ -354,7 +359,7 @@ class SlotCache:
             self._spare[key] = list(self._stacks[-1])
         return self._spare[key].pop(0)
 
-    @torch.inference_mode()  # the passes that made the buffers were in it
+    @torch.inference_mode()
     def _move(self, row: int, places: Sequence[int], to: int) -> None:
         """Put what stands at these places of a slot side by side, from place `to` on."""
         come_from = torch.tensor(places, device=self.device)
