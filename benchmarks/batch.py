@@ -1,6 +1,6 @@
 """Tokens per second by batch, plain and speculative, and whether Adaptive follows the better of the two.
 
-    python benchmarks/batch.py [--batches 1,4,16,64] [--drafter dspark] [--new 64] [--queue 3] [--rounds 3] [--out FILE]
+    python benchmarks/batch.py [--batches 1,4,16,64] [--drafter dspark] [--new 128] [--queue 4] [--rounds 3] [--out FILE]
 
 On the demo target, greedy, prefill left out.  In every round plain, Fixed and Adaptive serve the same prompts one after the
 other.  Adaptive keeps what it has learnt from round to round, as a server's does; its first round is a warm-up, as theirs is.
@@ -23,8 +23,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", default="1,4,16,64")
     parser.add_argument("--drafter", default="dspark", choices=["dspark", "ngram", "small_model"])
-    parser.add_argument("--new", type=int, default=64, help="tokens a prompt")
-    parser.add_argument("--queue", type=int, default=3, help="prompts a slot, so that slots are used again as they fall free")
+    parser.add_argument("--new", type=int, default=128, help="tokens a prompt")
+    parser.add_argument("--queue", type=int, default=4, help="prompts a slot, so that slots are used again as they fall free")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--plain-path", action="store_true", help="without compiled steps")
     parser.add_argument("--out", type=Path)

@@ -2,10 +2,11 @@
 
     python benchmarks/soak.py [--tokens 200000] [--seed 0] [--case NUMBER | --resume FILE …] [--out FILE]
 
-A case draws a family of tiny random models (or the demo target, for stop strings), its type, a batch of requests with settings
-of their own, ends, a context, a drafter that replays the text to come with wrong tokens in it, and a policy.  The requests are
-continued twice by the same engine: without a drafter, and with it in other slots.  Requests above temperature 0 without a
-seed keep them company and are not compared.  What ends a text, and the log probabilities, must be equal too.
+A case draws a family of tiny random models (or the demo target), its type, a batch of requests with settings of their own,
+a grammar over ids or over text among them, ends, a context, a drafter that replays the text to come with wrong tokens in it,
+and a policy.  The requests are continued twice by the same engine: without a drafter, and with it in other slots.  Requests
+above temperature 0 without a seed keep them company and are not compared.  What ends a text, and the log probabilities, must
+be equal too.
 In float64 a difference is a mismatch; in float32 it is a tie if logits within four times the measured difference between the
 one-row and the n-row pass draw both tokens from the same noise.  Prints JSON; exits with 1 on a mismatch.  A case hangs on
 --seed and its number alone.
@@ -24,7 +25,7 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from benchmarks.replay import Replay, progress_bar, provenance, publish, spread
 from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.generate import advance
+from outrider.decoding.grammar import Grammar, Rules
 from outrider.decoding.penalties import processed
 from outrider.decoding.sampling import Purpose, Sampling, distribution
 from outrider.decoding.state import DecodeState, Request
@@ -80,14 +82,14 @@ class Case:
             "end tokens": bool(self.ends),
             "a context that ends the text": self.context < self.target.spec.context,
             "more requests than slots": len(self.requests) > self.slots,
-            "greedy beside sampled beside bad words": self.is_mixed,
+            "greedy beside sampled beside a grammar": self.is_mixed,
         }
         return [name for name, holds in named.items() if holds]
 
     @property
     def is_mixed(self) -> bool:
         samplings = [request.sampling for request in self.requests[: self.slots]]
-        kinds = {"bad words" if s.bad_words else "greedy" if s.temperature == 0 else "sampled" for s in samplings}
+        kinds = {"grammar" if s.grammar else "greedy" if s.temperature == 0 else "sampled" for s in samplings}
         return len(kinds) == 3
 
 
@@ -129,12 +131,52 @@ def _request(noise: random.Random, target: TransformersTarget, longest: int) -> 
     prompt = [noise.randrange(target.spec.vocabulary) for _ in range(noise.choice([1, 2, noise.randint(3, longest)]))]
     count = noise.choice([1, 6, 60, 90, 120, 160])
     sampling = _sampling(noise, target.spec.vocabulary)
-    request = Request(prompt, count, replace(sampling, min_new_tokens=min(sampling.min_new_tokens, count)), (), target.decode)
+    sampling = replace(sampling, min_new_tokens=min(sampling.min_new_tokens, count))
+    if noise.random() < 0.1:
+        sampling = replace(sampling, grammar=_grammar(target))
+    request = Request(prompt, count, sampling, (), _letters if target.tokenizer is None else target.decode)
     if noise.random() < 0.2:
         request = replace_sampling(request, bad_words=_said(noise, target, request))
-    if target.tokenizer is not None and noise.random() < 0.7:
-        request.stop = _stops(noise, target, request)
+    if noise.random() < 0.2:
+        request.stop = _stops(noise, request, _written(target, request))
     return request
+
+
+def _letters(tokens: Sequence[int]) -> str:
+    """A text for models that have no tokenizer: a letter or two for an id."""
+    return "".join("abcdefghijklmnopqrstuvwxyz"[token % 26] + "." * (token % 3 == 0) for token in tokens)
+
+
+def _grammar(target: TransformersTarget) -> Rules:
+    if target.tokenizer is None:
+        return Turns(target.spec.vocabulary)
+    return Grammar.regex(r"(def [a-z_]+\(\):\n    return [0-9]+\n)+").compiled(target)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """A grammar over ids: none may follow one that leaves the same remainder."""
+
+    vocabulary: int
+
+    def start(self) -> Turn:
+        return Turn(torch.arange(self.vocabulary) % 3)
+
+
+class Turn:
+    """One request's place in it."""
+
+    def __init__(self, remainders: Tensor):
+        self.remainders, self.last = remainders, -1
+
+    def push(self, tokens: Sequence[int]) -> None:
+        self.last = tokens[-1] % 3
+
+    def allowed(self, path: tuple[int, ...]) -> Tensor:
+        turns = [self.last, *(token % 3 for token in path)]
+        if any(one == other for one, other in itertools.pairwise(turns)):
+            return torch.zeros(len(self.remainders), dtype=torch.bool)
+        return self.remainders != turns[-1]
 
 
 def replace_sampling(request: Request, **settings: Any) -> Request:
@@ -173,9 +215,9 @@ def _said(noise: random.Random, target: TransformersTarget, request: Request) ->
     return [tuple(text[at : at + length]) for length, at in enumerate(places, start=1)]
 
 
-def _stops(noise: random.Random, target: TransformersTarget, request: Request) -> tuple[str, ...]:
+def _stops(noise: random.Random, request: Request, tokens: list[int]) -> tuple[str, ...]:
     """Stop strings that stand in the text, or might."""
-    text = target.decode(_written(target, request))
+    text = request.decode(tokens)
     at = noise.randrange(max(1, len(text)))
     return tuple({word for word in (text[at : at + noise.randint(1, 6)], "return", "\n\n") if word})
 
@@ -186,11 +228,11 @@ def _written(target: TransformersTarget, request: Request) -> list[int]:
 
 
 def _mixed(noise: random.Random, target: TransformersTarget, like: Request) -> list[Request]:
-    """Temperature 0, temperature 1, and bad words."""
+    """Temperature 0, temperature 1, and a grammar."""
     fresh = [
         replace(like, sampling=Sampling(heat, seed=noise.randrange(2**40))) for heat in (0.0, 1.0, noise.choice([0.0, 1.0]))
     ]
-    return [*fresh[:2], replace_sampling(fresh[2], bad_words=_said(noise, target, fresh[2]))]
+    return [*fresh[:2], replace_sampling(fresh[2], grammar=_grammar(target))]
 
 
 class Moody:
@@ -293,7 +335,7 @@ class Watched(Replay):
 def continued(case: Case, drafter: Replay | None, slots: int) -> list[Written]:
     target = case.target
     found = [Written() for _ in case.requests]
-    streams = [TextStream(target.decode, request.stop) for request in case.requests]
+    streams = [TextStream(request.decode, request.stop) for request in case.requests]
     state = DecodeState(slots, case.context, case.ends, target.device)
     policy = None if drafter is None else Moody(case.policy, drafter.limit, case.number)
     for progress in advance(target, case.requests, drafter, policy=policy, slots=slots, state=state):
@@ -339,7 +381,7 @@ def _asked(request: Request) -> list[str]:
     sampling, idle = request.sampling, Sampling()
     names = ["temperature 0" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"]
     names += [
-        name for name in asdict(replace(sampling, processors=()))
+        name for name in (field.name for field in fields(Sampling))
         if name not in ("temperature", "seed", "processors") and getattr(sampling, name) != getattr(idle, name)
     ]  # fmt: skip
     names += ["processors"] * bool(sampling.processors) + ["stop strings"] * bool(request.stop)
