@@ -6,6 +6,7 @@ B live slots, N drafted nodes, V vocabulary.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -122,6 +123,14 @@ class Draft:
         chain = self.only([_eldest(parents[:size]) for parents, size in zip(self.tree, self.live, strict=True)])
         return replace(chain, parents=_chain(*chain.tokens.shape, chain.tokens.device), branches=False)
 
+    def on(self, device: torch.device) -> Draft:
+        """The same draft on another device."""
+        if self.tokens.device == device:
+            return self
+        q = None if self.q is None else self.q.to(device)
+        confidence = None if self.confidence is None else self.confidence.to(device)
+        return Draft(self.tokens.to(device), self.parents.to(device), self.sizes, q, confidence, self.branches)
+
     def only(self, kept: list[list[int]]) -> Draft:
         """These nodes of every slot, ascending and closed under parents, close together."""
         width = max(map(len, kept), default=0)
@@ -139,6 +148,52 @@ class Draft:
             q=None if self.q is None else self.q[slots, nodes],
             confidence=None if self.confidence is None else self.confidence[slots, nodes],
         )
+
+    def joined(self, other: Draft, most: Tensor) -> Draft:
+        """The union of two drafts under the same anchors: this one's nodes, then what `other` adds to them.
+
+        most [B] int64 on the CPU, nodes a slot.  What is drawn in `other` must be independent of what is drawn here.  A
+        deterministic node of `other` whose token stands under the same parent already is that node.  A drawn one is added in
+        any case and tried with its own q: left out for its token, it would break the law.  Of two equal siblings the younger
+        is never kept, so what stood under it hangs under the elder.  A confidence that its draft does not know is 1: it stops
+        nothing.
+        """
+        own = self.first(most)
+        if not any(other.live):
+            return own
+        if not any(own.live):
+            return other.first(most)
+        certain, width, limits = other._certain(), own.tokens.shape[1], most.tolist()
+        nodes, parents = [], []
+        for b, size in enumerate(own.live):
+            added, above = _union(
+                own.ids[b], own.tree[b][:size], other.ids[b], other.tree[b][: other.live[b]], certain[b], limits[b]
+            )
+            nodes.append([*range(size), *(width + n for n in added)])
+            parents.append(above)
+        if sum(map(len, nodes)) == sum(own.live):
+            return own
+        return _beside(own, other)._taken(nodes, parents)
+
+    def _certain(self) -> list[list[bool]]:
+        """Which nodes are deterministic: no q, or one-hot at its own token."""
+        if self.q is None:
+            return [[True] * self.tokens.shape[1]] * len(self.tokens)
+        own = self.q.gather(-1, self.tokens.clamp(0, self.q.shape[-1] - 1)[..., None])[..., 0]
+        return ((own == 1) & (self.q.count_nonzero(dim=-1) == 1)).tolist()
+
+    def _taken(self, nodes: list[list[int]], parents: list[list[int]]) -> Draft:
+        """These nodes of every slot, in this order, under these parents."""
+        width, device = max(map(len, nodes)), self.tokens.device
+        at = torch.tensor([[*own, *[0] * (width - len(own))] for own in nodes], device=device)
+        slots = torch.arange(len(nodes), device=device)[:, None]
+        sizes = torch.tensor([len(own) for own in nodes], dtype=torch.int64)
+        tokens, q, confidence = (None if x is None else x[slots, at] for x in (self.tokens, self.q, self.confidence))
+        assert tokens is not None
+        if all(own == list(range(-1, len(own) - 1)) for own in parents):
+            return Draft.chain(tokens, sizes, q, confidence)
+        above = torch.tensor([[*own, *[-1] * (width - len(own))] for own in parents], device=device)
+        return Draft(tokens, above, sizes, q, confidence)
 
     def depths(self) -> Tensor:
         """Depth of every node: 0 under the anchor.  [B, N] int64."""
@@ -165,6 +220,53 @@ class Draft:
             return _rows(self.tree, self.tokens.device)
         order = torch.arange(nodes + 1, device=self.tokens.device)
         return (order[:, None] >= order).expand(slots, -1, -1), order.expand(slots, -1)
+
+
+def _union(
+    ids: list[int], parents: Sequence[int], others: list[int], others_parents: Sequence[int], certain: list[bool], most: int
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """One slot's nodes of another draft that a draft has not yet, and the parents of all nodes, those at the end."""
+    added, above = [], list(parents)
+    known: dict[tuple[int, int], int] = {}
+    for n, parent in enumerate(parents):
+        known.setdefault((parent, ids[n]), n)
+    place = {-1: -1}
+    for n, parent in enumerate(others_parents):
+        if parent not in place:
+            continue
+        here = place[parent], others[n]
+        if not (certain[n] and here in known):
+            if len(above) >= most:
+                continue
+            known.setdefault(here, len(above))
+            above.append(here[0])
+            added.append(n)
+        place[n] = known[here]
+    return added, above
+
+
+def _beside(one: Draft, other: Draft) -> Draft:
+    """The nodes of two drafts side by side, without their parents."""
+    q = confidence = None
+    if one.q is not None or other.q is not None:
+        like = one.q if one.q is not None else other.q
+        assert like is not None
+        q = torch.cat([_dense(one, like), _dense(other, like)], 1)
+    if one.confidence is not None or other.confidence is not None:
+        known = [torch.ones_like(x.tokens, dtype=torch.float32) if x.confidence is None else x.confidence for x in (one, other)]
+        confidence = torch.cat(known, 1)
+    tokens = torch.cat([one.tokens, other.tokens], 1)
+    return Draft(tokens, tokens, one.sizes, q, confidence)
+
+
+def _dense(draft: Draft, like: Tensor) -> Tensor:
+    """q [B, N, V], one-hot where nothing was drawn, and 0 for an id outside the vocabulary.  like [B, any, V]."""
+    if draft.q is not None:
+        return draft.q
+    vocabulary = like.shape[-1]
+    known = (draft.tokens >= 0) & (draft.tokens < vocabulary)
+    q = like.new_zeros(*draft.tokens.shape, vocabulary)
+    return q.scatter_(-1, draft.tokens.where(known, 0)[..., None], known[..., None].to(q.dtype))
 
 
 @functools.lru_cache(256)

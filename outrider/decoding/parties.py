@@ -85,6 +85,9 @@ class Target(Protocol):
     def head(self, hidden: Tensor) -> Tensor:
         """[..., V], the family's soft-cap and scale applied."""
 
+    def lent(self, device: torch.device) -> Target:
+        """This target for a drafter on another device: embedding and head are copied there."""
+
     def layer(self, index: int) -> nn.Module:
         """Decoder layer `index`, counted from 0; its weights are for reading."""
 

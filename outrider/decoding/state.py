@@ -5,6 +5,7 @@ B live slots, in the order of `rows`.
 
 from __future__ import annotations
 
+import copy
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -108,6 +109,14 @@ class DecodeState:
         del self.requests[row]
         self._prefixes.pop(row, None)
         self._select()
+
+    def on(self, device: torch.device) -> DecodeState:
+        """This state for reading, its tensors on another device."""
+        there = copy.copy(self)
+        there.device, there.anchor, there._row_seeds = device, self.anchor.to(device), self._row_seeds.to(device)
+        there.settings = Settings(*(None if column is None else column.to(device) for column in self.settings))
+        there._seeded = None if self._seeded is None else self._seeded.to(device)
+        return there
 
     @property
     def streams(self) -> Streams:

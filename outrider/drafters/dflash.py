@@ -54,6 +54,8 @@ class BackboneConfig(Base):
     intermediate: PositiveInt = 704
     """Width of the MLP."""
     rope_theta: PositiveFloat = 10_000.0
+    device: str | None = None
+    """Where it drafts, such as cuda:1; the target's device unless given."""
     copies: tuple[NonNegativeInt, ...] | None = None
     """Target layers, one a draft layer and counted from 0, whose weights training begins with; random unless given."""
     anchors: PositiveInt = 512

@@ -6,9 +6,11 @@ decoder layers and on the output head, which every family has.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +67,13 @@ class TransformersTarget:
         """Logits [..., V] of hidden states after the final norm, with the family's scale and soft cap."""
         # not called: its hook belongs to the model's own passes
         return self._finish(self._head.forward(hidden.to(self._head.weight.dtype)))
+
+    def lent(self, device: torch.device) -> TransformersTarget:
+        """This target for a drafter on another device, which borrows embedding and head: they are copied there."""
+        there = copy.copy(self)
+        there.device = device
+        there._embedding, there._head = _copied(self._embedding, device), _copied(self._head, device)
+        return there
 
     def layer(self, index: int) -> nn.Module:
         """Decoder layer `index`, counted from 0; its weights are for reading."""
@@ -307,6 +316,19 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
+
+
+def _copied(module: nn.Module, device: torch.device) -> Any:
+    """A module without children, on another device; hooks and packed weights stay behind."""
+    there = copy.copy(module)
+    there.__dict__.pop("forward", None)
+    there._forward_pre_hooks = OrderedDict()
+    there._parameters = {
+        name: None if weight is None else nn.Parameter(weight.to(device), requires_grad=False)
+        for name, weight in module._parameters.items()
+    }
+    there._buffers = {name: None if values is None else values.to(device) for name, values in module._buffers.items()}
+    return there
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from outrider.compiled import Graphs
 from outrider.config import build, nearest
+from outrider.decoding.abroad import Abroad
 from outrider.decoding.parties import Drafter, Target
 from outrider.drafters import find, kinds
 from outrider.errors import CheckpointError, ConfigError, TrainingError
@@ -176,13 +178,15 @@ def load_drafter(
 ) -> Drafter:
     """A drafter for `target`: a kind such as `ngram` with its settings, a checkpoint folder, or a Hugging Face id of one.
 
-    A trainable kind by its name alone has fresh, random weights.  Raises ConfigError for an unknown name or setting,
+    A trainable kind by its name alone has fresh, random weights.  device: where it runs, if not where its config says, which
+    is the target's own device unless given.  Raises ConfigError for an unknown name or setting,
     CheckpointError for a checkpoint that is damaged or was made for another target.
     """
     name = str(kind_or_path)
     if name in kinds():
         module = find(name)
-        return module.build(build(module.Config, {"kind": name, **config}, "drafter"), target)
+        settings = build(module.Config, {"kind": name, **config}, "drafter")
+        return _placed(lambda target: module.build(settings, target), target, device or getattr(settings, "device", None))
     folder = _folder(name)
     if config:
         raise ConfigError(f"{name} is a checkpoint and brings its own settings; leave out {', '.join(config)}")
@@ -191,10 +195,27 @@ def load_drafter(
     module = find(manifest["kind"])
     if not hasattr(module, "Model"):
         raise CheckpointError(f"{name} is of kind {manifest['kind']!r}, which has no weights to load; use the kind itself")
-    model = module.Model(build(module.Config, {"kind": manifest["kind"], **manifest["config"]}, "drafter"), target)
-    check_taps(manifest, model, folder)
-    load_weights(folder, model)
-    return model.to(device or target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False).drafter()
+    settings = build(module.Config, {"kind": manifest["kind"], **manifest["config"]}, "drafter")
+
+    def filled(target: Target) -> Drafter:
+        model = module.Model(settings, target)
+        check_taps(manifest, model, folder)
+        load_weights(folder, model)
+        return model.to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False).drafter()
+
+    return _placed(filled, target, device or getattr(settings, "device", None))
+
+
+def _placed(make: Callable[[Target], Drafter], target: Target, device: str | torch.device | None) -> Drafter:
+    """A drafter for `target`, made on `device`.  Beside a compiled target its own steps are taken where they are on disk."""
+    place = target.device if device is None else torch.device(device)
+    if place != target.device:
+        return Abroad(make(target.lent(place)), place)
+    drafter = make(target)
+    theirs, own = getattr(target, "step", None), getattr(drafter, "step", None)
+    if isinstance(theirs, Graphs) and theirs.graphs and isinstance(own, Graphs):
+        own.look()
+    return drafter
 
 
 def _folder(name: str) -> Path:
