@@ -1,4 +1,4 @@
-"""One function, compiled ahead of time for this machine and kept on disk, so that later processes only load it.
+"""One function, compiled ahead of time for this CPU and kept on disk, so that later processes only load it.
 
 torch.export writes down what the function does for sizes left open, inductor compiles it with the weights frozen into the
 order in which its kernels read them, and the package is loaded in a fraction of a second.  Nothing is compiled again for
@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,10 @@ class Graph:
         except Exception as error:  # native code that another program made: whatever it raises, we go on without
             raise NotCompiled(f"{path} can't be loaded ({_first_line(error)}); delete it and compile again") from error
 
+    def padded(self, width: int) -> int:
+        """Tokens a row that a pass of `width` tokens writes."""
+        return width
+
     def forward(self, *args: Tensor | list[Tensor]) -> list[Tensor]:
         """Arguments and results in the order of the traced function's, lists among them written out.
 
@@ -79,13 +83,20 @@ class Graph:
         return found
 
 
+class Replays(Protocol):
+    """What runs in place of a traced function: a package, or passes captured on a GPU."""
+
+    def padded(self, width: int) -> int: ...
+    def forward(self, *args: Any) -> list[Tensor]: ...
+
+
 class Graphs:
     """The graphs of one model's step: one for a single slot, one for several, whose number stays open."""
 
     name = "step"
 
     def __init__(self) -> None:
-        self.graphs: dict[bool, Graph] = {}
+        self.graphs: dict[bool, Replays] = {}
         """By whether a pass has several rows."""
         self._key: str | None = None
         self._weights: list[Tensor] = []
@@ -101,21 +112,20 @@ class Graphs:
         if several in self.graphs and not self._is_stale():
             return 0.0
         model = self.model()
-        if sum(weight.nbytes for weight in model.parameters()) > MOST_BYTES:
+        is_on_cpu = {weight.device.type for weight in model.parameters()} == {"cpu"}
+        if is_on_cpu and sum(weight.nbytes for weight in model.parameters()) > MOST_BYTES:
             raise NotCompiled(f"more than {MOST_BYTES >> 30} GiB of weights; its steps stay plain")
-        if any(weight.device.type != "cpu" for weight in model.parameters()):
-            raise NotCompiled("compiled steps are for a CPU; on another device steps stay plain")
         if self._key is None or self._is_stale():
             # without its graphs, so that what `apart` calls plain is
             self.graphs.clear()
             self._weights = [weight for weight in model.parameters() if not weight.is_inference()]  # these count no changes
-            self._version, self._key = _version(self._weights), fingerprint(model, *self.settings())
+            self._version, self._key = _version(self._weights), fingerprint(model, *self.settings()) if is_on_cpu else ""
         path, seconds = folder() / f"{self.name}-of-{'several' if several else 'one'}-{self._key}.pt2", 0.0
-        if not path.exists():
+        if is_on_cpu and not path.exists():
             if not build:
                 raise NotCompiled(f"{path} does not exist")
             seconds = build_package(path, *self.example(several))
-        graph = Graph(path)
+        graph = Graph(path) if is_on_cpu else self.captured()
         apart, allowed = self.apart(graph, several)
         if not apart <= allowed:
             path.unlink(missing_ok=True)
@@ -124,6 +134,10 @@ class Graphs:
             )
         self.graphs[several] = graph
         return seconds
+
+    def captured(self) -> Replays:
+        """What stands for a package on a GPU."""
+        raise NotCompiled("this step is compiled on a CPU only; on another device it stays plain")
 
     def fits(self, cache: Any, rows: Sequence[int], width: int) -> bool:
         """Whether there is a graph for a pass of `width` tokens over these slots of a SlotCache."""
@@ -134,6 +148,7 @@ class Graphs:
         if self._checked_for() is not cache:
             # once a cache, so once a batch of requests: reading 200 counters at every step would be a hundredth of it
             self._checked_for, self._is_sound = weakref.ref(cache), not self._is_stale()
+        width = self.graphs[len(rows) > 1].padded(width)
         return self._is_sound and max(cache.lengths[row] for row in rows) + width <= cache.length
 
     def _is_stale(self) -> bool:
@@ -160,7 +175,7 @@ class Graphs:
         """What is traced, on which arguments, and which of their sizes stay open."""
         raise NotImplementedError
 
-    def apart(self, graph: Graph, several: bool) -> tuple[float, float]:
+    def apart(self, graph: Replays, several: bool) -> tuple[float, float]:
         """Largest difference of a logit from the plain path's, and what rounding may make of it."""
         raise NotImplementedError
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from outrider import compiled, packed
-from outrider.compiled import Graph, Graphs
+from outrider.compiled import Graphs, Replays
 from outrider.config import Config as Base
 from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
@@ -331,7 +331,7 @@ class CompiledBlock(Graphs):
         return self.traced, given, ({**rows, 1: new}, rows, rows, rows, {0: end}, [{**rows, 2: length} for _ in given[-1]])
 
     @torch.inference_mode()
-    def apart(self, graph: Graph, several: bool) -> tuple[float, float]:
+    def apart(self, graph: Replays, several: bool) -> tuple[float, float]:
         given = self._arguments(*self._pass(several))
         (nodes, logits), (said, plain) = graph.forward(*given)[:2], self.traced(*given)[:2]
         # behind a token that a tie decided otherwise all may differ

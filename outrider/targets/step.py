@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from outrider import compiled
-from outrider.compiled import Graph, Graphs, NotCompiled, dense
+from outrider.compiled import Graphs, NotCompiled, Replays, dense
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Scores
 from outrider.targets import cache, family
 from outrider.targets.cache import Columns, Sight, SlotCache, additive
+from outrider.targets.captured import Captured
 from outrider.targets.selftest import PARENTS
 
 EXAMPLE = {False: (1, 8, 300), True: (4, 8, 300)}
@@ -73,6 +74,13 @@ class CompiledStep(Graphs):
         of_rows, of_buffers = {**r, 1: width}, [{**r, 2: length} for _ in given[-1]]
         return _Traced(self.target, kept.layers), given, (of_rows, of_rows, {**r, 1: width, 2: width}, r, {0: end}, of_buffers)
 
+    def captured(self) -> Replays:
+        if self.target.device.type != "cuda":
+            raise NotCompiled(
+                f"compiled steps are for CPUs and CUDA GPUs, not for {self.target.device.type!r}; steps stay plain"
+            )
+        return Captured(_Traced(self.target, self._pass(False)[0].layers))
+
     def _pass(self, several: bool) -> tuple[SlotCache, Tensor]:
         """An open pass behind some text in slots of unequal length, and its tokens."""
         rows, width, before = EXAMPLE[several]
@@ -85,7 +93,7 @@ class CompiledStep(Graphs):
         return cache, text[:, before:]
 
     @torch.inference_mode()
-    def apart(self, graph: Graph, several: bool) -> tuple[float, float]:
+    def apart(self, graph: Replays, several: bool) -> tuple[float, float]:
         """Over a chain, a tree and one token, where the mode has trees."""
         kept, text = self._pass(several)
         rows, worst = list(range(len(text))), 0.0

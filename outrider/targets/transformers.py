@@ -7,11 +7,13 @@ decoder layers and on the output head, which every family has.
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider import demo, packed
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Scores, TargetSpec
+from outrider.decoding.parties import Scores, Skip, TargetSpec
 from outrider.errors import DataError, TargetError
 from outrider.targets.cache import SlotCache
 from outrider.targets.family import embedding_scale, head_law, learn, trunk
 from outrider.targets.selftest import selftest
+from outrider.targets.skip import Sublayers
+from outrider.targets.skip import learn as learn_sublayers
 from outrider.targets.step import CompiledStep, passed
 
 
@@ -129,6 +133,40 @@ class TransformersTarget:
         cache = self.allocate(*tokens.shape)
         cache.open(range(len(tokens)), tokens.shape[1])
         return self._states(tokens, cache, taps)
+
+    @functools.cached_property
+    def _sublayers(self) -> Sublayers:
+        return learn_sublayers(self)
+
+    def skippable(self) -> Skip:
+        """Sublayers that a pass may leave out.  Raises TargetError where the family allows none."""
+        return self._sublayers.all
+
+    @contextmanager
+    def skipping(self, skip: Skip, cache: SlotCache, rows: Sequence[int]) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Gives a function from tokens [R, n] to logits [R, n, V] that reads on behind these slots without `skip`.
+
+        It writes where the next verified pass will write.  On every way out model and lengths are what they were before.
+        """
+
+        @torch.inference_mode()
+        def read(tokens: Tensor) -> Tensor:
+            cache.open(rows, tokens.shape[1])
+            scores = self._each(tokens, cache, lambda part: self._scores(part, cache, None, None, ()))
+            cache.append([tokens.shape[1]] * len(rows))
+            logits: Tensor = scores.logits
+            return logits
+
+        starts = [cache.lengths[row] for row in rows]
+        try:
+            if not cache.layers:  # a compiled step counts on buffers of every layer
+                read(torch.zeros(len(rows), 1, dtype=torch.int64, device=self.device))
+                cache.append([0] * len(rows))
+            with self._sublayers.left_out(skip):
+                yield read
+        finally:
+            for row, start in zip(rows, starts, strict=True):
+                cache.lengths[row] = start
 
     def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a text, of chat messages (through the chat template), or of ids given as they are.

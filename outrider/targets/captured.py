@@ -1,0 +1,98 @@
+"""A pass captured once for each of a few sizes and replayed: what a CUDA graph saves is the launching of hundreds of kernels.
+
+A pass is padded to the next size: tokens a row to a short list, columns to a multiple of `COLUMNS`.  What is padded is seen by
+nothing that is read.  A size is captured when it first comes; a replay reads its arguments where the capture read them, and
+writes keys and values into the same buffers.
+
+R rows of a pass, n tokens a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from outrider.compiled import flat
+
+WIDTHS = (2, 4, 8, 12, 16, 24, 32, 48, 64)
+"""Tokens a row that are captured; beyond them multiples of the last."""
+COLUMNS = 256
+MOST = 48
+"""Captures that are held; then all are dropped, since sizes that come again are captured in a fraction of a second."""
+
+Outputs = Sequence[Tensor | list[Tensor]]
+Recorder = Callable[[Callable[[], Outputs]], tuple[Callable[[], object], Outputs]]
+"""A function that reads fixed tensors, to what runs it again and the tensors that this leaves its results in."""
+
+
+def cuda_graph(function: Callable[[], Outputs]) -> tuple[Callable[[], object], Outputs]:
+    """The recorder of a GPU."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # libraries choose their kernels in the first run, which can't be captured
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = function()
+    return graph.replay, outputs
+
+
+class _Capture(NamedTuple):
+    given: tuple[Tensor, ...]
+    """Tokens, depths, visible and starts, where the replay reads them."""
+    replay: Callable[[], object]
+    outputs: list[Tensor]
+
+
+class Captured:
+    """Passes of one traced function, called by `forward` as a package is."""
+
+    def __init__(self, traced: nn.Module, recorder: Recorder = cuda_graph):
+        """traced: of tokens, depths, visible, starts, columns and buffers; it must not look at any of their values."""
+        self.traced, self.recorder = traced, recorder
+        self.captures: dict[tuple[int, ...], _Capture] = {}
+
+    def padded(self, width: int) -> int:
+        """Tokens a row that a pass of `width` tokens writes."""
+        return next((size for size in WIDTHS if size >= width), -(-width // WIDTHS[-1]) * WIDTHS[-1])
+
+    def forward(
+        self, tokens: Tensor, depths: Tensor, visible: Tensor, starts: Tensor, columns: Tensor, buffers: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The traced function's results for tokens [R, n], lists among them written out."""
+        rows, width = tokens.shape
+        wide = self.padded(width)
+        given = pad(tokens, (0, wide - width)), pad(depths, (0, wide - width)), _seen(visible, wide), starts
+        end = min(buffers[0].shape[2], -(-(len(columns) + wide - width) // COLUMNS) * COLUMNS)
+        key = (rows, wide, end, *(buffer.data_ptr() for buffer in buffers))
+        if key not in self.captures:
+            if len(self.captures) >= MOST:
+                self.captures.clear()
+            self.captures[key] = self._captured(given, end, buffers)
+        capture = self.captures[key]
+        for there, here in zip(capture.given, given, strict=True):
+            there.copy_(here)
+        capture.replay()
+        # the next replay writes over them, and drafters keep what they were given
+        return [output[:, :width].clone() for output in capture.outputs]
+
+    def _captured(self, given: tuple[Tensor, ...], end: int, buffers: Sequence[Tensor]) -> _Capture:
+        fixed = tuple(argument.clone() for argument in given)
+        columns = torch.arange(end, device=fixed[0].device)
+        replay, outputs = self.recorder(lambda: self.traced(*fixed, columns, list(buffers)))
+        return _Capture(fixed, replay, flat(outputs))
+
+
+def _seen(visible: Tensor, wide: int) -> Tensor:
+    """visible [R, n, n] for `wide` tokens a row: those that are added see themselves, and none sees them."""
+    more = wide - visible.shape[-1]
+    if not more:
+        return visible
+    alone = torch.eye(wide, dtype=torch.bool, device=visible.device)
+    return pad(visible, (0, more, 0, more)) | (alone & (torch.arange(wide, device=visible.device) >= wide - more))

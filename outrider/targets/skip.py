@@ -1,0 +1,179 @@
+"""A model without some of its sublayers: while a set is left out, stand-ins answer in place of their modules.
+
+Which child of a decoder layer is its attention is seen by who writes to the cache; its MLP is the one other child with weight
+matrices.  An attention that is left out adds nothing and writes no keys; a layer of which both are left out hands its input on.
+A family whose layer without both is anything but the identity is refused: what it adds up would not be its residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.decoding.parties import Skip
+from outrider.errors import TargetError
+
+Shape = int | None
+"""Length of the tuple that a module returns; None for a bare tensor."""
+StandIn = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Sublayers:
+    """Modules that can be left out, by layer, each with the shape of its answer."""
+
+    layers: list[tuple[nn.Module, Shape]]
+    attention: dict[int, tuple[nn.Module, Shape]]
+    mlp: dict[int, tuple[nn.Module, Shape]]
+
+    @property
+    def all(self) -> Skip:
+        return Skip(frozenset(self.attention), frozenset(self.mlp))
+
+    def left_out(self, skip: Skip) -> AbstractContextManager[None]:
+        """While this is open, the model runs without these."""
+        return _replaced(dict(self._stand_ins(skip)))
+
+    def _stand_ins(self, skip: Skip) -> Iterator[tuple[nn.Module, StandIn]]:
+        whole = skip.attention & skip.mlp
+        for layer in whole:
+            module, shape = self.layers[layer]
+            yield module, _answering(shape, lambda hidden: hidden)
+        for modules, which in ((self.attention, skip.attention), (self.mlp, skip.mlp)):
+            for layer in which - whole:
+                module, shape = modules[layer]
+                yield module, _answering(shape, torch.zeros_like)
+
+    def silent(self) -> Iterator[tuple[nn.Module, StandIn]]:
+        """Stand-ins for every sublayer, the layers themselves left to run."""
+        for module, shape in (*self.attention.values(), *self.mlp.values()):
+            yield module, _answering(shape, torch.zeros_like)
+
+
+@contextmanager
+def _replaced(stand_ins: Mapping[nn.Module, StandIn]) -> Iterator[None]:
+    """While this is open, stand-ins answer for these modules; on every way out each is what it was."""
+    before = {module: vars(module).get("forward") for module in stand_ins}
+    try:
+        for module, stand_in in stand_ins.items():
+            vars(module)["forward"] = stand_in
+        yield
+    finally:
+        for module, own in before.items():
+            if own is None:
+                vars(module).pop("forward", None)
+            else:
+                vars(module)["forward"] = own
+
+
+def _answering(shape: Shape, answer: Callable[[Tensor], Tensor]) -> StandIn:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        found = answer(args[0] if args else kwargs["hidden_states"])
+        return found if shape is None else (found, *[None] * (shape - 1))
+
+    return forward
+
+
+def learn(target: Any) -> Sublayers:
+    """Find the sublayers by watching one pass, and try the model without them.  target: a TransformersTarget.
+
+    Raises TargetError where nothing can be left out: a recurrent state, sublayers that can't be told, a layer that is not the
+    identity without them.
+    """
+    if target.family.is_recurrent:
+        raise _refused(target, "some of its layers carry a recurrent state, which follows one text")
+    watch = _Watch(target)
+    found = Sublayers(watch.shaped(target), watch.attention, watch.mlp)
+    if not found.attention and not found.mlp:
+        raise _refused(target, "its layers have no attention or MLP of their own that could be told")
+    _try(target, found)
+    return found
+
+
+def _refused(target: Any, reason: str) -> TargetError:
+    kind = target.model.config.model_type
+    return TargetError(f"{target.spec.name} ({kind}) can't run without some of its layers: {reason}; choose another drafter")
+
+
+class _Watch:
+    """One pass of one token, and what the children of every decoder layer were seen to do."""
+
+    @torch.inference_mode()
+    def __init__(self, target: Any):
+        self.attention: dict[int, tuple[nn.Module, Shape]] = {}
+        self.mlp: dict[int, tuple[nn.Module, Shape]] = {}
+        self.returned: dict[nn.Module, Any] = {}
+        self.open: list[nn.Module] = []
+        self.writers: set[nn.Module] = set()
+        layers = [target.layer(index) for index in range(target.spec.layers)]
+        children = [child for layer in layers for child in (layer, *layer.children())]
+        hooks = [child.register_forward_pre_hook(lambda module, _args: self.open.append(module)) for child in children]
+        hooks += [child.register_forward_hook(self._close) for child in children]
+        cache = target.allocate(1, 2)
+        update = cache.update
+
+        def write(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            self.writers.add(self.open[-1])
+            return update(*args, **kwargs)
+
+        cache.update = write
+        try:
+            target.prefill(cache, [0], torch.zeros(1, 1, dtype=torch.int64, device=target.device), [1])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for index, layer in enumerate(layers):
+            self._sort(index, layer)
+
+    def _close(self, module: nn.Module, _args: Any, output: Any) -> None:
+        self.open.pop()
+        self.returned[module] = output
+
+    def _sort(self, index: int, layer: nn.Module) -> None:
+        """Which child of a layer is its attention and which its MLP, where that is certain."""
+        called = [child for child in layer.children() if child in self.returned]
+        writers = [child for child in called if child in self.writers]
+        others = [child for child in called if child not in self.writers and any(w.dim() > 1 for w in child.parameters())]
+        for which, children in ((self.attention, writers), (self.mlp, others)):
+            if len(children) == 1 and self._state(children[0]).shape == self._state(layer).shape:
+                which[index] = children[0], self._shape(children[0])
+
+    def _state(self, module: nn.Module) -> Tensor:
+        output = self.returned[module]
+        state: Tensor = output[0] if isinstance(output, tuple) else output
+        return state
+
+    def _shape(self, module: nn.Module) -> Shape:
+        output = self.returned[module]
+        return len(output) if isinstance(output, tuple) else None
+
+    def shaped(self, target: Any) -> list[tuple[nn.Module, Shape]]:
+        return [(layer, self._shape(layer)) for layer in map(target.layer, range(target.spec.layers))]
+
+
+@torch.inference_mode()
+def _try(target: Any, found: Sublayers) -> None:
+    """Raise TargetError unless layers without any sublayer hand their input on."""
+    whole = [index for index in found.attention if index in found.mlp]
+    seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        seen[module] = args[0] if args else kwargs["hidden_states"], output[0] if isinstance(output, tuple) else output
+
+    hooks = [found.layers[index][0].register_forward_hook(see, with_kwargs=True) for index in whole]
+    tokens = torch.arange(2, device=target.device)[None] % target.spec.vocabulary
+    try:
+        with _replaced(dict(found.silent())):
+            target.prefill(target.allocate(1, 4), [0], tokens, [2])
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise _refused(target, f"{type(error).__name__}: {error}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not all(torch.allclose(before, after, rtol=1e-3, atol=1e-5) for before, after in seen.values()):
+        raise _refused(target, "a layer without attention and MLP changes what passes through it")

@@ -1,0 +1,113 @@
+"""Passes captured in a few sizes.  No GPU is needed: a recorder that calls the function again stands for its graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from targets.test_step import COUNTS, Guesses, agree, prompts_of, written
+from tiny import tiny_model
+
+from outrider.compiled import NotCompiled
+from outrider.targets import captured
+from outrider.targets.captured import Captured
+from outrider.targets.step import CompiledStep, _Traced
+from outrider.targets.transformers import TransformersTarget, load_target
+
+
+class Tape:
+    """Runs the function anew into the same outputs, as a replay does; and counts."""
+
+    is_stuck = False
+
+    def __init__(self) -> None:
+        self.count: Counter[str] = Counter()
+
+    def __call__(self, function):
+        outputs = captured.flat(function())
+        self.count["captured"] += 1
+
+        def replay() -> None:
+            self.count["replayed"] += 1
+            if self.is_stuck:
+                return
+            for there, here in zip(outputs, captured.flat(function()), strict=True):
+                there.copy_(here)
+
+        return replay, outputs
+
+
+def with_tape(target: TransformersTarget, tape: Tape) -> TransformersTarget:
+    """The target, its passes captured."""
+    target.step._weights = list(target.model.parameters())
+    target.step._version = sum(weight._version for weight in target.step._weights)
+    layers = target.step._pass(False)[0].layers
+    target.step.graphs = {several: Captured(_Traced(target, layers), tape) for several in (False, True)}
+    return target
+
+
+@pytest.fixture(scope="module")
+def slow() -> TransformersTarget:
+    return load_target(tiny_model(dtype=torch.float64), compile=False)
+
+
+@pytest.fixture
+def tape(monkeypatch) -> Tape:
+    monkeypatch.setattr(captured, "COLUMNS", 16)
+    return Tape()
+
+
+@pytest.fixture
+def fast(tape) -> TransformersTarget:
+    return with_tape(load_target(tiny_model(dtype=torch.float64), compile=False), tape)
+
+
+def test_captured_passes_say_what_plain_ones_say(fast, slow, tape):
+    """Catches padding that is seen, columns that are cut, another replay's rows, and results that the next one writes over."""
+    agree(fast, slow)
+    assert 0 < tape.count["captured"] < tape.count["replayed"] / 4
+
+
+real_capture = Captured._captured
+
+
+@pytest.mark.parametrize("fault", ["seen", "given", "columns"])
+def test_a_fault_in_the_padding_is_found_out(fault, fast, slow, monkeypatch):
+    """The test above: with padding that all rows see, replays that read nothing new, columns that end too early."""
+    if fault == "seen":
+        real = captured._seen
+        monkeypatch.setattr(captured, "_seen", lambda visible, wide: real(visible, wide) | (wide > visible.shape[-1]))
+    if fault == "given":
+        monkeypatch.setattr(Tape, "is_stuck", True)
+    if fault == "columns":
+        monkeypatch.setattr(captured, "COLUMNS", 1)
+        monkeypatch.setattr(
+            Captured, "_captured", lambda self, given, end, buffers: real_capture(self, given, end - 3, buffers)
+        )
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):
+        agree(fast, slow)
+
+
+def test_a_pass_that_has_no_room_for_its_padding_stays_plain(fast):
+    """Catches keys written behind the end of a slot."""
+    cache = fast.allocate(1, 20)
+    fast.prefill(cache, [0], torch.ones(1, 14, dtype=torch.int64), [14])
+    assert fast.step.fits(cache, [0], 4)
+    assert not fast.step.fits(cache, [0], 5)
+
+
+def test_no_more_captures_are_held_than_fit(fast, tape, monkeypatch):
+    """Catches memory that grows with every batch of slots."""
+    monkeypatch.setattr(captured, "MOST", 3)
+    for _ in range(3):
+        written(fast, Guesses(fast.spec.vocabulary, True), 2)
+    assert all(len(graph.captures) <= 3 for graph in fast.step.graphs.values())
+
+
+def test_another_device_says_why_it_stays_plain(slow, monkeypatch):
+    """Catches a step that is captured where nothing can be."""
+    step = CompiledStep(slow)
+    with pytest.raises(NotCompiled, match="CUDA"):
+        step.captured()
+    assert len(COUNTS) == len(prompts_of(slow.spec.vocabulary))
