@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from outrider.errors import ConfigError, DataError, OutriderError
+from outrider.errors import ConfigError, DataError, OutriderError, TargetError
 
 if TYPE_CHECKING:
     from outrider.nn.draft_model import DraftModel
@@ -460,6 +462,7 @@ def examine() -> list[dict[str, Any]]:
         ("tensorboard", "tensorboard", "training curves beside metrics.jsonl"),
         ("accelerate", "accelerate", "device_map and quantised targets"),
         ("grammar", "llguidance", "output that fits a JSON schema, a regex or a grammar"),
+        ("corpus", "pydivsufsort", "building corpora to draft from"),
     ):
         there = find_spec(module) is not None
         add(f"extra {extra}", "installed" if there else "not installed", there, f"pip install 'outrider[{extra}]' for {gain}")
@@ -482,6 +485,223 @@ def _dtypes(device: str) -> Iterator[str]:
         except RuntimeError:
             continue
         yield str(dtype).removeprefix("torch.")
+
+
+# ── corpora ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+corpus = typer.Typer(help="Texts to draft from: add, list, remove, stats, verify.", no_args_is_help=True)
+app.add_typer(corpus, name="corpus")
+
+CorpusName = Annotated[str, typer.Argument(help="Name of the corpus.", show_default=False)]
+CorpusFolder = Annotated[
+    Path | None, typer.Option("--folder", help="Where corpora are; $OUTRIDER_CORPORA or ~/.local/share/outrider/corpora.")
+]
+
+
+@corpus.command("add")
+def corpus_add(
+    name: CorpusName,
+    files: Annotated[list[Path], typer.Argument(help="Text, .jsonl with a `text` a row, or folders.", show_default=False)],
+    target: Annotated[str, typer.Option(help="Whose tokenizer: `demo`, a folder, or a Hugging Face id.")] = "demo",
+    folder: CorpusFolder = None,
+    skip_binary: Annotated[bool, typer.Option("--skip-binary", help="Leave files out that are not UTF-8 text.")] = False,
+) -> None:
+    """Make a corpus of texts, in the place of one of that name."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    _quiet()
+    from outrider.retrieval import corpora, suffix_array
+    from outrider.targets.transformers import hash_tokenizer
+
+    path = corpora.place(name, folder)
+    skipped: list[Path] | None = [] if skip_binary else None
+    paths = corpora.readable(corpora.files_of(files), skipped)
+    characters = sum(file.stat().st_size for file in paths)
+    if not characters:
+        raise DataError(f"nothing to read in {', '.join(map(str, files))}; name files with text")
+    tokenizer = _tokenizer_of(target)
+    _foretell(name, path, paths, characters, tokenizer)
+    used: dict[str, int] = {}
+    began = time.perf_counter()
+    with _bar("characters", characters) as update, _untouched(name):
+
+        def documents() -> Iterator[list[int]]:
+            done = 0
+            for batch in _batches(corpora.texts(paths), 1 << 20):
+                used.update((str(text.file.absolute()), text.file.stat().st_size) for text in batch)
+                yield from _encoded(tokenizer, [text.text for text in batch])
+                done += sum(len(text.text) for text in batch)
+                update(min(done, characters))
+
+        made = suffix_array.build(
+            path, documents(), vocabulary=_ids(tokenizer), tokenizer_hash=hash_tokenizer(tokenizer),
+            sources=used.items(), on_stage=lambda stage, tokens: update(characters, f"{stage} {_count(tokens)} tokens"),
+        )  # fmt: skip
+    header = made.header
+    left_out = f", {len(skipped)} files left out, not UTF-8 text" if skipped else ""
+    out.print(
+        f"          {_count(header['documents'])} documents, {_count(header['tokens'])} tokens in "
+        f"{time.perf_counter() - began:.0f} s{left_out}; {_size(corpora.size_of(path))} in {path}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@corpus.command("list")
+def corpus_list(folder: CorpusFolder = None, json_to: JsonTo = None) -> None:
+    """List the corpora there are."""
+    from outrider.retrieval import corpora
+
+    _place_of_json(json_to)
+    found = [_corpus_row(name, folder) for name in corpora.names(folder)]
+    if json_to != "-":
+        table = Table(box=None, pad_edge=False)
+        for column in ("corpus", "documents", "tokens", "size", "tokenizer", "made", ""):
+            table.add_column(column, justify="right" if column in ("documents", "tokens", "size") else "left", overflow="fold")
+        for row in found:
+            if row["error"] is None:
+                sizes = [_count(row["documents"]), _count(row["tokens"]), _size(row["size_bytes"])]
+                table.add_row(row["name"], *sizes, row["tokenizer_hash"], row["made"][:10], "")
+            else:
+                table.add_row(row["name"], "", "", "", "", "", row["error"], style="yellow")
+        out.print(table if found else f"no corpora in {folder or corpora.home()}; make one: outrider corpus add NAME FILES")
+    _write_json(json_to, found)
+
+
+def _corpus_row(name: str, folder: Path | None) -> dict[str, Any]:
+    """What `corpus list` says of one; `error` where it can't be opened."""
+    from outrider.retrieval import corpora
+    from outrider.retrieval.suffix_array import Corpus
+
+    path = corpora.place(name, folder)
+    try:
+        header = Corpus.open(path).header
+    except DataError as error:
+        return {"name": name, "error": str(error)}
+    facts = {key: header[key] for key in ("documents", "tokens", "vocabulary", "tokenizer_hash", "made")}
+    return {"name": name, "error": None, **facts, "size_bytes": corpora.size_of(path), "folder": str(path)}
+
+
+@corpus.command("stats")
+def corpus_stats(name: CorpusName, folder: CorpusFolder = None, json_to: JsonTo = None) -> None:
+    """Say what a corpus holds, and which files it was made of."""
+    from outrider.retrieval import corpora
+    from outrider.retrieval.suffix_array import Corpus
+
+    _place_of_json(json_to)
+    path = corpora.find(name, folder)
+    Corpus.open(path)
+    row, sources = _corpus_row(name, folder), corpora.sources(path)
+    if json_to != "-":
+        for key in ("documents", "tokens", "vocabulary", "tokenizer_hash", "made", "folder"):
+            out.print(f"{key.removesuffix('_hash'):<12}{row[key]}", highlight=False, soft_wrap=True)
+        out.print(f"{'size':<12}{_size(row['size_bytes'])}", highlight=False)
+        out.print(f"{'files':<12}{len(sources)}, {_size(sum(size for _, size in sources))}; the largest:", highlight=False)
+        for source, size in sorted(sources, key=lambda source: -source[1])[:10]:
+            out.print(f"{'':<12}{_size(size):>9}  {source}", highlight=False, markup=False, soft_wrap=True)
+    _write_json(json_to, row | {"sources": [{"name": source, "size_bytes": size} for source, size in sources]})
+
+
+@corpus.command("remove")
+def corpus_remove(name: CorpusName, folder: CorpusFolder = None) -> None:
+    """Delete a corpus."""
+    from outrider.retrieval import corpora
+
+    out.print(f"removed {name}, {_size(corpora.remove(name, folder))}", highlight=False)
+
+
+@corpus.command("verify")
+def corpus_verify(name: CorpusName, folder: CorpusFolder = None) -> None:
+    """Read a whole corpus and compare it with its checksums."""
+    from outrider.retrieval import corpora
+    from outrider.retrieval.suffix_array import verify
+
+    path = corpora.find(name, folder)
+    with _bar("bytes", corpora.size_of(path)) as update:
+        done = verify(path, update)
+    out.print(f"{name} is as it was built: {_size(done)} read, every checksum holds", highlight=False)
+
+
+@contextmanager
+def _untouched(name: str) -> Iterator[None]:
+    """Ctrl-C says that a build which was stopped leaves nothing."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        note.print(f"\nstopped; of corpus {name} nothing was changed", highlight=False)
+        raise SystemExit(130) from None
+
+
+def _tokenizer_of(target: str) -> Any:
+    """A target's tokenizer, without its weights."""
+    from transformers import AutoTokenizer
+
+    from outrider import demo
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(demo.TARGET) if target == "demo" else target)
+        # where there are no files, transformers makes up a tokenizer of special tokens alone
+        reason = "" if len(tokenizer.get_vocab()) > len(tokenizer.all_special_tokens) else "its vocabulary is empty"
+    except (OSError, ValueError, KeyError) as error:
+        tokenizer, reason = None, str(error).strip().splitlines()[0]
+    if reason:
+        raise TargetError(
+            f"can't load the tokenizer of {target!r}: {reason}; give `demo`, a folder with a tokenizer, or a Hugging Face id "
+            "(which needs the network the first time)"
+        )
+    return tokenizer
+
+
+def _foretell(name: str, path: Path, files: list[Path], characters: int, tokenizer: Any) -> None:
+    """Say how big a corpus becomes and how long it takes, by its first texts; refuse what has no room."""
+    from itertools import islice
+
+    from outrider.retrieval import corpora
+
+    _encoded(tokenizer, ["warm"])
+    began = time.perf_counter()
+    sample = [text.text[: 1 << 16] for text in islice(corpora.texts(files), 16)]
+    tokens = sum(map(len, _encoded(tokenizer, sample)))
+    rate = (time.perf_counter() - began) / max(1, sum(map(len, sample)))
+    tokens = int(characters * tokens / max(1, sum(map(len, sample))))
+    token_bytes = 2 if _ids(tokenizer) < 1 << 16 else 4
+    needed = tokens * (token_bytes + 4)
+    near = next(folder for folder in path.parents if folder.exists())
+    free = shutil.disk_usage(near).free
+    if needed > free:
+        raise DataError(
+            f"corpus {name!r} needs about {_size(needed)} for {_count(tokens)} tokens, {near} has {_size(free)} left; "
+            "name fewer files, or another --folder"
+        )
+    replaces = ", in the place of the one there is" if path.exists() else ""
+    seconds = characters * rate + tokens * 4e-7  # sorting and writing 10 M tokens takes 3 to 4 s
+    out.print(
+        f"corpus    {name}: {len(files)} files, {_size(characters)}; about {_count(tokens)} tokens, {_size(needed)} on disk, "
+        f"{_size(2e8 + tokens * 8 * token_bytes)} of memory, {seconds:.0f} s{replaces}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _batches(texts: Iterator[Any], characters: int) -> Iterator[list[Any]]:
+    """Several texts at a time, about so many characters together."""
+    held: list[Any] = []
+    for text in texts:
+        held.append(text)
+        if sum(len(one.text) for one in held) >= characters:
+            yield held
+            held = []
+    if held:
+        yield held
+
+
+def _ids(tokenizer: Any) -> int:
+    """All ids lie below it; there may be gaps."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
+def _encoded(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    found: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return found
 
 
 # ── small things ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -65,7 +65,7 @@ def test_imports_and_help_need_no_torch() -> None:
     found = json.loads(done.stdout)
     assert found["code"] == 0
     assert {name: modules for name, modules in found["loaded"].items() if modules} == {}
-    for verb in ("run", "prepare", "train", "evaluate", "decode", "show", "drafters", "doctor"):
+    for verb in ("run", "prepare", "train", "evaluate", "decode", "show", "drafters", "corpus", "doctor"):
         assert verb in found["help"]
 
 

@@ -1,0 +1,1 @@
+"""Memories of text that need no training."""

@@ -1,0 +1,114 @@
+"""Native twins of slow functions: one source file beside the Python, compiled on first use for this machine and kept on disk.
+
+Plain C or C++ behind `extern "C"`, called through ctypes: no build step, no torch.  A library's name holds the hash of its
+source and of how it was compiled, so another source is never mistaken for it.  Without a compiler, or where
+`OUTRIDER_NATIVE=0`, the Python twin goes on alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from outrider import compiled
+from outrider.errors import OutriderError
+
+log = logging.getLogger(__name__)
+
+LANGUAGES = {".c": ("-x", "c", "-std=c11"), ".cpp": ("-x", "c++", "-std=c++17")}
+# without contraction a product and a sum round as they do in Python
+FLAGS = ("-O2", "-shared", "-fPIC", "-fvisibility=default", "-ffp-contract=off")
+TIMEOUT_S = 120
+
+
+class NotNative(OutriderError):
+    """There is no native library, and why; the Python twin goes on."""
+
+
+@functools.cache
+def library(name: str, version: int = 1) -> ctypes.CDLL | None:
+    """The library of `name`.c or `name`.cpp in this folder, compiled if need be; None, and one line in the log, without it.
+
+    version: what its `outrider_<name>_version()` must return; raise both whenever a function's arguments change.
+    """
+    try:
+        return load(_source(name), version)
+    except NotNative as error:
+        log.info("native %s: %s; its Python twin is used", name, error)
+        return None
+
+
+def load(source: Path, version: int) -> ctypes.CDLL:
+    """Compile this file if need be, and load it.  NotNative says why not."""
+    if os.environ.get("OUTRIDER_NATIVE") == "0":
+        raise NotNative("OUTRIDER_NATIVE=0 asks for none")
+    path = _built(source)
+    try:
+        found = ctypes.CDLL(str(path))
+        answer = getattr(found, f"outrider_{source.stem}_version")()
+    except (OSError, AttributeError) as error:
+        raise NotNative(f"{path} can't be loaded ({error}); delete it and it is compiled again") from error
+    if answer != version:
+        raise NotNative(f"{path} is of version {answer}, version {version} is wanted; delete it")
+    return found
+
+
+def compiler() -> str | None:
+    """Path of a C++ compiler: $CXX, g++, clang++ or c++."""
+    names = (os.environ.get("CXX"), "g++", "clang++", "c++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def _source(name: str) -> Path:
+    found = [path for suffix in LANGUAGES if (path := Path(__file__).with_name(name + suffix)).exists()]
+    assert len(found) == 1, f"{name} must have one source in {Path(__file__).parent}, has {found}"
+    return found[0]
+
+
+def _built(source: Path) -> Path:
+    """The shared library, compiled into a file of its own and moved, so that several processes may do so at once."""
+    command = (*LANGUAGES[source.suffix], *FLAGS)
+    said = repr((command, platform.machine(), platform.system())).encode() + source.read_bytes()
+    folder = compiled.folder().with_name("native")
+    path = folder / f"{source.stem}-{hashlib.sha256(said).hexdigest()[:16]}.so"
+    try:
+        _make_private(folder)
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as place:
+                part = Path(place) / path.name
+                _compile([*command, str(source), "-o", str(part)])
+                part.replace(path)
+    except OSError as error:
+        raise NotNative(f"{folder} can't be used ({error})") from error
+    return path
+
+
+def _make_private(folder: Path) -> None:
+    """A folder that nobody else can write to: what lies there is run.  NotNative where it belongs to others."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    about = folder.stat()
+    if about.st_uid != os.getuid():
+        raise NotNative(f"{folder} belongs to another user; set OUTRIDER_CACHE to a folder of your own")
+    if about.st_mode & 0o077:
+        folder.chmod(0o700)
+
+
+def _compile(arguments: list[str]) -> None:
+    name = compiler()
+    if name is None:
+        raise NotNative("there is no C++ compiler here; install g++")
+    try:
+        subprocess.run([name, *arguments], check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise NotNative(f"{name} took more than {TIMEOUT_S} s") from None
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in error.stderr.splitlines() if "error" in line] or error.stderr.splitlines() or ["it failed"]
+        raise NotNative(f"{name} says: {lines[0]}") from None

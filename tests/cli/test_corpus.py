@@ -1,0 +1,172 @@
+"""`outrider corpus`, in this process: what is made, told, refused and deleted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from rich.console import Console
+
+from outrider import cli
+from outrider.retrieval import suffix_array
+from outrider.retrieval.suffix_array import Corpus
+from outrider.targets.transformers import hash_tokenizer
+
+pytest.importorskip("pydivsufsort")
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def corpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+    """Run `outrider corpus` in an empty folder, with the corpora in `tmp_path / "home"`; white space in what it says is one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OUTRIDER_CORPORA", str(tmp_path / "home"))
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setattr(cli, "out", Console(width=300))
+    monkeypatch.setattr(cli, "note", Console(stderr=True, width=300))
+    capsys.readouterr()
+
+    def command(*words: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["outrider", "corpus", *map(str, words)])
+        try:
+            cli.main()
+            code: Any = 0
+        except SystemExit as done:
+            code = done.code or 0
+        told = capsys.readouterr()
+        cli.out.file = None  # `--json -` turned it to standard error
+        return Done(code, " ".join(told.out.split()), " ".join(told.err.split()))
+
+    return command
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "one.py").write_text("import json\nimport os\n\n\ndef read(path):\n    return json.loads(path.read_text())\n")
+    (folder / "rows.jsonl").write_text('{"text": "import os"}\n{"text": "a line"}\n')
+    return folder
+
+
+def test_add_says_what_comes_and_what_came(corpus: Command, texts: Path, tmp_path: Path) -> None:
+    """Catches a build that begins without a word of its size, special tokens in a text, or another tokenizer's hash."""
+    done = corpus("add", "mine", "texts")
+    assert done.code == 0, done.err
+    assert "corpus mine: 2 files, 121B; about" in done.out
+    assert "tokens, " in done.out and "on disk, " in done.out and "of memory, 0 s" in done.out
+    assert f"3 documents, {Corpus.open(tmp_path / 'home/mine').header['tokens']} tokens in 0 s" in done.out
+    tokenizer = cli._tokenizer_of("demo")
+    made = Corpus.open(tmp_path / "home/mine", hash_tokenizer(tokenizer))
+    assert made.header["vocabulary"] == len(tokenizer)
+    wanted = tokenizer((texts / "one.py").read_text(), add_special_tokens=False)["input_ids"]
+    assert made.tokens[1 : len(wanted) + 2].tolist() == [*wanted, len(tokenizer)]
+    match = made.longest(wanted[:-3])
+    assert made.continuations(match, 3, 3).tokens == wanted[-3:]
+
+
+def test_a_corpus_is_listed_told_of_checked_and_removed(corpus: Command, texts: Path, tmp_path: Path) -> None:
+    """Catches a verb that says nothing, or that leaves files behind."""
+    assert "no corpora in" in corpus("list").out
+    for name in ("b", "a"):
+        assert corpus("add", name, texts).code == 0
+    rows = json.loads(corpus("list", "--json", "-").out)
+    assert [(row["name"], row["error"], row["documents"]) for row in rows] == [("a", None, 3), ("b", None, 3)]
+    assert rows[0]["size_bytes"] == sum(path.stat().st_size for path in (tmp_path / "home/a").iterdir())
+    assert "corpus documents tokens size tokenizer made" in corpus("list").out
+    told = json.loads(corpus("stats", "a", "--json", "-").out)
+    assert {source["name"] for source in told["sources"]} == {str(path) for path in texts.iterdir()}
+    assert "files 2, 121B; the largest: 80B" in corpus("stats", "a").out
+    assert "every checksum holds" in corpus("verify", "a").out
+    assert corpus("remove", "a").out.startswith("removed a, ")
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["b"]
+
+
+def test_another_folder_and_another_target(corpus: Command, texts: Path, tmp_path: Path, folder: Path) -> None:
+    """Catches an option that is not heard; `folder` has a model that reads bytes."""
+    assert corpus("add", "bytes", texts, "--target", folder, "--folder", "there").code == 0
+    made = Corpus.open(tmp_path / "there/bytes")
+    assert made.header["tokens"] == 80 + len("import os") + len("a line")
+    assert not (tmp_path / "home").exists()
+    assert json.loads(corpus("list", "--folder", "there", "--json", "-").out)[0]["name"] == "bytes"
+    (tmp_path / "empty").mkdir()
+    assert "can't load the tokenizer of 'empty'" in corpus("add", "x", texts, "--target", "empty").err
+
+
+def test_ctrl_c_leaves_the_corpus_as_it_was(corpus: Command, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a promise that the same command goes on from there, or half a corpus."""
+    corpus("add", "mine", texts)
+    monkeypatch.setattr(suffix_array, "_write_sources", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    done = corpus("add", "mine", texts / "one.py")
+    assert (done.code, done.err) == (130, "stopped; of corpus mine nothing was changed")
+    assert json.loads(corpus("list", "--json", "-").out)[0]["documents"] == 3
+
+
+def test_a_second_add_takes_the_place_of_the_first(corpus: Command, texts: Path, tmp_path: Path) -> None:
+    """Catches texts that are added to those there are, or a replacement that is not announced."""
+    corpus("add", "mine", texts)
+    done = corpus("add", "mine", texts / "one.py")
+    assert "in the place of the one there is" in done.out
+    assert Corpus.open(tmp_path / "home/mine").header["documents"] == 1
+
+
+def test_a_damaged_corpus_is_listed_with_what_to_do(corpus: Command, texts: Path, tmp_path: Path) -> None:
+    """Catches a list that fails because of one corpus in it, and damage that `verify` passes over."""
+    corpus("add", "mine", texts)
+    path = tmp_path / "home/mine/tokens.bin"
+    content = bytearray(path.read_bytes())
+    content[4] ^= 8
+    path.write_bytes(content)
+    assert "outrider corpus verify mine" in corpus("list").out
+    done = corpus("verify", "mine")
+    assert (done.code, "tokens.bin is damaged: bytes 0 to" in done.err) == (1, True)
+    assert corpus("stats", "mine").code == 1
+    assert corpus("remove", "mine").code == 0
+
+
+def test_what_can_not_be_a_corpus_is_refused(corpus: Command, texts: Path, tmp_path: Path) -> None:
+    """Catches a traceback, an exit code of 0, or something left behind."""
+    (texts / "zeros.bin").write_bytes(b"\0\0")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "one.txt").write_text("a")
+    for words, code, said in (
+        (("add", "mine", texts), 1, "zeros.bin is not UTF-8 text"),
+        (("add", "mine", "empty.txt"), 1, "nothing to read in empty.txt"),
+        (("add", "mine", "one.txt"), 1, "would be empty"),
+        (("add", "mine", "nowhere.txt"), 1, "nowhere.txt does not exist"),
+        (("add", "a/b", texts), 2, "'a/b' can't be the name of a corpus"),
+        (("remove", "../texts"), 2, "can't be the name of a corpus"),
+        (("remove", "other"), 1, "no corpus 'other'"),
+        (("stats", "other"), 1, "no corpus 'other'"),
+        (("verify", "other"), 1, "no corpus 'other'"),
+    ):
+        done = corpus(*words)
+        assert (done.code, said in done.err) == (code, True), done
+        assert "Traceback" not in done.err
+    assert not (tmp_path / "home").exists() or not list((tmp_path / "home").iterdir())
+    done = corpus("add", "mine", texts, "--skip-binary")
+    assert (done.code, "1 files left out, not UTF-8 text" in done.out) == (0, True), done
+
+
+def test_a_disk_without_room_is_seen_before_the_work(
+    corpus: Command, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a build that fails after its half hour, where its size was known before."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    done = corpus("add", "mine", texts)
+    assert (done.code, "needs about" in done.err and "has 10B left" in done.err) == (1, True), done
+    assert not (tmp_path / "home").exists()

@@ -1,0 +1,456 @@
+"""A corpus finds what a search through everything finds, in both twins; what is damaged, foreign or half built is refused."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider import demo
+from outrider.errors import ConfigError, DataError
+from outrider.retrieval import corpora, suffix_array
+from outrider.retrieval.suffix_array import LONGEST, NOTHING, SAMPLE, Corpus, Match, Tree, build
+
+pytest.importorskip("pydivsufsort")
+
+DOCUMENTS = st.lists(st.lists(st.integers(0, 3), max_size=24), min_size=1, max_size=6)
+CONTEXTS = st.lists(st.lists(st.integers(-1, 4), max_size=10), min_size=1, max_size=12)
+VOCABULARIES = st.sampled_from([4, 255, 256, 65_535, 65_536, 1 << 24])
+"""Around the borders of one, two, three and four bytes."""
+
+
+def found_by_reading(documents: list[list[int]], context: list[int], vocabulary: int) -> tuple[int, list[list[int]]]:
+    """Length of the longest suffix with something behind it, and what follows each of its places."""
+    length, behind = 0, []
+    for document in documents:
+        for end in range(1, len(document)):
+            pairs = zip(reversed(document[:end]), reversed(context[-LONGEST:]), strict=False)
+            shared = next((n for n, (mine, wanted) in enumerate(pairs) if mine != wanted), min(end, len(context), LONGEST))
+            if shared > length:
+                length, behind = shared, []
+            if shared == length > 0:
+                behind.append(document[end:])
+    return length, behind
+
+
+def twins(corpus: Corpus, context: Sequence[int], least: int = 1) -> Match:
+    """What both say."""
+    slow = corpus._longest_in_python(array("q", context[-LONGEST:]), least)
+    assert corpus.longest(context, least) == slow
+    return slow
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("corpora")
+
+
+# ── the search ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@settings(deadline=None, max_examples=60)
+@given(DOCUMENTS, CONTEXTS, VOCABULARIES)
+def test_the_longest_suffix_is_the_one_that_reading_everything_finds(
+    place: Path, documents: list[list[int]], contexts: list[list[int]], vocabulary: int
+) -> None:
+    """Catches an order that is not sorted backwards, a match across documents, a neighbour forgotten, a range cut short."""
+    if not any(len(document) > 1 for document in documents):
+        with pytest.raises(DataError, match="would be empty"):
+            build(place / "c", documents, vocabulary=vocabulary)
+        return
+    corpus = build(place / "c", documents, vocabulary=vocabulary)
+    assert corpus.header["places"] == len(corpus.order)
+    for context in contexts:
+        context = [vocabulary if token == 4 else token for token in context]  # -1 and the separator match nothing
+        length, behind = found_by_reading(documents, context, vocabulary)
+        match = twins(corpus, context)
+        assert (match.length, match.places) == (length, len(behind))
+        assert twins(corpus, context, least=3) == (match if length >= 3 else NOTHING)
+        if len(behind) <= SAMPLE:
+            follow = [corpus.tokens[end:].tolist() for end in match.ends]
+            assert sorted(one[: one.index(vocabulary)] for one in follow) == sorted(behind)
+
+
+def test_a_planted_fault_in_the_order_is_seen(place: Path) -> None:
+    """Catches a comparison that can't fail: with two places exchanged, the search and the reading disagree."""
+    noise = np.random.default_rng(0)
+    documents = [noise.integers(0, 3, 40).tolist() for _ in range(5)]
+    corpus = build(place / "planted", documents, vocabulary=3)
+    contexts = [noise.integers(0, 3, 8).tolist() for _ in range(50)]
+    order = corpus.order.copy()
+    order[: len(order) // 2], order[len(order) // 2 :] = corpus.order[-(len(order) // 2) :], corpus.order[: -(len(order) // 2)]
+    corpus.order = order
+    wrong = [
+        corpus._longest_in_python(array("q", context), 1).length != found_by_reading(documents, context, 3)[0]
+        for context in contexts
+    ]
+    assert any(wrong)
+
+
+def test_wide_and_long_contexts_are_cut_at_the_same_place(place: Path) -> None:
+    """Catches a search that compares more than LONGEST tokens in one twin only; also an int64 order."""
+    text = list(range(200)) * 3
+    corpus = build(place / "long", [text], vocabulary=1000)
+    assert twins(corpus, text).length == LONGEST
+    assert twins(corpus, text).places == 2  # the third stands at the end, where nothing follows
+    corpus.order = corpus.order.astype("<i8")
+    corpus._view.order, corpus._view.order_bytes = corpus.order.ctypes.data, 8
+    assert twins(corpus, text[:70]).places == 3
+    assert corpus.longest([]) == corpus.longest([1000]) == corpus.longest([-1]) == NOTHING
+
+
+def test_a_sample_is_spread_evenly_and_is_always_the_same(place: Path) -> None:
+    """Catches a sample of the first places alone, which all have the same tokens before them."""
+    documents = [[before, 7, 50 + before] for before in range(8, 48) for _ in range(5)]
+    corpus = build(place / "sample", documents, vocabulary=100)
+    match = twins(corpus, [99, 7])
+    assert (match.length, match.places, len(match.ends)) == (1, 200, SAMPLE)
+    assert len({int(corpus.tokens[end]) for end in match.ends}) == SAMPLE
+    assert twins(corpus, [99, 7]) == match
+
+
+def test_hostile_files_are_never_read_out_of_bounds(place: Path) -> None:
+    """Catches an index that the file decides: every place points outside, or the tokens have no separator."""
+    corpus = build(place / "hostile", [[1, 2, 3, 1, 2, 3, 1, 2]], vocabulary=4)
+    for values in ([-1, -(1 << 31), (1 << 31) - 1, 9, 10, 11], [0, 0, 0, 0, 0, 0]):
+        corpus.order = np.array(values, dtype="<i4")
+        corpus._view.order, corpus._view.places = corpus.order.ctypes.data, len(values)
+        for context in ([1, 2, 3], [3], [0]):
+            corpus.continuations(corpus.longest(context), 8, 8)
+    corpus.tokens = np.full(30, 2, dtype="<u2")[10:20]  # what stands around it would match too
+    corpus.order = np.arange(1, 10, dtype="<i4")
+    corpus._view.tokens, corpus._view.size = corpus.tokens.ctypes.data, 10
+    corpus._view.order, corpus._view.places = corpus.order.ctypes.data, 9
+    assert twins(corpus, [2] * 40).length == 9
+    assert corpus.continuations(corpus.longest([2] * 40), 8, 8).tokens == [2]
+
+
+# ── what follows ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@settings(deadline=None, max_examples=40)
+@given(DOCUMENTS, CONTEXTS, st.integers(0, 12), st.integers(1, 5))
+def test_a_tree_counts_what_follows(
+    place: Path, documents: list[list[int]], contexts: list[list[int]], nodes: int, depth: int
+) -> None:
+    """Catches shares that are not counts, a separator proposed, a child before its parent, a likelier node left out."""
+    corpus = build(place / "c", [[0, 1], *documents], vocabulary=4)
+    for context in contexts:
+        match = corpus.longest(context)
+        tree = corpus.continuations(match, nodes, depth)
+        _, behind = found_by_reading([[0, 1], *documents], context, 4)
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(tree.tokens, tree.parents, strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        if match.places > SAMPLE:
+            continue
+        counts: dict[tuple[int, ...], int] = {}
+        for row in behind:
+            for end in range(1, min(depth, len(row)) + 1):
+                counts[tuple(row[:end])] = counts.get(tuple(row[:end]), 0) + 1
+        assert [round(share * len(behind)) for share in tree.shares] == [counts[path] for path in paths]
+        assert [counts[path] for path in paths] == sorted(counts.values(), reverse=True)[:nodes]
+        assert len(paths) == len(set(paths)) == min(nodes, len(counts))
+        assert all(parent < n for n, parent in enumerate(tree.parents))
+
+
+def test_one_source_is_merged_into_itself_and_none_into_nothing() -> None:
+    """Catches a merge that reorders the only source, or fails without one."""
+    tree = Tree([4, 5, 6], [-1, 0, -1], [0.6, 0.5, 0.4])
+    assert corpora.merged([(Match(3, 5, ()), tree)], 2) == Tree([4, 5], [-1, 0], [0.6, 0.5])
+    assert corpora.merged([], 8) == Tree([], [], [])
+
+
+def test_a_merge_is_the_best_tree_over_all_sources() -> None:
+    """Catches siblings that are not joined, a parent behind its child, a weak source before a strong one."""
+    strong = Match(8, 3, (1, 2, 3)), Tree([1, 2, 3], [-1, 0, 1], [1.0, 1.0, 0.5])
+    weak = Match(4, 9, tuple(range(9))), Tree([1, 9, 5], [-1, 0, -1], [0.8, 0.8, 0.2])
+    tree = corpora.merged([weak, strong], 5)
+    assert tree == Tree([1, 2, 3, 9, 5], [-1, 0, 1, 0, -1], [1.0, 1.0, 0.5, pytest.approx(0.192), pytest.approx(0.048)])
+    for nodes in range(5):
+        assert corpora.merged([strong, weak], nodes) == Tree(*(values[:nodes] for values in tree))
+
+
+def accepted(tree: Tree, text: list[int]) -> int:
+    """How many proposed tokens a target that writes `text` keeps."""
+    at, kept = -1, 0
+    while kept < len(text):
+        children = {tree.tokens[n]: n for n, parent in enumerate(tree.parents) if parent == at}
+        if text[kept] not in children:
+            break
+        at, kept = children[text[kept]], kept + 1
+    return kept
+
+
+def test_distractors_hardly_change_what_a_matching_corpus_proposes(place: Path) -> None:
+    """Catches a merge by share alone, in which two corpora that match one token by chance take half of the nodes."""
+    texts = {"heapq": [], "other": [], "third": []}
+    for number, module in enumerate(sorted(demo.modules("train"), key=lambda module: len(module.text))[-60:]):
+        texts[("other", "third")[number % 2]].append(list(module.text[:8000].encode()))
+    [own] = [module.text for module in demo.modules("held_out") if module.name == "heapq.py"]
+    lines = own.splitlines(keepends=True)
+    texts["heapq"] = [list("".join(lines[i : i + 8]).encode()) for i in range(0, len(lines), 8)]
+    mine, *distractors = (build(place / name, documents, vocabulary=256) for name, documents in texts.items())
+    wanted = list(own.encode())
+    alone = beside = by_share = 0
+    for at in range(300, len(wanted) - 12, 97):
+        context, follows = wanted[:at], wanted[at : at + 12]
+        alone += accepted(corpora.proposed([mine], context, 16, 12), follows)
+        beside += accepted(corpora.proposed([*distractors, mine], context, 16, 12), follows)
+        found = [(c.longest(context), c) for c in (*distractors, mine)]
+        flat = [(Match(1, 1, (1,)), c.continuations(match, 16, 12)) for match, c in found]
+        by_share += accepted(corpora.merged(flat, 16), follows)
+    assert alone > 8 * len(range(300, len(wanted) - 12, 97))
+    assert beside >= 0.97 * alone
+    assert by_share < 0.97 * alone  # what the weights are for
+
+
+# ── on disk ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    build(tmp_path / "small", [[1, 2, 3], [1, 2, 4]], vocabulary=9, tokenizer_hash="aa", sources=[("a.txt", 5), ("b.txt", 6)])
+    return tmp_path / "small"
+
+
+def test_a_corpus_is_what_its_page_says(small: Path) -> None:
+    """Catches a file that is missing, named otherwise or of another type; and rights that let others read it."""
+    header = json.loads((small / "corpus.json").read_text())
+    assert {path.name for path in small.iterdir()} == {"tokens.bin", "suffixes.bin", "sources.jsonl", "corpus.json"}
+    assert np.fromfile(small / "tokens.bin", "<u2").tolist() == [9, 1, 2, 3, 9, 1, 2, 4, 9]
+    assert np.fromfile(small / "suffixes.bin", "<i4").tolist() in ([2, 6, 3, 7], [6, 2, 7, 3], [2, 6, 7, 3], [6, 2, 3, 7])
+    assert (header["documents"], header["tokens"], header["places"], header["separator"]) == (2, 6, 4, 9)
+    assert corpora.sources(small) == [("a.txt", 5), ("b.txt", 6)]
+    assert small.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in small.parent.iterdir()] == ["small"]
+
+
+def test_another_tokenizer_is_refused_with_both_hashes(small: Path) -> None:
+    """Catches ids of one vocabulary proposed in another, which are rejected one and all, in silence."""
+    assert Corpus.open(small, "aa").name == "small"
+    with pytest.raises(DataError, match="tokenizer aa.* bb; add it again"):
+        Corpus.open(small, "bb")
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "suffixes.bin"])
+def test_a_changed_file_is_refused_and_its_block_is_named(small: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a corpus that is searched although its files are not those of its build; checksums see what times do not."""
+    monkeypatch.setattr(suffix_array, "BLOCK", 4)
+    shutil.rmtree(small)
+    corpus = build(small, [[1, 2, 3], [1, 2, 4]], vocabulary=9)
+    path, before = small / name, (small / name).stat()
+    content = bytearray(path.read_bytes())
+    content[6] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name} was written to.*outrider corpus verify small"):
+        Corpus.open(small)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    Corpus.open(small)  # nothing is read
+    for check in (corpus.verify, lambda: suffix_array.verify(small)):
+        with pytest.raises(DataError, match=rf"{name} is damaged: bytes 4 to 8 are not"):
+            check()
+    path.write_bytes(content[:-1])
+    with pytest.raises(DataError, match=f"has {len(content) - 1} bytes, its build wrote {len(content)}"):
+        Corpus.open(small)
+    path.unlink()
+    with pytest.raises(DataError, match=f"{name} is missing"):
+        Corpus.open(small)
+
+
+def test_a_copied_corpus_is_taken_once_it_was_verified(small: Path) -> None:
+    """Catches a corpus that can't move to another machine."""
+    copied = Path(shutil.copytree(small, small.with_name("copied"), copy_function=shutil.copyfile))
+    with pytest.raises(DataError, match="copied, after its build"):
+        Corpus.open(copied)
+    seen: list[int] = []
+    size = sum((copied / name).stat().st_size for name in ("tokens.bin", "suffixes.bin"))
+    assert suffix_array.verify(copied, seen.append) == size == seen[-1]
+    assert Corpus.open(copied).longest([1, 2]).places == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is damaged"), ("[]", "is damaged"), ('{"format": 1}', "is damaged"),
+        ('{"format": 7, "seal": ""}', "has format 7"), (None, "changed by hand"),
+    ],
+)  # fmt: skip
+def test_a_header_that_is_not_its_builds_is_refused(small: Path, text: str | None, said: str) -> None:
+    """Catches a KeyError from a damaged header, or sizes that somebody wrote."""
+    path = small / "corpus.json"
+    path.write_text(text or path.read_text().replace('"vocabulary": 9', '"vocabulary": 90'))
+    with pytest.raises(DataError, match=said):
+        Corpus.open(small)
+    path.unlink()
+    with pytest.raises(DataError, match="no corpus in"):
+        Corpus.open(small)
+
+
+# ── builds that fail ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def is_whole(folder: Path) -> bool:
+    """The corpus is the old one, and nothing lies beside it."""
+    corpus = Corpus.open(folder)
+    return (
+        bool(corpus.verify()) and corpus.header["tokens"] == 6 and [path.name for path in folder.parent.iterdir()] == ["small"]
+    )
+
+
+def many() -> Iterator[list[int]]:
+    noise = np.random.default_rng(0)
+    while True:
+        yield noise.integers(0, 9, 100_000).tolist()
+
+
+def test_a_full_disk_leaves_the_old_corpus(small: Path) -> None:
+    """Catches a build in place; the limit is the process's own, on the size of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(DataError, match="can't write corpus 'small'.*nothing was changed"):
+            build(small, many(), vocabulary=9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert is_whole(small)
+
+
+@pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt])
+def test_a_failed_build_leaves_the_old_corpus(small: Path, fault: type[BaseException]) -> None:
+    """Catches half a corpus after an error in a text, or after Ctrl-C."""
+
+    def documents() -> Iterator[list[int]]:
+        yield [1, 2, 3] * 1000
+        raise fault
+
+    with pytest.raises(fault):
+        build(small, documents(), vocabulary=9)
+    assert is_whole(small)
+    with pytest.raises(DataError, match="token id 9 lies outside"):
+        build(small, [[1, 9]], vocabulary=9)
+    with pytest.raises(DataError, match="would be empty"):
+        build(small, [[], [3]], vocabulary=9)
+    assert is_whole(small)
+
+
+def test_what_a_killed_build_left_goes_with_the_next(small: Path) -> None:
+    """Catches folders that pile up after kills; that of a build which is still at work must stay."""
+    context = multiprocessing.get_context("fork")
+    builds = [context.Process(target=build, args=(small, many()), kwargs={"vocabulary": 9}) for _ in range(2)]
+    for one in builds:
+        one.start()
+    deadline = time.monotonic() + 20
+    while len(list(small.parent.glob(".small.*/tokens.bin"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    try:
+        os.kill(builds[0].pid or 0, signal.SIGKILL)
+        builds[0].join()
+        assert Corpus.open(small).header["tokens"] == 6
+        build(small, [[5, 6, 7]], vocabulary=9)
+        assert len(list(small.parent.glob(".small.*"))) == 1
+    finally:
+        builds[1].kill()
+        builds[1].join()
+    assert Corpus.open(small).header["tokens"] == 3
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_new_corpus_takes_the_place_of_an_old_one_that_is_in_use(
+    small: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a map that changes under a search, or a file system without an exchange of names on which none is replaced."""
+    if not can_exchange:
+        monkeypatch.setattr(suffix_array, "_exchanged", lambda *_: False)
+    old = Corpus.open(small)
+    new = build(small, [[1, 2, 7, 7]], vocabulary=9)
+    assert old.longest([1, 2]).places == 2
+    assert new.continuations(new.longest([1, 2]), 4, 4).tokens == [7, 7]
+    assert [path.name for path in small.parent.iterdir()] == ["small"]
+
+
+# ── names and texts ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_names_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
+    """Catches a corpus written, or deleted, outside of the folder."""
+    for name in ("a/b", "../a", "/a", "", ".a", "a\nb", "a" * 65, "é"):
+        with pytest.raises(ConfigError, match="can't be the name"):
+            corpora.place(name, tmp_path)
+    assert corpora.place("a.b-c_1", tmp_path) == tmp_path / "a.b-c_1"
+    with pytest.raises(DataError, match="no corpus 'x'.*none yet"):
+        corpora.remove("x", tmp_path)
+
+
+def test_corpora_are_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a folder that can't be moved."""
+    monkeypatch.setenv("OUTRIDER_CORPORA", str(tmp_path / "here"))
+    build(corpora.place("b"), [[1, 2]], vocabulary=3)
+    build(corpora.place("a"), [[1, 2]], vocabulary=3)
+    assert corpora.names() == ["a", "b"]
+    assert (tmp_path / "here").stat().st_mode & 0o777 == 0o700
+    assert [corpus.name for corpus in corpora.load(["b", "a"])] == ["b", "a"]
+    assert corpora.remove("a") > 0
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["b"]
+    monkeypatch.delenv("OUTRIDER_CORPORA")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert corpora.home() == tmp_path / "outrider" / "corpora"
+
+
+def test_texts_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches ends of lines that are changed, a hidden file read, a long text that loses a letter where it is cut."""
+    monkeypatch.setattr(corpora, "PIECE", 10)
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".hidden").write_text("secret")
+    (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\n".encode())
+    (tmp_path / "b" / "long.md").write_text("0123456789abcdefghijKLM\nnext é\nlast")
+    (tmp_path / "rows.jsonl").write_text('{"text": "x\\ny"}\n\n{"text": "", "id": 3}\n{"text": "z"}\n')
+    (tmp_path / "empty.txt").write_text("")
+    files = corpora.files_of([tmp_path, tmp_path / "a.txt"])
+    assert [file.name for file in files] == ["a.txt", "empty.txt", "rows.jsonl", "long.md"]
+    read = [(text.file.name, text.text) for text in corpora.texts(files)]
+    assert read == [
+        ("a.txt", "one\r\ntwo\n"), ("rows.jsonl", "x\ny"), ("rows.jsonl", "z"), ("long.md", "0123456789"),
+        ("long.md", "abcdefghij"), ("long.md", "KLM\n"), ("long.md", "next é\n"), ("long.md", "last"),
+    ]  # fmt: skip
+
+
+def test_bad_files_are_named(tmp_path: Path) -> None:
+    """Catches a binary file taken for text, one that is skipped in its middle, or a row without text that is passed over."""
+    (tmp_path / "zeros.bin").write_bytes(b"text\0more")
+    (tmp_path / "latin.txt").write_bytes(b"fine\n" * 300_000 + "é".encode("latin-1"))
+    (tmp_path / "rows.jsonl").write_text('{"text": "x"}\n{"texts": "y"}\n')
+    for name in ("zeros.bin", "latin.txt"):
+        with pytest.raises(DataError, match=rf"{name} is not UTF-8 text .*--skip-binary"):
+            corpora.readable([tmp_path / name])
+        skipped: list[Path] = []
+        assert corpora.readable([tmp_path / name, tmp_path / "rows.jsonl"], skipped) == [tmp_path / "rows.jsonl"]
+        assert skipped == [tmp_path / name]
+    with pytest.raises(DataError, match=r"rows\.jsonl:2 is no row"):
+        list(corpora.texts([tmp_path / "rows.jsonl"]))
+    for name in ("latin.txt", "nowhere"):
+        with pytest.raises(DataError, match=rf"can't read .*{name}"):
+            list(corpora.texts([tmp_path / name]))
+    with pytest.raises(DataError, match="nothing.txt does not exist"):
+        corpora.files_of([tmp_path / "nothing.txt"])
+
+
+def test_without_the_sorter_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an ImportError from an extra that is not installed, after minutes of reading."""
+    monkeypatch.setitem(sys.modules, "pydivsufsort", None)
+    with pytest.raises(DataError, match=r"pip install 'outrider\[corpus\]'"):
+        build(tmp_path / "c", [[1, 2]], vocabulary=3)
+    assert list(tmp_path.iterdir()) == []
