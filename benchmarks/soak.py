@@ -37,7 +37,7 @@ from benchmarks.replay import Replay, progress_bar, provenance, publish, spread
 from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.generate import advance
-from outrider.decoding.grammar import Grammar, Rules
+from outrider.decoding.grammar import Grammar
 from outrider.decoding.penalties import processed
 from outrider.decoding.sampling import Purpose, Sampling, distribution
 from outrider.decoding.state import DecodeState, Request
@@ -132,10 +132,11 @@ def _request(noise: random.Random, target: TransformersTarget, longest: int) -> 
     count = noise.choice([1, 6, 60, 90, 120, 160])
     sampling = _sampling(noise, target.spec.vocabulary)
     sampling = replace(sampling, min_new_tokens=min(sampling.min_new_tokens, count))
-    if noise.random() < 0.1:
-        sampling = replace(sampling, grammar=_grammar(target))
+    has_grammar = noise.random() < 0.1
+    if has_grammar:
+        sampling = _with_grammar(sampling, target)
     request = Request(prompt, count, sampling, (), _letters if target.tokenizer is None else target.decode)
-    if noise.random() < 0.2:
+    if noise.random() < 0.2 and not (has_grammar and target.tokenizer):
         request = replace_sampling(request, bad_words=_said(noise, target, request))
     if noise.random() < 0.2:
         request.stop = _stops(noise, request, _written(target, request))
@@ -147,10 +148,12 @@ def _letters(tokens: Sequence[int]) -> str:
     return "".join("abcdefghijklmnopqrstuvwxyz"[token % 26] + "." * (token % 3 == 0) for token in tokens)
 
 
-def _grammar(target: TransformersTarget) -> Rules:
+def _with_grammar(sampling: Sampling, target: TransformersTarget) -> Sampling:
+    """One over ids; or of text, beside which nothing else may forbid a token: often only one is possible."""
     if target.tokenizer is None:
-        return Turns(target.spec.vocabulary)
-    return Grammar.regex(r"(def [a-z_]+\(\):\n    return [0-9]+\n)+").compiled(target)
+        return replace(sampling, grammar=Turns(target.spec.vocabulary))
+    grammar = Grammar.regex(r"(def [a-z_]+\(\):\n    return [0-9]+\n)+").compiled(target)
+    return replace(sampling, grammar=grammar, processors=(), min_new_tokens=0)
 
 
 @dataclass(frozen=True)
@@ -232,7 +235,7 @@ def _mixed(noise: random.Random, target: TransformersTarget, like: Request) -> l
     fresh = [
         replace(like, sampling=Sampling(heat, seed=noise.randrange(2**40))) for heat in (0.0, 1.0, noise.choice([0.0, 1.0]))
     ]
-    return [*fresh[:2], replace_sampling(fresh[2], grammar=_grammar(target))]
+    return [*fresh[:2], replace(fresh[2], sampling=_with_grammar(fresh[2].sampling, target))]
 
 
 class Moody:

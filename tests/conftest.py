@@ -27,6 +27,7 @@ settings.load_profile("tests")
 SMALL = {
     "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32, "block": 4, "length": 4, "rank": 8,
     "shortest": 1, "longest": 3, "depth": 4, "anchors": 16,
+    "least": 0.0,
 }  # fmt: skip
 """Smallest sizes, for the fields that a drafter's Config has."""
 
@@ -125,7 +126,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Every drafter found, own and third-party; one case more for each value of `markov`, and one for a tree."""
+    """Every drafter found, own and third-party; one case more for each value of `markov`, and some for trees."""
     found = []
     for kind in sorted(drafters.kinds()):
         fields = drafters.find(kind).Config.model_fields
@@ -134,6 +135,8 @@ def cases() -> list[Case]:
         found += [Case(kind, {"markov": choice}, n > 0) for n, choice in enumerate(choices)] or [Case(kind)]
         if "runners_up" in fields:
             found.append(Case(kind, {"runners_up": (2, 1)}, True))
+        if kind == "ngram":
+            found.append(Case(kind, {"tree": "frequency", "shared": "all"}, True))
         if "replacement" in fields:
             found.append(Case(kind, {"width": 2, "nodes": 6}, True))
     return found

@@ -51,6 +51,18 @@ class Draft:
         nothing = torch.empty(slots, 0, dtype=torch.int64, device=device)
         return cls(nothing, nothing, torch.zeros(slots, dtype=torch.int64), branches=False)
 
+    @classmethod
+    def trees(
+        cls, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+    ) -> Draft:
+        """Deterministic trees of unequal size, one a slot, in lists."""
+        sizes, width = torch.tensor([len(own) for own in tokens], dtype=torch.int64), max(map(len, tokens), default=0)
+        padded = [[[*row, *[idle] * (width - len(row))] for row in rows] for rows, idle in ((tokens, 0), (parents, -1))]
+        ids, above = (torch.tensor(rows, dtype=torch.int64, device=device).view(len(tokens), width) for rows in padded)
+        if all(list(own) == list(range(-1, len(own) - 1)) for own in parents):
+            return cls.chain(ids, sizes)
+        return cls(ids, above, sizes)
+
     @functools.cached_property
     def ids(self) -> list[list[int]]:
         """`tokens`, for walks in Python: read from the device once."""

@@ -6,9 +6,10 @@ the order of `state.rows`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +109,28 @@ class Target(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of these ids; special tokens are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Sublayers that a pass leaves out, by layer, counted from 0."""
+
+    attention: frozenset[int] = frozenset()
+    mlp: frozenset[int] = frozenset()
+
+
+@runtime_checkable
+class SkipsLayers(Protocol):
+    """A target that can read on with some of its sublayers left out, and so draft for itself."""
+
+    def skippable(self) -> Skip:
+        """All that may be left out.  Raises TargetError where nothing may."""
+
+    def skipping(self, skip: Skip, cache: Any, rows: Sequence[int]) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
+        """Gives a function from tokens [R, n] to logits [R, n, V]: it reads them behind what these slots hold, without `skip`.
+
+        One call goes on where the last ended.  On every way out model and slots are what they were before.
+        """
 
 
 class Drafter(Protocol):

@@ -34,6 +34,10 @@ class Request:
     stop: tuple[str, ...] = ()
     """The text ends before the first of these; needs `decode`."""
     decode: Callable[[Sequence[int]], str] = lambda tokens: ""
+    tenant: str = ""
+    """Whose text it is: what a drafter remembers across requests, where it does at all, stays within one tenant's."""
+    drafter: str = ""
+    """Which of several drafters it wants, where they take requests whole (see `mix`); any unless given."""
 
 
 @dataclass(slots=True)

@@ -1,19 +1,24 @@
 """A small language model drafts token by token; the classic pair.  (Leviathan 2211.17192, Chen 2302.01318.)
 
-Any causal LM with the target's own vocabulary.  Its cache follows the committed text: what was rejected is forgotten, and
+Any causal LM, best with the target's own vocabulary.  Its cache follows the committed text: what was rejected is forgotten, and
 what it has not read yet (one token, or two after a block that was kept whole) it reads before it drafts.  `width` above 1
 grows a tree (see `nn.trees`): each level is a pass over the nodes read so far, of which the accepted path stays in the cache.
+
+A model of another vocabulary reads the committed text in tokens of its own and drafts one of two ways (Timor et al.
+2502.05202).  `intersection`: it draws among the tokens that both have, from its law given that; this is q, over the target's
+ids.  `text`: it goes on in its own tokens, and what they say is encoded with the target's; a deterministic draft.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from outrider import demo
@@ -25,6 +30,7 @@ from outrider.decoding.sampling import Purpose, distribution
 from outrider.decoding.state import DecodeState
 from outrider.errors import ConfigError, DrafterError
 from outrider.nn import trees
+from outrider.nn.vocabulary import Overlap, Transcript, Twins, Vocabulary, continuation, overlap
 from outrider.targets.cache import SlotCache
 from outrider.targets.transformers import TransformersTarget, load_target
 
@@ -41,6 +47,11 @@ class Config(Base):
     """Nodes of a tree; a chain has `length`."""
     replacement: bool = False
     """Draw the siblings of a tree independently; by default a younger one is none of its elders, and more are kept."""
+    vocabulary: Literal["same", "intersection", "text"] = "same"
+    """What a model with another tokenizer may draft: `same` refuses it, `intersection` drafts the tokens that both have, `text`
+    drafts text and encodes it with the target's tokenizer (certain tokens, so best at low temperatures)."""
+    least_overlap: Annotated[float, Field(ge=0, le=1)] = 0.8
+    """`intersection` drafts nothing where the tokens in common hold less than this share of the target's probability."""
 
 
 @dataclass
@@ -86,8 +97,7 @@ class SmallModel:
         q: list[Tensor] = []
         for depth in range(int(budget.max())):
             if depth:
-                logits = self.model.verify(cache, rows, tokens[-1], Draft.empty(len(rows), state.device)).logits[:, -1]
-                cache.append([1] * len(rows))
+                logits = self._read_one(cache, rows, tokens[-1])
             logits = state.masked(logits, tokens)
             if state.settings.is_greedy:
                 tokens.append(logits.argmax(-1))
@@ -138,6 +148,12 @@ class SmallModel:
         tokens = torch.tensor(padded, device=self.model.device)
         return self.model.prefill(memory, rows, tokens, lengths).logits[:, -1]
 
+    def _read_one(self, memory: SlotCache, rows: Sequence[int], tokens: Tensor) -> Tensor:
+        """Read one token more in every slot; logits [R, V] after it.  tokens [R]."""
+        logits = self.model.verify(memory, rows, tokens, Draft.empty(len(rows), tokens.device)).logits[:, -1]
+        memory.append([1] * len(rows))
+        return logits
+
 
 def _masked(logits: Tensor, tree: Draft, state: DecodeState) -> Tensor:
     """logits [B, fresh, V] behind the last nodes of the tree with -inf where no token may follow; see `DecodeState.masked`."""
@@ -164,17 +180,226 @@ def _paths(tree: Draft, texts: Sequence[list[int]]) -> list[list[int]]:
     return paths
 
 
-def build(config: Config, target: Target) -> SmallModel:
+# ── another vocabulary ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Reading:
+    """One slot's text in the drafting model's tokens."""
+
+    transcript: Transcript
+    held: list[int]
+    """Ids that stand in its cache."""
+    skipped: int = 0
+    """Ids at the beginning of the text that are read no longer: there were more than the cache takes."""
+
+
+@dataclass
+class Readings:
+    """The model's cache, and what it read in each slot."""
+
+    cache: SlotCache
+    slots: list[Reading]
+
+
+class Translated:
+    """Drafts a chain with a language model of another vocabulary."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, model: TransformersTarget, config: Config, own: Vocabulary, target: Vocabulary, p: Tensor):
+        """p [..., V]: the target's distributions at the places of a sample text."""
+        self.model = model
+        self.config = config
+        self.own, self.target = own, target
+        self.twins = Twins(own, target, model.device)
+        self.overlap: Overlap = overlap(self.twins, p)
+        self.limit = config.length
+        if config.vocabulary == "intersection" and (self.overlap.mass < config.least_overlap or not self.twins.count):
+            self.limit = 0
+        self._small = SmallModel(model, config)
+        mute = [piece is None and token != own.end for token, piece in enumerate(own.pieces)]
+        self._mute = torch.tensor(mute, device=model.device)
+        """[U] ids that say nothing."""
+
+    def compile(self, several: bool = False) -> float:
+        """As `SmallModel.compile`."""
+        return self.model.compile(several)
+
+    def allocate(self, cache: Cache) -> Readings:
+        # a text may have more tokens in this vocabulary than in the target's; of a longer one the end is read
+        length = min(2 * cache.length, self.model.spec.context) + self.limit
+        return Readings(self.model.allocate(cache.slots, length), [self._blank() for _ in range(cache.slots)])
+
+    def admit(self, memory: Readings, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
+        if self.limit:
+            self._follow(memory, rows, [state.tokens[row][: state.prefilled[row]] for row in rows])
+
+    @torch.inference_mode()
+    def propose(self, memory: Readings, state: DecodeState, budget: Tensor) -> Draft:
+        logits = self._follow(memory, state.rows, [state.tokens[row] for row in state.rows])
+        if self.config.vocabulary == "text":
+            return self._in_text(memory, state, budget, logits)
+        return self._in_common(memory, state, budget, logits)
+
+    def _in_common(self, memory: Readings, state: DecodeState, budget: Tensor, logits: Tensor) -> Draft:
+        """Tokens that both vocabularies have, each drawn from the model's law given that it is one of them."""
+        rows, sizes = state.rows, budget.tolist()
+        for b, row in enumerate(rows):
+            if any(token not in self.twins.by_target for token in memory.slots[row].transcript.waiting):
+                sizes[b] = 0  # the model can't be told where the text stands
+        tokens: list[Tensor] = []
+        q: list[Tensor] = []
+        for depth in range(max(sizes)):
+            if depth:
+                logits = self._read_one(memory, rows, self.twins.own(tokens[-1]))
+            logits = state.masked(self.twins.spread(logits), tokens)
+            if state.bans:
+                # a law with nothing left: that is known before the draw, so a slot may end there
+                stuck = logits.amax(-1) == -torch.inf
+                sizes = [min(size, depth) if is_stuck else size for size, is_stuck in zip(sizes, stuck.tolist(), strict=True)]
+                logits = logits.masked_fill(stuck[:, None], 0.0)
+            if state.settings.is_greedy:
+                tokens.append(logits.argmax(-1))
+            else:
+                q.append(distribution(logits, state.settings))
+                tokens.append(state.streams.draw(q[-1], depth, Purpose.DRAFT))
+        if not tokens:
+            return Draft.empty(len(rows), state.device)
+        return Draft.chain(torch.stack(tokens, 1), torch.tensor(sizes), torch.stack(q, 1) if q else None)
+
+    def _in_text(self, memory: Readings, state: DecodeState, budget: Tensor, logits: Tensor) -> Draft:
+        """The model's likeliest text, in the target's tokens: as many of its own are read as the target's are wanted."""
+        rows, own = state.rows, [logits.masked_fill(self._mute, -torch.inf).argmax(-1)]
+        while len(own) < int(budget.max()):
+            logits = self._read_one(memory, rows, own[-1])
+            own.append(logits.masked_fill(self._mute, -torch.inf).argmax(-1))
+        said = zip(rows, torch.stack(own, 1).tolist(), budget.tolist(), strict=True)
+        found = [self._translation(memory.slots[row].transcript, ids)[:most] for row, ids, most in said]
+        width = max(map(len, found))
+        tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in found], dtype=torch.int64)
+        return Draft.chain(tokens.view(len(found), width).to(state.device), torch.tensor([len(tokens) for tokens in found]))
+
+    def _translation(self, transcript: Transcript, ids: list[int]) -> list[int]:
+        """The target's tokens for what these ids say behind the text; the end of a text is a token of both."""
+        spoken = list(itertools.takewhile(lambda token: token != self.own.end, ids))
+        said = b"".join(self.own.pieces[token] or b"" for token in spoken)
+        found = continuation(self.target, transcript.text, transcript.waiting_bytes, said)
+        is_over = len(spoken) < len(ids)
+        if is_over and self.target.end is not None and (found or said == transcript.waiting_bytes):
+            found.append(self.target.end)
+        return found
+
+    def observe(self, memory: Readings, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
+        """What was rejected is forgotten with the next reading, which begins where the texts part."""
+
+    def free(self, memory: Readings, rows: Sequence[int]) -> None:
+        memory.cache.free(rows)
+        for row in rows:
+            memory.slots[row] = self._blank()
+
+    def _blank(self) -> Reading:
+        return Reading(Transcript(self.target, self.own), [])
+
+    def _follow(self, memory: Readings, rows: Sequence[int], texts: Sequence[list[int]]) -> Tensor:
+        """Read these texts of the target's tokens, as far as they changed; logits [R, U] after each."""
+        wanted = []
+        for row, text in zip(rows, texts, strict=True):
+            reading = memory.slots[row]
+            reading.transcript.push(text[reading.transcript.taken :])
+            ids = self._ids(reading, memory.cache.length - self.limit)
+            memory.cache.lengths[row] = min(_agreement(reading.held, ids), len(ids) - 1)
+            reading.held = ids
+            wanted.append(ids)
+        return self._small._read(memory.cache, rows, wanted)
+
+    def _ids(self, reading: Reading, room: int) -> list[int]:
+        """What the model is to read: the text's end where all of it takes more than `room`."""
+        transcript = reading.transcript
+        twins = [self.twins.by_target.get(token) for token in transcript.waiting]
+        behind = [] if self.config.vocabulary == "text" or None in twins else [twin for twin in twins if twin is not None]
+        if len(transcript.ids) + len(behind) - reading.skipped > room - len(self.own.begin):
+            # half of the room, so that all is read anew only once in a while
+            reading.skipped = max(0, len(transcript.ids) - room // 2)
+        ids = [*transcript.ids[reading.skipped :], *behind]
+        if ids[: len(self.own.begin)] != self.own.begin:
+            ids = self.own.begin + ids
+        return ids or [self.own.filler]
+
+    def _read_one(self, memory: Readings, rows: Sequence[int], tokens: Tensor) -> Tensor:
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            memory.slots[row].held.append(token)
+        return self._small._read_one(memory.cache, rows, tokens)
+
+
+def _agreement(held: list[int], wanted: list[int]) -> int:
+    """How many ids both begin with."""
+    near = max(0, min(len(held), len(wanted)) - 64)
+    begin = near if held[:near] == wanted[:near] else 0  # texts mostly part near their end
+    least = min(len(held), len(wanted))
+    return next((n for n in range(begin, least) if held[n] != wanted[n]), least)
+
+
+# ── building ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def build(config: Config, target: Target) -> SmallModel | Translated:
     name = str(demo.SMALL_MODEL) if config.model == "demo" else config.model
     model = load_target(name, device=target.device, dtype=target.spec.dtype)
     mine, theirs = model.spec, target.spec
-    if mine.vocabulary != theirs.vocabulary or (theirs.tokenizer_hash and mine.tokenizer_hash != theirs.tokenizer_hash):
+    is_same = mine.vocabulary == theirs.vocabulary and theirs.tokenizer_hash in (None, mine.tokenizer_hash)
+    if not is_same and config.vocabulary != "same":
+        return _translated(config, model, target)
+    if not is_same:
         raise DrafterError(
             f"small_model {config.model!r} has a vocabulary of {mine.vocabulary} (tokenizer {mine.tokenizer_hash}), the target "
-            f"{theirs.name!r} one of {theirs.vocabulary} (tokenizer {theirs.tokenizer_hash}); "
-            "choose a model with the target's tokenizer"
+            f"{theirs.name!r} one of {theirs.vocabulary} (tokenizer {theirs.tokenizer_hash}); choose a model with the target's "
+            "tokenizer, or set small_model.vocabulary to intersection or text"
+        )
+    if config.vocabulary != "same":
+        logging.getLogger(__name__).warning(
+            "small_model.vocabulary %s has no effect: %r has the target's own vocabulary", config.vocabulary, config.model
         )
     return SmallModel(model, _allowed(config, model, target))
+
+
+SAMPLE = """The committee met on Tuesday and agreed, after a short discussion, that the road should be repaired before winter.
+def mean(values):
+    return sum(values) / len(values)  # fails for an empty list
+In 2024 about 3,150 people lived there; by 1911 it had been twice as many.
+Die Straße führt über den Fluss. La forêt était déjà loin. El niño llegó mañana.
+{"name": "Ann", "items": [1, 2.5, null], "done": true}
+"""
+"""Prose, code, numbers and letters beyond English: where the target's probability of the tokens in common is measured."""
+
+
+def _translated(config: Config, model: TransformersTarget, target: Target) -> Translated:
+    log = logging.getLogger(__name__)
+    if config.width > 1:
+        raise ConfigError(
+            f"small_model.width {config.width} asks for a tree, but a model of another vocabulary, as {config.model!r} is, "
+            "drafts chains alone; set width to 1, or choose a model with the target's tokenizer"
+        )
+    own = Vocabulary(model.tokenizer, model.spec.vocabulary, config.model)
+    theirs = Vocabulary(getattr(target, "tokenizer", None), target.spec.vocabulary, target.spec.name)
+    drafter = Translated(model, _allowed(config, model, target), own, theirs, _law_of_sample(theirs, target))
+    log.info("small_model %s beside %s: %s", config.model, target.spec.name, drafter.overlap)
+    if not drafter.limit:
+        log.warning(
+            "small_model %s drafts nothing for %s: %s, and less than small_model.least_overlap %s does not pay; "
+            "set small_model.vocabulary to text, choose a model of a nearer tokenizer, or lower least_overlap",
+            config.model, target.spec.name, drafter.overlap, config.least_overlap,
+        )  # fmt: skip
+    return drafter
+
+
+@torch.inference_mode()
+def _law_of_sample(vocabulary: Vocabulary, target: Target) -> Tensor:
+    """The target's distributions [1, S, V] at the places of the sample text, at temperature 1."""
+    ids = [token for token in vocabulary.encode(SAMPLE).ids if token < vocabulary.size]
+    tokens = torch.tensor([[*vocabulary.begin, *ids][: target.spec.context] or [vocabulary.filler]], device=target.device)
+    hidden, _ = target.read(tokens, ())
+    return target.head(hidden).float().softmax(-1)
 
 
 def _allowed(config: Config, model: TransformersTarget, target: Target) -> Config:

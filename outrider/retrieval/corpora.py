@@ -1,8 +1,4 @@
-"""Corpora by name in one folder: which there are, the texts they are made of, and one proposal from several of them.
-
-Several sources are ranked by how specific their match is and how sure of what follows: the merge of SGLang's n-gram drafter,
-without its weights to set.  What differs: one best-first tree over all sources, so that a sure one takes every node.
-"""
+"""Corpora by name in one folder: which there are, and the texts they are made of."""
 
 from __future__ import annotations
 
@@ -16,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from outrider.errors import ConfigError, DataError
-from outrider.retrieval.suffix_array import Corpus, Match, Tree, read_header
+from outrider.retrieval.proposal import Proposal, merged
+from outrider.retrieval.suffix_array import Corpus, read_header
 
 PIECE = 1 << 18
 """Characters: longer texts are cut behind a line into documents of at most about so many."""
@@ -189,40 +186,7 @@ def _pieces(lines: Iterable[str]) -> Iterator[str]:
 # ── one proposal ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def proposed(corpora: Sequence[Corpus], context: Sequence[int], nodes: int, depth: int, least: int = 1) -> Tree:
+def proposed(corpora: Sequence[Corpus], context: Sequence[int], nodes: int, depth: int, least: int = 1) -> Proposal:
     """What follows a context in any of some corpora, at most `nodes` tokens; empty where less than `least` tokens match."""
     found = [(corpus.longest(context, least), corpus) for corpus in corpora]
-    return merged([(match, corpus.continuations(match, nodes, depth)) for match, corpus in found if match.length], nodes)
-
-
-def merged(found: Sequence[tuple[Match, Tree]], nodes: int) -> Tree:
-    """One tree of at most `nodes` nodes from several sources' matches and continuations, the best first.
-
-    A source counts by the square of its match's length and by the share of its likeliest continuation, as if one place more
-    went on otherwise; a node counts by its share times that, relative to the best source, the most that any source gives it.
-    So a source that matches half as much comes in only where the better one has nothing likely left.  The shares of the result
-    are these counts.
-    """
-    if len(found) == 1:
-        return _first(found[0][1], nodes)
-    # a single place is sure of what follows, and wrong more often than many that agree
-    trust = [match.length**2 * max(tree.shares, default=0.0) * _surety(len(match.ends)) for match, tree in found]
-    best: dict[tuple[int, ...], float] = {}
-    for weight, (_, tree) in zip(trust, found, strict=True):
-        paths: list[tuple[int, ...]] = []
-        for token, parent, share in zip(*tree, strict=True):
-            path = (*(paths[parent] if parent >= 0 else ()), token)
-            paths.append(path)
-            best[path] = max(best.get(path, 0.0), share * weight / max(trust))
-    # an elder node of equal count keeps its place, so parents stand before their children
-    chosen = sorted(best.items(), key=lambda node: (-node[1], len(node[0])))[:nodes]
-    at = {path: n for n, (path, _) in enumerate(chosen)}
-    return Tree([path[-1] for path in at], [at.get(path[:-1], -1) for path in at], [score for _, score in chosen])
-
-
-def _surety(places: int) -> float:
-    return places / (places + 1)
-
-
-def _first(tree: Tree, nodes: int) -> Tree:
-    return Tree(tree.tokens[:nodes], tree.parents[:nodes], tree.shares[:nodes])
+    return merged([(match.length, corpus.continuations(match, nodes, depth)) for match, corpus in found], nodes)

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from outrider.errors import DataError
+from outrider.retrieval.proposal import Proposal
 
 FORMAT = 1
 LONGEST = 64
@@ -52,16 +53,6 @@ class Match(NamedTuple):
     """How often it stands there with something behind it."""
     ends: tuple[int, ...]
     """What follows begins here in the corpus: at most SAMPLE of the places, evenly spread over what stands before them."""
-
-
-class Tree(NamedTuple):
-    """Continuations, the likeliest first, parents before children: every prefix is a tree."""
-
-    tokens: list[int]
-    parents: list[int]
-    """-1 is the context's end."""
-    shares: list[float]
-    """Of the places looked at, those that continue so, in [0, 1]; never above the parent's."""
 
 
 NOTHING = Match(0, 0, ())
@@ -168,12 +159,13 @@ class Corpus:
                 return n, token < wanted
         return len(backwards), False
 
-    def continuations(self, match: Match, nodes: int, depth: int) -> Tree:
+    def continuations(self, match: Match, nodes: int, depth: int) -> Proposal:
         """What follows a match, at most `nodes` tokens in a tree of at most `depth` levels: those that most places share.
 
-        On equal terms the shallower stands first, then the elder parent's child, then the smaller token.
+        A share is a count over one more than the places looked at: a single place is sure of what follows, and wrong more often
+        than many that agree.  On equal terms the shallower stands first, then the elder parent's child, then the smaller token.
         """
-        tree = Tree([], [], [])
+        tree = Proposal([], [], [])
         rows = [self.tokens[end : end + depth].tolist() for end in match.ends if end >= 0]
         offered: list[tuple[int, int, int, int, list[list[int]]]] = []
 
@@ -191,7 +183,7 @@ class Corpus:
             offer(members, level + 1, len(tree.tokens))
             tree.tokens.append(token)
             tree.parents.append(parent)
-            tree.shares.append(-count / len(rows))
+            tree.shares.append(-count / (len(rows) + 1))
         return tree
 
     def verify(self) -> int:

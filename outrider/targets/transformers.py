@@ -140,6 +140,10 @@ class TransformersTarget:
 
     def skippable(self) -> Skip:
         """Sublayers that a pass may leave out.  Raises TargetError where the family allows none."""
+        if self.device != self.model.device:
+            raise TargetError(
+                f"{self.spec.name} can't draft for itself on another device; leave the drafter on {self.model.device}"
+            )
         return self._sublayers.all
 
     @contextmanager

@@ -11,6 +11,7 @@ A checkpoint is written beside the old one and then takes its place, so there is
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -186,7 +187,11 @@ def load_drafter(
     if name in kinds():
         module = find(name)
         settings = build(module.Config, {"kind": name, **config}, "drafter")
-        return _placed(lambda target: module.build(settings, target), target, device or getattr(settings, "device", None))
+        # a drafter made of others opens checkpoints by this very function, which stands above it
+        opens = {"load": load_drafter} if "load" in inspect.signature(module.build).parameters else {}
+        return _placed(
+            lambda target: module.build(settings, target, **opens), target, device or getattr(settings, "device", None)
+        )
     folder = _folder(name)
     if config:
         raise ConfigError(f"{name} is a checkpoint and brings its own settings; leave out {', '.join(config)}")

@@ -23,8 +23,9 @@ from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
 
 TARGET = TableTarget.random(5)
-CASES = [case for case in cases() if "nodes" not in case.choices]
-"""A model of 5 tokens is too small for the self-test that allows it trees: those of `small_model` are in `test_law_trees`."""
+CASES = [case for case in cases() if "nodes" not in case.choices and case.kind != "layer_skip"]
+"""A model of 5 tokens is too small for the self-test that allows it trees: those of `small_model` are in `test_law_trees`.  A
+table has no layers to skip: `layer_skip`'s law is among its own tests."""
 
 REPEATS = [0, 1, 2, 0, 1, 3, 0, 1, 4, 2, 0, 2, 2, 0, 1]
 """A prompt in which most short n-grams stand already, so that drafters which look texts up have something to find."""

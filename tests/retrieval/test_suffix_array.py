@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from outrider import demo
 from outrider.errors import ConfigError, DataError
 from outrider.retrieval import corpora, suffix_array
-from outrider.retrieval.suffix_array import LONGEST, NOTHING, SAMPLE, Corpus, Match, Tree, build
+from outrider.retrieval.proposal import Proposal, merged
+from outrider.retrieval.suffix_array import LONGEST, NOTHING, SAMPLE, Corpus, Match, build
 
 pytest.importorskip("pydivsufsort")
 
@@ -161,7 +162,7 @@ def test_a_tree_counts_what_follows(
         for row in behind:
             for end in range(1, min(depth, len(row)) + 1):
                 counts[tuple(row[:end])] = counts.get(tuple(row[:end]), 0) + 1
-        assert [round(share * len(behind)) for share in tree.shares] == [counts[path] for path in paths]
+        assert [round(share * (len(behind) + 1)) for share in tree.shares] == [counts[path] for path in paths]
         assert [counts[path] for path in paths] == sorted(counts.values(), reverse=True)[:nodes]
         assert len(paths) == len(set(paths)) == min(nodes, len(counts))
         assert all(parent < n for n, parent in enumerate(tree.parents))
@@ -169,22 +170,22 @@ def test_a_tree_counts_what_follows(
 
 def test_one_source_is_merged_into_itself_and_none_into_nothing() -> None:
     """Catches a merge that reorders the only source, or fails without one."""
-    tree = Tree([4, 5, 6], [-1, 0, -1], [0.6, 0.5, 0.4])
-    assert corpora.merged([(Match(3, 5, ()), tree)], 2) == Tree([4, 5], [-1, 0], [0.6, 0.5])
-    assert corpora.merged([], 8) == Tree([], [], [])
+    tree = Proposal([4, 5, 6], [-1, 0, -1], [0.6, 0.5, 0.4])
+    assert merged([(3, tree)], 2) == Proposal([4, 5], [-1, 0], [0.6, 0.5])
+    assert merged([], 8) == Proposal([], [], [])
 
 
 def test_a_merge_is_the_best_tree_over_all_sources() -> None:
     """Catches siblings that are not joined, a parent behind its child, a weak source before a strong one."""
-    strong = Match(8, 3, (1, 2, 3)), Tree([1, 2, 3], [-1, 0, 1], [1.0, 1.0, 0.5])
-    weak = Match(4, 9, tuple(range(9))), Tree([1, 9, 5], [-1, 0, -1], [0.8, 0.8, 0.2])
-    tree = corpora.merged([weak, strong], 5)
-    assert tree == Tree([1, 2, 3, 9, 5], [-1, 0, 1, 0, -1], [1.0, 1.0, 0.5, pytest.approx(0.192), pytest.approx(0.048)])
+    strong = 8, Proposal([1, 2, 3], [-1, 0, 1], [1.0, 1.0, 0.5])
+    weak = 4, Proposal([1, 9, 5], [-1, 0, -1], [0.8, 0.8, 0.2])
+    tree = merged([weak, strong], 5)
+    assert tree == Proposal([1, 2, 3, 9, 5], [-1, 0, 1, 0, -1], [1.0, 1.0, 0.5, pytest.approx(0.16), pytest.approx(0.04)])
     for nodes in range(5):
-        assert corpora.merged([strong, weak], nodes) == Tree(*(values[:nodes] for values in tree))
+        assert merged([strong, weak], nodes) == Proposal(*(values[:nodes] for values in tree))
 
 
-def accepted(tree: Tree, text: list[int]) -> int:
+def accepted(tree: Proposal, text: list[int]) -> int:
     """How many proposed tokens a target that writes `text` keeps."""
     at, kept = -1, 0
     while kept < len(text):
@@ -211,8 +212,8 @@ def test_distractors_hardly_change_what_a_matching_corpus_proposes(place: Path) 
         alone += accepted(corpora.proposed([mine], context, 16, 12), follows)
         beside += accepted(corpora.proposed([*distractors, mine], context, 16, 12), follows)
         found = [(c.longest(context), c) for c in (*distractors, mine)]
-        flat = [(Match(1, 1, (1,)), c.continuations(match, 16, 12)) for match, c in found]
-        by_share += accepted(corpora.merged(flat, 16), follows)
+        flat = [(1, c.continuations(match, 16, 12)) for match, c in found]
+        by_share += accepted(merged(flat, 16), follows)
     assert alone > 8 * len(range(300, len(wanted) - 12, 97))
     assert beside >= 0.97 * alone
     assert by_share < 0.97 * alone  # what the weights are for

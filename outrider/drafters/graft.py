@@ -1,0 +1,188 @@
+"""Graft: cut what another drafter does not believe in, and verify what a memory of text says in its place.  (2605.20104.)
+
+A node's score is the product of confidences along its path.  Nodes below a threshold leave with what hangs under them; a
+retriever fills the room, so that as many nodes are verified as before.  The threshold of every depth is measured while
+decoding: the largest below which nodes were kept at most `risk` of the time.  Every 16th step nothing is cut, so that it
+stays known.
+
+The law holds since a confidence is known before its node's token is drawn: whether a node stays hangs on the tokens above
+it and on earlier steps, never on its own token.  A drawn node is never cut for its probability.  Where a draft has no
+confidences, a drawn node's is the probability of its q's likeliest token, whichever was drawn; deterministic nodes without
+confidences are told apart by their place in the draft alone.
+
+Differs from the paper: the base drafts all its nodes before they are cut, so passes of the target are spared and passes of
+the drafter are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, PositiveInt, field_validator
+from torch import Tensor
+
+from outrider.config import Config as Base
+from outrider.decoding.accept import Kept
+from outrider.decoding.draft import Draft
+from outrider.decoding.parties import Cache, Drafter, Scores, Target
+from outrider.decoding.state import DecodeState
+from outrider.drafters import find
+from outrider.nn import parts
+from outrider.nn.parts import Choice, Load, Parts, PartsMemory
+
+BASE, RETRIEVER = 0, 1
+
+
+class Config(Base):
+    kind: Literal["graft"] = "graft"
+    base: Choice = Field(default={"kind": "ngram"}, validate_default=True)
+    """The drafter whose draft is cut: a kind with its settings, or the folder of a checkpoint."""
+    retriever: Choice = Field(default={"kind": "recycle"}, validate_default=True)
+    """Who fills the room: a kind with its settings."""
+    risk: Annotated[float, Field(ge=0, lt=1)] = 0.02
+    """Nodes are cut whose like were kept at most this often; 0 cuts nothing and fills unused room alone."""
+    nodes: PositiveInt | None = None
+    """Most nodes verified; as many as the base proposes unless given."""
+
+    @field_validator("base", "retriever")
+    @classmethod
+    def _known(cls, choice: Choice) -> Choice:
+        return parts.checked(choice, find)
+
+
+@dataclass
+class Memory:
+    """What base and retriever remember, and what scores have been worth in all slots."""
+
+    parts: PartsMemory
+    worth: Worth
+    marks: list[list[Mark]] = field(default_factory=list)
+    """Of the base's nodes, in the step that is open."""
+
+
+class Graft:
+    """A base drafter, pruned, and a retriever."""
+
+    def __init__(self, base: Drafter, retriever: Drafter, config: Config):
+        self.parts, self.config = Parts([base, retriever]), config
+        self.taps, self.compile = self.parts.taps, self.parts.compile
+        self.limit = config.nodes or base.limit
+
+    def allocate(self, cache: Cache) -> Memory:
+        return Memory(self.parts.allocate(cache), Worth(self.config.risk))
+
+    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
+        self.parts.admit(memory.parts, rows, state, scores)
+
+    def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
+        limits = [budget.clamp(max=min(self.limit, own)) for own in self.parts.limits]
+        whole = self.parts.propose(memory.parts, BASE, state, limits[BASE])
+        memory.marks = marks_of(whole)
+        kept = [memory.worth.staying(marks, above) for marks, above in zip(memory.marks, whole.tree, strict=True)]
+        draft = parts.certain(_only(whole, kept), state.seeded)
+        has_room = torch.tensor([size < most for size, most in zip(draft.live, budget.tolist(), strict=True)])
+        found = self.parts.propose(memory.parts, RETRIEVER, state, limits[RETRIEVER] * has_room)
+        return draft.joined(parts.certain(found, state.seeded), budget.clamp(max=self.limit))
+
+    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
+        (places, paths), _ = self.parts.observe(memory.parts, state, draft, kept, scores)
+        # a slot that ended in mid-block did not show what it would have kept
+        slots = [b for b, token in enumerate(kept.next_tokens) if token >= 0 and places[b]]
+        memory.worth.learn([(memory.marks[b][n], n in paths[b]) for b in slots for n in places[b]])
+        memory.marks = []
+
+    def free(self, memory: Memory, rows: Sequence[int]) -> None:
+        self.parts.free(memory.parts, rows)
+
+
+def _only(draft: Draft, kept: list[list[int]]) -> Draft:
+    """These nodes of a draft; a chain stays one."""
+    sizes = [len(nodes) for nodes in kept]
+    if sizes == draft.live:
+        return draft
+    return draft.only(kept) if draft.branches else draft.first(torch.tensor(sizes))
+
+
+Mark = tuple[int, int]
+"""A node's depth, and its score in half powers of 1/2: 0 is likely, `BINS` - 1 is hardly possible."""
+BINS = 25
+
+
+def marks_of(draft: Draft) -> list[list[Mark]]:
+    """Marks of a draft's live nodes, known before they are drawn; with the place for the depth where no score is."""
+    known = draft.confidence
+    if known is None:
+        if draft.q is None:
+            return [[(n, 0) for n in range(size)] for size in draft.live]
+        known = draft.q.amax(-1)  # of the law it was drawn from, whichever token was
+    logs = known.float().nan_to_num(1.0).clamp(2.0**-BINS, 1.0).log2().tolist()
+    found = []
+    for parents, size, row in zip(draft.tree, draft.live, logs, strict=True):
+        marks: list[Mark] = []
+        scores: list[float] = []
+        for n in range(size):
+            depth, score = (marks[parents[n]][0] + 1, scores[parents[n]]) if parents[n] >= 0 else (0, 0.0)
+            scores.append(score + row[n])
+            marks.append((depth, min(BINS - 1, int(-2 * scores[-1]))))
+        found.append(marks)
+    return found
+
+
+class Worth:
+    """How often nodes of each depth and score were kept, and the scores below which they are cut."""
+
+    EXPLORE = 16
+    """Steps between two that cut nothing."""
+    WINDOW = 2048.0
+    """Tests of a depth and score after which counts have faded to 1/e."""
+
+    def __init__(self, risk: float):
+        self.risk = risk
+        self.turn = 0
+        self.tests: dict[int, list[float]] = {}
+        self.kept: dict[int, list[float]] = {}
+        self.first_cut: dict[int, int] = {}
+        """By depth: the first bin that is cut."""
+
+    def staying(self, marks: Sequence[Mark], parents: Sequence[int]) -> list[int]:
+        """The nodes that are verified, with all nodes above them."""
+        if self.turn % self.EXPLORE == 0:
+            return list(range(len(marks)))
+        staying: list[int] = []
+        seen = {-1}
+        for n, (depth, score) in enumerate(marks):
+            if parents[n] in seen and score < self.first_cut.get(depth, BINS):
+                staying.append(n)
+                seen.add(n)
+        return staying
+
+    def learn(self, nodes: Sequence[tuple[Mark, bool]]) -> None:
+        """Marks of verified nodes, and whether each was kept."""
+        self.turn += 1
+        fade = 1 - 1 / self.WINDOW
+        for (depth, score), was_kept in nodes:
+            tests = self.tests.setdefault(depth, [0.0] * BINS)
+            kept = self.kept.setdefault(depth, [0.0] * BINS)
+            tests[score] = fade * tests[score] + 1
+            kept[score] = fade * kept[score] + was_kept
+        for depth in {depth for (depth, _), _ in nodes}:
+            self.first_cut[depth] = self._least(depth)
+
+    def _least(self, depth: int) -> int:
+        """The first bin from which on nodes are kept at most `risk` of the time; one more that was kept is thought of."""
+        tests = kept = 0.0
+        first = BINS
+        for score in range(BINS - 1, -1, -1):
+            tests, kept = tests + self.tests[depth][score], kept + self.kept[depth][score]
+            if (kept + 1) / (tests + 1) <= self.risk:
+                first = score
+        return first
+
+
+def build(config: Config, target: Target, load: Load | None = None) -> Graft:
+    """load: what opens checkpoints."""
+    base, retriever = (parts.built(choice, target, find, load) for choice in (config.base, config.retriever))
+    return Graft(base, retriever, config)

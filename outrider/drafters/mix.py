@@ -1,0 +1,225 @@
+"""Mix: several drafters, one draft.  Their trees are joined, and how many nodes each may offer follows what is kept.
+
+`share: bandit` splits every slot's nodes anew in each step.  An arm is the n-th node of a part, its reward 1 where the node
+is kept; the arms with the highest upper confidence bounds are played, of each part the first ones.  That is CombUCB1 with
+semi-bandit feedback, whose regret after T steps is O(sqrt(nodes * arms * T log T)) nodes kept (Kveton et al. 1410.0949) at
+`explore` 1, while chances stay as they are and do not hang on what others offer.  Here counts fade, since texts change
+(discounted UCB, Garivier and Moulines 0805.3415: sqrt(T log T) becomes sqrt(T changes) log T for an arm), and `explore` is
+smaller by default, for which no bound is shown: requests are short.
+
+`share: request` gives a request's nodes to one part, from its first step to its last: the one it names, or the one that has
+kept most for its tenant, by UCB1 over steps (regret O(log T / gap), Auer, Cesa-Bianchi and Fischer 2002).
+
+All of this hangs on earlier steps alone, each part keeps its own q, and parts draw independently: the law holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator
+from torch import Tensor
+
+from outrider.config import Config as Base
+from outrider.decoding.accept import Kept
+from outrider.decoding.draft import Draft
+from outrider.decoding.parties import Cache, Drafter, Scores, Target
+from outrider.decoding.state import DecodeState
+from outrider.drafters import find
+from outrider.nn import parts
+from outrider.nn.parts import Choice, Load, Parts, PartsMemory
+from outrider.retrieval.tenants import ByTenant
+
+
+class Config(Base):
+    kind: Literal["mix"] = "mix"
+    parts: tuple[Choice, ...] = Field(default=({"kind": "ngram"}, {"kind": "recycle"}), min_length=1, validate_default=True)
+    """Kinds with their settings, or folders of checkpoints.  Nodes that one does not use go to those behind it."""
+    share: Literal["bandit", "request"] = "bandit"
+    """Who may offer how many nodes: `bandit` all, by what was kept so far; `request` one part for each request."""
+    nodes: PositiveInt = 16
+    """Most nodes of all parts together."""
+    explore: NonNegativeFloat = 0.1
+    """Weight of doubt; 0 trusts what was kept so far."""
+
+    @field_validator("parts")
+    @classmethod
+    def _known(cls, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+        return tuple(parts.checked(choice, find) for choice in choices)
+
+
+@dataclass
+class Memory:
+    """What the parts remember, and who kept how much."""
+
+    parts: PartsMemory
+    shares: list[Shares]
+    """A bandit a slot; it goes with its request."""
+    serving: dict[int, int] = field(default_factory=dict)
+    """Slot to the part that its request was given to."""
+    asked: list[int] = field(default_factory=list)
+    """Nodes that each live slot may have in the step that is open; none where no draft was asked for."""
+
+
+class Mix:
+    """Asks its parts one after another and joins what they propose."""
+
+    def __init__(self, drafters: Sequence[Drafter], names: Sequence[str], config: Config):
+        self.parts, self.names, self.config = Parts(drafters), list(names), config
+        self.taps = self.parts.taps
+        self.limit = min(config.nodes, sum(self.parts.limits))
+        self.compile = self.parts.compile
+        self.tallies = ByTenant(lambda: Tally(len(self.names), config.explore), TENANTS)
+        """By tenant: what each part has kept."""
+
+    def allocate(self, cache: Cache) -> Memory:
+        return Memory(self.parts.allocate(cache), [self._fresh() for _ in range(cache.slots)])
+
+    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
+        self.parts.admit(memory.parts, rows, state, scores)
+
+    def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
+        memory.asked = budget.clamp(max=self.limit).tolist()
+        shares = [self._split(memory, state, row, most) for row, most in zip(state.rows, memory.asked, strict=True)]
+        draft, most = Draft.empty(len(state.rows), state.device), [0] * len(shares)
+        for part, limit in enumerate(self.parts.limits):
+            most = [sofar + share[part] for sofar, share in zip(most, shares, strict=True)]
+            asked = [max(0, min(all - size, limit)) for all, size in zip(most, draft.live, strict=True)]
+            if self.config.share == "request":
+                asked = [own if share[part] else 0 for own, share in zip(asked, shares, strict=True)]
+            found = self.parts.propose(memory.parts, part, state, torch.tensor(asked))
+            draft = draft.joined(parts.certain(found, state.seeded), torch.tensor(most))
+        return draft
+
+    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
+        found = self.parts.observe(memory.parts, state, draft, kept, scores)
+        for b, (row, asked) in enumerate(zip(state.rows, memory.asked, strict=False)):
+            # a slot that ended in mid-block did not show what it would have kept
+            if not asked or kept.next_tokens[b] < 0:
+                continue
+            if self.config.share == "request":
+                self._tally(state, row).learn(memory.serving[row], len(kept.paths[b]) / self.limit)
+            else:
+                memory.shares[row].learn([list(places[b]) for places, _ in found], [paths[b] for _, paths in found])
+        memory.asked = []
+
+    def free(self, memory: Memory, rows: Sequence[int]) -> None:
+        self.parts.free(memory.parts, rows)
+        for row in rows:
+            memory.shares[row] = self._fresh()
+            memory.serving.pop(row, None)
+
+    def _fresh(self) -> Shares:
+        return Shares(self.parts.limits, self.config.explore)
+
+    def _split(self, memory: Memory, state: DecodeState, row: int, most: int) -> list[int]:
+        """How many nodes each part may offer."""
+        if self.config.share == "bandit":
+            return memory.shares[row].split(most)
+        if row not in memory.serving:
+            memory.serving[row] = self._chosen(memory, state, row)
+        return [most if part == memory.serving[row] else 0 for part in range(len(self.names))]
+
+    def _chosen(self, memory: Memory, state: DecodeState, row: int) -> int:
+        """The part that a request names, or else the most promising for its tenant."""
+        name = state.requests[row].drafter
+        if name in self.names:
+            return self.names.index(name)
+        if name:
+            known = ", ".join(self.names)
+            logging.getLogger(__name__).warning("a request asks for drafter %r, of which mix has none (%s)", name, known)
+        tally = self._tally(state, row)
+        same = [other for other in memory.serving if _tenant(state, other) == _tenant(state, row)]
+        return tally.best([sum(memory.serving[other] == part for other in same) for part in range(len(self.names))])
+
+    def _tally(self, state: DecodeState, row: int) -> Tally:
+        return self.tallies.of(_tenant(state, row))
+
+
+TENANTS = 1024
+"""Tallies that are kept; the one asked for least recently goes."""
+
+
+class Shares:
+    """One slot's bandit: how often each part's n-th node was offered and kept."""
+
+    WINDOW = 64.0
+    """Steps after which a count has faded to 1/e."""
+    GUESS, DOUBT = 0.5, 2.0
+    """What a part's first node is taken for, and every other for the one before it: for so many tests."""
+
+    def __init__(self, limits: Sequence[int], explore: float):
+        self.explore, self.steps = explore, 0.0
+        self.offered = [[0.0] * limit for limit in limits]
+        self.kept = [[0.0] * limit for limit in limits]
+
+    def split(self, most: int) -> list[int]:
+        """Nodes a part: the highest bounds, of each part the first nodes.  Of equals the first part's."""
+        bounds = [self._bounds(part, most) for part in range(len(self.offered))]
+        shares = [0] * len(bounds)
+        for _ in range(most):
+            best = max(range(len(bounds)), key=lambda part: bounds[part][shares[part]])
+            if bounds[best][shares[best]] < 0:
+                break
+            shares[best] += 1
+        return shares
+
+    def _bounds(self, part: int, most: int) -> list[float]:
+        """Upper confidence bounds of a part's nodes, never rising, and -1 behind the last."""
+        doubt = self.explore * math.sqrt(1.5 * math.log(1 + self.steps))
+        guess, least, bounds = self.GUESS, math.inf, []
+        for offered, kept in zip(self.offered[part][:most], self.kept[part], strict=False):
+            guess = (kept + self.DOUBT * guess) / (offered + self.DOUBT)
+            least = min(least, guess + doubt / math.sqrt(offered + self.DOUBT))
+            bounds.append(least)
+        return [*bounds, -1.0]
+
+    def learn(self, offered: Sequence[Sequence[int]], kept: Sequence[Sequence[int]]) -> None:
+        """Places in each part's draft that were verified, and those that were kept."""
+        fade = 1 - 1 / self.WINDOW
+        self.steps = fade * self.steps + 1
+        for counts, nodes in ((self.offered, offered), (self.kept, kept)):
+            for part, places in enumerate(nodes):
+                counts[part] = [fade * count for count in counts[part]]
+                for n in places:
+                    counts[part][n] += 1
+
+
+class Tally:
+    """What each part kept, as shares of the nodes that a step may have."""
+
+    def __init__(self, count: int, explore: float):
+        self.explore = explore
+        self.kept, self.steps = [0.0] * count, [0] * count
+
+    def learn(self, part: int, kept: float) -> None:
+        self.kept[part] += kept
+        self.steps[part] += 1
+
+    def best(self, serving: Sequence[int]) -> int:
+        """The part with the highest bound.  serving: requests each has now; one counts as a step that kept what is usual."""
+        total = sum(self.steps) + sum(serving)
+
+        def bound(part: int) -> float:
+            tries = self.steps[part] + serving[part]
+            if not tries:
+                return math.inf
+            mean = self.kept[part] / max(self.steps[part], 1)
+            return mean + self.explore * math.sqrt(2 * math.log(1 + total) / tries)
+
+        return max(range(len(self.steps)), key=bound)
+
+
+def _tenant(state: DecodeState, row: int) -> str:
+    return state.requests[row].tenant
+
+
+def build(config: Config, target: Target, load: Load | None = None) -> Mix:
+    """load: what opens checkpoints among the parts."""
+    drafters: list[Any] = [parts.built(choice, target, find, load) for choice in config.parts]
+    return Mix(drafters, [parts.label(choice) for choice in config.parts], config)

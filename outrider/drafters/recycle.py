@@ -1,0 +1,96 @@
+"""Token recycling: propose what the target nearly said the last time a token stood here.  (Luo et al. 2408.08696.)
+
+Every verified node leaves its token with the target's likeliest successors; a tree of them hangs under the anchor.  Needs no
+training and no pass of any model, and has something to propose from the second time on that a token is seen.
+
+Differs from the paper: the table is the request's own and begins empty, so that no text shows in another's drafts; `shared`
+keeps one for all requests of a tenant, as the paper does for all.  The tree is grown best first by how often each rank is
+right, in place of a fixed template, so that unknown tokens cost no nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import PositiveInt
+from torch import Tensor
+
+from outrider.config import Config as Base
+from outrider.decoding.accept import Kept
+from outrider.decoding.draft import Draft
+from outrider.decoding.parties import Cache, Scores, Target
+from outrider.decoding.state import DecodeState
+from outrider.retrieval.recycle import Successors
+from outrider.retrieval.tenants import ByTenant
+
+
+class Config(Base):
+    kind: Literal["recycle"] = "recycle"
+    nodes: PositiveInt = 16
+    """Most nodes of the tree."""
+    depth: PositiveInt = 6
+    """Levels of the tree."""
+    successors: PositiveInt = 8
+    """Likeliest tokens remembered after each token."""
+    shared: bool = False
+    """One table for all requests of a tenant, kept when they end; otherwise each request has its own, empty at first."""
+
+
+TENANTS = 64
+"""Tenants whose tables are kept; the one that asked least recently goes."""
+
+
+class Recycle:
+    """Grows a tree of successors under the anchor."""
+
+    taps: tuple[int, ...] = ()
+    watches = True
+
+    def __init__(self, config: Config, vocabulary: int):
+        self.config, self.vocabulary = config, vocabulary
+        self.limit = config.nodes
+        self.shared = ByTenant(self._new, TENANTS)
+
+    def allocate(self, cache: Cache) -> list[Successors | None]:
+        """A table for every slot; shared ones stay with the drafter."""
+        return [None] * cache.slots
+
+    def admit(self, memory: list[Successors | None], rows: Sequence[int], state: DecodeState, scores: Scores) -> None: ...
+
+    def propose(self, memory: list[Successors | None], state: DecodeState, budget: Tensor) -> Draft:
+        found = []
+        for row, most in zip(state.rows, budget.tolist(), strict=True):
+            table = self._table(memory, state, row)
+            found.append(table.grow(state.tokens[row][-1], min(most, self.limit), self.config.depth))
+        return Draft.trees([tokens for tokens, _ in found], [parents for _, parents in found], state.device)
+
+    def observe(self, memory: list[Successors | None], state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
+        """Learn from every verified node, whoever proposed it."""
+        best = scores.logits.topk(min(self.config.successors, scores.logits.shape[-1]), -1).indices.cpu()
+        for b, row in enumerate(state.rows):
+            path, last = kept.paths[b], kept.next_tokens[b]
+            anchor = state.tokens[row][-1 - len(path) - (last >= 0)]
+            size = draft.live[b]
+            nodes = [-1, *(n for n in range(size) if n not in path), *path]
+            tokens = [anchor if n < 0 else draft.ids[b][n] for n in nodes]
+            table = self._table(memory, state, row)
+            # what was kept is written last: it is what the text goes on from
+            table.learn(tokens, best[b, [n + 1 for n in nodes]])
+
+    def free(self, memory: list[Successors | None], rows: Sequence[int]) -> None:
+        for row in rows:
+            memory[row] = None
+
+    def _table(self, memory: list[Successors | None], state: DecodeState, row: int) -> Successors:
+        if self.config.shared:
+            return self.shared.of(state.requests[row].tenant)
+        table = memory[row] = memory[row] or self._new()
+        return table
+
+    def _new(self) -> Successors:
+        return Successors(self.vocabulary, self.config.successors)
+
+
+def build(config: Config, target: Target) -> Recycle:
+    return Recycle(config, target.spec.vocabulary)

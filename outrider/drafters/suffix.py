@@ -1,0 +1,143 @@
+"""Suffix decoding: propose what followed the longest suffix of the text wherever it stood before.  (Oliaro et al. 2411.04975.)
+
+It is looked for in the request's own text, in texts of other requests where `shared` allows it, and in `corpora` on disk.  Each
+gives a tree of what followed, by frequency; the best of all are verified.  The longer the match, the more is proposed.
+
+Differs from the paper: a trie of n-grams in place of a suffix tree, so memory is bounded and old text is forgotten; sources are
+merged node by node (see `retrieval.proposal`) in place of the better of two; corpora.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
+from torch import Tensor
+
+from outrider.config import Config as Base
+from outrider.decoding.accept import Kept
+from outrider.decoding.draft import Draft
+from outrider.decoding.parties import Cache, Scores, Target
+from outrider.decoding.state import DecodeState
+from outrider.retrieval import corpora, proposal, trie
+from outrider.retrieval.proposal import Proposal
+from outrider.retrieval.suffix_array import Corpus
+from outrider.retrieval.tenants import ByTenant
+from outrider.retrieval.trie import Cursor as PythonCursor
+from outrider.retrieval.trie import NativeCursor, NativeTrie
+from outrider.retrieval.trie import Trie as PythonTrie
+
+Trie = PythonTrie | NativeTrie
+Cursor = PythonCursor | NativeCursor
+
+
+class Config(Base):
+    kind: Literal["suffix"] = "suffix"
+    nodes: PositiveInt = 16
+    """Most nodes of the tree."""
+    levels: PositiveInt = 16
+    """Levels of the tree; of a chain, where the target verifies no trees, its length."""
+    factor: NonNegativeFloat = 4.0
+    """Nodes proposed for every token that matches."""
+    least: Annotated[float, Field(ge=0, lt=1)] = 0.02
+    """Continuations that are less likely, by what was counted, are not proposed."""
+    shortest: PositiveInt = 1
+    """Tokens of the shortest match that is believed."""
+    longest: Annotated[int, Field(ge=2, le=64)] = 8
+    """Tokens of the longest match looked for in texts of requests; corpora look for more."""
+    corpora: tuple[str, ...] = ()
+    """Names of corpora; see `outrider corpus`."""
+    shared: Literal[False, "tenant", "all"] = False
+    """Look up in the texts of other requests too, those before and those beside: of the same tenant's, or of all."""
+    capacity: Annotated[int, Field(ge=1000)] = 1_000_000
+    """N-grams that a memory holds (60 to 90 bytes each), a slot's or a shared one; the least recently seen go."""
+    tenants: PositiveInt = 64
+    """Tenants whose texts are remembered; the one that asked least recently goes."""
+
+
+@dataclass
+class Text:
+    """One slot's places: in the memory of its own text, and in the shared one."""
+
+    cursors: list[Cursor]
+    read: int = 0
+
+    def append(self, tokens: list[int]) -> None:
+        """Learn what is new of this text, which only ever grows."""
+        if len(tokens) > self.read:
+            for cursor in self.cursors:
+                cursor.append(tokens[self.read :])
+            self.read = len(tokens)
+
+
+class Suffix:
+    """Looks the end of the text up in everything that may be known."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, config: Config, sources: Sequence[Corpus] = ()):
+        self.config, self.sources = config, sources
+        self.limit = config.nodes
+        self.shared = ByTenant(self._trie, config.tenants)
+
+    def allocate(self, cache: Cache) -> list[Text | None]:
+        return [None] * cache.slots
+
+    def admit(self, memory: list[Text | None], rows: Sequence[int], state: DecodeState, scores: Scores) -> None: ...
+
+    def propose(self, memory: list[Text | None], state: DecodeState, budget: Tensor) -> Draft:
+        found = [
+            self._looked_up(self._read(memory, state, row), state.tokens[row], min(most, self.limit))
+            for row, most in zip(state.rows, budget.tolist(), strict=True)
+        ]
+        return Draft.trees([own.tokens for own in found], [own.parents for own in found], state.device)
+
+    def observe(self, memory: list[Text | None], state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
+        """Others find what was committed at once, also where the text ends here."""
+        if self.config.shared:
+            for row in state.rows:
+                self._read(memory, state, row)
+
+    def free(self, memory: list[Text | None], rows: Sequence[int]) -> None:
+        for row in rows:
+            memory[row] = None
+
+    def _looked_up(self, text: Text, tokens: list[int], most: int) -> Proposal:
+        """The best of what all sources say, as long as the longest match makes worth it."""
+        config = self.config
+        if most <= 0:
+            return proposal.NOTHING
+        found = [(cursor.match, cursor.tree("frequency", most, config.levels, config.shortest)) for cursor in text.cursors]
+        for corpus in self.sources:
+            match = corpus.longest(tokens, config.shortest)
+            found.append((match.length, corpus.continuations(match, most, config.levels)))
+        longest = max(length for length, _ in found)
+        merged = proposal.merged(found, min(most, int(config.factor * longest)))
+        return merged.first(sum(share >= config.least for share in merged.shares))
+
+    def _read(self, memory: list[Text | None], state: DecodeState, row: int) -> Text:
+        """The slot's text, everything committed read."""
+        text = memory[row]
+        if text is None:
+            tries = [self._trie()]
+            if self.config.shared:
+                tenant = state.requests[row].tenant if self.config.shared == "tenant" else ""
+                tries.append(self.shared.of(tenant))
+            text = memory[row] = Text([grown.cursor() for grown in tries])
+        text.append(state.tokens[row])
+        return text
+
+    def _trie(self) -> Trie:
+        # the longest match and the token behind it
+        return trie.fastest(self.config.longest + 1, self.config.capacity)
+
+
+def build(config: Config, target: Target) -> Suffix:
+    """Raises DataError for a corpus that is not there, is damaged, or is another tokenizer's."""
+    if target.spec.mode != "tree":
+        message = "%s verifies no trees (its mode is %s): of a tree that suffix drafts the first chain is verified"
+        logging.getLogger(__name__).warning(message, target.spec.name, target.spec.mode)
+    return Suffix(config, corpora.load(config.corpora, target.spec.tokenizer_hash))

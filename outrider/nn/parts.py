@@ -1,0 +1,270 @@
+"""Drafters that share one draft: each proposes, and each is told what became of its own nodes.
+
+A part sees a step as if it were alone: its own draft with those of its nodes that were kept, and the next token as the
+correction.  What others drafted behind that it sees as a second step, a chain that was kept whole.  So it may hold caches by
+its own nodes, and misses no token.  A part with `watches = True` reads any draft and sees the step as it was.
+
+Parts must draw independently of each other, or a younger sibling's q is not what it was drawn from once the elder was
+rejected: every part but the first has noise of its own.  In slots with a seed all draw the target's; their nodes are
+deterministic to the law.
+
+B live slots, N drafted nodes, T taps.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider import config as configs
+from outrider.decoding.accept import Kept
+from outrider.decoding.draft import Draft
+from outrider.decoding.parties import Cache, Drafter, Scores, Target
+from outrider.decoding.state import DecodeState
+from outrider.errors import ConfigError
+
+NOISE = 0x2545F4914F6CDD1D
+"""Between the seeds of one part and the next."""
+
+
+@dataclass
+class PartsMemory:
+    """Every part's own memory, and what it proposed for the step that is open."""
+
+    parts: list[Any]
+    drafts: list[Draft | None]
+
+
+class Parts:
+    """Several drafters as one.  What is done with their drafts is the caller's affair; see `Draft.joined`."""
+
+    def __init__(self, drafters: Sequence[Drafter]):
+        self.drafters = tuple(drafters)
+        self.taps: tuple[int, ...] = tuple(sorted({layer for drafter in drafters for layer in drafter.taps}))
+        self.limits = [drafter.limit for drafter in drafters]
+
+    def compile(self, several: bool = False) -> float:
+        """Have every part's own passes compiled, where it has such; returns the seconds it took."""
+        compiling = [drafter.compile for drafter in self.drafters if hasattr(drafter, "compile")]
+        return sum(compile(several) for compile in compiling)
+
+    def allocate(self, cache: Cache) -> PartsMemory:
+        return PartsMemory([drafter.allocate(cache) for drafter in self.drafters], [None] * len(self.drafters))
+
+    def admit(self, memory: PartsMemory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
+        for drafter, own in zip(self.drafters, memory.parts, strict=True):
+            drafter.admit(own, rows, state, self._tapped(drafter, scores))
+
+    def propose(self, memory: PartsMemory, part: int, state: DecodeState, budget: Tensor) -> Draft:
+        """One part's draft, at most budget[b] nodes.  budget [B] int64 on the CPU."""
+        draft = Draft.empty(len(state.rows), state.device)
+        if max(budget.tolist()):
+            draft = self.drafters[part].propose(memory.parts[part], _with_noise(state, part), budget)
+            draft = draft.checked(len(state.rows)).first(budget)
+        memory.drafts[part] = draft
+        return draft
+
+    def observe(
+        self, memory: PartsMemory, state: DecodeState, draft: Draft, kept: Kept, scores: Scores
+    ) -> list[tuple[list[dict[int, int]], list[list[int]]]]:
+        """Tell every part.  Returns of each, slot by slot: which of its nodes were verified, as places in `draft`; and which of
+        them were kept, from the anchor down.
+        """
+        found = []
+        for part, drafter in enumerate(self.drafters):
+            own = memory.drafts[part] or Draft.empty(len(state.rows), state.device)
+            memory.drafts[part] = None
+            places = [_places(own, draft, b) for b in range(len(state.rows))]
+            paths = [_followed(own, places[b], kept.paths[b], b) for b in range(len(state.rows))]
+            found.append((places, paths))
+            told = self._tapped(drafter, scores)
+            if getattr(drafter, "watches", False):
+                drafter.observe(memory.parts[part], state, draft, kept, told)
+            else:
+                _tell(drafter, memory.parts[part], state, _Step(draft, kept, told), own, places, paths)
+        return found
+
+    def free(self, memory: PartsMemory, rows: Sequence[int]) -> None:
+        for drafter, own in zip(self.drafters, memory.parts, strict=True):
+            drafter.free(own, rows)
+
+    def _tapped(self, drafter: Drafter, scores: Scores) -> Scores:
+        """With the taps of one part alone."""
+        if drafter.taps == self.taps or scores.taps is None:
+            return scores
+        taps = scores.taps[:, :, [self.taps.index(layer) for layer in drafter.taps]] if drafter.taps else None
+        return scores._replace(taps=taps)
+
+
+def certain(draft: Draft, seeded: Tensor | None) -> Draft:
+    """The draft with slots of `seeded` [B] bool as the law sees them: nothing in them was drawn."""
+    if seeded is None or draft.q is None:
+        return draft
+    if bool(seeded.all()):
+        return replace(draft, q=None)
+    known = draft.tokens.clamp(0, draft.q.shape[-1] - 1)
+    one_hot = torch.zeros_like(draft.q).scatter_(-1, known[..., None], 1.0)
+    return replace(draft, q=torch.where(seeded[:, None, None], one_hot, draft.q))
+
+
+def _with_noise(state: DecodeState, part: int) -> DecodeState:
+    """The state with this part's noise; slots with a seed keep the target's."""
+    if not part:
+        return state
+    own = copy.copy(state)
+    fresh = state._row_seeds + (part * NOISE) % 2**62
+    own._row_seeds = fresh if state.seeded is None else torch.where(state.seeded, state._row_seeds, fresh)
+    return own
+
+
+# ── what a part is told ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What was verified, and how it ended."""
+
+    draft: Draft
+    kept: Kept
+    scores: Scores
+
+
+def _places(own: Draft, draft: Draft, b: int) -> dict[int, int]:
+    """Which nodes of a part's draft stand in the one that was verified, and where: the first of the same path of tokens.
+
+    By tokens, since pruning may have renumbered what was proposed.
+    """
+    ids, parents = draft.ids[b], draft.tree[b]
+    known: dict[tuple[int, int], int] = {}
+    for n in range(draft.live[b]):
+        known.setdefault((parents[n], ids[n]), n)
+    place = {-1: -1}
+    for n in range(own.live[b]):
+        above = place.get(own.tree[b][n])
+        at = None if above is None else known.get((above, own.ids[b][n]))
+        if at is not None:
+            place[n] = at
+    del place[-1]
+    return place
+
+
+def _followed(own: Draft, places: dict[int, int], path: Sequence[int], b: int) -> list[int]:
+    """The part's own nodes along the path that was kept, as far as they go."""
+    found = [-1]
+    for wanted in path:
+        below = (n for n, place in places.items() if place == wanted and own.tree[b][n] == found[-1])
+        node = next(below, None)
+        if node is None:
+            break
+        found.append(node)
+    return found[1:]
+
+
+def _tell(
+    drafter: Drafter, memory: Any, state: DecodeState, step: _Step, own: Draft, places: list[dict[int, int]],
+    paths: list[list[int]],
+) -> None:  # fmt: skip
+    """A part's own step, and a second one in the slots where others went on."""
+    draft, kept, scores = step.draft, step.kept, step.scores
+    tokens, following, rest = list(state.tokens), [], {}
+    for b, row in enumerate(state.rows):
+        path, own_count, last = kept.paths[b], len(paths[b]), kept.next_tokens[b]
+        if own_count == len(path):
+            following.append(last)
+            continue
+        following.append(draft.ids[b][path[own_count]])
+        later = len(path) - own_count - 1 + (last >= 0)
+        if later:
+            tokens[row] = tokens[row][:-later]
+            rest[b] = path[own_count:]
+    if [len(found) for found in places] != own.live:
+        own, paths = _rid(own, places, paths)
+        places = [dict(enumerate(found.values())) for found in places]
+    told = _scored(scores, [[0, *(place + 1 for place in found.values())] for found in places])
+    drafter.observe(memory, _seen(state, state.rows, tokens), own, Kept(paths, following, kept.unlawful), told)
+    if rest:
+        slots = list(rest)
+        ids = [[draft.ids[b][n] for n in rest[b][1:]] for b in slots]
+        ended = Kept([list(range(len(own))) for own in ids], [kept.next_tokens[b] for b in slots], [0] * len(slots))
+        told = _scored(scores, [[n + 1 for n in rest[b]] for b in slots], slots)
+        view = _seen(state, [state.rows[b] for b in slots], state.tokens)
+        drafter.observe(
+            memory, view, Draft.trees(ids, [range(-1, len(own) - 1) for own in ids], draft.tokens.device), ended, told
+        )
+
+
+def _rid(own: Draft, places: list[dict[int, int]], paths: list[list[int]]) -> tuple[Draft, list[list[int]]]:
+    """A part's draft without what was not verified, and its paths renumbered."""
+    verified = [list(found) for found in places]
+    return own.only(verified), [[nodes.index(n) for n in path] for nodes, path in zip(verified, paths, strict=True)]
+
+
+def _seen(state: DecodeState, rows: list[int], tokens: list[list[int]]) -> DecodeState:
+    """The state after a part of the step."""
+    if tokens is state.tokens and rows == state.rows:
+        return state
+    seen = copy.copy(state)
+    seen.rows, seen.tokens = rows, tokens
+    seen.anchor = torch.tensor([tokens[row][-1] for row in rows], dtype=torch.int64, device=state.device)
+    return seen
+
+
+def _scored(scores: Scores, rows: list[list[int]], slots: list[int] | None = None) -> Scores:
+    """These rows of these slots, all slots unless given; the first ones without a copy."""
+    width = max(map(len, rows))
+    if slots is None and all(own == list(range(len(own))) for own in rows):
+        return scores.first(width)
+    device = scores.logits.device
+    at = torch.tensor([own + [0] * (width - len(own)) for own in rows], device=device)
+    which = torch.arange(len(rows), device=device) if slots is None else torch.tensor(slots, device=device)
+    return Scores(*(None if x is None else x[which[:, None], at] for x in scores))  # type: ignore[arg-type]
+
+
+# ── how parts are named in a config ───────────────────────────────────────────────────────────────────────────────────
+
+Choice = str | dict[str, Any]
+"""A kind, a kind with its settings, or the folder of a checkpoint."""
+Find = Callable[[str], ModuleType]
+"""`outrider.drafters.find`; drafters stand above this floor."""
+Load = Callable[..., Drafter]
+"""(folder, target) to the drafter of a checkpoint, as `load_drafter`; it stands above the drafters and is passed in."""
+
+
+def checked(choice: Choice, find: Find) -> Choice:
+    """The choice with every setting of its kind.  Raises ConfigError for an unknown kind or setting."""
+    if isinstance(choice, str):
+        if _is_folder(choice):
+            return choice
+        choice = {"kind": choice}
+    if not isinstance(choice.get("kind"), str):
+        raise ConfigError(f"a part {choice!r} has no kind; write one such as {{kind: ngram}}, or the folder of a checkpoint")
+    return configs.build(find(choice["kind"]).Config, choice).model_dump()
+
+
+def built(choice: Choice, target: Target, find: Find, load: Load | None) -> Drafter:
+    """The drafter that is meant.  Raises ConfigError for a checkpoint where nothing can open it."""
+    if not isinstance(choice, str):
+        module = find(choice["kind"])
+        return module.build(configs.build(module.Config, choice), target)
+    if load is None:
+        raise ConfigError(
+            f"a part {choice!r} is a checkpoint, which this way of building can't open; use outrider.load_drafter, or pass "
+            "build(config, target, load=outrider.load_drafter)"
+        )
+    return load(choice, target)
+
+
+def label(choice: Choice) -> str:
+    """What a part is called: its kind, or its folder."""
+    return choice if isinstance(choice, str) else choice["kind"]
+
+
+def _is_folder(name: str) -> bool:
+    return "/" in name or Path(name).exists()

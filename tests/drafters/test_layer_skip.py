@@ -1,0 +1,319 @@
+"""Layer skip: the target drafts for itself without some sublayers, and neither its law, its cache nor its modules notice."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import tiny_model
+from contracts.chances import emitted, keeps_the_law
+from contracts.parties import OnAndOff, TableTarget
+
+from benchmarks.families import tiny
+from outrider.decoding.generate import advance, generate
+from outrider.decoding.parties import Skip, SkipsLayers
+from outrider.decoding.policy import ByConfidence
+from outrider.decoding.sampling import Sampling
+from outrider.decoding.state import DecodeState, Request
+from outrider.drafters import layer_skip
+from outrider.drafters.layer_skip import Config, Found, LayerSkip, build, search
+from outrider.errors import CheckpointError, DrafterError
+from outrider.targets.transformers import load_target
+
+
+def whole(*layers: int) -> Skip:
+    return Skip(frozenset(layers), frozenset(layers))
+
+
+# ── passes without sublayers ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def silenced(skip: Skip) -> torch.nn.Module:
+    """The tiny model with the last matrix of every sublayer of `skip` at zero: the slow twin."""
+    model = tiny_model()
+    with torch.no_grad():
+        for layer in skip.attention:
+            model.model.layers[layer].self_attn.o_proj.weight.zero_()
+        for layer in skip.mlp:
+            model.model.layers[layer].mlp.down_proj.weight.zero_()
+    return model
+
+
+@pytest.mark.parametrize(
+    "skip", [Skip(), whole(2), whole(2, 3), Skip(frozenset({0, 3})), Skip(mlp=frozenset({1, 2})), whole(0, 1, 2, 3)], ids=str
+)
+def test_a_pass_without_sublayers_is_that_of_a_model_in_which_they_say_nothing(skip, target):
+    """Catches a stand-in for another module, a residual stream that is cut, and keys at the wrong place."""
+    texts = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(1))
+    wanted = silenced(skip)(input_ids=texts).logits
+    cache = target.allocate(2, 12)
+    with target.skipping(skip, cache, [0, 1]) as read:
+        found = torch.cat([read(texts[:, :4]), *(read(texts[:, n : n + 1]) for n in range(4, 9))], 1)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+def modules_of(target) -> dict:
+    return {name: vars(module).get("forward") for name, module in target.model.named_modules()}
+
+
+def test_everything_is_what_it_was_on_every_way_out(target):
+    """Catches a module that stays replaced and a length that stays raised, above all where a pass failed."""
+    cache = target.allocate(2, 12)
+    target.prefill(cache, [0, 1], torch.arange(8).view(2, 4), [4, 3])
+    before, lengths = modules_of(target), list(cache.lengths)
+    logits = target.verify(cache, [0, 1], torch.tensor([1, 2]), layer_skip.Draft.empty(2)).logits
+    with target.skipping(whole(1, 2), cache, [0, 1]) as read:
+        read(torch.tensor([[1], [2]]))
+        assert modules_of(target) != before and cache.lengths == [5, 4]
+    assert modules_of(target) == before and cache.lengths == lengths
+    with pytest.raises(AssertionError), target.skipping(whole(1, 2), cache, [0, 1]) as read:
+        read(torch.ones(2, 20, dtype=torch.int64))
+    stopped = target.skipping(whole(1, 2), cache, [1])
+    stopped.__enter__()(torch.tensor([[1]]))
+    assert not stopped.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert modules_of(target) == before and cache.lengths == lengths
+    assert torch.equal(target.verify(cache, [0, 1], torch.tensor([1, 2]), layer_skip.Draft.empty(2)).logits, logits)
+
+
+def test_compiled_steps_are_not_asked(target, monkeypatch):
+    """Catches a draft from a compiled step, which knows of no stand-ins; and a cache with buffers of some layers alone."""
+    monkeypatch.setattr(target.step, "fits", lambda *_: True)
+    monkeypatch.setattr(target.step, "run", lambda *_: pytest.fail("a compiled step drafted"))
+    cache = target.allocate(1, 12)
+    with target.skipping(whole(0, 1), cache, [0]) as read:
+        read(torch.tensor([[1]]))
+    assert cache.layers == [0, 1, 2, 3] and cache.lengths == [0]
+
+
+def test_the_cache_holds_the_targets_own_keys(target, prompts):
+    """Catches keys of a draft that are taken for the target's: after a text they are those of one whole pass."""
+    drafter, state = LayerSkip(target, whole(1), 4, 0.0), DecodeState(2, 256)
+    caches, allocate = [], drafter.allocate
+    drafter.allocate = lambda cache: caches.append(cache) or allocate(cache)
+    for _ in advance(target, [Request(prompts[0], 20), Request(prompts[2], 24)], drafter, state=state, slots=2):
+        [cache] = caches
+        for row in state.rows:
+            read = cache.lengths[row]
+            assert read == len(state.tokens[row]) - 1
+            fresh = target.allocate(1, read + 1)
+            target.prefill(fresh, [0], torch.tensor([state.tokens[row][:read]]), [read])
+            for own, wanted in zip(cache._layers.values(), fresh._layers.values(), strict=True):
+                for a, b in zip(own, wanted, strict=True):
+                    torch.testing.assert_close(a[row, :, :read], b[0, :, :read], rtol=1e-9, atol=1e-9)
+
+
+# ── the drafter ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=0), Sampling(1.0)], ids=["greedy", "seeded", "hot"])
+def test_with_nothing_left_out_every_draft_is_right(sampling, target, prompts, plain):
+    """Catches a draft that does not see the text, or sees it a place off.  Rounding: a rejection has odds below 1e-9."""
+    drafter = build(Config(skip_attention=(), length=4, least=0), target)
+    found = generate(target, prompts, drafter, max_new_tokens=40, slots=3, sampling=sampling)
+    assert all(one.accepted == [4] * 8 for one in found)
+
+
+@pytest.mark.parametrize(
+    "choices", [{}, {"skip_mlp": (3,)}, {"exit_layer": 3}, {"exit_layer": 1, "skip_attention": (0,)}], ids=str
+)
+def test_texts_are_the_targets_whatever_is_left_out(choices, target, prompts, plain):
+    """Catches a draft that leaves traces.  Slots of unequal length, used again; budgets that come and go."""
+    drafter = build(Config(length=4, least=0, **choices), target)
+    for policy in (None, OnAndOff(4), ByConfidence(4, 0.05)):
+        found = generate(target, prompts, drafter, max_new_tokens=20, slots=3, policy=policy)
+        assert [one.tokens for one in found] == [plain(target, prompt, 20) for prompt in prompts]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3", "gpt-oss", "llama4-chunks", "gemma4", "opt"])
+def test_other_families_draft_for_themselves(family):
+    """Catches a module that returns what its layer can't unpack; gemma4 and opt have no MLP that could be told."""
+    target = load_target(tiny(family))
+    drafter = build(Config(length=3, least=0), target)
+    prompts = [[1, 2, 3, 4, 5], [7], [9, 8, 7] * 9]
+    found, wanted = (generate(target, prompts, own, max_new_tokens=20, slots=2) for own in (drafter, None))
+    assert [one.tokens for one in found] == [one.tokens for one in wanted]
+    assert sum(sum(one.accepted) for one in found) > 0
+
+
+class Halved(TableTarget):
+    """A table that drafts for itself: its logits at half their size, and some noise."""
+
+    def skippable(self) -> Skip:
+        return whole(0)
+
+    @contextmanager
+    def skipping(self, skip, cache, rows):
+        noise = torch.randn(self.table.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        drafts, at = 0.5 * self.table + 0.7 * noise, [cache.before[list(rows)]]
+
+        def read(tokens):
+            logits = drafts[at[0], tokens[:, 0]][:, None]
+            at[0] = tokens[:, 0]
+            return logits
+
+        yield read
+
+
+TABLE = Halved.random(5)
+
+
+@pytest.mark.parametrize("least", [0.0, 0.45])
+def test_the_law_is_kept(least):
+    """Catches a q that is not what was drawn from, and a draft whose end hangs on the token behind it.  False alarm 1e-6."""
+    drafter = LayerSkip(TABLE, whole(0), 3, least)
+    assert keeps_the_law(TABLE, drafter, slots=4000)
+    assert keeps_the_law(TABLE, drafter, ByConfidence(3, 0.3), slots=3000, sampling={"temperature": 0.7, "top_k": 4})
+    _, _, kept = emitted(TABLE, drafter, slots=500)
+    assert kept > 200
+
+
+def test_a_draft_that_ends_for_its_own_token_is_caught():
+    """Planted fault: the draft ends before the first token that is itself unlikely, which is known only after its draw."""
+
+    class OwnToken(LayerSkip):
+        def propose(self, memory, state, budget):
+            draft = super().propose(memory, state, budget)
+            own = draft.q.gather(-1, draft.tokens[..., None])[..., 0]
+            return draft.first((own >= 0.3).long().cumprod(-1).sum(-1))
+
+    assert not keeps_the_law(TABLE, OwnToken(TABLE, whole(0), 3, 0.0), slots=4000)
+
+
+def test_a_draft_ends_before_the_first_place_that_is_unsure(target, prompts):
+    """Catches a slot that goes on behind its end because another does, and a confidence that is another place's."""
+    drafter, seen = LayerSkip(target, whole(1), 6, 0.1), []
+    propose = drafter.propose
+    drafter.propose = lambda *args: seen.append((args[2].tolist(), propose(*args))) or seen[-1][1]
+    generate(target, prompts, drafter, max_new_tokens=24, slots=3)
+    assert len({size for _, draft in seen for size in draft.live}) > 3
+    for budget, draft in seen:
+        for b, size in enumerate(draft.live):
+            assert not size or bool((draft.confidence[b, :size] >= 0.1).all())
+            if size < min(draft.tokens.shape[1], budget[b]):
+                assert draft.confidence[b, size] < 0.1
+
+
+def test_no_drafted_token_is_banned(target, prompts):
+    """Catches a draft that asks for what grammar or bad words forbid."""
+    drafter, words = build(Config(length=4, least=0), target), [(token,) for token in range(20)]
+    propose, nodes = drafter.propose, []
+
+    def watching(memory, state, budget):
+        draft = propose(memory, state, budget)
+        nodes.extend(token for own, size in zip(draft.ids, draft.live, strict=True) for token in own[:size])
+        return draft
+
+    drafter.propose = watching
+    for sampling in (Sampling(bad_words=words), Sampling(1.0, seed=2, bad_words=words)):
+        found, wanted = (generate(target, prompts[:3], own, max_new_tokens=15, sampling=sampling) for own in (drafter, None))
+        assert [one.tokens for one in found] == [one.tokens for one in wanted]
+    assert len(nodes) > 50 and min(nodes) >= 20
+
+
+# ── what is refused ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_targets_that_cannot_skip_are_refused(target, monkeypatch):
+    """Catches an attribute error deep in a pass; and drafts that nobody can verify."""
+    assert isinstance(target, SkipsLayers) and not isinstance(TableTarget.random(3), SkipsLayers)
+    with pytest.raises(DrafterError, match="table can't"):
+        build(Config(), TableTarget.random(3))
+    with pytest.raises(DrafterError, match="recurrent state"):
+        build(Config(), load_target(tiny("mamba2")))
+    with pytest.raises(DrafterError, match="changes what passes"):
+        build(Config(), load_target(tiny("bloom")))
+    with pytest.raises(DrafterError, match="another device"):
+        build(Config(), target.lent(torch.device("meta")))
+    monkeypatch.setattr(target, "spec", replace(target.spec, mode="off"))
+    with pytest.raises(DrafterError, match="mode is off"):
+        build(Config(), target)
+
+
+@pytest.mark.parametrize(
+    ("choices", "wanted"),
+    [
+        ({"skip_attention": (4,)}, "skip_attention names layer 4.*it can 0, 1, 2, 3"),
+        ({"skip_mlp": (1, 9)}, "skip_mlp names layer 9"),
+        ({"exit_layer": 4}, "choose one below 4"),
+    ],
+    ids=str,
+)
+def test_layers_that_are_not_there_are_refused(choices, wanted, target):
+    """Catches a set that is silently smaller than it was said."""
+    with pytest.raises(DrafterError, match=wanted):
+        build(Config(**choices), target)
+
+
+def test_a_set_is_said_once(target, caplog):
+    """Catches a file that overrules the config in silence, and a draft that can only lose."""
+    with pytest.raises(ValueError, match="give one of them"):
+        Config(file="found.json", skip_mlp=(1,))
+    build(Config(skip_attention=()), target)
+    assert "leaves nothing out" in caplog.text
+
+
+# ── search ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def idle():
+    """A target whose layer 2 and whose first MLP say nothing: it loses nothing without them."""
+    model = silenced(Skip(frozenset({2}), frozenset({0, 2})))
+    return load_target(model)
+
+
+@pytest.fixture
+def steady(monkeypatch):
+    """Equal seconds in every run: a drafting pass costs a tenth, and nine tenths by its sublayers."""
+    monkeypatch.setattr(layer_skip, "_verify_s", lambda target, texts, nodes: 1.0 + 0.02 * nodes)
+    cost = lambda able, texts, skip: 0.1 + 0.9 * (1 - (len(skip.attention) + len(skip.mlp)) / 8)
+    monkeypatch.setattr(layer_skip, "_draft_s", cost)
+
+
+def test_a_search_finds_what_can_be_spared(idle, prompts, steady):
+    """Catches agreement measured on other keys than the text's, a score without costs, and luck."""
+    found = search(idle, prompts, tokens=24, tries=40, length=4, seed=1)
+    best = found[0]
+    assert {2} <= set(best.skip_attention) and {0, 2} & set(best.skip_mlp)
+    assert best.speedup == max(one.speedup for one in found)
+    assert 30 <= len(found) <= 40 and len({one.skip for one in found}) == len(found)
+    assert search(idle, prompts, tokens=24, tries=40, length=4, seed=1) == found
+    free = next((one for one in found if one.skip == Skip(frozenset({2}), frozenset({2}))), None)
+    assert free is None or free.agreement == 1.0
+
+
+def test_agreement_is_what_decoding_finds(idle, target, prompts, steady):
+    """Catches drafts that begin at the wrong token, and copies that are not made anew for the next set."""
+    texts = layer_skip._Texts(idle, prompts, 24, 4)
+    leads, sure = texts.drafted(idle, Skip(frozenset({2}), frozenset({0, 2})))
+    assert leads.tolist() == [4] * 6 * len(prompts) and sure.shape == (48, 4)
+    texts = layer_skip._Texts(target, prompts[:1], 24, 4)
+    for skip in (whole(1), whole(3)):
+        leads, _ = texts.drafted(target, skip)
+        again, _ = texts.drafted(target, skip)
+        assert torch.equal(leads, again)
+        own = []
+        for at in range(20, -1, -4):  # from the last to the first
+            drafter = LayerSkip(target, skip, 4, 0.0)
+            text = texts.texts[0][: len(prompts[0]) + at]
+            (one,) = generate(target, [text], drafter, max_new_tokens=5)
+            own.append(one.accepted[0])
+        assert leads.tolist() == own
+
+
+def test_what_was_found_is_saved_and_refused_on_another_target(idle, target, prompts, steady, tmp_path):
+    """Catches a set that is used on weights it was not found on."""
+    (found, *_) = search(idle, prompts[:2], tokens=12, tries=8, length=3)
+    found.save(tmp_path / "set.json")
+    assert Found.load(tmp_path / "set.json", idle) == found
+    drafter = build(Config(file=str(tmp_path / "set.json")), idle)
+    assert (drafter.skip, drafter.limit, drafter.least) == (found.skip, found.length, found.least)
+    assert build(Config(file=str(tmp_path / "set.json"), length=7, least=0.5), idle).limit == 7
+    with pytest.raises(CheckpointError, match="search again"):
+        build(Config(file=str(tmp_path / "set.json")), target)
+    (tmp_path / "set.json").write_text("{")
+    for name in ("set.json", "none.json"):
+        with pytest.raises(CheckpointError, match="can't read"):
+            build(Config(file=str(tmp_path / name)), idle)

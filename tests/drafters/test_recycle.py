@@ -1,0 +1,154 @@
+"""Token recycling: what is remembered, what is proposed, and that nothing stays behind in a slot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider import drafters
+from outrider.decoding.accept import Kept
+from outrider.decoding.draft import Draft
+from outrider.decoding.generate import advance, generate
+from outrider.decoding.parties import Scores
+from outrider.decoding.state import DecodeState, Request
+from outrider.retrieval.recycle import CHANCES, Successors
+
+recycle = drafters.find("recycle")
+
+
+class Slots:
+    """As much of a cache as `allocate` looks at."""
+
+    def __init__(self, slots: int):
+        self.slots = slots
+
+
+def filled(vocabulary: int = 20, width: int = 4) -> Successors:
+    """Every token with successors of its own."""
+    table = Successors(vocabulary, width)
+    for token in range(vocabulary):
+        table.learn([token], torch.tensor([[(token * 3 + rank + 1) % vocabulary for rank in range(width)]]))
+    return table
+
+
+def test_the_last_write_wins():
+    """Catches an older guess that stays, also where one step brings a token twice."""
+    table = Successors(9, 2)
+    table.learn([3, 5, 3], torch.tensor([[1, 2, 0], [6, 7, 0], [4, 8, 0]]))
+    assert table.table[3].tolist() == [4, 8] and table.table[5].tolist() == [6, 7]
+    table.learn([5, -1, 9], torch.tensor([[0, 1], [2, 2], [2, 2]]))
+    assert table.table[5].tolist() == [0, 1]
+    assert table.table[[0, 1, 2, 4, 6, 7, 8]].unique().tolist() == [-1]
+
+
+@given(st.integers(0, 30), st.integers(1, 4))
+def test_a_tree_is_the_likeliest_of_its_size_and_depth(most, depth):
+    """Catches ranks in a wrong order, a child before its parent, and a level too many: against every path there is."""
+    tokens, parents = filled().grow(0, most, depth)
+    every = {}
+    level = {(): (0, 1.0)}
+    for _ in range(depth):
+        level = {
+            (*path, (token * 3 + rank + 1) % 20): ((token * 3 + rank + 1) % 20, chance * CHANCES[rank])
+            for path, (token, chance) in level.items()
+            for rank in range(4)
+        }
+        every |= {path: chance for path, (_, chance) in level.items()}
+    paths = []
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    assert len(set(paths)) == len(paths) == min(most, len(every))
+    chances = [every[path] for path in paths]
+    assert chances == pytest.approx(sorted(chances, reverse=True))
+    assert chances == pytest.approx(sorted(every.values(), reverse=True)[: len(chances)])
+
+
+def test_every_prefix_of_a_tree_is_the_tree_of_that_size():
+    """Catches a tree that a policy must not cut."""
+    tokens, parents = filled().grow(2, 16, 5)
+    for size in range(16):
+        assert filled().grow(2, size, 5) == (tokens[:size], parents[:size])
+
+
+def test_every_verified_node_teaches_and_what_was_kept_teaches_last():
+    """Catches rows that are off by one: the anchor's is row 0, and the anchor is no longer the last token when it is told."""
+    drafter = recycle.Recycle(recycle.Config(successors=1), 10)
+    memory, state = drafter.allocate(Slots(1)), DecodeState(1, 100)
+    state.admit(0, Request([1, 2], 50))
+    draft = Draft(torch.tensor([[3, 4, 4, 9]]), torch.tensor([[-1, -1, 0, -1]]), torch.tensor([3]))
+    state.tokens[0] += [3, 4, 5]
+    scores = torch.nn.functional.one_hot(torch.tensor([[3, 4, 8, 5, 7]]), 10).double()
+    drafter.observe(memory, state, draft, Kept([[0, 2]], [5], [0]), Scores(scores, scores, None))
+    known = memory[0].table[:, 0].tolist()
+    # node 1 said 8 after token 4, node 2 of the path said 5; padding says nothing
+    assert known == [-1, -1, 3, 4, 5, -1, -1, -1, -1, -1]
+
+
+def test_a_slot_that_ended_inside_its_block_teaches_the_right_tokens():
+    """Catches an anchor that is looked up one token too far where there was no next token."""
+    drafter = recycle.Recycle(recycle.Config(successors=1), 10)
+    memory, state = drafter.allocate(Slots(1)), DecodeState(1, 100)
+    state.admit(0, Request([1, 2], 50))
+    state.tokens[0] += [3]
+    scores = torch.nn.functional.one_hot(torch.tensor([[3, 4]]), 10).double()
+    drafter.observe(memory, state, Draft.chain(torch.tensor([[3]]), torch.tensor([1])), Kept([[0]], [-1], [0]), Scores(scores, scores, None))  # fmt: skip  # noqa: E501
+    assert memory[0].table[2].tolist() == [3]
+    assert memory[0].table[1].tolist() == [-1]
+
+
+def test_a_slot_used_again_remembers_nothing(target, prompts):
+    """Catches what one request said in another's drafts: the second request is drafted for as if it came first."""
+    drafter = recycle.build(recycle.Config(), target)
+
+    def drafts(requests):
+        seen = []
+        propose = drafter.propose
+
+        class Watched(recycle.Recycle):
+            def propose(self, memory, state, budget):
+                draft = propose(memory, state, budget)
+                seen.append((tuple(state.tokens[0]), draft.ids, draft.tree))
+                return draft
+
+        for _ in advance(target, requests, Watched(drafter.config, 64), slots=1):
+            pass
+        return seen
+
+    later = Request(prompts[4], 15)
+    alone = drafts([later])
+    assert drafts([Request(prompts[0], 40), later])[-len(alone) :] == alone
+
+
+def test_tenants_share_tables_only_if_asked_and_only_their_own(target, prompts):
+    """Catches one tenant's text in another's drafts, and a table that is lost with its request."""
+    drafter = recycle.build(recycle.Config(shared=True), target)
+    memory, state = drafter.allocate(Slots(2)), DecodeState(2, 100)
+
+    def admit(row, tenant):
+        state.admit(row, Request([1, 2], 50, tenant=tenant))
+
+    admit(0, "one")
+    state.tokens[0] += [3]
+    empty = Draft.empty(1)
+    scores = torch.randn(1, 1, 64)
+    drafter.observe(memory, state, empty, Kept([[]], [3], [0]), Scores(scores, scores, None))
+    state.tokens[0][-1] = 2
+    assert drafter.propose(memory, state, torch.tensor([4])).live == [4]
+    drafter.free(memory, [0])
+    state.free(0)
+    admit(0, "one")
+    assert drafter.propose(memory, state, torch.tensor([4])).live == [4]
+    state.free(0)
+    admit(0, "two")
+    assert drafter.propose(memory, state, torch.tensor([4])).live == [0]
+
+
+def test_recycling_takes_fewer_steps_where_text_returns(target, prompts, plain):
+    """Catches a table that is never right; counts of steps, the same in every run."""
+    drafter = recycle.build(recycle.Config(), target)
+    found = generate(target, prompts, drafter, max_new_tokens=60)
+    for prompt, one in zip(prompts, found, strict=True):
+        assert one.tokens == plain(target, prompt, 60)
+    assert sum(one.steps for one in found) < 0.9 * 60 * len(prompts)

@@ -1,0 +1,245 @@
+"""The trie against plain searches of the texts: matches, order, memory and cost, in Python and native."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.drafters import ngram
+from outrider.retrieval import trie as tries
+from outrider.retrieval.proposal import NOTHING
+from outrider.retrieval.trie import Cursor, Trie
+
+MAKERS = {"python": Trie, "native": tries.fastest}
+MADE = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+"""Where there is no compiler the second is the first again."""
+
+TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=25), min_size=1, max_size=4)
+ORDERS = ("recency", "frequency")
+
+
+def longest_suffix(text: list[int], learnt: list[list[int]], depth: int) -> int:
+    """Tokens of the text's end, at most `depth`, that stand somewhere in the learnt texts."""
+    windows = {tuple(own[at : at + n]) for own in learnt for n in range(1, depth + 1) for at in range(len(own) - n + 1)}
+    return max((n for n in range(1, min(depth, len(text)) + 1) if tuple(text[-n:]) in windows), default=0)
+
+
+def checked(grown: Trie) -> None:
+    """Every node's parts are there: its prefix, its suffix, its count no larger than theirs."""
+    found = {(): grown.root}
+    waiting = [((), grown.root)]
+    while waiting:
+        tokens, node = waiting.pop()
+        for token, child in node.children.items():
+            assert child.token == token and child.parent is node and not child.is_gone
+            found[*tokens, token] = child
+            waiting.append(((*tokens, token), child))
+    del found[()]
+    assert len(found) == len(grown)
+    for tokens, node in found.items():
+        assert node.length == len(tokens)
+        assert node.suffix is (found[tokens[1:]] if len(tokens) > 1 else grown.root)
+        assert node.count <= node.suffix.count or len(tokens) == 1
+        assert node.seen < node.suffix.seen or len(tokens) == 1
+
+
+@MADE
+@given(texts=TEXTS, reader=st.lists(st.integers(0, 3), max_size=12), depth=st.integers(2, 5))
+def test_a_cursor_finds_the_longest_suffix_that_was_learnt(make, texts, reader, depth):
+    """Catches windows that are left out, and a match that is not the longest; by a search of all windows."""
+    grown = make(depth, 10_000)
+    for n, text in enumerate(texts):
+        writer = grown.cursor()
+        writer.append(text)
+        assert writer.match == min(depth, len(text))
+        follower = grown.cursor()
+        follower.follow(reader)
+        assert follower.match == longest_suffix(reader, texts[: n + 1], depth)
+
+
+@MADE
+@given(text=st.lists(st.integers(0, 3), min_size=1, max_size=60), shortest=st.integers(1, 3))
+def test_a_chain_begins_as_prompt_lookup_does(make, text, shortest):
+    """Catches another order of preferences than the longest match, then the most recent; token by token and at once."""
+    config = ngram.Config(longest=3, shortest=shortest)
+    grown, slow = make(4, 10_000), make(4, 10_000)
+    one = slow.cursor()
+    for token in text:
+        one.append([token])
+    whole = grown.cursor()
+    whole.append(text)
+    history = ngram.History(config)
+    history.read(text)
+    wanted = history.propose(text, 1).tokens
+    assert whole.chain(1, shortest) == one.chain(1, shortest) == wanted
+    assert whole.chain(9, shortest)[:1] == wanted
+
+
+@MADE
+def test_the_end_of_a_text_does_not_find_itself(make):
+    """Catches a text whose last tokens match where they stand."""
+    cursor = make(4, 1000).cursor()
+    cursor.append(range(20))
+    assert cursor.match == 4
+    assert cursor.chain(5) == []
+    for order in ORDERS:
+        assert cursor.tree(order, 8, 5) == NOTHING
+
+
+def sees_what_was_learnt_later(make) -> bool:
+    grown = make(4, 1000)
+    reader, writer = grown.cursor(), grown.cursor()
+    reader.follow([1, 2, 3])
+    assert reader.match == 0
+    writer.append([1, 2, 3, 4])
+    return (reader.match, reader.chain(1), reader.tree("frequency", 1, 1).tokens) == (3, [4], [4])
+
+
+@MADE
+def test_a_missed_match_is_found_once_it_has_been_learnt(make):
+    """Catches a miss that is kept for good."""
+    assert sees_what_was_learnt_later(make)
+
+
+def test_a_miss_that_is_kept_is_seen(monkeypatch):
+    """Planted fault: a cursor that never looks again."""
+    monkeypatch.setattr(Cursor, "_node", lambda cursor: cursor._at)
+    assert not sees_what_was_learnt_later(Trie)
+
+
+def notices_what_was_forgotten(make) -> bool:
+    """Two cursors in a trie that is far too small for both; the one that waits is compared with a fresh one."""
+    grown = make(3, 12)
+    waits, writes = grown.cursor(), grown.cursor()
+    waits.append([1, 2, 3])
+    writes.append(range(10, 30))
+    fresh = grown.cursor()
+    fresh.follow([1, 2, 3])
+    if (waits.match, waits.chain(3)) != (fresh.match, fresh.chain(3)) or waits.match:
+        return False
+    waits.append([1, 2, 3, 1, 2])
+    return waits.match == 3 and waits.chain(1) == [3]
+
+
+@MADE
+def test_a_cursor_whose_node_is_gone_notices(make):
+    """Catches a node that is used after it was dropped, and a text that can't go on behind it."""
+    assert notices_what_was_forgotten(make)
+
+
+def test_a_node_used_after_it_was_dropped_is_seen(monkeypatch):
+    """Planted fault: nobody asks whether the node is still there."""
+    monkeypatch.setattr(Cursor, "_node", lambda cursor: cursor._at)
+    assert not notices_what_was_forgotten(Trie)
+
+
+@given(
+    texts=st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 4), max_size=20)), max_size=12),
+    capacity=st.integers(8, 60), depth=st.integers(2, 4),
+)  # fmt: skip
+def test_memory_is_bounded_and_what_is_left_hangs_together(texts, capacity, depth):
+    """Catches a trie that outgrows its capacity, and an n-gram that goes before a longer one that needs it."""
+    grown = Trie(depth, capacity)
+    cursors = [grown.cursor() for _ in range(3)]
+    for which, tokens in texts:
+        for token in tokens:
+            cursors[which].append([token])
+            assert len(grown) <= capacity
+        checked(grown)
+
+
+def test_what_is_seen_again_stays():
+    """Catches eviction by age alone: a phrase in use outlives a flood of new text."""
+    grown = Trie(3, 60)
+    cursor, other = grown.cursor(), grown.cursor()
+    for start in range(100, 2000, 5):
+        cursor.append([1, 2, 3])
+        other.append(range(start, start + 5))
+    cursor.append([1, 2])
+    assert cursor.chain(1, shortest=2) == [3]
+    other.append([101, 102])
+    assert other.chain(1) == []
+
+
+@pytest.mark.parametrize("length", [200, 2000])
+def test_a_token_costs_as_many_steps_as_windows_are_long(length, monkeypatch):
+    """Catches a walk from the root, or one that grows with the text."""
+    calls = {"_see": 0, "_step": 0}
+    for name in calls:
+        own = getattr(Trie, name)
+        monkeypatch.setattr(
+            Trie, name, lambda *given, name=name, own=own: calls.__setitem__(name, calls[name] + 1) or own(*given)
+        )
+    cursor = Trie(6, 100_000).cursor()
+    for at in range(length):
+        cursor.append([at * at % 17])
+        cursor.tree("frequency", 8, 4)
+    assert calls["_see"] <= 6 * length
+    assert calls["_step"] == 0
+
+
+@MADE
+@pytest.mark.parametrize("order", ORDERS)
+@given(texts=TEXTS, levels=st.integers(1, 4), shortest=st.integers(1, 2))
+def test_every_prefix_of_a_proposal_is_the_proposal_of_that_budget(make, order, texts, levels, shortest):
+    """Catches an order that hangs on the budget, a parent behind its child, twins under one parent, and a tree too deep."""
+    grown = make(4, 10_000)
+    for text in texts:
+        cursor = grown.cursor()
+        cursor.append(text)
+    tokens, parents, shares = whole = cursor.tree(order, 12, levels, shortest)
+    assert len(set(zip(tokens, parents, strict=True))) == len(tokens) <= 12
+    depths: list[int] = []
+    for n, parent in enumerate(parents):
+        assert -1 <= parent < n
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    assert max(depths, default=0) <= levels
+    for budget in range(len(tokens)):
+        assert cursor.tree(order, budget, levels, shortest) == whole.first(budget)
+    assert shares == sorted(shares, reverse=True) and all(0 < share < 1 for share in shares)
+    assert len(shares) == (len(tokens) if order == "frequency" else 0)
+    if tokens and order == "recency":
+        assert tokens[0] == cursor.chain(1, shortest)[0]
+
+
+@MADE
+def test_the_likeliest_paths_come_first(make):
+    """Catches shares that are not multiplied along a path, and a shorter match that is asked for too much or not at all."""
+    cursor = make(3, 1000).cursor()
+    cursor.append([1, 2, 5, 9, 1, 2, 5, 9, 1, 2, 6, 9, 1, 3, 9, 1])
+    tokens, parents, shares = cursor.tree("frequency", 5, 2)
+    # [9, 1] was seen four times: 2 behind it has 2/5, 3 has 1/5; [1, 2] three times: 5 has 2/4 of 2/5 and 6 has 1/4 of it;
+    # [1, 3] once: 9 has 1/2 of 1/5.  Of equals the later one comes first, and what [1] offers is there already.
+    assert list(zip(tokens, parents, strict=True)) == [(2, -1), (3, -1), (5, 0), (9, 1), (6, 0)]
+    assert shares == pytest.approx([0.4, 0.2, 0.2, 0.1, 0.1])
+    # nothing has followed [7, 1], so [1] says: 7 followed it as often as 3 did, and later
+    cursor.append([7, 1])
+    assert cursor.tree("frequency", 3, 1)[:2] == ([2, 7, 3], [-1, -1, -1])
+
+
+@MADE
+def test_the_latest_continuations_of_a_short_match_stand_side_by_side(make):
+    """Catches a breadth that is the same for every match and level."""
+    cursor = make(4, 1000).cursor()
+    cursor.append([7, 1, 5, 7, 2, 5, 7, 3, 6, 6, 7])
+    tokens, parents, _ = cursor.tree("recency", 4, 2)
+    assert tokens[:3] == [3, 2, 1] and parents[:3] == [-1, -1, -1]
+    long = make(4, 1000).cursor()
+    long.append([8, 9, 7, 1, 5, 8, 9, 7, 2, 5, 8, 9, 7])
+    # three tokens match: one continuation, and one behind it, before the shorter matches have their turn
+    tokens, parents, _ = long.tree("recency", 3, 2)
+    assert (tokens, parents) == ([2, 5, 1], [-1, 0, -1])
+
+
+@MADE
+def test_a_cleared_trie_forgets_and_its_cursors_go_on(make):
+    """Catches a cursor that points into what was cleared."""
+    grown = make(3, 1000)
+    cursor = grown.cursor()
+    cursor.append([1, 2, 3, 1, 2])
+    assert cursor.chain(2) == [3, 1]
+    grown.clear()
+    assert (len(grown), cursor.match, cursor.chain(2)) == (0, 0, [])
+    cursor.append([1, 2, 3, 1, 2])
+    assert cursor.chain(2) == [3, 1]
