@@ -110,7 +110,7 @@ class Suffix:
         config = self.config
         if most <= 0:
             return proposal.NOTHING
-        found = [(cursor.match, cursor.tree("frequency", most, config.levels, config.shortest)) for cursor in text.cursors]
+        found = [(cursor.followed, cursor.tree("frequency", most, config.levels, config.shortest)) for cursor in text.cursors]
         for corpus in self.sources:
             match = corpus.longest(tokens, config.shortest)
             found.append((match.length, corpus.continuations(match, most, config.levels)))

@@ -412,7 +412,7 @@ struct Cursor {
 
 extern "C" {
 
-int outrider_trie_version() { return 2; }
+int outrider_trie_version() { return 3; }
 
 void* outrider_trie_new(int depth, uint64_t capacity) { return new Trie(depth, capacity); }
 void outrider_trie_free(void* trie) { delete static_cast<Trie*>(trie); }
@@ -434,6 +434,12 @@ void outrider_cursor_follow(void* cursor, const int32_t* tokens, uint64_t count)
 int outrider_cursor_match(void* cursor) {
     Cursor& own = *static_cast<Cursor*>(cursor);
     return own.trie.nodes[own.found()].length;
+}
+
+int outrider_cursor_followed(void* cursor) {
+    Cursor& own = *static_cast<Cursor*>(cursor);
+    const Id node = own.followed(own.found(), 1);
+    return node == NONE ? 0 : own.trie.nodes[node].length;
 }
 
 // Room for `most` tokens; returns how many were written.

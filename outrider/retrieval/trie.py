@@ -167,6 +167,12 @@ class Cursor:
         """Tokens of the text's end that the trie holds, at most `depth`."""
         return self._node().length
 
+    @property
+    def followed(self) -> int:
+        """Tokens of the longest match that something follows; 0 where there is none."""
+        node = self._followed(self._node(), 1)
+        return 0 if node is None else node.length
+
     def append(self, tokens: Sequence[int]) -> None:
         """Read these tokens and learn every window that ends in them."""
         trie = self.trie
@@ -309,7 +315,7 @@ class _Tree:
 
 # ── the native twin ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-VERSION = 2
+VERSION = 3
 """Of trie.cpp's functions."""
 
 
@@ -338,6 +344,7 @@ def _functions() -> ctypes.PyDLL | None:
         ("cursor_append", None, [address, address, count]),
         ("cursor_follow", None, [address, address, count]),
         ("cursor_match", number, [address]),
+        ("cursor_followed", number, [address]),
         ("cursor_chain", number, [address, number, number, address]),
         ("cursor_tree", number, [address, number, number, number, number, address, address, address]),
     ):
@@ -383,6 +390,11 @@ class NativeCursor:
     @property
     def match(self) -> int:
         length: int = self.functions.outrider_cursor_match(self.handle)
+        return length
+
+    @property
+    def followed(self) -> int:
+        length: int = self.functions.outrider_cursor_followed(self.handle)
         return length
 
     def append(self, tokens: Sequence[int]) -> None:

@@ -44,7 +44,7 @@ STREAM = st.lists(
 
 
 def answers(grown, cursor) -> list[object]:
-    found = [len(grown), cursor.match, cursor.chain(6), cursor.chain(3, 2)]
+    found = [len(grown), cursor.match, cursor.followed, cursor.chain(6), cursor.chain(3, 2)]
     for order in ("recency", "frequency"):
         found += [
             cursor.tree(order, budget, levels, shortest) for budget, levels, shortest in ((12, 5, 1), (5, 2, 2), (0, 3, 1))
