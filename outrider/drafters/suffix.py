@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
@@ -23,7 +23,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Cache, Scores, Target
 from outrider.decoding.state import DecodeState
 from outrider.retrieval import corpora, proposal, trie
-from outrider.retrieval.proposal import Proposal
+from outrider.retrieval.proposal import Found, Proposal, Trust
 from outrider.retrieval.suffix_array import Corpus
 from outrider.retrieval.tenants import ByTenant
 from outrider.retrieval.trie import Cursor as PythonCursor
@@ -40,9 +40,9 @@ class Config(Base):
     """Most nodes of the tree."""
     levels: PositiveInt = 16
     """Levels of the tree; of a chain, where the target verifies no trees, its length."""
-    factor: NonNegativeFloat = 4.0
+    factor: NonNegativeFloat = 16.0
     """Nodes proposed for every token that matches."""
-    least: Annotated[float, Field(ge=0, lt=1)] = 0.02
+    least: Annotated[float, Field(ge=0, lt=1)] = 0.005
     """Continuations that are less likely, by what was counted, are not proposed."""
     shortest: PositiveInt = 1
     """Tokens of the shortest match that is believed."""
@@ -60,15 +60,18 @@ class Config(Base):
 
 @dataclass
 class Text:
-    """One slot's places: in the memory of its own text, and in the shared one."""
+    """One slot's places in the memory of its own text and in the shared one, and what was found behind it in the last step."""
 
-    cursors: list[Cursor]
+    cursors: dict[str, Cursor]
     read: int = 0
+    found: list[Found] = field(default_factory=list)
 
-    def append(self, tokens: list[int]) -> None:
+    def append(self, tokens: list[int], trust: Trust) -> None:
         """Learn what is new of this text, which only ever grows."""
         if len(tokens) > self.read:
-            for cursor in self.cursors:
+            trust.learn(self.found, tokens[self.read])
+            self.found = []
+            for cursor in self.cursors.values():
                 cursor.append(tokens[self.read :])
             self.read = len(tokens)
 
@@ -82,6 +85,8 @@ class Suffix:
         self.config, self.sources = config, sources
         self.limit = config.nodes
         self.shared = ByTenant(self._trie, config.tenants)
+        self.trust = Trust()
+        """Of sources, learnt over all requests: how often they were right, nothing of what they said."""
 
     def allocate(self, cache: Cache) -> list[Text | None]:
         return [None] * cache.slots
@@ -110,24 +115,26 @@ class Suffix:
         config = self.config
         if most <= 0:
             return proposal.NOTHING
-        found = [(cursor.followed, cursor.tree("frequency", most, config.levels, config.shortest)) for cursor in text.cursors]
-        for corpus in self.sources:
-            match = corpus.longest(tokens, config.shortest)
-            found.append((match.length, corpus.continuations(match, most, config.levels)))
-        longest = max(length for length, _ in found)
-        merged = proposal.merged(found, min(most, int(config.factor * longest)))
-        return merged.first(sum(share >= config.least for share in merged.shares))
+        found = [
+            Found(name, cursor.followed, cursor.tree("frequency", most, config.levels, config.shortest))
+            for name, cursor in text.cursors.items()
+        ]
+        found += [corpora.looked_up(corpus, tokens, most, config.levels, config.shortest) for corpus in self.sources]
+        text.found = [one for one in found if one.proposal.tokens]
+        longest = max((one.length for one in text.found), default=0)
+        best = proposal.merged(found, min(most, int(config.factor * longest)), self.trust)
+        return best.first(sum(share >= config.least for share in best.shares))
 
     def _read(self, memory: list[Text | None], state: DecodeState, row: int) -> Text:
         """The slot's text, everything committed read."""
         text = memory[row]
         if text is None:
-            tries = [self._trie()]
+            cursors = {"own": self._trie().cursor()}
             if self.config.shared:
                 tenant = state.requests[row].tenant if self.config.shared == "tenant" else ""
-                tries.append(self.shared.of(tenant))
-            text = memory[row] = Text([grown.cursor() for grown in tries])
-        text.append(state.tokens[row])
+                cursors["shared"] = self.shared.of(tenant).cursor()
+            text = memory[row] = Text(cursors)
+        text.append(state.tokens[row], self.trust)
         return text
 
     def _trie(self) -> Trie:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from outrider.errors import ConfigError, DataError
-from outrider.retrieval.proposal import Proposal, merged
+from outrider.retrieval.proposal import Found, Proposal, merged
 from outrider.retrieval.suffix_array import Corpus, read_header
 
 PIECE = 1 << 18
@@ -188,5 +188,10 @@ def _pieces(lines: Iterable[str]) -> Iterator[str]:
 
 def proposed(corpora: Sequence[Corpus], context: Sequence[int], nodes: int, depth: int, least: int = 1) -> Proposal:
     """What follows a context in any of some corpora, at most `nodes` tokens; empty where less than `least` tokens match."""
-    found = [(corpus.longest(context, least), corpus) for corpus in corpora]
-    return merged([(match.length, corpus.continuations(match, nodes, depth)) for match, corpus in found], nodes)
+    return merged([looked_up(corpus, context, nodes, depth, least) for corpus in corpora], nodes)
+
+
+def looked_up(corpus: Corpus, context: Sequence[int], nodes: int, depth: int, least: int = 1) -> Found:
+    """What follows a context in one corpus."""
+    match = corpus.longest(context, least)
+    return Found(corpus.name, match.length, corpus.continuations(match, nodes, depth))

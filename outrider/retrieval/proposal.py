@@ -1,7 +1,8 @@
-"""What a memory of text proposes, and one proposal from several of them.
+"""What memories of text propose, and one proposal from several of them.
 
-Sources are ranked by how specific their match is and how sure of what follows: the merge of SGLang's n-gram drafter, without
-its weights to set.  What differs: one best-first tree over all sources, so that a sure one takes every node.
+Sources are weighed by how specific their match is and how sure of what follows, as SGLang's n-gram drafter does.  What differs:
+how often a source that matches so long, and is so sure, was right, is counted while decoding; and one best-first tree grows
+over all sources, so that a sure one takes every node.
 """
 
 from __future__ import annotations
@@ -32,25 +33,65 @@ class Proposal(NamedTuple):
 NOTHING = Proposal([], [], [])
 
 
-def merged(found: Sequence[tuple[int, Proposal]], nodes: int) -> Proposal:
-    """One tree of at most `nodes` nodes from several sources' match lengths and proposals, the best first.
+class Found(NamedTuple):
+    """What one source says of a text."""
 
-    A source counts by the square of its match's length and by the share of its likeliest continuation, relative to the best
-    source; a node counts by its share times that, the most that any source gives it.  So a source that matches half as much
-    comes in only where the better one has nothing likely left.  The shares of the result are these counts.
+    source: str
+    length: int
+    """Tokens that match."""
+    proposal: Proposal
+
+    @property
+    def kind(self) -> tuple[str, int, int]:
+        """What its trust hangs on: the source, how long it matches and how sure it is, in a few steps each."""
+        return self.source, (self.length**2).bit_length(), int(4 * self.proposal.shares[0])
+
+
+class Trust:
+    """How often a source's likeliest continuation was right, over what its shares had promised; by `Found.kind`."""
+
+    FADE = 0.995
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[object, ...], tuple[float, float]] = {}
+        """Times it was right, and the sum of its shares; both fade by the test."""
+
+    def learn(self, found: Sequence[Found], token: int) -> None:
+        """After what these sources proposed, this token came."""
+        for one in found:
+            for kind in (one.kind, one.kind[:2]):
+                right, promised = self.counts.get(kind, (0.0, 0.0))
+                was_right = one.proposal.tokens[0] == token
+                self.counts[kind] = self.FADE * right + was_right, self.FADE * promised + one.proposal.shares[0]
+
+    def of(self, one: Found) -> float:
+        """Near 1 where the shares are what they promise; a kind that is new is taken for the source's others of its length, and
+        a length that is new by its square."""
+        trust = one.length**2 / (one.length**2 + 8)
+        for kind in (one.kind[:2], one.kind):
+            right, promised = self.counts.get(kind, (0.0, 0.0))
+            trust = (right + trust) / (promised + 1)
+        return trust
+
+
+def merged(found: Sequence[Found], nodes: int, trust: Trust | None = None) -> Proposal:
+    """One tree of at most `nodes` nodes from several sources, the best first: a node's share is the mean of theirs by trust.
+
+    By its fourth power, that is: the source that is most to be trusted has nearly all the say.  On texts of the demo the first
+    power keeps 2.31 tokens a step, the fourth 2.46, the tenth 2.42.
     """
-    found = [(length, proposal) for length, proposal in found if proposal.tokens]
+    found = [one for one in found if one.proposal.tokens]
     if len(found) < 2:
-        return found[0][1].first(nodes) if found else NOTHING
-    trust = [length**2 * max(proposal.shares) for length, proposal in found]
-    best: dict[tuple[int, ...], float] = {}
-    for weight, (_, proposal) in zip(trust, found, strict=True):
+        return found[0].proposal.first(nodes) if found else NOTHING
+    weights = [(trust or Trust()).of(one) ** 4 for one in found]
+    shares: dict[tuple[int, ...], float] = {}
+    for weight, one in zip(weights, found, strict=True):
         paths: list[tuple[int, ...]] = []
-        for token, parent, share in zip(*proposal, strict=True):
+        for token, parent, share in zip(*one.proposal, strict=True):
             path = (*(paths[parent] if parent >= 0 else ()), token)
             paths.append(path)
-            best[path] = max(best.get(path, 0.0), share * weight / max(trust))
-    # an elder node of equal count keeps its place, so parents stand before their children
-    chosen = sorted(best.items(), key=lambda node: (-node[1], len(node[0])))[:nodes]
+            shares[path] = shares.get(path, 0.0) + share * weight / sum(weights)
+    # of equals the shallower first, so that parents stand before their children
+    chosen = sorted(shares.items(), key=lambda node: (-node[1], len(node[0])))[:nodes]
     at = {path: n for n, (path, _) in enumerate(chosen)}
-    return Proposal([path[-1] for path in at], [at.get(path[:-1], -1) for path in at], [score for _, score in chosen])
+    return Proposal([path[-1] for path in at], [at.get(path[:-1], -1) for path in at], [share for _, share in chosen])

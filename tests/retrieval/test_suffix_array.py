@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from outrider import demo
 from outrider.errors import ConfigError, DataError
 from outrider.retrieval import corpora, suffix_array
-from outrider.retrieval.proposal import Proposal, merged
+from outrider.retrieval.proposal import Found, Proposal, Trust, merged
 from outrider.retrieval.suffix_array import LONGEST, NOTHING, SAMPLE, Corpus, Match, build
 
 pytest.importorskip("pydivsufsort")
@@ -171,18 +171,35 @@ def test_a_tree_counts_what_follows(
 def test_one_source_is_merged_into_itself_and_none_into_nothing() -> None:
     """Catches a merge that reorders the only source, or fails without one."""
     tree = Proposal([4, 5, 6], [-1, 0, -1], [0.6, 0.5, 0.4])
-    assert merged([(3, tree)], 2) == Proposal([4, 5], [-1, 0], [0.6, 0.5])
+    assert merged([Found("one", 3, tree)], 2) == Proposal([4, 5], [-1, 0], [0.6, 0.5])
     assert merged([], 8) == Proposal([], [], [])
 
 
 def test_a_merge_is_the_best_tree_over_all_sources() -> None:
     """Catches siblings that are not joined, a parent behind its child, a weak source before a strong one."""
-    strong = 8, Proposal([1, 2, 3], [-1, 0, 1], [1.0, 1.0, 0.5])
-    weak = 4, Proposal([1, 9, 5], [-1, 0, -1], [0.8, 0.8, 0.2])
+    strong = Found("strong", 8, Proposal([1, 2, 3], [-1, 0, 1], [1.0, 1.0, 0.5]))
+    weak = Found("weak", 2, Proposal([1, 9, 5], [-1, 0, -1], [0.8, 0.7, 0.2]))
     tree = merged([weak, strong], 5)
-    assert tree == Proposal([1, 2, 3, 9, 5], [-1, 0, 1, 0, -1], [1.0, 1.0, 0.5, pytest.approx(0.16), pytest.approx(0.04)])
+    # by 64 / 72 and 4 / 12, 8 to 3, and so (8 / 3) ** 4 to 1
+    weak_share = 1 / (1 + (8 / 3) ** 4)
+    assert tree[:2] == ([1, 2, 3, 9, 5], [-1, 0, 1, 0, -1])
+    assert tree.shares == pytest.approx(
+        [1 - 0.2 * weak_share, 1 - weak_share, (1 - weak_share) / 2, 0.7 * weak_share, 0.2 * weak_share]
+    )
     for nodes in range(5):
-        assert merged([strong, weak], nodes) == Proposal(*(values[:nodes] for values in tree))
+        assert merged([strong, weak], nodes) == tree.first(nodes)
+
+
+def test_a_source_that_was_wrong_is_trusted_less_and_one_that_was_right_more() -> None:
+    """Catches counts of another source, and a source that is judged by what others said."""
+    trust, sure = Trust(), Proposal([4], [-1], [0.9])
+    found = [Found("right", 6, sure), Found("wrong", 6, Proposal([5], [-1], [0.9])), Found("new", 6, sure)]
+    for _ in range(20):
+        trust.learn(found[:2], 4)
+    assert trust.of(found[0]) > 1 > trust.of(found[2]) > 0.5 > 0.1 > trust.of(found[1])
+    assert merged(found[:2], 1, trust).tokens == [4]
+    # of another length it has not been seen: as any that is new
+    assert trust.of(Found("wrong", 2, sure)) == Trust().of(Found("wrong", 2, sure))
 
 
 def accepted(tree: Proposal, text: list[int]) -> int:
@@ -212,7 +229,7 @@ def test_distractors_hardly_change_what_a_matching_corpus_proposes(place: Path) 
         alone += accepted(corpora.proposed([mine], context, 16, 12), follows)
         beside += accepted(corpora.proposed([*distractors, mine], context, 16, 12), follows)
         found = [(c.longest(context), c) for c in (*distractors, mine)]
-        flat = [(1, c.continuations(match, 16, 12)) for match, c in found]
+        flat = [Found("", 1, c.continuations(match, 16, 12)) for match, c in found]
         by_share += accepted(merged(flat, 16), follows)
     assert alone > 8 * len(range(300, len(wanted) - 12, 97))
     assert beside >= 0.97 * alone
