@@ -104,6 +104,57 @@ def batch(found: dict[str, Any]) -> str:
     return "\n\n".join([_machine(found), _table(heads, lines, slice(0, 6))])
 
 
+def retrieval(found: dict[str, Any]) -> str:
+    tasks = list(dict.fromkeys(row["task"] for row in found["rows"]))
+    by_name: dict[str, list[str]] = {}
+    for row in found["rows"]:
+        cells = [f"{row['tokens_per_step']:.2f}", f"{row['speedup']:.2f}"]
+        by_name.setdefault(row["name"], []).extend(cells)
+    heads = ["drafter", *(f"{task}: {what}" for task in tasks for what in ("tokens per step", "speed-up"))]
+    lines = [[name, *cells] for name, cells in by_name.items()]
+    said = f"{found['texts_that_differ']} texts differ from plain decoding's; {found['path']} path. {_machine(found)}"
+    return "\n\n".join([said, _table(heads, lines, slice(1, len(heads))), _promises(found)])
+
+
+def corpus(found: dict[str, Any]) -> str:
+    build, warm, cold = found["build"], found["search"]["warm_us"], found["search"]["cold_us"]
+    lines = [[way, f"{times['p50']:.1f}", f"{times['p99']:.1f}"] for way, times in (*warm.items(), ("cold", cold))]
+    said = (
+        f"{build['tokens']:,} tokens: tokenised in {build['tokenise_seconds']:.0f} s, sorted in {build['sort_seconds']:.1f} s, "
+        f"{build['peak_bytes'] / 1e6:.0f} MB at most, {build['disk_bytes'] / 1e6:.0f} MB on disk. {_machine(found)}"
+    )
+    return "\n\n".join([said, _table(["a search", "p50, µs", "p99, µs"], lines, slice(1, 3)), _promises(found)])
+
+
+def trie(found: dict[str, Any]) -> str:
+    native = [row for row in found["curves"]["native"] if row["samples"]]
+    python = {row["stored_tokens"]: row for row in found["curves"]["python"]}
+    lines = [
+        [
+            f"{row['stored_tokens']:,}", f"{row['us_per_token']:.1f}", f"{python[row['stored_tokens']]['us_per_token']:.0f}",
+            f"{row['bytes_per_token']:.0f}",
+        ]
+        for row in native
+    ]  # fmt: skip
+    heads = ["tokens stored", "native, µs a token", "Python, µs a token", "bytes a token, native"]
+    return "\n\n".join([_machine(found), _table(heads, lines, slice(0, 4)), _promises(found)])
+
+
+def layer_skip(found: dict[str, Any]) -> str:
+    lines = [
+        [
+            str(row["left_out"]), f"{row['agreement']:.2f}", f"{row['draft_pass_ms']:.2f}", f"{row['plain_ms']:.2f}",
+            f"{row['bound']:.2f}",
+        ]
+        for row in found["by_size"]
+    ]  # fmt: skip
+    heads = ["sublayers left out, of " + str(2 * found["layers"]), "agreement", "draft pass, ms", "plain, ms", "bound"]
+    decoded = [[row["way"], f"{row['tokens_per_step']:.2f}", f"{row['over_plain']:.2f}"] for row in found["decoded"]]
+    said = f"The best of {found['sets_tried']} sets by size; {found['path']} path. {_machine(found)}"
+    ways = _table(["decoded with", "tokens per step", "over plain"], decoded, slice(1, 3))
+    return "\n\n".join([said, _table(heads, lines, slice(0, 5)), ways])
+
+
 def _machine(found: dict[str, Any]) -> str:
     machine = found["machine"]
     return (
@@ -138,6 +189,7 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], right: slice) -
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "families": families, "soak": soak, "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch,
+    "retrieval": retrieval, "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip,
 }  # fmt: skip
 """By the name of the result's file and of the marks."""
 
