@@ -8,7 +8,8 @@ semi-bandit feedback, whose regret after T steps is O(sqrt(nodes * arms * T log 
 smaller by default, for which no bound is shown: requests are short.
 
 `share: request` gives a request's nodes to one part, from its first step to its last: the one it names, or the one that has
-kept most for its tenant, by UCB1 over steps (regret O(log T / gap), Auer, Cesa-Bianchi and Fischer 2002).
+kept most for its tenant and its kind of text (code, math or chat), by UCB1 over steps (regret O(log T / gap), Auer,
+Cesa-Bianchi and Fischer 2002).
 
 All of this hangs on earlier steps alone, each part keeps its own q, and parts draw independently: the law holds.
 """
@@ -62,6 +63,8 @@ class Memory:
     """A bandit a slot; it goes with its request."""
     serving: dict[int, int] = field(default_factory=dict)
     """Slot to the part that its request was given to."""
+    alike: dict[int, str] = field(default_factory=dict)
+    """Slot to what requests are alike by: tenant and kind of text."""
     asked: list[int] = field(default_factory=list)
     """Nodes that each live slot may have in the step that is open; none where no draft was asked for."""
 
@@ -75,7 +78,7 @@ class Mix:
         self.limit = min(config.nodes, sum(self.parts.limits))
         self.compile = self.parts.compile
         self.tallies = ByTenant(lambda: Tally(len(self.names), config.explore), TENANTS)
-        """By tenant: what each part has kept."""
+        """By tenant and kind of text: what each part has kept."""
 
     def allocate(self, cache: Cache) -> Memory:
         return Memory(self.parts.allocate(cache), [self._fresh() for _ in range(cache.slots)])
@@ -103,7 +106,7 @@ class Mix:
             if not asked or kept.next_tokens[b] < 0:
                 continue
             if self.config.share == "request":
-                self._tally(state, row).learn(memory.serving[row], len(kept.paths[b]) / self.limit)
+                self.tallies.of(memory.alike[row]).learn(memory.serving[row], len(kept.paths[b]) / self.limit)
             else:
                 memory.shares[row].learn([list(places[b]) for places, _ in found], [paths[b] for _, paths in found])
         memory.asked = []
@@ -113,6 +116,7 @@ class Mix:
         for row in rows:
             memory.shares[row] = self._fresh()
             memory.serving.pop(row, None)
+            memory.alike.pop(row, None)
 
     def _fresh(self) -> Shares:
         return Shares(self.parts.limits, self.config.explore)
@@ -122,23 +126,21 @@ class Mix:
         if self.config.share == "bandit":
             return memory.shares[row].split(most)
         if row not in memory.serving:
+            request = state.requests[row]
+            memory.alike[row] = f"{request.tenant}\0{kind_of(request.decode(request.prompt[-512:]))}"
             memory.serving[row] = self._chosen(memory, state, row)
         return [most if part == memory.serving[row] else 0 for part in range(len(self.names))]
 
     def _chosen(self, memory: Memory, state: DecodeState, row: int) -> int:
-        """The part that a request names, or else the most promising for its tenant."""
+        """The part that a request names, or else the most promising for those like it."""
         name = state.requests[row].drafter
         if name in self.names:
             return self.names.index(name)
         if name:
             known = ", ".join(self.names)
             logging.getLogger(__name__).warning("a request asks for drafter %r, of which mix has none (%s)", name, known)
-        tally = self._tally(state, row)
-        same = [other for other in memory.serving if _tenant(state, other) == _tenant(state, row)]
-        return tally.best([sum(memory.serving[other] == part for other in same) for part in range(len(self.names))])
-
-    def _tally(self, state: DecodeState, row: int) -> Tally:
-        return self.tallies.of(_tenant(state, row))
+        same = [part for other, part in memory.serving.items() if memory.alike[other] == memory.alike[row]]
+        return self.tallies.of(memory.alike[row]).best([same.count(part) for part in range(len(self.names))])
 
 
 TENANTS = 1024
@@ -215,8 +217,13 @@ class Tally:
         return max(range(len(self.steps)), key=bound)
 
 
-def _tenant(state: DecodeState, row: int) -> str:
-    return state.requests[row].tenant
+def kind_of(text: str) -> Literal["code", "math", "chat"]:
+    """What a prompt looks like, by its signs: crude, and good enough to tell which requests are likely to be alike."""
+    signs = sum(text.count(sign) for sign in "{}[]()=;_")
+    digits = sum(character.isdigit() for character in text) + 4 * (text.count("\\") + text.count("$"))
+    if signs > max(len(text) / 16, digits):
+        return "code"
+    return "math" if digits > len(text) / 16 else "chat"
 
 
 def build(config: Config, target: Target, load: Load | None = None) -> Mix:

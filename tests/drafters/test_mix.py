@@ -193,20 +193,40 @@ def test_a_request_is_served_by_one_part_and_the_better_part_gets_more_of_them()
         assert not (len(first) == 1 and first == second == [4])
 
 
+def test_each_kind_of_text_has_the_part_that_kept_most_of_it():
+    """Catches counts of code that steer chat, and a kind that is not looked at."""
+    wrong, right = Says(3), Says(1)
+    drafter = made(wrong, right, share="request", nodes=4)
+    for kind, best in (("code", 0), ("chat", 1)):
+        for part in 20 * [0, 1]:
+            drafter.tallies.of(f"\0{kind}").learn(part, float(part == best))
+
+    def steps(text: str) -> int:
+        request = Request([0], 20, decode=lambda _: text)
+        return sum(1 for _ in advance(counting(), [request], drafter, slots=1))
+
+    # the counts lie: what is said to be best for code is always wrong
+    assert steps("x = f(y)[0]\n") == 20
+    assert steps("How are you today?") == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("def f(x):\n    return x[0] + 1\n", "code"), ("What is 12 * 7 + 38, and $\\frac{3}{4}$ of 96?", "math"),
+     ("Tell me about the weather in spring, please.", "chat"), ("", "chat")],
+)  # fmt: skip
+def test_texts_are_told_apart_by_their_signs(text, kind):
+    """Catches a kind that every text is."""
+    assert mix.kind_of(text) == kind
+
+
 def test_a_request_may_name_its_part(caplog):
     """Catches a name that is not looked at, and an unknown one that ends the batch."""
     right, wrong = Says(1), Says(3)
     drafter = made(wrong, right, share="request", nodes=4)
 
-    class Named(Request):
-        """Until requests have the field."""
-
-        drafter = ""
-
     def asked(name):
-        request = Named([0], 20)
-        request.drafter = name
-        return sum(1 for _ in advance(counting(), [request], drafter, slots=1))
+        return sum(1 for _ in advance(counting(), [Request([0], 20, drafter=name)], drafter, slots=1))
 
     assert asked("part 1") == 4
     assert asked("part 0") == 20
