@@ -5,8 +5,8 @@
 The corpus holds the standard library's other modules, which the target was trained on; held-out modules are not in it.  Two
 distractor corpora hold C++ headers and package metadata.  Nothing that one text says is remembered for the next, but in the row
 that says so.  Every prompt goes through all ways one after the other.  Tasks: `new`, pieces of held-out modules; `seen`, pieces
-of modules in the corpus; `edit`, a held-out piece whose first half stands there twice.  The cold row reads a corpus whose pages
-were just dropped.
+of modules in the corpus; `edit`, a held-out piece whose first half stands there twice.  The cold row reads a copy of the
+corpus whose pages are dropped before every text.
 
 See corpus.py and trie.py for what searching and growing cost.
 """
@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def main() -> None:
         os.environ["OUTRIDER_CORPORA"] = folder
         sizes = {name: built(target, Path(folder) / name, texts) for name, texts in sources().items()}
         ways = drafters(target, trained)
-        found = measured(target, ways, options.prompts, options.new, Path(folder) / "library")
+        found = measured(target, ways, options.prompts, options.new)
     rows = [row(name, task, runs, found["plain", task]) for (name, task), runs in found.items()]
     differ = sum(
         a.tokens != b.tokens for (_, task), runs in found.items() for a, b in zip(runs, found["plain", task], strict=True)
@@ -74,7 +75,7 @@ def drafters(target: TransformersTarget, trained: dict[str, Any]) -> dict[str, A
         "jacobi": load_drafter("jacobi", target, branches=3),
         "suffix": load_drafter("suffix", target, nodes=NODES),
         "suffix, corpus": load_drafter("suffix", target, nodes=NODES, corpora=corpus),
-        "suffix, corpus, cold": load_drafter("suffix", target, nodes=NODES, corpora=corpus),
+        "suffix, corpus, cold": load_drafter("suffix", target, nodes=NODES, corpora=["cold"]),
         "suffix, corpus and two distractors": load_drafter("suffix", target, nodes=NODES, corpora=three),
         "suffix, corpus, shared with earlier texts": load_drafter("suffix", target, nodes=NODES, corpora=corpus, shared="all"),
         "mix(ngram, recycle)": load_drafter("mix", target, nodes=NODES),
@@ -101,6 +102,7 @@ def sources() -> dict[str, Iterator[str]]:
     site = Path(torch.__file__).parent.parent
     return {
         "library": (module.text for module in demo.modules("train")),
+        "cold": (module.text for module in demo.modules("train")),
         "headers": _read(site.glob("torch/include/**/*.h"), 1500),
         "metadata": _read(itertools.chain(site.glob("*.dist-info/METADATA"), site.glob("**/*.txt")), 1500),
     }
@@ -131,12 +133,10 @@ def tasks(target: TransformersTarget, count: int) -> dict[str, list[list[int]]]:
 # ── measuring ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def measured(
-    target: TransformersTarget, ways: dict[str, Any], count: int, new: int, corpus: Path
-) -> dict[tuple[str, str], list[Run]]:
+def measured(target: TransformersTarget, ways: dict[str, Any], count: int, new: int) -> dict[tuple[str, str], list[Run]]:
     prompts = tasks(target, count)
     found: dict[tuple[str, str], list[Run]] = {(name, task): [] for task in prompts for name in ways}
-    for name, drafter in ways.items():  # a warm-up for each, that it is not the first which pays
+    for drafter in ways.values():  # a warm-up for each, that it is not the first which pays
         run_once(target, Request(prompts["new"][0], 16), drafter, ends=False)
         if getattr(drafter, "shared", None):
             drafter.shared.kept.clear()
@@ -144,19 +144,22 @@ def measured(
         for number, prompt in enumerate(texts):
             for name, drafter in ways.items():
                 if name.endswith("cold"):
-                    drop(corpus)
+                    drop(drafter.sources)
                 found[name, task].append(run_once(target, Request(prompt, new), drafter, ends=False))
             print(f"{task}: {number + 1} of {count}", file=sys.stderr, flush=True)
     return found
 
 
-def drop(folder: Path) -> None:
-    """Have the system forget what it holds of these files, as far as nobody has them mapped."""
-    for path in folder.iterdir():
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(handle)
+def drop(corpora: Sequence[suffix_array.Corpus]) -> None:
+    """Have the system forget what it holds of these files, which nobody else has mapped."""
+    for corpus in corpora:
+        for mapped in (corpus.tokens, corpus.order):
+            mapped.base._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[union-attr]
+        for path in corpus.folder.iterdir():
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
 
 
 def row(name: str, task: str, runs: list[Run], plain: list[Run]) -> dict[str, Any]:
@@ -176,7 +179,8 @@ def promises(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return sum(per_step[name, task] for task in kinds) / len(kinds)
 
     found = [
-        ("suffix with corpus over ngram, tokens per step, task new", 1.5, per_step["suffix, corpus", "new"] / per_step["ngram", "new"]),
+        ("suffix with corpus over ngram, tokens per step, task new", 1.5,
+         per_step["suffix, corpus", "new"] / per_step["ngram", "new"]),
         ("two distractors, share of tokens per step that stays", 0.95,
          min(per_step["suffix, corpus and two distractors", task] / per_step["suffix, corpus", task] for task in kinds)),
     ]  # fmt: skip
