@@ -311,6 +311,9 @@ def decode(
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; standard input where it is left out or -.")] = None,
     target: Annotated[str, typer.Option(help="`demo`, a folder, or a Hugging Face id.")] = "demo",
     drafter: Annotated[str | None, typer.Option(help="Kind, or checkpoint folder; none decodes plainly.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of the drafter, key=value; may be given several times.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     top_k: Annotated[int, typer.Option(min=0)] = 0,
@@ -325,6 +328,7 @@ def decode(
 ) -> None:
     """Stream a continuation; tokens that were drafted and kept are underlined green, the target's own are plain."""
     _quiet()
+    from outrider.config import override
     from outrider.decoding.generate import stream
     from outrider.decoding.sampling import Sampling
     from outrider.targets.transformers import load_target
@@ -333,8 +337,10 @@ def decode(
     text = sys.stdin.read() if prompt in (None, "-") else prompt
     if not text:
         raise DataError("the prompt is empty; give it as an argument or on standard input")
+    if settings and not drafter:
+        raise ConfigError(f"--set {settings[0]} is a setting of no drafter; name one with --drafter")
     loaded = load_target(target, compile=_said(compile))
-    rider = load_drafter(drafter, loaded) if drafter else None
+    rider = load_drafter(drafter, loaded, **override({}, settings or ())) if drafter else None
     if compile and rider is not None:
         _compile(rider)
     steps = tokens = 0

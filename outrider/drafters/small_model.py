@@ -39,6 +39,8 @@ class Config(Base):
     kind: Literal["small_model"] = "small_model"
     model: str = "demo"
     """Folder or Hugging Face id of the drafting model; `demo` is the one that ships with Outrider."""
+    device: str | None = None
+    """Where it drafts, such as cuda:1; the target's device unless given."""
     length: PositiveInt = 4
     """Tokens drafted per step; levels of a tree."""
     width: PositiveInt = 1

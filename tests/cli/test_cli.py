@@ -448,3 +448,12 @@ def test_the_demo_is_what_decode_uses_unasked(outrider: Outrider) -> None:
     """Catches a demo that is not shipped: the models' files must be there."""
     assert (demo.TARGET / "config.json").exists()
     assert (demo.SMALL_MODEL / "config.json").exists()
+
+
+def test_decode_hands_settings_to_the_drafter(folder: Path, outrider: Outrider) -> None:
+    """Catches a setting that is not passed on, an unknown one that is taken, and one without a drafter."""
+    words = ("decode", "abcabcabc", "--target", folder, "--max-new-tokens", 4)
+    assert outrider(*words, "--drafter", "ngram", "--set", "tree=frequency", "--set", "nodes=4").code == 0
+    wrong = outrider(*words, "--drafter", "ngram", "--set", "node=4")
+    assert wrong.code != 0 and "nodes" in wrong.err
+    assert "--drafter" in outrider(*words, "--set", "nodes=4").err
