@@ -258,17 +258,21 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
 
     config, mine = settings.evaluate, settings.folder / "checkpoint"
     assert config is not None
-    names = [*config.beside, str(mine) if settings.train is not None else ""]
     drafters, training = {}, {}
-    for name in names:
-        drafter = load_drafter(name or settings.drafter["kind"], target, **({} if name else _settings_of(settings)))
+    for choice in (*config.beside, str(mine) if settings.train is not None else settings.drafter):
+        name, own = (choice, {}) if isinstance(choice, str) else _parted(choice)
+        drafter = load_drafter(name, target, **own)
         if settings.target.compile:
             _compile(drafter)
-        label = manifest_of(name)["kind"] if name and Path(name).exists() else name or settings.drafter["kind"]
+        is_checkpoint = isinstance(choice, str) and Path(name).exists()
+        label = manifest_of(name)["kind"] if is_checkpoint else name
         if label in drafters:  # a second one of its kind
-            label = name or f"{label} of {settings.name}"
+            said = ", ".join(f"{key}={value}" for key, value in own.items())
+            label = (
+                name if is_checkpoint else f"{label} of {settings.name}" if choice is settings.drafter else f"{label} ({said})"
+            )
         drafters[label] = drafter
-        if name and Path(name).exists():
+        if is_checkpoint:
             training[label] = training_of(manifest_of(name), _metrics(Path(name).parent))
     made = len(config.tasks) * config.prompts * config.max_new_tokens
     out.print(
@@ -294,8 +298,9 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
     _write_json(json_to, json.loads((settings.folder / "report.json").read_text()))
 
 
-def _settings_of(settings: RunConfig) -> dict[str, Any]:
-    return {key: value for key, value in settings.drafter.items() if key != "kind"}
+def _parted(drafter: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Its kind, and its settings."""
+    return drafter["kind"], {key: value for key, value in drafter.items() if key != "kind"}
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:

@@ -71,11 +71,11 @@ class RunConfig(Base):
         return drafter_config(self.drafter)
 
 
-def drafter_config(values: dict[str, Any]) -> Base:
+def drafter_config(values: dict[str, Any], where: str = "drafter") -> Base:
     """`kind` and settings to that drafter's Config.  Raises ConfigError for an unknown kind or key."""
     if not isinstance(values.get("kind"), str):
-        raise ConfigError("drafter: kind is missing, or is no word; write one such as kind: dspark")
-    return configs.build(find(values["kind"]).Config, values, "drafter")
+        raise ConfigError(f"{where}: kind is missing, or is no word; write one such as kind: dspark")
+    return configs.build(find(values["kind"]).Config, values, where)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[str, str]]:
@@ -103,7 +103,9 @@ def _check_stages(run: RunConfig) -> None:
     if run.train is not None and not hasattr(find(run.drafter["kind"]), "Model"):
         raise ConfigError(f"drafter {run.drafter['kind']!r} has nothing to train; leave the `train:` section out")
     for name in run.evaluate.beside if run.evaluate is not None else ():
-        if name not in kinds() and "/" not in name and not Path(name).exists():
+        if isinstance(name, dict):
+            drafter_config(name, "evaluate.beside")
+        elif name not in kinds() and "/" not in name and not Path(name).exists():
             raise ConfigError(
                 f"evaluate.beside: {name!r} is neither a drafter nor a checkpoint folder{configs.nearest(name, kinds())}"
             )

@@ -208,6 +208,8 @@ def test_what_is_wrong_with_a_run_is_said_before_anything_loads(text: str, said:
         ("drafter: ngram\nevaluate: {temperatures: []}\n", "temperatures"),
         ("drafter: ngram\nevaluate: {tasks: [gsm8k]}\n", "unknown task"),
         ("drafter: ngram\nevaluate: {beside: [ngarm]}\n", "did you mean 'ngram'"),
+        ("drafter: ngram\nevaluate: {beside: [{kind: ngram, node: 4}]}\n", "did you mean 'nodes'"),
+        ("drafter: ngram\nevaluate: {beside: [{nodes: 4}]}\n", "evaluate.beside: kind is missing"),
     ],
 )
 def test_what_only_a_later_stage_needs_is_checked_at_the_start_too(text: str, said: str, tmp_path: Path) -> None:

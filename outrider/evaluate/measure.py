@@ -45,8 +45,8 @@ class Config(Base):
     max_new_tokens: PositiveInt = 96
     temperatures: tuple[NonNegativeFloat, ...] = Field((0.0, 1.0), min_length=1)
     """The drafter of this run is measured at each, those beside it at the first."""
-    beside: tuple[str, ...] = ()
-    """Other drafters in the same run: kinds, or checkpoint folders."""
+    beside: tuple[str | dict[str, Any], ...] = ()
+    """Other drafters in the same run: kinds, kinds with their settings, or checkpoint folders."""
     fresh: NonNegativeFloat = 0.6
     """A prompt whose plain text has a smaller share of first-time 8-grams loops: it is listed and left out.  0 keeps all."""
     seed: int = 0

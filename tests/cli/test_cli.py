@@ -437,11 +437,11 @@ def test_two_drafters_of_one_kind_both_have_their_rows(made: Path, folder: Path,
     """Catches a second drafter of the same kind taking the first one's place in silence."""
     write_recipe(tmp_path / "tiny.yaml", folder, train=None, evaluate={
         "tasks": [str(tmp_path / "held_out.jsonl")], "prompts": 1, "max_new_tokens": 6, "fresh": 0.0, "temperatures": [0.0],
-        "beside": ["ngram", str(made / "runs/tiny/checkpoint")],
+        "beside": ["ngram", {"kind": "ngram", "tree": "frequency"}, str(made / "runs/tiny/checkpoint")],
     })  # fmt: skip
     assert outrider("evaluate", "tiny.yaml").code == 0
     rows = json.loads((tmp_path / "runs/tiny/report.json").read_text())["rows"]
-    assert len({row["drafter"] for row in rows}) == 3
+    assert len({row["drafter"] for row in rows}) == 4
 
 
 def test_the_demo_is_what_decode_uses_unasked(outrider: Outrider) -> None:
