@@ -121,14 +121,15 @@ class Graphs:
             self._weights = [weight for weight in model.parameters() if not weight.is_inference()]  # these count no changes
             self._version, self._key = _version(self._weights), fingerprint(model, *self.settings()) if is_on_cpu else ""
         path, seconds = folder() / f"{self.name}-of-{'several' if several else 'one'}-{self._key}.pt2", 0.0
+        if not build and not (is_on_cpu and path.exists()):
+            raise NotCompiled(f"{path} does not exist" if is_on_cpu else "on a GPU passes are captured only where asked for")
         if is_on_cpu and not path.exists():
-            if not build:
-                raise NotCompiled(f"{path} does not exist")
             seconds = build_package(path, *self.example(several))
         graph = Graph(path) if is_on_cpu else self.captured()
         apart, allowed = self.apart(graph, several)
         if not apart <= allowed:
-            path.unlink(missing_ok=True)
+            if is_on_cpu:
+                path.unlink(missing_ok=True)
             raise NotCompiled(
                 f"compiled logits are {apart:.1e} from plain ones, allowed are {allowed:.1e}; its steps stay plain"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +38,9 @@ class Abroad:
         return self.drafter.propose(memory, state.on(self.device), budget).on(state.device)
 
     def observe(self, memory: Any, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
-        self.drafter.observe(memory, state.on(self.device), draft.on(self.device), kept, self._taps_of(scores))
+        # what it was drawn from is [B, N, V]: the drafter made it, and need not be sent it
+        told = replace(draft, q=None).on(self.device)
+        self.drafter.observe(memory, state.on(self.device), told, kept, self._taps_of(scores))
 
     def free(self, memory: Any, rows: Sequence[int]) -> None:
         self.drafter.free(memory, rows)

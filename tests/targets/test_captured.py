@@ -111,3 +111,13 @@ def test_another_device_says_why_it_stays_plain(slow, monkeypatch):
     with pytest.raises(NotCompiled, match="CUDA"):
         step.captured()
     assert len(COUNTS) == len(prompts_of(slow.spec.vocabulary))
+
+
+def test_nothing_is_captured_unasked(slow, monkeypatch):
+    """Catches a target on a GPU that is captured because packages of a CPU lie on disk."""
+    step = CompiledStep(slow)
+    monkeypatch.setattr(step, "model", lambda: torch.nn.Linear(2, 2, device="meta"))
+    with pytest.raises(NotCompiled, match="only where asked for"):
+        step.get(False, build=False)
+    with pytest.raises(NotCompiled, match="CUDA"):
+        step.get(False, build=True)
