@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import torch
@@ -214,19 +215,14 @@ class Jacobi:
         self, nodes: list[list[int]], parents: list[list[int]], drawn: list[int], q: Tensor | None, device: torch.device
     ) -> Draft:
         """Lists to tensors; the first drawn[b] nodes of slot b came from q, the others are certain."""
-        width = max(map(len, nodes))
-        tokens = torch.tensor([[*own, *[0] * (width - len(own))] for own in nodes], dtype=torch.int64, device=device)
-        tokens = tokens.view(len(nodes), width)
-        sizes = torch.tensor(list(map(len, nodes)))
-        if q is not None:
-            is_drawn = torch.arange(width, device=device) < torch.tensor(drawn, device=device)[:, None]
-            certain = q.new_zeros(*tokens.shape, q.shape[-1]).scatter_(-1, tokens[..., None], 1.0)
-            q = torch.nn.functional.pad(q, (0, 0, 0, width - q.shape[1]))
-            q = torch.where(is_drawn[..., None], q, certain)
-        if not self.config.branches:
-            return Draft.chain(tokens, sizes, q)
-        above = [[*own, *[-1] * (width - len(own))] for own in parents]
-        return Draft(tokens, torch.tensor(above, dtype=torch.int64, device=device).view(tokens.shape), sizes, q)
+        draft = Draft.trees(nodes, parents, device)
+        if q is None:
+            return draft
+        width = draft.tokens.shape[1]
+        is_drawn = torch.arange(width, device=device) < torch.tensor(drawn, device=device)[:, None]
+        certain = q.new_zeros(*draft.tokens.shape, q.shape[-1]).scatter_(-1, draft.tokens[..., None], 1.0)
+        known = torch.nn.functional.pad(q, (0, 0, 0, width - q.shape[1]))
+        return replace(draft, q=torch.where(is_drawn[..., None], known, certain))
 
     def _learn(self, pool: Pool, before: list[int], guesses: list[int], best: list[int], accepted: int) -> None:
         """Put what the target would say behind guesses into the pool; of those that were kept the text says it."""
