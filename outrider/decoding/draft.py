@@ -144,7 +144,9 @@ class Draft:
         return Draft(self.tokens.to(device), self.parents.to(device), self.sizes, q, confidence, self.branches)
 
     def only(self, kept: list[list[int]]) -> Draft:
-        """These nodes of every slot, ascending and closed under parents, close together."""
+        """These nodes of every slot, ascending and closed under parents, close together.  A chain keeps its beginning."""
+        if not self.branches:
+            return self.first(torch.tensor([len(nodes) for nodes in kept]))
         width = max(map(len, kept), default=0)
         device = self.tokens.device
         place = [{-1: -1} | {n: at for at, n in enumerate(nodes)} for nodes in kept]

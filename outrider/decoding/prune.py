@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from outrider.decoding.draft import Draft
@@ -37,8 +36,6 @@ def pruned(draft: Draft, prefixes: Sequence[tuple[int, Prefix]], seeded: Tensor 
         kept[b] = [n for n, may_stay in reached if may_stay or not (is_seeded or _is_certain(draft, b, n))]
     if [len(nodes) for nodes in kept] == sizes:
         return draft
-    if not draft.branches:  # keeps its beginning, and stays a chain
-        return draft.first(torch.tensor([len(nodes) for nodes in kept]))
     return draft.only(kept)
 
 

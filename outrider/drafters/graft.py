@@ -82,7 +82,7 @@ class Graft:
         whole = self.parts.propose(memory.parts, BASE, state, limits[BASE])
         memory.marks = marks_of(whole)
         kept = [memory.worth.staying(marks, above) for marks, above in zip(memory.marks, whole.tree, strict=True)]
-        draft = parts.certain(_only(whole, kept), state.seeded)
+        draft = parts.certain(whole.only(kept), state.seeded)
         has_room = torch.tensor([size < most for size, most in zip(draft.live, budget.tolist(), strict=True)])
         found = self.parts.propose(memory.parts, RETRIEVER, state, limits[RETRIEVER] * has_room)
         return draft.joined(parts.certain(found, state.seeded), budget.clamp(max=self.limit))
@@ -96,14 +96,6 @@ class Graft:
 
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
         self.parts.free(memory.parts, rows)
-
-
-def _only(draft: Draft, kept: list[list[int]]) -> Draft:
-    """These nodes of a draft; a chain stays one."""
-    sizes = [len(nodes) for nodes in kept]
-    if sizes == draft.live:
-        return draft
-    return draft.only(kept) if draft.branches else draft.first(torch.tensor(sizes))
 
 
 Mark = tuple[int, int]

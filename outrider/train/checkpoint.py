@@ -213,7 +213,7 @@ def load_drafter(
 
 def _placed(make: Callable[[Target], Drafter], target: Target, device: str | torch.device | None) -> Drafter:
     """A drafter for `target`, made on `device`.  Beside a compiled target its own steps are taken where they are on disk."""
-    place = target.device if device is None else torch.device(device)
+    place = target.device if device is None else torch.empty(0, device=device).device  # cuda is cuda:0
     if place != target.device:
         return Abroad(make(target.lent(place)), place)
     drafter = make(target)
