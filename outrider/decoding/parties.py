@@ -86,6 +86,9 @@ class Target(Protocol):
     def head(self, hidden: Tensor) -> Tensor:
         """[..., V], the family's soft-cap and scale applied."""
 
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        """Rows [n, H] of the output embedding for these ids [n]; for reading."""
+
     def lent(self, device: torch.device) -> Target:
         """This target for a drafter on another device: embedding and head are copied there."""
 

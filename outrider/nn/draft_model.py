@@ -53,6 +53,10 @@ class FeatureSource(Protocol):
 
     manifest: Manifest
 
+    @property
+    def counts(self) -> Tensor:
+        """[V] int64, how often each token is one to learn."""
+
     def batch(self, step: int) -> Batch:
         """The batch of optimiser step `step`, counted from 0."""
 
@@ -63,7 +67,7 @@ class Predictions(Protocol):
     labels: Tensor
     """[M] int64, the token that followed."""
     weight: Tensor
-    """[M] float32, 0 where nothing is learnt."""
+    """[M] float32: 0 where nothing is learnt, else what the method's paper gives this depth; a run may choose other weights."""
     depth: Tensor
     """[M] int64, 0 = first drafted token."""
     block: Tensor
@@ -88,6 +92,15 @@ class DraftModel(nn.Module, ABC):
     """The method's own Config, `kind` among its fields."""
     target: Target
     taps: tuple[int, ...]
+    progress: float = 1.0
+    """Share of the training that is done, set before every step, for what a method teaches first or last; 1 where none runs."""
+
+    def begin(self, counts: Tensor) -> None:
+        """Called once, before the first step: what the model takes from the data without training.  counts [V] int64."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """What a checkpoint says of the weights and checks when it is loaded, such as the hash of a reduced vocabulary."""
+        return {}
 
     @abstractmethod
     def predict(self, batch: Batch) -> Predictions: ...

@@ -1,9 +1,10 @@
-"""How a drafter grows a tree: a beam of the likeliest paths, or siblings drawn under a fixed shape.
+"""How a drafter that reads its own tokens drafts: a chain, a beam of the likeliest paths, or siblings of a fixed shape.
 
-Both go down level by level and ask the drafter for one thing, the logits behind nodes it has not read yet (`Expand`).  The
-beam is EAGLE-2's (Li et al. 2406.16858): read the likeliest, then rank all that was offered; its nodes are deterministic.
-Drawn siblings follow SpecInfer with replacement (Miao et al. 2305.09781) and Sequoia without (Chen et al. 2402.12374).
-What differs: nodes stand in an order of which every prefix is the draft of that budget, so a policy may cut anywhere.
+The two trees go down level by level and ask the drafter for one thing, the logits behind nodes it has not read yet
+(`Expand`).  The beam is EAGLE-2's (Li et al. 2406.16858): read the likeliest, then rank all that was offered; its nodes are
+deterministic.  Drawn siblings follow SpecInfer with replacement (Miao et al. 2305.09781) and Sequoia without (Chen et al.
+2402.12374).  What differs: nodes stand in an order of which every prefix is the draft of that budget, so a policy may cut
+anywhere.
 
 B live slots, N drafted nodes, V vocabulary; C candidates, E nodes read, W nodes read in one level.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from outrider.decoding.draft import Draft
 from outrider.decoding.sampling import Purpose, Settings, Streams, distribution
+from outrider.decoding.state import DecodeState
 
 Expand = Callable[[Draft, int], Tensor]
 """(tree, fresh) to the logits [B, fresh, V] behind the last `fresh` nodes of `tree`.
@@ -26,6 +28,26 @@ Expand = Callable[[Draft, int], Tensor]
 call and one more in each.  So keys or hidden states may be kept from call to call and looked up by `tree.parents`, or the
 whole tree read again under `tree.visible()`.  Leaves are never read.
 """
+
+
+def chain(first: Tensor, read_one: Callable[[Tensor], Tensor], budget: Tensor, state: DecodeState) -> Draft:
+    """Token after token: the likeliest at temperature 0, drawn else.  first [B, V], logits behind the anchor.
+
+    read_one reads one drafted token a slot, [B], and returns the logits [B, V] behind it; the last token is never read.
+    """
+    logits = first
+    tokens: list[Tensor] = []
+    q: list[Tensor] = []
+    for depth in range(int(budget.max())):
+        if depth:
+            logits = read_one(tokens[-1])
+        logits = state.masked(logits, tokens)
+        if state.settings.is_greedy:
+            tokens.append(logits.argmax(-1))
+        else:
+            q.append(distribution(logits, state.settings))
+            tokens.append(state.streams.draw(q[-1], depth, Purpose.DRAFT))
+    return Draft.chain(torch.stack(tokens, 1), budget, torch.stack(q, 1) if q else None)
 
 
 def beam(first: Tensor, expand: Expand, budget: Tensor, *, width: int, depth: int) -> Draft:
@@ -165,3 +187,28 @@ class _Siblings:
             left = whole if seeded is None else torch.where(seeded[:, None, None], left, whole)
         runner_up = self.logits[:, which].masked_fill(taken, -torch.inf).argmax(-1, keepdim=True)
         return torch.where(mass > 1e-30, left, torch.zeros_like(left).scatter_(-1, runner_up, 1.0))
+
+
+def masked(logits: Tensor, tree: Draft, state: DecodeState) -> Tensor:
+    """logits [B, fresh, V] behind the last nodes of the tree with -inf where no token may follow; see `DecodeState.masked`."""
+    if not state.prefixes:
+        return logits
+    fresh = logits.shape[1]
+    path: list[Tensor] = []
+    at = torch.arange(tree.tokens.shape[1] - fresh, tree.tokens.shape[1], device=logits.device).expand(len(logits), -1)
+    while bool((at >= 0).all()):  # they are of one depth
+        path.insert(0, tree.tokens.gather(1, at))
+        at = tree.parents.gather(1, at)
+    return torch.stack([state.masked(logits[:, w], [step[:, w] for step in path]) for w in range(fresh)], 1)
+
+
+def paths(tree: Draft, texts: Sequence[list[int]]) -> list[list[int]]:
+    """The nodes that say how each text begins; what a target made of the draft is not asked."""
+    paths = []
+    for tokens, parents, text in zip(tree.ids, tree.tree, texts, strict=True):
+        path: list[int] = []
+        for n, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            if len(path) < len(text) and token == text[len(path)] and parent == (path[-1] if path else -1):
+                path.append(n)
+        paths.append(path)
+    return paths

@@ -5,6 +5,7 @@ Where those of all texts fit into a little memory, each is computed once and kep
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -52,6 +53,12 @@ class LiveFeatures:
         # a text is always read beside the same others, so that its states don't depend on the step that asks first
         self._group = {i: group for group in groups for i in group}
 
+    @functools.cached_property
+    def counts(self) -> Tensor:
+        """[V] int64, how often each token is one to learn."""
+        learnt = [token for text in self.texts for start, end in text.learn for token in text.tokens[start:end]]
+        return torch.bincount(torch.tensor(learnt), minlength=self.target.spec.vocabulary)
+
     @property
     def steps_per_pass(self) -> int:
         return -(-len(self.texts) // self.size)
@@ -85,8 +92,7 @@ class LiveFeatures:
         device = self.target.device
         with torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == "bfloat16"):
             hidden, taps = self.target.read(tokens.to(device), self.taps)
-        assert taps is not None
-        return taps, hidden
+        return hidden[:, :, None][:, :, :0] if taps is None else taps, hidden
 
     def _remembered(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The same from memory; a text that is not there yet is read with its group."""

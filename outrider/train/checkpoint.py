@@ -14,7 +14,8 @@ import errno
 import inspect
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,6 @@ def save(
     Raises TrainingError where the disk is full or the folder can't be written; what was there stays.
     """
     folder = Path(folder)
-    part, old = folder.with_name(folder.name + ".part"), folder.with_name(folder.name + ".old")
     config = model.config.model_dump(mode="json")
     manifest = {
         "version": VERSION,
@@ -53,15 +53,37 @@ def save(
         "target": {"name": model.target.spec.name, **binding(model.target)},
         "taps": list(model.taps),
         "tap_convention": "output of decoder layer i, counted from 0",
+        "facts": dict(model.facts()),
         "training": dict(training or {}),
     }
-    try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+    with _instead_of(folder) as part:
         save_file({name: w.detach().contiguous().cpu() for name, w in model.state_dict().items()}, part / WEIGHTS)
         if state:
             save_file({name: value.contiguous().cpu() for name, value in state.items()}, part / TRAINING)
         (part / MANIFEST).write_text(json.dumps(manifest, indent=2))
+
+
+def amend(folder: str | Path, weights: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Give these weights and these keys of the manifest other values, whole or not at all; the rest of the files is copied.
+
+    Raises TrainingError as `save` does, CheckpointError where there is no checkpoint.
+    """
+    folder, source = Path(folder), whole(folder)
+    manifest, stored = manifest_of(folder), load_file(source / WEIGHTS)
+    with _instead_of(folder) as part:
+        shutil.copytree(source, part, dirs_exist_ok=True)
+        save_file(stored | {name: w.detach().contiguous().cpu() for name, w in weights.items()}, part / WEIGHTS)
+        (part / MANIFEST).write_text(json.dumps(manifest | dict(facts), indent=2))
+
+
+@contextmanager
+def _instead_of(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which then takes the place of `folder`; after an error what was there stays."""
+    part, old = folder.with_name(folder.name + ".part"), folder.with_name(folder.name + ".old")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        yield part
         if folder.exists():  # where it does not, a crash came in between, and .old is the last whole one
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
@@ -120,14 +142,27 @@ def check_taps(manifest: Mapping[str, Any], model: DraftModel, folder: str | Pat
         )
 
 
+def check_facts(manifest: Mapping[str, Any], model: DraftModel, folder: str | Path) -> None:
+    """Refuse weights that are not what the manifest says of them, such as another vocabulary's."""
+    said, found = manifest.get("facts", {}), dict(model.facts())
+    wrong = [key for key in found if said.get(key) != found[key]]
+    if wrong:
+        parts = ", ".join(f"{key} {said.get(key)} in its manifest, {found[key]} in its weights" for key in wrong)
+        raise CheckpointError(f"{folder} does not belong together: {parts}; copy or train it again")
+
+
 def load_weights(folder: str | Path, model: nn.Module) -> None:
-    """Fill a model.  Raises CheckpointError for missing, extra, misshapen or non-finite weights."""
+    """Fill a model.  Raises CheckpointError for missing, extra, misshapen or non-finite weights.
+
+    What a module lists as its `defaults` may be missing, and stays as it is.
+    """
     path = whole(folder) / WEIGHTS
     try:
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} can't be read: {error}; copy or train it again") from None
     expected = model.state_dict()
+    weights = {name: expected[name] for name in _defaults(model)} | weights
     missing, extra = expected.keys() - weights.keys(), weights.keys() - expected.keys()
     shapes = [name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape]
     broken = [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
@@ -137,6 +172,11 @@ def load_weights(folder: str | Path, model: nn.Module) -> None:
                 f"{path} {problem} weights: {', '.join(sorted(names)[:4])}; it does not belong to its manifest"
             )
     model.load_state_dict(weights)
+
+
+def _defaults(model: nn.Module) -> list[str]:
+    """Names of buffers that a checkpoint may lack."""
+    return [f"{path}.{name}" for path, module in model.named_modules() for name in getattr(module, "defaults", ())]
 
 
 def load_state(folder: str | Path) -> dict[str, Tensor] | None:
@@ -206,6 +246,7 @@ def load_drafter(
         model = module.Model(settings, target)
         check_taps(manifest, model, folder)
         load_weights(folder, model)
+        check_facts(manifest, model, folder)
         return model.to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False).drafter()
 
     return _placed(filled, target, device or getattr(settings, "device", None))

@@ -2,10 +2,15 @@
 
 Every divergence takes draft and target logits [m, V] and labels [m], and gives [m] float32.  p is the target's law, q the
 draft's, alpha = sum(min(p, q)) the expected acceptance, TV = 1 - alpha.  Softmaxes are float32: bf16 loses mass.
+
+A draft over a reduced vocabulary has logits of -inf elsewhere.  p is never renormalised: what it has there is acceptance
+lost, and counts.  Forward KL, infinite by its definition, is then sum p log(p / q) - sum p + 1 over what can be drafted, the
+generalised divergence of the two measures, and plain KL where all can; such a row weighs what p has within reach.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -19,21 +24,35 @@ from outrider.errors import ConfigError
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+UNREACHABLE = 20.0
+"""Cross-entropy, in nats, of a label that can't be drafted; it has no gradient."""
+
+
 def ce(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
     """-log q[label]: hard labels; needs no target logits."""
-    return F.cross_entropy(draft.float(), labels, reduction="none")
+    found = F.cross_entropy(draft.float(), labels, reduction="none")
+    return torch.where(found.isinf(), UNREACHABLE, found)
 
 
 def kl(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
     """Forward: sum p log(p / q); covers every mode of p."""
     p, q = target.float().log_softmax(-1), draft.float().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1)
+    beyond = q == -torch.inf
+    inside = (p.exp() * (p - q)).masked_fill(beyond, 0.0)
+    return inside.sum(-1) + (p.exp() * beyond).sum(-1)
 
 
 def rkl(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
     """Reverse: sum q log(q / p); seeks a mode of p."""
     p, q = target.float().log_softmax(-1), draft.float().log_softmax(-1)
-    return (q.exp() * (q - p)).sum(-1)
+    return (q.exp() * (_finite(q) - p)).sum(-1)
+
+
+def jsd(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
+    """Jensen-Shannon: the mean of KL(p, m) and KL(q, m) with m = (p + q) / 2; symmetric, at most log 2."""
+    p, q = target.float().log_softmax(-1), draft.float().log_softmax(-1)
+    middle = torch.logaddexp(p, q) - math.log(2)
+    return 0.5 * (p.exp() * (p - middle) + q.exp() * (_finite(q) - middle)).sum(-1)
 
 
 def tv(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
@@ -53,7 +72,12 @@ def lk_lambda(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
     return weight * kl(draft, target, labels) + (1 - weight) * far
 
 
-DIVERGENCES: dict[str, Divergence] = {f.__name__: f for f in (ce, kl, rkl, tv, lk_alpha, lk_lambda)}
+def _finite(logs: Tensor) -> Tensor:
+    """log q with 0 for -inf: it is multiplied by q, and 0 * inf is neither a loss nor a gradient."""
+    return logs.masked_fill(logs == -torch.inf, 0.0)
+
+
+DIVERGENCES: dict[str, Divergence] = {f.__name__: f for f in (ce, kl, rkl, jsd, tv, lk_alpha, lk_lambda)}
 
 
 def check(loss: Mapping[str, float]) -> Mapping[str, float]:

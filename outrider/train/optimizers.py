@@ -14,14 +14,15 @@ Kind = Literal["adamw", "muon"]
 class Optimizers:
     """AdamW for all weights; or Muon (torch's, its step scaled to AdamW's size) for matrices that turn states into states.
 
-    Embeddings, output layers, norms and biases stay with AdamW: a matrix with the vocabulary as one side is none of Muon's.
+    Embeddings, output layers, norms and biases stay with AdamW: a matrix with the vocabulary as one side, or of a head over a
+    part of it, is none of Muon's.
     """
 
     def __init__(self, model: nn.Module, kind: Kind, vocabulary: int, weight_decay: float):
-        weights = list(model.parameters())
-        inner = [w for w in weights if kind == "muon" and _is_inner(w, vocabulary)]
+        weights = dict(model.named_parameters())
+        inner = [w for name, w in weights.items() if kind == "muon" and _is_inner(name, w, vocabulary)]
         taken = set(map(id, inner))
-        others = [w for w in weights if id(w) not in taken]
+        others = [w for w in weights.values() if id(w) not in taken]
         self.parts: list[torch.optim.Optimizer] = []
         if others:
             self.parts.append(torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=weight_decay))
@@ -43,8 +44,9 @@ class Optimizers:
         return next(part for part in self.parts if _holds(part.param_groups, weight)).state[weight]
 
 
-def _is_inner(weight: Tensor, vocabulary: int) -> bool:
-    return weight.dim() == 2 and min(weight.shape) > 1 and vocabulary not in weight.shape
+def _is_inner(name: str, weight: Tensor, vocabulary: int) -> bool:
+    is_head = "lm_head" in name.split(".")
+    return weight.dim() == 2 and min(weight.shape) > 1 and vocabulary not in weight.shape and not is_head
 
 
 def _holds(groups: Sequence[dict[str, Any]], weight: Tensor) -> bool:

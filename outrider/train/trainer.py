@@ -6,6 +6,7 @@ the model in one go.  Training 2N steps equals N, a stop, and N more, bit for bi
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import signal
@@ -13,17 +14,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 from torch import Tensor
 
 from outrider.config import Config as Base
 from outrider.decoding.accept import overlap
-from outrider.errors import CheckpointError, TrainingError
+from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.nn.draft_model import Batch, DraftModel, FeatureSource, Predictions
-from outrider.train import checkpoint, losses
+from outrider.train import checkpoint, losses, rows
 from outrider.train.optimizers import Kind, Optimizers
 
 CHUNK_ELEMENTS = {"cpu": 2**21}
@@ -46,6 +47,12 @@ class Config(Base):
     """Divergences and their weights."""
     extra: dict[str, float] = Field(default={})
     """Weights of the method's own terms, such as confidence; 1 unless named."""
+    position: dict[str, float] = Field(default={})
+    """Weights by depth in place of the method's own: {exp: g}, {power: b} or {dpace: floor}."""
+    select: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the rows that train: those whose loss exceeds the reference's most (AdaSPEC; 0.4 is the paper's)."""
+    reference: str | None = None
+    """Checkpoint of a drafter of the same kind, trained on all rows, that `select` compares with."""
     weight_decay: NonNegativeFloat = 0.0
     clip: PositiveFloat = 1.0
     """Largest gradient norm."""
@@ -54,11 +61,27 @@ class Config(Base):
     seed: int = 0
     save_every: PositiveInt = 500
     log_every: PositiveInt = 20
+    calibrate: NonNegativeInt = 0
+    """Held-out prompts of `evaluate.tasks` on which confidences are calibrated after training; 0 leaves them as trained."""
 
     @field_validator("loss")
     @classmethod
     def _known_terms(cls, loss: dict[str, float]) -> dict[str, float]:
         return dict(losses.check(loss))
+
+    @field_validator("position")
+    @classmethod
+    def _known_position(cls, position: dict[str, float]) -> dict[str, float]:
+        return dict(rows.check(position))
+
+    @model_validator(mode="after")
+    def _select_needs_a_reference(self) -> Config:
+        if (self.select < 1) != (self.reference is not None):
+            raise ConfigError(
+                f"train.select {self.select} and train.reference {self.reference} belong together: a selection compares with a "
+                "reference, and without one below 1 the reference has no effect; set both, or neither"
+            )
+        return self
 
 
 OnStep = Callable[[int, Mapping[str, Any]], None]
@@ -67,11 +90,12 @@ Probe = Callable[[DraftModel], Mapping[str, Any]]
 
 def train(
     model: DraftModel, source: FeatureSource, config: Config, folder: str | Path, *, on_step: OnStep | None = None,
-    probe: Probe | None = None,
+    probe: Probe | None = None, reference: DraftModel | None = None,
 ) -> Path:  # fmt: skip
     """Train `model` to `config.steps` and return its checkpoint folder; goes on from one that is there.
 
     folder: gets `checkpoint/` and `metrics.jsonl`.  probe: measures the model at the end, into the metrics.
+    reference: the model that `config.reference` names, loaded.
     Raises TrainingError where a loss is not finite, naming the first bad tensor; no good checkpoint is overwritten.
     KeyboardInterrupt: the current step is finished and saved first.
     """
@@ -79,10 +103,16 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(config.seed)
     model = model.float().train()
+    if config.select < 1 and reference is None:
+        raise ConfigError(
+            f"train.select {config.select} needs the reference {config.reference}, loaded; give `reference` to train"
+        )
     optimizer = Optimizers(model, config.optimizer, model.target.spec.vocabulary, config.weight_decay)
     place = folder / "checkpoint"
     facts: dict[str, Any] = {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0}
     facts |= _resume(place, model, optimizer, facts["config"])
+    if not facts["step"]:
+        model.begin(source.counts)
     metrics = Metrics(folder, facts["step"])
     before, began = facts["seconds"], time.monotonic()
 
@@ -94,7 +124,7 @@ def train(
         while facts["step"] < config.steps:
             is_logged = (facts["step"] + 1) % config.log_every == 0 or facts["step"] + 1 == config.steps
             batch = source.batch(facts["step"])
-            found = optimise(model, optimizer, batch, config, facts["step"], is_logged)
+            found = optimise(model, optimizer, batch, config, facts["step"], is_logged, reference)
             facts["step"] += 1
             facts["tokens"] += int((batch.documents > 0).sum())
             if is_logged:
@@ -120,14 +150,18 @@ def train(
 
 
 def optimise(
-    model: DraftModel, optimizer: Optimizers, batch: Batch, config: Config, step: int, is_logged: bool
-) -> dict[str, Any]:
+    model: DraftModel, optimizer: Optimizers, batch: Batch, config: Config, step: int, is_logged: bool,
+    reference: DraftModel | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """One step of the optimiser.  Returns its loss, terms and, where logged, expected acceptance by depth."""
     lr = config.lr * rate(step, config)
+    model.progress = step / config.steps
     optimizer.zero_grad()
     with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
+        noise = torch.get_rng_state()
         predictions = model.predict(batch)
-        found = accumulate(predictions, config, is_logged)
+        chosen = None if reference is None else select(predictions, reference, batch, config, noise)
+        found = accumulate(predictions, config, is_logged, chosen)
     predictions.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
     if not (math.isfinite(found["loss"]) and bool(norm.isfinite())):
@@ -139,15 +173,35 @@ def optimise(
     return found | {"lr": lr, "gradient_norm": round(float(norm), 4)}
 
 
-def accumulate(predictions: Predictions, config: Config, is_logged: bool = False) -> dict[str, Any]:
-    """Back-propagate every chunk's loss to its rows.  Returns the loss over all rows, its terms and acceptance by depth."""
-    total = predictions.weight.sum().clamp(min=1e-9)
+def select(predictions: Predictions, reference: DraftModel, batch: Batch, config: Config, noise: Tensor) -> Tensor:
+    """[M] bool, which rows train.  noise: the random state under which the rows were drawn; the reference draws the same."""
+    after = torch.get_rng_state()
+    torch.set_rng_state(noise)
+    with torch.no_grad():
+        theirs = reference.predict(batch)
+    torch.set_rng_state(after)
+    loss = functools.partial(losses.combine, config.loss)
+    return rows.most_learnable(predictions, theirs, config.select, loss, _chunk(predictions))
+
+
+def accumulate(
+    predictions: Predictions, config: Config, is_logged: bool = False, chosen: Tensor | None = None
+) -> dict[str, Any]:
+    """Back-propagate every chunk's loss to its rows.  Returns the loss over all rows, its terms and acceptance by depth.
+
+    chosen [M] bool: the rows that train; acceptance is counted over all that are to be learnt.
+    """
+    learnt = predictions.weight > 0 if chosen is None else chosen
+    # what D-PACE gives a row is known only with its logits: its blocks are counted, not weighed
+    by_draft = "dpace" in config.position
+    total = (
+        (learnt.float() if by_draft else rows.weights(config.position, predictions, slice(None)) * learnt).sum().clamp(min=1e-9)
+    )
     sums: dict[str, float] = {"loss": 0.0}
     depths = int(predictions.depth.max()) + 1 if len(predictions.depth) else 0
     kept, rows_at = torch.zeros(depths), torch.zeros(depths)
-    elements = CHUNK_ELEMENTS.get(predictions.labels.device.type, 2**24)
-    for draft, target, part in predictions.chunks(max(1, elements // predictions.vocabulary)):
-        weight = predictions.weight[part] / total
+    for draft, target, part in predictions.chunks(_chunk(predictions)):
+        weight = rows.weights(config.position, predictions, part, draft) * learnt[part] / total
         terms = {"divergence": losses.combine(config.loss, draft, target, predictions.labels[part])}
         terms |= {name: config.extra.get(name, 1.0) * term for name, term in predictions.extra(part, draft, target).items()}
         loss = torch.stack([(weight * term).sum() for term in terms.values()]).sum()
@@ -162,6 +216,12 @@ def accumulate(predictions: Predictions, config: Config, is_logged: bool = False
     accepted = (kept / rows_at.clamp(min=1)).tolist()
     expected = 1 + sum(math.prod(accepted[: k + 1]) for k in range(depths))
     return sums | {"acceptance": [round(a, 4) for a in accepted], "expected_tokens_per_step": round(expected, 4)}
+
+
+def _chunk(predictions: Predictions) -> int:
+    """Rows whose logits exist at once."""
+    elements = CHUNK_ELEMENTS.get(predictions.labels.device.type, 2**24)
+    return max(1, elements // predictions.vocabulary)
 
 
 def rate(step: int, config: Config) -> float:
@@ -197,12 +257,15 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
         return {}
     manifest = checkpoint.manifest_of(place)
     checkpoint.check_binding(manifest, model.target, place)
-    free = ("save_every", "log_every")  # they change what is written, not what is learnt
+    free = ("save_every", "log_every", "calibrate")  # they change what is written, not what is learnt
     mine = {
         "drafter": model.config.model_dump(mode="json"),
         "train": {key: value for key, value in settings.items() if key not in free},
     }
-    theirs = {"drafter": {"kind": manifest["kind"], **manifest["config"]}, "train": manifest["training"].get("config") or {}}
+    theirs = {
+        "drafter": {"kind": manifest["kind"], **manifest["config"]},
+        "train": Config().model_dump(mode="json") | (manifest["training"].get("config") or {}),
+    }
     differs = [f"{part}.{key}" for part in mine for key in mine[part] if mine[part][key] != theirs[part].get(key)]
     if differs:
         raise CheckpointError(

@@ -26,6 +26,9 @@ def brute_force(name: str, draft: list[float], target: list[float], label: int, 
         return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
     if name == "rkl":
         return sum(b * math.log(b / a) for a, b in zip(p, q, strict=True))
+    if name == "jsd":
+        middle = [(a + b) / 2 for a, b in zip(p, q, strict=True)]
+        return sum(a * math.log(a / m) + b * math.log(b / m) for a, b, m in zip(p, q, middle, strict=True)) / 2
     if name == "tv":
         return sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
     if name == "lk_alpha":
@@ -47,9 +50,9 @@ def rows(m: int = 6, vocabulary: int = 7, scale: float = 2.0) -> tuple[Tensor, T
     return draft, target, torch.randint(vocabulary, (m,), generator=noise)
 
 
-def test_the_losses_are_these_six() -> None:
+def test_the_losses_are_these_seven() -> None:
     """Catches a loss that is added without a row in these tests."""
-    assert NAMES == ["ce", "kl", "lk_alpha", "lk_lambda", "rkl", "tv"]
+    assert NAMES == ["ce", "jsd", "kl", "lk_alpha", "lk_lambda", "rkl", "tv"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,6 +115,39 @@ def test_a_hopeless_draft_has_a_finite_loss_and_gradient(name: str) -> None:
         assert draft.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_can_not_be_drafted_counts_as_lost(name: str) -> None:
+    """Catches a target that is renormalised over the draft's vocabulary, 0 * inf, and a gradient to tokens out of reach."""
+    draft, target, labels = rows()
+    reach = torch.tensor([0, 2, 3, 6])
+    small = draft[:, reach].requires_grad_()
+    whole = torch.full_like(draft, -torch.inf).index_copy(-1, reach, small)
+    found = losses.DIVERGENCES[name](whole, target, labels)
+    found.sum().backward()
+    assert bool(found.isfinite().all())
+    assert bool(small.grad.isfinite().all())
+    p, q = target.double().softmax(-1), torch.zeros(6, 7).double().index_copy(-1, reach, small.detach().double().softmax(-1))
+    alpha = torch.minimum(p, q).sum(-1)
+    inside, middle = q > 0, (p + q) / 2
+    ratio = torch.where(inside, p / q.clamp(min=1e-30), 1.0).log()
+    forward = (p * ratio * inside).sum(-1) + 1 - (p * inside).sum(-1)
+    weight = torch.exp(-3 * alpha)
+    said = q.gather(-1, labels[:, None])[:, 0]
+    wanted = {
+        "ce": torch.where(said > 0, -said.clamp(min=1e-30).log(), losses.UNREACHABLE),
+        "kl": forward,
+        "rkl": -(q * ratio).sum(-1),
+        "jsd": ((p * (p / middle).log()).sum(-1) + (q * (q.clamp(min=1e-30) / middle).log()).sum(-1)) / 2,
+        "tv": 1 - alpha,
+        "lk_alpha": -alpha.log(),
+        "lk_lambda": weight * forward + (1 - weight) * (1 - alpha),
+    }[name]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    if name in ("kl", "tv", "lk_alpha", "lk_lambda"):
+        perfect = torch.full_like(draft, -torch.inf).index_copy(-1, reach, target[:, reach])
+        assert bool((losses.DIVERGENCES[name](perfect, target, labels) > 1e-3).all())
+
+
 def test_a_combination_is_the_weighted_sum() -> None:
     """Catches a weight that is lost or used twice."""
     draft, target, labels = rows()
@@ -124,7 +160,7 @@ def test_a_combination_is_the_weighted_sum() -> None:
     [
         ({"kll": 1.0}, "unknown loss 'kll'; did you mean 'kl'?"),
         ({"ce": 1.0, "lk_alpa": 1.0}, "unknown loss 'lk_alpa'; did you mean 'lk_alpha'?"),
-        ({"hinge": 1.0}, "unknown loss 'hinge'; known: ce, kl, lk_alpha, lk_lambda, rkl, tv"),
+        ({"hinge": 1.0}, "unknown loss 'hinge'; known: ce, jsd, kl, lk_alpha, lk_lambda, rkl, tv"),
         ({}, "the loss names no term"),
     ],
 )

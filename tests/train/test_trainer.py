@@ -193,7 +193,7 @@ def test_other_answers_are_not_other_steps(talker: TransformersTarget, tmp_path:
     source = make_source(talker)
 
     class Counted:
-        manifest = source.manifest
+        manifest, counts = source.manifest, source.counts
 
         def batch(self, step: int) -> Batch:
             asked.append(step)
@@ -211,6 +211,7 @@ class Planted:
 
     def __init__(self, source: Any, name: str, value: float, at: int):
         self.source, self.name, self.value, self.at, self.manifest = source, name, value, at, source.manifest
+        self.counts = source.counts
 
     def batch(self, step: int) -> Batch:
         batch = self.source.batch(step)

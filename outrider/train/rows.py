@@ -1,0 +1,111 @@
+"""Which rows count, and how much: weights by depth, and a selection of what is worth learning.
+
+A drafted token matters only where all before it are kept, so deeper rows weigh less; and a small drafter does better to spend
+itself on rows that it can still learn.  Both know rows, not methods.  M rows of a batch, m of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from outrider.config import nearest
+from outrider.errors import ConfigError
+from outrider.nn.draft_model import Predictions
+
+Confidence = Callable[[], Tensor]
+"""q of each row's label [m], found when it is asked for."""
+Weighing = Callable[[float, Predictions, slice, Confidence], Tensor]
+"""(number, rows, which, q of their labels) to weights [m]; rows that are not learnt get theirs set to 0 by the trainer."""
+
+
+def exp(decay: float, rows: Predictions, part: slice, confidence: Confidence) -> Tensor:
+    """exp(-k / decay) at depth k.  (DFlash, DSpark: 4 for blocks of 7; Domino: 7 for 16.)"""
+    return torch.exp(-rows.depth[part] / decay)
+
+
+def power(base: float, rows: Predictions, part: slice, confidence: Confidence) -> Tensor:
+    """base ** k at depth k.  (EAGLE-3 and Medusa: 0.8; multi-token prediction: 0.6.)"""
+    return base ** rows.depth[part].float()
+
+
+def dpace(floor: float, rows: Predictions, part: slice, confidence: Confidence) -> Tensor:
+    """D-PACE: what a row's improvement would gain, by how far the draft itself reaches.
+
+    With c the draft's probability of the label, s = (1 - floor) c + floor: the product of s up to row j is the chance that a
+    block gets there, and row k is worth the sum of those from k on.  Held constant; the published floor is 0.5.
+    """
+    learnt = rows.weight[part] > 0
+    _, block = torch.unique_consecutive(rows.block[part], return_inverse=True)
+    depth = rows.depth[part]
+    steps = learnt.new_zeros(int(block[-1]) + 1, int(depth.max()) + 1, dtype=torch.float32)
+    steps[block, depth] = ((1 - floor) * confidence().float() + floor) * learnt
+    there = torch.zeros_like(steps)
+    there[block, depth] = 1.0
+    # a block that goes on from another begins further down: what is above it is reached
+    reached = steps.where(there.cumsum(-1) > 0, 1.0).cumprod(-1)
+    return reached.flip(-1).cumsum(-1).flip(-1)[block, depth]
+
+
+WEIGHINGS: dict[str, Weighing] = {f.__name__: f for f in (exp, power, dpace)}
+
+
+def check(position: Mapping[str, float]) -> Mapping[str, float]:
+    """One weighing and its number, or none.  Raises ConfigError with the nearest name."""
+    for name, number in position.items():
+        if name not in WEIGHINGS:
+            raise ConfigError(f"unknown position weight {name!r}{nearest(name, WEIGHINGS)}")
+        most = float("inf") if name == "exp" else 1.0
+        if not 0 < number <= most:
+            raise ConfigError(f"position weight {name}: {number} must be above 0" + ("" if name == "exp" else " and at most 1"))
+    if len(position) > 1:
+        raise ConfigError(f"position names {len(position)} weights ({', '.join(position)}); choose one")
+    return position
+
+
+def weights(position: Mapping[str, float], rows: Predictions, part: slice, draft: Tensor | None = None) -> Tensor:
+    """[m] weights of a chunk: the method's own, or those of `position`.  draft: its logits [m, V]; dpace needs them."""
+    own = rows.weight[part]
+    if not position:
+        return own
+    [(name, number)] = position.items()
+
+    def confidence() -> Tensor:
+        assert draft is not None
+        labels = rows.labels[part, None]
+        return draft.detach().float().log_softmax(-1).gather(-1, labels)[:, 0].exp()
+
+    return WEIGHINGS[name](number, rows, part, confidence) * (own > 0)
+
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(draft, target logits [m, V], labels [m]) to [m]."""
+
+
+@torch.no_grad()
+def most_learnable(rows: Predictions, reference: Predictions, share: float, loss: Loss, size: int) -> Tensor:
+    """[M] bool: of the learnt rows the `share` whose loss exceeds the reference's most.  (AdaSPEC, arXiv 2510.19779.)
+
+    The reference is a drafter of the same kind and size, distilled on all rows: where it does better, there is something this
+    one can still learn; where both fail, there may be nothing.  Equals of the last one taken are taken too.
+    size: rows a chunk.  Raises ConfigError where the two predict other rows.
+    """
+    if not torch.equal(rows.labels, reference.labels) or not torch.equal(rows.depth, reference.depth):
+        raise ConfigError(
+            "train.reference predicts other rows than the drafter; it must be of the same kind, with the same block, depth "
+            "and anchors"
+        )
+    gaps = [_losses(each, loss, size) for each in (rows, reference)]
+    gap = torch.cat([mine - theirs for mine, theirs in zip(*gaps, strict=True)])
+    learnt = rows.weight > 0
+    wanted = max(1, round(share * int(learnt.sum())))
+    if not bool(learnt.any()):
+        return learnt
+    least = gap[learnt].topk(wanted).values[-1]
+    return learnt & (gap >= least)
+
+
+def _losses(rows: Predictions, loss: Loss, size: int) -> Iterator[Tensor]:
+    return (loss(draft, target, rows.labels[part]) for draft, target, part in rows.chunks(size))
