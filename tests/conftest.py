@@ -13,10 +13,18 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4TextConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from outrider import drafters
 from outrider.decoding.parties import Drafter, Target
+from outrider.drafters.gemma4_assistant import keyless_layers
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.targets.transformers import TransformersTarget, load_target
 
@@ -26,10 +34,16 @@ settings.load_profile("tests")
 
 SMALL = {
     "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32, "block": 4, "length": 4, "rank": 8,
-    "shortest": 1, "longest": 3, "depth": 4, "anchors": 16,
+    "shortest": 1, "longest": 3, "depth": 4, "anchors": 16, "gru": 8,
     "least": 0.0,
 }  # fmt: skip
 """Smallest sizes, for the fields that a drafter's Config has."""
+
+SMALL_OF = {
+    "eagle": {"length": 3, "ttt": 3, "noise": 0.0}, "eagle3": {"length": 3, "ttt": 3}, "mtp": {"ttt": 4, "modules": 2},
+    "peagle": {"layers": 2}, "specblock": {"layers": 2, "nodes": 7, "slots": 3},
+}  # fmt: skip
+"""Where a kind must be larger, or has a field whose name others have too."""
 
 
 def tiny_model(seed: int = 0, **overrides: object) -> PreTrainedModel:
@@ -133,10 +147,14 @@ def cases() -> list[Case]:
         markov = fields.get("markov")
         choices = typing.get_args(markov.annotation) if markov else ()
         found += [Case(kind, {"markov": choice}, n > 0) for n, choice in enumerate(choices)] or [Case(kind)]
-        if "runners_up" in fields:
+        if "runners_up" in fields and kind != "domino":  # the tree is dflash's
             found.append(Case(kind, {"runners_up": (2, 1)}, True))
+        if kind == "dflash":
+            found.append(Case(kind, {"anchor_predicts": False}, True))
         if kind == "ngram":
             found.append(Case(kind, {"tree": "frequency", "shared": "all"}, True))
+        if kind == "medusa":
+            found.append(Case(kind, {"sequential": True, "heads": 3}, True))
         if "replacement" in fields:
             found.append(Case(kind, {"width": 2, "nodes": 6}, True))
     return found
@@ -151,9 +169,9 @@ class Workshop:
     def config(self, case: Case, target: Target) -> object:
         schema = drafters.find(case.kind).Config
         values: dict[str, object] = {key: value for key, value in SMALL.items() if key in schema.model_fields}
-        values |= case.choices
+        values |= SMALL_OF.get(case.kind, {}) | case.choices
         if "model" in schema.model_fields:
-            values["model"] = self._model_folder(target)
+            values["model"] = (self._assistant_folder if case.kind == "gemma4_assistant" else self._model_folder)(target)
         return schema(**values)
 
     def model(self, case: Case, target: Target) -> DraftModel:
@@ -163,6 +181,34 @@ class Workshop:
     def build(self, case: Case, target: Target) -> Drafter:
         torch.manual_seed(1)
         return drafters.find(case.kind).build(self.config(case, target), target)
+
+    def _assistant_folder(self, target: Target) -> str:
+        """An assistant whose heads fit the target's keys; its head is fitted, so that it often agrees with the target."""
+        path, own = self.folder / f"assistant-{target.spec.name}-{target.spec.vocabulary}", target.model.config
+        if not path.exists():
+            wide = 2 * target.spec.hidden
+            text = Gemma4TextConfig(
+                vocab_size=target.spec.vocabulary, hidden_size=wide, intermediate_size=32, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=own.num_key_value_heads, head_dim=own.head_dim,
+                global_head_dim=own.head_dim, layer_types=["full_attention"] * 2, num_kv_shared_layers=2,
+                vocab_size_per_layer_input=0, hidden_size_per_layer_input=0, initializer_range=0.3, pad_token_id=None,
+            )  # fmt: skip
+            torch.manual_seed(1)
+            with keyless_layers():
+                config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=target.spec.hidden)
+                model = Gemma4AssistantForCausalLM(config).double()
+            texts = torch.randint(target.spec.vocabulary, (80, 30), generator=torch.Generator().manual_seed(2))
+            with torch.no_grad():
+                for layer in model.model.layers:
+                    layer.post_attention_layernorm.weight *= 0.05
+                    layer.post_feedforward_layernorm.weight *= 0.05
+                model.pre_projection.weight.copy_(torch.eye(wide))
+                hidden, _ = target.read(texts, ())
+                pairs = model.model.norm(torch.cat([target.embed(texts[:, 1:]), hidden[:, :-1]], -1)).flatten(0, 1)
+                said = torch.nn.functional.one_hot(target.head(hidden[:, 1:]).argmax(-1), target.spec.vocabulary)
+                model.lm_head.weight.copy_(10 * torch.linalg.lstsq(pairs, said.flatten(0, 1).double()).solution.T)
+            model.save_pretrained(path)
+        return str(path)
 
     def _model_folder(self, target: Target) -> str:
         """A language model that often agrees with the target, saved without a tokenizer."""
@@ -185,6 +231,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 def batch_of(target: Target, taps: tuple[int, ...], tokens: torch.Tensor) -> Batch:
     hidden, tapped = target.read(tokens, taps)
+    tapped = hidden[:, :, None][:, :, :0] if tapped is None else tapped
     everything = torch.ones_like(tokens)
     return Batch(tokens, everything.bool(), everything, tapped, hidden)
 

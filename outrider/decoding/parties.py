@@ -35,6 +35,15 @@ class TargetSpec:
     weights_hash: str
     """SHA-256 over shapes and a sample of the weights' values, 16 hex digits."""
     mode: Literal["tree", "chain", "off"] = "tree"
+    quantised: str | None = None
+    """What its weights are quantised to, such as int8; None where they are not."""
+    base_hash: str | None = None
+    """`weights_hash` of the weights that were quantised; None where nothing was, or where it came quantised."""
+
+    @property
+    def precision(self) -> str:
+        """int8 or the like, else the type of its weights."""
+        return self.quantised or self.dtype
 
 
 class Scores(NamedTuple):

@@ -3,8 +3,11 @@
 States of a few target layers, fused, stand as extra keys and values in every layer of a small transformer.  A block is the
 anchor and masks; its tokens see each other both ways and all context before the anchor.  Every slot predicts by itself.
 
-Differs from the paper: the anchor's slot predicts the first token, so K inputs give K drafts (DSpark's layout); training
-samples anchors anew in every batch.
+Two layouts, with the same weights.  DSpark's, the default: the anchor's slot predicts the first token, so K inputs give K
+drafts.  The paper's (`anchor_predicts: no`): every mask predicts what stands in its own place and the anchor's slot predicts
+nothing, so K drafts take K masks.
+
+Differs from the paper: the default layout; training samples anchors anew in every batch.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ class BackboneConfig(Base):
 
     block: PositiveInt = 7
     """Tokens drafted per step, one behind the other."""
+    anchor_predicts: bool = True
+    """The anchor's slot predicts the first token and masks the next ones; else each mask predicts its own place, one more."""
     runners_up: tuple[NonNegativeInt, ...] = ()
     """Next best tokens verified beside slot 0, 1, … of a greedy request's block: leaves, so that the draft is a tree."""
     layers: PositiveInt = 5
@@ -61,7 +66,7 @@ class BackboneConfig(Base):
     anchors: PositiveInt = 512
     """Most blocks trained per text and step."""
     decay: PositiveFloat = 4.0
-    """Slot k weighs exp(-k / decay) in training."""
+    """Draft k weighs exp(-k / decay) in training."""
 
 
 class Config(BackboneConfig):
@@ -69,20 +74,18 @@ class Config(BackboneConfig):
 
 
 class Backbone(nn.Module):
-    """Context states and a block of anchor and masks in, one state a slot out."""
+    """Context states and a block of anchor and masks in, one state a drafted token out."""
 
     def __init__(self, config: BackboneConfig, target: Target):
         super().__init__()
-        if config.heads % config.kv_heads:
-            raise DrafterError(f"heads {config.heads} is no multiple of kv_heads {config.kv_heads}")
-        if config.head_dim % 2:
-            raise DrafterError(f"head_dim {config.head_dim} is odd; rotary positions turn pairs, choose an even one")
         if len(config.runners_up) > config.block or 1 + max(config.runners_up, default=0) > target.spec.vocabulary:
             raise DrafterError(
                 f"runners_up {config.runners_up} asks for more than a block of {config.block} slots and a vocabulary of "
                 f"{target.spec.vocabulary} have; give at most one number a slot"
             )
         self.config, self.target = config, target
+        self.width = config.block if config.anchor_predicts else config.block + 1
+        """Input slots of a block: the anchor and the masks."""
         self.taps = resolve_taps(config.taps, target.spec)
         hidden = target.spec.hidden
         self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
@@ -100,18 +103,28 @@ class Backbone(nn.Module):
     ) -> Tensor:  # fmt: skip
         """States of drafted blocks, [B, A, K, H].
 
-        taps [B, C, T, H] at positions taps_at [B, C]; anchors [B, A] ids at positions anchors_at [B, A]; mask over C + A * K
-        columns, or over all that `kept` holds.
+        taps [B, C, T, H] at positions taps_at [B, C]; anchors [B, A] ids at positions anchors_at [B, A]; mask over C +
+        A * width columns, or over all that `kept` holds.
         """
         config = self.config
         context = self._context(taps)
         x = self._inputs(anchors).to(context.dtype)
-        x_at = (anchors_at[..., None] + torch.arange(config.block, device=anchors.device)).flatten(1)
+        x_at = (anchors_at[..., None] + torch.arange(self.width, device=anchors.device)).flatten(1)
         k_angles = angles(torch.cat([taps_at.expand(x_at.shape[0], -1), x_at], 1), config.head_dim, config.rope_theta)
         q_angles = k_angles[..., taps_at.shape[1] :, :]
         for i, layer in enumerate(self.layers):
             x = layer(x, context, q_angles, k_angles, mask, kept, i)
-        return self.norm(x).unflatten(1, (*anchors.shape[1:], config.block))
+        return self.norm(x).unflatten(1, (*anchors.shape[1:], self.width))[:, :, self.width - config.block :]
+
+    def drafted(self, batch: Batch, at: Tensor, live: Tensor) -> Tensor:
+        """The same for blocks under the tokens at places `at` [B, A] of a batch's texts, as `BlockRows` asks for them."""
+        places = torch.arange(batch.tokens.shape[1], device=at.device)[None]
+        mask = block_mask(at, batch.tokens.shape[1], self.width, batch.documents, live)
+        return self(batch.taps, places, batch.tokens.gather(1, at), at, mask)
+
+    def weights(self, at: Tensor) -> Tensor:
+        """[K] what a learnt row of each depth weighs."""
+        return torch.exp(-torch.arange(self.config.block, device=at.device) / self.config.decay)
 
     def remember(self, taps: Tensor, taps_at: Tensor, kept: SlotCache) -> None:
         """Take context in without drafting: every layer's keys and values of it go into `kept`'s open pass."""
@@ -125,8 +138,8 @@ class Backbone(nn.Module):
         return self.hidden_norm(self.fc(taps.flatten(2).to(self.fc.weight.dtype)))
 
     def _inputs(self, anchors: Tensor) -> Tensor:
-        """Embeddings of every block's anchor and masks, [B, A * K, H]."""
-        masks = self.config.block - 1
+        """Embeddings of every block's anchor and masks, [B, A * width, H]."""
+        masks = self.width - 1
         if self.target.mask_token is not None:
             ids = nn.functional.pad(anchors.unsqueeze(-1), (0, masks), value=self.target.mask_token)
             return self.target.embed(ids.flatten(1))
@@ -166,7 +179,7 @@ class Model(DraftModel):
         return torch.stack([pick(logits[:, k], k) for k in range(logits.shape[1])], 1), logits, None
 
     def predict(self, batch: Batch) -> BlockRows:
-        return BlockRows(self.backbone, batch, lambda states, _previous: self.target.head(states))
+        return BlockRows(self.backbone, batch, lambda states, _previous, _rows: self.target.head(states))
 
     def drafter(self) -> BlockDrafter:
         return BlockDrafter(self)
@@ -208,7 +221,7 @@ class BlockDrafter:
     def allocate(self, cache: Cache) -> BlockMemory:
         # besides the context: the block, and as many columns again where slots bring unequal numbers of new taps
         backbone = self.backbone
-        return BlockMemory(cache.slots, cache.length + 2 * self.block, backbone.target.device, len(backbone.layers))
+        return BlockMemory(cache.slots, cache.length + 2 * backbone.width, backbone.target.device, len(backbone.layers))
 
     def admit(self, memory: BlockMemory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
         assert scores.taps is not None
@@ -223,12 +236,12 @@ class BlockDrafter:
         self._settle(memory, rows)
         taps, counts = self._take(memory, rows)
         pick = None if state.settings.is_greedy and not state.bans else _Picker(state)
-        if pick is None and self.step.fits(kept, rows, max(2, taps.shape[1]) + self.block):
+        if pick is None and self.step.fits(kept, rows, max(2, taps.shape[1]) + self.backbone.width):
             taps = nn.functional.pad(taps, (0, 0, 0, 0, 0, max(0, 2 - taps.shape[1])))
-            kept.open(rows, taps.shape[1] + self.block)
+            kept.open(rows, taps.shape[1] + self.backbone.width)
             tokens, confidence = self.step.run(taps, state.anchor, counts, kept)
         else:
-            kept.open(rows, taps.shape[1] + self.block)
+            kept.open(rows, taps.shape[1] + self.backbone.width)
             mask = self._mask(kept, taps.shape[1], counts)
             starts = [kept.lengths[row] for row in rows]
             taps_at = torch.tensor([list(range(start, start + taps.shape[1])) for start in starts], device=state.device)
@@ -285,13 +298,14 @@ class BlockDrafter:
         """None where no slot has padding among its new taps and all stand at the same place: then all is visible."""
         if kept.is_even and min(counts) == width:
             return None
-        return kept.mask(real(width, torch.tensor(counts, device=kept.device), self.block), self.backbone.fc.weight.dtype)
+        seen = real(width, torch.tensor(counts, device=kept.device), self.backbone.width)
+        return kept.mask(seen, self.backbone.fc.weight.dtype)
 
 
-def real(new: int, counts: Tensor, block: int) -> Tensor:
-    """What a block sees of a pass of `new` taps a slot, of which counts[b] are real, and itself: [B, K, new + K] bool."""
-    columns = torch.arange(new + block, device=counts.device)
-    return ((columns < counts[:, None]) | (columns >= new))[:, None].expand(-1, block, -1)
+def real(new: int, counts: Tensor, width: int) -> Tensor:
+    """What a block of `width` slots sees of `new` taps, of which counts[b] are real, and itself: [B, width, all] bool."""
+    columns = torch.arange(new + width, device=counts.device)
+    return ((columns < counts[:, None]) | (columns >= new))[:, None].expand(-1, width, -1)
 
 
 class CompiledBlock(Graphs):
@@ -345,7 +359,7 @@ class CompiledBlock(Graphs):
         """Arguments of `run` behind some context."""
         rows, new, before = (4 if several else 1), 4, 300
         spec, noise = self.backbone.target.spec, torch.Generator().manual_seed(5)
-        dtype, width = self.backbone.fc.weight.dtype, new + self.backbone.config.block
+        dtype, width = self.backbone.fc.weight.dtype, new + self.backbone.width
         kept = SlotCache(rows, before + 2 * width)
         taps = torch.randn(rows, before + new, len(self.backbone.taps), spec.hidden, generator=noise).to(dtype)
         kept.open(range(rows), before)
@@ -377,9 +391,9 @@ class _Traced(nn.Module):
     def forward(
         self, taps: Tensor, counts: Tensor, anchors: Tensor, starts: Tensor, columns: Tensor, buffers: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        new, block = taps.shape[1], self.draft.backbone.config.block
-        sight = Sight(starts, columns, new + block)
-        mask = additive(sight.seen(real(new, counts, block)), taps.dtype)
+        new, width = taps.shape[1], self.draft.backbone.width
+        sight = Sight(starts, columns, new + width)
+        mask = additive(sight.seen(real(new, counts, width)), taps.dtype)
         kept: Any = Columns(range(len(buffers) // 2), buffers, sight)
         found = self.draft(taps, sight.positions(torch.arange(new)), anchors, starts + counts, mask, kept, None)
         tokens, logits, confidence = found
@@ -435,20 +449,33 @@ class _Picker:
 # ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+class Blocks(Protocol):
+    """What drafts whole blocks in training: `Backbone`, or a model with layers of its own."""
+
+    config: Any
+    """`block` and `anchors` are among its fields."""
+    target: Target
+
+    def drafted(self, batch: Batch, at: Tensor, live: Tensor) -> Tensor:
+        """States [B, A, K, H] of blocks under the tokens at places `at` [B, A]; one that is not live [B, A] teaches nothing."""
+
+    def weights(self, at: Tensor) -> Tensor:
+        """What a learnt row weighs, [K] or [B, A, K]."""
+
+
 class BlockRows:
     """Predictions of blocks drawn under random anchors of a batch: K rows a block, row k labelled with token a + 1 + k.
 
-    Heads run chunk by chunk on a detached copy of the states; `backward` sends its gradient through the backbone at once.
+    Heads run chunk by chunk on a detached copy of the states; `backward` sends its gradient through the rest at once.
+    head: (states [m, H], the token before each [m], which rows) to logits [m, V].
     """
 
-    def __init__(self, backbone: Backbone, batch: Batch, head: Callable[[Tensor, Tensor], Tensor]):
-        config = backbone.config
-        self.target, self.slots, self._head = backbone.target, config.block, head
-        self.vocabulary = backbone.target.spec.vocabulary
+    def __init__(self, blocks: Blocks, batch: Batch, head: Callable[[Tensor, Tensor, slice], Tensor]):
+        config = blocks.config
+        self.target, self.slots, self._head = blocks.target, config.block, head
+        self.vocabulary = blocks.target.spec.vocabulary
         at, live = draw_anchors(batch, config.anchors)
-        places = torch.arange(batch.tokens.shape[1], device=at.device)[None]
-        mask = block_mask(at, batch.tokens.shape[1], config.block, batch.documents, live)
-        self._states = backbone(batch.taps, places, batch.tokens.gather(1, at), at, mask)
+        self._states = blocks.drafted(batch, at, live)
         wanted = at[..., None] + torch.arange(config.block, device=at.device)
         inside = (wanted + 1 < batch.tokens.shape[1]) & live[..., None]
         labels_at = (wanted + 1).clamp(max=batch.tokens.shape[1] - 1)
@@ -459,8 +486,7 @@ class BlockRows:
         )
         self.labels = _pick(batch.tokens, labels_at).flatten()
         self.previous = _pick(batch.tokens, wanted.clamp(max=batch.tokens.shape[1] - 1)).flatten()
-        decay = torch.exp(-torch.arange(config.block, device=at.device) / config.decay)
-        self.weight = (learnt.cumprod(-1) * decay).flatten()
+        self.weight = (learnt.cumprod(-1) * blocks.weights(at)).flatten()
         self.depth = torch.arange(config.block, device=at.device).repeat(at.numel())
         self.block = torch.arange(at.numel(), device=at.device).repeat_interleave(config.block)
         self._rows_of_hidden = (wanted.clamp(max=batch.tokens.shape[1] - 1) + _row_offsets(batch.tokens)[..., None]).flatten()
@@ -473,7 +499,7 @@ class BlockRows:
             part = slice(start, min(start + width, len(self.labels)))
             with torch.no_grad():
                 target = self.target.head(self._hidden[self._rows_of_hidden[part]])
-            yield self._head(self.states[part], self.previous[part]), target, part
+            yield self._head(self.states[part], self.previous[part], part), target, part
 
     def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         return {}

@@ -45,7 +45,7 @@ class Model(DraftModel):
         self.taps = self.backbone.taps
         self.markov_head = MarkovHead(config.markov, target.spec.vocabulary, target.spec.hidden, config.rank)
         self.markov_head.begin(target.embed(torch.arange(target.spec.vocabulary, device=target.device)))
-        self.confidence_head = ConfidenceHead(target.spec.hidden + config.rank) if config.confidence else None
+        self.confidence_head = ConfidenceHead(target.spec.hidden + config.rank, config.block) if config.confidence else None
 
     def forward(
         self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None, kept: SlotCache,
@@ -64,7 +64,7 @@ class Model(DraftModel):
         drafted, logits = torch.stack(tokens, 1), torch.stack(corrected, 1)
         if self.confidence_head is None:
             return drafted[:, 1:], logits, None
-        return drafted[:, 1:], logits, self.confidence(states, drafted[:, :-1]).sigmoid()
+        return drafted[:, 1:], logits, self.confidence_head.served(self.confidence(states, drafted[:, :-1]))
 
     def confidence(self, states: Tensor, previous: Tensor) -> Tensor:
         """Logits [...] that a slot is kept, from its state [..., H] and the token before it [...]."""
@@ -85,7 +85,7 @@ class DSparkRows(BlockRows):
         super().__init__(model.backbone, batch, self._corrected)
         self.model = model
 
-    def _corrected(self, states: Tensor, previous: Tensor) -> Tensor:
+    def _corrected(self, states: Tensor, previous: Tensor, rows: slice) -> Tensor:
         blocks = states.unflatten(0, (-1, self.slots)), previous.unflatten(0, (-1, self.slots))
         return self.target.head(states) + self.model.markov_head.along(blocks[1], blocks[0]).flatten(0, 1)
 

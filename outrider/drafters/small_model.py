@@ -7,19 +7,27 @@ grows a tree (see `nn.trees`): each level is a pass over the nodes read so far, 
 A model of another vocabulary reads the committed text in tokens of its own and drafts one of two ways (Timor et al.
 2502.05202).  `intersection`: it draws among the tokens that both have, from its law given that; this is q, over the target's
 ids.  `text`: it goes on in its own tokens, and what they say is encoded with the target's; a deterministic draft.
+
+It can be trained to say what the target says, all of its weights.  (DistillSpec, Zhou et al. 2310.08461.)  Every token of a
+text is a row: the model's law of it against the target's.  Differs from the paper: all texts are the target's, made
+beforehand; the model writes none itself while it learns.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, PositiveInt
-from torch import Tensor
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from outrider import demo
 from outrider.config import Config as Base
@@ -30,15 +38,38 @@ from outrider.decoding.sampling import Purpose, distribution
 from outrider.decoding.state import DecodeState
 from outrider.errors import ConfigError, DrafterError
 from outrider.nn import trees
+from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.vocabulary import Overlap, Transcript, Twins, Vocabulary, continuation, overlap
 from outrider.targets.cache import SlotCache
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.family import head_law, trunk
+from outrider.targets.transformers import TransformersTarget, hash_tokenizer, load_target
+
+
+class New(Base):
+    """Sizes of a model that training begins from nothing: a Qwen3 of the target's vocabulary and context."""
+
+    layers: PositiveInt = 2
+    """Decoder layers."""
+    hidden: PositiveInt = 256
+    """Width of its states."""
+    intermediate: PositiveInt = 704
+    """Width of the MLP."""
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 4
+    head_dim: PositiveInt = 64
+    rope_theta: PositiveFloat = 10_000.0
+    tied: bool = True
+    """One matrix is embedding and head."""
 
 
 class Config(Base):
     kind: Literal["small_model"] = "small_model"
     model: str = "demo"
     """Folder or Hugging Face id of the drafting model; `demo` is the one that ships with Outrider."""
+    new: New | None = None
+    """Sizes of a fresh model to train, in place of `model`."""
+    architecture: dict[str, Any] | None = None
+    """What a checkpoint knows of the trained model's shape, as in a config.json: `model` is not needed again."""
     device: str | None = None
     """Where it drafts, such as cuda:1; the target's device unless given."""
     length: PositiveInt = 4
@@ -54,6 +85,12 @@ class Config(Base):
     drafts text and encodes it with the target's tokenizer (certain tokens, so best at low temperatures)."""
     least_overlap: Annotated[float, Field(ge=0, le=1)] = 0.8
     """`intersection` drafts nothing where the tokens in common hold less than this share of the target's probability."""
+
+    @model_validator(mode="after")
+    def _one_model(self) -> Config:
+        if self.new is not None and "model" in self.model_fields_set and self.model != "demo":
+            raise ValueError(f"`new` asks for a fresh model and `model` for {self.model!r}; give one of them")
+        return self
 
 
 @dataclass
@@ -90,23 +127,8 @@ class SmallModel:
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
         logits = self._read(memory.cache, state.rows, [state.tokens[row] for row in state.rows])
         if self.config.width == 1:
-            return self._chain(memory.cache, state, budget, logits)
+            return trees.chain(logits, lambda tokens: self._read_one(memory.cache, state.rows, tokens), budget, state)
         return self._tree(memory, state, budget, logits)
-
-    def _chain(self, cache: SlotCache, state: DecodeState, budget: Tensor, logits: Tensor) -> Draft:
-        rows = state.rows
-        tokens: list[Tensor] = []
-        q: list[Tensor] = []
-        for depth in range(int(budget.max())):
-            if depth:
-                logits = self._read_one(cache, rows, tokens[-1])
-            logits = state.masked(logits, tokens)
-            if state.settings.is_greedy:
-                tokens.append(logits.argmax(-1))
-            else:
-                q.append(distribution(logits, state.settings))
-                tokens.append(state.streams.draw(q[-1], depth, Purpose.DRAFT))
-        return Draft.chain(torch.stack(tokens, 1), budget, torch.stack(q, 1) if q else None)
 
     def _tree(self, memory: Memory, state: DecodeState, budget: Tensor, logits: Tensor) -> Draft:
         rows, cache = state.rows, memory.cache
@@ -116,7 +138,7 @@ class SmallModel:
                 for row in rows:  # the anchor was read with the text; from here on it is the root of every pass
                     cache.lengths[row] -= 1
             memory.tree = tree
-            return _masked(self.model.verify(cache, rows, state.anchor, tree).logits[:, -fresh:], tree, state)
+            return trees.masked(self.model.verify(cache, rows, state.anchor, tree).logits[:, -fresh:], tree, state)
 
         logits = state.masked(logits)
         if state.settings.is_greedy:
@@ -130,7 +152,7 @@ class SmallModel:
         """Forget what was rejected: of the committed tokens all but the last may stand in the cache, and no draft beyond."""
         if memory.tree is not None:
             tree, memory.tree = memory.tree, None
-            memory.cache.keep(_paths(tree, [state.tokens[row][memory.cache.lengths[row] + 1 : -1] for row in state.rows]))
+            memory.cache.keep(trees.paths(tree, [state.tokens[row][memory.cache.lengths[row] + 1 : -1] for row in state.rows]))
             return
         for b, row in enumerate(state.rows):
             agreed = len(state.tokens[row]) - (kept.next_tokens[b] >= 0)
@@ -157,29 +179,208 @@ class SmallModel:
         return logits
 
 
-def _masked(logits: Tensor, tree: Draft, state: DecodeState) -> Tensor:
-    """logits [B, fresh, V] behind the last nodes of the tree with -inf where no token may follow; see `DecodeState.masked`."""
-    if not state.prefixes:
-        return logits
-    fresh = logits.shape[1]
-    path: list[Tensor] = []
-    at = torch.arange(tree.tokens.shape[1] - fresh, tree.tokens.shape[1], device=logits.device).expand(len(logits), -1)
-    while bool((at >= 0).all()):  # they are of one depth
-        path.insert(0, tree.tokens.gather(1, at))
-        at = tree.parents.gather(1, at)
-    return torch.stack([state.masked(logits[:, w], [step[:, w] for step in path]) for w in range(fresh)], 1)
+# ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _paths(tree: Draft, texts: Sequence[list[int]]) -> list[list[int]]:
-    """The nodes that say how each text begins; what a target made of the draft is not asked."""
-    paths = []
-    for tokens, parents, text in zip(tree.ids, tree.tree, texts, strict=True):
-        path: list[int] = []
-        for n, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-            if len(path) < len(text) and token == text[len(path)] and parent == (path[-1] if path else -1):
-                path.append(n)
-        paths.append(path)
-    return paths
+class Model(DraftModel):
+    """A causal LM of the target's vocabulary, all of its weights trained; embedding and head are its own."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, config: Config, target: Target):
+        super().__init__()
+        self.target = target
+        self.lm: Any = _to_train(config, target)
+        if config.vocabulary != "same":
+            _warn_of_vocabulary(config)
+        self.config = config.model_copy(update={"architecture": _architecture(self.lm)})
+        self._finish, self._reads_packed = _learn(self.lm, config.model)
+
+    def read(self, tokens: Tensor, documents: Tensor) -> Tensor:
+        """States [B, S, H] before the head; every text is read as if it stood alone.  tokens, documents [B, S]."""
+        self._check_length(documents)
+        follows = documents[:, 1:] == documents[:, :-1]
+        if bool((follows | (documents[:, 1:] == 0)).all()):  # one text a row, padding behind it
+            return self._states(tokens)
+        if self._reads_packed:
+            return self._states(tokens, position_ids=_positions(documents))
+        begins = nn.functional.pad(~follows, (1, 0), value=True).flatten()
+        lengths = torch.diff(begins.nonzero()[:, 0].cpu(), append=torch.tensor([begins.numel()])).tolist()
+        alone = self._states(pad_sequence(tokens.flatten().split(lengths), batch_first=True))
+        return torch.cat([states[:n] for states, n in zip(alone, lengths, strict=True)]).view(*tokens.shape, -1)
+
+    def head(self, states: Tensor) -> Tensor:
+        """Logits [..., V], the family's soft cap and scale applied."""
+        head = self.lm.get_output_embeddings()
+        return self._finish(head(states.to(head.weight.dtype)))
+
+    def predict(self, batch: Batch) -> TokenRows:
+        return TokenRows(self, batch)
+
+    def drafter(self) -> SmallModel:
+        """Drafts with a copy of the model's modules around the same weights: to serve it freezes and hooks nothing here."""
+        shared = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in self.lm.parameters()}
+        served = load_target(copy.deepcopy(self.lm, shared))
+        return SmallModel(served, _allowed(self.config, served, self.target))
+
+    def _states(self, tokens: Tensor, **given: Tensor) -> Tensor:
+        found: Tensor = trunk(self.lm)(input_ids=tokens, use_cache=False, **given).last_hidden_state
+        return found
+
+    def _check_length(self, documents: Tensor) -> None:
+        context = getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
+        if context is None or documents.shape[1] <= context:
+            return
+        longest = int(_positions(documents)[documents > 0].max()) + 1
+        if longest > context:
+            raise DrafterError(
+                f"a text of {longest} tokens is longer than the context of small_model {self.config.model!r}, {context}; "
+                f"set prepare.length to {context} or less"
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Model:
+        """Weights follow a change of type; what is computed once, such as rotary frequencies, keeps its own."""
+        kept = [
+            (module, name, buffer)
+            for module in self.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name in module._non_persistent_buffers_set
+        ]
+        super()._apply(fn, recurse)
+        for module, name, buffer in kept:
+            there = module._buffers[name]
+            assert there is not None
+            module._buffers[name] = buffer.to(there.device)
+        return self
+
+
+class TokenRows:
+    """Predictions of a language model: a row, and a block, for every token that is one to learn.
+
+    The head runs chunk by chunk on a detached copy of the states; `backward` sends its gradient through the model at once.
+    """
+
+    def __init__(self, model: Model, batch: Batch):
+        self.model, self.vocabulary = model, model.target.spec.vocabulary
+        documents = batch.documents
+        follows = batch.loss_mask[:, 1:] & (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] > 0)
+        rows, at = follows.nonzero(as_tuple=True)
+        self._states = model.read(batch.tokens, documents)[rows, at]
+        self._hidden = batch.hidden[rows, at]
+        self.labels = batch.tokens[rows, at + 1]
+        self.weight = torch.ones(len(at), device=at.device)
+        self.depth = torch.zeros_like(at)
+        self.block = torch.arange(len(at), device=at.device)
+        self.states = self._states.detach().requires_grad_()
+
+    def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
+        for start in range(0, len(self.labels), max(1, rows)):
+            part = slice(start, min(start + max(1, rows), len(self.labels)))
+            with torch.no_grad():
+                target = self.model.target.head(self._hidden[part])
+            yield self.model.head(self.states[part]), target, part
+
+    def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        return {}
+
+    def backward(self) -> None:
+        if self.states.grad is not None:
+            self._states.backward(self.states.grad)
+
+
+def _positions(documents: Tensor) -> Tensor:
+    """Places within each text, from 0.  documents [B, S]."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return places - places.where(begins, 0).cummax(1).values
+
+
+def _to_train(config: Config, target: Target) -> Any:
+    """The language model in float32: of a checkpoint's shape, of the sizes asked for, or the one that is named."""
+    if config.architecture is not None:
+        lm = _fresh(AutoConfig.for_model(**config.architecture))
+    elif config.new is not None:
+        lm = _fresh(_qwen3(config.new, target))
+    else:
+        lm = _named(config, target)
+    own = lm.get_output_embeddings().weight.shape[0]
+    if own != target.spec.vocabulary:
+        raise DrafterError(
+            f"small_model {config.model!r} has a vocabulary of {own}, the target {target.spec.name!r} one of "
+            f"{target.spec.vocabulary}; one of another vocabulary can't be trained: choose a model with the target's tokenizer"
+        )
+    return lm.eval()
+
+
+def _named(config: Config, target: Target) -> Any:
+    name = str(demo.SMALL_MODEL) if config.model == "demo" else config.model
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        raise DrafterError(
+            f"can't load small_model.model {config.model!r}: {str(error).strip().splitlines()[0]}; give `demo`, a folder with "
+            "config.json and safetensors, or a Hugging Face id; or sizes of a fresh model in small_model.new"
+        ) from error
+    theirs = target.spec.tokenizer_hash
+    mine = _tokenizer_hash(name) if theirs is not None else None
+    if mine != theirs:
+        raise DrafterError(
+            f"small_model {config.model!r} has the tokenizer {mine}, the target {target.spec.name!r} {theirs}; one of another "
+            "vocabulary can't be trained: choose a model with the target's tokenizer"
+        )
+    return lm
+
+
+def _tokenizer_hash(name: str) -> str | None:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError):
+        return None
+    # where there are no files, transformers makes up one of special tokens alone
+    return hash_tokenizer(tokenizer) if len(tokenizer.get_vocab()) > len(tokenizer.all_special_tokens) else None
+
+
+def _qwen3(new: New, target: Target) -> Qwen3Config:
+    if new.heads % new.kv_heads:
+        raise DrafterError(f"small_model.new: heads {new.heads} is no multiple of kv_heads {new.kv_heads}")
+    if new.head_dim % 2:
+        raise DrafterError(f"small_model.new: head_dim {new.head_dim} is odd; rotary positions turn pairs, choose an even one")
+    return Qwen3Config(
+        vocab_size=target.spec.vocabulary, max_position_embeddings=target.spec.context, num_hidden_layers=new.layers,
+        hidden_size=new.hidden, intermediate_size=new.intermediate, num_attention_heads=new.heads,
+        num_key_value_heads=new.kv_heads, head_dim=new.head_dim, tie_word_embeddings=new.tied,
+        rope_parameters={"rope_type": "default", "rope_theta": new.rope_theta},
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+
+
+def _fresh(shape: Any) -> Any:
+    return AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+
+
+def _architecture(lm: Any) -> dict[str, Any]:
+    """The model's shape as a config.json says it; where its weights came from, and their type, is no part of it."""
+    said = json.loads(lm.config.to_json_string())
+    return {key: said[key] for key in said if key not in ("_name_or_path", "dtype", "transformers_version", "use_cache")}
+
+
+@torch.no_grad()
+def _learn(lm: Any, name: str) -> tuple[Callable[[Tensor], Tensor], bool]:
+    """What becomes of the output layer's values, and whether texts in one row whose positions begin anew are read apart."""
+    tokens, read, head = torch.arange(12)[None] % lm.config.get_text_config().vocab_size, trunk(lm), lm.get_output_embeddings()
+    alone = torch.cat([read(input_ids=part, use_cache=False).last_hidden_state for part in tokens.split((7, 5), 1)], 1)
+    finish = head_law(head(alone[:, :7]), lm(input_ids=tokens[:, :7], use_cache=False).logits, lm.config.get_text_config())
+    if finish is None:
+        raise DrafterError(
+            f"small_model {name!r} changes its logits after the output layer in a way that is not known here, so it can't be "
+            "trained; choose a model of another family"
+        )
+    places = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    try:
+        packed = read(input_ids=tokens, position_ids=places, use_cache=False).last_hidden_state
+    except (RuntimeError, TypeError, ValueError):
+        return finish, False
+    return finish, torch.allclose(packed, alone, rtol=1e-4, atol=1e-4 * float(alone.abs().max()))
 
 
 # ── another vocabulary ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -346,6 +547,8 @@ def _agreement(held: list[int], wanted: list[int]) -> int:
 
 
 def build(config: Config, target: Target) -> SmallModel | Translated:
+    if config.architecture is not None or config.new is not None:
+        return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
     name = str(demo.SMALL_MODEL) if config.model == "demo" else config.model
     model = load_target(name, device=target.device, dtype=target.spec.dtype)
     mine, theirs = model.spec, target.spec
@@ -359,10 +562,14 @@ def build(config: Config, target: Target) -> SmallModel | Translated:
             "tokenizer, or set small_model.vocabulary to intersection or text"
         )
     if config.vocabulary != "same":
-        logging.getLogger(__name__).warning(
-            "small_model.vocabulary %s has no effect: %r has the target's own vocabulary", config.vocabulary, config.model
-        )
+        _warn_of_vocabulary(config)
     return SmallModel(model, _allowed(config, model, target))
+
+
+def _warn_of_vocabulary(config: Config) -> None:
+    logging.getLogger(__name__).warning(
+        "small_model.vocabulary %s has no effect: %r has the target's own vocabulary", config.vocabulary, config.model
+    )
 
 
 SAMPLE = """The committee met on Tuesday and agreed, after a short discussion, that the road should be repaired before winter.

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.errors import DrafterError
+
 
 class KeyValues(Protocol):
     """Where a layer's keys and values are kept between passes."""
@@ -46,12 +48,21 @@ class RMSNorm(nn.RMSNorm):
 class Attention(nn.Module):
     """Queries from the block alone; keys and values from context and block, in that order."""
 
-    def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int):
+    def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int, width: int | None = None):
+        """width: size of the rows it reads, where they are not of the hidden size that it writes.
+
+        Raises DrafterError for heads that don't fit together.
+        """
         super().__init__()
+        if heads % kv_heads:
+            raise DrafterError(f"heads {heads} is no multiple of kv_heads {kv_heads}")
+        if head_dim % 2:
+            raise DrafterError(f"head_dim {head_dim} is odd; rotary positions turn pairs, choose an even one")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.q_proj = nn.Linear(hidden, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
+        width = hidden if width is None else width
+        self.q_proj = nn.Linear(width, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
         self.q_norm = RMSNorm(head_dim)
         self.k_norm = RMSNorm(head_dim)
@@ -114,6 +125,26 @@ class ContextLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class PairLayer(nn.Module):
+    """The first layer of EAGLE-3 (arXiv 2503.01840): its attention reads embedding and feature side by side."""
+
+    def __init__(self, hidden: int, shape: Shape):
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden)
+        self.hidden_norm = RMSNorm(hidden)
+        self.self_attn = Attention(hidden, shape.heads, shape.kv_heads, shape.head_dim, 2 * hidden)
+        self.post_attention_layernorm = RMSNorm(hidden)
+        self.mlp = MLP(hidden, shape.intermediate)
+
+    def forward(
+        self, words: Tensor, features: Tensor, turn: Tensor, mask: Tensor | None, kept: KeyValues | None = None, layer: int = 0
+    ) -> Tensor:
+        """words, features [B, n, H], the residual is the feature's; turn as `angles` gives it; returns [B, n, H]."""
+        rows = torch.cat([self.input_layernorm(words), self.hidden_norm(features)], -1)
+        x = features + self.self_attn(rows, rows, turn, turn, mask, kept, layer)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
 def angles(positions: Tensor, head_dim: int, theta: float) -> Tensor:
     """cos and sin of the rotary angles, float32: [2, B, 1, n, head_dim / 2] for positions [B, n]."""
     turn = positions[:, None, :, None].float() * _frequencies(head_dim, theta, positions.device)
@@ -138,6 +169,7 @@ def block_mask(anchors: Tensor, length: int, block: int, documents: Tensor, live
 
     A block whose anchor stands at position a sees context strictly before a, of a's own text, and all of itself; blocks never
     see each other.  anchors [B, A] positions, documents [B, length], live [B, A] bool; a dead block sees itself alone.
+    block: its input slots.
     """
     rows = anchors.repeat_interleave(block, 1)[:, :, None]
     columns = torch.arange(length, device=anchors.device)

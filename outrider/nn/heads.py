@@ -1,15 +1,20 @@
-"""Small heads on a block of drafted states: a Markov correction from the token before, and a confidence.
+"""Small heads on drafted states: a correction from the tokens before, a confidence, a vocabulary of fewer tokens.
 
-DSpark: semi-autoregressive drafting (arXiv 2607.05147).  K slots of a block, H hidden size, r rank, V vocabulary.
-Parameter names follow the released checkpoints.
+DSpark: semi-autoregressive drafting (arXiv 2607.05147).  K slots of a block, H hidden size, r rank, V vocabulary, D of it
+that a draft may hold.  Parameter names follow the released checkpoints.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from outrider.decoding.parties import Target
+from outrider.errors import DrafterError
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 
@@ -67,12 +72,132 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """How likely slot k is accepted once slots before it were: sigmoid(w [h; W1[x]] + b), known before slot k is drawn."""
+    """How likely slot k is accepted once slots before it were: sigmoid((w [h; W1[x]] + b + shift_k) / T_k).
 
-    def __init__(self, features: int):
+    Known before slot k is drawn.  Shifts and temperatures change no order within a slot; see `outrider.train.calibrate`.
+    """
+
+    defaults = ("shifts", "temperatures")
+    """Saved buffers that checkpoints of before they existed may lack: these keep what they begin with."""
+    temperatures: Tensor
+    """[K], 1 until calibrated; training does not read them."""
+    shifts: Tensor
+    """[K], 0 until calibrated."""
+
+    def __init__(self, features: int, slots: int):
         super().__init__()
         self.proj = nn.Linear(features, 1)
+        self.register_buffer("temperatures", torch.ones(slots))
+        self.register_buffer("shifts", torch.zeros(slots))
 
     def forward(self, features: Tensor) -> Tensor:
-        """features [..., F]; returns logits [...]."""
+        """features [..., F]; returns logits [...] as they are trained, not calibrated."""
         return self.proj(features)[..., 0]
+
+    def served(self, logits: Tensor) -> Tensor:
+        """Confidences [..., K], float32, of a whole block's logits [..., K]."""
+        # float32: near 1 bf16 goes in steps of 0.004, and products of slots add them up
+        return ((logits.float() + self.shifts.float()) / self.temperatures.float()).sigmoid()
+
+
+class ReducedHead(nn.Module):
+    """A head of its own over the D most frequent tokens; the others can't be drafted.  (EAGLE-3, arXiv 2503.01840.)"""
+
+    d2t: Tensor
+    """[D] int64: draft id i is the target's i + d2t[i]."""
+    t2d: Tensor
+    """[V] bool, which of the target's tokens can be drafted."""
+
+    def __init__(self, target: Target, size: int):
+        super().__init__()
+        if not 0 < size <= target.spec.vocabulary:
+            raise DrafterError(
+                f"a draft vocabulary of {size} does not fit {target.spec.name}, which has {target.spec.vocabulary} tokens; "
+                f"choose 1 to {target.spec.vocabulary}"
+            )
+        self.target = target
+        self.lm_head = nn.Linear(target.spec.hidden, size, bias=False)
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(target.spec.vocabulary, dtype=torch.bool))
+        self.begin(torch.zeros(target.spec.vocabulary))
+
+    @torch.no_grad()
+    def begin(self, counts: Tensor) -> None:
+        """Take the most frequent tokens, the lower id of equals, and the target's own rows for them.  counts [V]."""
+        size = len(self.d2t)
+        ids = counts.sort(descending=True, stable=True).indices[:size].sort().values.to(self.d2t.device)
+        self.d2t.copy_(ids - torch.arange(size, device=ids.device))
+        self.t2d.fill_(False)[ids] = True
+        self.lm_head.weight.copy_(self.target.head_rows(ids.to(self.target.device)))
+
+    @property
+    def ids(self) -> Tensor:
+        """[D] the target's ids of what can be drafted, ascending."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @property
+    def content_hash(self) -> str:
+        """Of the ids, 16 hex digits: two heads of one hash draft the same tokens."""
+        return hashlib.sha256(str(self.ids.tolist()).encode()).hexdigest()[:16]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [..., H]; logits [..., V] with -inf where no draft goes."""
+        found = self.lm_head(hidden)
+        whole = found.new_full((*found.shape[:-1], len(self.t2d)), -torch.inf)
+        return whole.index_copy(-1, self.ids, found)
+
+
+class PrefixGRU(nn.Module):
+    """What a block's tokens so far amount to: one layer of torch's GRU without biases, its weights so named.  g state size."""
+
+    def __init__(self, size: int, state: int):
+        super().__init__()
+        self.weight_ih_l0 = nn.Parameter(torch.empty(3 * state, size))
+        self.weight_hh_l0 = nn.Parameter(torch.empty(3 * state, state))
+        for weight in self.parameters():
+            nn.init.uniform_(weight, -(state**-0.5), state**-0.5)
+
+    def start(self, words: Tensor) -> Tensor:
+        """State before the first token, [..., g], for words [..., size]."""
+        return words.new_zeros(*words.shape[:-1], self.weight_hh_l0.shape[1])
+
+    def forward(self, words: Tensor, state: Tensor) -> Tensor:
+        """One token more: embeddings words [..., size], state [..., g]; returns the next state."""
+        return self._next(F.linear(words, self.weight_ih_l0), state)
+
+    def along(self, words: Tensor) -> Tensor:
+        """States behind every token of whole blocks: words [..., K, size] to [..., K, g]."""
+        states, state = [], self.start(words[..., 0, :])
+        for given in F.linear(words, self.weight_ih_l0).unbind(-2):
+            state = self._next(given, state)
+            states.append(state)
+        return torch.stack(states, -2)
+
+    def _next(self, given: Tensor, state: Tensor) -> Tensor:
+        reset, update, candidate = given.chunk(3, -1)
+        before = F.linear(state.to(given.dtype), self.weight_hh_l0).chunk(3, -1)
+        update = torch.sigmoid(update + before[1])
+        candidate = torch.tanh(candidate + torch.sigmoid(reset + before[0]) * before[2])
+        return (1 - update) * candidate + update * state
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b), begun at x.  (Medusa, arXiv 2401.10774.)
+
+    With `beside` words next to the state it reads y = [x; words]: R y + SiLU(W y + b), where R begins as taking x out of y.
+    (Hydra, arXiv 2402.05109.)
+    """
+
+    def __init__(self, hidden: int, beside: int = 0):
+        super().__init__()
+        self.linear = nn.Linear(hidden * (1 + beside), hidden)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+        self.res_connection = nn.Linear(hidden * (1 + beside), hidden, bias=False) if beside else None
+        if self.res_connection is not None:
+            nn.init.eye_(self.res_connection.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., (1 + beside) * H]; returns [..., H]."""
+        kept = x if self.res_connection is None else self.res_connection(x)
+        return kept + nn.functional.silu(self.linear(x))

@@ -168,6 +168,15 @@ class SlotCache:
         kept = self._layers[layer_idx]
         return self._write(kept[0], keys), self._write(kept[1], values)
 
+    def kept(self, layer: int, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer for these slots, for reading: [R, h, n, d], n what the longest of them holds."""
+        rows = list(rows)
+        longest = max(self.lengths[row] for row in rows)
+        if rows == list(range(rows[0], rows[0] + len(rows))):
+            rows = slice(rows[0], rows[0] + len(rows))  # type: ignore[assignment]
+        keys, values = self._layers[layer]
+        return keys[rows][:, :, :longest], values[rows][:, :, :longest]
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Asked by some families for their default positions; we always pass positions."""
         return max(self._now.starts, default=0)

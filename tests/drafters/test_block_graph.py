@@ -16,10 +16,15 @@ from outrider.targets.transformers import TransformersTarget, load_target
 @pytest.mark.parametrize(
     ("case", "several"),
     [
-        pytest.param(
-            case, several, marks=[pytest.mark.slow] if several or case.kind == "dflash" or case.choices else [], id=name
+        pytest.param(case, several, marks=[pytest.mark.slow] if several or case != Case("dspark") else [], id=name)
+        for case in (
+            Case("dspark"),
+            Case("dflash"),
+            Case("dspark", {"runners_up": (2, 1)}),
+            Case("dspark", {"markov": "rnn"}),
+            Case("dflash", {"anchor_predicts": False}),
+            Case("domino"),
         )
-        for case in (Case("dspark"), Case("dflash"), Case("dspark", {"runners_up": (2, 1)}), Case("dspark", {"markov": "rnn"}))
         for several, name in ((False, f"{case}-one"), (True, f"{case}-several"))
     ],
 )

@@ -263,12 +263,12 @@ def test_each_part_sees_its_own_taps():
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_a_block_drafter_beside_others_drafts_as_if_alone(kind, target, prompts, drafter_of):
+def test_a_block_drafter_beside_others_drafts_as_if_alone(kind, target, prompts, drafter_of, workshop):
     """Catches taps of tokens that others drafted and that it never gets: alone and in company it says the same behind the
     same text.
     """
     block = drafter_of(Case(kind, {"markov": "vanilla"} if kind == "dspark" else {}))
-    small = drafter_of(Case("small_model"))
+    small = workshop.build(Case("small_model"), target)
 
     def drafts(drafter, policy=None):
         found, propose = {}, block.propose

@@ -13,7 +13,7 @@ from outrider.drafters.dflash import BackboneConfig
 from outrider.errors import DrafterError
 from outrider.nn.blocks import ContextLayer
 from outrider.nn.draft_model import binding, copy_layers, resolve_taps
-from outrider.nn.heads import ConfidenceHead, MarkovHead, MarkovKind
+from outrider.nn.heads import ConfidenceHead, MarkovHead, MarkovKind, ReducedHead
 
 KINDS = typing.get_args(MarkovKind)
 
@@ -60,7 +60,65 @@ def test_a_new_head_corrects_nothing(kind):
 
 def test_a_confidence_is_one_number_a_slot():
     """Catches a trailing axis that would broadcast."""
-    assert ConfidenceHead(7)(torch.randn(2, 3, 7)).shape == (2, 3)
+    assert ConfidenceHead(7, 3)(torch.randn(2, 3, 7)).shape == (2, 3)
+
+
+# ── a vocabulary of fewer tokens ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def counted(target, size: int, **counts: int) -> ReducedHead:
+    head = ReducedHead(target, size).double()
+    given = torch.zeros(target.spec.vocabulary)
+    for name, count in counts.items():
+        given[int(name[1:])] = count
+    head.begin(given)
+    return head
+
+
+def test_the_most_frequent_tokens_are_taken_and_of_equals_the_lower(target):
+    """Catches ids in the order of their counts, and a choice between equals that another machine makes otherwise."""
+    head = counted(target, 5, t40=9, t7=3, t63=3, t12=3)
+    assert head.ids.tolist() == [0, 7, 12, 40, 63]
+    assert head.ids.dtype == torch.int64
+
+
+def test_ids_are_kept_as_offsets_and_as_a_mask(target):
+    """Catches the other convention, under which d2t holds the ids: released checkpoints would draft other tokens."""
+    head = counted(target, 4, t40=9, t7=3, t63=3, t12=3)
+    assert head.d2t.tolist() == [7, 11, 38, 60]
+    assert head.t2d.dtype == torch.bool and head.t2d.nonzero()[:, 0].tolist() == [7, 12, 40, 63]
+    assert set(head.state_dict()) == {"lm_head.weight", "d2t", "t2d"}
+
+
+def test_a_reduced_head_begins_as_the_targets_own_rows(target):
+    """Catches rows of other tokens, and a head that shares memory with the target's."""
+    head, hidden = counted(target, 4, t40=9, t7=3, t63=3, t12=3), torch.randn(2, 3, target.spec.hidden, dtype=torch.float64)
+    logits, whole = head(hidden), target.head(hidden)
+    assert logits.shape == whole.shape
+    torch.testing.assert_close(logits[..., head.ids], whole[..., head.ids], rtol=1e-12, atol=1e-12)
+    outside = torch.ones(64, dtype=torch.bool)
+    outside[head.ids] = False
+    assert bool((logits[..., outside] == -torch.inf).all())
+    logits[..., head.ids].sum().backward()
+    assert head.lm_head.weight.grad is not None and bool(head.lm_head.weight.grad.isfinite().all())
+    with torch.no_grad():
+        head.lm_head.weight += 1
+    torch.testing.assert_close(target.head(hidden), whole)
+
+
+def test_a_hash_tells_two_vocabularies_apart(target):
+    """Catches a hash of the size alone, or of the weights, which training moves."""
+    one, same, other = counted(target, 3, t5=1), counted(target, 3, t5=7), counted(target, 3, t6=1)
+    assert one.content_hash == same.content_hash != other.content_hash
+    torch.nn.init.normal_(one.lm_head.weight)
+    assert one.content_hash == same.content_hash
+
+
+@pytest.mark.parametrize("size", [0, 65])
+def test_a_vocabulary_that_does_not_fit_is_refused(size, target):
+    """Catches a shape error where the head is filled."""
+    with pytest.raises(DrafterError, match=f"vocabulary of {size}.*64"):
+        ReducedHead(target, size)
 
 
 # ── copied layers ─────────────────────────────────────────────────────────────────────────────────────────────────────

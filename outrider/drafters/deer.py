@@ -1,0 +1,201 @@
+"""DEER: one denoising step of a small masked-diffusion model drafts a whole block, from the text alone.  (arXiv 2512.15176.)
+
+A small transformer reads the committed tokens, whose keys and values it keeps, and behind them K masks that see each other both
+ways.  The logits of mask i are those of the i-th token to come, given the committed text and nothing else: positions are
+independent, so one pass is the draft, and q at each place is the law that its token was drawn from.  No state of the target is
+looked at; its embedding and head are borrowed.
+
+Training in two stages, each over texts cut behind random tokens.  I: all K masks behind a cut are learnt and weigh the same.
+II, from `refine` on: of a suffix of random length R up to K, the token at distance i from the cut weighs alpha^(R - i), so
+those next to the committed text matter most.
+
+Differs from the paper: its drafter is a pretrained diffusion language model of half a billion weights, this one is trained from
+scratch, or from layers of the target (`copies`).  The text is read causally, so that its keys stay.  The masks themselves mark
+the cut, without a separator.  A block has all its masks in stage II too, as at serving: R says which of them are learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from outrider import packed
+from outrider.config import Config as Base
+from outrider.decoding.accept import Kept
+from outrider.decoding.draft import Draft
+from outrider.decoding.parties import Cache, Scores, Target
+from outrider.decoding.state import DecodeState
+from outrider.drafters.dflash import BlockRows
+from outrider.nn import trees
+from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
+from outrider.nn.draft_model import Batch, DraftModel, copy_layers
+from outrider.targets.cache import SlotCache
+
+
+class Config(Base):
+    kind: Literal["deer"] = "deer"
+    block: PositiveInt = 7
+    """Tokens drafted per step, one behind the other."""
+    layers: PositiveInt = 5
+    """Decoder layers of the draft model."""
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 4
+    head_dim: PositiveInt = 64
+    intermediate: PositiveInt = 704
+    """Width of the MLP."""
+    rope_theta: PositiveFloat = 10_000.0
+    device: str | None = None
+    """Where it drafts, such as cuda:1; the target's device unless given."""
+    copies: tuple[NonNegativeInt, ...] | None = None
+    """Target layers, one a draft layer and counted from 0, whose weights training begins with; random unless given."""
+    anchors: PositiveInt = 512
+    """Most blocks trained per text and step."""
+    refine: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of the training behind which stage II begins."""
+    alpha: PositiveFloat = 1.02
+    """In stage II a token weighs alpha times what the one behind it weighs."""
+
+
+class Model(DraftModel):
+    """Layers of its own over text and masks, the target's embedding before and its head behind them."""
+
+    def __init__(self, config: Config, target: Target):
+        super().__init__()
+        self.config, self.target, self.taps = config, target, ()
+        hidden = target.spec.hidden
+        self.layers = nn.ModuleList(ContextLayer(hidden, config) for _ in range(config.layers))
+        self.norm = RMSNorm(hidden)
+        if target.mask_token is None:
+            self.mask = nn.Parameter(torch.randn(hidden) * 0.02)
+        if config.copies is not None:
+            copy_layers(self.layers, config.copies, target)
+
+    def forward(self, tokens: Tensor, places: Tensor, blocks: int, mask: Tensor, kept: SlotCache | None = None) -> Tensor:
+        """States [B, blocks, K, H] of masks behind tokens [B, C].
+
+        places [B or 1, C + blocks * K], of tokens and then of masks; mask over as many columns, or over all that `kept` holds.
+        """
+        config = self.config
+        x = self._inputs(tokens, blocks)
+        turn = angles(places.expand(len(x), -1), config.head_dim, config.rope_theta)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, x[:, :0], turn, turn, mask, kept, i)
+        return self.norm(x[:, tokens.shape[1] :]).unflatten(1, (blocks, config.block))
+
+    def predict(self, batch: Batch) -> BlockRows:
+        return BlockRows(self, batch, lambda states, _previous, _rows: self.target.head(states))
+
+    def drafted(self, batch: Batch, at: Tensor, live: Tensor) -> Tensor:
+        """States [B, A, K, H] of blocks behind the tokens at places `at` [B, A], which they see."""
+        length, block = batch.tokens.shape[1], self.config.block
+        line = torch.arange(length, device=at.device)
+        masks_at = at[..., None] + 1 + torch.arange(block, device=at.device)
+        places = torch.cat([line.expand(len(at), -1), masks_at.flatten(1)], 1)
+        own = batch.documents[:, None, :, None] == batch.documents[:, None, None]
+        text = nn.functional.pad((line <= line[:, None]) & own, (0, at.shape[1] * block))
+        # a mask block begins one behind its anchor, and sees what stands before
+        mask = torch.cat([text, block_mask(at + 1, length, block, batch.documents, live)], 2)
+        return self(batch.tokens, places, at.shape[1], mask)
+
+    def weights(self, at: Tensor) -> Tensor:
+        """What a learnt row weighs in this stage, [K] or [B, A, K]."""
+        if self.progress < self.config.refine:
+            return torch.ones(self.config.block, device=at.device)
+        # on the CPU, whose random state a checkpoint keeps
+        lengths = torch.randint(1, self.config.block + 1, at.shape)
+        return suffix_weights(lengths, self.config.block, self.config.alpha).to(at.device)
+
+    def drafter(self) -> MaskDrafter:
+        return MaskDrafter(self)
+
+    def _inputs(self, tokens: Tensor, blocks: int) -> Tensor:
+        """Embeddings of tokens and of masks behind them, [B, C + blocks * K, H]."""
+        masks = blocks * self.config.block
+        if self.target.mask_token is not None:
+            words = self.target.embed(nn.functional.pad(tokens, (0, masks), value=self.target.mask_token))
+            return words.to(self.norm.weight.dtype)
+        words = self.target.embed(tokens).to(self.mask.dtype)
+        return torch.cat([words, self.mask.expand(len(tokens), masks, -1)], 1)
+
+
+def suffix_weights(lengths: Tensor, block: int, alpha: float) -> Tensor:
+    """[..., K] alpha^(R - i) for the token at distance i = 1 ... R from the cut, 0 behind it.  lengths [...], the R."""
+    left = lengths[..., None] - 1 - torch.arange(block)
+    return torch.where(left >= 0, alpha ** left.float(), 0.0)
+
+
+def build(config: Config, target: Target) -> MaskDrafter:
+    return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
+
+
+class MaskDrafter:
+    """Drafts a block in one pass over what is new of the text and a block of masks.  Its memory: the text's keys and values."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, model: Model):
+        packed.pack(model)
+        self.model = model
+        self.limit = model.config.block
+
+    def allocate(self, cache: Cache) -> SlotCache:
+        # besides the text: the masks, and as many columns again where slots bring unequal numbers of new tokens
+        length = cache.length + 2 * (self.limit + 1)
+        return SlotCache(cache.slots, length, self.model.target.device, len(self.model.layers))
+
+    def admit(self, memory: SlotCache, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
+        for row in rows:
+            self._read(memory, row, state.tokens[row][: state.prefilled[row]])
+
+    @torch.inference_mode()
+    def propose(self, memory: SlotCache, state: DecodeState, budget: Tensor) -> Draft:
+        texts = [state.tokens[row] for row in state.rows]
+        for row, text in zip(state.rows, texts, strict=True):
+            if len(text) - memory.lengths[row] > self.limit + 1:  # more than a step brings would pad all others
+                self._read(memory, row, text[:-1])
+        states = self._pass(memory, state.rows, texts)
+        logits = self.model.target.head(states[:, : int(budget.max())])
+        later = iter(logits.unbind(1)[1:])
+        return trees.chain(logits[:, 0], lambda _drafted: next(later), budget, state)
+
+    def observe(self, memory: SlotCache, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None: ...
+
+    def free(self, memory: SlotCache, rows: Sequence[int]) -> None:
+        memory.free(rows)
+
+    @torch.inference_mode()
+    def _read(self, memory: SlotCache, row: int, text: list[int]) -> None:
+        if len(text) > memory.lengths[row]:
+            self._pass(memory, [row], [text])
+
+    def _pass(self, memory: SlotCache, rows: Sequence[int], texts: Sequence[list[int]]) -> Tensor:
+        """Read what the cache lacks of these texts, and a block of masks behind each: states [R, K, H]."""
+        device, block = self.model.target.device, self.limit
+        starts = [memory.lengths[row] for row in rows]
+        pieces = [text[start:] for text, start in zip(texts, starts, strict=True)]
+        counts = [len(piece) for piece in pieces]
+        new = max(counts)
+        tokens = torch.tensor([piece + [0] * (new - len(piece)) for piece in pieces], dtype=torch.int64, device=device)
+        memory.open(rows, new + block)
+        masks = torch.tensor(counts, device=device)[:, None] + torch.arange(block, device=device)
+        depths = torch.cat([torch.arange(new, device=device).expand(len(rows), -1), masks], 1)
+        mask = memory.mask(sight(torch.tensor(counts, device=device), new, block), self.model.norm.weight.dtype)
+        with packed.products():
+            states = self.model(tokens.view(len(rows), new), memory.positions(depths), 1, mask, memory)[:, 0]
+        memory.append(counts)
+        return states
+
+
+def sight(counts: Tensor, new: int, block: int) -> Tensor:
+    """Which rows a row may look at: [B, new + K, new + K] bool for `new` tokens, of which counts[b] are real, and K masks.
+
+    Tokens see those before them; masks see the real tokens and one another.
+    """
+    columns = torch.arange(new + block, device=counts.device)
+    tokens = (columns <= columns[:new, None]).expand(len(counts), -1, -1)
+    masks = (columns < counts[:, None]) | (columns >= new)
+    return torch.cat([tokens, masks[:, None].expand(-1, block, -1)], 1)

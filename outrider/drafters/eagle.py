@@ -1,0 +1,94 @@
+"""EAGLE: predict the target's next feature from its features so far, and let the target's head read it.  (arXiv 2401.15077.)
+
+The feature is the state that the target's head reads.  fc fuses [embedding of token i + 1; feature i], one decoder layer
+without an input norm makes of it a guess at feature i + 1, whose logits are the target's own head's; the next step reads the
+guess in the feature's place.  Loss of the paper: 1.0 smooth-L1 of the feature + 0.1 cross entropy against the target's law
+(KL, but for a constant), on true features with uniform noise, which stands for the errors that guesses bring.  Trees, with
+`width` above 1, are EAGLE-2's (arXiv 2406.16858).
+
+Assumes that features go on more regularly than tokens do.
+
+Differs from the paper: the feature is taken after the target's final norm, where the head reads it, in every family; the
+noise is drawn anew in every step; `ttt` above 1 unrolls further steps, which the paper does not.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import NonNegativeFloat, PositiveInt
+from torch import Tensor, nn
+
+from outrider.decoding.parties import Target
+from outrider.nn.blocks import MLP, RMSNorm
+from outrider.nn.draft_model import Batch, DraftModel
+from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, UnrolledRows
+from outrider.targets.cache import SlotCache
+
+
+class Config(RecurrentConfig):
+    kind: Literal["eagle"] = "eagle"
+    ttt: PositiveInt = 1
+    """Steps unrolled in training; the paper trains on true features alone."""
+    noise: NonNegativeFloat = 0.1
+    """True features are moved by up to so much, uniformly, in training."""
+
+
+class FirstLayer(nn.Module):
+    """A decoder layer whose attention reads its input as it is."""
+
+    def __init__(self, hidden: int, config: Config):
+        super().__init__()
+        self.self_attn = RecurrentAttention(hidden, hidden, config)
+        self.post_attention_layernorm = RMSNorm(hidden)
+        self.mlp = MLP(hidden, config.intermediate)
+
+    def forward(self, x: Tensor, angle: Tensor, attend: Attend) -> Tensor:
+        """x [B, n, H]; returns [B, n, H]."""
+        x = x + self.self_attn(x, angle, attend, 0)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Model(DraftModel):
+    """fc over embedding and feature, one layer; the head is the target's."""
+
+    num_modules = 1
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, config: Config, target: Target):
+        super().__init__()
+        self.config, self.target = config, target
+        hidden = target.spec.hidden
+        self.fc = nn.Linear(2 * hidden, hidden)
+        self.layers = nn.ModuleList([FirstLayer(hidden, config)])
+
+    def features(self, seen: Tensor) -> Tensor:
+        return seen.to(self.fc.weight.dtype)
+
+    def step(self, module: int, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
+        return self.layers[0](self.fc(torch.cat([words.to(features.dtype), features], -1)), angle, attend)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.target.head(hidden)
+
+    def predict(self, batch: Batch) -> UnrolledRows:
+        features = self.features(batch.hidden)
+        if self.training and self.config.noise:
+            # on the CPU, whose random state a checkpoint keeps
+            noise = torch.rand(features.shape, dtype=torch.float32).to(features.device, features.dtype)
+            features = features + self.config.noise * (2 * noise - 1)
+        return UnrolledRows(self, batch, features, lambda states, hidden: {"feature": distance(states, hidden)})
+
+    def drafter(self) -> RecurrentDrafter:
+        return RecurrentDrafter(self, SlotCache)
+
+
+def distance(states: Tensor, hidden: Tensor) -> Tensor:
+    """Smooth-L1 of guessed and true features [m, H], the mean over H: [m]."""
+    return F.smooth_l1_loss(states.float(), hidden.float(), reduction="none").mean(-1)
+
+
+def build(config: Config, target: Target) -> RecurrentDrafter:
+    return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()

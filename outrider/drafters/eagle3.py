@@ -1,0 +1,152 @@
+"""EAGLE-3: one decoder layer on fused states of a few target layers, trained on its own output.  (arXiv 2503.01840.)
+
+States of low, middle and high layers become one feature g = fc([low; mid; high]).  A layer reads [norm(embedding of token
+i + 1); norm(g_i)] and adds to g_i; what comes out goes to the head and, in the next step, takes g's place.  Training unrolls
+`ttt` such steps, so that drafting meets nothing new.  Loss of the paper: cross entropy against the target's law (KL, but for a
+constant), step s weighted 0.8 ** s.  Trees are EAGLE-2's (arXiv 2406.16858).
+
+Assumes that the target's layers fuse linearly and that one layer suffices to go on for a few tokens.
+
+Options from later work: `fc_norm` and `norm_output` (EAGLE-3.1); `gated` attention as in Baichuan-M3 (arXiv 2602.06570), whose
+formula is not public: ours scales the attention's output by sigmoid(W x + b) before o_proj; `aggregate: metaquery`
+(Hyper-Bagel, arXiv 2509.18824): learned queries attend to a token's taps, added to fc from zero.
+
+Differs from the paper: the head is the target's own, over all tokens, unless `vocabulary` asks for one of fewer; the target's
+law is not renormalised over those, so what the draft can't say counts as lost; rollouts end with their text or mask instead
+of going on over padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveInt
+from torch import Tensor, nn
+
+from outrider.decoding.parties import Target
+from outrider.nn.blocks import MLP, RMSNorm
+from outrider.nn.draft_model import Batch, DraftModel, resolve_taps
+from outrider.nn.heads import ReducedHead
+from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, UnrolledRows
+from outrider.targets.cache import SlotCache
+
+
+class Config(RecurrentConfig):
+    kind: Literal["eagle3"] = "eagle3"
+    taps: tuple[int, ...] | None = None
+    """Target layers it sees, counted from 0; unless given, three: the second, the one before the middle, the fourth last."""
+    vocabulary: PositiveInt | None = None
+    """Draft this many tokens, the most frequent learnt, by a head of its own; all, by the target's, unless given."""
+    qk_norm: bool = False
+    """Norm queries and keys, as Qwen3's layers do; Llama's do not."""
+    fc_norm: bool = False
+    """Norm each tap before they are fused."""
+    norm_output: bool = False
+    """Feed the final norm's output back, not its input."""
+    gated: bool = False
+    """Gate the attention's output by the layer's input."""
+    aggregate: Literal["fc", "metaquery"] = "fc"
+    """How taps become one feature: one linear layer, or learned queries beside it."""
+    queries: PositiveInt = 4
+    """Learned queries of `metaquery`."""
+
+
+class PairLayer(nn.Module):
+    """A decoder layer on [embedding; feature], each with a norm of its own; the residual is the feature's."""
+
+    def __init__(self, hidden: int, config: Config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden)
+        self.hidden_norm = RMSNorm(hidden)
+        self.self_attn = RecurrentAttention(2 * hidden, hidden, config, config.qk_norm, config.gated)
+        self.post_attention_layernorm = RMSNorm(hidden)
+        self.mlp = MLP(hidden, config.intermediate)
+
+    def forward(self, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
+        """words, features [B, n, H]; returns [B, n, H]."""
+        pair = torch.cat([self.input_layernorm(words), self.hidden_norm(features)], -1)
+        x = features + self.self_attn(pair, angle, attend, 0)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class MetaQuery(nn.Module):
+    """Learned queries attend to the taps of one token; what they find, side by side, is projected.  Begins as nothing."""
+
+    def __init__(self, hidden: int, taps: int, config: Config):
+        super().__init__()
+        width = config.heads * config.head_dim
+        self.heads = config.heads
+        self.queries = nn.Parameter(torch.randn(config.queries, width))
+        self.level = nn.Parameter(torch.randn(taps, hidden) * 0.02)
+        """[T, H]: which tap a key is of."""
+        self.norm = RMSNorm(hidden)
+        self.k_proj = nn.Linear(hidden, width, bias=False)
+        self.v_proj = nn.Linear(hidden, width, bias=False)
+        self.o_proj = nn.Linear(config.queries * width, hidden, bias=False)
+        nn.init.zeros_(self.o_proj.weight)
+
+    def forward(self, taps: Tensor) -> Tensor:
+        """taps [B, n, T, H]; returns [B, n, H]."""
+        x = self.norm(taps).flatten(0, 1) + self.level.to(taps.dtype)
+        k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.k_proj, self.v_proj))
+        q = self.queries.to(k.dtype).unflatten(-1, (self.heads, -1)).transpose(0, 1).expand(len(x), -1, -1, -1)
+        found = F.scaled_dot_product_attention(q, k, v)
+        return self.o_proj(found.transpose(1, 2).flatten(1)).unflatten(0, taps.shape[:2])
+
+
+class Model(DraftModel):
+    """fc over the taps, one layer, a norm, a head."""
+
+    num_modules = 1
+
+    def __init__(self, config: Config, target: Target):
+        super().__init__()
+        self.config, self.target = config, target
+        hidden = target.spec.hidden
+        self.taps = resolve_taps(three(target.spec.layers) if config.taps is None else config.taps, target.spec)
+        self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
+        self.fc_norm = nn.ModuleList(RMSNorm(hidden) for _ in self.taps) if config.fc_norm else None
+        self.metaquery = MetaQuery(hidden, len(self.taps), config) if config.aggregate == "metaquery" else None
+        self.layers = nn.ModuleList([PairLayer(hidden, config)])
+        self.norm = RMSNorm(hidden)
+        self.head = None if config.vocabulary is None else ReducedHead(target, config.vocabulary)
+
+    def begin(self, counts: Tensor) -> None:
+        if self.head is not None:
+            self.head.begin(counts)
+
+    def facts(self) -> Mapping[str, Any]:
+        return {} if self.head is None else {"vocabulary_hash": self.head.content_hash}
+
+    def features(self, seen: Tensor) -> Tensor:
+        seen = seen.to(self.fc.weight.dtype)
+        if self.fc_norm is not None:
+            seen = torch.stack([norm(seen[..., i, :]) for i, norm in enumerate(self.fc_norm)], -2)
+        fused = self.fc(seen.flatten(-2))
+        return fused if self.metaquery is None else fused + self.metaquery(seen)
+
+    def step(self, module: int, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
+        found = self.layers[0](words.to(features.dtype), features, angle, attend)
+        return self.norm(found) if self.config.norm_output else found
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        normed = hidden if self.config.norm_output else self.norm(hidden)
+        return self.target.head(normed) if self.head is None else self.head(normed)
+
+    def predict(self, batch: Batch) -> UnrolledRows:
+        return UnrolledRows(self, batch, self.features(batch.taps))
+
+    def drafter(self) -> RecurrentDrafter:
+        return RecurrentDrafter(self, SlotCache)
+
+
+def three(layers: int) -> tuple[int, ...]:
+    """Low, middle and high of a target of so many layers; fewer where they would be one."""
+    return tuple(sorted({min(1, layers - 1), max(layers // 2 - 1, 0), max(layers - 4, 0)}))
+
+
+def build(config: Config, target: Target) -> RecurrentDrafter:
+    return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()

@@ -1,0 +1,307 @@
+"""P-EAGLE: EAGLE-3's pairs with masks behind the newest, so that one pass drafts all K tokens.  (arXiv 2602.01469.)
+
+A pair is a position's fused taps and the token behind it.  Where EAGLE-3 would feed its own state back, depth d >= 1 stands on
+a learnt feature and a mask token, at rotary position i + d; it sees all pairs up to its own, i, and its own masks of smaller
+or equal depth.  Every depth predicts by itself, so q of each is a softmax of its own row.
+
+Training drops depths by COD (PARD, An et al. 2504.18583): depth d keeps a share ratio^d of the positions, never below
+`floor`, and a position only where depth d - 1 was kept.  A dropped depth is not there at all.
+
+Differs from the paper: layers have q and k norms (the qwen3 form of the released checkpoints), the head is the target's own,
+frozen, unless `vocabulary` is given, and a text is not split to fit a device: `anchors` bounds what is drafted from instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from outrider import packed
+from outrider.config import Config as Base
+from outrider.decoding.accept import Kept
+from outrider.decoding.draft import Draft
+from outrider.decoding.parties import Cache, Scores, Target
+from outrider.decoding.state import DecodeState
+from outrider.nn import trees
+from outrider.nn.blocks import ContextLayer, PairLayer, RMSNorm, angles
+from outrider.nn.draft_model import Batch, DraftModel, copy_layers, resolve_taps
+from outrider.nn.heads import ReducedHead
+from outrider.nn.pairs import Waiting, draw, sight, whole_blocks
+from outrider.targets.cache import SlotCache
+
+
+class Config(Base):
+    kind: Literal["peagle"] = "peagle"
+    length: PositiveInt = 5
+    """Tokens drafted per step, and depths trained."""
+    layers: PositiveInt = 4
+    """Decoder layers of the draft model; the first reads embedding and feature side by side."""
+    taps: tuple[int, ...] | None = None
+    """Target layers it sees, counted from 0; three, low, middle and high, unless given."""
+    vocabulary: PositiveInt | None = None
+    """Tokens a draft may hold, the most frequent, with trained rows of their own; all, by the target's head, unless given."""
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 4
+    head_dim: PositiveInt = 64
+    intermediate: PositiveInt = 704
+    """Width of the MLP."""
+    rope_theta: PositiveFloat = 10_000.0
+    device: str | None = None
+    """Where it drafts, such as cuda:1; the target's device unless given."""
+    copies: tuple[NonNegativeInt, ...] | None = None
+    """Target layers, one a draft layer but the first and counted from 0, whose weights training begins with."""
+    ratio: float = Field(0.8, gt=0, le=1)
+    """Share of the positions kept from one depth to the next in training."""
+    floor: float = Field(0.2, ge=0, le=1)
+    """Share that is kept at every depth."""
+    anchors: PositiveInt = 512
+    """Most positions drafted from per text and step in training."""
+
+
+class Model(DraftModel):
+    """Pairs and masks in, one state a row out, and a head on it."""
+
+    def __init__(self, config: Config, target: Target):
+        super().__init__()
+        self.config, self.target = config, target
+        self.taps = resolve_taps(config.taps, target.spec, 3)
+        hidden = target.spec.hidden
+        self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
+        self.layers = nn.ModuleList(
+            ContextLayer(hidden, config) if i else PairLayer(hidden, config) for i in range(config.layers)
+        )
+        self.norm = RMSNorm(hidden)
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, hidden * len(self.taps)) * 0.02)
+        if target.mask_token is None:
+            self.mask = nn.Parameter(torch.randn(hidden) * 0.02)
+        self.head = None if config.vocabulary is None else ReducedHead(target, config.vocabulary)
+        if config.copies is not None:
+            copy_layers(list(self.layers)[1:], config.copies, target)
+
+    def begin(self, counts: Tensor) -> None:
+        if self.head is not None:
+            self.head.begin(counts)
+
+    def facts(self) -> Mapping[str, Any]:
+        return {} if self.head is None else {"draft_vocabulary": self.head.content_hash}
+
+    def forward(
+        self, taps: Tensor, tokens: Tensor, masks: int, at: Tensor, mask: Tensor | None, kept: SlotCache | None = None
+    ) -> Tensor:
+        """States [B, C + masks, H] of pairs and the masks behind them.
+
+        taps [B, C, T, H] and tokens [B, C] of pairs; at [B or 1, C + masks] rotary positions; mask as the layers take it.
+        """
+        features = self.fc(taps.flatten(2).to(self.fc.weight.dtype))
+        words = self.target.embed(tokens).to(features.dtype)
+        if masks:
+            empty = self.fc(self.mask_hidden).to(features.dtype)
+            features = torch.cat([features, empty.expand(len(tokens), masks, -1)], 1)
+            words = torch.cat([words, self._mask_word(words).expand(len(tokens), masks, -1)], 1)
+        turn = angles(at, self.config.head_dim, self.config.rope_theta)
+        x = self.layers[0](words, features, turn, mask, kept, 0)
+        for i, layer in enumerate(list(self.layers)[1:], 1):
+            x = layer(x, x[:, :0], turn, turn, mask, kept, i)
+        return self.norm(x)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., V] of states [..., H]; -inf where a reduced vocabulary has no token."""
+        return self.target.head(states) if self.head is None else self.head(states)
+
+    def predict(self, batch: Batch) -> Rows:
+        return Rows(self, batch)
+
+    def drafter(self) -> PEagle:
+        return PEagle(self)
+
+    def _mask_word(self, words: Tensor) -> Tensor:
+        if self.target.mask_token is None:
+            return self.mask.to(words.dtype)
+        return self.target.embed(torch.tensor([self.target.mask_token], device=words.device)).to(words.dtype)
+
+
+def build(config: Config, target: Target) -> PEagle:
+    return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
+
+
+# ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Memory:
+    """Keys and values of every slot's pairs, and pairs that no pass has read yet."""
+
+    def __init__(self, slots: int, length: int, model: Model):
+        self.kept = SlotCache(slots, length, model.target.device, len(model.layers))
+        self.waiting = Waiting(slots, len(model.taps), model.target, model.fc.weight.dtype)
+
+
+class PEagle:
+    """Drafts a chain a slot in one pass over the new pairs and the masks; the masks' keys are forgotten."""
+
+    def __init__(self, model: Model):
+        packed.pack(model)
+        self.model = model
+        self.taps = model.taps
+        self.limit = model.config.length
+
+    def allocate(self, cache: Cache) -> Memory:
+        # besides the text: masks, and as many columns again where slots bring unequal numbers of new pairs
+        return Memory(cache.slots, cache.length + 2 * self.limit, self.model)
+
+    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
+        memory.waiting.admit(rows, state, scores)
+        self._settle(memory, rows, state)
+
+    @torch.inference_mode()
+    def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
+        sizes = memory.waiting.within(state.rows, budget.clamp(max=self.limit))
+        if not int(sizes.max()):
+            return Draft.empty(len(state.rows), state.device)
+        self._settle(memory, state.rows, state)
+        taps, tokens, counts = memory.waiting.take(state.rows, state)
+        logits = self._logits(memory.kept, state.rows, taps, tokens, counts, int(sizes.max()))
+        following = iter(logits.unbind(1)[1:])
+        return trees.chain(logits[:, 0], lambda _: next(following), sizes, state)
+
+    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
+        memory.waiting.observe(state, kept, scores)
+
+    def free(self, memory: Memory, rows: Sequence[int]) -> None:
+        memory.kept.free(rows)
+        memory.waiting.free(rows)
+
+    def _logits(
+        self, kept: SlotCache, rows: Sequence[int], taps: Tensor, tokens: Tensor, counts: Sequence[int], depths: int
+    ) -> Tensor:
+        """Read the new pairs of these slots and draft behind the last: logits [B, depths, V]."""
+        new, masks, device = taps.shape[1], depths - 1, taps.device
+        real = torch.tensor(counts, device=device)
+        kept.open(rows, new + masks)
+        order = torch.arange(new + masks, device=device)
+        depth = (order - new + 1).clamp(min=0)
+        at = kept.positions(torch.where(order < new, order, real[:, None] - 1 + depth))
+        mask = kept.mask(visible(new, masks, real), self.model.fc.weight.dtype)
+        with packed.products():
+            states = self.model(taps, tokens, masks, at.clamp(min=0), mask, kept)
+            own = torch.cat([(real - 1).clamp(min=0)[:, None], order[new:].expand(len(counts), -1)], 1)
+            logits = self.model.logits(states.gather(1, own[..., None].expand(-1, -1, states.shape[-1])))
+        kept.append(counts)
+        return logits
+
+    def _settle(self, memory: Memory, rows: Sequence[int], state: DecodeState) -> None:
+        """Read what waits where it is more than a step brings, such as a prompt, but for its last pair."""
+        for row in rows:
+            if memory.waiting.count(row) > self.limit + 1:
+                self._read(memory, row, state)
+
+    @torch.inference_mode()
+    def _read(self, memory: Memory, row: int, state: DecodeState) -> None:
+        taps, tokens, [count] = memory.waiting.take([row], state, leave=1)
+        memory.kept.open([row], count)
+        mask = memory.kept.mask(None, self.model.fc.weight.dtype)
+        self.model(taps, tokens, 0, memory.kept.positions(), mask, memory.kept)
+        memory.kept.append([count])
+
+
+def visible(new: int, masks: int, counts: Tensor) -> Tensor:
+    """What the rows of a pass see of it, [B, n, n] bool: `new` pairs, of which counts [B] are real, and masks behind them.
+
+    A pair sees those up to itself, a mask all real pairs and the masks up to itself; padding is seen by padding alone.
+    """
+    order = torch.arange(new + masks, device=counts.device)
+    to_here = order[:, None] >= order
+    is_mask = order >= new
+    return to_here & ((order < counts[:, None]) | is_mask)[:, None] | (order[:, None] == order)
+
+
+# ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Rows:
+    """Predictions from the drawn pairs: one row a depth that COD kept, row d of pair i labelled with token i + 2 + d."""
+
+    def __init__(self, model: Model, batch: Batch):
+        config = model.config
+        self.model, self.target = model, model.target
+        self.vocabulary = model.target.spec.vocabulary
+        drawn = draw(batch, config.anchors, config.length)
+        there = conditional_drop(drawn.learnt, config.ratio, config.floor)
+        extra = Masks.of(drawn.at, there)
+        pairs = batch.tokens.shape[1] - 1
+        at = torch.cat([torch.arange(pairs, device=extra.pair.device).expand(len(extra.pair), -1), extra.pair + extra.depth], 1)
+        seen = training_sight(sight(batch.documents), extra)[:, None]
+        states = model(batch.taps[:, :-1], batch.tokens[:, 1:], extra.pair.shape[1], at, seen)
+        b, a, self.depth = there.nonzero().unbind(-1)
+        row_of = torch.where(self.depth > 0, pairs + extra.row[b, a, self.depth], drawn.at[b, a])
+        labels_at = drawn.labels_at[b, a, self.depth]
+        self.labels = batch.tokens[b, labels_at]
+        self.weight = torch.ones(len(b), device=b.device)
+        self.block = b * drawn.at.shape[1] + a
+        self._hidden_at = b * batch.tokens.shape[1] + labels_at - 1
+        self._hidden = batch.hidden.flatten(0, 1)
+        self._states = states[b, row_of]
+        self.states = self._states.detach().requires_grad_()
+
+    def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
+        for part in whole_blocks(self.block, rows):
+            with torch.no_grad():
+                target = self.target.head(self._hidden[self._hidden_at[part]])
+            yield self.model.logits(self.states[part]), target, part
+
+    def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        return {}
+
+    def backward(self) -> None:
+        if self.states.grad is not None:
+            self._states.backward(self.states.grad)
+
+
+def conditional_drop(learnt: Tensor, ratio: float, floor: float) -> Tensor:
+    """Which depths of which positions COD keeps, [B, A, D] bool; of those whose depth 0 is learnt.  learnt [B, A, D] bool.
+
+    The positions of a text are put in a random order; the first max(ratio^d, floor) of them keep depth d, so whoever keeps a
+    depth kept the one before.
+    """
+    live = learnt[..., 0]
+    chance = torch.rand(live.shape).to(live.device).masked_fill(~live, 2.0)
+    place = chance.argsort(1).argsort(1)
+    share = (ratio ** torch.arange(learnt.shape[-1], device=live.device)).clamp(min=floor)
+    # half a place: the number kept is rounded, not cut
+    return learnt & (place[..., None] + 0.5 < share * live.sum(1)[:, None, None])
+
+
+class Masks:
+    """The rows at depths above 0, [B, R], those of one text side by side and padded at the end."""
+
+    def __init__(self, pair: Tensor, depth: Tensor, row: Tensor):
+        self.pair, self.depth, self.row = pair, depth, row
+
+    @classmethod
+    def of(cls, at: Tensor, there: Tensor) -> Masks:
+        """at [B, A] pairs, there [B, A, D] which depths are kept.  `row` [B, A, D] says which row each of them has."""
+        masks = there.clone()
+        masks[..., 0] = False
+        counted = masks.flatten(1).cumsum(1)
+        row = (counted - 1).view(there.shape)
+        width = int(counted[:, -1:].max()) if counted.numel() else 0
+        pair, depth = (torch.zeros(len(at), width, dtype=torch.int64, device=at.device) for _ in range(2))
+        b, a, d = masks.nonzero().unbind(-1)
+        pair[b, row[b, a, d]], depth[b, row[b, a, d]] = at[b, a], d
+        return cls(pair, depth, row)
+
+
+def training_sight(pairs: Tensor, masks: Masks) -> Tensor:
+    """What pairs and masks may look at, [B, C + R, C + R] bool; pairs [B, C, C] is what pairs see of pairs.
+
+    A mask of depth d sees what its pair sees, and that pair's masks of depths up to d.  Padding, of depth 0, sees itself alone.
+    """
+    of_pairs = pairs.gather(1, masks.pair[..., None].expand(-1, -1, pairs.shape[-1])) & (masks.depth > 0)[..., None]
+    same = masks.pair[:, :, None] == masks.pair[:, None, :]
+    deeper = (masks.depth[:, :, None] >= masks.depth[:, None, :]) & (masks.depth > 0)[:, None, :] & (masks.depth > 0)[..., None]
+    itself = torch.eye(masks.pair.shape[1], dtype=torch.bool, device=pairs.device)
+    upper = torch.nn.functional.pad(pairs, (0, masks.pair.shape[1]))
+    return torch.cat([upper, torch.cat([of_pairs, same & deeper | itself], -1)], 1)

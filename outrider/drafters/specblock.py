@@ -1,0 +1,522 @@
+"""SpecBlock: blocks of K slots, one pass each, one behind another; a tree where the draft doubts.  (arXiv 2605.07243.)
+
+A block stands on a feature and the token behind it: the fused taps of a position for the first, the draft's own state of the
+slot that it goes on from for the next.  Slot k reads feature, token and a learnt query, at rotary position i + 1 + k, and sees
+all slots of earlier positions and its own up to k.  Between two layers each slot takes in its predecessor, h_k <- W [h_k;
+h_{k-1}], so that dependence runs along the block while the pass stays parallel.
+
+A rank head says for each slot how far down the draft's ranking the target's choice will be: 1, 2-4, 5-10 or beyond.  A greedy
+draft is a tree: block 1's likeliest tokens as a chain; at the first slot that is not sure of its first rank the 4 or 10 best
+tokens, each continued by a block of its own, none beyond rank 10; of all that, the likeliest paths.  Drawn drafts are chains
+of two blocks, q of each slot a softmax of its row.
+
+A slot counts in training where the slots of its block before it are right (the likeliest token is the text's), by 0.8^k.
+
+Differs from the paper: serving drafts at most two blocks; later blocks are trained from `anchors` positions instead of all;
+the rank's loss has the row's weight, 0.8^k too, and its class weights are scaled to a mean of 1; the head is the target's own,
+frozen, unless `vocabulary` is given; W begins as the identity on h_k; the bandit that learns online is not here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from outrider import packed
+from outrider.config import Config as Base
+from outrider.decoding.accept import Kept
+from outrider.decoding.draft import Draft
+from outrider.decoding.parties import Cache, Scores, Target
+from outrider.decoding.state import DecodeState
+from outrider.nn import trees
+from outrider.nn.blocks import ContextLayer, KeyValues, RMSNorm, angles
+from outrider.nn.draft_model import Batch, DraftModel, copy_layers, resolve_taps
+from outrider.nn.heads import ReducedHead
+from outrider.nn.pairs import Drawn, Waiting, draw, sight, whole_blocks
+from outrider.targets.cache import SlotCache
+
+RANKS = (1, 4, 10)
+"""The target's choice is in class 0 at rank 1, in 1 up to rank 4, in 2 up to rank 10, else in 3."""
+WIDTHS = (1, 4, 10, 0)
+"""Tokens that go on into a second block, by the class of the slot they stand in."""
+
+
+class Config(Base):
+    kind: Literal["specblock"] = "specblock"
+    slots: PositiveInt = 4
+    """Tokens drafted by one block."""
+    blocks: PositiveInt = 2
+    """Blocks trained one behind another; with 1, serving drafts one block too."""
+    nodes: PositiveInt = 60
+    """Most tokens of a draft."""
+    layers: PositiveInt = 2
+    """Decoder layers of the draft model."""
+    taps: tuple[int, ...] | None = None
+    """Target layers it sees, counted from 0; three, low, middle and high, unless given."""
+    vocabulary: PositiveInt | None = None
+    """Tokens a draft may hold, the most frequent, with trained rows of their own; all, by the target's head, unless given."""
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 4
+    head_dim: PositiveInt = 64
+    intermediate: PositiveInt = 704
+    """Width of the MLP."""
+    rope_theta: PositiveFloat = 10_000.0
+    device: str | None = None
+    """Where it drafts, such as cuda:1; the target's device unless given."""
+    copies: tuple[NonNegativeInt, ...] | None = None
+    """Target layers, one a draft layer and counted from 0, whose weights training begins with; random unless given."""
+    anchors: PositiveInt = 512
+    """Most positions drafted from per text and step in training."""
+    decay: PositiveFloat = 0.8
+    """Slot k weighs decay^k in training."""
+
+
+class Shift(nn.Module):
+    """h_k <- W [h_k; h_{k-1}] within a block; slot 0 stands beside itself."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.proj = nn.Linear(2 * hidden, hidden, bias=False)
+        with torch.no_grad():
+            self.proj.weight.copy_(torch.eye(hidden, 2 * hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K, H]."""
+        return self.proj(torch.cat([x, torch.cat([x[..., :1, :], x[..., :-1, :]], -2)], -1))
+
+
+class RankHead(nn.Module):
+    """Which class the rank of the target's choice is in, from a slot's state and the top of its law."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(hidden + 15, hidden), nn.SiLU(), nn.Linear(hidden, len(WIDTHS)))
+
+    def forward(self, states: Tensor, logits: Tensor) -> Tensor:
+        """states [..., H], logits [..., V]; returns logits [..., 4]."""
+        # at least -20: a reduced vocabulary says -inf
+        best = _law(logits).topk(min(20, logits.shape[-1]), -1).values.clamp(min=-20.0)
+        best = F.pad(best, (0, 20 - best.shape[-1]), value=-20.0)
+        entropy = -(best.exp() * best).sum(-1, keepdim=True)
+        gaps = best[..., :1] - best[..., [1, 2, 4]]
+        seen = torch.cat([best[..., :10], gaps, best[..., :1].exp(), entropy], -1)
+        return self.mlp(torch.cat([states, seen.to(states.dtype)], -1))
+
+
+class Model(DraftModel):
+    """A feature and a token in, K states out; heads on them."""
+
+    def __init__(self, config: Config, target: Target):
+        super().__init__()
+        self.config, self.target = config, target
+        self.taps = resolve_taps(config.taps, target.spec, 3)
+        hidden = target.spec.hidden
+        self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
+        self.cond_norm, self.word_norm, self.query_norm = (RMSNorm(hidden) for _ in range(3))
+        self.queries = nn.Parameter(torch.randn(config.slots, hidden))
+        self.fuse = nn.Linear(3 * hidden, hidden, bias=False)
+        self.layers = nn.ModuleList(ContextLayer(hidden, config) for _ in range(config.layers))
+        self.shifts = nn.ModuleList(Shift(hidden) for _ in range(config.layers - 1))
+        self.norm = RMSNorm(hidden)
+        self.head = None if config.vocabulary is None else ReducedHead(target, config.vocabulary)
+        self.rank_head = RankHead(hidden)
+        if config.copies is not None:
+            copy_layers(self.layers, config.copies, target)
+
+    def begin(self, counts: Tensor) -> None:
+        if self.head is not None:
+            self.head.begin(counts)
+
+    def facts(self) -> Mapping[str, Any]:
+        return {} if self.head is None else {"draft_vocabulary": self.head.content_hash}
+
+    def fused(self, taps: Tensor) -> Tensor:
+        """What a first block stands on, [B, n, H], from taps [B, n, T, H]."""
+        return self.fc(taps.flatten(2).to(self.fc.weight.dtype))
+
+    def forward(self, features: Tensor, tokens: Tensor, at: Tensor, mask: Tensor, kept: KeyValues | None = None) -> Tensor:
+        """States [B, n, K, H] of blocks on features [B, n, H] and the tokens [B, n] behind them, at positions `at` [B or 1, n].
+
+        mask is over the n * K rows, block by block, behind what `kept` holds.
+        """
+        slots = self.config.slots
+        words = self.word_norm(self.target.embed(tokens).to(features.dtype))
+        given = torch.cat([self.cond_norm(features), words], -1)[:, :, None].expand(-1, -1, slots, -1)
+        queries = self.query_norm(self.queries.to(features.dtype)).expand(*given.shape[:-1], -1)
+        x = self.fuse(torch.cat([given, queries], -1)).flatten(1, 2)
+        places = (at[..., None] + 1 + torch.arange(slots, device=at.device)).flatten(1)
+        turn = angles(places, self.config.head_dim, self.config.rope_theta)
+        for i, layer in enumerate(self.layers):
+            if i:
+                x = self.shifts[i - 1](x.unflatten(1, (-1, slots))).flatten(1, 2)
+            x = layer(x, x[:, :0], turn, turn, mask, kept, i)
+        return self.norm(x).unflatten(1, (-1, slots))
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., V] of states [..., H]; -inf where a reduced vocabulary has no token."""
+        return self.target.head(states) if self.head is None else self.head(states)
+
+    def predict(self, batch: Batch) -> Rows:
+        return Rows(self, batch)
+
+    def drafter(self) -> SpecBlock:
+        return SpecBlock(self)
+
+
+def build(config: Config, target: Target) -> SpecBlock:
+    return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
+
+
+# ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Memory:
+    """Keys and values of K slots a pair, and pairs that no pass has read yet."""
+
+    def __init__(self, slots: int, pairs: int, model: Model):
+        self.kept = SlotCache(slots, pairs * model.config.slots, model.target.device, len(model.layers))
+        self.waiting = Waiting(slots, len(model.taps), model.target, model.fc.weight.dtype)
+
+
+class First:
+    """A first block behind the newest pair of every slot."""
+
+    def __init__(self, rows: Sequence[int], states: Tensor, logits: Tensor, at: Tensor):
+        self.rows = rows
+        self.states, self.logits, self.at = states, logits, at
+        """[B, K, H], [B, K, V], and where that pair stands, [B]."""
+
+
+class SpecBlock:
+    """Drafts a tree at temperature 0, where the target verifies trees, and a chain of up to two blocks else."""
+
+    def __init__(self, model: Model):
+        packed.pack(model)
+        self.model, self.config = model, model.config
+        self.taps = model.taps
+        self.longest = self.config.slots * min(2, self.config.blocks)
+        self.has_trees = model.target.spec.mode == "tree"
+        self.limit = self.config.nodes if self.has_trees else min(self.longest, self.config.nodes)
+        if not self.has_trees:
+            log = logging.getLogger(__name__)
+            log.warning("%s verifies no trees: specblock drafts chains of at most %d", model.target.spec.name, self.limit)
+
+    def allocate(self, cache: Cache) -> Memory:
+        # besides the text: what a step brings, and a second block for each of the most candidates
+        return Memory(cache.slots, cache.length + self.longest + 1 + max(WIDTHS), self.model)
+
+    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
+        memory.waiting.admit(rows, state, scores)
+        self._settle(memory, rows, state)
+
+    @torch.inference_mode()
+    def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
+        sizes = memory.waiting.within(state.rows, budget.clamp(max=self.limit))
+        if not int(sizes.max()):
+            return Draft.empty(len(state.rows), state.device)
+        self._settle(memory, state.rows, state)
+        with packed.products():
+            first = self._first(memory, state)
+            if state.settings.is_greedy and not state.bans and self.has_trees:
+                return self._tree(memory.kept, first, sizes)
+            return self._chain(memory.kept, first, sizes.clamp(max=self.longest), state)
+
+    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
+        memory.waiting.observe(state, kept, scores)
+
+    def free(self, memory: Memory, rows: Sequence[int]) -> None:
+        memory.kept.free(rows)
+        memory.waiting.free(rows)
+
+    def _settle(self, memory: Memory, rows: Sequence[int], state: DecodeState) -> None:
+        """Read what waits where it is more than a step brings, such as a prompt, but for its last pair."""
+        for row in rows:
+            if memory.waiting.count(row) > self.longest + 1:
+                self._read(memory, [row], state, leave=1)
+
+    @torch.inference_mode()
+    def _read(self, memory: Memory, rows: Sequence[int], state: DecodeState, leave: int) -> tuple[Tensor, Tensor]:
+        """Read waiting pairs.  Returns the states of each slot's last one, [B, K, H], and where it stands, [B]."""
+        kept, slots = memory.kept, self.config.slots
+        taps, tokens, counts = memory.waiting.take(rows, state, leave)
+        kept.open(rows, slots * tokens.shape[1])
+        begins = kept.starts // slots
+        at = begins[:, None] + torch.arange(tokens.shape[1], device=begins.device)
+        states = self.model(self.model.fused(taps), tokens, at, kept.mask(None, self.model.fc.weight.dtype), kept)
+        kept.append([slots * count for count in counts])
+        last = (torch.tensor(counts, device=begins.device) - 1).clamp(min=0)
+        return states[torch.arange(len(counts), device=begins.device), last], begins + last
+
+    def _first(self, memory: Memory, state: DecodeState) -> First:
+        states, at = self._read(memory, state.rows, state, leave=0)
+        return First(state.rows, states, self.model.logits(states), at)
+
+    def _second(self, kept: SlotCache, first: First, slot: Tensor, tokens: Tensor) -> Tensor:
+        """Logits [B, W, K, V] of blocks behind tokens [B, W] in slot `slot` [B] of the first; their keys are forgotten."""
+        slots, width = self.config.slots, tokens.shape[1]
+        kept.open(first.rows, slots * width)
+        number = torch.arange(slots * width, device=tokens.device)
+        own = (number[:, None] // slots == number // slots) & (number[:, None] >= number)
+        mask = kept.mask(own[None], self.model.fc.weight.dtype)
+        # the slots of the first block behind the one that it goes on from; they stand last
+        behind = kept.columns - kept.starts[:, None]
+        hidden = (behind < 0) & (behind >= slot[:, None] + 1 - slots)
+        mask = mask.masked_fill(hidden[:, None, None], -torch.inf)
+        features = first.states[torch.arange(len(slot), device=slot.device), slot][:, None].expand(-1, width, -1)
+        at = (first.at + slot + 1)[:, None].expand(-1, width)
+        states = self.model(features, tokens, at, mask, kept)
+        kept.append([0] * len(first.rows))
+        return self.model.logits(states)
+
+    def _chain(self, kept: SlotCache, first: First, sizes: Tensor, state: DecodeState) -> Draft:
+        """The first block, and a second behind its last slot."""
+        slots, rows = self.config.slots, list(first.logits.unbind(1))
+
+        def read_one(token: Tensor) -> Tensor:
+            rows.pop(0)
+            if not rows:
+                last = torch.full_like(token, slots - 1)
+                rows.extend(self._second(kept, first, last, token[:, None])[:, 0].unbind(1))
+            return rows[0]
+
+        return trees.chain(rows[0], read_one, sizes, state)
+
+    def _tree(self, kept: SlotCache, first: First, sizes: Tensor) -> Draft:
+        slot, width = doubt(self.model.rank_head(first.states, first.logits).argmax(-1))
+        best = _law(first.logits).topk(min(max(WIDTHS), first.logits.shape[-1]), -1)
+        here = torch.arange(len(slot), device=slot.device)
+        candidates = best.indices[here, slot], best.values[here, slot]
+        widths, most = width.tolist(), min(int(width.max()), best.indices.shape[-1])
+        chains = zip(best.indices[..., 0].tolist(), best.values[..., 0].tolist(), strict=True)
+        grown = [Grown(*chain) for chain in chains]
+        offers = list(zip(slot.tolist(), *(found[:, :most].tolist() for found in candidates), strict=True))
+        following: list[Any] = [None] * len(grown)
+        if most and self.config.blocks > 1 and int(sizes.max()) > 1:
+            second = _law(self._second(kept, first, slot, candidates[0][:, :most])).max(-1)
+            following = list(zip(second.indices.tolist(), second.values.tolist(), strict=True))
+        for b, tree in enumerate(grown):
+            at, tokens, scores = offers[b]
+            for w in range(min(widths[b], most)):
+                behind = ((), ()) if following[b] is None else (following[b][0][w], following[b][1][w])
+                tree.branch(at, [tokens[w], *behind[0]], [scores[w], *behind[1]])
+        found = [tree.best(size) for tree, size in zip(grown, sizes.tolist(), strict=True)]
+        return Draft.trees([tokens for tokens, _ in found], [parents for _, parents in found], first.logits.device)
+
+
+def doubt(ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """The slot where a draft branches, the first whose class is not 0 or else the last, and how many tokens go on there.
+
+    ranks [B, K].
+    """
+    unsure = ranks != 0
+    slot = torch.where(unsure.any(-1), unsure.long().argmax(-1), ranks.shape[-1] - 1)
+    return slot, torch.tensor(WIDTHS, device=ranks.device)[ranks.gather(-1, slot[:, None])[:, 0]]
+
+
+class Grown:
+    """One slot's tree: a chain and branches off it, each node with the log probability of its path.  Equal siblings are one."""
+
+    def __init__(self, tokens: Sequence[int], scores: Sequence[float]):
+        """scores: log probability of each token in its slot."""
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.scores: list[float] = []
+        self._known: dict[tuple[int, int], int] = {}
+        self.chain: list[int] = []
+        self.branch(0, tokens, scores)
+        self.chain = list(range(len(self.tokens)))
+
+    def branch(self, at: int, tokens: Sequence[int], scores: Sequence[float]) -> None:
+        """Add a path that stands where the chain has its node `at`.  A token of probability 0 ends it."""
+        parent = self.chain[at - 1] if at else -1
+        total = self.scores[parent] if at else 0.0
+        for token, score in zip(tokens, scores, strict=True):
+            total += score
+            if total == -torch.inf:
+                return
+            node = self._known.setdefault((parent, token), len(self.tokens))
+            if node == len(self.tokens):
+                self.tokens.append(token)
+                self.parents.append(parent)
+                self.scores.append(total)
+            self.scores[node] = max(self.scores[node], total)
+            parent = node
+
+    def best(self, most: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents of the likeliest nodes, descending; a parent is never less likely, so every prefix is a tree."""
+        order = sorted(range(len(self.tokens)), key=lambda node: (-self.scores[node], node))[:most]
+        place = {-1: -1} | {node: n for n, node in enumerate(order)}
+        return [self.tokens[node] for node in order], [place[self.parents[node]] for node in order]
+
+
+def _law(logits: Tensor) -> Tensor:
+    return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+
+
+# ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Tape:
+    """Keys and values of all blocks so far, with their gradients."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        if layer_idx in self._layers:
+            before = self._layers[layer_idx]
+            keys, values = torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
+        self._layers[layer_idx] = keys, values
+        return keys, values
+
+
+class Rows:
+    """Predictions of blocks behind drawn pairs: block b of pair i goes on after m_1 + ... + m_{b-1} tokens, each m drawn.
+
+    Every block has all rows that have a label, whatever the draft says; those behind a slot that was wrong weigh 0.
+    """
+
+    def __init__(self, model: Model, batch: Batch):
+        config, device = model.config, batch.tokens.device
+        self.model, self.target = model, model.target
+        self.vocabulary = model.target.spec.vocabulary
+        drawn = draw(batch, config.anchors, config.blocks * config.slots)
+        # on the CPU, whose random state a checkpoint keeps
+        taken = torch.randint(1, config.slots + 1, (config.blocks - 1,)).tolist()
+        states = rollout(model, batch, drawn, taken)
+        begins = torch.tensor([sum(taken[:b]) for b in range(config.blocks)], device=device)
+        depths = begins[:, None] + torch.arange(config.slots, device=device)
+        learnt = drawn.learnt[..., depths]
+        where = learnt.nonzero().unbind(-1)
+        text, pair, number, slot = where
+        self.depth = depths[number, slot]
+        labels_at = drawn.labels_at[..., depths][where]
+        self.labels = batch.tokens[text, labels_at]
+        self.block = (text * drawn.at.shape[1] + pair) * config.blocks + number
+        self._hidden_at = text * batch.tokens.shape[1] + labels_at - 1
+        self._hidden = batch.hidden.flatten(0, 1)
+        self._states = states[where]
+        self.states = self._states.detach().requires_grad_()
+        is_right, self.ranks = self._looked_at()
+        right = torch.ones_like(learnt)
+        right[where] = is_right
+        counts = F.pad(right[..., :-1], (1, 0), value=True).long().cumprod(-1)
+        self.weight = counts[where] * torch.as_tensor(config.decay, device=device) ** slot
+        self.class_weights = class_weights(self.ranks[self.weight > 0])
+
+    def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
+        for part in whole_blocks(self.block, rows):
+            yield self.model.logits(self.states[part]), self._target(part), part
+
+    def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        found = self.model.rank_head(self.states[rows].detach(), draft.detach())
+        true = self.ranks[rows]
+        return {"rank": rank_loss(found.float(), true) * self.class_weights[true]}
+
+    def backward(self) -> None:
+        if self.states.grad is not None:
+            self._states.backward(self.states.grad)
+
+    @torch.no_grad()
+    def _target(self, part: slice) -> Tensor:
+        return self.target.head(self._hidden[self._hidden_at[part]])
+
+    @torch.no_grad()
+    def _looked_at(self) -> tuple[Tensor, Tensor]:
+        """Which rows' likeliest token is the text's, [M] bool, and the class of the target's choice, [M]."""
+        right, ranks = [self.labels[:0].bool()], [self.labels[:0]]
+        for part in whole_blocks(self.block, max(1, 2**22 // self.vocabulary)):
+            draft = self.model.logits(self.states[part])
+            right.append(draft.argmax(-1) == self.labels[part])
+            ranks.append(rank_class(draft, self._target(part).argmax(-1)))
+        # in older torch the head's weights, as autocast cast them here without a gradient, would be used for the loss too
+        torch.clear_autocast_cache()
+        return torch.cat(right), torch.cat(ranks)
+
+
+def rollout(model: Model, batch: Batch, drawn: Drawn, taken: Sequence[int]) -> Tensor:
+    """States [B, A, blocks, K, H]: every pair's first block, then those behind the drawn pairs.
+
+    Block b + 2 goes on from slot taken[b] - 1 of the one before, with the text's own token.
+    """
+    slots, pairs = model.config.slots, batch.tokens.shape[1] - 1
+    seen, tape = sight(batch.documents), Tape()
+    features = model.fused(batch.taps[:, :-1])
+    at = torch.arange(pairs, device=seen.device)[None]
+    states = model(features, batch.tokens[:, 1:], at, first_sight(seen, slots)[:, None], tape)
+    texts = torch.arange(len(seen), device=seen.device)[:, None]
+    found = [states[texts, drawn.at]]
+    for b, count in enumerate(taken):
+        places = drawn.at + sum(taken[: b + 1])
+        tokens = batch.tokens.gather(1, (places + 1).clamp(max=pairs))
+        mask = later_sight(seen, drawn.at, taken[: b + 1], slots)[:, None]
+        found.append(model(found[-1][:, :, count - 1], tokens, places, mask, tape))
+    return torch.stack(found, 2)
+
+
+def first_sight(pairs: Tensor, slots: int) -> Tensor:
+    """What rows of first blocks see, [B, P * K, P * K] bool: all slots of earlier pairs, their own up to themselves.
+
+    pairs [B, P, P] says which pairs a pair sees.
+    """
+    order = torch.arange(slots, device=pairs.device)
+    itself = torch.eye(pairs.shape[1], dtype=torch.bool, device=pairs.device)[:, None, :, None]
+    up_to = order[:, None, None] >= order
+    return torch.where(itself, up_to, pairs[:, :, None, :, None]).flatten(3).flatten(1, 2)
+
+
+def later_sight(pairs: Tensor, at: Tensor, taken: Sequence[int], slots: int) -> Tensor:
+    """What rows of block len(taken) + 1 see of all blocks so far and their own, [B, A * K, (P + len(taken) * A) * K] bool.
+
+    First blocks of earlier pairs whole, of their own pair's earlier blocks the slots that were taken, their own up to
+    themselves.  pairs [B, P, P], at [B, A].
+    """
+    count, order = at.shape[1], torch.arange(slots, device=at.device)
+    before = pairs.gather(1, at[..., None].expand(-1, -1, pairs.shape[-1]))
+    itself = torch.arange(pairs.shape[-1], device=at.device) == at[..., None]
+    first = torch.where(itself[..., None], order < taken[0], before[..., None]).flatten(2)
+    first = first[:, :, None].expand(-1, -1, slots, -1).flatten(1, 2)
+    same = torch.eye(count, dtype=torch.bool, device=at.device)[:, None, :, None]
+    middle = [(same & (order < some)).expand(-1, slots, -1, -1) for some in taken[1:]]
+    own = same & (order[:, None, None] >= order)
+    rest = torch.cat([block.flatten(2).flatten(0, 1) for block in (*middle, own)], -1)
+    return torch.cat([first, rest.expand(len(at), -1, -1)], -1)
+
+
+def rank_class(draft: Tensor, wanted: Tensor) -> Tensor:
+    """Class of the rank that draft logits [m, V] give the tokens wanted [m]; equals of it rank behind it."""
+    rank = (draft > draft.gather(-1, wanted[:, None])).sum(-1)
+    return torch.bucketize(rank, torch.tensor(RANKS, device=draft.device), right=True)
+
+
+def ordinal_targets(classes: int = len(WIDTHS)) -> Tensor:
+    """Row t is what to learn where t is true, [4, 4]: 1 / (1 + |c - t| + max(t - c, 0))^2, summing to 1.
+
+    A rank said too near costs twice what one said too far does.
+    """
+    c = torch.arange(classes)
+    off = c - c[:, None]
+    near = 1.0 / (1 + off.abs() + (-off).clamp(min=0)) ** 2
+    return near / near.sum(-1, keepdim=True)
+
+
+def rank_loss(logits: Tensor, true: Tensor) -> Tensor:
+    """[m] cross entropy against the ordinal targets less their own entropy, times 1 + |t - p| + max(t - p, 0) for p said.
+
+    The entropy has no gradient; without it 0 is what a perfect head gets.
+    """
+    soft = ordinal_targets(logits.shape[-1]).to(logits)[true]
+    off = true - logits.detach().argmax(-1)
+    return (soft * (soft.log() - logits.log_softmax(-1))).sum(-1) * (1 + off.abs() + off.clamp(min=0))
+
+
+def class_weights(ranks: Tensor) -> Tensor:
+    """[4] in proportion to min(1, 10 / how often a class is there), with a mean of 1 over these rows [m]."""
+    weights = (10.0 / torch.bincount(ranks, minlength=len(WIDTHS)).clamp(min=1)).clamp(max=1)
+    return weights / weights[ranks].mean() if len(ranks) else weights

@@ -1,0 +1,571 @@
+"""What drafters share that feed their own output back: EAGLE's heads (arXiv 2401.15077, 2406.16858, 2503.01840) and MTP.
+
+A step module reads pairs, at rotary position i the target's feature of position i and token i + 1, with causal attention over
+the pairs before, and says what follows token i + 1.  Drafting goes on from there: the drafted token with the module's own
+output in the feature's place, at position i + 1, and so on.  Keys of pairs stay; those of drafted tokens are forgotten with the
+draft, since their features were guesses.
+
+Where there are several modules, module m reads token i + 1 + m and, in the feature's place, what module m - 1 said of the token
+before (DeepSeek-V3, arXiv 2412.19437).  So every module reads every token of a text but its first m + 1, and drafted tokens
+are read by all modules that have to guess from them.  Behind the last module its own output goes on.
+
+Training unrolls the same steps at every position of a text (EAGLE-3's training-time test).  The rollout of position i sees in
+step s what its twin sees when served: pairs up to i of its own text, and its own steps 1 to s.
+
+B slots or texts, n positions, K steps, D modules, H hidden size, V vocabulary, h heads, d head size, E drafted nodes read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from outrider import packed
+from outrider.config import Config as Base
+from outrider.decoding.accept import Kept
+from outrider.decoding.draft import Draft
+from outrider.decoding.parties import Cache, Scores, Target
+from outrider.decoding.state import DecodeState
+from outrider.errors import DrafterError
+from outrider.nn import trees
+from outrider.nn.blocks import KeyValues, RMSNorm, Shape, angles, rotate
+from outrider.nn.draft_model import Batch
+
+READ = 512
+"""Most pairs of one slot read in one pass."""
+ROWS = 128
+"""Rollouts that attend together in training: more of them see more of each other's keys in vain."""
+
+Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""(q [B, h, n, d], k and v [B, kv heads, n, d], layer) to the attention's output [B, h, n, d]; keys and values are noted.
+
+Layers are counted through all modules of a model.
+"""
+
+
+class RecurrentConfig(Base):
+    """What every drafter of this kind can set."""
+
+    length: PositiveInt = 5
+    """Tokens drafted per step; levels of a tree."""
+    width: PositiveInt = 1
+    """Children a node may have; above 1 the draft is a tree: the likeliest paths at temperature 0, drawn siblings else."""
+    nodes: PositiveInt = 16
+    """Nodes of a tree; a chain has `length`."""
+    replacement: bool = False
+    """Draw the siblings of a tree independently; by default a younger one is none of its elders, and more are kept."""
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt = 4
+    head_dim: PositiveInt = 64
+    intermediate: PositiveInt = 704
+    """Width of the MLP."""
+    rope_theta: PositiveFloat = 10_000.0
+    device: str | None = None
+    """Where it drafts, such as cuda:1; the target's device unless given."""
+    ttt: PositiveInt = 7
+    """Steps unrolled in training."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Step s weighs decay ** s in training."""
+
+
+class RecurrentModel(Protocol):
+    """A draft model as this module serves and unrolls it."""
+
+    @property
+    def config(self) -> RecurrentConfig: ...
+
+    target: Target
+    taps: tuple[int, ...]
+    """Target layers its features are made of; () takes the hidden state after the final norm."""
+    num_modules: int
+    """Step modules with weights of their own: step s takes module min(s, num_modules - 1)."""
+
+    def features(self, seen: Tensor) -> Tensor:
+        """What the target said, taps [B, n, T, H] or hidden [B, n, H], as a step module takes it: [B, n, H]."""
+
+    def step(self, module: int, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
+        """words, features [B, n, H] to what the next step takes for features, [B, n, H].  angle as `blocks.angles` gives it."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What a step gave, [..., H], to logits [..., V]."""
+
+
+@runtime_checkable
+class OwnRotation(Protocol):
+    """A model whose step modules turn by positions themselves, and may see less than all before them."""
+
+    limits: Sequence[Any]
+    """How far each module sees, None without end; else its `kind` is window and its `size` counts positions, its own too."""
+
+    def turn(self, positions: Tensor) -> Tensor:
+        """What `step` is given as `angle`, for positions [B or 1, n] of pairs."""
+
+
+def turned(model: RecurrentModel, positions: Tensor) -> Tensor:
+    """What the steps at these positions [B or 1, n] turn by."""
+    if isinstance(model, OwnRotation):
+        return model.turn(positions)
+    return angles(positions, model.config.head_dim, model.config.rope_theta)
+
+
+def limit_of(model: RecurrentModel, module: int) -> Any:
+    """How far this module sees."""
+    return model.limits[module] if isinstance(model, OwnRotation) else None
+
+
+def module_of(step: int, model: RecurrentModel) -> int:
+    """Which module takes this step, counted from 0."""
+    return min(step, model.num_modules - 1)
+
+
+class RecurrentAttention(nn.Module):
+    """Self-attention that leaves to its caller what is seen.
+
+    gated: sigmoid(W x + b) scales every number of every head before o_proj, x being the layer's input.
+    """
+
+    def __init__(self, width: int, hidden: int, shape: Shape, qk_norm: bool = False, gated: bool = False):
+        """width: of the input; hidden: of the output."""
+        super().__init__()
+        if shape.heads % shape.kv_heads:
+            raise DrafterError(f"heads {shape.heads} is no multiple of kv_heads {shape.kv_heads}")
+        if shape.head_dim % 2:
+            raise DrafterError(f"head_dim {shape.head_dim} is odd; rotary positions turn pairs, choose an even one")
+        self.head_dim = shape.head_dim
+        self.q_proj = nn.Linear(width, shape.heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.head_dim, hidden, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(shape.head_dim) if qk_norm else nn.Identity()
+        self.gate = nn.Linear(width, shape.heads * shape.head_dim) if gated else None
+
+    def forward(self, x: Tensor, angle: Tensor, attend: Attend, layer: int) -> Tensor:
+        """x [B, n, width]; returns [B, n, H]."""
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(self.q_norm(q).transpose(1, 2), angle), rotate(self.k_norm(k).transpose(1, 2), angle)
+        out = attend(q, k, v.transpose(1, 2), layer).transpose(1, 2).flatten(2)
+        if self.gate is not None:
+            out = out * self.gate(x).sigmoid()
+        return self.o_proj(out)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Scaled dot products, kv heads shared out over query heads."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def seen_of(model: RecurrentModel, source: Batch | Scores) -> Tensor:
+    """What this model looks at of a target's pass: taps [B, n, T, H], or hidden states [B, n, H] where it has no taps."""
+    if not model.taps:
+        return source.hidden
+    assert source.taps is not None
+    return source.taps
+
+
+# ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Slots(KeyValues, Protocol):
+    """Keys and values of every slot, as `targets.cache.SlotCache` keeps them."""
+
+    lengths: list[int]
+    device: torch.device
+
+    @property
+    def is_even(self) -> bool: ...
+    def open(self, rows: Sequence[int], width: int) -> Any: ...
+    def mask(self, visible: Tensor | None, dtype: torch.dtype) -> Tensor: ...
+    def masks(
+        self, visible: Tensor | None, dtype: torch.dtype, limits: Mapping[str, Any], depths: Tensor | None = None
+    ) -> dict[str, Tensor]: ...
+    def positions(self, depths: Tensor | None = None) -> Tensor: ...
+    def append(self, counts: Sequence[int]) -> None: ...
+    def free(self, rows: Sequence[int]) -> None: ...
+
+
+MakeSlots = Callable[[int, int, torch.device], Slots]
+"""(slots, length of each, device) to an empty cache: `SlotCache`."""
+
+
+@dataclass
+class Pairs:
+    """Keys and values of the pairs every slot has read, and features of those that wait."""
+
+    kept: Slots
+    pending: list[list[Tensor]]
+    """Of every slot, in order: [any, ...] each.  The last one known always waits: its pass gives the first drafted token."""
+    said: list[Tensor | None]
+    """Of every slot, what all modules said of the last token read, side by side [D * H]; None before the first."""
+
+    def waiting(self, row: int) -> int:
+        return sum(map(len, self.pending[row]))
+
+    def take(self, row: int, count: int) -> Tensor:
+        """The first `count` features that wait, [count, ...]."""
+        joined = self.pending[row][0] if len(self.pending[row]) == 1 else torch.cat(self.pending[row])
+        self.pending[row] = [joined[count:]] if count < len(joined) else []
+        return joined[:count]
+
+
+class RecurrentDrafter:
+    """Drafts a chain or a tree, feeding a step module its own output."""
+
+    def __init__(self, model: RecurrentModel, make: MakeSlots):
+        assert isinstance(model, nn.Module)
+        packed.pack(model)
+        self.model, self._make = model, make
+        self.taps = model.taps
+        self.width = _allowed_width(model)
+        config = model.config
+        self.parents = trees.shape(self.width, config.length, config.nodes) if self.width > 1 else ()
+        self.limit = len(self.parents) or config.length
+        self.dtype = next(model.parameters()).dtype
+
+    def allocate(self, cache: Cache) -> Pairs:
+        # besides the text's pairs: drafted tokens that are read, and columns where slots bring unequal numbers of pairs
+        room = self.limit + 1 + max(self.limit, self.width * self.model.config.length)
+        kept = self._make(cache.slots, cache.length + room, self.model.target.device)
+        return Pairs(kept, [[] for _ in range(cache.slots)], [None] * cache.slots)
+
+    def admit(self, memory: Pairs, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
+        seen = seen_of(self.model, scores)
+        for b, row in enumerate(rows):
+            fresh = state.prefilled[row] - memory.kept.lengths[row] - memory.waiting(row)
+            memory.pending[row].append(seen[b, :fresh].to(memory.kept.device))
+        self._settle(memory, rows, state)
+
+    @torch.inference_mode()
+    def propose(self, memory: Pairs, state: DecodeState, budget: Tensor) -> Draft:
+        rows, kept = state.rows, memory.kept
+        # behind the very first token of a text there is no feature yet
+        budget = torch.tensor([most if memory.waiting(row) else 0 for row, most in zip(rows, budget.tolist(), strict=True)])
+        if not int(budget.max()):
+            return Draft.empty(len(rows), state.device)
+        self._settle(memory, rows, state)
+        with packed.products():
+            rollout = Rollout(self.model, kept, rows, self._last(memory, rows, state), self.dtype)
+            try:
+                return whole(self._draft(rollout, state, budget), state)
+            finally:
+                rollout.forget()
+
+    def _draft(self, rollout: Rollout, state: DecodeState, budget: Tensor) -> Draft:
+        first = self.model.logits(_parts(self.model, rollout.hidden)[0][:, 0])
+        if self.width == 1:
+            return trees.chain(first, rollout.read_one, budget, state)
+
+        def expand(tree: Draft, fresh: int) -> Tensor:
+            return trees.masked(rollout.expand(tree, fresh), tree, state)
+
+        first = state.masked(first)
+        if state.settings.is_greedy:
+            return trees.beam(first, expand, budget, width=self.width, depth=self.model.config.length)
+        return trees.sampled(
+            first, expand, budget, parents=self.parents, settings=state.settings, streams=state.streams,
+            replacement=self.model.config.replacement,
+        )  # fmt: skip
+
+    def observe(self, memory: Pairs, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
+        seen = seen_of(self.model, scores)
+        for b, row in enumerate(state.rows):
+            fresh = seen[b, [0, *(node + 1 for node in kept.paths[b])]]
+            memory.pending[row].append(fresh.to(memory.kept.device))
+
+    def free(self, memory: Pairs, rows: Sequence[int]) -> None:
+        memory.kept.free(rows)
+        for row in rows:
+            memory.pending[row], memory.said[row] = [], None
+
+    @torch.inference_mode()
+    def _settle(self, memory: Pairs, rows: Sequence[int], state: DecodeState) -> None:
+        """Read what waits where it is more than a step brings, such as a prompt; each slot by itself, so none is padded."""
+        for row in rows:
+            while (waiting := memory.waiting(row)) > self.limit + 1:
+                count = min(waiting - 1, READ)
+                self._read(memory, [row], state, memory.take(row, count)[None], [count])
+
+    def _last(self, memory: Pairs, rows: Sequence[int], state: DecodeState) -> Tensor:
+        """Read all that waits; what the modules say of each slot's last token, [B, D * H]."""
+        counts = [memory.waiting(row) for row in rows]
+        features = [memory.take(row, count) for row, count in zip(rows, counts, strict=True) if count]
+        empty = features[0][:0]
+        every = iter(features)
+        padded = nn.utils.rnn.pad_sequence([next(every) if count else empty for count in counts], batch_first=True)
+        found = self._read(memory, rows, state, padded, counts)
+        last = torch.tensor(counts, device=found.device).clamp(min=1) - 1
+        return found[torch.arange(len(rows), device=found.device), last]
+
+    def _read(
+        self, memory: Pairs, rows: Sequence[int], state: DecodeState, seen: Tensor, counts: Sequence[int]
+    ) -> Tensor:  # fmt: skip
+        """Read pairs of these slots, right-padded features [R, n, ...] of which counts[r] are real; outputs [R, n, D * H]."""
+        kept, model, width = memory.kept, self.model, seen.shape[1]
+        tokens = []
+        for row, count in zip(rows, counts, strict=True):
+            begin = kept.lengths[row] + 1
+            tokens.append(state.tokens[row][begin : begin + count] + [0] * (width - count))
+        kept.open(rows, width)
+        words, features = model.target.embed(torch.tensor(tokens, device=kept.device)), model.features(seen.to(self.dtype))
+        at = kept.positions()
+        angle = turned(model, at)
+        found: list[Tensor] = []
+        for module in range(model.num_modules):
+            if module:
+                features = _shifted(found[-1], [memory.said[row] for row in rows], module - 1)
+            found.append(model.step(module, words, features, angle, _looking(kept, self._mask(kept, width, at, module))))
+        kept.append(counts)
+        joined = torch.cat(found, -1)
+        if model.num_modules > 1:
+            for b, (row, count) in enumerate(zip(rows, counts, strict=True)):
+                if count:
+                    memory.said[row] = joined[b, count - 1].clone()
+        return joined
+
+    def _mask(self, kept: Slots, width: int, at: Tensor, module: int) -> Tensor | None:
+        """Additive, for the open pass of pairs; None: all is seen."""
+        limit = limit_of(self.model, module)
+        if limit is not None:
+            return _without_holes(kept.masks(None, self.dtype, {"": limit})[""], at, module)
+        if width == 1 and kept.is_even and not module:
+            return None
+        return _without_holes(kept.mask(None, self.dtype), at, module)
+
+
+def _parts(model: RecurrentModel, hidden: Tensor) -> list[Tensor]:
+    """What each module said, [..., H] each, of hidden [..., D * H]."""
+    return list(hidden.chunk(model.num_modules, -1))
+
+
+def _shifted(said: Tensor, before: Sequence[Tensor | None], module: int) -> Tensor:
+    """What `module` said of the token before each, [R, n, H]; said [R, n, H], before [D * H] of each row."""
+    size = said.shape[-1]
+    nothing = said.new_zeros(size)
+    first = [nothing if own is None else own[module * size : (module + 1) * size] for own in before]
+    return torch.cat([torch.stack(first)[:, None], said[:, :-1]], 1)
+
+
+def _without_holes(mask: Tensor, at: Tensor, module: int) -> Tensor:
+    """The mask [R or 1, 1, Q, end] without the first pairs, which module m can't know.  at [R or 1, Q], where queries stand.
+
+    What stands there itself may see them: a row that sees nothing would be NaN.
+    """
+    if not module:
+        return mask
+    columns = torch.arange(mask.shape[-1], device=mask.device)
+    return mask.masked_fill((columns < module) & (at >= module)[:, None, :, None], -torch.inf)
+
+
+class Rollout:
+    """Drafted tokens behind the pairs that some slots have read.  Their keys stand behind the pairs' until `forget`."""
+
+    def __init__(self, model: RecurrentModel, kept: Slots, rows: Sequence[int], root: Tensor, dtype: torch.dtype):
+        """root [B, D * H]: what the modules said of each slot's last token."""
+        self.model, self.kept, self.rows, self.dtype = model, kept, rows, dtype
+        self.starts = [kept.lengths[row] for row in rows]
+        self.hidden = root[:, None]
+        """[B, 1 + E, D * H] outputs: of the last token, and of drafted nodes in the order they were read.
+
+        A module that has no more to guess from a node reads it no more: there stands what it said of an earlier one.
+        """
+        self.chain: list[Tensor] = []
+        self._step = 0
+
+    def read_one(self, tokens: Tensor) -> Tensor:
+        """Read one more token of a chain in every slot, [B]; logits [B, V] behind it."""
+        self.chain.append(tokens)
+        ids = torch.stack(self.chain, 1)
+        return self.expand(Draft.chain(ids, torch.full((len(ids),), ids.shape[1])), 1)[:, 0]
+
+    def expand(self, tree: Draft, fresh: int) -> Tensor:
+        """As `trees.Expand`."""
+        model, kept = self.model, self.kept
+        nodes = tree.tokens.shape[1]
+        self._step += 1
+        first = module_of(self._step, model)
+        above = tree.parents[:, -fresh:, None] + 1
+        before = _parts(model, self.hidden.gather(1, above.expand(-1, -1, self.hidden.shape[-1])))
+        words, found = model.target.embed(tree.tokens[:, -fresh:]), list(before)
+        for module in range(first, model.num_modules):
+            # behind the last module goes on what it said itself
+            features = before[module - 1 if self._step < model.num_modules else module]
+            self._stand(0)
+            kept.open(self.rows, nodes)
+            at = kept.positions(torch.full((1, fresh), self._step - 1, device=kept.device))
+            mask = self._mask(tree, fresh, module, at)
+            self._stand(nodes - fresh)
+            kept.open(self.rows, fresh)
+            found[module] = model.step(module, words, features, turned(model, at), _looking(kept, mask))
+        self.hidden = torch.cat([self.hidden, torch.cat(found, -1)], 1)
+        return model.logits(found[first])
+
+    def forget(self) -> None:
+        """No drafted token was read."""
+        self._stand(0)
+
+    def _stand(self, behind: int) -> None:
+        for row, start in zip(self.rows, self.starts, strict=True):
+            self.kept.lengths[row] = start + behind
+
+    def _mask(self, tree: Draft, fresh: int, module: int, at: Tensor) -> Tensor | None:
+        """Additive, for the open pass of all nodes: pairs, ancestors and itself.  None: all is seen."""
+        limit = limit_of(self.model, module)
+        if limit is not None:
+            depths = tree.depths()
+            every = self.kept.masks(tree.visible()[:, 1:, 1:], self.dtype, {"": limit}, depths)[""]
+            return _without_holes(every[:, :, -fresh:], at, module)
+        if not tree.branches and self.kept.is_even and not module:
+            return None
+        return _without_holes(self.kept.mask(tree.visible()[:, -fresh:, 1:], self.dtype), at, module)
+
+
+def whole(draft: Draft, state: DecodeState) -> Draft:
+    """The draft up to the first node that no law is left for: what may stand there is nothing that can be drafted.
+
+    That is known before the node is drawn, so a slot may end there.
+    """
+    if draft.q is None or not state.bans:
+        return draft
+    is_law = draft.q.isfinite().all(-1).long().cumprod(-1).sum(-1)
+    return draft.first(torch.minimum(draft.sizes, is_law.cpu()))
+
+
+def _looking(kept: Slots, mask: Tensor | None) -> Attend:
+    """Attention over all that the open pass of `kept` may look at."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        return attention(q, *kept.update(k, v, layer), mask)
+
+    return attend
+
+
+def _allowed_width(model: RecurrentModel) -> int:
+    """The config's width, or 1 for a target that verifies no trees."""
+    config, spec, log = model.config, model.target.spec, logging.getLogger(__name__)
+    kind = getattr(config, "kind", "drafter")
+    if config.width == 1:
+        idle = [name for name in ("nodes", "replacement") if getattr(config, name) != type(config).model_fields[name].default]
+        if idle:
+            log.warning("%s.%s has no effect on a chain; set width above 1 for a tree", kind, " and ".join(idle))
+    elif spec.mode != "tree":
+        log.warning(
+            "%s verifies no trees (its mode is %s): %s drafts a chain of %d, as with width 1",
+            spec.name, spec.mode, kind, config.length,
+        )  # fmt: skip
+        return 1
+    return config.width
+
+
+# ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class UnrolledRows:
+    """Predictions of rollouts from every position of a batch: K rows a rollout, row s labelled with token i + 2 + s.
+
+    Step s reads token i + 1 + s and the output of step s - 1, in step 0 the target's feature of position i; the gradient goes
+    through all steps.  Rollouts that learn nothing have no rows.  Heads run chunk by chunk on a detached copy of the outputs;
+    `backward` sends its gradient through the steps at once.
+    """
+
+    def __init__(
+        self, model: RecurrentModel, batch: Batch, features: Tensor,
+        terms: Callable[[Tensor, Tensor], Mapping[str, Tensor]] | None = None,
+    ):  # fmt: skip
+        """features [B, S, H].  terms: (outputs, the target's hidden states where the label is said) [m, H] each, to `extra`."""
+        config, device, length = model.config, batch.tokens.device, batch.tokens.shape[1]
+        self.model, self.slots, self._terms = model, config.ttt, terms
+        self.vocabulary = model.target.spec.vocabulary
+        rollouts, steps = torch.arange(max(1, length - 2), device=device), torch.arange(config.ttt, device=device)
+        wanted = rollouts[:, None] + 2 + steps
+        labels_at = wanted.clamp(max=length - 1)
+        is_own = batch.documents[:, labels_at] == batch.documents[:, rollouts, None]
+        learnt = (batch.loss_mask[:, labels_at] & (wanted < length) & is_own).long().cumprod(-1)
+        live = learnt[..., 0] > 0
+        self.labels = batch.tokens[:, labels_at][live].flatten()
+        self.weight = (learnt[live] * config.decay**steps).flatten()
+        self.depth = steps.repeat(int(live.sum()))
+        self.block = torch.arange(int(live.sum()), device=device).repeat_interleave(self.slots)
+        offsets = torch.arange(len(live), device=device)[:, None, None] * length
+        self._rows_of_hidden = (offsets + labels_at - 1)[live].flatten().clamp(min=0)
+        self._hidden = batch.hidden.flatten(0, 1)
+        self._states = unrolled(model, batch, features[:, : len(rollouts)])[live].flatten(0, 1)
+        self.states = self._states.detach().requires_grad_()
+
+    def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
+        width = max(1, rows // self.slots) * self.slots
+        for start in range(0, len(self.labels), width):
+            part = slice(start, min(start + width, len(self.labels)))
+            with torch.no_grad():
+                # rollouts side by side are labelled with the same tokens
+                which, back = self._rows_of_hidden[part].unique(return_inverse=True)
+                target = self.model.target.head(self._hidden[which])[back]
+            yield self.model.logits(self.states[part]), target, part
+
+    def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        return {} if self._terms is None else self._terms(self.states[rows], self._hidden[self._rows_of_hidden[rows]])
+
+    def backward(self) -> None:
+        if self.states.grad is not None:
+            self._states.backward(self.states.grad)
+
+
+def unrolled(model: RecurrentModel, batch: Batch, features: Tensor) -> Tensor:
+    """Outputs of all steps of the rollouts that begin at the first n positions, [B, n, K, H].  features [B, n, H]."""
+    config, length, device = model.config, batch.tokens.shape[1], features.device
+    at = torch.arange(features.shape[1], device=device)
+    attend = Unrolled(batch.documents[:, : len(at)], lambda layer: limit_of(model, layer))
+
+    def step(module: int, number: int, hidden: Tensor) -> Tensor:
+        words = model.target.embed(batch.tokens[:, (at + 1 + number).clamp(max=length - 1)])
+        return model.step(module, words, hidden, turned(model, (at + number)[None]), attend)
+
+    states: list[Tensor] = []
+    for number in range(config.ttt):
+        states.append(step(module_of(number, model), number, states[-1] if states else features))
+    return torch.stack(states, 2)
+
+
+class Unrolled:
+    """Attention of unrolled steps.  What a layer sees first is the pairs; each later call is one more step of every rollout."""
+
+    def __init__(self, documents: Tensor, limit: Callable[[int], Any] = lambda layer: None):
+        """documents [B, n] as in `Batch`.  limit: how far a layer sees."""
+        self.documents, self._limit = documents, limit
+        self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        kept = self._kept.setdefault(layer, [])
+        kept.append((k, v))
+        limit, found = self._limit(layer), []
+        for begin in range(0, q.shape[2], ROWS):
+            end = min(begin + ROWS, q.shape[2])
+            keys, values = (
+                torch.cat([first[:, :, :end], *(own[:, :, begin:end] for own in others)], 2)
+                for first, *others in zip(*kept, strict=True)
+            )
+            mask = unrolled_mask(self.documents, begin, end, len(kept) - 1, None if limit is None else limit.size)
+            found.append(attention(q[:, :, begin:end], keys, values, mask))
+        return torch.cat(found, 2)
+
+
+def unrolled_mask(documents: Tensor, begin: int, end: int, steps: int, window: int | None = None) -> Tensor:
+    """What rollouts begin..end - 1 may see in step `steps`: [B, 1, end - begin, end + steps * (end - begin)] bool.
+
+    Columns are the pairs 0..end - 1, then for each step from 1 on these rollouts' own keys.  documents [B, n].
+    window: positions that are seen at most, their own included.
+    """
+    at = torch.arange(end, device=documents.device)
+    rows = at[begin:, None]
+    pairs = (at <= rows) & (documents[:, begin:end, None] == documents[:, None, :end])
+    own = (at[begin:] == rows).repeat(1, steps).expand(len(documents), -1, -1)
+    if window is not None:
+        back = torch.arange(steps - 1, -1, -1, device=documents.device).repeat_interleave(end - begin)
+        pairs, own = pairs & (rows + steps - at < window), own & (back < window)
+    return torch.cat([pairs, own], -1)[:, None]

@@ -1,0 +1,36 @@
+"""One text learnt by heart is drafted without a miss.
+
+The sharpest test of a method's plumbing: a mask, a position, a tap, a label that is off by one between training and serving,
+and blocks stop being kept whole.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import batch_of, cases, train
+
+from outrider.decoding.generate import advance
+from outrider.decoding.state import DecodeState, Request
+
+LENGTH, PROMPT = 44, 6
+
+
+@pytest.mark.parametrize("case", [case for case in cases() if case.trains and not case.is_variant], ids=str)
+def test_every_block_of_a_text_learnt_by_heart_is_kept_whole(case, target, workshop, prompts, plain):
+    """Catches whatever makes serving another game than training; the last block ends with the text."""
+    model = workshop.model(case, target)
+    prompt = prompts[0][:PROMPT]
+    text = (prompt + plain(target, prompt, LENGTH))[:LENGTH]
+    batch = batch_of(target, model.taps, torch.tensor([text]))
+    for _ in range(12):
+        if train(model, batch, 50, lr=5e-3)[-1] < 0.02:
+            break
+    drafter = model.eval().drafter()
+    state = DecodeState(1, 256)
+    steps = []
+    for progress in advance(target, [Request(prompt, LENGTH - len(prompt))], drafter, state=state):
+        steps.append((progress.accepted, progress.reached))
+    deepest = max(reached for _, reached in steps)
+    assert deepest >= 2
+    assert steps[:-1] == [(deepest, deepest)] * (len(steps) - 1)

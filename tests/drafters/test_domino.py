@@ -1,0 +1,259 @@
+"""Domino: what its head may read, what it adds, and how its curriculum goes over from the base to it."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from conftest import batch_of
+from contracts.parties import TableTarget
+from safetensors.torch import load_file
+from tiny import randomise
+from train.bench import make_answers
+
+from outrider.decoding.generate import generate
+from outrider.drafters import dflash, domino
+from outrider.errors import DrafterError
+from outrider.nn.draft_model import Batch
+from outrider.nn.heads import PrefixGRU
+from outrider.prepare.features import LiveFeatures
+from outrider.train import trainer
+
+SIZES = {
+    "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32, "block": 4, "anchors": 16, "decay": 4.0,
+}  # fmt: skip
+HEAD = {"gru": 8, "rank": 8}
+
+
+def made(target, **settings):
+    torch.manual_seed(1)
+    return domino.Model(domino.Config(**(SIZES | HEAD | settings)), target).double()
+
+
+@pytest.fixture
+def batch(target):
+    tokens = torch.randint(64, (4, 24), generator=torch.Generator().manual_seed(4))
+    return batch_of(target, (1, 2), tokens)
+
+
+def logits_of(model, batch, seed=0):
+    torch.manual_seed(seed)
+    rows = model.predict(batch)
+    return rows, torch.cat([draft for draft, _, _ in rows.chunks(10**9)])
+
+
+# ── the head ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_gru_is_torchs_own():
+    """Catches gates in another order or a reset in another place: released weights would load and say something else."""
+    torch.manual_seed(0)
+    theirs, mine = torch.nn.GRU(6, 5, bias=False, batch_first=True).double(), PrefixGRU(6, 5).double()
+    mine.load_state_dict(theirs.state_dict())
+    words = torch.randn(3, 4, 6).double()
+    torch.testing.assert_close(mine.along(words), theirs(words)[0], rtol=1e-12, atol=1e-12)
+    state = mine.start(words[:, 0])
+    for k in range(4):
+        state = mine(words[:, k], state)
+    torch.testing.assert_close(mine.along(words)[:, -1], state, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_are_named_as_in_released_checkpoints(target):
+    """Catches a head that no released file fits."""
+    shapes = {name: tuple(w.shape) for name, w in made(target).named_parameters() if not name.startswith("backbone.")}
+    assert shapes == {
+        "prefix_gru.weight_ih_l0": (24, 32), "prefix_gru.weight_hh_l0": (24, 8),
+        "embed_proj.0.weight": (8, 40), "embed_proj.2.weight": (64, 8),
+    }  # fmt: skip
+
+
+def test_with_nothing_learnt_by_the_head_it_is_dflash(target, batch, prompts):
+    """Catches a head that moves logits before it has learnt anything, in training or at serving."""
+    model = made(target, taps=(1, 2))
+    plain = dflash.Model(dflash.Config(**(SIZES | {"taps": (1, 2)})), target).double()
+    plain.load_state_dict({name: weight for name, weight in model.state_dict().items() if name.startswith("backbone.")})
+    rows, mine = logits_of(model, batch)
+    others, theirs = logits_of(plain, batch)
+    assert torch.equal(mine, theirs) and torch.equal(rows.weight, others.weight)
+    drafts = []
+    for drafter in (model.eval().drafter(), plain.eval().drafter()):
+        propose, seen = drafter.propose, []
+        drafter.propose = functools.partial(noted, propose, seen)
+        generate(target, prompts[:3], drafter, max_new_tokens=12)
+        drafts.append(seen)
+    assert len(drafts[0]) == len(drafts[1]) > 3
+    assert all(torch.equal(one, other) for one, other in zip(*drafts, strict=True))
+
+
+def noted(propose, seen, memory, state, budget):
+    draft = propose(memory, state, budget)
+    seen.append(draft.tokens)
+    return draft
+
+
+def moved(corrections, model, changed: int) -> list[bool]:
+    """Which slots' corrections move when the tokens in slots from `changed` on become others (slot k is told k's before)."""
+    noise = torch.Generator().manual_seed(0)
+    states = torch.randn(3, 4, 32, dtype=torch.float64, generator=noise)
+    drafted = torch.randint(64, (3, 5), generator=noise)  # the anchor and four drafts
+    other = drafted.clone()
+    other[:, changed + 1 :] = (other[:, changed + 1 :] + 7) % 64
+    with torch.no_grad():
+        return [
+            bool((one - two).abs().max() > 0)
+            for one, two in zip(
+                corrections(model, states, drafted).unbind(1), corrections(model, states, other).unbind(1), strict=True
+            )
+        ]
+
+
+def told_what_stood_before(model, states, drafted):
+    return model.corrections(states, drafted[:, :-1])
+
+
+def told_its_own_token(model, states, drafted):
+    """A planted fault: teacher forcing that is one slot off."""
+    return model.corrections(states, drafted[:, 1:])
+
+
+def test_a_slot_is_corrected_by_the_tokens_before_it_alone(target):
+    """Catches a head that reads the token it is to predict, or a later one."""
+    model = randomise(made(target))
+    for changed in range(4):
+        assert moved(told_what_stood_before, model, changed) == [k > changed for k in range(4)]
+    assert moved(told_its_own_token, model, 2) == [False, False, True, True]
+
+
+def test_the_first_slots_keep_their_base_logits(target):
+    """Catches a correction of the slot that has nothing of its own block before it."""
+    states, previous = torch.randn(2, 4, 32).double(), torch.randint(64, (2, 4))
+    for first in (0, 1, 3):
+        added = randomise(made(target, pure_prefix=first)).corrections(states, previous)
+        assert [bool(slot.any()) for slot in added.unbind(1)] == [k >= first for k in range(4)]
+    with pytest.raises(DrafterError, match="pure_prefix 4 leaves none"):
+        made(target, pure_prefix=4)
+
+
+def test_serving_corrects_as_training_does(target, batch):
+    """Catches a GRU that reads other tokens, or in another order, when it reads its own."""
+    model = randomise(made(target, taps=(1, 2))).eval()
+    states = []
+    backbone = model.backbone.forward
+    model.backbone.forward = lambda *given: states.append(backbone(*given)) or states[-1]
+    anchors, at = batch.tokens[:, 9], torch.full((4,), 9)
+    with torch.no_grad():
+        tokens, logits, confidence = model(batch.taps[:, :9], torch.arange(9)[None], anchors, at, None, None, None)
+        previous = torch.cat([anchors[:, None], tokens[:, :-1]], 1)
+        wanted = target.head(states[0][:, 0]) + model.corrections(states[0][:, 0], previous)
+    assert confidence is None
+    torch.testing.assert_close(logits, wanted, rtol=1e-10, atol=1e-10)
+
+
+# ── the curriculum ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("progress", "curriculum", "share"),
+    [(0.0, 0.5, 1.0), (0.25, 0.5, 0.5), (0.5, 0.5, 0.0), (1.0, 0.5, 0.0), (0.0, 1.0, 1.0), (1.0, 1.0, 0.0), (0.0, 0.0, 0.0)],
+)
+def test_the_bases_share_falls_from_one_to_zero(progress, curriculum, share):
+    """Catches a curriculum that ends elsewhere than it says."""
+    assert domino.base_share(progress, curriculum) == share
+
+
+def test_every_block_trains_by_its_base_or_by_what_is_drafted(target, batch):
+    """Catches a block that is half of each, and a share that is not lam.  The seed is fixed: 16 to 48 of 64."""
+    model = randomise(made(target, taps=(1, 2)))
+    found = {}
+    for progress in (0.0, 0.25, 1.0):
+        model.progress = progress
+        rows, logits = logits_of(model, batch)
+        found[progress] = logits.unflatten(0, (-1, 4)), rows.weight
+    base, final = found[0.0][0], found[1.0][0]
+    assert torch.equal(base, target.head(rows.states).unflatten(0, (-1, 4)))
+    assert torch.equal(base[:, 0], final[:, 0]) and bool((base[:, 1:] != final[:, 1:]).any())
+    is_base = [torch.equal(one, other) for one, other in zip(found[0.25][0], base, strict=True)]
+    is_final = [torch.equal(one, other) for one, other in zip(found[0.25][0], final, strict=True)]
+    assert all(one != other for one, other in zip(is_base, is_final, strict=True))
+    assert 16 <= sum(is_base) <= 48
+    # a run may put other weights in their place, or choose rows: they know nothing of the curriculum
+    assert all(torch.equal(weight, rows.weight) for _, weight in found.values())
+
+
+def test_the_head_learns_nothing_while_the_base_alone_trains(target, batch):
+    """Catches a correction that enters the base's part of the loss."""
+    model = randomise(made(target, taps=(1, 2)))
+    for progress, learns in ((0.0, False), (1.0, True)):
+        model.progress = progress
+        model.zero_grad()
+        rows = model.predict(batch)
+        trainer.accumulate(rows, trainer.Config(loss={"kl": 1.0}))
+        rows.backward()
+        head = [w for name, w in model.named_parameters() if not name.startswith("backbone.")]
+        assert [bool(w.grad.any()) for w in head] == [learns] * 4
+        assert bool(model.backbone.fc.weight.grad.any())
+
+
+def test_a_training_stopped_within_the_curriculum_goes_on_bit_for_bit(target, tmp_path):
+    """Catches a share that starts anew with every process, and draws that a resume does not repeat."""
+    source = LiveFeatures(target, make_answers(vocabulary=64), (1,), batch=2, length=64)
+    settings = trainer.Config(steps=6, batch=2, lr=1e-2, dtype="float32", log_every=1, save_every=2)
+
+    def run(folder, stop=0):
+        model, seen = made(target, taps=(1,), curriculum=1.0), []
+
+        def on_step(step, found):
+            seen.append(model.progress)
+            if step == stop:
+                raise KeyboardInterrupt
+
+        try:
+            trainer.train(model, source, settings, folder, on_step=on_step)
+        except KeyboardInterrupt:
+            seen.append(None)
+        return seen, load_file(folder / "checkpoint" / "model.safetensors")
+
+    whole, weights = run(tmp_path / "whole")
+    assert whole == [step / 6 for step in range(6)]
+    assert run(tmp_path / "cut", stop=3)[0] == [*whole[:3], None]
+    again, resumed = run(tmp_path / "cut")
+    assert again == whole[2:]
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+
+
+# ── what it is for ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def second_order(texts: int, length: int) -> tuple[TableTarget, Batch]:
+    """A target whose law hangs on the last two tokens, and texts that it wrote."""
+    target = TableTarget.random(12, seed=3)
+    table = 2 * target.table
+    target.weight = torch.linalg.lstsq(target.features.flatten(0, 1), table.flatten(0, 1)).solution.T.contiguous()
+    noise, tokens = torch.Generator().manual_seed(0), torch.zeros(texts, length, dtype=torch.int64)
+    for n in range(2, length):
+        law = table[tokens[:, n - 2], tokens[:, n - 1]].softmax(-1)
+        tokens[:, n] = torch.multinomial(law, 1, generator=noise)[:, 0]
+    return target, batch_of(target, (1,), tokens)
+
+
+def test_where_a_token_hangs_on_the_two_before_it_drafts_better_than_dflash():
+    """The claim of the method: slots that guess alone know only averages.  Same seeds, same steps; found are 0.1."""
+    target, batch = second_order(16, 16)
+    kept = []
+    for kind, head in ((dflash, {}), (domino, {"gru": 16, "rank": 12})):
+        torch.manual_seed(1)
+        model = kind.Model(kind.Config(**(SIZES | {"block": 3, "taps": (1,), "anchors": 8}), **head), target).double()
+        optimiser = torch.optim.AdamW(model.parameters(), lr=2e-2)
+        for step in range(90):
+            model.progress = step / 90
+            optimiser.zero_grad()
+            rows = model.predict(batch)
+            trainer.accumulate(rows, trainer.Config(loss={"kl": 1.0}))
+            rows.backward()
+            optimiser.step()
+        model.progress = 1.0
+        kept.append(trainer.accumulate(model.predict(batch), trainer.Config(), is_logged=True)["acceptance"])
+    (first, *alone), (same, *together) = kept
+    assert abs(first - same) < 0.05
+    assert all(mine > theirs + 0.05 for mine, theirs in zip(together, alone, strict=True))

@@ -1,0 +1,286 @@
+"""EAGLE-3 and EAGLE: their own parts; what recurrent drafters share is tested in tests/nn/test_recurrent.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import Case, batch_of
+
+from outrider import drafters
+from outrider.decoding.generate import advance, generate
+from outrider.decoding.sampling import Sampling
+from outrider.decoding.state import Request
+from outrider.drafters import eagle, eagle3
+from outrider.errors import DrafterError
+from outrider.train import losses
+from outrider.train.checkpoint import load_drafter, load_weights, save
+from outrider.train.trainer import Config as TrainConfig
+from outrider.train.trainer import accumulate
+
+OPTIONS = {
+    "plain": {},
+    "five taps": {"taps": (0, 1, 2, 3)},
+    "qwen3": {"qk_norm": True},
+    "3.1": {"fc_norm": True, "norm_output": True},
+    "gated": {"gated": True},
+    "metaquery": {"aggregate": "metaquery", "queries": 2},
+    "reduced": {"vocabulary": 24},
+}
+EVERY = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+
+
+@pytest.fixture
+def texts():
+    return torch.randint(64, (4, 20), generator=torch.Generator().manual_seed(4))
+
+
+def logits_of(model, batch):
+    return torch.cat([draft for draft, _, _ in model.predict(batch).chunks(10**9)])
+
+
+def fill(model, source) -> None:
+    """Give `model` the weights of another that it has too."""
+    theirs = source.state_dict()
+    model.load_state_dict(model.state_dict() | {name: theirs[name] for name in model.state_dict().keys() & theirs.keys()})
+
+
+@EVERY
+def test_every_option_is_exact_and_stays_exact_after_a_checkpoint(options, target, prompts, plain, workshop, tmp_path):
+    """Catches an option that training knows and serving does not, and weights that are not saved."""
+    model = workshop.model(Case("eagle3", options), target)
+    model.begin(torch.arange(64))
+    save(tmp_path / "checkpoint", model)
+    drafters_, drafts = (model.eval().drafter(), load_drafter(tmp_path / "checkpoint", target)), []
+    for drafter in drafters_:
+        found = generate(target, prompts[:3], drafter, max_new_tokens=8, slots=2)
+        assert [one.tokens for one in found] == [plain(target, prompt, 8) for prompt in prompts[:3]]
+        drafts.append([one.accepted for one in found])
+    assert drafts[0] == drafts[1]
+
+
+@EVERY
+def test_every_option_has_its_gradient(options, target, texts, workshop):
+    """Catches a part that stands in the model and not in the loss; in bf16 too, where dtypes meet."""
+    model = workshop.model(Case("eagle3", options), target).float()
+    for weight in model.parameters():  # what begins as nothing lets no gradient through
+        torch.nn.init.normal_(weight, std=0.3)
+    batch = batch_of(target, model.taps, texts)
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = model.predict(batch)
+        found = accumulate(rows, TrainConfig(loss={"kl": 1.0}))
+    rows.backward()
+    assert math.isfinite(found["loss"])
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None and bool(weight.grad.isfinite().all()), name
+        assert float(weight.grad.abs().sum()) > 0, name
+
+
+def test_weights_are_named_as_the_released_ones(target):
+    """Catches a name or a shape under which no released checkpoint would load."""
+    config = eagle3.Config(heads=2, kv_heads=1, head_dim=8, intermediate=48, taps=(0, 1, 2), vocabulary=24, fc_norm=True)
+    shapes = {name: tuple(weight.shape) for name, weight in eagle3.Model(config, target).state_dict().items()}
+    assert shapes == {
+        "fc.weight": (32, 96), "fc_norm.0.weight": (32,), "fc_norm.1.weight": (32,), "fc_norm.2.weight": (32,),
+        "norm.weight": (32,), "layers.0.hidden_norm.weight": (32,), "layers.0.input_layernorm.weight": (32,),
+        "layers.0.post_attention_layernorm.weight": (32,), "layers.0.self_attn.q_proj.weight": (16, 64),
+        "layers.0.self_attn.k_proj.weight": (8, 64), "layers.0.self_attn.v_proj.weight": (8, 64),
+        "layers.0.self_attn.o_proj.weight": (32, 16), "layers.0.mlp.gate_proj.weight": (48, 32),
+        "layers.0.mlp.up_proj.weight": (48, 32), "layers.0.mlp.down_proj.weight": (32, 48),
+        "head.lm_head.weight": (24, 32), "head.d2t": (24,), "head.t2d": (64,),
+    }  # fmt: skip
+    names = set(eagle.Model(eagle.Config(), target).state_dict())
+    assert {"fc.weight", "fc.bias", "layers.0.post_attention_layernorm.weight"} <= names
+    assert not any("input_layernorm" in name or name.startswith("norm") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("layers", "wanted"), [(36, (1, 17, 32)), (28, (1, 13, 24)), (8, (1, 3, 4)), (4, (0, 1)), (2, (0, 1)), (1, (0,))]
+)
+def test_taps_not_asked_for_are_low_middle_and_high(layers, wanted):
+    """Catches a default that a small target does not have."""
+    assert eagle3.three(layers) == wanted
+
+
+# ── options that begin as nothing ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_learned_queries_begin_as_nothing(target, texts, workshop):
+    """Catches queries that spoil the linear path before anything is learnt."""
+    plain, queried = (workshop.model(Case("eagle3", OPTIONS[name]), target) for name in ("plain", "metaquery"))
+    fill(queried, plain)
+    batch = batch_of(target, plain.taps, texts)
+    assert torch.equal(logits_of(plain, batch), logits_of(queried, batch))
+    torch.nn.init.normal_(queried.metaquery.o_proj.weight)
+    assert not torch.allclose(logits_of(plain, batch), logits_of(queried, batch))
+
+
+def test_learned_queries_look_at_one_token_alone(target, texts, workshop):
+    """Catches attention over positions in place of taps: a later token would be seen."""
+    model = workshop.model(Case("eagle3", OPTIONS["metaquery"]), target)
+    torch.nn.init.normal_(model.metaquery.o_proj.weight)
+    taps = batch_of(target, model.taps, texts).taps
+    other = taps.clone()
+    other[:, 7] += 1
+    moved = (model.features(other) - model.features(taps)).abs().amax(-1)
+    assert bool((moved[:, 7] > 1e-3).all())
+    moved[:, 7] = 0
+    assert not moved.any()
+
+
+def test_an_open_gate_changes_nothing(target, texts, workshop):
+    """Catches a gate that is not a factor between 0 and 1, or stands behind o_proj."""
+    plain, gated = (workshop.model(Case("eagle3", OPTIONS[name]), target) for name in ("plain", "gated"))
+    fill(gated, plain)
+    batch = batch_of(target, plain.taps, texts)
+    assert not torch.allclose(logits_of(plain, batch), logits_of(gated, batch))
+    torch.nn.init.constant_(gated.layers[0].self_attn.gate.bias, 100.0)
+    torch.testing.assert_close(logits_of(plain, batch), logits_of(gated, batch), rtol=1e-12, atol=1e-12)
+    torch.nn.init.constant_(gated.layers[0].self_attn.gate.bias, -100.0)
+    torch.nn.init.zeros_(plain.layers[0].self_attn.o_proj.weight)
+    torch.testing.assert_close(logits_of(plain, batch), logits_of(gated, batch), rtol=1e-12, atol=1e-12)
+
+
+def test_the_normed_output_is_what_the_next_step_reads(target, texts, workshop):
+    """Catches a norm that is applied twice, or to the logits alone."""
+    given, fed = (workshop.model(Case("eagle3", {"norm_output": fed}), target) for fed in (False, True))
+    fill(fed, given)
+    for model in (given, fed):
+        torch.nn.init.constant_(model.norm.weight, 3.0)
+    batch = batch_of(target, given.taps, texts)
+    depth = given.predict(batch).depth
+    one, other = logits_of(given, batch), logits_of(fed, batch)
+    torch.testing.assert_close(one[depth == 0], other[depth == 0], rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(one[depth == 1], other[depth == 1])
+
+
+# ── a vocabulary of fewer tokens ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_draft_holds_no_token_outside_the_vocabulary(width, settings, target, prompts, workshop):
+    """Catches ids of the draft's own that are taken for the target's, and a q above 0 elsewhere."""
+    model = workshop.model(Case("eagle3", {"vocabulary": 10, "width": width, "nodes": 6}), target)
+    counts = torch.zeros(64)
+    counts[[3, 9, 17, 21, 30, 41, 55, 60, 62, 63]] = 5
+    model.begin(counts)
+    inside, drafter, nodes = set(model.head.ids.tolist()), model.eval().drafter(), []
+    assert inside == {3, 9, 17, 21, 30, 41, 55, 60, 62, 63}
+    propose = drafter.propose
+
+    def watched(memory, state, budget):
+        draft = propose(memory, state, budget)
+        nodes.extend(token for b, size in enumerate(draft.live) for token in draft.ids[b][:size])
+        if draft.q is not None:
+            outside = torch.ones(64, dtype=torch.bool)
+            outside[sorted(inside)] = False
+            assert not draft.q[..., outside].any()
+        return draft
+
+    drafter.propose = watched
+    requests = [Request(prompt, 12, Sampling(**settings)) for prompt in prompts[:4]]
+    for _ in advance(target, requests, drafter, slots=2):
+        pass
+    assert set(nodes) <= inside and len(set(nodes)) > 1
+
+
+def test_bans_on_all_that_can_be_drafted_leave_nothing_unlawful(target, prompts, workshop):
+    """Catches NaN as q where every token of the draft's vocabulary is banned."""
+    from outrider.decoding.state import DecodeState
+
+    model = workshop.model(Case("eagle3", {"vocabulary": 5}), target)
+    sampling = Sampling(temperature=1.0, bad_words=[(token,) for token in model.head.ids.tolist()])
+    state = DecodeState(2, 256)
+    for _ in advance(target, [Request(prompt, 8, sampling) for prompt in prompts[:2]], model.eval().drafter(), state=state):
+        pass
+    assert state.unlawful == 0
+
+
+def test_what_cannot_be_drafted_counts_as_lost(target, texts, workshop):
+    """Catches a target that is renormalised over the draft's vocabulary: the loss would call a head of one token perfect."""
+    model = workshop.model(Case("eagle3", {"vocabulary": 1}), target)
+    for draft, own, part in model.predict(batch_of(target, model.taps, texts)).chunks(10**9):
+        said = own.softmax(-1)[:, model.head.ids[0]]
+        torch.testing.assert_close(losses.tv(draft, own, texts.new_zeros(len(own))), (1 - said).float(), check_dtype=False)
+        assert part.stop == len(own)
+
+
+def test_another_vocabulary_is_another_fact(target, workshop):
+    """Catches a checkpoint whose ids and rows do not belong together."""
+    model = workshop.model(Case("eagle3", {"vocabulary": 10}), target)
+    before = dict(model.facts())
+    model.begin(torch.arange(64))
+    assert model.facts() != before
+    assert workshop.model(Case("eagle3"), target).facts() == {}
+
+
+def test_a_vocabulary_above_the_targets_is_refused(target, workshop):
+    """Catches an index error deep in a sort."""
+    with pytest.raises(DrafterError, match="64"):
+        workshop.model(Case("eagle3", {"vocabulary": 65}), target)
+
+
+# ── EAGLE-1 ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_feature_to_learn_is_the_one_the_label_was_said_from(target, texts, workshop):
+    """Catches a feature shifted by one: a model that guesses right must have no loss."""
+    model = workshop.model(Case("eagle", {"ttt": 3, "noise": 0.0}), target)
+    batch = batch_of(target, (), texts)
+    rows = model.predict(batch)
+    for place in range(3):
+        # row s of the rollout from i guesses feature i + 1 + s
+        hits = (rows.block % 18 == 4) & (rows.depth == place)
+        rows.states.data[hits] = batch.hidden[:, 5 + place]
+    for draft, own, part in rows.chunks(10**9):
+        feature = rows.extra(part, draft, own)["feature"]
+        right = (rows.block % 18 == 4)[part]
+        torch.testing.assert_close(draft[right], own[right], rtol=1e-10, atol=1e-10)
+        assert not feature[right].any()
+        assert bool((feature[~right] > 0).all())
+
+
+def test_the_feature_loss_is_smooth_l1():
+    """Catches a sum over the feature's numbers, whose scale would hang on the target's size."""
+    found = eagle.distance(torch.tensor([[0.5, 3.0], [0.0, 0.0]]), torch.zeros(2, 2))
+    assert found.tolist() == [(0.125 + 2.5) / 2, 0.0]
+
+
+def test_features_are_noisy_in_training_alone(target, texts, workshop):
+    """Catches noise while serving, and noise larger than asked for."""
+    model = workshop.model(Case("eagle", {"ttt": 1, "noise": 0.1}), target)
+    batch = batch_of(target, (), texts)
+    seen, features = [], eagle.UnrolledRows
+
+    def watched(model, batch, features_, terms):
+        seen.append(features_ - batch.hidden)
+        return features(model, batch, features_, terms)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eagle, "UnrolledRows", watched)
+        model.predict(batch)
+        model.eval().predict(batch)
+    assert 0.09 < float(seen[0].abs().max()) <= 0.1
+    assert abs(float(seen[0].mean())) < 0.01
+    assert not seen[1].any()
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_heads_that_do_not_divide_are_refused(kind, target):
+    """Catches a shape error deep in attention."""
+    module = drafters.find(kind)
+    with pytest.raises(DrafterError, match="kv_heads"):
+        module.build(module.Config(heads=4, kv_heads=3), target)
+    with pytest.raises(DrafterError, match="odd"):
+        module.build(module.Config(head_dim=7), target)
+
+
+def test_weights_of_another_width_are_refused(target, workshop, tmp_path):
+    """Catches a checkpoint of three taps that is read as one of two."""
+    from outrider.errors import CheckpointError
+
+    save(tmp_path / "checkpoint", workshop.model(Case("eagle3", {"taps": (0, 1, 2)}), target))
+    with pytest.raises(CheckpointError, match="misshapen"):
+        load_weights(tmp_path / "checkpoint", workshop.model(Case("eagle3"), target))

@@ -1,0 +1,429 @@
+"""Heads on the last state: what they draft, in which tree, and how the tree is found."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import Case, batch_of, train
+from contracts.chances import keeps_the_law
+from contracts.parties import TableTarget
+
+from outrider.config import build as checked
+from outrider.decoding.accept import Kept
+from outrider.decoding.draft import Draft
+from outrider.decoding.generate import advance, generate
+from outrider.decoding.parties import Scores
+from outrider.decoding.sampling import Sampling
+from outrider.decoding.state import DecodeState, Request
+from outrider.drafters import medusa
+from outrider.errors import ConfigError, DrafterError
+from outrider.nn import trees
+from outrider.train import checkpoint
+
+BUSHY = ((0,), (1,), (0, 0), (2,), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 2), (0, 1, 0))
+TABLE = TableTarget.random(5)
+
+
+def made(target, **settings) -> medusa.Model:
+    """A model whose heads are no longer what they began as."""
+    torch.manual_seed(3)
+    model = medusa.Model(medusa.Config(**{"heads": 3, "tree": BUSHY} | settings), target)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.2 * torch.randn_like(weight)
+    return model.to(getattr(torch, target.spec.dtype)).eval()
+
+
+class Slots:
+    slots, length = 2, 100
+
+
+def proposed(model, texts, budget=100, sampling=Sampling()) -> Draft:  # noqa: B008  (frozen)
+    """The draft behind these texts, each read up to its anchor."""
+    drafter, state = model.drafter(), DecodeState(len(texts), 256)
+    memory = drafter.allocate(Slots())
+    for row, text in enumerate(texts):
+        state.admit(row, Request(text, 100, sampling))
+        state.prefilled[row] = len(text) - 1
+        hidden, _ = model.target.read(torch.tensor([text[:-1]]))
+        drafter.admit(memory, [row], state, Scores(hidden, hidden, None))
+    return drafter.propose(memory, state, torch.full((len(texts),), min(budget, drafter.limit)))
+
+
+def said(model, text, path) -> torch.Tensor:
+    """Logits [V] of the head behind a text and this drafted path, as training sees them."""
+    hidden, _ = model.target.read(torch.tensor([text[:-1]]))
+    tokens = [text[-1], *path]
+    words = model.words(torch.tensor([tokens + [0] * (model.config.heads - len(tokens))]))
+    with torch.no_grad():
+        return model.along(hidden[:, -1], words, model.config.heads)[0, len(path)]
+
+
+def follows_the_heads(model, texts, draft, banned=frozenset()) -> bool:
+    """Whether every node is the choice of its rank of its head, behind its own path."""
+    paths = [*model.drafter().tree.paths][: draft.tokens.shape[1]]
+    for b, text in enumerate(texts):
+        tokens = dict(zip(paths, draft.ids[b], strict=True))
+        for path in paths:
+            logits = said(model, text, [tokens[path[:n]] for n in range(1, len(path))])
+            logits[list(banned)] = -torch.inf
+            if tokens[path] != int(logits.topk(path[-1] + 1).indices[-1]):
+                return False
+    return True
+
+
+TEXTS = [[5, 9, 11, 3], [40, 2]]
+KINDS = pytest.mark.parametrize("sequential", [False, True], ids=["independent", "sequential"])
+
+
+# ── what is drafted ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@KINDS
+@pytest.mark.parametrize("head", ["target", "own"])
+def test_heads_begin_as_the_targets_own(sequential, head, target):
+    """Catches a start that is worse than no head at all; planted fault: a bias that is not zero."""
+    model = medusa.Model(medusa.Config(heads=2, sequential=sequential, head=head, layers=2, tree=BUSHY[:5]), target).double()
+    hidden, _ = target.read(torch.tensor([TEXTS[0][:-1]]))
+    best = target.head(hidden[0, -1]).topk(3).indices.tolist()
+    assert proposed(model, TEXTS[:1]).ids[0] == [best[path[-1]] for path in BUSHY[:5]]
+    with torch.no_grad():
+        model.medusa_head[0][1].linear.bias += 3 * torch.randn(32, generator=torch.Generator().manual_seed(0))
+    assert proposed(model, TEXTS[:1]).ids[0] != [best[path[-1]] for path in BUSHY[:5]]
+
+
+@KINDS
+@pytest.mark.parametrize("head", ["target", "own"])
+def test_every_node_is_its_ranks_choice_behind_its_own_path(sequential, head, target):
+    """Catches a head of another depth, a rank too far, and words of another branch."""
+    model = made(target, sequential=sequential, head=head)
+    draft = proposed(model, TEXTS)
+    assert draft.tree[0] == (-1, -1, 0, -1, 0, 1, 2, 2, 5, 4)
+    assert draft.q is None
+    assert follows_the_heads(model, TEXTS, draft)
+
+
+def test_a_sequential_head_sees_the_drafted_tokens_in_their_order(target, monkeypatch):
+    """Planted fault: the words of a path from the leaf up; heads that know no words don't notice."""
+    path = medusa._path
+    monkeypatch.setattr(medusa, "_path", lambda *args: path(*args).flip(-1))
+    model = made(target, sequential=True)
+    assert not follows_the_heads(model, TEXTS, proposed(model, TEXTS))
+    model = made(target)
+    assert follows_the_heads(model, TEXTS, proposed(model, TEXTS))
+
+
+def test_a_sequential_heads_choice_hangs_on_the_token_before_it(target):
+    """Catches words that never reach the head: then two branches would go on alike."""
+    model = made(target, sequential=True, tree=((0,), (1,), (0, 0), (1, 0)))
+    different = [draft[2] != draft[3] for text in range(8) for draft in proposed(model, [[text, text + 9]]).ids]
+    assert any(different)
+
+
+@KINDS
+def test_no_node_is_a_banned_token(sequential, target):
+    """Catches a ban that is looked up for the first level alone."""
+    model, banned = made(target, sequential=sequential), frozenset(range(0, 64, 2))
+    draft = proposed(model, TEXTS, sampling=Sampling(bad_words=[(token,) for token in banned]))
+    assert all(token not in banned for ids in draft.ids for token in ids)
+    assert follows_the_heads(model, TEXTS, draft, banned)
+
+
+def test_the_short_way_drafts_what_the_long_way_does(target):
+    """Catches a fast path that has gone its own way."""
+    model = made(target)
+    drafter, state = model.drafter(), DecodeState(2, 256)
+    for row, text in enumerate(TEXTS):
+        state.admit(row, Request(text, 100))
+    hidden = torch.randn(2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for nodes in range(1, len(BUSHY) + 1):
+        tree, budget = drafter.tree.first(nodes), torch.tensor([nodes, 1])
+        with torch.no_grad():
+            step = medusa._Step(model, hidden, state, 3)
+            short, long = tree.draft(step.choices(tree), budget), medusa.ranked(step.first(), step.expand, budget, tree)
+        for one, other in ((short.tokens, long.tokens), (short.parents, long.parents), (short.sizes, long.sizes)):
+            assert torch.equal(one, other)
+        assert short.checked(2).live == [nodes, 1]
+
+
+def test_a_slot_without_a_state_drafts_nothing_and_keeps_nothing(target):
+    """Catches a request that is drafted for with the state of the one before it in its slot."""
+    model = made(target)
+    drafter, state = model.drafter(), DecodeState(2, 256)
+    memory = drafter.allocate(Slots())
+    for row in range(2):
+        state.admit(row, Request([row + 1], 100))
+    assert not drafter.propose(memory, state, torch.tensor([5, 5])).live[0]
+    states = torch.randn(2, 3, 32, dtype=torch.float64)
+    kept = Kept([[1], []], [7, 8], [0, 0])
+    drafter.observe(memory, state, Draft.empty(2), kept, Scores(states, states, None))
+    assert torch.equal(memory.hidden, torch.stack([states[0, 2], states[1, 0]]))
+    drafter.free(memory, [0])
+    assert drafter.propose(memory, state, torch.tensor([5, 5])).live == [0, 5]
+
+
+def test_prompts_in_several_chunks_leave_the_last_state(target):
+    """Catches a chunk's padding, or the chunk before, taken for the state before the anchor."""
+    drafter, state = made(target).drafter(), DecodeState(2, 256)
+    memory = drafter.allocate(Slots())
+    for row, length in enumerate((8, 6)):
+        state.admit(row, Request(list(range(length)), 10))
+    chunks = torch.randn(2, 2, 4, 32, dtype=torch.float64)
+    for chunk, ends in zip(chunks, ((4, 4), (7, 5)), strict=True):
+        state.prefilled[:] = ends
+        drafter.admit(memory, [0, 1], state, Scores(chunk, chunk, None))
+    assert torch.equal(memory.hidden, torch.stack([chunks[1, 0, 2], chunks[1, 1, 0]]))
+
+
+# ── drawn nodes ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@KINDS
+@pytest.mark.parametrize("drawn", [False, True])
+def test_drawn_and_certain_trees_keep_the_law(drawn, sequential):
+    """Catches a q that is not what a node was drawn from.  False alarm 1e-6."""
+    model = made(TABLE, sequential=sequential, drawn=drawn)
+    assert keeps_the_law(TABLE, model.drafter(), slots=2500)
+    assert (proposed(model, [[1, 2]], sampling=Sampling(1.0)).q is not None) == drawn
+    assert proposed(model, [[1, 2]]).q is None
+
+
+def test_a_q_of_another_head_is_caught(monkeypatch):
+    """Planted fault: the first head's q for every node."""
+    drawn = trees.sampled
+
+    def faulty(first, expand, budget, **options):
+        draft = drawn(first, expand, budget, **options)
+        return replace(draft, q=draft.q[:, :1].expand_as(draft.q))
+
+    monkeypatch.setattr(trees, "sampled", faulty)
+    assert not keeps_the_law(TABLE, made(TABLE).drafter(), slots=2500)
+
+
+@KINDS
+def test_drawn_and_greedy_requests_share_a_batch(sequential, target, prompts, plain):
+    """Catches a greedy text that is moved by a sampled one beside it, and nodes that no law allows."""
+    drafter, state = made(target, sequential=sequential).drafter(), DecodeState(3, 256)
+    requests = [Request(prompt, 12, Sampling(0.8 * (n % 2), seed=3 if n == 3 else None)) for n, prompt in enumerate(prompts)]
+    found = [[] for _ in requests]
+    for progress in advance(target, requests, drafter, slots=3, state=state):
+        found[progress.request] += progress.tokens
+    assert found[::2] == [plain(target, prompt, 12) for prompt in prompts[::2]]
+    assert state.unlawful == 0
+
+
+# ── the tree ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def kept(accuracies, paths) -> float:
+    """Drafted tokens that are kept, in the mean, if heads err independently."""
+    return sum(math.prod(accuracies[k][rank] for k, rank in enumerate(path)) for path in paths)
+
+
+def every_tree(heads, ranks, nodes):
+    """All trees of so many nodes."""
+    paths = [path for depth in range(1, heads + 1) for path in itertools.product(range(ranks), repeat=depth)]
+    for chosen in itertools.combinations(paths, nodes):
+        if all(len(path) == 1 or path[:-1] in chosen for path in chosen):
+            yield chosen
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_searched_tree_is_the_best_there_is(seed):
+    """Catches a search that goes too deep or too wide, by all trees of up to four nodes."""
+    accuracies = torch.rand(3, 2, generator=torch.Generator().manual_seed(seed)).double().tolist()
+    for nodes in range(1, 5):
+        found = medusa.search(accuracies, nodes)
+        best = max(kept(accuracies, tree) for tree in every_tree(3, 2, nodes))
+        assert kept(accuracies, found) == pytest.approx(best)
+        assert all(path[:-1] in ((), *found[:n]) for n, path in enumerate(found))
+
+
+def test_the_best_tree_is_neither_the_widest_nor_the_deepest():
+    """Planted faults, which the measure of the test above must see: a search level by level, and one depth first."""
+    accuracies = [[0.6, 0.3], [0.6, 0.1]]
+    best = medusa.search(accuracies, 4)
+    assert best == ((0,), (0, 0), (1,), (1, 0))
+    for order in (lambda path: (len(path), path), lambda path: path):
+        assert kept(accuracies, sorted(medusa.search(accuracies, 99), key=order)[:4]) < kept(accuracies, best) - 0.01
+    assert medusa.search(accuracies, 99) == ((0,), (0, 0), (1,), (1, 0), (0, 1), (1, 1))
+
+
+def test_equals_stand_parents_first():
+    """Catches a child before its parent where a head is always right."""
+    assert medusa.search([[1.0, 1.0], [1.0, 1.0]], 6)[:2] == ((0,), (1,))
+
+
+def counted(target, draft, best, learnt) -> medusa.Rows:
+    """Rows of 2 anchors and 2 heads, told what heads and target said."""
+    model = medusa.Model(medusa.Config(heads=2), target).double()
+    batch = batch_of(target, (), torch.tensor([[1, 2, 3, 4, 5]]))
+    rows = model.predict(replace(batch, loss_mask=torch.tensor([learnt])))
+    said = torch.nn.functional.one_hot(torch.tensor(best), 64).double()
+    for part in (slice(0, 2), slice(2, 4)):
+        rows.extra(part, draft[part], said[part])
+    return rows
+
+
+def test_accuracies_are_counted_by_hand(target):
+    """Catches a rank or a head that is off by one, and rows that are not learnt; planted fault: heads that change places."""
+    draft = torch.zeros(4, 64)
+    draft[:, 10], draft[:, 20], draft[:, 30] = 3.0, 2.0, 1.0
+    every = [True] * 5
+    rows = counted(target, draft, [10, 30, 20, 10], every)
+    # the second anchor's head 1 predicts the last token, the third anchor's would stand behind it
+    assert rows.depth.tolist() == [0, 1, 0, 1, 0, 1]
+    assert rows.weight.tolist() == pytest.approx([1, 0.8, 1, 0.8, 1, 0])
+    assert rows.seen.tolist() == [2, 2]
+    assert rows.hits[:, :4].tolist() == [[1, 1, 0, 0], [1, 0, 1, 0]]
+    # of equals the lower id comes first: three are ahead of them all, and ids 0 to 4
+    assert counted(target, draft, [5, 10, 11, 20], every).hits[0].tolist() == [0] * 8 + [1, 0]
+    swapped = counted(target, draft, [30, 10, 10, 20], every)
+    assert not torch.equal(swapped.hits, rows.hits)
+    short = counted(target, draft, [10, 30, 20, 10], [True, True, True, True, False])
+    assert short.seen.tolist() == [2, 1]
+    before = rows.model.accuracies.clone()
+    rows.backward()
+    found = torch.tensor([[0.5, 0.5, 0], [0.5, 0, 0.5]])
+    torch.testing.assert_close(rows.model.accuracies[:, :3], 0.95 * before[:, :3] + 0.05 * found, check_dtype=False)
+    assert not rows.seen.any()
+
+
+def test_accuracies_are_left_alone_where_nothing_is_trained(target):
+    """Catches an evaluation that moves the tree."""
+    model = made(target)
+    before, batch = model.accuracies.clone(), batch_of(target, (), torch.arange(24)[None])
+    rows = model.predict(batch)
+    for draft, own, part in rows.chunks(6):
+        rows.extra(part, draft, own)
+    rows.backward()
+    assert torch.equal(model.accuracies, before)
+    train(model.train(), batch, 1)
+    assert not torch.equal(model.accuracies, before)
+
+
+@KINDS
+def test_ranks_of_a_batch_are_what_the_heads_said(sequential, target):
+    """Catches an accuracy of other rows than those predicted: by looking every place up."""
+    model, tokens = made(target, sequential=sequential), torch.randint(64, (1, 14), generator=torch.Generator().manual_seed(2))
+    batch = batch_of(target, (), tokens)
+    text, choice = tokens[0].tolist(), target.head(batch.hidden).argmax(-1)[0].tolist()
+    hits = torch.zeros(3, 10)
+    for place in range(2, 14):
+        for k in range(min(3, place - 1)):
+            anchor = place - 1 - k
+            order = said(model, text[: anchor + 1], text[anchor + 1 : place]).argsort(descending=True).tolist()
+            rank = order.index(choice[place - 1])
+            if rank < 10:
+                hits[k, rank] += 1
+    torch.testing.assert_close(model.ranks(batch), hits / torch.tensor([[12.0], [11.0], [10.0]]))
+
+
+def test_a_checkpoint_brings_its_tree(target, tmp_path):
+    """Catches accuracies that are not saved, and a tree that is asked for and not drafted."""
+    config = medusa.Config(heads=2, nodes=5)
+    model = medusa.Model(config, target).double()
+    model.accuracies.copy_(torch.tensor([[0.2, 0.19, 0.16] + [0.01] * 7, [0.9, 0.05, 0.04] + [0.001] * 7]))
+    checkpoint.save(tmp_path / "checkpoint", model)
+    wanted = ((0,), (1,), (0, 0), (1, 0), (2,))
+    assert checkpoint.load_drafter(tmp_path / "checkpoint", target).tree.paths == wanted
+    assert model.drafter().tree.paths == wanted
+    model.config = config.model_copy(update={"tree": BUSHY[:3]})
+    assert model.drafter().tree.paths == BUSHY[:3]
+
+
+def test_names_and_shapes_are_those_of_the_released_heads(target):
+    """Catches a checkpoint that nobody else could read."""
+    shapes = {name: tuple(w.shape) for name, w in medusa.Model(medusa.Config(heads=1, head="own"), target).named_parameters()}
+    assert shapes == {
+        "medusa_head.0.0.linear.weight": (32, 32), "medusa_head.0.0.linear.bias": (32,), "medusa_head.0.1.weight": (64, 32)
+    }  # fmt: skip
+
+
+def test_a_tree_keeps_more_than_the_chain_in_it(target, prompts, drafter_of):
+    """Catches nodes that are never reached: with them a text takes fewer steps, and stays the same."""
+    model = drafter_of(Case("medusa")).model
+    steps = []
+    for paths in (((0,), (0, 0)), model.drafter().tree.paths):
+        drafter = medusa.MedusaDrafter(model)
+        drafter.tree, drafter.limit = medusa.Tree(paths), len(paths)
+        found = generate(target, prompts, drafter, max_new_tokens=40)
+        steps.append(sum(one.steps for one in found))
+    assert steps[1] < steps[0]
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_under_a_target_that_verifies_no_trees_a_chain_is_drafted(drawn, target, prompts, plain, monkeypatch, caplog):
+    """Catches a tree of which the loop would keep the trunk alone."""
+    monkeypatch.setattr(target, "spec", replace(target.spec, mode="chain"))
+    model = made(target, drawn=drawn)
+    assert model.drafter().tree.paths == ((0,), (0, 0), (0, 0, 0))
+    assert "verifies no trees" in caplog.text
+    for sampling in (Sampling(), Sampling(1.0)):
+        assert not proposed(model, TEXTS, sampling=sampling).branches
+    (found,) = generate(target, prompts[0], model.drafter(), max_new_tokens=20)
+    assert found.tokens == plain(target, prompts[0], 20)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ([[0, 0], [0]], "before its parent"),
+        ([[0], [0]], "stands twice"),
+        ([[]], "is empty"),
+        ([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], "deeper than 3 heads"),
+        ([], "no node"),
+    ],
+)
+def test_a_tree_that_is_none_is_refused(tree, message):
+    """Catches a node without a parent, deep in a step."""
+    with pytest.raises(ConfigError, match=message):
+        checked(medusa.Config, {"heads": 3, "tree": tree})
+
+
+def test_a_rank_beyond_the_vocabulary_is_refused(target):
+    """Catches an error deep in top-k."""
+    with pytest.raises(DrafterError, match="rank 64"):
+        medusa.Model(medusa.Config(tree=((0,), (64,))), target)
+
+
+def test_a_number_of_nodes_beside_a_tree_is_said_to_be_idle(target, caplog):
+    """Catches a setting that is ignored in silence."""
+    with caplog.at_level(logging.WARNING):
+        assert made(target, nodes=9).drafter().limit == len(BUSHY)
+    assert "nodes has no effect" in caplog.text
+
+
+# ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_position_trains_unless_anchors_are_drawn(target):
+    """Catches positions that are left out or trained twice, and more anchors than were asked for."""
+    counting = torch.arange(24).expand(2, -1) + torch.tensor([[0], [30]])
+    batch = batch_of(target, (), counting)
+    documents = torch.ones(2, 24, dtype=torch.int64)
+    documents[0, 10:], documents[1, 20:] = 2, 0
+    batch = replace(batch, documents=documents, loss_mask=documents > 0)
+    rows = medusa.Model(medusa.Config(heads=3), target).double().predict(batch)
+    first = rows.labels[(rows.depth == 0) & (rows.weight > 0)].tolist()
+    # the first two tokens of a text have no anchor with a state before it
+    assert sorted(first) == [*range(2, 10), *range(12, 24), *range(32, 50)]
+    drawn = medusa.Model(medusa.Config(heads=3, anchors=4), target).double().predict(batch)
+    few = drawn.labels[drawn.depth == 0].tolist()
+    assert len(few) == 8 and set(few) <= set(first) and sum(label < 30 for label in few) == 4
+
+
+def test_a_batch_with_nothing_to_learn_trains_nothing(target):
+    """Catches an error on a batch of texts too short, or of prompts alone."""
+    batch = batch_of(target, (), torch.arange(12).view(1, 12))
+    for nothing in (replace(batch, loss_mask=batch.loss_mask & False), batch_of(target, (), torch.tensor([[1, 2]]))):
+        model = medusa.Model(medusa.Config(heads=3, anchors=4), target).double()
+        rows = model.predict(nothing)
+        assert list(rows.chunks(8)) == [] and len(rows.labels) == 0
+        rows.backward()
+        assert bool(model.accuracies.isfinite().all())

@@ -1,0 +1,404 @@
+"""Modules that predict one token further: the target's own, as transformers drives them, and ones of our own."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+from conftest import Case, batch_of, train
+from nn.test_recurrent import served_logits, trained, unrolled_logits
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from benchmarks.families import BASE
+from outrider.decoding.generate import generate
+from outrider.decoding.policy import Fixed
+from outrider.decoding.sampling import Sampling
+from outrider.drafters import mtp
+from outrider.errors import DrafterError
+from outrider.nn import recurrent
+from outrider.targets.cache import Limit
+from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.train.checkpoint import load_drafter, save
+
+LAYERS = 2
+DEEPSEEK = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 16, "num_key_value_heads": 4, "n_shared_experts": 1, "head_dim": 8,
+}  # fmt: skip
+GLM = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32, "n_shared_experts": 1,
+}  # fmt: skip
+MELLUM = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "sliding_window": 6,
+    "layer_types": ["full_attention", "sliding_attention"],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    kind: str
+    modules: int
+    sizes: dict
+
+
+FAMILIES = {
+    "deepseek": Family("deepseek_v3", 1, DEEPSEEK),
+    "deepseek-3": Family("deepseek_v3", 3, DEEPSEEK),
+    "glm": Family("glm4_moe", 1, GLM),
+    "mellum": Family("mellum", 1, MELLUM),
+}
+EVERY = pytest.mark.parametrize("name", FAMILIES)
+NOISE = {"rtol": 1e-5, "atol": 1e-6}
+"""Routers of these families multiply in float32, whose rounding hangs on how many rows pass together."""
+
+
+def released(name: str) -> list[tuple[str, str]]:
+    """From the names of an MtpModel to those under which checkpoints hold them, as (pattern, replacement)."""
+    if name == "mellum":
+        return [
+            (r"^layers\.0\.eh_proj", "mtp.fc"), (r"^layers\.0\.enorm", "mtp.pre_fc_norm_embedding"),
+            (r"^layers\.0\.hnorm", "mtp.pre_fc_norm_hidden"), (r"^layers\.0\.post_norm", "mtp.norm"),
+            (r"^layers\.0\.mtp_block\.", "mtp.layers.0."),
+        ]  # fmt: skip
+    block = [(rf"^layers\.{k}\.(mtp_block\.)?", f"model.layers.{LAYERS + k}.") for k in range(3)]
+    return [(r"\.post_norm\.", ".shared_head.norm."), *block]
+
+
+def stored(name: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """An MtpModel's weights as a released checkpoint has them: names of the release, experts one by one."""
+    found = {}
+    for key, weight in weights.items():
+        if not key.startswith(("layers.", "shared_post_norm")):
+            continue
+        for pattern, replacement in released(name):
+            key = re.sub(pattern, replacement, key)
+        if key.endswith("experts.gate_up_proj"):
+            for n, one in enumerate(weight):
+                gate, up = one.chunk(2)
+                found[key.replace("gate_up_proj", f"{n}.gate_proj.weight")] = gate.contiguous()
+                found[key.replace("gate_up_proj", f"{n}.up_proj.weight")] = up.contiguous()
+        elif key.endswith("experts.down_proj"):
+            for n, one in enumerate(weight):
+                found[key.replace("down_proj", f"{n}.down_proj.weight")] = one.contiguous()
+        else:
+            found[key] = weight.contiguous()
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tiny_layer_numbers():
+    """transformers looks for layer 61 of DeepSeek's checkpoints and 46 or 92 of GLM's, the numbers of the released models."""
+    from transformers import DeepseekV3ForCausalLM, Glm4MoeForCausalLM
+
+    with pytest.MonkeyPatch.context() as patch:
+        for model in (DeepseekV3ForCausalLM, Glm4MoeForCausalLM):
+            patch.setattr(model, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{LAYERS + k}\." for k in range(3)])
+        yield
+
+
+@pytest.fixture(scope="module")
+def shipping(tmp_path_factory, tiny_layer_numbers):
+    """(name of a family) to a target whose checkpoint holds modules, and the weights that these were saved from."""
+    made: dict[str, tuple[TransformersTarget, dict[str, torch.Tensor]]] = {}
+
+    def load(name: str) -> tuple[TransformersTarget, dict[str, torch.Tensor]]:
+        if name not in made:
+            family, folder = FAMILIES[name], tmp_path_factory.mktemp(name)
+            sizes = BASE | {"num_hidden_layers": LAYERS, "num_mtp_layers": family.modules, "vocab_size": 64}
+            torch.manual_seed(5)
+            config = AutoConfig.for_model(family.kind, **(sizes | family.sizes))
+            whole = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double()
+            own = MtpModel(whole, family.modules).double()
+            noise = torch.Generator().manual_seed(6)
+            with torch.no_grad():
+                for key, weight in whole.named_parameters():
+                    if weight.dim() > 1 and "embed" not in key:
+                        weight *= 4.0
+                for weight in own.layers.parameters():
+                    drawn = 0.15 * torch.randn(weight.shape, dtype=weight.dtype, generator=noise)
+                    weight.copy_(drawn + (weight.dim() == 1))
+            weights = {key: weight.clone() for key, weight in own.state_dict().items()}
+            whole.save_pretrained(folder)
+            file = folder / "model.safetensors"
+            save_file(load_file(file) | stored(name, weights), file, metadata={"format": "pt"})
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+            model.generation_config.eos_token_id = None
+            made[name] = load_target(model), weights
+        return made[name]
+
+    return load
+
+
+def native(target, **choices):
+    return mtp.Model(mtp.Config(native=True, **choices), target).double().eval()
+
+
+@EVERY
+def test_native_modules_are_those_of_the_checkpoint(name, shipping):
+    """Catches weights that are renamed to another place, and a module that keeps what it began with."""
+    target, weights = shipping(name)
+    model = native(target)
+    own = {key: weight for key, weight in model.state_dict().items() if key.startswith("layers.")}
+    assert own.keys() == {key for key in weights if key.startswith("layers.")}
+    for key, weight in own.items():
+        torch.testing.assert_close(weight, weights[key], rtol=0, atol=0)
+    assert model.num_modules == FAMILIES[name].modules
+    assert all(weight.requires_grad for weight in model.parameters())
+    assert not any(weight.requires_grad for weight in target.model.parameters())
+
+
+def reference(target, weights, name, texts: list[list[int]]) -> list[list[torch.Tensor]]:
+    """What transformers' MtpModel guesses behind each text, one logits [V] a module, its own greedy tokens read on."""
+    count = FAMILIES[name].modules
+    own = MtpModel(target.model, count).double().eval()
+    own.load_state_dict(weights)
+    found = []
+    for text in texts:
+        tokens = torch.tensor([text])
+        hidden, _ = target.read(tokens[:, :-1])
+        positions, cache = torch.arange(1, len(text))[None], MtpCache(config=own.config)
+        with torch.no_grad():
+            _, logits, _ = own(tokens[:, 1:], hidden, None, positions, cache)
+        found.append(list(logits[0]))
+    return found
+
+
+def drafted(target, drafter, prompts, count, **options):
+    """Every committed text that was drafted behind, with the logits of every depth; and the text that came out."""
+    seen: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    chain = recurrent.trees.chain
+
+    def told(first, read_one, budget, state):
+        logits = [first]
+
+        def reading(tokens):
+            logits.append(read_one(tokens))
+            return logits[-1]
+
+        draft = chain(first, reading, budget, state)
+        for b, row in enumerate(state.rows):
+            seen[tuple(state.tokens[row])] = [said[b] for said in logits[: int(budget[b])]]
+        return draft
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recurrent.trees, "chain", told)
+        texts = [found.tokens for found in generate(target, prompts, drafter, max_new_tokens=count, **options)]
+    return seen, texts
+
+
+@EVERY
+def test_native_modules_draft_what_transformers_drafts(name, shipping, prompts, plain):
+    """Catches positions, masks, windows, states of the wrong module, and keys of rejected tokens that stay.
+
+    Every depth's logits equal those of MtpModel's own pass over the whole text; the text is that of `generate`; slots are
+    uneven and used again.
+    """
+    target, weights = shipping(name)
+    depths = FAMILIES[name].modules
+    seen, texts = drafted(target, native(target, length=depths).drafter(), prompts[:5], 10, slots=2)
+    assert texts == [plain(target, prompt, 10) for prompt in prompts[:5]]
+    whole = [text for text, logits in seen.items() if len(logits) == depths and len(text) > depths]
+    assert len(whole) > 15
+    for text, wanted in zip(whole, reference(target, weights, name, [list(text) for text in whole]), strict=True):
+        for said, own in zip(seen[text], wanted, strict=True):
+            torch.testing.assert_close(said, own, **NOISE)
+
+
+@pytest.mark.parametrize("choices", [{"length": 5}, {"width": 2, "nodes": 8}], ids=["longer", "tree"])
+@pytest.mark.parametrize("name", ["deepseek-3", "mellum"])
+def test_more_is_drafted_than_there_are_modules(name, choices, shipping, prompts, plain):
+    """Catches a last module that does not go on, and branches that see each other: the text is still that of `generate`."""
+    target, _ = shipping(name)
+    found = generate(target, prompts[:5], native(target, **choices).drafter(), max_new_tokens=10, slots=3)
+    assert [generation.tokens for generation in found] == [plain(target, prompt, 10) for prompt in prompts[:5]]
+
+
+@pytest.mark.parametrize("name", ["deepseek-3", "mellum"])
+def test_a_trees_likeliest_path_is_the_chain(name, shipping, prompts):
+    """Catches a window or a module that a tree's nodes see otherwise than a chain's: positions are those of their depths."""
+    target, _ = shipping(name)
+    found = []
+    for choices in ({"length": 4}, {"length": 4, "width": 3, "nodes": 40}):
+        drafter, seen = native(target, **choices).drafter(), {}
+        # so sure of itself that the likeliest path goes down, not aside
+        drafter.model.logits = lambda hidden: 20 * target.head(hidden)
+        propose = drafter.propose
+
+        def watched(memory, state, budget, propose=propose, seen=seen):
+            draft = propose(memory, state, budget)
+            for b, row in enumerate(state.rows):
+                path, at = [], -1
+                for n, parent in enumerate(draft.tree[b][: draft.live[b]]):
+                    if parent == at:  # an eldest child is the likeliest
+                        path.append(draft.ids[b][n])
+                        at = n
+                seen[tuple(state.tokens[row])] = path
+            return draft
+
+        drafter.propose = watched
+        generate(target, prompts[:3], drafter, max_new_tokens=10, slots=2, policy=Fixed(39))
+        found.append(seen)
+    chains, beams = found
+    shared = [text for text in chains.keys() & beams.keys() if len(beams[text]) > 2]
+    assert len(shared) > 10
+    for text in shared:
+        assert beams[text] == chains[text][: len(beams[text])]
+
+
+@pytest.mark.parametrize("name", ["deepseek-3", "mellum"])
+def test_native_modules_are_tuned_as_they_are_served(name, shipping, prompts, plain, monkeypatch):
+    """Catches a module, a window or a step that training sees otherwise; drafts go two steps beyond the last module."""
+    target, _ = shipping(name)
+    model = native(target, length=5, ttt=5)
+    texts = [(prompt[:5] + plain(target, prompt[:5], 24))[:24] for prompt in prompts if len(prompt) >= 5][:3]
+    served = served_logits(model.drafter(), target, texts, 5, monkeypatch, 2)
+    for text, found in zip(texts, served, strict=True):
+        wanted = unrolled_logits(model, target, text)
+        assert {depth for _, depth in found} >= {0, 1, 2, 3}
+        for key, logits in found.items():
+            torch.testing.assert_close(logits, wanted[key], **NOISE)
+
+
+def test_native_modules_can_be_tuned_and_saved(shipping, prompts, plain, tmp_path):
+    """Catches modules that are frozen, and a checkpoint that gives back the released weights in place of the tuned ones."""
+    target, weights = shipping("deepseek")
+    model = native(target)
+    texts = torch.tensor([(prompt + plain(target, prompt, 16))[:16] for prompt in prompts])
+    losses = train(model.train(), batch_of(target, (), texts), 6, lr=2e-3)
+    assert losses[-1] < losses[0]
+    save(tmp_path / "tuned", model.eval())
+    again = load_drafter(tmp_path / "tuned", target).model
+    moved = 0
+    for key, weight in model.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[key], weight, rtol=0, atol=0)
+        moved += not torch.equal(weight, weights[key])
+    assert moved > 10
+
+
+@pytest.mark.parametrize("modules", [1, 2, 3])
+def test_own_modules_are_served_as_they_are_trained(modules, target, workshop, prompts, plain, monkeypatch):
+    """Catches what the native ones do, for every number of modules below and equal to the steps taken."""
+    model = trained(Case("mtp", {"length": 4, "ttt": 4, "modules": modules}), workshop, target)
+    # from the second token of a text on, where the deeper modules have read none
+    texts = [prompt[:1] + plain(target, prompt[:1], 20) for prompt in prompts[:3]]
+    served = served_logits(model.drafter(), target, texts, 1, monkeypatch, 2)
+    for text, found in zip(texts, served, strict=True):
+        wanted = unrolled_logits(model, target, text)
+        assert {depth for _, depth in found} == {0, 1, 2, 3}
+        for key, logits in found.items():
+            torch.testing.assert_close(logits, wanted[key], rtol=1e-9, atol=1e-9)
+
+
+def forgets_what_was_said(memory, row):
+    memory.said[row] = None
+
+
+def keeps_the_first(memory, row):
+    memory.said[row] = memory.said[row].flip(0)
+
+
+@pytest.mark.parametrize("spoil", [forgets_what_was_said, keeps_the_first])
+def test_a_planted_fault_in_what_a_module_said_is_seen(spoil, target, workshop, prompts, plain, monkeypatch):
+    """The test above has teeth: the second module's state of the token before is lost, or another's."""
+    model = trained(Case("mtp", {"length": 4, "ttt": 4, "modules": 2}), workshop, target)
+    text = (prompts[2][:5] + plain(target, prompts[2][:5], 30))[:28]
+    own = recurrent.RecurrentDrafter.observe
+
+    def observe(self, memory, state, *rest):
+        own(self, memory, state, *rest)
+        for row in state.rows:
+            spoil(memory, row)
+
+    monkeypatch.setattr(recurrent.RecurrentDrafter, "observe", observe)
+    (found,) = served_logits(model.drafter(), target, [text], 5, monkeypatch, 1)
+    wanted = unrolled_logits(model, target, text)
+    assert max(float((logits - wanted[key]).abs().max()) for key, logits in found.items() if key[1]) > 1e-3
+
+
+def test_own_weights_are_named_as_released(target, workshop):
+    """Catches a checkpoint that other tools would not recognise."""
+    names = set(workshop.model(Case("mtp", {"modules": 1}), target).state_dict())
+    block = {f"self_attn.{one}_proj" for one in "qkvo"} | {f"mlp.{one}_proj" for one in ("gate", "up", "down")}
+    norms = {"enorm", "hnorm", "eh_proj", "input_layernorm", "post_attention_layernorm", "shared_head.norm"}
+    assert names == {f"layers.0.{name}.weight" for name in block | norms}
+
+
+def test_steps_weigh_as_fastmtp_says(target, workshop):
+    """0.6 ** k: of three steps .51, .31 and .18."""
+    model = mtp.Model(mtp.Config(heads=2, kv_heads=1, head_dim=8, intermediate=32), target).double()
+    weight = model.predict(batch_of(target, (), torch.arange(12)[None])).weight[:3]
+    assert (weight / weight.sum()).tolist() == pytest.approx([0.5102, 0.3061, 0.1837], abs=1e-4)
+
+
+# ── targets that ship none ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_target_without_modules_is_refused(target):
+    """Catches random heads in place of the native ones that were asked for."""
+    with pytest.raises(DrafterError, match=r"num_mtp_layers.*set native to no"):
+        mtp.Model(mtp.Config(native=True), target)
+    assert mtp.Model(mtp.Config(), target).native is False
+
+
+def test_a_checkpoint_without_their_weights_is_refused(tmp_path, shipping, caplog):
+    """Catches a module whose weights are missing and would be random; unless they are asked for, that is said."""
+    target, weights = shipping("deepseek")
+    own = target.model
+    own.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    some = {key: weight for key, weight in stored("deepseek", weights).items() if "hnorm" not in key}
+    save_file(load_file(file) | some, file, metadata={"format": "pt"})
+    bare = load_target(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager"))
+    with pytest.raises(DrafterError, match=r"layers\\.2.*hnorm"):
+        mtp.Model(mtp.Config(native=True), bare)
+    assert not mtp.Model(mtp.Config(), bare).native
+    assert "begin untrained" in caplog.text
+
+
+def test_recurrent_modules_are_refused():
+    """Catches a state that a rejected token would stay in."""
+
+    class Given:
+        model_type = "new"
+        layer_types = ("full_attention", "linear_attention")
+
+    with pytest.raises(DrafterError, match="layers of linear_attention"):
+        mtp.limits_of(Given(), 2)
+    Given.layer_types, Given.sliding_window = ("full_attention", "sliding_attention"), 5
+    assert mtp.limits_of(Given(), 2) == (None, Limit("window", 5))
+
+
+def test_modules_that_do_something_unknown_are_refused(shipping, monkeypatch):
+    """Catches a family whose attention does more than is known here, such as a soft cap: it would draft worse in silence."""
+    target, _ = shipping("glm")
+    own = mtp.attention
+
+    def capped(*args, attend, **given):
+        return own(*args, attend=lambda *states: attend(*states).tanh(), **given)
+
+    monkeypatch.setattr(mtp, "attention", capped)
+    with pytest.raises(DrafterError, match="module 0 .* say something else"):
+        native(target)
+
+
+def test_settings_of_own_modules_are_idle_beside_native_ones(shipping, caplog):
+    """Catches a setting that is ignored in silence."""
+    target, _ = shipping("glm")
+    native(target, intermediate=77)
+    assert "mtp.intermediate has no effect" in caplog.text
+
+
+def test_the_text_is_the_targets_at_a_temperature(shipping, prompts):
+    """Catches a q that is not the law a token was drawn from: with a seed the text is that of plain decoding."""
+    target, _ = shipping("deepseek-3")
+    sampling = Sampling(temperature=1.0, seed=3)
+    found = generate(target, prompts[:4], native(target).drafter(), max_new_tokens=12, sampling=sampling, slots=2)
+    plainly = generate(target, prompts[:4], max_new_tokens=12, sampling=sampling, slots=2)
+    assert [generation.tokens for generation in found] == [generation.tokens for generation in plainly]
