@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -102,6 +103,28 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def calibrate(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a drafter with a confidence head.", show_default=False)],
+    prompts: Annotated[str, typer.Option(help="`stdlib`, or a file of prompts; none that it was trained on.")] = "stdlib",
+    count: Annotated[int, typer.Option(min=2, help="Prompts; every second one is kept apart to judge on.")] = 200,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
+    temperature: Annotated[float, typer.Option(min=0)] = 1.0,
+    target: Annotated[str | None, typer.Option(help="Where the target is, if not where it was in training.")] = None,
+    shifts: Annotated[bool, typer.Option("--shifts/--no-shifts", help="Shift logits too, or scale them alone.")] = True,
+    json_to: JsonTo = None,
+) -> None:
+    """Make confidences mean what they say: scale them by what was kept on held-out prompts, and say how far off they were."""
+    _quiet()
+    _place_of_json(json_to)
+    from outrider.targets.transformers import load_target
+    from outrider.train.checkpoint import manifest_of
+
+    loaded = load_target(target or manifest_of(checkpoint)["target"]["name"])
+    found = _calibrate(checkpoint, loaded, prompts, count, max_new_tokens, temperature, shifts)
+    _write_json(json_to, found)
+
+
+@app.command()
 def evaluate(recipe: Recipe, overrides: Overrides = None, json_to: JsonTo = None) -> None:
     """Measure the trained drafter, and those beside it, against the target alone."""
     _place_of_json(json_to)
@@ -127,6 +150,7 @@ def _target(settings: RunConfig) -> TransformersTarget:
         chosen.name,
         device=chosen.device,
         dtype=chosen.dtype,
+        quantize=chosen.quantize,
         revision=chosen.revision,
         trust_remote_code=chosen.trust_remote_code,
         compile=_said(chosen.compile),
@@ -134,7 +158,7 @@ def _target(settings: RunConfig) -> TransformersTarget:
     spec = target.spec
     out.print(
         f"target    {spec.name}: {spec.layers} layers x {spec.hidden}, {_count(target.model.num_parameters())} parameters, "
-        f"{spec.dtype} on {target.device}",
+        f"{spec.precision} on {target.device}",
         highlight=False,
     )
     return target
@@ -197,14 +221,18 @@ def _train(settings: RunConfig, target: TransformersTarget) -> None:
     from outrider.prepare.features import LiveFeatures
     from outrider.prepare.regenerate import ANSWERS, read_answers
     from outrider.run import write_config, write_provenance
+    from outrider.train.checkpoint import load_model, manifest_of
     from outrider.train.trainer import train as fit
 
     config, kind = settings.train, settings.drafter["kind"]
     assert config is not None
+    if config.calibrate and settings.evaluate is None:
+        raise ConfigError("train.calibrate takes its prompts from evaluate.tasks; add an `evaluate:` section, or set it to 0")
     module = find(kind)
     if not hasattr(module, "Model"):
         raise ConfigError(f"drafter {kind!r} has nothing to train; leave the `train:` section out")
     torch.manual_seed(config.seed)
+    reference = load_model(config.reference, target) if config.reference is not None else None
     model = module.Model(settings.drafter_config, target).to(target.device)
     source = LiveFeatures(
         target, read_answers(settings.answers / ANSWERS), model.taps, batch=config.batch, length=settings.prepare.length,
@@ -228,8 +256,52 @@ def _train(settings: RunConfig, target: TransformersTarget) -> None:
             reached = found.get("expected_tokens_per_step")
             update(step, f"loss {found['loss']:.3f}, expected {reached:.2f} tokens per step" if reached else None)
 
-        place = fit(model, source, config, settings.folder, on_step=show, probe=_probe(settings, target))
+        place = fit(model, source, config, settings.folder, on_step=show, probe=_probe(settings, target), reference=reference)
     out.print(f"          checkpoint in {place}", highlight=False)
+    if config.calibrate and settings.evaluate is not None and "calibration" not in manifest_of(place):
+        # other prompts than those that are measured, where the task has enough of them
+        _calibrate(place, target, settings.evaluate.tasks[0], config.calibrate, seed=settings.evaluate.seed + 1)
+
+
+def _calibrate(
+    place: Path, target: TransformersTarget, task: str, count: int, max_new_tokens: int = 96, temperature: float = 1.0,
+    shifts: bool = True, seed: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """Calibrate a checkpoint's confidences and print what it was worth."""
+    from dataclasses import asdict
+
+    from outrider.evaluate.measure import as_tokens
+    from outrider.evaluate.tasks import prompts
+    from outrider.train.calibrate import calibrate as fit
+
+    texts = [as_tokens(target, prompt) for prompt in prompts(task, count, seed)]
+    out.print(
+        f"calibrate {place}: {len(texts)} prompts of {task}, at most {_count(len(texts) * max_new_tokens)} tokens to write at "
+        f"temperature {temperature:g}",
+        highlight=False,
+    )
+    with _bar("prompts", len(texts)) as update:
+        found = fit(
+            place, target, texts, max_new_tokens=max_new_tokens, temperature=temperature, shifting=shifts, seed=seed,
+            on_prompt=update,
+        )  # fmt: skip
+    table = Table(box=None, pad_edge=False)
+    for column in ("slot", "error before", "after", "of which noise", "temperature", "shift"):
+        table.add_column(column, justify="right")
+    errors = list(zip(found.before, found.after, found.noise, strict=True))
+    said = [f"{100 * sum(column) / len(errors):.1f} %" for column in zip(*errors, strict=True)]
+    for slot, own in enumerate(errors):
+        scaled = (f"{found.temperatures[slot]:.2f}", f"{found.shifts[slot]:.2f}")
+        table.add_row(str(slot), *(f"{100 * error:.1f} %" for error in own), *scaled)
+    table.add_row("mean", *said, "", "")
+    out.print(table)
+    out.print(
+        f"          scaled on {found.drafts[0]} drafts of {found.prompts[0]} prompts, judged on {found.drafts[1]} of "
+        f"{found.prompts[1]} others; error of each slot's survival, {found.bins} bins",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return asdict(found)
 
 
 def _probe(settings: RunConfig, target: TransformersTarget) -> Callable[[DraftModel], dict[str, float]] | None:
@@ -253,14 +325,18 @@ def _probe(settings: RunConfig, target: TransformersTarget) -> Callable[[DraftMo
 def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | None) -> None:
     from outrider.evaluate.measure import evaluate as judge
     from outrider.evaluate.measure import training_of
+    from outrider.evaluate.report import Report
     from outrider.run import write_provenance
-    from outrider.train.checkpoint import load_drafter, manifest_of
+    from outrider.train.checkpoint import load_drafter, manifest_of, trained_on
 
     config, mine = settings.evaluate, settings.folder / "checkpoint"
     assert config is not None
     drafters, training = {}, {}
-    for choice in (*config.beside, str(mine) if settings.train is not None else settings.drafter):
+    own_choice = str(mine) if settings.train is not None else settings.drafter
+    for choice in (*config.beside, own_choice):
         name, own = (choice, {}) if isinstance(choice, str) else _parted(choice)
+        if choice is own_choice and config.quantize:
+            own["quantize"] = config.quantize
         drafter = load_drafter(name, target, **own)
         if settings.target.compile:
             _compile(drafter)
@@ -273,7 +349,8 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
             )
         drafters[label] = drafter
         if is_checkpoint:
-            training[label] = training_of(manifest_of(name), _metrics(Path(name).parent))
+            found = training_of(manifest_of(name), _metrics(Path(name).parent))
+            training[label] = found | {"precision": trained_on(manifest_of(name), target)}
     made = len(config.tasks) * config.prompts * config.max_new_tokens
     out.print(
         f"evaluate  {', '.join(drafters)}: {config.prompts} prompts per task of {', '.join(config.tasks)}; about "
@@ -286,6 +363,8 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
             target, drafters, config, provenance=facts, training=training,
             on_prompt=lambda kept, _, left_out: update(kept, f"{left_out} left out: their text loops"),
         )  # fmt: skip
+    if target.spec.quantised and (settings.folder / "report.json").exists():
+        report = report.beside(Report.load(settings.folder))
     report.save(settings.folder)
     out.print(report.table())
     out.print(f"          {report.headline()}", highlight=False, soft_wrap=True)
@@ -326,6 +405,7 @@ def decode(
     seed: int | None = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the chat template.")] = False,
+    quantize: Annotated[str | None, typer.Option(help="int8: round the target's weights; a drafter's by --set.")] = None,
     compile: Annotated[
         bool | None,
         typer.Option("--compile/--no-compile", help="Compile the steps, or stay plain; unless said, what is on disk is taken."),
@@ -344,7 +424,7 @@ def decode(
         raise DataError("the prompt is empty; give it as an argument or on standard input")
     if settings and not drafter:
         raise ConfigError(f"--set {settings[0]} is a setting of no drafter; name one with --drafter")
-    loaded = load_target(target, compile=_said(compile))
+    loaded = load_target(target, quantize=quantize, compile=_said(compile))
     rider = load_drafter(drafter, loaded, **override({}, settings or ())) if drafter else None
     if compile and rider is not None:
         _compile(rider)
@@ -472,6 +552,7 @@ def examine() -> list[dict[str, Any]]:
     for extra, module, gain in (
         ("tensorboard", "tensorboard", "training curves beside metrics.jsonl"),
         ("accelerate", "accelerate", "device_map and quantised targets"),
+        ("quantize", "torchao", "targets and drafters with int8 weights"),
         ("grammar", "llguidance", "output that fits a JSON schema, a regex or a grammar"),
         ("corpus", "pydivsufsort", "building corpora to draft from"),
     ):
@@ -723,6 +804,9 @@ def _quiet() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # transformers loads torchao where it is installed, which warns of every extension for another machine
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextmanager

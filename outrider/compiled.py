@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outrider.errors import OutriderError
 
@@ -112,6 +113,8 @@ class Graphs:
         if several in self.graphs and not self._is_stale():
             return 0.0
         model = self.model()
+        if any(map(is_traceable_wrapper_subclass, model.parameters())):
+            raise NotCompiled("its weights are quantised, and a package would hold them in full; its steps stay plain")
         is_on_cpu = {weight.device.type for weight in model.parameters()} == {"cpu"}
         if is_on_cpu and sum(weight.nbytes for weight in model.parameters()) > MOST_BYTES:
             raise NotCompiled(f"more than {MOST_BYTES >> 30} GiB of weights; its steps stay plain")

@@ -72,7 +72,8 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _fits(layer: nn.Linear) -> bool:
-    if layer.weight.dtype != torch.float32 or layer.weight.device.type != "cpu":
+    # a quantised weight's copy would be float32 again, four times what it takes
+    if type(layer.weight) is not nn.Parameter or layer.weight.dtype != torch.float32 or layer.weight.device.type != "cpu":
         return False
     own = vars(layer).get("forward")
     if own is None:

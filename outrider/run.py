@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field
@@ -38,6 +38,8 @@ class TargetConfig(Base):
     """cpu, cuda, cuda:1 …; the accelerator where there is one unless given."""
     dtype: str | None = None
     """float32 on a CPU and the checkpoint's own elsewhere unless given."""
+    quantize: Literal["int8"] | None = None
+    """Round the weights of the linear layers; needs torchao.  The output is then the quantised model's own."""
     trust_remote_code: bool = False
     """Run code that comes with the model.  Off unless you read it."""
     compile: bool | None = None

@@ -40,7 +40,8 @@ SMALL = {
 """Smallest sizes, for the fields that a drafter's Config has."""
 
 SMALL_OF = {
-    "eagle": {"length": 3, "ttt": 3, "noise": 0.0}, "eagle3": {"length": 3, "ttt": 3}, "mtp": {"ttt": 4, "modules": 2},
+    "eagle": {"length": 3, "ttt": 3, "noise": 0.0, "anchors": None}, "eagle3": {"length": 3, "ttt": 3, "anchors": None},
+    "mtp": {"ttt": 4, "modules": 2, "anchors": None},
     "peagle": {"layers": 2}, "specblock": {"layers": 2, "nodes": 7, "slots": 3},
 }  # fmt: skip
 """Where a kind must be larger, or has a field whose name others have too."""

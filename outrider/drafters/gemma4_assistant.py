@@ -34,7 +34,7 @@ from outrider.targets.cache import SlotCache
 
 class Config(Base):
     kind: Literal["gemma4_assistant"] = "gemma4_assistant"
-    model: str
+    model: str = ""
     """Folder or Hugging Face id of the assistant, such as google/gemma-4-e2b-it-assistant."""
     length: PositiveInt = 4
     """Tokens drafted per step."""
@@ -192,6 +192,8 @@ def build(config: Config, target: Target) -> Gemma4Assistant:
     """Raises DrafterError where there is no assistant, or that of another target."""
     from transformers import AutoModelForCausalLM, Gemma4AssistantForCausalLM
 
+    if not config.model:
+        raise DrafterError("gemma4_assistant.model is empty; name the assistant, a folder or a Hugging Face id")
     try:
         with keyless_layers():
             found = AutoModelForCausalLM.from_pretrained(config.model, dtype=getattr(torch, target.spec.dtype))

@@ -234,7 +234,8 @@ def prove(model: Model, shipped: Any) -> None:
     for module in [shipped, *shipped.layers.modules()]:
         if hasattr(module, "config"):
             module.config._attn_implementation = ATTENTION
-    attend, states = Unrolled(torch.ones(1, length, device=device), lambda layer: model.limits[layer]), begin
+    documents = torch.ones(1, length, device=device)
+    attend, states = Unrolled(documents, positions, positions, lambda layer: model.limits[layer]), begin
     try:
         for number, wanted in enumerate(expected):
             states, at = states[:, : length - number - 1], positions[:, number:-1]

@@ -70,6 +70,8 @@ class Config(Base):
     """Sizes of a fresh model to train, in place of `model`."""
     architecture: dict[str, Any] | None = None
     """What a checkpoint knows of the trained model's shape, as in a config.json: `model` is not needed again."""
+    quantize: Literal["int8"] | None = None
+    """Round the linear layers of the drafting model, whatever the target's are; needs torchao."""
     device: str | None = None
     """Where it drafts, such as cuda:1; the target's device unless given."""
     length: PositiveInt = 4
@@ -550,7 +552,7 @@ def build(config: Config, target: Target) -> SmallModel | Translated:
     if config.architecture is not None or config.new is not None:
         return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
     name = str(demo.SMALL_MODEL) if config.model == "demo" else config.model
-    model = load_target(name, device=target.device, dtype=target.spec.dtype)
+    model = load_target(name, device=target.device, dtype=target.spec.dtype, quantize=config.quantize)
     mine, theirs = model.spec, target.spec
     is_same = mine.vocabulary == theirs.vocabulary and theirs.tokenizer_hash in (None, mine.tokenizer_hash)
     if not is_same and config.vocabulary != "same":

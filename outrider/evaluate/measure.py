@@ -11,9 +11,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt, ValidationInfo, field_validator
@@ -50,6 +50,8 @@ class Config(Base):
     fresh: NonNegativeFloat = 0.6
     """A prompt whose plain text has a smaller share of first-time 8-grams loops: it is listed and left out.  0 keeps all."""
     seed: int = 0
+    quantize: Literal["int8"] | None = None
+    """Round the linear layers of this run's own draft model, whatever the target's are; needs torchao."""
     rule: str | None = None
     """`typical` or `relaxed` keeps likely tokens that the law would not, and every row says so; none is exact."""
     allow_lossy: bool = Field(default=False, validate_default=True)
@@ -82,6 +84,8 @@ class Entry:
     drafter: Drafter
     temperature: float = 0.0
     policy: Callable[[], Policy] | None = None
+    trained_on: str | None = None
+    """The precision of the target that it was trained beside, such as float32."""
 
 
 @dataclass(slots=True)
@@ -139,9 +143,10 @@ def evaluate(
     """
     config = config or Config()
     first, *hotter = config.temperatures
-    entries = [Entry(name, drafter, first) for name, drafter in drafters.items()]
+    trained_on = {name: facts.get("precision") for name, facts in (training or {}).items()}
+    entries = [Entry(name, drafter, first, trained_on=trained_on.get(name)) for name, drafter in drafters.items()]
     if entries:
-        entries += [Entry(entries[-1].name, entries[-1].drafter, heat) for heat in hotter]
+        entries += [replace(entries[-1], temperature=heat) for heat in hotter]
     outcome = measure(target, entries, config, on_prompt)
     return Report(
         target=target.spec.name,
@@ -415,6 +420,8 @@ def summarise(measured: Measured, target: TransformersTarget) -> dict[str, Any]:
         "seconds": seconds,
         "plain_seconds": plain_seconds,
         "dtype": target.spec.dtype,
+        "precision": target.spec.precision,
+        "trained_on": entry.trained_on,
         "batch": 1,
         "device": str(target.device),
         "unlawful": sum(run.unlawful for run in runs),
@@ -483,5 +490,6 @@ def training_of(manifest: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]
         "steps": training.get("step"),
         "seconds": training.get("seconds"),
         "tokens": training.get("tokens"),
+        "precision": manifest.get("target", {}).get("precision"),
         "loss_curve": curve,
     }

@@ -279,7 +279,7 @@ def _measures() -> list[tuple[str, Callable[[Row], str]]]:
         ("prompts", lambda row: f"{row.prompts:,}"),
         ("tokens written", lambda row: say(row.tokens, "d")),
         ("device", lambda row: row.device or MISSING),
-        ("number type", lambda row: row.dtype or MISSING),
+        ("number type", lambda row: row.precision or row.dtype or MISSING),
         ("batch", lambda row: say(row.batch, "d")),
         ("tokens per step", lambda row: say(row.tokens_per_step)),
         ("accepted at depth 1, 2, … (%)", lambda row: _percents(row.accepted_by_depth)),

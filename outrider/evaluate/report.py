@@ -131,6 +131,12 @@ class Row(Part):
     """Percentiles 0 to 100 of the gap between steps."""
     plain_itl_curve_ms: tuple[float | None, ...] = ()
     dtype: str | None = None
+    precision: str | None = None
+    """int8 or the like where the target was quantised, else its number type."""
+    trained_on: str | None = None
+    """The precision of the target that the drafter was trained beside, or `unquantised weights`; null where it is not known."""
+    tokens_per_step_lost: float | None = None
+    """How many more the drafter had on the precision it was trained on, over the same prompts; null where not measured."""
     batch: int | None = None
     device: str | None = None
     unlawful: int | None = None
@@ -146,6 +152,20 @@ class Row(Part):
     @property
     def conditions(self) -> str:
         return " · ".join(part for part in (self.task, f"T {self.temperature:g}", many(self.prompts, "prompt")) if part)
+
+    def is_trained_on(self, precision: str | None) -> bool:
+        """Older checkpoints say no more than that the target's weights were unquantised."""
+        is_float = precision is not None and precision.removeprefix("b").startswith("float")
+        return precision == self.trained_on or (self.trained_on == "unquantised weights" and is_float)
+
+    @property
+    def crossing(self) -> str:
+        """That it was trained beside another precision, and what that lost, in words; empty where it was not."""
+        if self.trained_on is None or self.precision is None or self.is_trained_on(self.precision):
+            return ""
+        lost = self.tokens_per_step_lost
+        by_it = "" if lost is None else f", {abs(lost):.2f} tokens per step {'fewer' if lost >= 0 else 'more'} by it"
+        return f"trained on {self.trained_on}, served on {self.precision}{by_it}"
 
     @property
     def different(self) -> list[PromptResult]:
@@ -173,6 +193,9 @@ class LeftOut(Part):
 
 class Training(Part):
     """How a drafter was trained."""
+
+    precision: str | None = None
+    """That of the target beside it."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -217,6 +240,17 @@ class Report(Part):
             where = ".".join(str(part) for part in first["loc"])
             raise DataError(f"report {path} is damaged at {where}: {first['msg']}; restore it, or measure again") from None
 
+    def beside(self, other: Report) -> Report:
+        """This report with `tokens_per_step_lost`, where `other` has the same drafter on the precision it was trained on.
+
+        Over the prompts that both have.
+        """
+        rows = []
+        for row in self.rows:
+            lost = next((found for twin in other.rows if (found := _lost(row, twin)) is not None), None)
+            rows.append(row if lost is None else row.model_copy(update={"tokens_per_step_lost": lost}))
+        return self.model_copy(update={"rows": tuple(rows)})
+
     def json_text(self) -> str:
         """The text of report.json."""
         values = _finite(self.model_dump(mode="json", by_alias=True))
@@ -249,7 +283,8 @@ class Report(Part):
             return "Nothing was measured: the report has no rows."
         alone = len({(row.task, row.temperature) for row in self.rows}) == 1
         where = "" if alone else f"On {row.task or 'its prompts'} at temperature {row.temperature:g}, "
-        first = f"{where}{row.drafter} {_pace_said(row)}; {_truth_said(row)}."
+        crossing = f" ({row.crossing})" if row.crossing else ""
+        first = f"{where}{row.drafter}{crossing} {_pace_said(row)}; {_truth_said(row)}."
         return " ".join([first, *(alarm for other, alarm in self.alarms() if alarms and other is not row)])
 
     def alarms(self) -> list[tuple[Row, str]]:
@@ -306,6 +341,18 @@ class Report(Part):
     def html(self) -> str:
         """The page: one file that asks the network for nothing."""
         return page.render(self)
+
+
+def _lost(row: Row, twin: Row) -> float | None:
+    """Tokens per step that `row` is short of `twin`, the same on the precision it was trained on, over prompts of both."""
+    same = all(getattr(row, name) == getattr(twin, name) for name in ("drafter", "task", "temperature", "rule"))
+    if not same or not row.crossing or not row.is_trained_on(twin.precision):
+        return None
+    pairs = [(a, b) for a in row.per_prompt for b in twin.per_prompt if a.id == b.id and a.steps and b.steps]
+    if not pairs:
+        return None
+    here, there = (sum(p.tokens or 0 for p in side) / sum(p.steps or 0 for p in side) for side in zip(*pairs, strict=True))
+    return there - here
 
 
 def _dash(value: float | None, spec: str, unit: str = "", scale: float = 1) -> str:

@@ -73,6 +73,8 @@ class RecurrentConfig(Base):
     """Steps unrolled in training."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Step s weighs decay ** s in training."""
+    anchors: PositiveInt | None = None
+    """Most rollouts trained per text and step; all unless given.  Fewer spare the head, which is most of a step's work."""
 
 
 class RecurrentModel(Protocol):
@@ -470,8 +472,8 @@ class UnrolledRows:
     """Predictions of rollouts from every position of a batch: K rows a rollout, row s labelled with token i + 2 + s.
 
     Step s reads token i + 1 + s and the output of step s - 1, in step 0 the target's feature of position i; the gradient goes
-    through all steps.  Rollouts that learn nothing have no rows.  Heads run chunk by chunk on a detached copy of the outputs;
-    `backward` sends its gradient through the steps at once.
+    through all steps.  Rollouts that learn nothing, or that `anchors` leaves out, have no rows.  Heads run chunk by chunk on a
+    detached copy of the outputs; `backward` sends its gradient through the steps at once.
     """
 
     def __init__(
@@ -482,21 +484,30 @@ class UnrolledRows:
         config, device, length = model.config, batch.tokens.device, batch.tokens.shape[1]
         self.model, self.slots, self._terms = model, config.ttt, terms
         self.vocabulary = model.target.spec.vocabulary
-        rollouts, steps = torch.arange(max(1, length - 2), device=device), torch.arange(config.ttt, device=device)
-        wanted = rollouts[:, None] + 2 + steps
-        labels_at = wanted.clamp(max=length - 1)
-        is_own = batch.documents[:, labels_at] == batch.documents[:, rollouts, None]
-        learnt = (batch.loss_mask[:, labels_at] & (wanted < length) & is_own).long().cumprod(-1)
-        live = learnt[..., 0] > 0
-        self.labels = batch.tokens[:, labels_at][live].flatten()
+        at, steps = torch.arange(max(1, length - 2), device=device)[None], torch.arange(config.ttt, device=device)
+        at = at.expand(len(batch.tokens), -1)
+        learnt = self._learnt(batch, at, steps)
+        live = chosen(learnt[..., 0] > 0, config.anchors)
+        if model.num_modules == 1:  # else a deeper module reads what the one before it said at every place
+            at = at.gather(1, foremost(live))
+            learnt, live = learnt.gather(1, at[..., None].expand(-1, -1, len(steps))), live.gather(1, at)
+        labels_at = (at[..., None] + 2 + steps).clamp(max=length - 1)
+        self.labels = _picked(batch.tokens, labels_at)[live].flatten()
         self.weight = (learnt[live] * config.decay**steps).flatten()
         self.depth = steps.repeat(int(live.sum()))
         self.block = torch.arange(int(live.sum()), device=device).repeat_interleave(self.slots)
         offsets = torch.arange(len(live), device=device)[:, None, None] * length
         self._rows_of_hidden = (offsets + labels_at - 1)[live].flatten().clamp(min=0)
         self._hidden = batch.hidden.flatten(0, 1)
-        self._states = unrolled(model, batch, features[:, : len(rollouts)])[live].flatten(0, 1)
+        self._states = unrolled(model, batch, features, at)[live].flatten(0, 1)
         self.states = self._states.detach().requires_grad_()
+
+    def _learnt(self, batch: Batch, at: Tensor, steps: Tensor) -> Tensor:
+        """[B, n, K] int64: the label is of the rollout's own text and one to learn, and so are those of all steps before."""
+        wanted = at[..., None] + 2 + steps
+        labels_at = wanted.clamp(max=batch.tokens.shape[1] - 1)
+        is_own = _picked(batch.documents, labels_at) == batch.documents.gather(1, at)[..., None]
+        return (_picked(batch.loss_mask, labels_at) & (wanted < batch.tokens.shape[1]) & is_own).long().cumprod(-1)
 
     def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
         width = max(1, rows // self.slots) * self.slots
@@ -516,56 +527,79 @@ class UnrolledRows:
             self._states.backward(self.states.grad)
 
 
-def unrolled(model: RecurrentModel, batch: Batch, features: Tensor) -> Tensor:
-    """Outputs of all steps of the rollouts that begin at the first n positions, [B, n, K, H].  features [B, n, H]."""
-    config, length, device = model.config, batch.tokens.shape[1], features.device
-    at = torch.arange(features.shape[1], device=device)
-    attend = Unrolled(batch.documents[:, : len(at)], lambda layer: limit_of(model, layer))
+def chosen(live: Tensor, most: int | None) -> Tensor:
+    """Up to `most` of the rollouts of every text that are live, [B, n] bool, drawn without replacement."""
+    if most is None or most >= live.shape[1]:
+        return live
+    # on the CPU, whose random state a checkpoint keeps
+    chance = torch.rand(live.shape).to(live.device).masked_fill(~live, -1.0)
+    return live & torch.zeros_like(live).scatter(1, chance.topk(most, 1).indices, True)
 
-    def step(module: int, number: int, hidden: Tensor) -> Tensor:
-        words = model.target.embed(batch.tokens[:, (at + 1 + number).clamp(max=length - 1)])
-        return model.step(module, words, hidden, turned(model, (at + number)[None]), attend)
 
-    states: list[Tensor] = []
-    for number in range(config.ttt):
-        states.append(step(module_of(number, model), number, states[-1] if states else features))
+def foremost(live: Tensor) -> Tensor:
+    """Places of what is live in every text, [B, A] ascending, A that of the text with most; others fill up.  live [B, n]."""
+    most = max(1, int(live.sum(1).max()))
+    order = live.long().sort(dim=1, descending=True, stable=True).indices
+    return order[:, :most].sort(1).values
+
+
+def _picked(values: Tensor, at: Tensor) -> Tensor:
+    """values [B, S] at positions [B, n, K]."""
+    return values.gather(1, at.flatten(1)).view(at.shape)
+
+
+def unrolled(model: RecurrentModel, batch: Batch, features: Tensor, at: Tensor) -> Tensor:
+    """Outputs of all steps of the rollouts at positions `at` [B, A], [B, A, K, H].  features [B, S, H]."""
+    config, length = model.config, batch.tokens.shape[1]
+    every = torch.arange(max(1, length - 2), device=features.device).expand(len(features), -1)
+    attend = Unrolled(batch.documents, every, at, lambda layer: limit_of(model, layer))
+
+    def step(number: int, hidden: Tensor, rows: Tensor) -> Tensor:
+        words = model.target.embed(batch.tokens.gather(1, (rows + 1 + number).clamp(max=length - 1)))
+        return model.step(module_of(number, model), words, hidden, turned(model, rows + number), attend)
+
+    pairs = step(0, features[:, : every.shape[1]], every)
+    states = [pairs.gather(1, at[..., None].expand(-1, -1, pairs.shape[-1]))]
+    for number in range(1, config.ttt):
+        states.append(step(number, states[-1], at))
     return torch.stack(states, 2)
 
 
 class Unrolled:
     """Attention of unrolled steps.  What a layer sees first is the pairs; each later call is one more step of every rollout."""
 
-    def __init__(self, documents: Tensor, limit: Callable[[int], Any] = lambda layer: None):
-        """documents [B, n] as in `Batch`.  limit: how far a layer sees."""
-        self.documents, self._limit = documents, limit
+    def __init__(self, documents: Tensor, pairs: Tensor, at: Tensor, limit: Callable[[int], Any] = lambda layer: None):
+        """documents [B, S] as in `Batch`; positions of pairs [B, n] and of rollouts [B, A].  limit: how far a layer sees."""
+        self.documents, self._pairs, self._at, self._limit = documents, pairs, at, limit
         self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         kept = self._kept.setdefault(layer, [])
         kept.append((k, v))
         limit, found = self._limit(layer), []
+        rows = (self._pairs if len(kept) == 1 else self._at)[:, : q.shape[2]]
         for begin in range(0, q.shape[2], ROWS):
-            end = min(begin + ROWS, q.shape[2])
+            asks = rows[:, begin : begin + ROWS]
+            end = int(asks.max()) + 1
             keys, values = (
-                torch.cat([first[:, :, :end], *(own[:, :, begin:end] for own in others)], 2)
+                torch.cat([first[:, :, :end], *(own[:, :, begin : begin + ROWS] for own in others)], 2)
                 for first, *others in zip(*kept, strict=True)
             )
-            mask = unrolled_mask(self.documents, begin, end, len(kept) - 1, None if limit is None else limit.size)
-            found.append(attention(q[:, :, begin:end], keys, values, mask))
+            mask = unrolled_mask(self.documents, asks, end, len(kept) - 1, None if limit is None else limit.size)
+            found.append(attention(q[:, :, begin : begin + ROWS], keys, values, mask))
         return torch.cat(found, 2)
 
 
-def unrolled_mask(documents: Tensor, begin: int, end: int, steps: int, window: int | None = None) -> Tensor:
-    """What rollouts begin..end - 1 may see in step `steps`: [B, 1, end - begin, end + steps * (end - begin)] bool.
+def unrolled_mask(documents: Tensor, rows: Tensor, end: int, steps: int, window: int | None = None) -> Tensor:
+    """What rollouts at positions `rows` [B, a] may see in step `steps`: [B, 1, a, end + steps * a] bool.
 
-    Columns are the pairs 0..end - 1, then for each step from 1 on these rollouts' own keys.  documents [B, n].
+    Columns are the pairs 0..end - 1, then for each step from 1 on these rollouts' own keys.  documents [B, S].
     window: positions that are seen at most, their own included.
     """
-    at = torch.arange(end, device=documents.device)
-    rows = at[begin:, None]
-    pairs = (at <= rows) & (documents[:, begin:end, None] == documents[:, None, :end])
-    own = (at[begin:] == rows).repeat(1, steps).expand(len(documents), -1, -1)
+    at, asks = torch.arange(end, device=documents.device), rows[..., None]
+    pairs = (at <= asks) & (documents.gather(1, rows)[..., None] == documents[:, None, :end])
+    own = torch.eye(rows.shape[1], dtype=torch.bool, device=rows.device).repeat(1, steps).expand(len(rows), -1, -1)
     if window is not None:
-        back = torch.arange(steps - 1, -1, -1, device=documents.device).repeat_interleave(end - begin)
-        pairs, own = pairs & (rows + steps - at < window), own & (back < window)
+        back = torch.arange(steps - 1, -1, -1, device=documents.device).repeat_interleave(rows.shape[1])
+        pairs, own = pairs & (asks + steps - at < window), own & (back < window)
     return torch.cat([pairs, own], -1)[:, None]

@@ -110,7 +110,7 @@ class _Watch:
         self.returned: dict[nn.Module, Any] = {}
         self.open: list[nn.Module] = []
         self.writers: set[nn.Module] = set()
-        layers = [target.layer(index) for index in range(target.spec.layers)]
+        layers = list(target._decoder_layers)
         children = [child for layer in layers for child in (layer, *layer.children())]
         hooks = [child.register_forward_pre_hook(lambda module, _args: self.open.append(module)) for child in children]
         hooks += [child.register_forward_hook(self._close) for child in children]
@@ -153,7 +153,7 @@ class _Watch:
         return len(output) if isinstance(output, tuple) else None
 
     def shaped(self, target: Any) -> list[tuple[nn.Module, Shape]]:
-        return [(layer, self._shape(layer)) for layer in map(target.layer, range(target.spec.layers))]
+        return [(layer, self._shape(layer)) for layer in target._decoder_layers]
 
 
 @torch.inference_mode()

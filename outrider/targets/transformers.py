@@ -26,6 +26,7 @@ from outrider import demo, packed
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Scores, Skip, TargetSpec
 from outrider.errors import DataError, TargetError
+from outrider.targets import quantised
 from outrider.targets.cache import SlotCache
 from outrider.targets.family import embedding_scale, head_law, learn, trunk
 from outrider.targets.selftest import selftest
@@ -37,7 +38,11 @@ from outrider.targets.step import CompiledStep, passed
 class TransformersTarget:
     """A causal LM whose law is kept.  Made by `load_target`."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, name: str | None = None, revision: str | None = None):
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any = None, name: str | None = None, revision: str | None = None,
+        base_hash: str | None = None,
+    ):  # fmt: skip
+        quantised.check(model, name or type(model).__name__)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.device = model.device
@@ -53,7 +58,7 @@ class TransformersTarget:
         self._head.register_forward_pre_hook(self._catch_hidden)
         self.family = learn(model)
         self._trunk = trunk(model)
-        self.spec = _spec(model, tokenizer, name, revision)
+        self.spec = replace(_spec(model, tokenizer, name, revision), base_hash=base_hash)
         self.ends = _ends(model)
         self._scale, self._finish = self._what_the_ends_do()
         self.step = CompiledStep(self)
@@ -72,6 +77,10 @@ class TransformersTarget:
         # not called: its hook belongs to the model's own passes
         return self._finish(self._head.forward(hidden.to(self._head.weight.dtype)))
 
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        """Rows [n, H] of the output embedding for these ids [n]; for reading."""
+        return quantised.values(self._head.weight)[tokens]
+
     def lent(self, device: torch.device) -> TransformersTarget:
         """This target for a drafter on another device, which borrows embedding and head: they are copied there."""
         there = copy.copy(self)
@@ -80,8 +89,8 @@ class TransformersTarget:
         return there
 
     def layer(self, index: int) -> nn.Module:
-        """Decoder layer `index`, counted from 0; its weights are for reading."""
-        return self._decoder_layers[index]
+        """Decoder layer `index`, counted from 0; its weights are for reading.  A copy where they are quantised."""
+        return quantised.plain(self._decoder_layers[index])
 
     def allocate(self, slots: int, length: int) -> SlotCache:
         return SlotCache(slots, length, self.device, self.spec.layers)
@@ -291,6 +300,7 @@ def load_target(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     device_map: Any = None,
+    quantize: str | None = None,
     quantization: Any = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -298,34 +308,64 @@ def load_target(
 ) -> TransformersTarget:
     """Load a causal LM as a target: `demo`, a Hugging Face id, a local folder, or a module that is already there.
 
-    dtype: float32 on a CPU and the checkpoint's own on an accelerator, unless given.  quantization is handed to transformers
-    as `quantization_config`, device_map as it is.  A bare module has no tokenizer: its prompts are token ids.
+    dtype: float32 on a CPU and the checkpoint's own on an accelerator, unless given.  quantize: `int8` rounds the weights of
+    the linear layers, those of a module that is given too; it needs torchao, and the steps stay plain.  quantization is handed
+    to transformers as `quantization_config`, device_map as it is.  A bare module has no tokenizer: its prompts are token ids.
     compile: None takes a compiled step of this very model if one is on disk, True has one made (about a minute, once), False
     stays plain.
-    Raises TargetError where it can't be found or loaded, or where its plain decoding fails the self-test.
+    Raises TargetError where it can't be found or loaded, where its plain decoding fails the self-test, or where it quantises
+    activations, keys or values; ConfigError for a `quantize` that there is not.
     """
+    if quantize is not None:
+        quantised.library(quantize)
     if isinstance(target, nn.Module):
         model: Any = target
         model = model if dtype is None else model.to(dtype=_dtype(dtype))
-        return _compiled(TransformersTarget(model if device is None else model.to(device)), compile)
+        model = model if device is None else model.to(device)
+        return _compiled(TransformersTarget(model, base_hash=_quantised(model, quantize)), compile)
     name = str(target)
     path = str(demo.TARGET) if name == "demo" else name
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     wanted = _dtype(dtype) if dtype is not None else (torch.float32 if device.type == "cpu" else "auto")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=wanted, device_map=device_map, quantization_config=quantization, **options
-        )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=wanted, device_map=device_map, output_loading_info=True, **options,
+            # None would hide that a checkpoint comes quantised
+            **({} if quantization is None else {"quantization_config": quantization}),
+        )  # fmt: skip
+        model, found = loaded
         tokenizer = _tokenizer(path, options)
+    except (ImportError, RuntimeError) as error:  # such as a quantisation's library or device that is not there
+        raise TargetError(
+            f"can't load target {name!r}: {_first_line(error)}; install what it names, use a device that has it, or take the "
+            "checkpoint unquantised"
+        ) from error
     except (OSError, ValueError, KeyError) as error:
         raise TargetError(
             f"can't load target {name!r}: {_first_line(error)}; give `demo`, a folder with config.json and safetensors, or a "
             "Hugging Face id (which needs the network the first time)"
         ) from error
-    if device_map is None and quantization is None:
+    if found["missing_keys"]:  # transformers fills them with random numbers
+        missing = sorted(found["missing_keys"])
+        raise TargetError(
+            f"target {name!r} lacks {len(missing)} of its weights, such as {missing[0]}; copy it again, or take the checkpoint "
+            "of a whole causal LM"
+        )
+    if device_map is None and model.device != torch.empty(0, device=device).device:  # some quantised models can't be moved
         model = model.to(device)
-    return _compiled(TransformersTarget(model, tokenizer, name, revision), compile)
+    return _compiled(TransformersTarget(model, tokenizer, name, revision, _quantised(model, quantize)), compile)
+
+
+def _quantised(model: Any, quantize: str | None) -> str | None:
+    """Quantise all but the output layer, where that is asked for; returns the hash of the weights before, else None."""
+    if quantize is None:
+        return None
+    if (already := quantised.precision(model)) is not None:
+        raise TargetError(f"the target's weights are {already} as they are; leave quantize={quantize!r} out")
+    base = hash_weights(model)
+    quantised.quantise(model, quantize, keep=[model.get_output_embeddings()])
+    return base
 
 
 def _compiled(target: TransformersTarget, compile: bool | None) -> TransformersTarget:
@@ -406,6 +446,7 @@ def _spec(model: PreTrainedModel, tokenizer: Any, name: str | None, revision: st
         dtype=str(model.dtype).removeprefix("torch."),
         tokenizer_hash=None if tokenizer is None else hash_tokenizer(tokenizer),
         weights_hash=hash_weights(model),
+        quantised=quantised.precision(model),
     )
 
 
@@ -418,7 +459,8 @@ def hash_tokenizer(tokenizer: Any) -> str:
 def hash_weights(model: nn.Module) -> str:
     """SHA-256 over names, shapes and the first values of every weight, read as bfloat16 so that the dtype does not matter."""
     digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
-        sample = weight.flatten()[:64].to("cpu", torch.bfloat16).view(torch.int16)
-        digest.update(f"{name} {tuple(weight.shape)}".encode() + sample.numpy().tobytes())
+    for name, whole in sorted(model.state_dict().items()):
+        for part, weight in quantised.parts(name, whole):
+            sample = weight.flatten()[:64].to("cpu", torch.bfloat16).view(torch.int16)
+            digest.update(f"{part} {tuple(weight.shape)}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:16]

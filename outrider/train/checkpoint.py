@@ -2,7 +2,7 @@
 
     checkpoint/
     ├── outrider.json         kind, config, target it is bound to, taps, how it was trained
-    ├── model.safetensors     the draft's own weights; embedding and head are the target's and are not here
+    ├── model.safetensors     the draft's own weights; embedding and head where they are the target's are not here
     └── training.safetensors  optimiser moments and random state; may be deleted once training is done
 
 A checkpoint is written beside the old one and then takes its place, so there is always a whole one.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import inspect
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from outrider.decoding.parties import Drafter, Target
 from outrider.drafters import find, kinds
 from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.nn.draft_model import DraftModel, binding
+from outrider.targets.quantised import library, quantise
 from outrider.train.optimizers import Optimizers
 
 VERSION = 1
@@ -45,19 +47,19 @@ def save(
     Raises TrainingError where the disk is full or the folder can't be written; what was there stays.
     """
     folder = Path(folder)
-    config = model.config.model_dump(mode="json")
+    config, spec = model.config.model_dump(mode="json"), model.target.spec
     manifest = {
         "version": VERSION,
         "kind": config.pop("kind"),
         "config": config,
-        "target": {"name": model.target.spec.name, **binding(model.target)},
+        "target": {"name": spec.name, **binding(model.target), "precision": spec.precision, "base_hash": spec.base_hash},
         "taps": list(model.taps),
         "tap_convention": "output of decoder layer i, counted from 0",
         "facts": dict(model.facts()),
         "training": dict(training or {}),
     }
     with _instead_of(folder) as part:
-        save_file({name: w.detach().contiguous().cpu() for name, w in model.state_dict().items()}, part / WEIGHTS)
+        save_file({name: w.detach().contiguous().cpu() for name, w in _weights(model).items()}, part / WEIGHTS)
         if state:
             save_file({name: value.contiguous().cpu() for name, value in state.items()}, part / TRAINING)
         (part / MANIFEST).write_text(json.dumps(manifest, indent=2))
@@ -121,16 +123,39 @@ def whole(folder: str | Path) -> Path:
     return old if not (folder / MANIFEST).exists() and (old / MANIFEST).exists() else folder
 
 
-def check_binding(manifest: Mapping[str, Any], target: Target, folder: str | Path) -> None:
-    """Refuse a checkpoint made for another target: bound by shape, vocabulary and weights, not by name."""
+def check_binding(manifest: Mapping[str, Any], target: Target, folder: str | Path, quantised: bool = False) -> None:
+    """Refuse a checkpoint made for another target: bound by shape, vocabulary and weights, not by name.
+
+    quantised: these weights, and those that they were quantised from or to, are one target.
+    """
     mine = binding(target)
     wrong = [key for key, value in mine.items() if manifest["target"].get(key) != value and not _unknown(key, value, manifest)]
+    if quantised and _base(manifest["target"]) == (target.spec.base_hash or target.spec.weights_hash):
+        wrong = [key for key in wrong if key != "weights_hash"]
     if wrong:
         differences = ", ".join(f"{key} {manifest['target'].get(key)} against {mine[key]}" for key in wrong)
+        came_so = " (it came quantised, and from which weights is not known; quantise those here to use their drafters)"
         raise CheckpointError(
             f"{folder} was trained for target {manifest['target'].get('name')!r}, not for {target.spec.name!r}: {differences}; "
             "load the target it was trained for, or train a drafter for this one"
+            + came_so
+            * (target.spec.quantised is not None and target.spec.base_hash is None)
         )
+
+
+def _base(target: Mapping[str, Any]) -> Any:
+    return target.get("base_hash") or target.get("weights_hash")
+
+
+def trained_on(manifest: Mapping[str, Any], target: Target) -> str | None:
+    """The precision of the target that a checkpoint was trained beside, such as float32 or int8; None where it is not known.
+
+    Older manifests do not name it: `unquantised weights` where those tell as much.
+    """
+    said: str | None = manifest["target"].get("precision")
+    if said is None and target.spec.quantised and manifest["target"].get("weights_hash") == target.spec.base_hash:
+        return "unquantised weights"
+    return said
 
 
 def check_taps(manifest: Mapping[str, Any], model: DraftModel, folder: str | Path) -> None:
@@ -161,7 +186,7 @@ def load_weights(folder: str | Path, model: nn.Module) -> None:
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} can't be read: {error}; copy or train it again") from None
-    expected = model.state_dict()
+    expected = _weights(model)
     weights = {name: expected[name] for name in _defaults(model)} | weights
     missing, extra = expected.keys() - weights.keys(), weights.keys() - expected.keys()
     shapes = [name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape]
@@ -171,12 +196,21 @@ def load_weights(folder: str | Path, model: nn.Module) -> None:
             raise CheckpointError(
                 f"{path} {problem} weights: {', '.join(sorted(names)[:4])}; it does not belong to its manifest"
             )
-    model.load_state_dict(weights)
+    model.load_state_dict(weights, strict=False)  # without the other names of tied ones
 
 
 def _defaults(model: nn.Module) -> list[str]:
     """Names of buffers that a checkpoint may lack."""
     return [f"{path}.{name}" for path, module in model.named_modules() for name in getattr(module, "defaults", ())]
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds of a model: parameters and buffers by name, tied ones once, under their first name."""
+    names: dict[int, str] = {}
+    found = model.state_dict(keep_vars=True)
+    for name, weight in found.items():
+        names.setdefault(id(weight), name)
+    return {name: found[name] for name in names.values()}
 
 
 def load_state(folder: str | Path) -> dict[str, Tensor] | None:
@@ -215,15 +249,20 @@ def unpack(state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizers)
 
 
 def load_drafter(
-    kind_or_path: str | Path, target: Target, *, device: str | torch.device | None = None, **config: Any
-) -> Drafter:
+    kind_or_path: str | Path, target: Target, *, device: str | torch.device | None = None, quantize: str | None = None,
+    **config: Any,
+) -> Drafter:  # fmt: skip
     """A drafter for `target`: a kind such as `ngram` with its settings, a checkpoint folder, or a Hugging Face id of one.
 
     A trainable kind by its name alone has fresh, random weights.  device: where it runs, if not where its config says, which
-    is the target's own device unless given.  Raises ConfigError for an unknown name or setting,
-    CheckpointError for a checkpoint that is damaged or was made for another target.
+    is the target's own device unless given.  quantize: `int8` rounds the linear layers of the draft model, whatever the
+    target's are; what it borrows of the target stays.  A checkpoint trained beside the weights that a target was quantised from
+    fits it, and the log says so.  Raises ConfigError for an unknown name or setting, CheckpointError for a checkpoint that is
+    damaged or was made for another target.
     """
     name = str(kind_or_path)
+    if name in kinds() and quantize is not None:
+        config["quantize"] = quantize
     if name in kinds():
         module = find(name)
         settings = build(module.Config, {"kind": name, **config}, "drafter")
@@ -233,23 +272,49 @@ def load_drafter(
             lambda target: module.build(settings, target, **opens), target, device or getattr(settings, "device", None)
         )
     folder = _folder(name)
+    if quantize is not None:
+        library(quantize)
     if config:
         raise ConfigError(f"{name} is a checkpoint and brings its own settings; leave out {', '.join(config)}")
     manifest = manifest_of(folder)
-    check_binding(manifest, target, name)
-    module = find(manifest["kind"])
-    if not hasattr(module, "Model"):
-        raise CheckpointError(f"{name} is of kind {manifest['kind']!r}, which has no weights to load; use the kind itself")
-    settings = build(module.Config, {"kind": manifest["kind"], **manifest["config"]}, "drafter")
+    check_binding(manifest, target, folder, quantised=True)
+    _tell_precision(manifest, target, name)
 
     def filled(target: Target) -> Drafter:
-        model = module.Model(settings, target)
-        check_taps(manifest, model, folder)
-        load_weights(folder, model)
-        check_facts(manifest, model, folder)
-        return model.to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False).drafter()
+        model = load_model(folder, target)
+        if quantize is not None:
+            quantise(model, quantize)
+        return model.drafter()
 
-    return _placed(filled, target, device or getattr(settings, "device", None))
+    return _placed(filled, target, device or manifest["config"].get("device"))
+
+
+def load_model(folder: str | Path, target: Target) -> DraftModel:
+    """The draft model of a checkpoint, frozen, on the target's device and in its precision.
+
+    Raises CheckpointError for a checkpoint that is damaged or was made for another target.
+    """
+    manifest = manifest_of(folder)
+    check_binding(manifest, target, folder, quantised=True)
+    module = find(manifest["kind"])
+    if not hasattr(module, "Model"):
+        raise CheckpointError(f"{folder} is of kind {manifest['kind']!r}, which has no weights to load; use the kind itself")
+    settings = build(module.Config, {"kind": manifest["kind"], **manifest["config"]}, "drafter")
+    model: DraftModel = module.Model(settings, target)
+    check_taps(manifest, model, folder)
+    load_weights(folder, model)
+    check_facts(manifest, model, folder)
+    return model.to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False)
+
+
+def _tell_precision(manifest: Mapping[str, Any], target: Target, name: str) -> None:
+    trained, served = trained_on(manifest, target), target.spec.precision
+    if trained not in (None, served):
+        other_weights = manifest["target"].get("weights_hash") != target.spec.weights_hash
+        logging.getLogger(__name__).log(
+            logging.WARNING if other_weights else logging.INFO, "%s: trained on %s, served on %s%s", name, trained, served,
+            "; the text stays this target's own, but fewer tokens may be kept" * other_weights,
+        )  # fmt: skip
 
 
 def _placed(make: Callable[[Target], Drafter], target: Target, device: str | torch.device | None) -> Drafter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -345,6 +346,22 @@ def test_a_run_file_s_choice_to_compile_is_obeyed(made: Path, outrider: Outrider
     asked.clear()
     assert outrider("evaluate", "tiny.yaml", "evaluate.prompts=1").code == 0
     assert asked == {"target": None}
+
+
+def test_a_quantised_target_is_evaluated_and_decoded(made: Path, folder: Path, outrider: Outrider, monkeypatch: Any) -> None:
+    """Catches `quantize` that is read and not passed on, and a report that does not say what that lost."""
+    pytest.importorskip("torchao")
+    monkeypatch.chdir(shutil.copytree(made, Path("copy")))
+    assert outrider("evaluate", "tiny.yaml").code == 0
+    done = outrider("evaluate", "tiny.yaml", "target.quantize=int8", "evaluate.quantize=int8", "--json", "int8.json")
+    assert done.code == 0, done.err
+    ngram, dspark, *_ = json.loads(Path("int8.json").read_text())["rows"]
+    assert (ngram["precision"], ngram["trained_on"], ngram["tokens_per_step_lost"]) == ("int8", None, None)
+    assert (dspark["precision"], dspark["trained_on"], dspark["exact"]) == ("int8", "float32", True)
+    assert isinstance(dspark["tokens_per_step_lost"], float)
+    done = outrider("decode", "hello", "--target", folder, "--quantize", "int8", "--max-new-tokens", 12, "--no-compile")
+    wanted = generate(load_target(folder, quantize="int8"), "hello", max_new_tokens=12)[0].text
+    assert (done.code, done.out) == (0, wanted + "\n")
 
 
 def test_decode_reads_standard_input(folder: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import Case, batch_of
+from conftest import Case, batch_of, cases
 from torch import nn
 
 from outrider.decoding.draft import Draft
@@ -29,7 +29,7 @@ def table(rows: list[str]) -> list[list[bool]]:
 
 def test_a_rollout_sees_the_pairs_before_it_and_its_own_steps():
     """Catches a rollout that sees another's guesses, a later pair, or another text."""
-    mask = unrolled_mask(torch.tensor([[1, 1, 1, 1], [1, 2, 2, 0]]), 0, 4, 2)
+    mask = unrolled_mask(torch.tensor([[1, 1, 1, 1], [1, 2, 2, 0]]), torch.arange(4).expand(2, -1), 4, 2)
     assert mask.shape == (2, 1, 4, 12)
     assert mask[0, 0].tolist() == table(["x... x... x...", "xx.. .x.. .x..", "xxx. ..x. ..x.", "xxxx ...x ...x"])
     assert mask[1, 0].tolist() == table(["x... x... x...", ".x.. .x.. .x..", ".xx. ..x. ..x.", "...x ...x ...x"])
@@ -37,22 +37,43 @@ def test_a_rollout_sees_the_pairs_before_it_and_its_own_steps():
 
 def test_the_first_step_is_causal_attention():
     """Catches keys of steps that were not taken."""
-    assert unrolled_mask(torch.ones(1, 3), 0, 3, 0)[0, 0].tolist() == table(["x..", "xx.", "xxx"])
+    assert unrolled_mask(torch.ones(1, 3), torch.arange(3)[None], 3, 0)[0, 0].tolist() == table(["x..", "xx.", "xxx"])
 
 
 def test_rollouts_may_attend_in_parts(monkeypatch):
     """Catches a part that sees its own steps at another part's place."""
     noise = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, 2, 2, 9, 4, dtype=torch.float64, generator=noise) for _ in range(3))
-    documents = torch.tensor([[1] * 9, [1] * 4 + [2] * 5])
+    documents, every = torch.tensor([[1] * 9, [1] * 4 + [2] * 5]), torch.arange(9).expand(2, -1)
 
     def run(rows):
         monkeypatch.setattr(recurrent, "ROWS", rows)
-        attend = recurrent.Unrolled(documents)
+        attend = recurrent.Unrolled(documents, every, every)
         return [attend(q[step], k[step], v[step], 0) for step in range(3)]
 
     for whole, parts in zip(run(100), run(4), strict=True):
         torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_rollouts_that_are_drawn_say_what_they_say_among_all(target, workshop):
+    """Catches a rollout that takes another's feature, position or keys where only some are trained."""
+    case = next(case for case in cases() if case.kind == "eagle3" and not case.is_variant)
+    model = workshop.model(case, target)
+    texts = torch.arange(24).expand(2, -1) + torch.tensor([[0], [30]])
+    batch = batch_of(target, model.taps, texts)
+
+    def said(anchors):
+        model.config = model.config.model_copy(update={"anchors": anchors})
+        torch.manual_seed(3)
+        rows = model.predict(batch)
+        draft = torch.cat([draft for draft, _, _ in rows.chunks(50)])
+        # the text is counted through: its label tells a row's place
+        return {(int(rows.labels[n]), int(rows.depth[n])): draft[n] for n in range(len(draft)) if rows.weight[n] > 0}
+
+    whole, some = said(None), said(5)
+    assert 2 * 5 * 3 >= len(some) > 2 * 5
+    for place, logits in some.items():
+        torch.testing.assert_close(logits, whole[place], rtol=1e-10, atol=1e-10)
 
 
 # ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,373 @@
+"""Every method that trains, on the demo target: tokens per step, acceptance by depth, speed-up, over methods and seeds.
+
+    python benchmarks/methods.py [--only dspark,dflash] [--seeds 0,1,2] [--column minutes,steps] [--table]
+
+A cell is a method, a seed and a column.  Column `minutes`: as many optimiser steps as fit into the same minutes of one core;
+column `steps`: the same number of steps for all.  Data, batch, optimiser and prompts are the same, settings are the recipes';
+what a cell says stays in results/methods/, so a run that is stopped goes on where it was, and two may run beside each other on
+methods of their own.  Time is the process's own CPU time, which work beside it does not count in; no cell sees its prompts in
+training.  Measured in interleaved runs of a few methods, at temperatures 0 and 1, against `generate` and plain decoding.
+
+The table is over all cells there are: mean and spread over seeds, and every comparison of two methods as a ratio of tokens per
+step with its 95 % interval, from a bootstrap over seeds and, within them, prompts that both have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from serving import write
+
+from outrider import load_drafter, load_target
+from outrider.drafters import find
+from outrider.evaluate.measure import Config as MeasureConfig
+from outrider.evaluate.measure import Entry, measure
+from outrider.nn.draft_model import Batch
+from outrider.prepare import conversations, regenerate
+from outrider.prepare.features import LiveFeatures
+from outrider.run import RunConfig, load
+from outrider.targets.transformers import TransformersTarget
+from outrider.train.checkpoint import load_model
+from outrider.train.trainer import train
+
+HERE = Path(__file__).resolve().parent
+RECIPES, CELLS, RUNS = HERE.parent / "recipes", HERE / "results" / "methods", HERE.parent / "runs" / "methods"
+MINUTES, STEPS = 3.0, 160
+"""Of one core, in the first column; optimiser steps, in the second."""
+COLUMNS = ("minutes", "steps")
+TOGETHER = 4
+"""Methods measured in one run, so that a sitting that ends leaves what it measured before."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A recipe and what of it is different."""
+
+    recipe: str
+    changes: tuple[str, ...] = ()
+    reference: str | None = None
+    """The method whose model of the same seed and column the selection compares with."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A published order: `better` keeps at least `ratio` times the tokens per step of `worse`."""
+
+    better: str
+    worse: str
+    ratio: float
+    temperature: float
+    said: str
+
+
+SMALL = ("drafter.layers=1", "drafter.copies=null", "drafter.heads=2", "drafter.kv_heads=1", "drafter.intermediate=128")
+"""A drafter that can't learn all it is shown."""
+TENTH = (
+    "drafter.new.layers=2", "drafter.new.hidden=128", "drafter.new.intermediate=384",
+    "drafter.new.heads=4", "drafter.new.kv_heads=2", "drafter.new.head_dim=32",
+)  # fmt: skip
+"""A language model with about a tenth of the target's weights."""
+
+SOFT = ("train.loss={kl: 1.0}",)
+TREE = ("drafter.length=4", "drafter.width=3", "drafter.nodes=7")
+"""As many nodes as the block drafters' recipes verify at temperature 0."""
+
+METHODS: dict[str, Method] = {
+    "dspark": Method("demo"),
+    "dflash": Method("demo-dflash"),
+    "dflash, paper's layout": Method("demo-dflash", ("drafter.anchor_predicts=false",)),
+    "dflash, 5 layers": Method("demo-dflash", ("drafter.layers=5", "drafter.copies=[0, 3, 7, 11, 15]")),
+    "dspark, d-pace": Method("demo", ("train.position={dpace: 0.5}",)),
+    "domino": Method("demo-domino", SOFT),
+    "deer": Method("demo-deer", SOFT),
+    "eagle3": Method("demo-eagle3", TREE),
+    "eagle": Method("demo-eagle", TREE),
+    "peagle": Method("demo-peagle"),
+    "specblock": Method("demo-specblock"),
+    "medusa": Method("demo-medusa", ("drafter.sequential=false", "drafter.head=own")),
+    "hydra": Method("demo-medusa"),
+    "mtp": Method("demo-mtp", (*SOFT, *TREE)),
+    "small_model": Method("demo-small_model", TREE),
+    "small_model, hard labels": Method("demo-small_model", (*TREE, "train.loss={ce: 1.0}")),
+    "tenth": Method("demo-small_model", (*TENTH, *TREE)),
+    "tenth, adaspec": Method("demo-small_model", (*TENTH, *TREE, "train.select=0.4"), "tenth"),
+    "limited, kl": Method("demo-dflash", (*SMALL, *SOFT)),
+    "limited, lk_lambda": Method("demo-dflash", (*SMALL, "train.loss={lk_lambda: 1.0}")),
+    "limited, lk_alpha": Method("demo-dflash", (*SMALL, "train.loss={lk_alpha: 1.0}")),
+}
+
+CLAIMS = [
+    Claim("dspark", "dflash", 1.10, 0.0, "a Markov head on the block"),
+    Claim("dspark", "dflash", 1.10, 1.0, "a Markov head on the block"),
+    Claim("domino", "dflash", 1.08, 0.0, "a prefix GRU on the block"),
+    Claim("domino", "dflash", 1.08, 1.0, "a prefix GRU on the block"),
+    Claim("dspark", "dflash, 5 layers", 1.0, 0.0, "two layers with the head, five without"),
+    Claim("dspark", "dflash, 5 layers", 1.0, 1.0, "two layers with the head, five without"),
+    Claim("limited, lk_lambda", "limited, kl", 1.0, 1.0, "acceptance as the loss of a drafter that can't learn all"),
+    Claim("tenth, adaspec", "tenth", 1.0, 0.0, "only what can still be learnt"),
+    Claim("eagle3", "eagle", 1.0, 0.0, "taps and unrolled training, no feature loss"),
+    Claim("eagle3", "eagle", 1.0, 1.0, "taps and unrolled training, no feature loss"),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="methods, separated by semicolons")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--column", default="minutes,steps")
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--new", type=int, default=88, help="tokens a prompt")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--table", action="store_true", help="measure nothing, say what the cells say")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    names = options.only.split(";") if options.only else list(METHODS)
+    unknown = [name for name in names if name not in METHODS]
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}; known: {'; '.join(METHODS)}")
+    if not options.table:
+        bench = Bench(load_target("demo", compile=False), MeasureConfig(prompts=options.prompts, max_new_tokens=options.new))
+        for column, seed in itertools.product(options.column.split(","), map(int, options.seeds.split(","))):
+            wanted = [name for name in names if not cell_of(name, seed, column).exists()]
+            for start in range(0, len(wanted), TOGETHER):
+                bench.run(wanted[start : start + TOGETHER], seed, column)
+    write(table(list(cells())), options.out)
+
+
+# ── one seed ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Bench:
+    """Trains and measures cells on one target; features are read once for all of them."""
+
+    target: TransformersTarget
+    config: MeasureConfig
+    sources: dict[int, LiveFeatures] = field(default_factory=dict)
+
+    def run(self, names: Sequence[str], seed: int, column: str) -> None:
+        """Train these methods and measure them in one interleaved run."""
+        trained = {name: self.train(name, seed, column) for name in names}
+        entries = [
+            Entry(name, load_drafter(str(folder_of(name, seed, column) / "checkpoint"), self.target), heat)
+            for name in trained
+            for heat in (0.0, 1.0)
+        ]
+        say(f"measuring {', '.join(trained)}")
+        outcome = measure(self.target, entries, self.config)
+        for name, facts in trained.items():
+            rows = [row for row in outcome.rows if row["drafter"] == name]
+            cell = {"method": name, "seed": seed, "column": column, **facts, "rows": [short(row) for row in rows]}
+            path = cell_of(name, seed, column)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(cell, indent=1) + "\n")
+
+    def train(self, name: str, seed: int, column: str) -> dict[str, Any]:
+        """Train one cell, or take what an earlier sitting left whole.  Returns what the cell says of its training."""
+        folder = folder_of(name, seed, column)
+        done = folder / "cell.json"
+        if done.exists():
+            return dict(json.loads(done.read_text()))
+        method = METHODS[name]
+        changes = [*method.changes, f"train.seed={seed}"]
+        if method.reference is not None:
+            self.train(method.reference, seed, column)
+            changes.append(f"train.reference={folder_of(method.reference, seed, column) / 'checkpoint'}")
+        settings, _ = load(RECIPES / f"{method.recipe}.yaml", changes)
+        steps = STEPS
+        if column == "minutes":
+            steps = round(60 * MINUTES / self._fit(settings, folder.with_name(folder.name + "-trial"), 30)["seconds_per_step"])
+        facts = self._fit(settings, folder, steps)
+        say(f"{name}, seed {seed}, {column}: {facts}")
+        done.write_text(json.dumps(facts))
+        return facts
+
+    def _fit(self, settings: RunConfig, folder: Path, steps: int) -> dict[str, Any]:
+        assert settings.train is not None
+        config = settings.train.model_copy(update={"steps": steps, "save_every": steps, "log_every": max(1, steps // 4)})
+        shutil.rmtree(folder, ignore_errors=True)
+        torch.manual_seed(config.seed)
+        model = find(settings.drafter["kind"]).Model(settings.drafter_config, self.target)
+        reference = load_model(config.reference, self.target) if config.reference else None
+        source = Tapped(self._source(settings), model.taps)
+        clock: list[float] = []
+        train(model, source, config, folder, on_step=lambda *_: clock.append(time.process_time()), reference=reference)
+        apart = (clock[-1] - clock[2]) / (len(clock) - 3)
+        return {
+            "commit": version(),
+            "steps": steps,
+            "seconds_per_step": round(apart, 4),
+            "cpu_seconds": round(apart * steps, 1),
+            "parameters": sum(weight.numel() for weight in model.parameters()),
+            "texts": source.manifest.texts,
+        }
+
+    def _source(self, settings: RunConfig) -> LiveFeatures:
+        """Features of the texts, with every layer that some method taps."""
+        assert settings.train is not None
+        count = settings.prepare.count or 0
+        if count not in self.sources:
+            asked = list(conversations.read(settings.prepare))
+            path = regenerate.prepare(self.target, self.target.tokenizer, asked, settings.answers, settings.prepare)
+            self.sources[count] = LiveFeatures(
+                self.target, regenerate.read_answers(path), tuple(range(self.target.spec.layers)), batch=settings.train.batch,
+                length=settings.prepare.length, keep=1 << 33,
+            )  # fmt: skip
+            say("reading the texts once for all methods")
+            for step in range(self.sources[count].steps_per_pass):
+                self.sources[count].batch(step)
+        self.sources[count].seed = settings.train.seed
+        return self.sources[count]
+
+
+class Tapped:
+    """The same features as a method sees them: its own taps."""
+
+    def __init__(self, source: LiveFeatures, taps: tuple[int, ...]):
+        self.source, self.taps = source, list(taps)
+        self.manifest = replace(source.manifest, taps=taps)
+        self.counts = source.counts
+
+    def batch(self, step: int) -> Batch:
+        batch = self.source.batch(step)
+        return replace(batch, taps=batch.taps[:, :, self.taps])
+
+
+def folder_of(name: str, seed: int, column: str) -> Path:
+    return RUNS / f"{slug(name)}-{seed}-{column}"
+
+
+def cell_of(name: str, seed: int, column: str) -> Path:
+    return CELLS / f"{slug(name)}-{seed}-{column}.json"
+
+
+def slug(name: str) -> str:
+    return name.replace(",", "").replace("'", "").replace(" ", "-")
+
+
+def short(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a report's row a cell keeps."""
+    kept = ("temperature", "prompts", "tokens", "steps", "tokens_per_step", "accepted_by_depth", "speedup", "exact", "share")
+    prompts = [[one["id"], one["tokens"], one["steps"]] for one in row["per_prompt"]]
+    return {key: row[key] for key in kept} | {"per_prompt": prompts}
+
+
+def version() -> str:
+    """The commit this runs from."""
+    found = subprocess.run(["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return found.stdout.strip()
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+# ── all cells ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def cells() -> Iterator[dict[str, Any]]:
+    for path in sorted(CELLS.glob("*.json")):
+        yield json.loads(path.read_text())
+
+
+def table(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    rows = []
+    for column in COLUMNS:
+        for name in METHODS:
+            own = [cell for cell in found if (cell["method"], cell["column"]) == (name, column)]
+            if own:
+                rows.append(summary(name, column, own))
+    orders = [order(claim, column, found) for column in COLUMNS for claim in CLAIMS]
+    return {
+        "training_minutes_of_one_core": MINUTES, "training_steps": STEPS, "cells": len(found),
+        "exact": all(row["exact"] is not False for cell in found for row in cell["rows"]),
+        "rows": rows, "orders": [one for one in orders if one is not None],
+    }  # fmt: skip
+
+
+def summary(name: str, column: str, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One method in one column: mean and spread over its seeds."""
+    said: dict[str, Any] = {
+        "method": name, "column": column, "seeds": len(own), "parameters": own[0]["parameters"],
+        "training_steps": round(statistics.mean(cell["steps"] for cell in own)),
+        "training_cpu_seconds": round(statistics.mean(cell["cpu_seconds"] for cell in own)),
+    }  # fmt: skip
+    for heat in (0.0, 1.0):
+        rows = [row for cell in own for row in cell["rows"] if row["temperature"] == heat]
+        per_step = [row["tokens_per_step"] for row in rows]
+        said[f"temperature_{heat:g}"] = {
+            "tokens_per_step": statistics.mean(per_step),
+            "spread": statistics.stdev(per_step) if len(per_step) > 1 else None,
+            "speedup": statistics.mean(row["speedup"] for row in rows),
+            "accepted_by_depth": mean_by_depth([row["accepted_by_depth"] for row in rows]),
+            "exact": all(row["exact"] for row in rows) if heat == 0 else None,
+            "tokens": sum(row["tokens"] for row in rows),
+        }
+    return said
+
+
+def mean_by_depth(found: Sequence[Sequence[float | None]]) -> list[float]:
+    """Over seeds; a depth that a seed never reached counts as 0."""
+    deepest = max(map(len, found), default=0)
+    return [statistics.mean((shares[k] or 0.0) if k < len(shares) else 0.0 for shares in found) for k in range(deepest)]
+
+
+def order(claim: Claim, column: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Whether a published order holds here; None where one of the two was not measured."""
+    sides = [per_prompt(found, name, column, claim.temperature) for name in (claim.better, claim.worse)]
+    seeds = sorted(sides[0].keys() & sides[1].keys())
+    if not seeds:
+        return None
+    pairs = {
+        seed: [(sides[0][seed][prompt], sides[1][seed][prompt]) for prompt in sides[0][seed] if prompt in sides[1][seed]]
+        for seed in seeds
+    }
+    ratio = ratio_of([pair for of in pairs.values() for pair in of])
+    noise = random.Random(7)
+    drawn = sorted(
+        ratio_of([noise.choice(pairs[seed]) for seed in noise.choices(seeds, k=len(seeds)) for _ in pairs[seed]])
+        for _ in range(4000)
+    )
+    low, high = drawn[100], drawn[-101]
+    return {
+        "better": claim.better, "worse": claim.worse, "why": claim.said, "temperature": claim.temperature, "column": column,
+        "seeds": len(seeds), "wanted": claim.ratio, "ratio": ratio, "interval": [low, high],
+        "differs": low > 1 or high < 1, "holds": ratio >= claim.ratio and low > 1,
+    }  # fmt: skip
+
+
+def per_prompt(
+    found: Sequence[Mapping[str, Any]], name: str, column: str, heat: float
+) -> dict[int, dict[str, tuple[int, int]]]:
+    """Seed to prompt to (tokens, steps)."""
+    return {
+        cell["seed"]: {prompt: (tokens, steps) for prompt, tokens, steps in row["per_prompt"]}
+        for cell in found
+        if (cell["method"], cell["column"]) == (name, column)
+        for row in cell["rows"]
+        if row["temperature"] == heat
+    }
+
+
+def ratio_of(pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> float:
+    """Tokens per step of the first over the second."""
+    first, second = ([sum(column) for column in zip(*side, strict=True)] for side in zip(*pairs, strict=True))
+    return (first[0] / first[1]) / (second[0] / second[1])
+
+
+if __name__ == "__main__":
+    main()

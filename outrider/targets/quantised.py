@@ -1,0 +1,125 @@
+"""Linear layers with their weights in int8: a quarter of float32's memory.  The law that is kept is then the quantised model's.
+
+torchao's weight-only int8, symmetric, one scale for every row of a weight.  Embedding, norms and output layer stay as they are,
+because drafters borrow the two ends; so does what is no `nn.Linear`, such as fused experts.  Products run in the type of the
+activations, so that a pass of many rows differs from single rows by rounding alone, as it does without quantisation.
+
+int8-dynamic, which rounds activations too, is refused.  A token's result does not hang on its neighbours there, but a value
+that rounding moved by 1e-7 falls on the other side of a step of 1/127: single steps of the demo target and a pass over the same
+tokens are 0.2 apart in logits of up to 15, where float32 and int8 are 1e-5 apart.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from outrider.errors import ConfigError, TargetError
+
+MODES = ("int8",)
+
+
+def quantise(model: nn.Module, mode: str, keep: Sequence[nn.Module | None] = ()) -> None:
+    """Quantise the linear layers of `model` in place, but for those in `keep`.  Raises what `library` does."""
+    api = library(mode)
+    chosen = [part for part in model.modules() if isinstance(part, nn.Linear) and all(part is not kept for kept in keep)]
+    if not chosen:
+        raise ConfigError(
+            f"quantize={mode!r} has no effect on {type(model).__name__}, which has no linear layers; leave it out"
+        )
+    doubles = [layer for layer in chosen if layer.weight.dtype == torch.float64]
+    for layer in doubles:  # torchao reads float32 at most
+        layer.weight = nn.Parameter(layer.weight.detach().float(), requires_grad=False)
+    with torch.no_grad():
+        api.quantize_(model, api.Int8WeightOnlyConfig(), filter_fn=lambda part, _: any(part is layer for layer in chosen))
+    for layer in doubles:
+        made: Any = layer.weight
+        layer.weight = nn.Parameter(type(made)(made.qdata, made.scale, made.block_size, torch.float64), requires_grad=False)
+
+
+def library(mode: str) -> Any:
+    """torchao's quantisation.  Raises ConfigError for a mode that there is not, TargetError where torchao is missing."""
+    if mode == "int8-dynamic":
+        raise ConfigError(f"quantize={mode!r} is refused: {_DYNAMIC}; choose 'int8', which rounds weights alone")
+    if mode not in MODES:
+        raise ConfigError(f"quantize={mode!r} is not known; choose {' or '.join(map(repr, MODES))}, or leave it out")
+    try:
+        from torchao import quantization
+    except ImportError as error:
+        raise TargetError(
+            f"quantize={mode!r} needs torchao ({error}); pip install 'outrider[quantize]', or leave quantize out"
+        ) from None
+    return quantization
+
+
+def is_quantised(weight: object) -> bool:
+    """Whether it is a tensor made of others, such as torchao's of int8 values and scales."""
+    return isinstance(weight, Tensor) and is_traceable_wrapper_subclass(weight)
+
+
+def precision(model: nn.Module) -> str | None:
+    """What the weights are quantised to: int8, or the name of another method; None where they are not."""
+    found = {type(weight).__name__ for weight in model.parameters() if is_quantised(weight)}
+    if found:
+        return "int8" if found == {"Int8Tensor"} else "+".join(sorted(found))
+    method = _given(model).get("quant_method")
+    return None if method is None else str(getattr(method, "value", method))
+
+
+def check(model: Any, name: str) -> None:
+    """Raises TargetError for a model whose text would hang on how many tokens a pass has, or whose keys can't be taken back."""
+    generation = getattr(model, "generation_config", None)
+    if getattr(generation, "cache_implementation", None) == "quantized" or _given(model).get("kv_cache_scheme"):
+        raise TargetError(
+            f"{name} asks for quantised keys and values (cache_implementation or kv_cache_scheme): they are rounded in groups, "
+            "so a rejected token leaves its trace in its neighbours and can't be taken back exactly; take that setting out of "
+            "generation_config.json or quantization_config, or quantise the weights with quantize='int8'"
+        )
+    if any(getattr(weight, "act_quant_kwargs", None) is not None for weight in model.parameters()):
+        raise TargetError(f"{name} quantises activations: {_DYNAMIC}; take a weight-only quantisation, such as quantize='int8'")
+
+
+def values(weight: Tensor) -> Tensor:
+    """What a weight stands for: its own values, or those of its int8 ones and their scales."""
+    whole: Any = weight
+    return whole.dequantize(torch.float32).to(weight.dtype) if is_quantised(weight) else weight
+
+
+def plain(module: nn.Module) -> nn.Module:
+    """The module itself, or where weights of it are quantised a copy with the values that they stand for."""
+    if not any(map(is_quantised, module.parameters())):
+        return module
+    there = copy.deepcopy(module)
+    for part in there.modules():
+        for name, weight in list(part.named_parameters(recurse=False)):
+            if is_quantised(weight):
+                setattr(part, name, nn.Parameter(values(weight), requires_grad=False))
+    return there
+
+
+def parts(name: str, weight: Tensor) -> list[tuple[str, Tensor]]:
+    """The plain tensors that a weight is made of, by name."""
+    if not is_quantised(weight):
+        return [(name, weight)]
+    names, _ = weight.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [inner for part in names for inner in parts(f"{name}.{part}", getattr(weight, part))]
+
+
+_DYNAMIC = (
+    "rounded activations turn the rounding of a pass of several tokens into whole steps of int8, so that its tokens are not "
+    "those of decoding one by one"
+)
+
+
+def _given(model: Any) -> dict[str, Any]:
+    """The quantization_config that a checkpoint came with."""
+    given = getattr(getattr(model, "config", None), "quantization_config", None)
+    if given is None or isinstance(given, dict):
+        return given or {}
+    found: dict[str, Any] = given.to_dict()
+    return found

@@ -1,0 +1,297 @@
+"""Beside int8 weights all is exact as beside float ones, and what would not be is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Case, Plain, Workshop, batch_of, tiny_model, train
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, TorchAoConfig
+
+from outrider import compiled, generate, load_drafter
+from outrider.decoding.draft import Draft
+from outrider.decoding.sampling import Sampling
+from outrider.errors import CheckpointError, ConfigError, TargetError
+from outrider.evaluate.report import Report
+from outrider.run import TargetConfig
+from outrider.targets import quantised
+from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.train import checkpoint
+
+torchao = pytest.importorskip("torchao.quantization")
+KINDS = ["ngram", "recycle", "jacobi", "layer_skip", "small_model", "dflash", "dspark"]
+
+
+@pytest.fixture(scope="module")
+def int8() -> TransformersTarget:
+    """The tiny target in int8, its activations in float64."""
+    return load_target(tiny_model(), quantize="int8")
+
+
+@pytest.fixture(scope="module")
+def trained(target: TransformersTarget, workshop: Workshop, prompts: list[list[int]], plain: Plain) -> Any:
+    """A dspark model that learnt the float target's texts."""
+    model = workshop.model(Case("dspark"), target)
+    texts = torch.tensor([(prompt + plain(target, prompt, 48))[:40] for prompt in prompts])
+    train(model, batch_of(target, model.taps, texts), 60)
+    return model.eval()
+
+
+@pytest.fixture
+def saved(trained: Any, tmp_path: Path) -> Path:
+    checkpoint.save(tmp_path / "c", trained)
+    return tmp_path / "c"
+
+
+def texts_of(target: Any, prompts: list[list[int]], drafter: Any, **settings: Any) -> tuple[list[list[int]], int]:
+    found = generate(target, prompts, drafter, max_new_tokens=24, slots=3, **settings)
+    return [one.tokens for one in found], sum(one.steps for one in found)
+
+
+# ── the target ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_quantised_target_says_what_it_is(int8, target):
+    """Catches a hash that is the float model's, a base that is forgotten, and ends that were rounded too."""
+    assert (int8.spec.precision, int8.spec.dtype, int8.spec.mode) == ("int8", "float64", "tree")
+    assert (target.spec.precision, target.spec.base_hash) == ("float64", None)
+    assert int8.spec.base_hash == target.spec.weights_hash != int8.spec.weights_hash
+    assert load_target(tiny_model(), quantize="int8").spec == int8.spec
+    assert load_target(tiny_model(seed=1), quantize="int8").spec.weights_hash != int8.spec.weights_hash
+    rounded = {name for name, weight in int8.model.named_parameters() if quantised.is_quantised(weight)}
+    assert rounded == {f"{name}.weight" for name, part in int8.model.named_modules() if type(part) is torch.nn.Linear} - {
+        "lm_head.weight"
+    }
+    tokens = torch.arange(8)
+    assert torch.equal(int8.embed(tokens), target.embed(tokens))
+    assert torch.equal(int8.head_rows(tokens), target.head_rows(tokens))
+
+
+def test_its_law_is_that_of_the_rounded_weights(int8, target):
+    """Catches scales of the wrong side, and weights for reading that are not those in use."""
+    twin = copy.deepcopy(tiny_model())
+    for index, layer in enumerate(twin.model.layers):
+        layer.load_state_dict(int8.layer(index).state_dict())
+    tokens = torch.randint(64, (1, 40), generator=torch.Generator().manual_seed(1))
+    mine, wanted, unrounded = (model(tokens).logits for model in (int8.model, twin, target.model))
+    assert (mine - wanted).abs().max() < 1e-5 < 1e-2 < (mine - unrounded).abs().max()
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [(torch.float64, 1e-13), (torch.float32, 2e-5)], ids=str)
+def test_a_row_does_not_hang_on_how_many_rows_there_are(dtype, apart):
+    """Catches weights that are read in another way by passes of one row: a verified token would not be the decoded one."""
+    target = load_target(tiny_model().to(dtype), quantize="int8")
+    text = torch.randint(64, (1, 24), generator=torch.Generator().manual_seed(2))
+    many, one = target.allocate(1, 40), target.allocate(1, 40)
+    for cache in (many, one):
+        target.prefill(cache, [0], text[:, :8], [8])
+    at_once = target.verify(many, [0], text[:, 8], Draft.chain(text[:, 9:], torch.tensor([15]))).logits[0]
+    for n in range(16):
+        alone = target.verify(one, [0], text[:, 8 + n], Draft.empty(1, target.device)).logits[0, 0]
+        one.keep([[]])
+        assert (at_once[n] - alone).abs().max() < apart
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafter_changes_no_token_of_a_quantised_target(kind, int8, workshop: Workshop, prompts, plain: Plain):
+    """Catches a path that reads the float weights: the text must be `model.generate`'s with the weights in int8."""
+    wanted = [plain(int8, prompt, 24) for prompt in prompts]
+    assert texts_of(int8, prompts, workshop.build(Case(kind), int8))[0] == wanted
+
+
+def test_the_texts_of_the_two_precisions_differ(int8, target, prompts, plain: Plain):
+    """Catches a comparison that says nothing, because both models write the same."""
+    assert [plain(int8, prompt, 24) for prompt in prompts] != [plain(target, prompt, 24) for prompt in prompts]
+
+
+def test_a_quantised_target_is_neither_compiled_nor_packed(int8):
+    """Catches a package or a packed copy that would hold the weights in full, or that fails with another library's words."""
+    with pytest.raises(compiled.NotCompiled, match="quantised"):
+        int8.compile()
+    model = tiny_model().float()
+    before = load_target(model).model(torch.tensor([[1, 2, 3]])).logits  # packed where this processor gains by it
+    after = load_target(model, quantize="int8")
+    found = after.read(torch.tensor([[1, 2, 3]]))[0]
+    assert (after.head(found) - before).abs().max() > 1e-3
+    torch.testing.assert_close(found, load_target(tiny_model().float(), quantize="int8").read(torch.tensor([[1, 2, 3]]))[0])
+
+
+# ── what is refused ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_modes_that_there_are_not_are_refused_before_anything_loads(monkeypatch):
+    """Catches a mode that is dropped, rounded activations, and a traceback where torchao is missing."""
+    for mode, said in (("int8-dynamic", "rounded activations"), ("int3", "not known; choose 'int8'")):
+        with pytest.raises(ConfigError, match=said):
+            load_target("nowhere", quantize=mode)
+    with pytest.raises(ValueError, match="int8"):
+        TargetConfig(name="demo", quantize="int3")
+    monkeypatch.setitem(__import__("sys").modules, "torchao", None)
+    with pytest.raises(TargetError, match=r"pip install 'outrider\[quantize\]'"):
+        load_target("nowhere", quantize="int8")
+
+
+def test_a_model_without_linear_layers_is_refused():
+    """Catches a target that is called int8 and is not: GPT-2's layers are no nn.Linear."""
+    sizes = {
+        "vocab_size": 32,
+        "n_positions": 64,
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    with pytest.raises(ConfigError, match="no effect on GPT2LMHeadModel"):
+        load_target(GPT2LMHeadModel(GPT2Config(**sizes)), quantize="int8")
+
+
+def test_rounded_activations_are_refused_however_they_come(tmp_path):
+    """Catches a model whose single steps are not its passes, because a value fell on the other side of a step of int8."""
+    tiny_model().float().save_pretrained(tmp_path)
+    dynamic = TorchAoConfig(torchao.Int8DynamicActivationInt8WeightConfig())
+    with pytest.raises(TargetError, match="quantises activations"):
+        load_target(tmp_path, quantization=dynamic)
+
+
+@pytest.mark.parametrize("place", ["folder", "module", "scheme"])
+def test_quantised_keys_and_values_are_refused(place, tmp_path):
+    """Catches a cache from which a rejected token can't be taken back: it was rounded together with its neighbours."""
+    model: Any = tiny_model()
+    if place == "scheme":
+        model.config.quantization_config = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}
+    else:
+        model.generation_config.cache_implementation = "quantized"
+    if place == "folder":
+        model.save_pretrained(tmp_path)
+    with pytest.raises(TargetError, match="quantised keys and values"):
+        load_target(tmp_path if place == "folder" else model)
+
+
+def test_a_checkpoint_that_comes_quantised_loads_as_it_is(tmp_path, saved, trained):
+    """Catches weights that are dropped at load, which transformers replaces by random ones; and a base that is made up."""
+    tiny_model().float().save_pretrained(tmp_path / "whole")
+    config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", quantization_config=config)
+    model.save_pretrained(tmp_path / "int8")
+    target = load_target(tmp_path / "int8")
+    assert (target.spec.precision, target.spec.base_hash) == ("int8", None)
+    tokens = torch.arange(12)[None]
+    assert torch.equal(target.model(tokens).logits, model(tokens).logits)
+    with pytest.raises(TargetError, match="int8 as they are"):
+        load_target(tmp_path / "int8", quantize="int8")
+    with pytest.raises(CheckpointError, match="it came quantised"):
+        load_drafter(saved, target)
+
+
+def test_a_checkpoint_without_some_of_its_weights_is_refused(tmp_path):
+    """Catches a target of random weights, which passes every test of exactness."""
+    tiny_model().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TargetError, match=r"lacks 1 of its weights, such as model\.layers\.1\.mlp\.up_proj"):
+        load_target(tmp_path)
+
+
+# ── drafters beside it ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_quantised_draft_changes_no_text(saved, target, prompts, plain: Plain):
+    """Catches a setting that is dropped, a target that is rounded with its draft, and a q that is not the one drawn from."""
+    drafter: Any = load_drafter(saved, target, quantize="int8")
+    whole: Any = load_drafter(saved, target)
+    rounded = [quantised.is_quantised(part.weight) for part in drafter.model.modules() if type(part) is torch.nn.Linear]
+    assert rounded and all(rounded)
+    assert not any(map(quantised.is_quantised, [*whole.model.parameters(), *target.model.parameters()]))
+    wanted = [plain(target, prompt, 24) for prompt in prompts]
+    texts, steps = texts_of(target, prompts, drafter)
+    assert texts == wanted
+    assert steps < sum(map(len, wanted)), "nothing that was drafted was kept"
+    assert texts_of(target, prompts, whole)[0] == wanted
+    drawn, _ = texts_of(target, prompts, drafter, sampling=Sampling(1.0, seed=3))
+    assert all(len(text) == 24 for text in drawn)
+
+
+def test_a_draft_of_another_precision_is_refused_by_name(saved, target):
+    """Catches a mode that is dropped, and a kind without such a setting that drops it."""
+    with pytest.raises(ConfigError, match="choose 'int8'"):
+        load_drafter(saved, target, quantize="int4")
+    with pytest.raises(ConfigError, match="quantize"):
+        load_drafter("ngram", target, quantize="int8")
+
+
+def test_a_drafter_serves_the_weights_that_its_targets_were_quantised_to(saved, int8, target, prompts, plain, caplog):
+    """Catches a drafter that is refused beside its own target in int8, that says nothing of it, or that changes its text."""
+    with caplog.at_level(logging.INFO, "outrider.train.checkpoint"):
+        assert load_drafter(saved, target).limit > 0
+        assert caplog.text == ""
+        drafter = load_drafter(saved, int8)
+    assert "trained on float64, served on int8" in caplog.text
+    wanted = [plain(int8, prompt, 24) for prompt in prompts]
+    texts, steps = texts_of(int8, prompts, drafter)
+    assert texts == wanted
+    assert steps < sum(map(len, wanted)), "nothing that was drafted was kept"
+    with pytest.raises(CheckpointError, match="weights_hash"):
+        load_drafter(saved, load_target(tiny_model(seed=1), quantize="int8"))
+    with pytest.raises(CheckpointError, match="weights_hash"):  # a training goes on beside the very same weights
+        checkpoint.check_binding(checkpoint.manifest_of(saved), int8, saved)
+
+
+def test_a_drafter_trained_in_int8_serves_the_float_target(saved, int8, target, trained):
+    """Catches a base that is looked for on one side only; and copies of layers whose weights are int8."""
+    model = copy.copy(trained)
+    model.target = int8
+    checkpoint.save(saved, model)
+    assert checkpoint.trained_on(checkpoint.manifest_of(saved), target) == "int8"
+    assert load_drafter(saved, target).limit == load_drafter(saved, int8).limit
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 64, "layers": 1, "copies": (2,)}
+    copied: Any = load_drafter("dflash", int8, **sizes)
+    weight = copied.model.state_dict()["backbone.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(weight, int8.layer(2).state_dict()["mlp.up_proj.weight"])
+
+
+def test_an_older_checkpoint_is_known_by_its_weights(saved, int8, target):
+    """Catches a checkpoint without a precision in its manifest that is refused, or called float32 without anyone saying so."""
+    manifest = checkpoint.manifest_of(saved)
+    del manifest["target"]["precision"], manifest["target"]["base_hash"]
+    (saved / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    assert checkpoint.trained_on(manifest, target) is None
+    assert checkpoint.trained_on(manifest, int8) == "unquantised weights"
+    assert load_drafter(saved, int8).limit == load_drafter(saved, target).limit
+
+
+# ── what a report says ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def report(precision: str, trained_on: str | None, steps: dict[str, int], **changes: Any) -> Report:
+    empty = dict.fromkeys(("accepted_by_depth", "tokens_per_s", "plain_tokens_per_s", "share", "ttft_ms", "itl_ms"))
+    row = empty | {
+        "drafter": "dspark", "task": "t", "prompts": len(steps), "temperature": 0.0, "precision": precision,
+        "tokens_per_step": 9.0, "speedup": 2.0, "exact": True, "compared_tokens": 24, "trained_on": trained_on,
+        "per_prompt": [{"id": name, "tokens": 24, "steps": count} for name, count in steps.items()],
+    } | changes  # fmt: skip
+    return Report.model_validate({"target": "x", "rows": [row]})
+
+
+@pytest.mark.parametrize("trained_on", ["float32", "unquantised weights"])
+def test_a_report_says_what_another_precision_lost(trained_on):
+    """Catches a loss over prompts that only one side has, of the wrong sign, or of a row that is something else."""
+    served = report("int8", trained_on, {"a": 12, "b": 12, "c": 1})
+    there = report("float32", "float32", {"a": 8, "b": 8, "d": 24})
+    (row,) = served.beside(there).rows
+    assert row.tokens_per_step_lost == pytest.approx(3 - 2)
+    assert (
+        f"(trained on {trained_on}, served on int8, 1.00 tokens per step fewer by it) writes" in served.beside(there).headline()
+    )
+    assert "trained on" not in there.headline()
+    for other in (report("bfloat16", "float32", {"a": 8}), report("float32", None, {"z": 8}),
+                  report("float32", None, {"a": 8}, temperature=1.0), report("int8", None, {"a": 8})):  # fmt: skip
+        if trained_on == "float32" or other.rows[0].precision != "bfloat16":
+            assert served.beside(other).rows[0].tokens_per_step_lost is None
