@@ -155,6 +155,78 @@ def layer_skip(found: dict[str, Any]) -> str:
     return "\n\n".join([said, _table(heads, lines, slice(0, 5)), ways])
 
 
+def methods(found: dict[str, Any]) -> str:
+    """A table a column of cells, and the published orders."""
+    parts = [
+        f"{found['cells']} cells (method, seed, column); at temperature 0 {'all' if found['exact'] else '**not all**'} texts are "
+        f"`generate`'s. {_machine(found)}"
+    ]
+    titles = {
+        "minutes": f"Trained for {found['training_minutes_of_one_core']:g} minutes of one core",
+        "steps": f"Trained for {found['training_steps']} steps",
+    }
+    heads = [
+        "method", "seeds", "weights", "steps", "seconds", "tokens per step, T = 0", "accepted by depth", "speed-up",
+        "tokens per step, T = 1", "speed-up",
+    ]  # fmt: skip
+    for column, title in titles.items():
+        rows = [row for row in found["rows"] if row["column"] == column]
+        rows.sort(key=lambda row: -row["temperature_0"]["tokens_per_step"])
+        lines = [_method(row) for row in rows]
+        if lines:
+            parts += [f"**{title}**", _table(heads, lines, slice(1, 10))]
+    orders = [
+        [
+            f"{one['better']} over {one['worse']}", one["column"], f"{one['temperature']:g}", str(one["seeds"]),
+            f"{one['wanted']:g}", f"{one['ratio']:.3f}", f"{one['interval'][0]:.3f} to {one['interval'][1]:.3f}",
+            "yes" if one["holds"] else "**no**",
+        ]
+        for one in found["orders"]
+    ]  # fmt: skip
+    named = ["tokens per step", "column", "T", "seeds", "wanted", "found", "95 % interval", "holds"]
+    return "\n\n".join([*parts, _table(named, orders, slice(2, 7))])
+
+
+def _method(row: dict[str, Any]) -> list[str]:
+    cold, hot = row["temperature_0"], row["temperature_1"]
+
+    def mean(side: dict[str, Any]) -> str:
+        return f"{side['tokens_per_step']:.2f}" + (f" ± {side['spread']:.2f}" if side["spread"] is not None else "")
+
+    return [
+        row["method"], str(row["seeds"]), f"{row['parameters'] / 1e6:.1f} M", str(row["training_steps"]),
+        str(row["training_cpu_seconds"]), mean(cold), " ".join(f"{share:.2f}" for share in cold["accepted_by_depth"]),
+        f"{cold['speedup']:.2f}", mean(hot), f"{hot['speedup']:.2f}",
+    ]  # fmt: skip
+
+
+def calibration(found: dict[str, Any]) -> str:
+    names = {
+        "as_it_is": "as trained",
+        "temperatures_alone": "temperatures",
+        "temperatures_and_shifts": "temperatures and shifts",
+    }
+    lines = [
+        [
+            said, *(f"{100 * error:.1f}" for error in found["errors"][name]["by_slot"]),
+            f"{100 * found['errors'][name]['mean_error']:.2f}", f"{100 * found['errors'][name]['mean_noise']:.2f}",
+        ]
+        for name, said in names.items()
+    ]  # fmt: skip
+    slots = [f"slot {k}, %" for k in range(len(found["survival"]))]
+    heads = ["confidences", *slots, "mean, %", "noise of the mean, %"]
+    said = f"{found['drafts']['scaled_on']:,} drafts scaled on, {found['drafts']['judged_on']:,} of other prompts judged. "
+    return "\n\n".join([said + _machine(found), _table(heads, lines, slice(1, len(heads))), _promises(found)])
+
+
+def quantised(found: dict[str, Any]) -> str:
+    lines = [
+        [row["way"], f"{row['tokens_per_step']:.2f}", f"{row['lost']:.3f} ± {row['lost_error']:.3f}"] for row in found["rows"]
+    ]
+    heads = ["target, drafter", "tokens per step", "lost against float32"]
+    return "\n\n".join([_machine(found), _table(heads, lines, slice(1, 3)), _promises(found)])
+
+
 def _machine(found: dict[str, Any]) -> str:
     machine = found["machine"]
     return (
@@ -190,6 +262,7 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], right: slice) -
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "families": families, "soak": soak, "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch,
     "retrieval": retrieval, "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip,
+    "methods": methods, "calibration": calibration, "quantised": quantised,
 }  # fmt: skip
 """By the name of the result's file and of the marks."""
 

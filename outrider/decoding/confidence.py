@@ -46,6 +46,9 @@ class OnlineConfidence:
     the drafter's own, or else as the largest value of q, or else as what nodes of its depth were worth.
     """
 
+    is_confident = True
+    """It says confidences that policies may stop by; so does a drafter with a trained head."""
+
     def __init__(self, drafter: Drafter):
         self.drafter, self.taps, self.limit = drafter, drafter.taps, drafter.limit
 

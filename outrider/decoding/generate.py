@@ -14,11 +14,12 @@ import torch
 
 from outrider.decoding import lossy
 from outrider.decoding.accept import accept
+from outrider.decoding.confidence import OnlineConfidence
 from outrider.decoding.grammar import Grammar
 from outrider.decoding.logprobs import TokenLogprob
 from outrider.decoding.loop import Rule, step
 from outrider.decoding.parties import Drafter, Plain, Target
-from outrider.decoding.policy import Fixed, Policy
+from outrider.decoding.policy import ByConfidence, Fixed, Policy
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, FinishReason, Request
 from outrider.decoding.text import TextStream
@@ -167,10 +168,12 @@ def advance(
         return
     drafter = Plain() if drafter is None else drafter
     policy = Fixed(drafter.limit) if policy is None else policy
+    if isinstance(policy, ByConfidence) and not getattr(drafter, "is_confident", False):
+        drafter = OnlineConfidence(drafter)
     slots = min(slots, len(waiting))
     longest = max(len(request.prompt) + request.max_new_tokens for _, request in waiting)
     cache = target.allocate(slots, min(longest, target.spec.context) + max(drafter.limit, 1) + 1)
-    memory = drafter.allocate(cache)
+    memory: Any = drafter.allocate(cache)
     state = DecodeState(slots, target.spec.context, target.ends, target.device) if state is None else state
     serving: dict[int, int] = {}
     while waiting or serving:

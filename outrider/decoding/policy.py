@@ -47,8 +47,8 @@ class Fixed:
 class ByConfidence(Fixed):
     """Verify a slot's nodes up to, and without, the first that is unlikely to be reached and kept.
 
-    The running product of a node's own and its elders' confidences must reach `least`; drafters without confidences are
-    verified whole.  Made for chains.
+    The running product of a node's own and its elders' confidences must reach `least`.  A drafter without a trained head for
+    them gets confidences that are learnt while decoding (see `confidence`).  Made for chains.
     """
 
     def __init__(self, nodes: int, least: float):

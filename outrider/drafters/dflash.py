@@ -210,6 +210,7 @@ class BlockDrafter:
         self.backbone = model.backbone
         self.taps = model.backbone.taps
         self.block = model.backbone.config.block
+        self.is_confident = getattr(model, "confidence_head", None) is not None
         self.tree = Tree(self.block, model.backbone.config.runners_up)
         self.limit = len(self.tree.slots)
         self.step = CompiledBlock(model, self.tree)
