@@ -157,10 +157,8 @@ def layer_skip(found: dict[str, Any]) -> str:
 
 def methods(found: dict[str, Any]) -> str:
     """A table a column of cells, and the published orders."""
-    parts = [
-        f"{found['cells']} cells (method, seed, column); at temperature 0 {'all' if found['exact'] else '**not all**'} texts are "
-        f"`generate`'s. {_machine(found)}"
-    ]
+    exact = "every text" if found["exact"] else "**not** every text"
+    parts = [f"{found['cells']} cells (method, seed, column); at temperature 0 {exact} is `generate`'s. {_machine(found)}"]
     titles = {
         "minutes": f"Trained for {found['training_minutes_of_one_core']:g} minutes of one core",
         "steps": f"Trained for {found['training_steps']} steps",
