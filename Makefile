@@ -15,10 +15,10 @@ demo-short: install  ## the same road for CI: fewer answers, steps and prompts
 		'evaluate.beside=[ngram, small_model]'
 
 test: install lint  ## everything that fits into 10 minutes
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow"
 
 test-all: install lint  ## and what does not; at most an hour
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: install
 	$(BIN)/ruff check .

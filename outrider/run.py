@@ -104,6 +104,9 @@ def _check_stages(run: RunConfig) -> None:
     """What a later stage would refuse, before an earlier one has worked for hours."""
     if run.train is not None and not hasattr(find(run.drafter["kind"]), "Model"):
         raise ConfigError(f"drafter {run.drafter['kind']!r} has nothing to train; leave the `train:` section out")
+    reference = run.train.reference if run.train is not None else None
+    if reference is not None and not Path(reference).exists():
+        raise ConfigError(f"train.reference: there is no {reference}; train it first, with the same drafter and all rows")
     for name in run.evaluate.beside if run.evaluate is not None else ():
         if isinstance(name, dict):
             drafter_config(name, "evaluate.beside")
