@@ -226,8 +226,6 @@ def _train(settings: RunConfig, target: TransformersTarget) -> None:
 
     config, kind = settings.train, settings.drafter["kind"]
     assert config is not None
-    if config.calibrate and settings.evaluate is None:
-        raise ConfigError("train.calibrate takes its prompts from evaluate.tasks; add an `evaluate:` section, or set it to 0")
     module = find(kind)
     if not hasattr(module, "Model"):
         raise ConfigError(f"drafter {kind!r} has nothing to train; leave the `train:` section out")

@@ -104,6 +104,16 @@ def _check_stages(run: RunConfig) -> None:
     """What a later stage would refuse, before an earlier one has worked for hours."""
     if run.train is not None and not hasattr(find(run.drafter["kind"]), "Model"):
         raise ConfigError(f"drafter {run.drafter['kind']!r} has nothing to train; leave the `train:` section out")
+    if run.train is not None and run.train.calibrate:
+        if run.evaluate is None:
+            raise ConfigError(
+                "train.calibrate takes its prompts from evaluate.tasks; add an `evaluate:` section, or set it to 0"
+            )
+        if not getattr(run.drafter_config, "confidence", False):
+            raise ConfigError(
+                f"train.calibrate scales a confidence head, and drafter {run.drafter['kind']!r} as it is set trains none; take "
+                "dspark with confidence: true, or set it to 0"
+            )
     reference = run.train.reference if run.train is not None else None
     if reference is not None and not Path(reference).exists():
         raise ConfigError(f"train.reference: there is no {reference}; train it first, with the same drafter and all rows")

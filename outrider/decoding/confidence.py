@@ -87,9 +87,10 @@ class Estimate:
     """What the first depth is taken for, and every other for the one above it: for so many tests."""
 
     def __init__(self) -> None:
-        self.weights: Features = []
-        self.begin: Features = []
-        self.squares = [1.0] * COUNT
+        self.kind = (False, False)
+        """Whether the drafts at hand have confidences of their own, and whether a q: each kind has weights of its own."""
+        self.begin, self.weights, self.squares = _fresh(self.kind)
+        self._others: dict[tuple[bool, bool], tuple[Features, Features, Features]] = {}
         self.hits: list[float] = []
         self.tests: list[float] = []
         """By depth, fading."""
@@ -107,9 +108,7 @@ class Estimate:
         """Confidences [B, N] of a draft's nodes, 1 behind the live ones, and the features of those that live."""
         raw = None if draft.confidence is None else draft.confidence.tolist()
         sharp = None if draft.q is None else [column.tolist() for column in _sharpness(draft.q)]
-        if not self.weights:
-            self.begin = [0.0, float(raw is None and sharp is None), 0, 0, float(raw is not None), float(raw is None), 0]
-            self.weights = list(self.begin)
+        self._turn_to((raw is not None, sharp is not None))
         shares = [_logit(share) for share in self.shares(max(draft.reach(), default=0))]
         confidences, features = [], []
         for b, parents in enumerate(draft.tree):
@@ -135,6 +134,12 @@ class Estimate:
             confidences.append(chances + [1.0] * (len(parents) - len(chances)))
             features.append(own)
         return confidences, features
+
+    def _turn_to(self, kind: tuple[bool, bool]) -> None:
+        if kind != self.kind:
+            self._others[self.kind] = self.begin, self.weights, self.squares
+            self.begin, self.weights, self.squares = self._others.get(kind) or _fresh(kind)
+            self.kind = kind
 
     def chance(self, node: Features) -> float:
         """Strictly between 0 and 1."""
@@ -168,6 +173,13 @@ class Estimate:
         for depth, count in enumerate(tests):
             fade = (1 - 1 / self.WINDOW) ** max(1, count)
             self.hits[depth], self.tests[depth] = fade * self.hits[depth], fade * (self.tests[depth] + count)
+
+
+def _fresh(kind: tuple[bool, bool]) -> tuple[Features, Features, Features]:
+    """What weights begin with, the weights, and the squares of their slopes so far."""
+    has_raw, is_drawn = kind
+    begin = [0.0, float(not has_raw and not is_drawn), 0.0, 0.0, float(has_raw), float(not has_raw and is_drawn), 0.0]
+    return begin, list(begin), [1.0] * COUNT
 
 
 def _judged(own: Draft, draft: Draft, kept: Kept, features: Sequence[Sequence[Features]]) -> list[tuple[int, Features, bool]]:

@@ -146,7 +146,10 @@ class SkipsLayers(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes.  Holds weights, never a request: everything per slot lives in `memory`."""
+    """Proposes.  Holds weights, never a request: everything per slot lives in `memory`.
+
+    One whose confidences a policy may stop by as they are says so by an attribute `is_confident`, True; see `confidence`.
+    """
 
     taps: tuple[int, ...]
     """Target layers it wants to see; () for none."""

@@ -210,9 +210,10 @@ class BlockDrafter:
         self.backbone = model.backbone
         self.taps = model.backbone.taps
         self.block = model.backbone.config.block
-        self.is_confident = getattr(model, "confidence_head", None) is not None
         self.tree = Tree(self.block, model.backbone.config.runners_up)
         self.limit = len(self.tree.slots)
+        # a greedy request's tree has runners-up, of which the head says nothing
+        self.is_confident = getattr(model, "confidence_head", None) is not None and self.limit == self.block
         self.step = CompiledBlock(model, self.tree)
 
     def compile(self, several: bool = False) -> float:

@@ -75,10 +75,10 @@ class Model(DraftModel):
 
     def predict(self, batch: Batch) -> UnrolledRows:
         features = self.features(batch.hidden)
-        if self.training and self.config.noise:
-            # on the CPU, whose random state a checkpoint keeps
+        if self.config.noise:
+            # on the CPU, whose random state a checkpoint keeps; drawn in any case: what is drawn behind it stays the same
             noise = torch.rand(features.shape, dtype=torch.float32).to(features.device, features.dtype)
-            features = features + self.config.noise * (2 * noise - 1)
+            features = features + self.config.noise * (2 * noise - 1) * self.training
         return UnrolledRows(self, batch, features, lambda states, hidden: {"feature": distance(states, hidden)})
 
     def drafter(self) -> RecurrentDrafter:

@@ -119,7 +119,7 @@ class Model(DraftModel):
             self.head.begin(counts)
 
     def facts(self) -> Mapping[str, Any]:
-        return {} if self.head is None else {"vocabulary_hash": self.head.content_hash}
+        return {} if self.head is None else {"draft_vocabulary": self.head.content_hash}
 
     def features(self, seen: Tensor) -> Tensor:
         seen = seen.to(self.fc.weight.dtype)

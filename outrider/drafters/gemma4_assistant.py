@@ -28,7 +28,6 @@ from outrider.decoding.parties import Scores, Target
 from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
 from outrider.nn import trees
-from outrider.nn.recurrent import whole
 from outrider.targets.cache import SlotCache
 
 
@@ -78,7 +77,7 @@ class Gemma4Assistant:
             return Draft.empty(len(state.rows), state.device)
         nothing = next(own for own in known if own is not None)
         steps = Steps(self, memory.cache, state.rows, torch.stack([nothing if own is None else own for own in known]))
-        return whole(trees.chain(steps.read_one(state.anchor), steps.read_one, budget, state), state)
+        return trees.whole(trees.chain(steps.read_one(state.anchor), steps.read_one, budget, state), state)
 
     def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
         for b, row in enumerate(state.rows):

@@ -165,7 +165,7 @@ class PEagle:
         taps, tokens, counts = memory.waiting.take(state.rows, state)
         logits = self._logits(memory.kept, state.rows, taps, tokens, counts, int(sizes.max()))
         following = iter(logits.unbind(1)[1:])
-        return trees.chain(logits[:, 0], lambda _: next(following), sizes, state)
+        return trees.whole(trees.chain(logits[:, 0], lambda _: next(following), sizes, state), state)
 
     def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
         memory.waiting.observe(state, kept, scores)

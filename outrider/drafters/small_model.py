@@ -42,6 +42,7 @@ from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.vocabulary import Overlap, Transcript, Twins, Vocabulary, continuation, overlap
 from outrider.targets.cache import SlotCache
 from outrider.targets.family import head_law, trunk
+from outrider.targets.quantised import quantise
 from outrider.targets.transformers import TransformersTarget, hash_tokenizer, load_target
 
 
@@ -550,7 +551,10 @@ def _agreement(held: list[int], wanted: list[int]) -> int:
 
 def build(config: Config, target: Target) -> SmallModel | Translated:
     if config.architecture is not None or config.new is not None:
-        return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
+        fresh = Model(config, target).to(target.device, getattr(torch, target.spec.dtype))
+        if config.quantize is not None:
+            quantise(fresh, config.quantize)
+        return fresh.drafter()
     name = str(demo.SMALL_MODEL) if config.model == "demo" else config.model
     model = load_target(name, device=target.device, dtype=target.spec.dtype, quantize=config.quantize)
     mine, theirs = model.spec, target.spec

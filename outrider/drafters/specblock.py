@@ -285,7 +285,7 @@ class SpecBlock:
                 rows.extend(self._second(kept, first, last, token[:, None])[:, 0].unbind(1))
             return rows[0]
 
-        return trees.chain(rows[0], read_one, sizes, state)
+        return trees.whole(trees.chain(rows[0], read_one, sizes, state), state)
 
     def _tree(self, kept: SlotCache, first: First, sizes: Tensor) -> Draft:
         slot, width = doubt(self.model.rank_head(first.states, first.logits).argmax(-1))

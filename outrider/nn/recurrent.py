@@ -255,7 +255,7 @@ class RecurrentDrafter:
         with packed.products():
             rollout = Rollout(self.model, kept, rows, self._last(memory, rows, state), self.dtype)
             try:
-                return whole(self._draft(rollout, state, budget), state)
+                return trees.whole(self._draft(rollout, state, budget), state)
             finally:
                 rollout.forget()
 
@@ -428,17 +428,6 @@ class Rollout:
         return _without_holes(self.kept.mask(tree.visible()[:, -fresh:, 1:], self.dtype), at, module)
 
 
-def whole(draft: Draft, state: DecodeState) -> Draft:
-    """The draft up to the first node that no law is left for: what may stand there is nothing that can be drafted.
-
-    That is known before the node is drawn, so a slot may end there.
-    """
-    if draft.q is None or not state.bans:
-        return draft
-    is_law = draft.q.isfinite().all(-1).long().cumprod(-1).sum(-1)
-    return draft.first(torch.minimum(draft.sizes, is_law.cpu()))
-
-
 def _looking(kept: Slots, mask: Tensor | None) -> Attend:
     """Attention over all that the open pass of `kept` may look at."""
 
@@ -571,16 +560,18 @@ class Unrolled:
     def __init__(self, documents: Tensor, pairs: Tensor, at: Tensor, limit: Callable[[int], Any] = lambda layer: None):
         """documents [B, S] as in `Batch`; positions of pairs [B, n] and of rollouts [B, A].  limit: how far a layer sees."""
         self.documents, self._pairs, self._at, self._limit = documents, pairs, at, limit
+        # fetched once: every layer and step asks
+        self._ends = [[int(part.max()) + 1 for part in rows.split(ROWS, 1)] for rows in (pairs, at)]
         self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         kept = self._kept.setdefault(layer, [])
         kept.append((k, v))
         limit, found = self._limit(layer), []
-        rows = (self._pairs if len(kept) == 1 else self._at)[:, : q.shape[2]]
+        rows, ends = (self._pairs, self._ends[0]) if len(kept) == 1 else (self._at, self._ends[1])
         for begin in range(0, q.shape[2], ROWS):
-            asks = rows[:, begin : begin + ROWS]
-            end = int(asks.max()) + 1
+            asks = rows[:, begin : min(begin + ROWS, q.shape[2])]
+            end = min(ends[begin // ROWS], kept[0][0].shape[2])
             keys, values = (
                 torch.cat([first[:, :, :end], *(own[:, :, begin : begin + ROWS] for own in others)], 2)
                 for first, *others in zip(*kept, strict=True)

@@ -212,3 +212,14 @@ def paths(tree: Draft, texts: Sequence[list[int]]) -> list[list[int]]:
                 path.append(n)
         paths.append(path)
     return paths
+
+
+def whole(draft: Draft, state: DecodeState) -> Draft:
+    """The draft up to the first node that no law is left for: what may stand there is nothing that can be drafted.
+
+    That is known before the node is drawn, so a slot may end there.
+    """
+    if draft.q is None or not state.bans:
+        return draft
+    is_law = draft.q.isfinite().all(-1).long().cumprod(-1).sum(-1)
+    return draft.first(torch.minimum(draft.sizes, is_law.cpu()))

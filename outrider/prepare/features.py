@@ -57,7 +57,7 @@ class LiveFeatures:
     def counts(self) -> Tensor:
         """[V] int64, how often each token is one to learn."""
         learnt = [token for text in self.texts for start, end in text.learn for token in text.tokens[start:end]]
-        return torch.bincount(torch.tensor(learnt), minlength=self.target.spec.vocabulary)
+        return torch.bincount(torch.tensor(learnt, dtype=torch.int64), minlength=self.target.spec.vocabulary)
 
     @property
     def steps_per_pass(self) -> int:

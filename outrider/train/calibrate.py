@@ -177,6 +177,12 @@ def watch(
     on_prompt(how many are done).  Slots behind the end of a text are not seen, those up to it are: with the whole draft left
     out, tokens that end a text would count where they are rejected and be missing where they are kept.
     """
+    longest = max(map(len, prompts), default=0)
+    if longest + max_new_tokens > target.spec.context:
+        raise DataError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit into the context of {target.spec.name}, "
+            f"{target.spec.context}; give shorter prompts, or fewer tokens"
+        )
     requests = [
         Request(prompt, max_new_tokens, Sampling(temperature, seed=seed + i), decode=target.decode)
         for i, prompt in enumerate(prompts)
@@ -186,7 +192,10 @@ def watch(
         done += progress.finish_reason is not None
         if progress.finish_reason is not None and on_prompt is not None:
             on_prompt(done)
-    return _gathered([row for row in watched.rows if row[0]])
+    rows = [row for row in watched.rows if row[0]]
+    if not rows:
+        raise DataError(f"{len(prompts)} prompts of {max_new_tokens} new tokens gave no draft to judge by; give more of both")
+    return _gathered(rows)
 
 
 def _unshared(draft: Draft, p: Tensor, streams: Streams) -> Verdict:

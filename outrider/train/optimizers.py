@@ -11,11 +11,15 @@ from torch import Tensor, nn
 Kind = Literal["adamw", "muon"]
 
 
+APART = frozenset({"lm_head", "queries", "level", "rank_head"})
+"""Names of heads over a part of the vocabulary or over classes, and of learnt rows: matrices by shape, not by use."""
+
+
 class Optimizers:
     """AdamW for all weights; or Muon (torch's, its step scaled to AdamW's size) for matrices that turn states into states.
 
-    Embeddings, output layers, norms and biases stay with AdamW: a matrix with the vocabulary as one side, or of a head over a
-    part of it, is none of Muon's.
+    Embeddings, output layers, norms and biases stay with AdamW: a matrix with the vocabulary as one side, or named in `APART`,
+    is none of Muon's.
     """
 
     def __init__(self, model: nn.Module, kind: Kind, vocabulary: int, weight_decay: float):
@@ -45,8 +49,8 @@ class Optimizers:
 
 
 def _is_inner(name: str, weight: Tensor, vocabulary: int) -> bool:
-    is_head = "lm_head" in name.split(".")
-    return weight.dim() == 2 and min(weight.shape) > 1 and vocabulary not in weight.shape and not is_head
+    is_apart = not APART.isdisjoint(name.split("."))
+    return weight.dim() == 2 and min(weight.shape) > 1 and vocabulary not in weight.shape and not is_apart
 
 
 def _holds(groups: Sequence[dict[str, Any]], weight: Tensor) -> bool:

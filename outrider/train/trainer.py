@@ -107,6 +107,11 @@ def train(
         raise ConfigError(
             f"train.select {config.select} needs the reference {config.reference}, loaded; give `reference` to train"
         )
+    if reference is not None and (reference.config.kind, reference.taps) != (model.config.kind, model.taps):
+        raise ConfigError(
+            f"train.reference is a {reference.config.kind} with taps {reference.taps}, the drafter a {model.config.kind} with "
+            f"taps {model.taps}; a selection compares two of one kind that see the same layers"
+        )
     optimizer = Optimizers(model, config.optimizer, model.target.spec.vocabulary, config.weight_decay)
     place = folder / "checkpoint"
     facts: dict[str, Any] = {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0}
@@ -181,7 +186,10 @@ def select(predictions: Predictions, reference: DraftModel, batch: Batch, config
         theirs = reference.predict(batch)
     torch.set_rng_state(after)
     loss = functools.partial(losses.combine, config.loss)
-    return rows.most_learnable(predictions, theirs, config.select, loss, _chunk(predictions))
+    chosen = rows.most_learnable(predictions, theirs, config.select, loss, _chunk(predictions))
+    # weights that were cast without a gradient would be taken from there by the passes that need one
+    torch.clear_autocast_cache()
+    return chosen
 
 
 def accumulate(
@@ -262,8 +270,9 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
         "drafter": model.config.model_dump(mode="json"),
         "train": {key: value for key, value in settings.items() if key not in free},
     }
+    own = type(model.config)().model_dump(mode="json")
     theirs = {
-        "drafter": {"kind": manifest["kind"], **manifest["config"]},
+        "drafter": (own if manifest["kind"] == own["kind"] else {}) | {"kind": manifest["kind"], **manifest["config"]},
         "train": Config().model_dump(mode="json") | (manifest["training"].get("config") or {}),
     }
     differs = [f"{part}.{key}" for part in mine for key in mine[part] if mine[part][key] != theirs[part].get(key)]

@@ -201,8 +201,9 @@ class HalfRight(Proposer):
 def test_nodes_are_saved_for_few_tokens(target, prompts, plain):
     """Catches confidences that stop nothing, or what is kept as well."""
     whole = prompts[0] + plain(target, prompts[0], 200)
-    found = {}
-    for name, drafter in (("all", HalfRight(whole)), ("learnt", OnlineConfidence(HalfRight(whole)))):
+    found, unwrapped = {}, HalfRight(whole)
+    unwrapped.is_confident = True  # type: ignore[attr-defined]
+    for name, drafter in (("all", unwrapped), ("learnt", HalfRight(whole))):
         nodes: list[int] = []
 
         class Counting(ByConfidence):
@@ -245,3 +246,14 @@ def test_equal_outcomes_give_equal_estimates():
     drafter = OnlineConfidence(Tree(TARGET, [-1, 0, 1], "without"))
     one, two = (emitted(TARGET, drafter, ByConfidence(3, 0.2), slots=50) for _ in "ab")
     assert torch.equal(one[0], two[0])
+
+
+def test_greedy_drafts_behind_drawn_ones_begin_with_what_their_depth_is_worth():
+    """Catches weights learnt, or begun with, for drafts of another kind: every greedy node would stay at one half."""
+    estimate = Estimate()
+    q = torch.full((1, 3, 8), 0.125)
+    drawn, greedy = (Draft.chain(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([3]), law) for law in (q, None))
+    alone = Estimate().of(greedy)[0]
+    assert estimate.of(drawn)[0][0] == pytest.approx([0.125] * 3)
+    assert estimate.of(greedy)[0] == alone
+    assert estimate.of(drawn)[0][0] == pytest.approx([0.125] * 3)

@@ -382,7 +382,7 @@ def test_a_draft_ends_before_what_no_law_is_left_for():
     class Banned:
         bans = True
 
-    draft = recurrent.whole(Draft.chain(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]), q), Banned())
+    draft = trees.whole(Draft.chain(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]), q), Banned())
     assert draft.sizes.tolist() == [3, 1]
 
 

@@ -17,7 +17,7 @@ from outrider.errors import ConfigError
 from outrider.targets.transformers import TransformersTarget
 from outrider.train import losses, rows
 from outrider.train.optimizers import Optimizers
-from outrider.train.trainer import Config, accumulate, optimise
+from outrider.train.trainer import Config, accumulate, optimise, train
 from train.bench import fit, make_model, make_source
 
 
@@ -176,3 +176,10 @@ def test_a_selection_without_its_model_is_refused_before_training(talker: Transf
     with pytest.raises(ConfigError, match="elsewhere, loaded"):
         fit(tmp_path, talker, select=0.4, reference="elsewhere")
     assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_reference_that_sees_other_layers_is_refused(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a reference that is fed the taps of the drafter in place of its own: it would judge by nonsense."""
+    other = make_model(talker, taps=(0,))
+    with pytest.raises(ConfigError, match=r"with taps \(0,\).*see the same layers"):
+        train(make_model(talker), make_source(talker), Config(select=0.4, reference="x", steps=1), tmp_path, reference=other)
