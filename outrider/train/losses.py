@@ -36,21 +36,18 @@ def ce(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
 
 def kl(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
     """Forward: sum p log(p / q); covers every mode of p."""
-    p, q = target.float().log_softmax(-1), draft.float().log_softmax(-1)
-    beyond = q == -torch.inf
-    inside = (p.exp() * (p - q)).masked_fill(beyond, 0.0)
-    return inside.sum(-1) + (p.exp() * beyond).sum(-1)
+    return _forward(*_logs(draft, target))
 
 
 def rkl(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
     """Reverse: sum q log(q / p); seeks a mode of p."""
-    p, q = target.float().log_softmax(-1), draft.float().log_softmax(-1)
+    p, q = _logs(draft, target)
     return (q.exp() * (_finite(q) - p)).sum(-1)
 
 
 def jsd(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
     """Jensen-Shannon: the mean of KL(p, m) and KL(q, m) with m = (p + q) / 2; symmetric, at most log 2."""
-    p, q = target.float().log_softmax(-1), draft.float().log_softmax(-1)
+    p, q = _logs(draft, target)
     middle = torch.logaddexp(p, q) - math.log(2)
     return 0.5 * (p.exp() * (p - middle) + q.exp() * (_finite(q) - middle)).sum(-1)
 
@@ -67,9 +64,22 @@ def lk_alpha(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
 
 def lk_lambda(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
     """w KL + (1 - w) TV with w = exp(-3 alpha), held constant: KL while far, TV when near.  (arXiv 2602.23881.)"""
-    far = tv(draft, target, labels)
+    p, q = _logs(draft, target)  # once for both
+    far = 1 - overlap(p.exp(), q.exp())
     weight = torch.exp(-3 * (1 - far.detach()))
-    return weight * kl(draft, target, labels) + (1 - weight) * far
+    return weight * _forward(p, q) + (1 - weight) * far
+
+
+def _logs(draft: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """log p and log q."""
+    return target.float().log_softmax(-1), draft.float().log_softmax(-1)
+
+
+def _forward(p: Tensor, q: Tensor) -> Tensor:
+    """Forward KL, generalised, of log p and log q."""
+    beyond, law = q == -torch.inf, p.exp()
+    inside = (law * (p - q)).masked_fill(beyond, 0.0)
+    return inside.sum(-1) + (law * beyond).sum(-1)
 
 
 def _finite(logs: Tensor) -> Tensor:
