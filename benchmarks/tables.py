@@ -198,6 +198,22 @@ def _method(row: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+def best(found: dict[str, Any]) -> str:
+    minutes = found["cpu_minutes"]
+    lines = [
+        [
+            row["drafter"], f"{row['temperature']:g}", f"{row['tokens_per_step']:.2f}",
+            " ".join(f"{share:.2f}" for share in row["accepted_by_depth"]), f"{row['speedup']:.2f}",
+            f"{row['tokens_per_s'] / row['generate_tokens_per_s']:.2f}",
+            {True: f"yes, {row['compared_tokens']:,} tokens", False: "**no**", None: "–"}[row["exact"]],
+        ]
+        for row in found["rows"]
+    ]  # fmt: skip
+    heads = ["drafter", "T", "tokens per step", "accepted by depth", "over plain, compiled", "over generate", "exact"]
+    said = f"{minutes['answers']} minutes of one core for answers, {minutes['training']} for training, beside other work. "
+    return "\n\n".join([said + _machine(found), _table(heads, lines, slice(1, 6))])
+
+
 def calibration(found: dict[str, Any]) -> str:
     names = {
         "as_it_is": "as trained",
@@ -260,7 +276,7 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], right: slice) -
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "families": families, "soak": soak, "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch,
     "retrieval": retrieval, "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip,
-    "methods": methods, "calibration": calibration, "quantised": quantised,
+    "methods": methods, "best": best, "calibration": calibration, "quantised": quantised,
 }  # fmt: skip
 """By the name of the result's file and of the marks."""
 
