@@ -5,8 +5,8 @@ eh_proj [enorm(embedding); hnorm(state)], one decoder layer, a norm; the target'
 draft takes module min(k, modules - 1), so the last one goes on with its own output (FastMTP: one module shared over all steps).
 Training weighs step k by 0.6 ** k, which the trainer normalises; FastMTP's loss is cross entropy of the text's own tokens.
 
-`native` takes DeepSeek-V3's, GLM's, Mellum's and others' modules from the target's own checkpoint, as transformers builds them,
-and may tune them.  Otherwise they begin at random, with a dense layer; a checkpoint names their weights as DeepSeek-V3 does,
+`native` takes DeepSeek-V3's, GLM's, Qwen3-Next's and others' modules from the target's own checkpoint, as transformers builds
+them, and may tune them.  Otherwise they begin at random, with a dense layer, their weights named as DeepSeek-V3's:
 layers.m.{enorm, hnorm, eh_proj, input_layernorm, self_attn, post_attention_layernorm, mlp, shared_head.norm}, counted from 0;
 native ones as transformers does, layers.m.{enorm, hnorm, eh_proj, mtp_block, post_norm}.
 
@@ -19,13 +19,18 @@ state after the norm, as in transformers; the target is frozen.  A draft may be 
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, PositiveInt
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from outrider.decoding.parties import Target
@@ -155,18 +160,20 @@ def native_modules(target: Target, wanted: bool) -> Any:
     """
     model: Any = getattr(target, "model", None)
     text = None if model is None else model.config.get_text_config(decoder=True)
-    count = getattr(text, "num_mtp_layers", None)
+    count = 0 if text is None else getattr(text, "num_mtp_layers", None) or modules_on_disk(model)
     if not count:
         if wanted:
             raise DrafterError(
                 f"{target.spec.name} ships no modules that transformers knows of: its config has no num_mtp_layers "
-                "(num_nextn_predict_layers in many checkpoints) above 0; set native to no and train modules of your own"
+                "(num_nextn_predict_layers in many checkpoints) above 0, and its checkpoint no weights mtp.layers; set native "
+                "to no and train modules of your own"
             )
         return None
     from transformers.modeling_layers import MtpModel  # seconds to import, and needed here alone
 
     try:
-        return MtpModel.from_pretrained(model, device_map={"": model.device})
+        with told(text, count):
+            return MtpModel.from_pretrained(model, device_map={"": model.device})
     except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         looked = ", ".join(model._keys_to_ignore_on_load_unexpected or ["nothing: its class names no such weights"])
         said = str(error).strip().split("\n")[0]
@@ -180,6 +187,56 @@ def native_modules(target: Target, wanted: bool) -> Any:
             ) from error
         logging.getLogger(__name__).warning("%s; modules of our own begin untrained in their place", problem)
         return None
+
+
+def modules_on_disk(model: Any) -> int:
+    """Modules in the model's checkpoint whose config is silent about them, as Qwen3-Next's and Qwen3.5's are."""
+    path = model.config.name_or_path
+    if not path or not any("mtp" in pattern for pattern in model._keys_to_ignore_on_load_unexpected or ()):
+        return 0
+    found = {name: _file(path, name) for name in ("model.safetensors.index.json", "model.safetensors")}
+    index, single = found.values()
+    if index is not None:
+        names = list(json.loads(Path(index).read_text())["weight_map"])
+    elif single is not None:
+        with safe_open(single, framework="pt") as file:
+            names = list(file.keys())
+    else:
+        return 0
+    numbers = [int(match[1]) for name in names if (match := re.match(r"(?:model\.)?mtp\.layers\.(\d+)\.", name))]
+    return 1 + max(numbers, default=-1)
+
+
+def _file(path: str, name: str) -> str | None:
+    """A file of a checkpoint, in a folder or the hub's cache."""
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False, local_files_only=True,
+    )  # fmt: skip
+    return None if found is None else str(found)
+
+
+@contextmanager
+def told(text: Any, count: int) -> Iterator[None]:
+    """A config that says for the while what it leaves out: how many modules there are, and that theirs is full attention."""
+    said = {"num_mtp_layers": count, "mtp_layer_types": ["full_attention"] * count}
+    kinds = getattr(text, "mlp_layer_types", None)
+    if kinds:
+        said["mtp_mlp_layer_types"] = [kinds[-1]] * count
+    missing = {name: value for name, value in said.items() if getattr(text, name, None) is None}
+    before = {name: vars(text)[name] for name in missing if name in vars(text)}
+    for name, value in missing.items():
+        setattr(text, name, value)
+    try:
+        yield
+    finally:
+        for name in missing:
+            if name in before:
+                setattr(text, name, before[name])
+            else:
+                delattr(text, name)
 
 
 def limits_of(config: Any, count: int) -> tuple[Limit | None, ...]:
