@@ -32,7 +32,7 @@ from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
 from outrider.nn import blocks, heads
 from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
-from outrider.nn.draft_model import Batch, DraftModel, copy_layers, resolve_taps
+from outrider.nn.draft_model import Batch, DraftModel, copy_layers, drawn, picked, resolve_taps
 from outrider.targets import cache
 from outrider.targets.cache import Columns, Sight, SlotCache, additive
 
@@ -482,12 +482,12 @@ class BlockRows:
         inside = (wanted + 1 < batch.tokens.shape[1]) & live[..., None]
         labels_at = (wanted + 1).clamp(max=batch.tokens.shape[1] - 1)
         learnt = (
-            _pick(batch.loss_mask, labels_at)
+            picked(batch.loss_mask, labels_at)
             & inside
-            & (_pick(batch.documents, labels_at) == batch.documents.gather(1, at)[..., None])
+            & (picked(batch.documents, labels_at) == batch.documents.gather(1, at)[..., None])
         )
-        self.labels = _pick(batch.tokens, labels_at).flatten()
-        self.previous = _pick(batch.tokens, wanted.clamp(max=batch.tokens.shape[1] - 1)).flatten()
+        self.labels = picked(batch.tokens, labels_at).flatten()
+        self.previous = picked(batch.tokens, wanted.clamp(max=batch.tokens.shape[1] - 1)).flatten()
         self.weight = (learnt.cumprod(-1) * blocks.weights(at)).flatten()
         self.depth = torch.arange(config.block, device=at.device).repeat(at.numel())
         self.block = torch.arange(at.numel(), device=at.device).repeat_interleave(config.block)
@@ -514,17 +514,7 @@ class BlockRows:
 def draw_anchors(batch: Batch, most: int) -> tuple[Tensor, Tensor]:
     """Up to `most` positions a text whose next token is one to learn, drawn without replacement: [B, A] and which are live."""
     follows = batch.loss_mask[:, 1:] & (batch.documents[:, 1:] == batch.documents[:, :-1])
-    most = min(most, follows.shape[1])
-    # on the CPU, whose random state a checkpoint keeps
-    chance = torch.rand(follows.shape).to(follows.device).masked_fill(~follows, -1.0)
-    best = chance.topk(most, dim=1)
-    at, order = best.indices.sort(1)
-    return at, best.values.gather(1, order) >= 0
-
-
-def _pick(values: Tensor, at: Tensor) -> Tensor:
-    """values [B, S] at positions [B, A, K]."""
-    return values.gather(1, at.flatten(1)).view(at.shape)
+    return drawn(follows, most)
 
 
 def _row_offsets(tokens: Tensor) -> Tensor:

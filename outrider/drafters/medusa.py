@@ -36,7 +36,7 @@ from outrider.decoding.parties import Cache, Scores, Target
 from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
 from outrider.nn import trees
-from outrider.nn.draft_model import Batch, DraftModel
+from outrider.nn.draft_model import Batch, DraftModel, chosen
 from outrider.nn.heads import ResidualBlock
 
 Path = tuple[int, ...]
@@ -451,11 +451,5 @@ def _anchors(batch: Batch, heads: int, most: int | None) -> tuple[Tensor, Tensor
     own = batch.documents[:, at]
     follows = batch.loss_mask[:, labels_at] & (batch.documents[:, labels_at] == own[..., None]) & (wanted < length)
     learnt = (follows & (own == batch.documents[:, at - 1])[..., None]).cumprod(-1)
-    chosen = learnt[..., 0] > 0
-    if most is not None and most < chosen.shape[1]:
-        # on the CPU, whose random state a checkpoint keeps
-        chance = torch.rand(chosen.shape).to(at.device).masked_fill(~chosen, -1.0)
-        drawn = chance >= chance.topk(most, dim=1).values[:, -1:]
-        chosen = chosen & drawn
-    text, place = chosen.nonzero().unbind(-1)
+    text, place = chosen(learnt[..., 0] > 0, most).nonzero().unbind(-1)
     return text, at[place], learnt[text, place]

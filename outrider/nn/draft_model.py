@@ -109,6 +109,27 @@ class DraftModel(nn.Module, ABC):
     def drafter(self) -> Drafter: ...
 
 
+def picked(values: Tensor, at: Tensor) -> Tensor:
+    """values [B, S] at positions [B, A, K]."""
+    return values.gather(1, at.flatten(1)).view(at.shape)
+
+
+def drawn(live: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Up to `most` live places a text, drawn without replacement: [B, A] ascending, and which are live.  live [B, n] bool."""
+    # on the CPU, whose random state a checkpoint keeps
+    chance = torch.rand(live.shape).to(live.device).masked_fill(~live, -1.0)
+    best = chance.topk(min(most, live.shape[1]), dim=1)
+    at, order = best.indices.sort(1)
+    return at, best.values.gather(1, order) >= 0
+
+
+def chosen(live: Tensor, most: int | None) -> Tensor:
+    """The same as a mask [B, n]; None leaves all that is live."""
+    if most is None or most >= live.shape[1]:
+        return live
+    return torch.zeros_like(live).scatter(1, *drawn(live, most))
+
+
 def resolve_taps(taps: Sequence[int] | None, spec: TargetSpec, count: int = 5) -> tuple[int, ...]:
     """The taps asked for, checked, or `count` of them spread from layer 1 to three before the last."""
     if taps is None:

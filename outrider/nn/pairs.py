@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from outrider.decoding.accept import Kept
 from outrider.decoding.parties import Scores, Target
 from outrider.decoding.state import DecodeState
-from outrider.nn.draft_model import Batch
+from outrider.nn.draft_model import Batch, drawn, picked
 
 # ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -92,11 +92,7 @@ def draw(batch: Batch, most: int, depths: int) -> Drawn:
     """Up to `most` pairs a text from which there is something to learn, drawn without replacement."""
     length, texts = batch.tokens.shape[1], batch.documents
     follows = batch.loss_mask[:, 2:] & _whole(texts)[:, : max(0, length - 2)] & (texts[:, 2:] == texts[:, :-2])
-    # on the CPU, whose random state a checkpoint keeps
-    chance = torch.rand(follows.shape).to(follows.device).masked_fill(~follows, -1.0)
-    best = chance.topk(min(most, follows.shape[1]), dim=1)
-    at, order = best.indices.sort(1)
-    live = best.values.gather(1, order) >= 0
+    at, live = drawn(follows, most)
     wanted = at[..., None] + 2 + torch.arange(depths, device=at.device)
     labels_at = wanted.clamp(max=length - 1)
     own = picked(texts, labels_at) == texts.gather(1, at)[..., None]
@@ -112,11 +108,6 @@ def whole_blocks(block: Tensor, rows: int) -> Iterator[slice]:
         if end > start and (following is None or following - start > rows):
             yield slice(start, end)
             start = end
-
-
-def picked(values: Tensor, at: Tensor) -> Tensor:
-    """values [B, S] at positions [B, A, D]."""
-    return values.gather(1, at.flatten(1)).view(at.shape)
 
 
 def sight(documents: Tensor) -> Tensor:

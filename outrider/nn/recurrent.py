@@ -36,7 +36,7 @@ from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
 from outrider.nn import trees
 from outrider.nn.blocks import KeyValues, RMSNorm, Shape, angles, rotate
-from outrider.nn.draft_model import Batch
+from outrider.nn.draft_model import Batch, chosen, picked
 
 READ = 512
 """Most pairs of one slot read in one pass."""
@@ -481,7 +481,7 @@ class UnrolledRows:
             at = at.gather(1, foremost(live))
             learnt, live = learnt.gather(1, at[..., None].expand(-1, -1, len(steps))), live.gather(1, at)
         labels_at = (at[..., None] + 2 + steps).clamp(max=length - 1)
-        self.labels = _picked(batch.tokens, labels_at)[live].flatten()
+        self.labels = picked(batch.tokens, labels_at)[live].flatten()
         self.weight = (learnt[live] * config.decay**steps).flatten()
         self.depth = steps.repeat(int(live.sum()))
         self.block = torch.arange(int(live.sum()), device=device).repeat_interleave(self.slots)
@@ -495,8 +495,8 @@ class UnrolledRows:
         """[B, n, K] int64: the label is of the rollout's own text and one to learn, and so are those of all steps before."""
         wanted = at[..., None] + 2 + steps
         labels_at = wanted.clamp(max=batch.tokens.shape[1] - 1)
-        is_own = _picked(batch.documents, labels_at) == batch.documents.gather(1, at)[..., None]
-        return (_picked(batch.loss_mask, labels_at) & (wanted < batch.tokens.shape[1]) & is_own).long().cumprod(-1)
+        is_own = picked(batch.documents, labels_at) == batch.documents.gather(1, at)[..., None]
+        return (picked(batch.loss_mask, labels_at) & (wanted < batch.tokens.shape[1]) & is_own).long().cumprod(-1)
 
     def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
         width = max(1, rows // self.slots) * self.slots
@@ -516,25 +516,11 @@ class UnrolledRows:
             self._states.backward(self.states.grad)
 
 
-def chosen(live: Tensor, most: int | None) -> Tensor:
-    """Up to `most` of the rollouts of every text that are live, [B, n] bool, drawn without replacement."""
-    if most is None or most >= live.shape[1]:
-        return live
-    # on the CPU, whose random state a checkpoint keeps
-    chance = torch.rand(live.shape).to(live.device).masked_fill(~live, -1.0)
-    return live & torch.zeros_like(live).scatter(1, chance.topk(most, 1).indices, True)
-
-
 def foremost(live: Tensor) -> Tensor:
     """Places of what is live in every text, [B, A] ascending, A that of the text with most; others fill up.  live [B, n]."""
     most = max(1, int(live.sum(1).max()))
     order = live.long().sort(dim=1, descending=True, stable=True).indices
     return order[:, :most].sort(1).values
-
-
-def _picked(values: Tensor, at: Tensor) -> Tensor:
-    """values [B, S] at positions [B, n, K]."""
-    return values.gather(1, at.flatten(1)).view(at.shape)
 
 
 def unrolled(model: RecurrentModel, batch: Batch, features: Tensor, at: Tensor) -> Tensor:
