@@ -45,6 +45,14 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
+def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    """Raises DrafterError for heads that don't fit together."""
+    if heads % kv_heads:
+        raise DrafterError(f"heads {heads} is no multiple of kv_heads {kv_heads}")
+    if head_dim % 2:
+        raise DrafterError(f"head_dim {head_dim} is odd; rotary positions turn pairs, choose an even one")
+
+
 class Attention(nn.Module):
     """Queries from the block alone; keys and values from context and block, in that order."""
 
@@ -54,10 +62,7 @@ class Attention(nn.Module):
         Raises DrafterError for heads that don't fit together.
         """
         super().__init__()
-        if heads % kv_heads:
-            raise DrafterError(f"heads {heads} is no multiple of kv_heads {kv_heads}")
-        if head_dim % 2:
-            raise DrafterError(f"head_dim {head_dim} is odd; rotary positions turn pairs, choose an even one")
+        check_heads(heads, kv_heads, head_dim)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         width = hidden if width is None else width
         self.q_proj = nn.Linear(width, heads * head_dim, bias=False)

@@ -33,9 +33,8 @@ from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Cache, Scores, Target
 from outrider.decoding.state import DecodeState
-from outrider.errors import DrafterError
 from outrider.nn import trees
-from outrider.nn.blocks import KeyValues, RMSNorm, Shape, angles, rotate
+from outrider.nn.blocks import KeyValues, RMSNorm, Shape, angles, check_heads, rotate
 from outrider.nn.draft_model import Batch, chosen, picked
 
 READ = 512
@@ -136,10 +135,7 @@ class RecurrentAttention(nn.Module):
     def __init__(self, width: int, hidden: int, shape: Shape, qk_norm: bool = False, gated: bool = False):
         """width: of the input; hidden: of the output."""
         super().__init__()
-        if shape.heads % shape.kv_heads:
-            raise DrafterError(f"heads {shape.heads} is no multiple of kv_heads {shape.kv_heads}")
-        if shape.head_dim % 2:
-            raise DrafterError(f"head_dim {shape.head_dim} is odd; rotary positions turn pairs, choose an even one")
+        check_heads(shape.heads, shape.kv_heads, shape.head_dim)
         self.head_dim = shape.head_dim
         self.q_proj = nn.Linear(width, shape.heads * shape.head_dim, bias=False)
         self.k_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
