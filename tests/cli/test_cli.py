@@ -18,6 +18,7 @@ from rich.console import Console
 from tiny import DRAFTER, write_recipe
 
 from outrider import cli, demo, generate
+from outrider.cli import console, look
 from outrider.compiled import NotCompiled
 from outrider.drafters import dflash
 from outrider.prepare.regenerate import read_answers
@@ -44,8 +45,8 @@ Outrider = Callable[..., Done]
 def outrider(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Outrider]:
     """Run a command as `outrider` would, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "out", Console(width=300))
-    monkeypatch.setattr(cli, "note", Console(stderr=True, width=300))
+    monkeypatch.setattr(console, "out", Console(width=300))
+    monkeypatch.setattr(console, "note", Console(stderr=True, width=300))
     # a process that was started in the background ignores Ctrl-C, and so would these tests
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     capsys.readouterr()
@@ -261,7 +262,7 @@ def test_the_doctor_counts_packages_and_says_what_is_lost_without_a_compiler(
     folder.mkdir()
     for name, size in (("step-of-one-a.pt2", 3000), ("block-of-one-b.pt2", 2000), (".7.step-of-one-c.pt2", 9000)):
         (folder / name).write_bytes(b"x" * size)
-    found = {check["what"]: check for check in cli.examine()}
+    found = {check["what"]: check for check in look.examine()}
     assert found["compiled steps"]["found"] == f"2 packages, 5.0 kB in {folder}"
     assert not found["compiler"]["ok"]
     assert "half the time" in found["compiler"]["advice"]
@@ -299,7 +300,7 @@ def test_decode_to_a_terminal_has_colour(
 
     real = checkpoint.load_drafter
     monkeypatch.setattr(checkpoint, "load_drafter", lambda name, target: real(name, target, model=str(folder), length=3))
-    monkeypatch.setattr(cli, "out", Console(force_terminal=True, color_system="standard", width=300))
+    monkeypatch.setattr(console, "out", Console(force_terminal=True, color_system="standard", width=300))
     done = outrider("decode", "hello", "--target", folder, "--max-new-tokens", 12, "--drafter", "small_model")
     assert done.code == 0, done.err
     assert "\x1b[4;32m" in done.out

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from outrider import cli
+from outrider.cli import console, corpora
 from outrider.retrieval import suffix_array
 from outrider.retrieval.suffix_array import Corpus
 from outrider.targets.transformers import hash_tokenizer
@@ -36,8 +37,8 @@ def corpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OUTRIDER_CORPORA", str(tmp_path / "home"))
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.setattr(cli, "out", Console(width=300))
-    monkeypatch.setattr(cli, "note", Console(stderr=True, width=300))
+    monkeypatch.setattr(console, "out", Console(width=300))
+    monkeypatch.setattr(console, "note", Console(stderr=True, width=300))
     capsys.readouterr()
 
     def command(*words: object) -> Done:
@@ -48,7 +49,7 @@ def corpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
         except SystemExit as done:
             code = done.code or 0
         told = capsys.readouterr()
-        cli.out.file = None  # `--json -` turned it to standard error
+        console.out.file = None  # `--json -` turned it to standard error
         return Done(code, " ".join(told.out.split()), " ".join(told.err.split()))
 
     return command
@@ -70,7 +71,7 @@ def test_add_says_what_comes_and_what_came(corpus: Command, texts: Path, tmp_pat
     assert "corpus mine: 2 files, 121B; about" in done.out
     assert "tokens, " in done.out and "on disk, " in done.out and "of memory, 0 s" in done.out
     assert f"3 documents, {Corpus.open(tmp_path / 'home/mine').header['tokens']} tokens in 0 s" in done.out
-    tokenizer = cli._tokenizer_of("demo")
+    tokenizer = corpora._tokenizer_of("demo")
     made = Corpus.open(tmp_path / "home/mine", hash_tokenizer(tokenizer))
     assert made.header["vocabulary"] == len(tokenizer)
     wanted = tokenizer((texts / "one.py").read_text(), add_special_tokens=False)["input_ids"]

@@ -15,6 +15,7 @@ from tiny import write_recipe
 from torch import Tensor
 
 from outrider import cli, generate, load_drafter
+from outrider.cli import console
 from outrider.compiled import fingerprint
 from outrider.decoding.draft import Draft
 from outrider.decoding.sampling import Sampling
@@ -295,7 +296,7 @@ def test_a_training_calibrates_itself_once_and_the_verb_again(
 
     def outrider(*words: str) -> str:
         monkeypatch.setattr(sys, "argv", ["outrider", *words])
-        monkeypatch.setattr(cli, "out", Console(width=200))
+        monkeypatch.setattr(console, "out", Console(width=200))
         cli.main()
         return capsys.readouterr().out
 

@@ -1,0 +1,95 @@
+"""What every verb says and how: two consoles, a progress bar, JSON, sizes in words, arguments that several verbs take."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from outrider.errors import DataError
+
+out = Console()
+note = Console(stderr=True)
+
+Recipe = Annotated[Path, typer.Argument(help="Run file (YAML).", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value, such as train.lr=3e-4", show_default=False)]
+JsonTo = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON; - is standard output.")
+]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count rows that can't be read instead of stopping at the first.")]
+
+
+def quiet() -> None:
+    """transformers and datasets talk less; what the user must know we say ourselves."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # transformers loads torchao where it is installed, which warns of every extension for another machine
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextmanager
+def bar(unit: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
+    """A progress bar on standard error; gives update(done, note).  It goes when its work is done."""
+    columns = (
+        TextColumn("          {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+    )  # fmt: skip
+    # drawn when it moves and at no other time: a thread that draws would slow down what is being measured
+    with Progress(*columns, console=note, transient=True, auto_refresh=False) as progress:
+        task = progress.add_task(unit, total=total, completed=done, note="")
+
+        def update(done: int, note: str | None = None) -> None:
+            progress.update(task, completed=done)
+            if note is not None:
+                progress.update(task, note=note)
+            progress.refresh()
+
+        yield update
+
+
+def place_of_json(to: str | None) -> None:
+    """Refuse a place that can't be written before the work; where it is standard output, all else goes to standard error."""
+    if to == "-":
+        out.file = sys.stderr
+    elif to is not None and not Path(to).absolute().parent.is_dir():
+        raise DataError(f"can't write {to}: no such folder; name a file in a folder that exists")
+
+
+def write_json(to: str | None, value: Any) -> None:
+    if to is None:
+        return
+    text = json.dumps(value, indent=2) + "\n"
+    if to == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(to).write_text(text)
+    except OSError as error:
+        raise DataError(f"can't write {to}: {error.strerror}; name a file in a folder that exists") from None
+
+
+def counted(number: float) -> str:
+    """1234567 as 1.2 M."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"
+
+
+def sized(size_bytes: float) -> str:
+    return f"{counted(size_bytes)}B"
+
+
+def fail(message: str) -> None:
+    note.print("[bold red]error[/] " + message.replace("[", "\\["), highlight=False, soft_wrap=True)

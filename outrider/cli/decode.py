@@ -1,0 +1,74 @@
+"""`outrider decode`: one prompt, streamed, with what was drafted marked."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from outrider.cli import console
+from outrider.cli.console import quiet
+from outrider.cli.stages import compile_drafter, said
+from outrider.errors import ConfigError, DataError
+
+
+def decode(
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; standard input where it is left out or -.")] = None,
+    target: Annotated[str, typer.Option(help="`demo`, a folder, or a Hugging Face id.")] = "demo",
+    drafter: Annotated[str | None, typer.Option(help="Kind, or checkpoint folder; none decodes plainly.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of the drafter, key=value; may be given several times.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0)] = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the chat template.")] = False,
+    quantize: Annotated[str | None, typer.Option(help="int8: round the target's weights; a drafter's by --set.")] = None,
+    compile: Annotated[
+        bool | None,
+        typer.Option("--compile/--no-compile", help="Compile the steps, or stay plain; unless said, what is on disk is taken."),
+    ] = None,
+) -> None:
+    """Stream a continuation; tokens that were drafted and kept are underlined green, the target's own are plain."""
+    quiet()
+    from outrider.config import override
+    from outrider.decoding.generate import stream
+    from outrider.decoding.sampling import Sampling
+    from outrider.targets.transformers import load_target
+    from outrider.train.checkpoint import load_drafter
+
+    text = sys.stdin.read() if prompt in (None, "-") else prompt
+    if not text:
+        raise DataError("the prompt is empty; give it as an argument or on standard input")
+    if settings and not drafter:
+        raise ConfigError(f"--set {settings[0]} is a setting of no drafter; name one with --drafter")
+    loaded = load_target(target, quantize=quantize, compile=said(compile))
+    rider = load_drafter(drafter, loaded, **override({}, settings or ())) if drafter else None
+    if compile and rider is not None:
+        compile_drafter(rider)
+    steps = tokens = 0
+    colour = console.out.is_terminal and not console.out.no_color
+    if colour:
+        console.out.print(text, end="", style="dim", markup=False, highlight=False)
+    pieces = stream(
+        loaded, [[{"role": "user", "content": text}]] if chat else text, rider, max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature, top_k, top_p, seed), stop=stop or (),
+    )  # fmt: skip
+    for piece in pieces:
+        steps, tokens = steps + 1, tokens + len(piece.tokens)
+        if not colour:
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+            continue
+        drafted = loaded.decode(piece.tokens[: piece.drafted])
+        at = len(drafted) if piece.text.startswith(drafted) else 0
+        console.out.print(piece.text[:at], end="", style="green underline", markup=False, highlight=False)
+        console.out.print(piece.text[at:], end="", markup=False, highlight=False)
+    sys.stdout.write("\n")
+    console.note.print(
+        f"{tokens} tokens in {steps} steps, {tokens / max(1, steps):.2f} tokens per step", style="dim", highlight=False
+    )

@@ -1,0 +1,138 @@
+"""Verbs that change nothing: a run file resolved, the drafters there are, what this machine can do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rich.table import Table
+
+from outrider.cli import console
+from outrider.cli.console import JsonTo, Overrides, Recipe, quiet, sized, write_json
+from outrider.errors import DataError
+
+
+def show(recipe: Recipe, overrides: Overrides = None, json_to: JsonTo = None) -> None:
+    """Print a run file with everything resolved, and where each value came from."""
+    quiet()
+    from outrider.config import flatten
+    from outrider.run import load
+
+    settings, origins = load(recipe, overrides or [])
+    values = flatten(settings.model_dump(mode="json"))
+    if json_to != "-":
+        table = Table(box=None, pad_edge=False)
+        for column in ("setting", "value", "from"):
+            table.add_column(column, overflow="fold")
+        for key, value in values.items():
+            table.add_row(key, json.dumps(value), origins[key], style="" if origins[key] != "default" else "dim")
+        console.out.print(table)
+    write_json(json_to, {key: {"value": value, "from": origins[key]} for key, value in values.items()})
+
+
+def drafters(json_to: JsonTo = None) -> None:
+    """List the drafters there are, own and of other distributions."""
+    quiet()
+    found = drafter_list()
+    if json_to != "-":
+        table = Table(box=None, pad_edge=False)
+        for column in ("kind", "trains", "taps", "summary"):
+            table.add_column(column)
+        for entry in found:
+            table.add_row(entry["kind"], "yes" if entry["trains"] else "no", "yes" if entry["taps"] else "no", entry["summary"])
+        console.out.print(table)
+    write_json(json_to, found)
+
+
+def drafter_list() -> list[dict[str, Any]]:
+    """[{kind, summary, trains, taps}], by kind."""
+    from outrider.drafters import find, kinds
+
+    found = []
+    for kind in sorted(kinds()):
+        module = find(kind)
+        summary = (module.__doc__ or "").strip().splitlines()[0]
+        found.append(
+            {"kind": kind, "summary": summary, "trains": hasattr(module, "Model"), "taps": "taps" in module.Config.model_fields}
+        )
+    return found
+
+
+def doctor(json_to: JsonTo = None) -> None:
+    """Say what this machine can do, and what to install for more."""
+    quiet()
+    checks = examine()
+    if json_to != "-":
+        table = Table(box=None, pad_edge=False)
+        for column in ("what", "found", "what to do"):
+            table.add_column(column, overflow="fold")
+        for check in checks:
+            table.add_row(check["what"], check["found"], check["advice"], style="" if check["ok"] else "yellow")
+        console.out.print(table)
+    write_json(json_to, checks)
+
+
+def examine() -> list[dict[str, Any]]:
+    """What this machine has: [{what, found, ok, advice}]."""
+    import platform
+    from importlib.util import find_spec
+
+    import torch
+
+    from outrider import compiled, demo
+    from outrider.run import version_of
+
+    checks: list[dict[str, Any]] = []
+
+    def add(what: str, found: object, ok: bool = True, advice: str = "") -> None:
+        checks.append({"what": what, "found": str(found), "ok": ok, "advice": "" if ok else advice})
+
+    add("python", platform.python_version(), sys.version_info >= (3, 11), "use Python 3.11 or later")
+    for package in ("outrider", "torch", "transformers", "datasets", "safetensors"):
+        add(package, version_of(package) or "missing", version_of(package) is not None, f"pip install {package}")
+    cuda = torch.cuda.is_available()
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else []
+    add("accelerator", ", ".join(devices) or "none", True)
+    add("cpu threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores")
+    add("dtypes", ", ".join(_dtypes("cuda" if cuda else "cpu")))
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    add(
+        "compiler",
+        compiler or "none",
+        compiler is not None,
+        "install g++ for compiled steps, which take about half the time of plain ones on a CPU; all else runs without",
+    )
+    packages = [path.stat().st_size for path in compiled.folder().glob("[!.]*.pt2")]
+    add("compiled steps", f"{len(packages)} packages, {sized(sum(packages))} in {compiled.folder()}")
+    for extra, module, gain in (
+        ("tensorboard", "tensorboard", "training curves beside metrics.jsonl"),
+        ("accelerate", "accelerate", "device_map and quantised targets"),
+        ("quantize", "torchao", "targets and drafters with int8 weights"),
+        ("grammar", "llguidance", "output that fits a JSON schema, a regex or a grammar"),
+        ("corpus", "pydivsufsort", "building corpora to draft from"),
+    ):
+        there = find_spec(module) is not None
+        add(f"extra {extra}", "installed" if there else "not installed", there, f"pip install 'outrider[{extra}]' for {gain}")
+    shipped = (demo.TARGET / "config.json").exists() and (demo.SMALL_MODEL / "config.json").exists()
+    add("demo models", demo.TARGET.parent if shipped else "missing", shipped, "install Outrider from a wheel or a full clone")
+    try:
+        pieces = sum(1 for _ in demo.modules("train"))
+        add("library source", f"{pieces} modules to take prompts from")
+    except DataError as error:
+        add("library source", "missing", False, str(error))
+    return checks
+
+
+def _dtypes(device: str) -> Iterator[str]:
+    import torch
+
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        try:
+            torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
+        except RuntimeError:
+            continue
+        yield str(dtype).removeprefix("torch.")

@@ -1,0 +1,329 @@
+"""The stages of a run file: prepare, train, calibrate, evaluate, and all of them in order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from outrider.cli import console
+from outrider.cli.console import JsonTo, Overrides, Recipe, SkipBad, bar, counted, place_of_json, quiet, sized, write_json
+from outrider.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outrider.nn.draft_model import DraftModel
+    from outrider.run import RunConfig
+    from outrider.targets.transformers import TransformersTarget
+
+
+def run(recipe: Recipe, overrides: Overrides = None, json_to: JsonTo = None, skip_bad: SkipBad = False) -> None:
+    """Prepare, train and evaluate: all stages that the run file has."""
+    place_of_json(json_to)
+    settings = _load(recipe, overrides, skip_bad)
+    target = _target(settings)
+    _prepare(settings, target)
+    if settings.train is not None:
+        _train(settings, target)
+    if settings.evaluate is not None:
+        _evaluate(settings, target, json_to)
+
+
+def prepare(recipe: Recipe, overrides: Overrides = None, skip_bad: SkipBad = False) -> None:
+    """Let the target answer the prompts; goes on where it was stopped."""
+    settings = _load(recipe, overrides, skip_bad)
+    _prepare(settings, _target(settings))
+
+
+def train(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Train the drafter on the target's answers; goes on where it was stopped."""
+    settings = _load(recipe, overrides)
+    if settings.train is None:
+        raise ConfigError(f"{recipe} has no `train:` section; add one, if only `train: {{}}`")
+    _train(settings, _target(settings))
+
+
+def calibrate(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a drafter with a confidence head.", show_default=False)],
+    prompts: Annotated[str, typer.Option(help="`stdlib`, or a file of prompts; none that it was trained on.")] = "stdlib",
+    count: Annotated[int, typer.Option(min=2, help="Prompts; every second one is kept apart to judge on.")] = 200,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
+    temperature: Annotated[float, typer.Option(min=0)] = 1.0,
+    target: Annotated[str | None, typer.Option(help="Where the target is, if not where it was in training.")] = None,
+    shifts: Annotated[bool, typer.Option("--shifts/--no-shifts", help="Shift logits too, or scale them alone.")] = True,
+    json_to: JsonTo = None,
+) -> None:
+    """Make confidences mean what they say: scale them by what was kept on held-out prompts, and say how far off they were."""
+    quiet()
+    place_of_json(json_to)
+    from outrider.targets.transformers import load_target
+    from outrider.train.checkpoint import manifest_of
+
+    loaded = load_target(target or manifest_of(checkpoint)["target"]["name"])
+    found = _calibrate(checkpoint, loaded, prompts, count, max_new_tokens, temperature, shifts)
+    write_json(json_to, found)
+
+
+def evaluate(recipe: Recipe, overrides: Overrides = None, json_to: JsonTo = None) -> None:
+    """Measure the trained drafter, and those beside it, against the target alone."""
+    place_of_json(json_to)
+    settings = _load(recipe, overrides)
+    if settings.evaluate is None:
+        raise ConfigError(f"{recipe} has no `evaluate:` section; add one, if only `evaluate: {{}}`")
+    _evaluate(settings, _target(settings), json_to)
+
+
+def _load(recipe: Path, overrides: list[str] | None, skip_bad: bool = False) -> RunConfig:
+    quiet()
+    from outrider.run import load
+
+    settings, _ = load(recipe, [*(overrides or []), *(["prepare.skip_bad=true"] if skip_bad else [])])
+    return settings
+
+
+def _target(settings: RunConfig) -> TransformersTarget:
+    from outrider.targets.transformers import load_target
+
+    chosen = settings.target
+    target = load_target(
+        chosen.name,
+        device=chosen.device,
+        dtype=chosen.dtype,
+        quantize=chosen.quantize,
+        revision=chosen.revision,
+        trust_remote_code=chosen.trust_remote_code,
+        compile=said(chosen.compile),
+    )
+    spec = target.spec
+    console.out.print(
+        f"target    {spec.name}: {spec.layers} layers x {spec.hidden}, {counted(target.model.num_parameters())} parameters, "
+        f"{spec.precision} on {target.device}",
+        highlight=False,
+    )
+    return target
+
+
+def said(compile: bool | None) -> bool | None:
+    """The choice as it is; what takes a minute is said before."""
+    if compile:
+        console.note.print("compiling the step: about a minute, once", style="dim", highlight=False)
+    return compile
+
+
+def compile_drafter(drafter: Any) -> None:
+    """Have a drafter's own passes compiled, where it has such; it works without."""
+    from torch import nn
+
+    from outrider.compiled import NotCompiled
+
+    # a module's method of that name is torch's and does something else
+    if not hasattr(drafter, "compile") or isinstance(drafter, nn.Module):
+        return
+    try:
+        drafter.compile()
+    except NotCompiled as reason:
+        console.note.print(f"the drafter stays plain: {reason}", style="dim", markup=False, highlight=False)
+
+
+def _prepare(settings: RunConfig, target: TransformersTarget) -> None:
+    from outrider.prepare import conversations, regenerate
+
+    config, skipped = settings.prepare, conversations.Skipped()
+    asked = list(conversations.read(config, skipped))
+    if skipped:
+        console.out.print(
+            f"prepare   {len(skipped)} rows left out; the first: {skipped.reasons[0]}", highlight=False, soft_wrap=True
+        )
+    there = len(regenerate.repair(settings.answers / regenerate.ANSWERS))
+    most = len(asked) * (config.max_new_tokens if config.regenerate else config.length)
+    console.out.print(
+        f"prepare   {len(asked)} prompts from {config.conversations}, {there} answered before; at most {counted(most)} tokens "
+        f"to write, {sized(most * 6)} in {settings.answers}",
+        highlight=False,
+    )
+    with bar("answers", len(asked), there) as update:
+        path = regenerate.prepare(
+            target, target.tokenizer, asked, settings.answers, config, on_answer=lambda done, _: update(done)
+        )
+    answers = regenerate.read_answers(path)
+    learnt = sum(end - start for answer in answers for start, end in answer.learn)
+    console.out.print(f"          {len(answers)} answers, {counted(learnt)} tokens to learn, in {path}", highlight=False)
+    lost = {conversation.id for conversation in asked} - {answer.id for answer in answers}
+    if lost:
+        console.out.print(f"          {len(lost)} prompts left out: no room for an answer, or none given", highlight=False)
+
+
+def _train(settings: RunConfig, target: TransformersTarget) -> None:
+    """Train on the answers that are there."""
+    import torch
+
+    from outrider.drafters import find
+    from outrider.prepare.conversations import template_hash
+    from outrider.prepare.features import LiveFeatures
+    from outrider.prepare.regenerate import ANSWERS, read_answers
+    from outrider.run import write_config, write_provenance
+    from outrider.train.checkpoint import load_model, manifest_of
+    from outrider.train.trainer import train as fit
+
+    config, kind = settings.train, settings.drafter["kind"]
+    assert config is not None
+    module = find(kind)
+    if not hasattr(module, "Model"):
+        raise ConfigError(f"drafter {kind!r} has nothing to train; leave the `train:` section out")
+    torch.manual_seed(config.seed)
+    reference = load_model(config.reference, target) if config.reference is not None else None
+    model = module.Model(settings.drafter_config, target).to(target.device)
+    source = LiveFeatures(
+        target, read_answers(settings.answers / ANSWERS), model.taps, batch=config.batch, length=settings.prepare.length,
+        seed=config.seed, dtype=config.dtype, template=template_hash(target.tokenizer),
+    )  # fmt: skip
+    facts = source.manifest
+    weights = sum(p.numel() for p in model.parameters())
+    passes = config.steps / source.steps_per_pass
+    kept = f"in {sized(source.bytes)} of memory" if source.keeps else "live"
+    write_config(settings)
+    write_provenance(settings, {"texts": facts.texts, "tokens": facts.tokens, "taps": facts.taps, "parameters": weights})
+    console.out.print(
+        f"train     {kind}: {counted(weights)} parameters, taps {list(model.taps)}; {config.steps} steps of {config.batch} "
+        f"texts, {passes:.1f} passes over {counted(facts.tokens)} tokens; features {kept}, 0 bytes of disk; "
+        f"checkpoint {sized(weights * 12)}",
+        highlight=False,
+    )
+    with bar("steps", config.steps) as update:
+
+        def show(step: int, found: Any) -> None:
+            reached = found.get("expected_tokens_per_step")
+            update(step, f"loss {found['loss']:.3f}, expected {reached:.2f} tokens per step" if reached else None)
+
+        place = fit(model, source, config, settings.folder, on_step=show, probe=_probe(settings, target), reference=reference)
+    console.out.print(f"          checkpoint in {place}", highlight=False)
+    if config.calibrate and settings.evaluate is not None and "calibration" not in manifest_of(place):
+        # other prompts than those that are measured, where the task has enough of them
+        _calibrate(place, target, settings.evaluate.tasks[0], config.calibrate, seed=settings.evaluate.seed + 1)
+
+
+def _calibrate(
+    place: Path, target: TransformersTarget, task: str, count: int, max_new_tokens: int = 96, temperature: float = 1.0,
+    shifts: bool = True, seed: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """Calibrate a checkpoint's confidences and print what it was worth."""
+    from dataclasses import asdict
+
+    from outrider.evaluate.measure import as_tokens
+    from outrider.evaluate.tasks import prompts
+    from outrider.train.calibrate import calibrate as fit
+
+    texts = [as_tokens(target, prompt) for prompt in prompts(task, count, seed)]
+    console.out.print(
+        f"calibrate {place}: {len(texts)} prompts of {task}, at most {counted(len(texts) * max_new_tokens)} tokens to write at "
+        f"temperature {temperature:g}",
+        highlight=False,
+    )
+    with bar("prompts", len(texts)) as update:
+        found = fit(
+            place, target, texts, max_new_tokens=max_new_tokens, temperature=temperature, shifting=shifts, seed=seed,
+            on_prompt=update,
+        )  # fmt: skip
+    table = Table(box=None, pad_edge=False)
+    for column in ("slot", "error before", "after", "of which noise", "temperature", "shift"):
+        table.add_column(column, justify="right")
+    errors = list(zip(found.before, found.after, found.noise, strict=True))
+    said = [f"{100 * sum(column) / len(errors):.1f} %" for column in zip(*errors, strict=True)]
+    for slot, own in enumerate(errors):
+        scaled = (f"{found.temperatures[slot]:.2f}", f"{found.shifts[slot]:.2f}")
+        table.add_row(str(slot), *(f"{100 * error:.1f} %" for error in own), *scaled)
+    table.add_row("mean", *said, "", "")
+    console.out.print(table)
+    console.out.print(
+        f"          scaled on {found.drafts[0]} drafts of {found.prompts[0]} prompts, judged on {found.drafts[1]} of "
+        f"{found.prompts[1]} others; error of each slot's survival, {found.bins} bins",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return asdict(found)
+
+
+def _probe(settings: RunConfig, target: TransformersTarget) -> Callable[[DraftModel], dict[str, float]] | None:
+    """Real acceptance on a few prompts at the end of training, where the run file says which prompts."""
+    from outrider.decoding.generate import generate
+    from outrider.evaluate.measure import as_tokens
+    from outrider.evaluate.tasks import prompts
+
+    chosen = settings.evaluate
+    if chosen is None:
+        return None
+
+    def probe(model: DraftModel) -> dict[str, float]:
+        texts = [as_tokens(target, prompt) for prompt in prompts(chosen.tasks[0], 4, chosen.seed)]
+        found = generate(target, texts, model.drafter(), max_new_tokens=min(48, chosen.max_new_tokens))
+        return {"probe_tokens_per_step": sum(len(g.tokens) for g in found) / sum(g.steps for g in found)}
+
+    return probe
+
+
+def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | None) -> None:
+    from outrider.evaluate.measure import evaluate as judge
+    from outrider.evaluate.measure import training_of
+    from outrider.evaluate.report import Report
+    from outrider.run import write_provenance
+    from outrider.train.checkpoint import load_drafter, manifest_of, trained_on
+
+    config, mine = settings.evaluate, settings.folder / "checkpoint"
+    assert config is not None
+    drafters, training = {}, {}
+    own_choice = str(mine) if settings.train is not None else settings.drafter
+    for choice in (*config.beside, own_choice):
+        name, own = (choice, {}) if isinstance(choice, str) else _parted(choice)
+        if choice is own_choice and config.quantize:
+            own["quantize"] = config.quantize
+        drafter = load_drafter(name, target, **own)
+        if settings.target.compile:
+            compile_drafter(drafter)
+        is_checkpoint = isinstance(choice, str) and Path(name).exists()
+        label = manifest_of(name)["kind"] if is_checkpoint else name
+        if label in drafters:  # a second one of its kind
+            said = ", ".join(f"{key}={value}" for key, value in own.items())
+            label = (
+                name if is_checkpoint else f"{label} of {settings.name}" if choice is settings.drafter else f"{label} ({said})"
+            )
+        drafters[label] = drafter
+        if is_checkpoint:
+            found = training_of(manifest_of(name), _metrics(Path(name).parent))
+            training[label] = found | {"precision": trained_on(manifest_of(name), target)}
+    made = len(config.tasks) * config.prompts * config.max_new_tokens
+    console.out.print(
+        f"evaluate  {', '.join(drafters)}: {config.prompts} prompts per task of {', '.join(config.tasks)}; about "
+        f"{counted(made * (len(drafters) + 2 + 2 * (len(config.temperatures) - 1)))} tokens to write, one interleaved run",
+        highlight=False,
+    )
+    facts = write_provenance(settings, {"drafters": list(drafters), "compiled": bool(target.step.graphs)})
+    with bar("prompts", config.prompts * len(config.tasks)) as update:
+        report = judge(
+            target, drafters, config, provenance=facts, training=training,
+            on_prompt=lambda kept, _, left_out: update(kept, f"{left_out} left out: their text loops"),
+        )  # fmt: skip
+    if target.spec.quantised and (settings.folder / "report.json").exists():
+        report = report.beside(Report.load(settings.folder))
+    report.save(settings.folder)
+    console.out.print(report.table())
+    console.out.print(f"          {report.headline()}", highlight=False, soft_wrap=True)
+    tried = sum(row.prompts for row in report.rows[:1]) + len(report.left_out)
+    console.out.print(
+        f"          {len(report.left_out)} of {tried} prompts left out, because the target's own text loops there",
+        highlight=False,
+    )
+    console.out.print(f"          {settings.folder / 'report.json'}, {settings.folder / 'report.html'}", highlight=False)
+    write_json(json_to, json.loads((settings.folder / "report.json").read_text()))
+
+
+def _parted(drafter: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Its kind, and its settings."""
+    return drafter["kind"], {key: value for key, value in drafter.items() if key != "kind"}
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
