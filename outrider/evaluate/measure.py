@@ -248,7 +248,7 @@ def _one_prompt(
 def as_tokens(target: TransformersTarget, prompt: Prompt) -> list[int]:
     """A task's prompt as the target reads it: through the chat template where there is one."""
     has_template = getattr(target.tokenizer, "chat_template", None) is not None
-    return target.encode(prompt.messages if has_template else prompt.messages[-1]["content"])
+    return target.encode(prompt.messages() if has_template else prompt.turns[0])
 
 
 def run_once(

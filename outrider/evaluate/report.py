@@ -86,6 +86,89 @@ class PromptResult(Part):
     exact: bool | None = None
     first_difference: int | None = None
     """Place of the first token that is not the target's own, from 0."""
+    tpot_ms: float | None = None
+    plain_tpot_ms: float | None = None
+    overlaps: bool | None = None
+    """It stands in what the drafter was trained on, or draws from; null where that was not looked for."""
+    score: float | None = None
+    plain_score: float | None = None
+
+
+class Range(Part):
+    """A figure with its 95 % interval over prompts."""
+
+    center: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+class Tested(Part):
+    """One place where the target judged a drafted token, or wrote one where none was drafted.  Of a run that was not timed."""
+
+    text: str
+    """What stands there in the output."""
+    drafted: str | None = None
+    """What was proposed; null where nothing was."""
+    kept: bool = False
+    depth: int | None = None
+    """Of the proposal, from 1."""
+    p: float | None = None
+    """The target's chance of the proposal at temperature 1, whatever the run's temperature."""
+    q: float | None = None
+    """The drafter's chance of it; null where the proposal is deterministic."""
+    rank: int | None = None
+    """Of the proposal under the target, 1 is its favourite."""
+    entropy: float | None = None
+    """Of the target's distribution there at temperature 1, nats."""
+    kind: str | None = None
+    """Class of the proposal: word, number, space, punctuation, symbol, hangul, other script, special."""
+
+
+class Observed(Part):
+    """One prompt's text with every judgement on it."""
+
+    id: str
+    tokens: tuple[Tested, ...] = ()
+
+
+class Pattern(Part):
+    """Judgements of one sort, such as numbers, or places of high entropy."""
+
+    name: str
+    tested: int = 0
+    kept: int = 0
+
+
+class Rejections(Part):
+    """Where drafts are turned down: how often proposals of each sort were tested and kept."""
+
+    by_kind: tuple[Pattern, ...] = ()
+    by_entropy: tuple[Pattern, ...] = ()
+    by_rank: tuple[Pattern, ...] = ()
+    """By the proposal's rank under the target."""
+
+
+class Score(Part):
+    """How right the answers are, drafted and alone; fractions of all prompts that have a reference."""
+
+    drafted: float | None = None
+    plain: float | None = None
+    prompts: int = 0
+    measure: str = ""
+    """Such as `exact match` or `passes its tests`."""
+
+
+class Clean(Part):
+    """The row again without prompts that stand in what the drafter was trained on, or draws from."""
+
+    overlapping: tuple[str, ...] = ()
+    """Ids of prompts that were found there."""
+    checked: int = 0
+    rule: str = ""
+    """Such as `one 13-gram of words in common`."""
+    tokens_per_step: float | None = None
+    speedup: float | None = None
+    score: Score | None = None
 
 
 class Row(Part):
@@ -112,6 +195,31 @@ class Row(Part):
     """Gaps between steps, as a reader sees them."""
     conditional_acceptance: tuple[float | None, ...] = ()
     """[k]: the same, given that the first k were kept."""
+    token_acceptance: float | None = None
+    """Share of the drafted tokens that were judged, which is up to the first rejection, that were kept."""
+    draft_acceptance: float | None = None
+    """Share of all drafted tokens on the path that were kept; the longer drafts are, the lower."""
+    expected_acceptance: float | None = None
+    """Mean of sum(min(p, q)) over the judged tokens: what acceptance should be, without the noise of the draws."""
+    accepted_histogram: tuple[tuple[int, ...], ...] = ()
+    """[k][a]: steps that drafted k tokens deep and kept a of them."""
+    wasted: float | None = None
+    """Share of drafted tokens that were verified for nothing; branches that lost count."""
+    predicted_by_depth: tuple[float | None, ...] = ()
+    """What training expected of `accepted_by_depth`, from the checkpoint; empty where it did not say."""
+    speedup_geomean: Range | None = None
+    """Geometric mean of the prompts' own speed-ups, with its interval."""
+    speedup_of_means: float | None = None
+    """Mean tokens/s over mean plain tokens/s, as Spec-Bench has it."""
+    tokens_per_step_range: Range | None = None
+    tpot_curve_ms: tuple[float | None, ...] = ()
+    memory_peak_bytes: int | None = None
+    """Highest memory of the process, or of the device, while the row was measured."""
+    rejections: Rejections | None = None
+    observed: tuple[Observed, ...] = ()
+    """A few prompts in full."""
+    score: Score | None = None
+    clean: Clean | None = None
     rejections_by_depth: tuple[int, ...] = ()
     steps: int | None = None
     tokens: int | None = None
@@ -216,6 +324,8 @@ class Report(Part):
     made: str = ""
     """ISO time."""
     notes: tuple[str, ...] = ()
+    fingerprint: dict[str, str | int | float | bool | None] = {}
+    """Machine and versions that times depend on; what a gate compares must agree in all of it."""
 
     @classmethod
     def load(cls, path: str | Path) -> Report:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from outrider import demo
 from outrider.errors import DataError
@@ -13,11 +14,22 @@ from outrider.prepare.conversations import read
 
 
 class Prompt(NamedTuple):
-    """One prompt of a task."""
+    """One prompt of a task: the user's turns.  The answers between them are the target's own."""
 
     id: str
-    messages: list[dict[str, str]]
-    """Everything up to the first answer wanted."""
+    turns: tuple[str, ...]
+    system: str | None = None
+    reference: Any = None
+    """What the task's scorer compares an answer with; None where the task has no score."""
+
+    def messages(self, answers: Sequence[str] = ()) -> list[dict[str, str]]:
+        """The conversation up to the next answer wanted, with the answers given so far."""
+        said = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for turn, answer in itertools.zip_longest(self.turns[: len(answers) + 1], answers):
+            said.append({"role": "user", "content": turn})
+            if answer is not None:
+                said.append({"role": "assistant", "content": answer})
+        return said
 
 
 def task_name(task: str) -> str:
@@ -35,8 +47,8 @@ def prompts(task: str, most: int, seed: int = 0) -> Iterator[Prompt]:
     """Up to `most` prompts.  Raises DataError for an unknown task, naming those there are."""
     if check(task) == "stdlib":
         for name, text in demo.prompts("held_out", most, seed):
-            yield Prompt(name, [{"role": "user", "content": text}])
+            yield Prompt(name, (text,))
         return
     for conversation in read(Source(conversations=task, count=most)):
-        first = next((i for i, m in enumerate(conversation.messages) if m["role"] == "user"), 0)
-        yield Prompt(conversation.id, conversation.messages[: first + 1])
+        said = {role: [m["content"] for m in conversation.messages if m["role"] == role] for role in ("system", "user")}
+        yield Prompt(conversation.id, tuple(said["user"]), said["system"][0] if said["system"] else None)
