@@ -24,7 +24,6 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from outrider import packed
-from outrider.config import Config as Base
 from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Cache, Scores, Target
@@ -33,23 +32,16 @@ from outrider.drafters.dflash import BlockRows
 from outrider.nn import trees
 from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
 from outrider.nn.draft_model import Batch, DraftModel, copy_layers
+from outrider.nn.shape import LayerConfig
 from outrider.targets.cache import SlotCache
 
 
-class Config(Base):
+class Config(LayerConfig):
     kind: Literal["deer"] = "deer"
     block: PositiveInt = 7
     """Tokens drafted per step, one behind the other."""
     layers: PositiveInt = 5
     """Decoder layers of the draft model."""
-    heads: PositiveInt = 4
-    kv_heads: PositiveInt = 4
-    head_dim: PositiveInt = 64
-    intermediate: PositiveInt = 704
-    """Width of the MLP."""
-    rope_theta: PositiveFloat = 10_000.0
-    device: str | None = None
-    """Where it drafts, such as cuda:1; the target's device unless given."""
     copies: tuple[NonNegativeInt, ...] | None = None
     """Target layers, one a draft layer and counted from 0, whose weights training begins with; random unless given."""
     anchors: PositiveInt = 512
@@ -68,7 +60,7 @@ class Model(DraftModel):
         self.config, self.target, self.taps = config, target, ()
         hidden = target.spec.hidden
         self.layers = nn.ModuleList(ContextLayer(hidden, config) for _ in range(config.layers))
-        self.norm = RMSNorm(hidden)
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
         if target.mask_token is None:
             self.mask = nn.Parameter(torch.randn(hidden) * 0.02)
         if config.copies is not None:
@@ -81,7 +73,7 @@ class Model(DraftModel):
         """
         config = self.config
         x = self._inputs(tokens, blocks)
-        turn = angles(places.expand(len(x), -1), config.head_dim, config.rope_theta)
+        turn = angles(places.expand(len(x), -1), config)
         for i, layer in enumerate(self.layers):
             x = layer(x, x[:, :0], turn, turn, mask, kept, i)
         return self.norm(x[:, tokens.shape[1] :]).unflatten(1, (blocks, config.block))

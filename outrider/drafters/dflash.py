@@ -23,7 +23,6 @@ from torch.export import Dim
 
 from outrider import compiled, packed
 from outrider.compiled import Graphs, Replays
-from outrider.config import Config as Base
 from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Cache, Scores, Target
@@ -33,6 +32,7 @@ from outrider.errors import DrafterError
 from outrider.nn import blocks, heads
 from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
 from outrider.nn.draft_model import Batch, DraftModel, copy_layers, drawn, picked, resolve_taps
+from outrider.nn.shape import LayerConfig
 from outrider.targets import cache
 from outrider.targets.cache import Columns, Sight, SlotCache, additive
 
@@ -40,7 +40,7 @@ Pick = Callable[[Tensor, int], Tensor]
 """(logits [B, V], slot) to the drafted token [B]."""
 
 
-class BackboneConfig(Base):
+class BackboneConfig(LayerConfig):
     """What every drafter with this backbone can set."""
 
     block: PositiveInt = 7
@@ -53,14 +53,6 @@ class BackboneConfig(Base):
     """Decoder layers of the draft model."""
     taps: tuple[int, ...] | None = None
     """Target layers it sees, counted from 0; five spread over the depth unless given."""
-    heads: PositiveInt = 4
-    kv_heads: PositiveInt = 4
-    head_dim: PositiveInt = 64
-    intermediate: PositiveInt = 704
-    """Width of the MLP."""
-    rope_theta: PositiveFloat = 10_000.0
-    device: str | None = None
-    """Where it drafts, such as cuda:1; the target's device unless given."""
     copies: tuple[NonNegativeInt, ...] | None = None
     """Target layers, one a draft layer and counted from 0, whose weights training begins with; random unless given."""
     anchors: PositiveInt = 512
@@ -89,9 +81,9 @@ class Backbone(nn.Module):
         self.taps = resolve_taps(config.taps, target.spec)
         hidden = target.spec.hidden
         self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
-        self.hidden_norm = RMSNorm(hidden)
+        self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps)
         self.layers = nn.ModuleList(ContextLayer(hidden, config) for _ in range(config.layers))
-        self.norm = RMSNorm(hidden)
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
         if target.mask_token is None:
             self.mask = nn.Parameter(torch.randn(hidden) * 0.02)
         if config.copies is not None:
@@ -110,7 +102,7 @@ class Backbone(nn.Module):
         context = self._context(taps)
         x = self._inputs(anchors).to(context.dtype)
         x_at = (anchors_at[..., None] + torch.arange(self.width, device=anchors.device)).flatten(1)
-        k_angles = angles(torch.cat([taps_at.expand(x_at.shape[0], -1), x_at], 1), config.head_dim, config.rope_theta)
+        k_angles = angles(torch.cat([taps_at.expand(x_at.shape[0], -1), x_at], 1), config)
         q_angles = k_angles[..., taps_at.shape[1] :, :]
         for i, layer in enumerate(self.layers):
             x = layer(x, context, q_angles, k_angles, mask, kept, i)
@@ -129,7 +121,7 @@ class Backbone(nn.Module):
     def remember(self, taps: Tensor, taps_at: Tensor, kept: SlotCache) -> None:
         """Take context in without drafting: every layer's keys and values of it go into `kept`'s open pass."""
         context = self._context(taps)
-        k_angles = angles(taps_at, self.config.head_dim, self.config.rope_theta)
+        k_angles = angles(taps_at, self.config)
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, ContextLayer)
             kept.update(*layer.self_attn.keys_values(context, k_angles), i)

@@ -42,7 +42,7 @@ class FirstLayer(nn.Module):
     def __init__(self, hidden: int, config: Config):
         super().__init__()
         self.self_attn = RecurrentAttention(hidden, hidden, config)
-        self.post_attention_layernorm = RMSNorm(hidden)
+        self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps)
         self.mlp = MLP(hidden, config.intermediate)
 
     def forward(self, x: Tensor, angle: Tensor, attend: Attend) -> Tensor:

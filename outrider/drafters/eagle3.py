@@ -59,10 +59,10 @@ class PairLayer(nn.Module):
 
     def __init__(self, hidden: int, config: Config):
         super().__init__()
-        self.input_layernorm = RMSNorm(hidden)
-        self.hidden_norm = RMSNorm(hidden)
+        self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps)
         self.self_attn = RecurrentAttention(2 * hidden, hidden, config, config.qk_norm, config.gated)
-        self.post_attention_layernorm = RMSNorm(hidden)
+        self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps)
         self.mlp = MLP(hidden, config.intermediate)
 
     def forward(self, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
@@ -82,7 +82,7 @@ class MetaQuery(nn.Module):
         self.queries = nn.Parameter(torch.randn(config.queries, width))
         self.level = nn.Parameter(torch.randn(taps, hidden) * 0.02)
         """[T, H]: which tap a key is of."""
-        self.norm = RMSNorm(hidden)
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.k_proj = nn.Linear(hidden, width, bias=False)
         self.v_proj = nn.Linear(hidden, width, bias=False)
         self.o_proj = nn.Linear(config.queries * width, hidden, bias=False)
@@ -108,10 +108,10 @@ class Model(DraftModel):
         hidden = target.spec.hidden
         self.taps = resolve_taps(three(target.spec.layers) if config.taps is None else config.taps, target.spec)
         self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
-        self.fc_norm = nn.ModuleList(RMSNorm(hidden) for _ in self.taps) if config.fc_norm else None
+        self.fc_norm = nn.ModuleList(RMSNorm(hidden, config.rms_norm_eps) for _ in self.taps) if config.fc_norm else None
         self.metaquery = MetaQuery(hidden, len(self.taps), config) if config.aggregate == "metaquery" else None
         self.layers = nn.ModuleList([PairLayer(hidden, config)])
-        self.norm = RMSNorm(hidden)
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.head = None if config.vocabulary is None else ReducedHead(target, config.vocabulary)
 
     def begin(self, counts: Tensor) -> None:

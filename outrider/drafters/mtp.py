@@ -38,6 +38,7 @@ from outrider.errors import DrafterError
 from outrider.nn.blocks import MLP, RMSNorm, angles
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, Unrolled, UnrolledRows
+from outrider.nn.shape import LayerConfig
 from outrider.targets.cache import Limit, SlotCache
 
 ATTENTION = "outrider"
@@ -65,14 +66,14 @@ class Module(nn.Module):
 
     def __init__(self, hidden: int, config: Config):
         super().__init__()
-        self.enorm = RMSNorm(hidden)
-        self.hnorm = RMSNorm(hidden)
+        self.enorm = RMSNorm(hidden, config.rms_norm_eps)
+        self.hnorm = RMSNorm(hidden, config.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
-        self.input_layernorm = RMSNorm(hidden)
+        self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps)
         self.self_attn = RecurrentAttention(hidden, hidden, config, config.qk_norm)
-        self.post_attention_layernorm = RMSNorm(hidden)
+        self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps)
         self.mlp = MLP(hidden, config.intermediate)
-        self.shared_head = nn.ModuleDict({"norm": RMSNorm(hidden)})
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(hidden, config.rms_norm_eps)})
 
     def forward(self, words: Tensor, states: Tensor, angle: Tensor, attend: Attend, number: int) -> Tensor:
         """words, states [B, n, H]; returns [B, n, H], which the head reads."""
@@ -121,7 +122,7 @@ class Model(DraftModel):
         """angle: positions [B or 1, n], as `turn` gives them."""
         words = words.to(features.dtype)
         if not self.native:
-            turns = angles(angle, self.config.head_dim, self.config.rope_theta)
+            turns = angles(angle, self.config)
             return self.layers[module](words, features, turns, attend, module)
         found = self.layers[module](
             words, features, position_embeddings=self._turns(module, words, angle), attention_mask=None, position_ids=angle,
@@ -319,7 +320,7 @@ def _strange(model: Model, number: int, reason: str) -> str:
 
 
 def _warn_of_idle(config: Config) -> None:
-    names = ("modules", "heads", "kv_heads", "head_dim", "intermediate", "rope_theta", "qk_norm")
+    names = ("modules", "qk_norm", *(name for name in LayerConfig.model_fields if name != "device"))
     idle = [name for name in names if getattr(config, name) != Config.model_fields[name].default]
     if idle:
         logging.getLogger(__name__).warning(

@@ -17,11 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
 from outrider import packed
-from outrider.config import Config as Base
 from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Cache, Scores, Target
@@ -31,10 +30,11 @@ from outrider.nn.blocks import ContextLayer, PairLayer, RMSNorm, angles
 from outrider.nn.draft_model import Batch, DraftModel, copy_layers, resolve_taps
 from outrider.nn.heads import ReducedHead
 from outrider.nn.pairs import Waiting, draw, sight, whole_blocks
+from outrider.nn.shape import LayerConfig
 from outrider.targets.cache import SlotCache
 
 
-class Config(Base):
+class Config(LayerConfig):
     kind: Literal["peagle"] = "peagle"
     length: PositiveInt = 5
     """Tokens drafted per step, and depths trained."""
@@ -44,14 +44,6 @@ class Config(Base):
     """Target layers it sees, counted from 0; three, low, middle and high, unless given."""
     vocabulary: PositiveInt | None = None
     """Tokens a draft may hold, the most frequent, with trained rows of their own; all, by the target's head, unless given."""
-    heads: PositiveInt = 4
-    kv_heads: PositiveInt = 4
-    head_dim: PositiveInt = 64
-    intermediate: PositiveInt = 704
-    """Width of the MLP."""
-    rope_theta: PositiveFloat = 10_000.0
-    device: str | None = None
-    """Where it drafts, such as cuda:1; the target's device unless given."""
     copies: tuple[NonNegativeInt, ...] | None = None
     """Target layers, one a draft layer but the first and counted from 0, whose weights training begins with."""
     ratio: float = Field(0.8, gt=0, le=1)
@@ -74,7 +66,7 @@ class Model(DraftModel):
         self.layers = nn.ModuleList(
             ContextLayer(hidden, config) if i else PairLayer(hidden, config) for i in range(config.layers)
         )
-        self.norm = RMSNorm(hidden)
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, hidden * len(self.taps)) * 0.02)
         if target.mask_token is None:
             self.mask = nn.Parameter(torch.randn(hidden) * 0.02)
@@ -102,7 +94,7 @@ class Model(DraftModel):
             empty = self.fc(self.mask_hidden).to(features.dtype)
             features = torch.cat([features, empty.expand(len(tokens), masks, -1)], 1)
             words = torch.cat([words, self._mask_word(words).expand(len(tokens), masks, -1)], 1)
-        turn = angles(at, self.config.head_dim, self.config.rope_theta)
+        turn = angles(at, self.config)
         x = self.layers[0](words, features, turn, mask, kept, 0)
         for i, layer in enumerate(list(self.layers)[1:], 1):
             x = layer(x, x[:, :0], turn, turn, mask, kept, i)

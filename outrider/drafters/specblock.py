@@ -29,7 +29,6 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from outrider import packed
-from outrider.config import Config as Base
 from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Cache, Scores, Target
@@ -39,6 +38,7 @@ from outrider.nn.blocks import ContextLayer, KeyValues, RMSNorm, angles
 from outrider.nn.draft_model import Batch, DraftModel, copy_layers, resolve_taps
 from outrider.nn.heads import ReducedHead
 from outrider.nn.pairs import Drawn, Waiting, draw, sight, whole_blocks
+from outrider.nn.shape import LayerConfig
 from outrider.targets.cache import SlotCache
 
 RANKS = (1, 4, 10)
@@ -47,7 +47,7 @@ WIDTHS = (1, 4, 10, 0)
 """Tokens that go on into a second block, by the class of the slot they stand in."""
 
 
-class Config(Base):
+class Config(LayerConfig):
     kind: Literal["specblock"] = "specblock"
     slots: PositiveInt = 4
     """Tokens drafted by one block."""
@@ -61,14 +61,6 @@ class Config(Base):
     """Target layers it sees, counted from 0; three, low, middle and high, unless given."""
     vocabulary: PositiveInt | None = None
     """Tokens a draft may hold, the most frequent, with trained rows of their own; all, by the target's head, unless given."""
-    heads: PositiveInt = 4
-    kv_heads: PositiveInt = 4
-    head_dim: PositiveInt = 64
-    intermediate: PositiveInt = 704
-    """Width of the MLP."""
-    rope_theta: PositiveFloat = 10_000.0
-    device: str | None = None
-    """Where it drafts, such as cuda:1; the target's device unless given."""
     copies: tuple[NonNegativeInt, ...] | None = None
     """Target layers, one a draft layer and counted from 0, whose weights training begins with; random unless given."""
     anchors: PositiveInt = 512
@@ -118,12 +110,12 @@ class Model(DraftModel):
         self.taps = resolve_taps(config.taps, target.spec, 3)
         hidden = target.spec.hidden
         self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
-        self.cond_norm, self.word_norm, self.query_norm = (RMSNorm(hidden) for _ in range(3))
+        self.cond_norm, self.word_norm, self.query_norm = (RMSNorm(hidden, config.rms_norm_eps) for _ in range(3))
         self.queries = nn.Parameter(torch.randn(config.slots, hidden))
         self.fuse = nn.Linear(3 * hidden, hidden, bias=False)
         self.layers = nn.ModuleList(ContextLayer(hidden, config) for _ in range(config.layers))
         self.shifts = nn.ModuleList(Shift(hidden) for _ in range(config.layers - 1))
-        self.norm = RMSNorm(hidden)
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.head = None if config.vocabulary is None else ReducedHead(target, config.vocabulary)
         self.rank_head = RankHead(hidden)
         if config.copies is not None:
@@ -151,7 +143,7 @@ class Model(DraftModel):
         queries = self.query_norm(self.queries.to(features.dtype)).expand(*given.shape[:-1], -1)
         x = self.fuse(torch.cat([given, queries], -1)).flatten(1, 2)
         places = (at[..., None] + 1 + torch.arange(slots, device=at.device)).flatten(1)
-        turn = angles(places, self.config.head_dim, self.config.rope_theta)
+        turn = angles(places, self.config)
         for i, layer in enumerate(self.layers):
             if i:
                 x = self.shifts[i - 1](x.unflatten(1, (-1, slots))).flatten(1, 2)

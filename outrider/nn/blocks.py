@@ -6,7 +6,6 @@ DSpark checkpoints.
 
 from __future__ import annotations
 
-import functools
 from typing import Protocol
 
 import torch
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.errors import DrafterError
+from outrider.nn.shape import LayerConfig, frequencies
 
 
 class KeyValues(Protocol):
@@ -22,55 +22,46 @@ class KeyValues(Protocol):
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
 
 
-class Shape(Protocol):
-    """Sizes that a layer is made from; a method's Config has them."""
-
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def intermediate(self) -> int: ...
-
-
 class RMSNorm(nn.RMSNorm):
     """torch's, with its weight in the input's dtype: under autocast they differ, and torch would leave its fused kernel."""
 
-    def __init__(self, size: int):
-        super().__init__(size, eps=1e-6)
+    def __init__(self, size: int, eps: float = 1e-6):
+        super().__init__(size, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+def check_heads(shape: LayerConfig) -> None:
     """Raises DrafterError for heads that don't fit together."""
-    if heads % kv_heads:
-        raise DrafterError(f"heads {heads} is no multiple of kv_heads {kv_heads}")
-    if head_dim % 2:
-        raise DrafterError(f"head_dim {head_dim} is odd; rotary positions turn pairs, choose an even one")
+    if shape.heads % shape.kv_heads:
+        raise DrafterError(f"heads {shape.heads} is no multiple of kv_heads {shape.kv_heads}")
+    turning = int(shape.head_dim * shape.partial_rotary_factor)
+    if turning % 2 or not turning:
+        raise DrafterError(
+            f"head_dim {shape.head_dim}: rotary positions turn pairs, and {turning} of its numbers are to be turned; choose an "
+            "even number of them"
+        )
 
 
 class Attention(nn.Module):
     """Queries from the block alone; keys and values from context and block, in that order."""
 
-    def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int, width: int | None = None):
+    def __init__(self, hidden: int, shape: LayerConfig, width: int | None = None):
         """width: size of the rows it reads, where they are not of the hidden size that it writes.
 
         Raises DrafterError for heads that don't fit together.
         """
         super().__init__()
-        check_heads(heads, kv_heads, head_dim)
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        check_heads(shape)
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
         width = hidden if width is None else width
         self.q_proj = nn.Linear(width, heads * head_dim, bias=False)
         self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
-        self.q_norm = RMSNorm(head_dim)
-        self.k_norm = RMSNorm(head_dim)
+        self.q_norm = RMSNorm(head_dim, shape.rms_norm_eps)
+        self.k_norm = RMSNorm(head_dim, shape.rms_norm_eps)
 
     def forward(
         self,
@@ -113,11 +104,11 @@ class MLP(nn.Module):
 class ContextLayer(nn.Module):
     """One decoder layer of a draft model.  The context enters as keys and values only, without this layer's input norm."""
 
-    def __init__(self, hidden: int, shape: Shape):
+    def __init__(self, hidden: int, shape: LayerConfig):
         super().__init__()
-        self.input_layernorm = RMSNorm(hidden)
-        self.self_attn = Attention(hidden, shape.heads, shape.kv_heads, shape.head_dim)
-        self.post_attention_layernorm = RMSNorm(hidden)
+        self.input_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
+        self.self_attn = Attention(hidden, shape)
+        self.post_attention_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
         self.mlp = MLP(hidden, shape.intermediate)
 
     def forward(
@@ -133,12 +124,12 @@ class ContextLayer(nn.Module):
 class PairLayer(nn.Module):
     """The first layer of EAGLE-3 (arXiv 2503.01840): its attention reads embedding and feature side by side."""
 
-    def __init__(self, hidden: int, shape: Shape):
+    def __init__(self, hidden: int, shape: LayerConfig):
         super().__init__()
-        self.input_layernorm = RMSNorm(hidden)
-        self.hidden_norm = RMSNorm(hidden)
-        self.self_attn = Attention(hidden, shape.heads, shape.kv_heads, shape.head_dim, 2 * hidden)
-        self.post_attention_layernorm = RMSNorm(hidden)
+        self.input_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
+        self.hidden_norm = RMSNorm(hidden, shape.rms_norm_eps)
+        self.self_attn = Attention(hidden, shape, 2 * hidden)
+        self.post_attention_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
         self.mlp = MLP(hidden, shape.intermediate)
 
     def forward(
@@ -150,23 +141,21 @@ class PairLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def angles(positions: Tensor, head_dim: int, theta: float) -> Tensor:
-    """cos and sin of the rotary angles, float32: [2, B, 1, n, head_dim / 2] for positions [B, n]."""
-    turn = positions[:, None, :, None].float() * _frequencies(head_dim, theta, positions.device)
-    return torch.stack([turn.cos(), turn.sin()])
-
-
-@functools.cache
-def _frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
-    # not a buffer: a model that is moved to bf16 would take it along, and far positions would turn by wrong angles
-    return theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+def angles(positions: Tensor, shape: LayerConfig) -> Tensor:
+    """cos and sin of the rotary angles, float32: [2, B, 1, n, pairs of a head that turn] for positions [B, n]."""
+    each, scale = frequencies(shape, positions.device)
+    turn = positions[:, None, :, None].float() * each
+    found = torch.stack([turn.cos(), turn.sin()])
+    return found if scale == 1.0 else found * scale
 
 
 def rotate(x: Tensor, angle: Tensor) -> Tensor:
-    """Turn each half-pair of x [B, h, n, d] by its angle."""
+    """Turn each half-pair of x [B, h, n, d] by its angle; what is behind the last pair stays."""
     cos, sin = angle.to(x.dtype)
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    pairs = cos.shape[-1]
+    first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat(turned if 2 * pairs == x.shape[-1] else [*turned, x[..., 2 * pairs :]], -1)
 
 
 def block_mask(anchors: Tensor, length: int, block: int, documents: Tensor, live: Tensor) -> Tensor:

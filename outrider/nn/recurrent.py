@@ -24,18 +24,18 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from outrider import packed
-from outrider.config import Config as Base
 from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Cache, Scores, Target
 from outrider.decoding.state import DecodeState
 from outrider.nn import trees
-from outrider.nn.blocks import KeyValues, RMSNorm, Shape, angles, check_heads, rotate
+from outrider.nn.blocks import KeyValues, RMSNorm, angles, check_heads, rotate
 from outrider.nn.draft_model import Batch, chosen, picked
+from outrider.nn.shape import LayerConfig
 
 READ = 512
 """Most pairs of one slot read in one pass."""
@@ -49,7 +49,7 @@ Layers are counted through all modules of a model.
 """
 
 
-class RecurrentConfig(Base):
+class RecurrentConfig(LayerConfig):
     """What every drafter of this kind can set."""
 
     length: PositiveInt = 5
@@ -60,14 +60,6 @@ class RecurrentConfig(Base):
     """Nodes of a tree; a chain has `length`."""
     replacement: bool = False
     """Draw the siblings of a tree independently; by default a younger one is none of its elders, and more are kept."""
-    heads: PositiveInt = 4
-    kv_heads: PositiveInt = 4
-    head_dim: PositiveInt = 64
-    intermediate: PositiveInt = 704
-    """Width of the MLP."""
-    rope_theta: PositiveFloat = 10_000.0
-    device: str | None = None
-    """Where it drafts, such as cuda:1; the target's device unless given."""
     ttt: PositiveInt = 7
     """Steps unrolled in training."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
@@ -113,7 +105,7 @@ def turned(model: RecurrentModel, positions: Tensor) -> Tensor:
     """What the steps at these positions [B or 1, n] turn by."""
     if isinstance(model, OwnRotation):
         return model.turn(positions)
-    return angles(positions, model.config.head_dim, model.config.rope_theta)
+    return angles(positions, model.config)
 
 
 def limit_of(model: RecurrentModel, module: int) -> Any:
@@ -132,17 +124,17 @@ class RecurrentAttention(nn.Module):
     gated: sigmoid(W x + b) scales every number of every head before o_proj, x being the layer's input.
     """
 
-    def __init__(self, width: int, hidden: int, shape: Shape, qk_norm: bool = False, gated: bool = False):
+    def __init__(self, width: int, hidden: int, shape: LayerConfig, qk_norm: bool = False, gated: bool = False):
         """width: of the input; hidden: of the output."""
         super().__init__()
-        check_heads(shape.heads, shape.kv_heads, shape.head_dim)
+        check_heads(shape)
         self.head_dim = shape.head_dim
         self.q_proj = nn.Linear(width, shape.heads * shape.head_dim, bias=False)
         self.k_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
         self.v_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, hidden, bias=False)
-        self.q_norm = RMSNorm(shape.head_dim) if qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(shape.head_dim) if qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if qk_norm else nn.Identity()
         self.gate = nn.Linear(width, shape.heads * shape.head_dim) if gated else None
 
     def forward(self, x: Tensor, angle: Tensor, attend: Attend, layer: int) -> Tensor:

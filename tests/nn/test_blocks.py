@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +10,9 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from outrider.nn.blocks import Attention, ContextLayer, angles, block_mask, rotate
+from outrider.nn.shape import LayerConfig
+
+EIGHT = LayerConfig(head_dim=8)
 
 
 @st.composite
@@ -53,7 +57,49 @@ def test_rotation_is_transformers_own():
     cos, sin = Qwen3RotaryEmbedding(config)(x, positions)
     wanted, _ = apply_rotary_pos_emb(x, x, cos, sin)
     # the angle of place 4000 has an ulp of 2e-4
-    torch.testing.assert_close(rotate(x, angles(positions, 16, 5000.0)), wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        rotate(x, angles(positions, LayerConfig(head_dim=16, rope_theta=5000.0))), wanted, rtol=1e-3, atol=1e-3
+    )
+
+
+STRETCHED = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STRETCHED)
+def test_stretched_rotation_is_transformers_own(kind):
+    """Catches a factor, a smoothing or yarn's scale that is lost: an imported draft would keep almost nothing."""
+    parameters = {"rope_theta": 5000.0, **STRETCHED[kind]}
+    config = Qwen3Config(
+        hidden_size=32, num_attention_heads=2, head_dim=16, rope_parameters=parameters, max_position_embeddings=256
+    )
+    x = torch.randn(2, 2, 5, 16, generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[0, 1, 5, 70, 250]]).expand(2, -1)
+    wanted, _ = apply_rotary_pos_emb(x, x, *Qwen3RotaryEmbedding(config)(x, positions))
+    shape = LayerConfig(head_dim=16, rope_theta=5000.0, rope_scaling=STRETCHED[kind])
+    torch.testing.assert_close(rotate(x, angles(positions, shape)), wanted, rtol=1e-4, atol=1e-4)
+    plain = LayerConfig(head_dim=16, rope_theta=5000.0)
+    assert not torch.allclose(rotate(x, angles(positions, plain)), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_what_does_not_turn_stays_and_the_rest_is_a_smaller_heads():
+    """Catches a partial rotary factor that is lost, or frequencies of the whole head on a part of it."""
+    x = torch.randn(1, 2, 4, 16, generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[0, 3, 50, 900]])
+    turned = rotate(x, angles(positions, LayerConfig(head_dim=16, partial_rotary_factor=0.5)))
+    torch.testing.assert_close(turned[..., 8:], x[..., 8:], rtol=0, atol=0)
+    torch.testing.assert_close(turned[..., :8], rotate(x[..., :8], angles(positions, EIGHT)))
+
+
+def test_a_stretch_that_depends_on_the_length_is_refused():
+    with pytest.raises(ValueError, match="dynamic"):
+        LayerConfig(rope_scaling={"rope_type": "dynamic", "factor": 2.0})
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 300))
@@ -62,7 +108,7 @@ def test_a_score_depends_on_the_distance_alone(here, there, shift):
     q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def score(at, other):
-        turned = [rotate(x, angles(torch.tensor([[place]]), 8, 10_000.0)) for x, place in ((q, at), (k, other))]
+        turned = [rotate(x, angles(torch.tensor([[place]]), EIGHT)) for x, place in ((q, at), (k, other))]
         return float((turned[0] * turned[1]).sum())
 
     # angles are float32
@@ -72,7 +118,7 @@ def test_a_score_depends_on_the_distance_alone(here, there, shift):
 def test_rotation_keeps_lengths_and_place_0():
     """Catches a scale hidden in cos and sin."""
     x = torch.randn(1, 3, 5, 8, dtype=torch.float64)
-    turned = rotate(x, angles(torch.tensor([[0, 1, 5, 70, 900]]), 8, 10_000.0))
+    turned = rotate(x, angles(torch.tensor([[0, 1, 5, 70, 900]]), EIGHT))
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(turned[:, :, 0], x[:, :, 0])
 
@@ -80,14 +126,14 @@ def test_rotation_keeps_lengths_and_place_0():
 def test_grouped_heads_are_repeated_heads():
     """Catches kv heads that are given to the wrong queries: against the same layer with every kv head written out."""
     torch.manual_seed(0)
-    grouped = Attention(16, 4, 2, 8).double()
-    full = Attention(16, 4, 4, 8).double()
+    grouped = Attention(16, LayerConfig(heads=4, kv_heads=2, head_dim=8)).double()
+    full = Attention(16, LayerConfig(heads=4, kv_heads=4, head_dim=8)).double()
     weights = grouped.state_dict()
     for name in ("k_proj.weight", "v_proj.weight"):
         weights[name] = weights[name].unflatten(0, (2, 8)).repeat_interleave(2, 0).flatten(0, 1)
     full.load_state_dict(weights)
     x, rows = torch.randn(2, 3, 16).double(), torch.randn(2, 5, 16).double()
-    at = [angles(torch.arange(n).expand(2, -1), 8, 10_000.0) for n in (3, 5)]
+    at = [angles(torch.arange(n).expand(2, -1), EIGHT) for n in (3, 5)]
     torch.testing.assert_close(grouped(x, rows, *at, None, None, 0), full(x, rows, *at, None, None, 0))
 
 
@@ -95,12 +141,9 @@ def test_context_rows_hidden_by_the_mask_change_nothing():
     """Catches a mask over the wrong axis."""
     torch.manual_seed(0)
 
-    class Shape:
-        heads, kv_heads, head_dim, intermediate = 2, 1, 8, 32
-
-    layer = ContextLayer(16, Shape()).double()
+    layer = ContextLayer(16, LayerConfig(heads=2, kv_heads=1, head_dim=8, intermediate=32)).double()
     x, context = torch.randn(1, 3, 16).double(), torch.randn(1, 4, 16).double()
-    at = angles(torch.arange(3)[None], 8, 1e4), angles(torch.arange(7)[None], 8, 1e4)
+    at = angles(torch.arange(3)[None], EIGHT), angles(torch.arange(7)[None], EIGHT)
     mask = torch.ones(1, 1, 3, 7, dtype=torch.bool)
     mask[..., 1] = False
     other = context.clone()

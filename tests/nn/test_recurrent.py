@@ -273,7 +273,7 @@ def test_a_tree_is_read_as_the_chains_it_is_made_of(target, workshop):
         for row in rows:  # unequal texts
             count = 4 - row
             kept.open([row], count)
-            angle = angles(kept.positions(), 8, 10_000.0)
+            angle = angles(kept.positions(), model.config)
             words = target.embed(torch.tensor([[1, 2, 3, 4]]))[:, :count]
             given = words, model.features(taps[row : row + 1, :count])
             last = model.step(0, *given, angle, recurrent._looking(kept, kept.mask(None, torch.float64)))[:, -1]
