@@ -31,7 +31,7 @@ from outrider.decoding.state import DecodeState
 from outrider.drafters.dflash import BlockRows
 from outrider.nn import trees
 from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
-from outrider.nn.draft_model import Batch, DraftModel, copy_layers
+from outrider.nn.draft_model import Batch, DraftModel, copy_layers, mask_token
 from outrider.nn.shape import LayerConfig
 from outrider.targets.cache import SlotCache
 
@@ -46,6 +46,8 @@ class Config(LayerConfig):
     """Target layers, one a draft layer and counted from 0, whose weights training begins with; random unless given."""
     anchors: PositiveInt = 512
     """Most blocks trained per text and step."""
+    mask_token: NonNegativeInt | None = None
+    """The target's token whose embedding stands in masked slots; its tokenizer's own unless given, else one is learnt."""
     refine: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of the training behind which stage II begins."""
     alpha: PositiveFloat = 1.02
@@ -61,7 +63,8 @@ class Model(DraftModel):
         hidden = target.spec.hidden
         self.layers = nn.ModuleList(ContextLayer(hidden, config) for _ in range(config.layers))
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
-        if target.mask_token is None:
+        self.mask_token = mask_token(config.mask_token, target)
+        if self.mask_token is None:
             self.mask = nn.Parameter(torch.randn(hidden) * 0.02)
         if config.copies is not None:
             copy_layers(self.layers, config.copies, target)
@@ -107,8 +110,8 @@ class Model(DraftModel):
     def _inputs(self, tokens: Tensor, blocks: int) -> Tensor:
         """Embeddings of tokens and of masks behind them, [B, C + blocks * K, H]."""
         masks = blocks * self.config.block
-        if self.target.mask_token is not None:
-            words = self.target.embed(nn.functional.pad(tokens, (0, masks), value=self.target.mask_token))
+        if self.mask_token is not None:
+            words = self.target.embed(nn.functional.pad(tokens, (0, masks), value=self.mask_token))
             return words.to(self.norm.weight.dtype)
         words = self.target.embed(tokens).to(self.mask.dtype)
         return torch.cat([words, self.mask.expand(len(tokens), masks, -1)], 1)

@@ -31,7 +31,7 @@ from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
 from outrider.nn import blocks, heads
 from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
-from outrider.nn.draft_model import Batch, DraftModel, copy_layers, drawn, picked, resolve_taps
+from outrider.nn.draft_model import Batch, DraftModel, copy_layers, drawn, mask_token, picked, resolve_taps
 from outrider.nn.shape import LayerConfig
 from outrider.targets import cache
 from outrider.targets.cache import Columns, Sight, SlotCache, additive
@@ -55,6 +55,8 @@ class BackboneConfig(LayerConfig):
     """Target layers it sees, counted from 0; five spread over the depth unless given."""
     copies: tuple[NonNegativeInt, ...] | None = None
     """Target layers, one a draft layer and counted from 0, whose weights training begins with; random unless given."""
+    mask_token: NonNegativeInt | None = None
+    """The target's token whose embedding stands in masked slots; its tokenizer's own unless given, else one is learnt."""
     anchors: PositiveInt = 512
     """Most blocks trained per text and step."""
     decay: PositiveFloat = 4.0
@@ -84,7 +86,8 @@ class Backbone(nn.Module):
         self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps)
         self.layers = nn.ModuleList(ContextLayer(hidden, config) for _ in range(config.layers))
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
-        if target.mask_token is None:
+        self.mask_token = mask_token(config.mask_token, target)
+        if self.mask_token is None:
             self.mask = nn.Parameter(torch.randn(hidden) * 0.02)
         if config.copies is not None:
             copy_layers(self.layers, config.copies, target)
@@ -132,8 +135,8 @@ class Backbone(nn.Module):
     def _inputs(self, anchors: Tensor) -> Tensor:
         """Embeddings of every block's anchor and masks, [B, A * width, H]."""
         masks = self.width - 1
-        if self.target.mask_token is not None:
-            ids = nn.functional.pad(anchors.unsqueeze(-1), (0, masks), value=self.target.mask_token)
+        if self.mask_token is not None:
+            ids = nn.functional.pad(anchors.unsqueeze(-1), (0, masks), value=self.mask_token)
             return self.target.embed(ids.flatten(1))
         words = self.target.embed(anchors).unsqueeze(2)
         return torch.cat([words, self.mask.to(words.dtype).expand(*anchors.shape, masks, -1)], 2).flatten(1, 2)

@@ -46,6 +46,8 @@ class Config(RecurrentConfig):
     """Norm each tap before they are fused."""
     norm_output: bool = False
     """Feed the final norm's output back, not its input."""
+    norm_before_residual: bool = False
+    """The layer adds to the normed feature, not to the feature itself, as some released heads do."""
     gated: bool = False
     """Gate the attention's output by the layer's input."""
     aggregate: Literal["fc", "metaquery"] = "fc"
@@ -59,6 +61,7 @@ class PairLayer(nn.Module):
 
     def __init__(self, hidden: int, config: Config):
         super().__init__()
+        self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps)
         self.self_attn = RecurrentAttention(2 * hidden, hidden, config, config.qk_norm, config.gated)
@@ -67,8 +70,9 @@ class PairLayer(nn.Module):
 
     def forward(self, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
         """words, features [B, n, H]; returns [B, n, H]."""
-        pair = torch.cat([self.input_layernorm(words), self.hidden_norm(features)], -1)
-        x = features + self.self_attn(pair, angle, attend, 0)
+        normed = self.hidden_norm(features)
+        pair = torch.cat([self.input_layernorm(words), normed], -1)
+        x = (normed if self.norm_before_residual else features) + self.self_attn(pair, angle, attend, 0)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -27,7 +27,7 @@ from outrider.decoding.parties import Cache, Scores, Target
 from outrider.decoding.state import DecodeState
 from outrider.nn import trees
 from outrider.nn.blocks import ContextLayer, PairLayer, RMSNorm, angles
-from outrider.nn.draft_model import Batch, DraftModel, copy_layers, resolve_taps
+from outrider.nn.draft_model import Batch, DraftModel, copy_layers, mask_token, resolve_taps
 from outrider.nn.heads import ReducedHead
 from outrider.nn.pairs import Waiting, draw, sight, whole_blocks
 from outrider.nn.shape import LayerConfig
@@ -38,6 +38,8 @@ class Config(LayerConfig):
     kind: Literal["peagle"] = "peagle"
     length: PositiveInt = 5
     """Tokens drafted per step, and depths trained."""
+    norm_before_residual: bool = False
+    """The first layer adds to the normed feature, not to the feature itself."""
     layers: PositiveInt = 4
     """Decoder layers of the draft model; the first reads embedding and feature side by side."""
     taps: tuple[int, ...] | None = None
@@ -46,6 +48,8 @@ class Config(LayerConfig):
     """Tokens a draft may hold, the most frequent, with trained rows of their own; all, by the target's head, unless given."""
     copies: tuple[NonNegativeInt, ...] | None = None
     """Target layers, one a draft layer but the first and counted from 0, whose weights training begins with."""
+    mask_token: NonNegativeInt | None = None
+    """The target's token whose embedding stands in masked slots; its tokenizer's own unless given, else one is learnt."""
     ratio: float = Field(0.8, gt=0, le=1)
     """Share of the positions kept from one depth to the next in training."""
     floor: float = Field(0.2, ge=0, le=1)
@@ -64,11 +68,13 @@ class Model(DraftModel):
         hidden = target.spec.hidden
         self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
         self.layers = nn.ModuleList(
-            ContextLayer(hidden, config) if i else PairLayer(hidden, config) for i in range(config.layers)
+            ContextLayer(hidden, config) if i else PairLayer(hidden, config, config.norm_before_residual)
+            for i in range(config.layers)
         )
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, hidden * len(self.taps)) * 0.02)
-        if target.mask_token is None:
+        self.mask_token = mask_token(config.mask_token, target)
+        if self.mask_token is None:
             self.mask = nn.Parameter(torch.randn(hidden) * 0.02)
         self.head = None if config.vocabulary is None else ReducedHead(target, config.vocabulary)
         if config.copies is not None:
@@ -111,9 +117,9 @@ class Model(DraftModel):
         return PEagle(self)
 
     def _mask_word(self, words: Tensor) -> Tensor:
-        if self.target.mask_token is None:
+        if self.mask_token is None:
             return self.mask.to(words.dtype)
-        return self.target.embed(torch.tensor([self.target.mask_token], device=words.device)).to(words.dtype)
+        return self.target.embed(torch.tensor([self.mask_token], device=words.device)).to(words.dtype)
 
 
 def build(config: Config, target: Target) -> PEagle:

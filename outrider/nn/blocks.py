@@ -124,8 +124,9 @@ class ContextLayer(nn.Module):
 class PairLayer(nn.Module):
     """The first layer of EAGLE-3 (arXiv 2503.01840): its attention reads embedding and feature side by side."""
 
-    def __init__(self, hidden: int, shape: LayerConfig):
+    def __init__(self, hidden: int, shape: LayerConfig, norm_before_residual: bool = False):
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         self.input_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
         self.hidden_norm = RMSNorm(hidden, shape.rms_norm_eps)
         self.self_attn = Attention(hidden, shape, 2 * hidden)
@@ -136,8 +137,9 @@ class PairLayer(nn.Module):
         self, words: Tensor, features: Tensor, turn: Tensor, mask: Tensor | None, kept: KeyValues | None = None, layer: int = 0
     ) -> Tensor:
         """words, features [B, n, H], the residual is the feature's; turn as `angles` gives it; returns [B, n, H]."""
-        rows = torch.cat([self.input_layernorm(words), self.hidden_norm(features)], -1)
-        x = features + self.self_attn(rows, rows, turn, turn, mask, kept, layer)
+        normed = self.hidden_norm(features)
+        rows = torch.cat([self.input_layernorm(words), normed], -1)
+        x = (normed if self.norm_before_residual else features) + self.self_attn(rows, rows, turn, turn, mask, kept, layer)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

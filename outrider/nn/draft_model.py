@@ -147,6 +147,15 @@ def resolve_taps(taps: Sequence[int] | None, spec: TargetSpec, count: int = 5) -
     return tuple(taps)
 
 
+def mask_token(asked: int | None, target: Target) -> int | None:
+    """The token that stands in masked slots: the one asked for, checked, or the tokenizer's own; None where there is none."""
+    if asked is not None and not 0 <= asked < target.spec.vocabulary:
+        raise DrafterError(
+            f"mask_token {asked} is no token of {target.spec.name}, which has {target.spec.vocabulary}; choose one below that"
+        )
+    return target.mask_token if asked is None else asked
+
+
 @torch.no_grad()
 def copy_layers(layers: Sequence[nn.Module] | nn.ModuleList, indices: Sequence[int], target: Target) -> None:
     """Begin every draft layer with the weights of a target layer, those that both have; what only the draft has stays.
