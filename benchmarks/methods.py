@@ -32,6 +32,7 @@ import torch
 from serving import write
 
 from outrider import load_drafter, load_target
+from outrider.checkpoint import load_model
 from outrider.drafters import find
 from outrider.evaluate.measure import Config as MeasureConfig
 from outrider.evaluate.measure import Entry, measure
@@ -40,7 +41,6 @@ from outrider.prepare import conversations, regenerate
 from outrider.prepare.features import LiveFeatures
 from outrider.run import RunConfig, load
 from outrider.targets.transformers import TransformersTarget
-from outrider.train.checkpoint import load_model
 from outrider.train.trainer import train
 
 HERE = Path(__file__).resolve().parent
@@ -140,7 +140,8 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; known: {'; '.join(METHODS)}")
     if not options.table:
-        bench = Bench(load_target("demo", compile=False), MeasureConfig(prompts=options.prompts, max_new_tokens=options.new))
+        measured = MeasureConfig(prompts=options.prompts, max_new_tokens=options.new, observed=0)
+        bench = Bench(load_target("demo", compile=False), measured)
         for column, seed in itertools.product(options.column.split(","), map(int, options.seeds.split(","))):
             wanted = [name for name in names if not cell_of(name, seed, column).exists()]
             for start in range(0, len(wanted), TOGETHER):

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from outrider.checkpoint import load_drafter
     from outrider.config import Config
     from outrider.decoding.accept import Verdict, accept, overlap
     from outrider.decoding.draft import Draft
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from outrider.evaluate.measure import evaluate
     from outrider.evaluate.report import Report
     from outrider.targets.transformers import load_target
-    from outrider.train.checkpoint import load_drafter
     from outrider.train.trainer import train
 
 _HOMES = {
@@ -29,7 +29,7 @@ _HOMES = {
     "accept": "decoding.accept",
     "evaluate": "evaluate",
     "generate": "decoding.generate",
-    "load_drafter": "train.checkpoint",
+    "load_drafter": "checkpoint",
     "load_target": "targets.transformers",
     "overlap": "decoding.accept",
     "stream": "decoding.generate",

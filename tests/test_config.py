@@ -209,7 +209,7 @@ def test_what_is_wrong_with_a_run_is_said_before_anything_loads(text: str, said:
         ("drafter: ngram\nprepare: {top_p: 1.5}\n", "top_p"),
         ("drafter: ngram\nevaluate: {tasks: []}\n", "tasks"),
         ("drafter: ngram\nevaluate: {temperatures: []}\n", "temperatures"),
-        ("drafter: ngram\nevaluate: {tasks: [gsm8k]}\n", "unknown task"),
+        ("drafter: ngram\nevaluate: {tasks: [gsm9k]}\n", "unknown task"),
         ("drafter: ngram\nevaluate: {beside: [ngarm]}\n", "did you mean 'ngram'"),
         ("drafter: ngram\nevaluate: {beside: [{kind: ngram, node: 4}]}\n", "did you mean 'nodes'"),
         ("drafter: ngram\nevaluate: {beside: [{nodes: 4}]}\n", "evaluate.beside: kind is missing"),

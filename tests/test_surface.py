@@ -15,7 +15,10 @@ import pytest
 import outrider
 from outrider import errors
 
-LIGHT = ("outrider", "outrider.config", "outrider.errors", "outrider.demo", "outrider.evaluate.report", "outrider.cli")
+LIGHT = (
+    "outrider", "outrider.config", "outrider.errors", "outrider.demo", "outrider.evaluate.report", "outrider.evaluate.gate",
+    "outrider.evaluate.replay", "outrider.evaluate.watch", "outrider.cli",
+)  # fmt: skip
 
 IMPORTS = f"""
 import importlib, io, json, sys
@@ -65,7 +68,10 @@ def test_imports_and_help_need_no_torch() -> None:
     found = json.loads(done.stdout)
     assert found["code"] == 0
     assert {name: modules for name, modules in found["loaded"].items() if modules} == {}
-    for verb in ("run", "prepare", "train", "evaluate", "decode", "show", "drafters", "corpus", "doctor"):
+    for verb in (
+        "run", "prepare", "train", "evaluate", "decode", "parity", "lm-eval", "replay", "gate", "report", "watch", "export",
+        "import", "show", "drafters", "tasks", "formats", "corpus", "doctor",
+    ):  # fmt: skip
         assert verb in found["help"]
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import typer
 
-from outrider.cli import console, corpora, decode, look, stages
+from outrider.cli import console, corpora, decode, exchange, gate, look, parity, replay, report, stages, tasks, watch
 from outrider.errors import ConfigError, OutriderError
 
 app = typer.Typer(
     name="outrider",
-    help="Speculative decoding, the whole road: prepare, train, evaluate, decode.  The output is the target's own.",
+    help="Speculative decoding, the whole road: prepare, train, evaluate, export, decode.  The output is the target's own.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -19,10 +19,12 @@ app = typer.Typer(
 )
 VERBS: tuple[Callable[..., None], ...] = (
     stages.run, stages.prepare, stages.train, stages.calibrate, stages.evaluate, decode.decode,
-    look.show, look.drafters, look.doctor,
+    parity.parity, parity.lm_eval, replay.replay, gate.gate, report.report, watch.watch, exchange.export,
+    look.show, look.drafters, tasks.tasks, exchange.formats, look.doctor,
 )  # fmt: skip
 for verb in VERBS:
     app.command()(verb)
+app.command("import")(exchange.import_)
 app.add_typer(corpora.app, name="corpus")
 
 

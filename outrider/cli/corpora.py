@@ -36,6 +36,7 @@ def corpus_add(
     """Make a corpus of texts, in the place of one of that name."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     quiet()
+    from outrider.prepare.grams import Collector
     from outrider.retrieval import corpora, suffix_array
     from outrider.targets.transformers import hash_tokenizer
 
@@ -48,6 +49,7 @@ def corpus_add(
     tokenizer = _tokenizer_of(target)
     _foretell(name, path, paths, characters, tokenizer)
     used: dict[str, int] = {}
+    hashes = Collector("documents")
     began = time.perf_counter()
     with bar("characters", characters) as update, _untouched(name):
 
@@ -55,6 +57,8 @@ def corpus_add(
             done = 0
             for batch in _batches(corpora.texts(paths), 1 << 20):
                 used.update((str(text.file.absolute()), text.file.stat().st_size) for text in batch)
+                for text in batch:
+                    hashes.add("documents", [text.text])
                 yield from _encoded(tokenizer, [text.text for text in batch])
                 done += sum(len(text.text) for text in batch)
                 update(min(done, characters))
@@ -63,6 +67,7 @@ def corpus_add(
             path, documents(), vocabulary=_ids(tokenizer), tokenizer_hash=hash_tokenizer(tokenizer),
             sources=used.items(), on_stage=lambda stage, tokens: update(characters, f"{stage} {counted(tokens)} tokens"),
         )  # fmt: skip
+    corpora.keep_grams(path, hashes.save)
     header = made.header
     left_out = f", {len(skipped)} files left out, not UTF-8 text" if skipped else ""
     console.out.print(

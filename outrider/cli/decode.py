@@ -35,11 +35,11 @@ def decode(
 ) -> None:
     """Stream a continuation; tokens that were drafted and kept are underlined green, the target's own are plain."""
     quiet()
+    from outrider.checkpoint import load_drafter
     from outrider.config import override
     from outrider.decoding.generate import stream
     from outrider.decoding.sampling import Sampling
     from outrider.targets.transformers import load_target
-    from outrider.train.checkpoint import load_drafter
 
     text = sys.stdin.read() if prompt in (None, "-") else prompt
     if not text:

@@ -113,6 +113,7 @@ def examine() -> list[dict[str, Any]]:
         ("accelerate", "accelerate", "device_map and quantised targets"),
         ("quantize", "torchao", "targets and drafters with int8 weights"),
         ("grammar", "llguidance", "output that fits a JSON schema, a regex or a grammar"),
+        ("eval", "lm_eval", "public tasks of lm-evaluation-harness with and without a drafter"),
         ("corpus", "pydivsufsort", "building corpora to draft from"),
     ):
         there = find_spec(module) is not None

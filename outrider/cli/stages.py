@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +15,8 @@ from outrider.cli.console import JsonTo, Overrides, Recipe, SkipBad, bar, counte
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
+    from outrider.evaluate.measure import Drawn
+    from outrider.evaluate.summary import Overlaps
     from outrider.nn.draft_model import DraftModel
     from outrider.run import RunConfig
     from outrider.targets.transformers import TransformersTarget
@@ -59,8 +61,8 @@ def calibrate(
     """Make confidences mean what they say: scale them by what was kept on held-out prompts, and say how far off they were."""
     quiet()
     place_of_json(json_to)
+    from outrider.checkpoint import manifest_of
     from outrider.targets.transformers import load_target
-    from outrider.train.checkpoint import manifest_of
 
     loaded = load_target(target or manifest_of(checkpoint)["target"]["name"])
     found = _calibrate(checkpoint, loaded, prompts, count, max_new_tokens, temperature, shifts)
@@ -160,12 +162,13 @@ def _train(settings: RunConfig, target: TransformersTarget) -> None:
     """Train on the answers that are there."""
     import torch
 
+    from outrider.checkpoint import load_model, manifest_of
     from outrider.drafters import find
     from outrider.prepare.conversations import template_hash
     from outrider.prepare.features import LiveFeatures
+    from outrider.prepare.grams import named
     from outrider.prepare.regenerate import ANSWERS, read_answers
     from outrider.run import write_config, write_provenance
-    from outrider.train.checkpoint import load_model, manifest_of
     from outrider.train.trainer import train as fit
 
     config, kind = settings.train, settings.drafter["kind"]
@@ -178,7 +181,7 @@ def _train(settings: RunConfig, target: TransformersTarget) -> None:
     model = module.Model(settings.drafter_config, target).to(target.device)
     source = LiveFeatures(
         target, read_answers(settings.answers / ANSWERS), model.taps, batch=config.batch, length=settings.prepare.length,
-        seed=config.seed, dtype=config.dtype, template=template_hash(target.tokenizer),
+        seed=config.seed, dtype=config.dtype, template=template_hash(target.tokenizer), grams=named(settings.answers),
     )  # fmt: skip
     facts = source.manifest
     weights = sum(p.numel() for p in model.parameters())
@@ -249,15 +252,14 @@ def _calibrate(
 def _probe(settings: RunConfig, target: TransformersTarget) -> Callable[[DraftModel], dict[str, float]] | None:
     """Real acceptance on a few prompts at the end of training, where the run file says which prompts."""
     from outrider.decoding.generate import generate
-    from outrider.evaluate.measure import as_tokens
-    from outrider.evaluate.tasks import prompts
+    from outrider.evaluate.measure import as_tokens, draw
 
     chosen = settings.evaluate
     if chosen is None:
         return None
 
     def probe(model: DraftModel) -> dict[str, float]:
-        texts = [as_tokens(target, prompt) for prompt in prompts(chosen.tasks[0], 4, chosen.seed)]
+        texts = [as_tokens(target, prompt) for prompt in draw(chosen.tasks[0], chosen).prompts[:4]]
         found = generate(target, texts, model.drafter(), max_new_tokens=min(48, chosen.max_new_tokens))
         return {"probe_tokens_per_step": sum(len(g.tokens) for g in found) / sum(g.steps for g in found)}
 
@@ -265,15 +267,17 @@ def _probe(settings: RunConfig, target: TransformersTarget) -> Callable[[DraftMo
 
 
 def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | None) -> None:
+    from outrider.checkpoint import load_drafter, manifest_of, trained_on
+    from outrider.evaluate.measure import draw, training_of
     from outrider.evaluate.measure import evaluate as judge
-    from outrider.evaluate.measure import training_of
     from outrider.evaluate.report import Report
     from outrider.run import write_provenance
-    from outrider.train.checkpoint import load_drafter, manifest_of, trained_on
 
     config, mine = settings.evaluate, settings.folder / "checkpoint"
     assert config is not None
+    drawn = {task: draw(task, config) for task in config.tasks}
     drafters, training = {}, {}
+    overlaps: dict[str, Overlaps] = {}
     own_choice = str(mine) if settings.train is not None else settings.drafter
     for choice in (*config.beside, own_choice):
         name, own = (choice, {}) if isinstance(choice, str) else _parted(choice)
@@ -290,33 +294,51 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
                 name if is_checkpoint else f"{label} of {settings.name}" if choice is settings.drafter else f"{label} ({said})"
             )
         drafters[label] = drafter
+        overlaps |= _overlaps(label, choice, drawn)
         if is_checkpoint:
             found = training_of(manifest_of(name), _metrics(Path(name).parent))
             training[label] = found | {"precision": trained_on(manifest_of(name), target)}
     made = len(config.tasks) * config.prompts * config.max_new_tokens
+    watched = len(config.tasks) * min(config.observed, config.prompts) * config.max_new_tokens
+    rounds = len(drafters) + 2 + 2 * (len(config.temperatures) - 1)
     console.out.print(
         f"evaluate  {', '.join(drafters)}: {config.prompts} prompts per task of {', '.join(config.tasks)}; about "
-        f"{counted(made * (len(drafters) + 2 + 2 * (len(config.temperatures) - 1)))} tokens to write, one interleaved run",
+        f"{counted(made * rounds + watched * (len(drafters) + len(config.temperatures) - 1))} tokens to write, one "
+        "interleaved run",
         highlight=False,
     )
     facts = write_provenance(settings, {"drafters": list(drafters), "compiled": bool(target.step.graphs)})
     with bar("prompts", config.prompts * len(config.tasks)) as update:
         report = judge(
-            target, drafters, config, provenance=facts, training=training,
+            target, drafters, config, provenance=facts, training=training, overlaps=overlaps, drawn=drawn,
             on_prompt=lambda kept, _, left_out: update(kept, f"{left_out} left out: their text loops"),
         )  # fmt: skip
     if target.spec.quantised and (settings.folder / "report.json").exists():
         report = report.beside(Report.load(settings.folder))
     report.save(settings.folder)
     console.out.print(report.table())
-    console.out.print(f"          {report.headline()}", highlight=False, soft_wrap=True)
-    tried = sum(row.prompts for row in report.rows[:1]) + len(report.left_out)
+    console.out.print(f"          {report.headline()}", highlight=False, soft_wrap=True, markup=False)
+    tried = sum({row.task: row.prompts for row in report.rows}.values()) + len(report.left_out)
     console.out.print(
         f"          {len(report.left_out)} of {tried} prompts left out, because the target's own text loops there",
         highlight=False,
     )
     console.out.print(f"          {settings.folder / 'report.json'}, {settings.folder / 'report.html'}", highlight=False)
     write_json(json_to, json.loads((settings.folder / "report.json").read_text()))
+
+
+def _overlaps(name: str, choice: str | dict[str, Any], drawn: Mapping[str, Drawn]) -> dict[str, Overlaps]:
+    """Which prompts stand in what a drafter was trained on, or draws from; {} for one that has no texts of its own."""
+    from outrider.evaluate.contamination import check, sources_of
+    from outrider.evaluate.summary import Overlaps
+
+    sources = sources_of(choice)
+    if not sources:
+        return {}
+    prompts = [prompt for own in drawn.values() for prompt in own.prompts]
+    found = check(prompts, sources)
+    console.out.print(f"overlap   {name}: {found.line()}", highlight=False, soft_wrap=True, markup=False)
+    return {name: Overlaps(found.overlaps(prompts), found.rule)}
 
 
 def _parted(drafter: dict[str, Any]) -> tuple[str, dict[str, Any]]:

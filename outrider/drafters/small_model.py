@@ -196,7 +196,7 @@ class Model(DraftModel):
         self.lm: Any = _to_train(config, target)
         if config.vocabulary != "same":
             _warn_of_vocabulary(config)
-        self.config = config.model_copy(update={"architecture": _architecture(self.lm)})
+        self.config = config.model_copy(update={"architecture": architecture_of(self.lm)})
         self._finish, self._reads_packed = _learn(self.lm, config.model)
 
     def read(self, tokens: Tensor, documents: Tensor) -> Tensor:
@@ -361,10 +361,14 @@ def _fresh(shape: Any) -> Any:
     return AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
 
 
-def _architecture(lm: Any) -> dict[str, Any]:
+NOT_SHAPE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+"""What a config.json says besides the shape of a model."""
+
+
+def architecture_of(lm: Any) -> dict[str, Any]:
     """The model's shape as a config.json says it; where its weights came from, and their type, is no part of it."""
     said = json.loads(lm.config.to_json_string())
-    return {key: said[key] for key in said if key not in ("_name_or_path", "dtype", "transformers_version", "use_cache")}
+    return {key: said[key] for key in said if key not in NOT_SHAPE}
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Charts as plain SVG text: bars, lines, shares, columns, strips.  Knows no report, no torch, and draws what it is given.
+"""Charts as plain SVG text: bars, lines, shares, columns, strips, spreads, ladders, heat.  Knows no report and no torch.
 
 The field's habit here is plotly.  It would make every report 4 MB of script that does not print; these few shapes are
 20 kB, stand still, and carry their numbers as text and as tooltips.  Every string from data is escaped here.
@@ -18,6 +18,8 @@ COLOURS = 7
 WIDE, HALF, THIRD = 960, 470, 306
 GUTTER = 218
 """Left of bars, shares and strips: room for a name and the conditions under it."""
+TOLD = 1200
+"""Most dots that carry a tooltip each: tooltips are most of a large page's size."""
 MISSING = "not measured"
 SHAPES = ("circle", "square", "diamond", "triangle")
 
@@ -43,6 +45,7 @@ class Line(NamedTuple):
     name: str
     colour: int | None
     points: Sequence[tuple[float, float | None]]
+    dashed: bool = False
 
 
 class Bar(NamedTuple):
@@ -57,6 +60,8 @@ class Bar(NamedTuple):
     """Where given, the bar is an outline in the colour of alarm and says this."""
     also: float | None = None
     """A second value, drawn as a hollow diamond."""
+    spread: tuple[float, float, float] | None = None
+    """Low, center and high of an interval, drawn as a whisker over the bar."""
 
 
 class Shares(NamedTuple):
@@ -84,6 +89,37 @@ class Strip(NamedTuple):
     colour: int | None
     dots: Sequence[Dot]
     text: str
+
+
+class Spread(NamedTuple):
+    """A mark on a line from low to high."""
+
+    name: str
+    context: str
+    colour: int | None
+    low: float | None
+    center: float | None
+    high: float | None
+    text: str
+    tick: float | None = None
+    """A fourth value between them, drawn as a small stroke."""
+    hollow: bool = False
+
+
+class Rung(NamedTuple):
+    """One line of a ladder: a value a series."""
+
+    name: str
+    values: Sequence[tuple[str, int | None, float | None, str]]
+    """(series, colour, value, tip)"""
+
+
+class Cell(NamedTuple):
+    """One cell of a heat table."""
+
+    value: float | None
+    text: str
+    tip: str = ""
 
 
 def tag(kind: str, body: str = "", tip: str = "", **attributes: Any) -> str:
@@ -153,10 +189,12 @@ def bars(items: Sequence[Bar], axis: Axis, line: float, line_text: str) -> str:
         shape = {"x": GUTTER, "y": y + 8, "width": max(scale(item.value) - GUTTER, 1.0), "height": 22, "rx": 2}
         tip = f"{item.name}, {item.context}: {item.text}{'; ' + item.alarm if item.alarm else ''}"
         body += tag("rect", "", tip, class_="bar alarmed" if item.alarm else f"bar {hue(item.colour)}", **shape)
-        x = scale(max(item.value, item.also or 0, line)) + 12
+        x = scale(max(item.value, item.also or 0, line, item.spread[2] if item.spread else 0)) + 12
         if item.also is not None:
             tip = f"{item.name}: {item.also:.2f}×, transformers' generate"
             body += _mark("diamond", scale(item.also), y + 19, 7, "also", tip)
+        if item.spread is not None:
+            body += _whisker(item, scale, y + 19)
         number, _, rest = item.text.partition(" ")
         body += write(number, x, y + 25, "value")
         body += write(item.alarm, x + 66, y + 17, "shout") if item.alarm else ""
@@ -190,7 +228,8 @@ def lines(
     ends = []
     for line in series:
         found = [(a, b) for a, b in line.points if b is not None]
-        body += tag("path", d=_path(line.points, across, up), class_=f"line {hue(line.colour)}")
+        class_ = f"line {hue(line.colour)}{' dashed' if line.dashed else ''}"
+        body += tag("path", d=_path(line.points, across, up), class_=class_)
         for a, b in found:
             if marks is None or a in marks:
                 tip = f"{line.name}, {x.label} {x.say(a)}: {y.say(b)}"
@@ -223,8 +262,8 @@ def shares(items: Sequence[Shares]) -> str:
     return _svg(WIDE, top + row * len(items), "shares of a step", body)
 
 
-def columns(values: Sequence[float], most: float, colour: int | None, x_label: str, what: str) -> str:
-    """Counts by depth, from 1, on a scale that ends at `most`."""
+def columns(values: Sequence[float], most: float, colour: int | None, x_label: str, what: str, first: int = 1) -> str:
+    """Counts by depth, or by what else is counted from `first`, on a scale that ends at `most`."""
     if not values:
         return ""
     width, height, top, bottom, total = THIRD, 190, 24, 42, sum(values)
@@ -232,13 +271,72 @@ def columns(values: Sequence[float], most: float, colour: int | None, x_label: s
     pitch = min(width / len(values), 64.0)
     body = tag("line", x1=0, x2=width, y1=height - bottom, y2=height - bottom, class_="base")
     for i, value in enumerate(values):
-        x, tip = pitch * (i + 0.5), f"{value:,} {what} at depth {i + 1}, {value / total if total else 0:.0%} of {total:,}"
+        x, tip = pitch * (i + 0.5), f"{value:,} {what}, {x_label} {i + first}, {value / total if total else 0:.0%} of {total:,}"
         shape = {"x": x - pitch * 0.36, "y": up(value), "width": pitch * 0.72, "height": height - bottom - up(value)}
         body += tag("rect", "", tip, class_=f"bar {hue(colour)}", **shape)
         body += write(f"{value:,}" if pitch > 36 else _brief(value), x, up(value) - 6, "count", "middle")
-        body += write(str(i + 1), x, height - bottom + 18, "tick", "middle")
+        body += write(str(i + first), x, height - bottom + 18, "tick", "middle")
     body += write(x_label, pitch * len(values) / 2, height - 5, "axis", "middle")
     return _svg(width, height, f"{what} by {x_label}", body)
+
+
+def ladder(rungs: Sequence[Rung], axis: Axis, width: int = THIRD, gutter: int = 112) -> str:
+    """A line for each name with every series' mark on it: read along for one name, down for one series."""
+    if not any(value is not None for rung in rungs for _, _, value, _ in rung.values):
+        return ""
+    row, top, right = 30, 8, 14
+    scale, bottom = _scale(axis, gutter, width - right), top + row * len(rungs)
+    body = _across(axis, scale, top, bottom)
+    for i, rung in enumerate(rungs):
+        y = top + row * (i + 0.5)
+        body += write(short(rung.name, 18), gutter - 14, y + 4, "", "end", rung.name)
+        body += tag("line", x1=gutter, x2=width - right, y1=y, y2=y, class_="rung")
+        for name, colour, value, tip in rung.values:
+            if value is not None:
+                mark = f"mark {hue(colour)}"
+                body += _mark(_shape(colour), scale(value), y, 5.5, mark, f"{name}, {rung.name}: {axis.say(value)}{tip}")
+    return _svg(width, bottom + 38, f"{axis.label} by sort", body)
+
+
+def spreads(items: Sequence[Spread], axis: Axis, line: float | None = None, line_text: str = "") -> str:
+    """A mark and the line it lies on, one a row."""
+    if not any(item.center is not None for item in items):
+        return ""
+    right, row, top = 256, 40, 30 if line is not None else 8
+    scale, bottom = _scale(axis, GUTTER, WIDE - right), top + row * len(items)
+    body = _across(axis, scale, top - 6, bottom)
+    body += "" if line is None else _reference(scale(line), top, bottom, line_text)
+    for i, item in enumerate(items):
+        y = top + row * i + row / 2
+        body += _name(item.name, item.context, y - 3)
+        if item.center is None:
+            body += write(MISSING, GUTTER + 8, y + 4, "missing")
+            continue
+        low, high = (item.center if end is None else end for end in (item.low, item.high))
+        tip, colour = f"{item.name}, {item.context}: {item.text}", hue(item.colour)
+        body += tag("line", "", tip, x1=scale(low), x2=scale(high), y1=y, y2=y, class_=f"span {colour}")
+        if item.tick is not None:
+            body += tag("line", x1=scale(item.tick), x2=scale(item.tick), y1=y - 6, y2=y + 6, class_=f"span {colour}")
+        kind = "hollow" if item.hollow else "mark"
+        body += _mark(_shape(item.colour), scale(item.center), y, 6, f"{kind} {colour}", tip)
+        body += write(item.text, WIDE - right + 14, y + 4, "context")
+    return _svg(WIDE, bottom + 38, axis.label, body)
+
+
+def heat(corner: str, heads: Sequence[str], rows: Sequence[tuple[str, str, Sequence[Cell]]], low: float, high: float) -> str:
+    """A table whose cells darken from low to high.  rows: (name, context, cells); every cell says its own number."""
+    top = "".join(tag("th", escape(head), scope="col") for head in heads)
+    body = ""
+    for name, context, cells in rows:
+        small = tag("small", escape(context)) if context else ""
+        line = tag("th", escape(name) + small, scope="row")
+        for cell in cells:
+            step = None if cell.value is None else round(9 * min(max((cell.value - low) / ((high - low) or 1), 0), 1))
+            class_ = "missing" if step is None else f"h{step}"
+            line += tag("td", escape(cell.text), title=cell.tip, class_=class_)
+        body += tag("tr", line)
+    head = tag("thead", tag("tr", tag("th", escape(corner), scope="col") + top))
+    return tag("div", tag("table", head + tag("tbody", body), class_="heat"), class_="scroll", tabindex="0")
 
 
 def strips(items: Sequence[Strip], axis: Axis, line: float, line_text: str) -> str:
@@ -248,13 +346,19 @@ def strips(items: Sequence[Strip], axis: Axis, line: float, line_text: str) -> s
     bottom = top + row * len(items)
     body = _across(axis, scale, top - 6, bottom)
     body += _reference(scale(line), top, bottom, line_text)
+    told = sum(len(item.dots) for item in items) <= TOLD
     for i, item in enumerate(items):
         y = top + row * i + row / 2
         body += _name(item.name, item.context, y - 3)
         if not item.dots:
             body += write(MISSING, GUTTER, y + 4, "missing")
             continue
-        for dot, lift in _swarm(item.dots, scale):
+        placed = _swarm(item.dots, scale)
+        if not told:  # one path of round specks: a fifth of the size
+            specks = "".join(f"M{scale(dot.value):.0f} {y + lift:.0f}h0" for dot, lift in placed if not dot.alarm)
+            body += tag("path", d=specks, class_=f"specks {hue(item.colour)}") if specks else ""
+            placed = [pair for pair in placed if pair[0].alarm]
+        for dot, lift in placed:
             shape, r, class_ = ("cross", 8, "dot alarmed") if dot.alarm else ("circle", 4.5, f"dot {hue(item.colour)}")
             body += _mark(shape, scale(dot.value), y + lift, r, class_, dot.tip)
         middle = median(dot.value for dot in item.dots)
@@ -291,6 +395,15 @@ def _reference(x: float, top: float, bottom: float, text: str) -> str:
 
 def _name(name: str, context: str, y: float) -> str:
     return write(short(name, 26), 0, y, "name", tip=name) + write(short(context, 34), 0, y + 16, "context", tip=context)
+
+
+def _whisker(item: Bar, scale: Callable[[float], float], y: float) -> str:
+    """An interval over the end of a bar, on a casing that parts it from the bar."""
+    low, center, high = item.spread or (0.0, 0.0, 0.0)
+    ends = f"M{scale(low):.1f} {y - 5:.1f}v10m0-5H{scale(high):.1f}m0-5v10"
+    tip = f"{item.name}: geometric mean over prompts {center:.2f}×, 95 % interval {low:.2f}× to {high:.2f}×"
+    body = tag("path", d=ends, class_="casing") + tag("path", "", tip, d=ends, class_="whisker")
+    return body + tag("circle", "", tip, cx=scale(center), cy=y, r=3.5, class_="whisker-center")
 
 
 def _shape(colour: int | None) -> str:

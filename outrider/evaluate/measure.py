@@ -7,32 +7,40 @@ is plain time over drafted time on the same prompts and lengths, exactness is eq
 from __future__ import annotations
 
 import functools
-import math
+import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveInt, ValidationInfo, field_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 from torch import nn
 
 from outrider.config import Config as Base
 from outrider.decoding import lossy
 from outrider.decoding.accept import accept
+from outrider.decoding.draft import Draft
 from outrider.decoding.generate import advance
 from outrider.decoding.loop import Rule
-from outrider.decoding.parties import Drafter
+from outrider.decoding.parties import Drafter, Scores
 from outrider.decoding.policy import Policy
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
 from outrider.errors import ConfigError, DataError
-from outrider.evaluate.report import Report
+from outrider.evaluate import memory, tasks
+from outrider.evaluate.fingerprint import fingerprint
+from outrider.evaluate.rejections import Listening, judged, patterns
+from outrider.evaluate.report import Report, TaskSource
+from outrider.evaluate.summary import Entry, Measured, Overlaps, Run, parts, summarise
+from outrider.evaluate.summary import first_difference as first_difference
+from outrider.evaluate.summary import training_of as training_of
 from outrider.evaluate.tasks import Prompt, check, task_name
-from outrider.evaluate.tasks import prompts as prompts_of
 from outrider.targets.transformers import TransformersTarget
+
+log = logging.getLogger(__name__)
 
 
 class Config(Base):
@@ -47,6 +55,18 @@ class Config(Base):
     """The drafter of this run is measured at each, those beside it at the first."""
     beside: tuple[str | dict[str, Any], ...] = ()
     """Other drafters in the same run: kinds, kinds with their settings, or checkpoint folders."""
+    thinking: bool | None = None
+    """Handed to the chat template as `enable_thinking`; unless given, the template does as it always does."""
+    data: str | None = None
+    """Folder with files of tasks, taken instead of the hub's: gsm8k.jsonl and so on."""
+    revisions: dict[str, str] = Field(default={})
+    """Commit of a task's data set on the hub, by task; the newest unless given."""
+    observed: NonNegativeInt = 4
+    """Prompts of each task that are run once more, untimed, to note what was kept where and why; 0 notes nothing."""
+    score: bool = False
+    """Compare answers with the references of tasks that have some, those of the target alone too."""
+    allow_code_execution: bool = False
+    """Score tasks of code by running the answers, in a sandbox; without it they have no score."""
     fresh: NonNegativeFloat = 0.6
     """A prompt whose plain text has a smaller share of first-time 8-grams loops: it is listed and left out.  0 keeps all."""
     seed: int = 0
@@ -75,52 +95,28 @@ class Config(Base):
         lossy.choose(info.data.get("rule"), allow_lossy)
         return allow_lossy
 
+    @model_validator(mode="after")
+    def _says_what_is_idle(self) -> Config:
+        if self.allow_code_execution and not self.score:
+            log.warning("evaluate.allow_code_execution has no effect without evaluate.score: no answer is run")
+        return self
+
+
+SPARE = 4
+"""Prompts drawn for each that is measured: some may fall into loops."""
+SHOWN = 128
+"""Tokens of each observed prompt that the report keeps in full; its patterns count all of them."""
+
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One drafter to measure, at one temperature."""
+class Drawn:
+    """Prompts of a task, and where they are from."""
 
-    name: str
-    drafter: Drafter
-    temperature: float = 0.0
-    policy: Callable[[], Policy] | None = None
-    trained_on: str | None = None
-    """The precision of the target that it was trained beside, such as float32."""
-
-
-@dataclass(slots=True)
-class Run:
-    """One prompt continued once."""
-
-    tokens: list[int] = field(default_factory=list)
-    steps: int = 0
-    accepted: list[int] = field(default_factory=list)
-    reached: list[int] = field(default_factory=list)
-    seconds: float = 0.0
-    first_s: float = 0.0
-    gaps_s: list[float] = field(default_factory=list)
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    other_s: float = 0.0
-    model_s: float = 0.0
-    unlawful: int = 0
-    strayed: float = 0.0
-    """Total variation of its tokens from the target's law, added up."""
-
-
-@dataclass(slots=True)
-class Measured:
-    """All prompts of one entry, beside plain decoding of the same."""
-
-    entry: Entry
-    task: str
-    ids: list[str] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
-    plain: list[Run] = field(default_factory=list)
-    reference: list[list[int]] = field(default_factory=list)
-    generate_s: list[float] = field(default_factory=list)
-    rule: str | None = None
-    """The lossy rule's name, with its numbers."""
+    prompts: list[Prompt]
+    source: str
+    revision: str | None
+    count: int | None
+    """Of the whole set."""
 
 
 @dataclass(slots=True)
@@ -135,27 +131,41 @@ class Outcome:
 def evaluate(
     target: TransformersTarget, drafters: Mapping[str, Drafter], config: Config | None = None, *,
     provenance: Mapping[str, Any] | None = None, training: Mapping[str, Any] | None = None,
+    overlaps: Mapping[str, Overlaps] | None = None, drawn: Mapping[str, Drawn] | None = None,
     on_prompt: Callable[[int, int, int], None] | None = None,
 ) -> Report:  # fmt: skip
     """Measure drafters by name beside the target alone; the last is measured at every temperature, the others at the first.
 
+    overlaps: by drafter; one that is not named was not looked at.  drawn: prompts by task, where `draw` was asked before.
     Raises DataError where a task has no prompt that stays.
     """
     config = config or Config()
     first, *hotter = config.temperatures
-    trained_on = {name: facts.get("precision") for name, facts in (training or {}).items()}
-    entries = [Entry(name, drafter, first, trained_on=trained_on.get(name)) for name, drafter in drafters.items()]
+    facts = training or {}
+    entries = [
+        Entry(
+            name, drafter, first, trained_on=facts.get(name, {}).get("precision"),
+            acceptance=tuple(facts.get(name, {}).get("acceptance") or ()),
+        )
+        for name, drafter in drafters.items()
+    ]  # fmt: skip
     if entries:
         entries += [replace(entries[-1], temperature=heat) for heat in hotter]
-    outcome = measure(target, entries, config, on_prompt)
+    drawn = {task: draw(task, config) for task in config.tasks} if drawn is None else drawn
+    outcome = measure(target, entries, config, on_prompt, overlaps, drawn)
     return Report(
         target=target.spec.name,
         provenance=dict(provenance or {}),
         rows=outcome.rows,
         left_out=outcome.left_out,
         share_left_out=len(outcome.left_out) / outcome.tried,
-        training=dict(training or {}),
+        training=dict(facts),
         made=datetime.now(UTC).isoformat(timespec="seconds"),
+        fingerprint=fingerprint(target, drafter_quantised=config.quantize),
+        tasks={
+            task_name(task): TaskSource(source=own.source, revision=own.revision, prompts=own.count)
+            for task, own in drawn.items()
+        },
     )
 
 
@@ -164,11 +174,50 @@ def measure(
     entries: Sequence[Entry],
     config: Config,
     on_prompt: Callable[[int, int, int], None] | None = None,
+    overlaps: Mapping[str, Overlaps] | None = None,
+    drawn: Mapping[str, Drawn] | None = None,
 ) -> Outcome:
-    """Measure every entry on every task.  on_prompt(kept, wanted, left out) is called after each prompt.
+    """Measure every entry on every task.  on_prompt(kept, wanted, left out), over all tasks, is called after each prompt.
 
-    Raises DataError where a task has no prompt that stays.
+    overlaps, drawn: as in `evaluate`.  Raises DataError where a task has no prompt that stays.
     """
+    _refuse(target, entries, config)
+    found = Outcome([], [], 0)
+    wanted = config.prompts * len(config.tasks)
+    done = lost = 0
+    for task in config.tasks:
+        rule = _rule(config)
+        table = [Measured(entry, task_name(task), rule=None if rule is None else rule.rule.name) for entry in entries]
+        kept = tried = 0
+        for prompt in (draw(task, config) if drawn is None else drawn[task]).prompts:
+            if kept == config.prompts:
+                break
+            if not tried:
+                _warm_up(target, entries, prompt, config)
+            tried += 1
+            share = _one_prompt(target, table, prompt, config, kept)
+            if share is None:
+                kept += 1
+            else:
+                found.left_out.append({"id": prompt.id, "task": task_name(task), "fresh_share": round(share, 3)})
+            if on_prompt is not None:
+                on_prompt(done + kept, wanted, lost + tried - kept)
+        if not tried:
+            raise DataError(f"task {task} has no prompt; give it one, or leave it out of evaluate.tasks")
+        if not kept:
+            raise DataError(
+                f"task {task}: every one of {tried} prompts falls into a loop; set evaluate.fresh=0 to measure them anyway"
+            )
+        done, lost, found.tried = done + kept, lost + tried - kept, found.tried + tried
+        for measured in table:
+            _observe(target, measured, config)
+            _score(target, measured, config)
+            found.rows.append(summarise(measured, target, None if overlaps is None else overlaps.get(measured.entry.name)))
+    return found
+
+
+def _refuse(target: TransformersTarget, entries: Sequence[Entry], config: Config) -> None:
+    """What can't be measured, before the first prompt."""
     if not entries:
         raise ConfigError("no drafter to measure; name at least one, such as {'ngram': load_drafter('ngram', target)}")
     if config.max_new_tokens > target.spec.context - 2:
@@ -176,30 +225,20 @@ def measure(
             f"evaluate.max_new_tokens {config.max_new_tokens} leaves no room for a prompt in the context of "
             f"{target.spec.context} of {target.spec.name}; choose at most {target.spec.context - 2}"
         )
-    rows: list[dict[str, Any]] = []
-    left_out: list[dict[str, Any]] = []
-    tried = 0
-    for task in config.tasks:
-        rule = _rule(config)
-        table = [Measured(entry, task_name(task), rule=None if rule is None else rule.rule.name) for entry in entries]
-        kept, lost = 0, 0
-        _warm_up(target, entries, task, config)
-        for prompt in prompts_of(task, config.prompts * 4, config.seed):
-            if kept == config.prompts:
-                break
-            tried += 1
-            share = _one_prompt(target, table, prompt, config, kept)
-            kept, lost = (kept + 1, lost) if share is None else (kept, lost + 1)
-            if share is not None:
-                left_out.append({"id": prompt.id, "task": task_name(task), "fresh_share": round(share, 3)})
-            if on_prompt is not None:
-                on_prompt(kept, config.prompts, lost)
-        if not kept:
-            raise DataError(
-                f"task {task}: every one of {lost} prompts falls into a loop; set evaluate.fresh=0 to measure them anyway"
-            )
-        rows += [summarise(measured, target) for measured in table]
-    return Outcome(rows, left_out, tried)
+    template = str(getattr(target.tokenizer, "chat_template", None) or "")
+    if config.thinking is not None and "enable_thinking" not in template:
+        log.warning("evaluate.thinking has no effect: the chat template of %s knows no enable_thinking", target.spec.name)
+
+
+def draw(task: str, config: Config) -> Drawn:
+    """The prompts of a task from which those measured are taken, in order.  Raises DataError as `tasks.load` does."""
+    most = config.prompts * SPARE
+    if task == "stdlib":
+        return Drawn(list(tasks.prompts(task, most, config.seed)), "the standard library of this Python", None, None)
+    loaded = tasks.load(task, config.data, config.revisions.get(task))
+    # a file's prompts are taken in their order, a data set's by the seed
+    chosen = loaded.some(most, config.seed) if task in tasks.TASKS else loaded.prompts[:most]
+    return Drawn(list(chosen), loaded.source, loaded.revision, loaded.count)
 
 
 def _rule(config: Config) -> lossy.Meter | None:
@@ -207,48 +246,137 @@ def _rule(config: Config) -> lossy.Meter | None:
     return None if config.rule is None else lossy.Meter(lossy.find(config.rule, config.allow_lossy)())
 
 
-def _warm_up(target: TransformersTarget, entries: Sequence[Entry], task: str, config: Config) -> None:
+def _warm_up(target: TransformersTarget, entries: Sequence[Entry], prompt: Prompt, config: Config) -> None:
     """The first passes of a process pay for allocations and thread pools; they are nobody's measurement."""
-    prompt = next(iter(prompts_of(task, 1, config.seed)))
-    tokens = as_tokens(target, prompt)[:64]
+    tokens = as_tokens(target, prompt, thinking=config.thinking)[:64]
     for entry in entries:
         run_once(target, Request(tokens, 16, Sampling(entry.temperature, seed=0)), entry.drafter)
 
 
 def _one_prompt(
-    target: TransformersTarget, table: Sequence[Measured], prompt: Prompt, config: Config, turn: int
+    target: TransformersTarget, table: Sequence[Measured], prompt: Prompt, config: Config, number: int
 ) -> float | None:
-    """Continue one prompt every way and note the runs; or return its share of fresh 8-grams where it loops."""
-    tokens = as_tokens(target, prompt)
-    tokens = tokens[-(target.spec.context - config.max_new_tokens - 1) :]
-    reference, generate_s = generate_once(target, tokens, config.max_new_tokens)
-    share = fresh_share(reference)
-    if share < config.fresh or len(reference) < 2:
+    """Continue one prompt every way, turn after turn, and note the runs; or return its share of fresh 8-grams where it loops.
+
+    Between turns stand the target's own greedy answers, for everybody: prompts and lengths are the same for all.
+    """
+    asked, references, generate_s = _conversation(target, prompt, config)
+    share = min(map(fresh_share, references))
+    if share < config.fresh or min(map(len, references)) < 2:
         return share
+
+    def requests(heat: float) -> list[Request]:
+        seed = config.seed + number
+        return [
+            Request(tokens, config.max_new_tokens if heat == 0 else len(reference), Sampling(heat, seed=seed))
+            for tokens, reference in zip(asked, references, strict=True)
+        ]
+
     # who goes first changes from prompt to prompt
     plains: dict[float, Run] = {}
-    entries = list(table[turn % len(table) :]) + list(table[: turn % len(table)])
-    for measured in entries:
-        heat = measured.entry.temperature
-        request = Request(
-            tokens, config.max_new_tokens if heat == 0 else len(reference), Sampling(heat, seed=config.seed + turn)
-        )
+    for measured in (*table[number % len(table) :], *table[: number % len(table)]):
+        entry = measured.entry
+        heat = entry.temperature
         if heat not in plains:
-            plains[heat] = run_once(target, request, ends=heat == 0)
-        rule = _rule(config) or accept
-        run = run_once(target, request, measured.entry.drafter, measured.entry.policy, ends=heat == 0, rule=rule)
+            plains[heat] = _joined([run_once(target, request, ends=heat == 0) for request in requests(heat)])
+        runs = [
+            run_once(target, request, entry.drafter, entry.policy, ends=heat == 0, rule=_rule(config) or accept)
+            for request in requests(heat)
+        ]
         measured.ids.append(prompt.id)
-        measured.runs.append(run)
+        measured.runs.append(_joined(runs))
         measured.plain.append(plains[heat])
-        measured.reference.append(reference)
+        measured.reference.append([token for reference in references for token in reference])
+        measured.turns.append([len(reference) for reference in references])
         measured.generate_s.append(generate_s)
+        measured.prompts.append(prompt)
+        if len(measured.requests) < config.observed:
+            measured.requests.append(requests(heat))
     return None
 
 
-def as_tokens(target: TransformersTarget, prompt: Prompt) -> list[int]:
-    """A task's prompt as the target reads it: through the chat template where there is one."""
-    has_template = getattr(target.tokenizer, "chat_template", None) is not None
-    return target.encode(prompt.messages() if has_template else prompt.turns[0])
+def _conversation(target: TransformersTarget, prompt: Prompt, config: Config) -> tuple[list[list[int]], list[list[int]], float]:
+    """What is asked in every turn, as tokens; what transformers' generate answers; and its seconds in all."""
+    asked: list[list[int]] = []
+    references: list[list[int]] = []
+    answers: list[str] = []
+    seconds = 0.0
+    for _ in prompt.turns:
+        tokens = as_tokens(target, prompt, answers, config.thinking)
+        asked.append(tokens[-(target.spec.context - config.max_new_tokens - 1) :])
+        reference, own_s = generate_once(target, asked[-1], config.max_new_tokens)
+        references.append(reference)
+        answers.append(target.decode(reference))
+        seconds += own_s
+    return asked, references, seconds
+
+
+def _joined(runs: Sequence[Run]) -> Run:
+    return functools.reduce(Run.joined, runs)
+
+
+def _observe(target: TransformersTarget, measured: Measured, config: Config) -> None:
+    """Run the first prompts once more, untimed, and note where drafts were turned down."""
+    tested, entry = [], measured.entry
+    for name, requests in zip(measured.ids, measured.requests, strict=False):
+        places = []
+        for request in requests:
+            found = judged(
+                target, request, entry.drafter, None if entry.policy is None else entry.policy(),
+                ends=entry.temperature == 0, rule=_rule(config) or accept,
+            )  # fmt: skip
+            places += found.tested
+            measured.overlap += found.overlap
+        tested += places
+        measured.observed.append({"id": name, "tokens": [place.model_dump() for place in places[:SHOWN]]})
+    if measured.requests:
+        measured.rejections = patterns(tested).model_dump()
+
+
+def _score(target: TransformersTarget, measured: Measured, config: Config) -> None:
+    """Compare answers with references, where that was asked for."""
+    if not config.score:
+        return
+    from outrider.evaluate import scoring
+
+    task = measured.task
+    kind = tasks.TASKS[task].score if task in tasks.TASKS else None
+    if kind is None:
+        return
+    measured.score_measure = {"answer": "exact match of the final answer", "tests": "passes its tests"}[kind]
+
+    def value(prompt: Prompt, run: Run) -> float | None:
+        return scoring.score(task, prompt, answers_of(target, run), allow_code=config.allow_code_execution)
+
+    # the target's own answers stand beside every drafter: those are scored once for each temperature's texts
+    known: dict[tuple[int, ...], float | None] = {}
+    for prompt, run, alone in zip(measured.prompts, measured.runs, measured.plain, strict=True):
+        both = []
+        for text in (run, alone):
+            key = (id(prompt), *text.turns, *text.tokens)
+            if key not in known:
+                known[key] = value(prompt, text)
+            both.append(known[key])
+        measured.scores.append((both[0], both[1]))
+
+
+def answers_of(target: TransformersTarget, run: Run) -> list[str]:
+    """The text of every turn, up to its first end: sampled runs go on past it, for equal lengths."""
+    answers = []
+    for tokens in parts(run.tokens, run.turns):
+        end = next((i for i, token in enumerate(tokens) if token in target.ends), len(tokens))
+        answers.append(target.decode(tokens[:end]))
+    return answers
+
+
+def as_tokens(
+    target: TransformersTarget, prompt: Prompt, answers: Sequence[str] = (), thinking: bool | None = None
+) -> list[int]:
+    """A task's prompt up to the answer wanted, as the target reads it: through the chat template where there is one."""
+    messages = prompt.messages(answers)
+    if getattr(target.tokenizer, "chat_template", None) is None:
+        return target.encode("".join(message["content"] for message in messages))
+    return target.encode(messages, thinking)
 
 
 def run_once(
@@ -257,11 +385,17 @@ def run_once(
 ) -> Run:  # fmt: skip
     """Continue one request alone and note every step.  ends False goes on past end-of-text, for equal lengths."""
     run = Run()
+
+    def heard(draft: Draft, scores: Scores) -> None:
+        run.nodes.append(sum(draft.live))
+
     state = DecodeState(1, target.spec.context, target.ends if ends else frozenset(), target.device)
+    listening: Any = Listening(target, heard)
+    is_watched = memory.forget(target.device)
     with model_clock(target, drafter) as clock:
         began = last = time.perf_counter()
         chosen = policy() if policy else None
-        for progress in advance(target, [request], drafter, policy=chosen, slots=1, rule=rule, state=state):
+        for progress in advance(listening, [request], drafter, policy=chosen, slots=1, rule=rule, state=state):
             now = time.perf_counter()
             if run.steps:
                 run.gaps_s.append(now - last)
@@ -271,13 +405,16 @@ def run_once(
             run.tokens += progress.tokens
             run.steps += 1
             run.accepted.append(progress.accepted)
-            run.reached.append(progress.reached)
+            # what stood behind the text's end was never judged
+            is_cut = len(progress.tokens) == progress.accepted
+            run.reached.append(progress.accepted if is_cut else progress.reached)
             run.strayed += progress.strayed
             run.draft_s += state.timing.draft
             run.verify_s += state.timing.verify
             run.other_s += state.timing.other
             run.model_s += clock.since(state.timing.began)
         run.seconds = time.perf_counter() - began
+    run.memory_peak_bytes = memory.peak(target.device) if is_watched else None
     run.unlawful = state.unlawful
     return run
 
@@ -361,135 +498,3 @@ def fresh_share(tokens: Sequence[int], n: int = 8) -> float:
     """Share of n-grams that stand in a text for the first time: 1 is no repetition, near 0 is a loop."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
-
-
-# ── from runs to a row ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def summarise(measured: Measured, target: TransformersTarget) -> dict[str, Any]:
-    """One row of the report."""
-    entry, runs, plain = measured.entry, measured.runs, measured.plain
-    accepted = [a for run in runs for a in run.accepted]
-    reached = [r for run in runs for r in run.reached]
-    tokens, steps = sum(len(run.tokens) for run in runs), sum(run.steps for run in runs)
-    seconds, plain_seconds = sum(run.seconds for run in runs), sum(run.seconds for run in plain)
-    plain_tokens = sum(len(run.tokens) for run in plain)
-    parts = {
-        "draft": sum(r.draft_s for r in runs),
-        "verify": sum(r.verify_s for r in runs),
-        "other": sum(r.other_s for r in runs),
-    }
-    inside = sum(parts.values())
-    is_greedy = entry.temperature == 0
-    firsts = (
-        [first_difference(run.tokens, wanted) for run, wanted in zip(runs, measured.reference, strict=True)]
-        if is_greedy
-        else []
-    )
-    depths = max(reached, default=0)
-    return {
-        "drafter": entry.name,
-        "task": measured.task,
-        "prompts": len(runs),
-        "temperature": entry.temperature,
-        "tokens_per_step": tokens / steps,
-        "accepted_by_depth": [_share(sum(a > k for a in accepted), sum(r > k for r in reached)) for k in range(depths)],
-        "conditional_acceptance": conditional(accepted, reached),
-        "rejections_by_depth": [sum(a == k < r for a, r in zip(accepted, reached, strict=True)) for k in range(depths)],
-        "tokens_per_s": tokens / seconds,
-        "plain_tokens_per_s": plain_tokens / plain_seconds,
-        "generate_tokens_per_s": sum(map(len, measured.reference)) / sum(measured.generate_s),
-        "speedup": plain_seconds / plain_tokens * tokens / seconds,
-        "exact": all(first is None for first in firsts) if is_greedy else None,
-        "compared_tokens": sum(map(len, measured.reference)) if is_greedy else 0,
-        "share": {name: part / inside for name, part in parts.items()},
-        "loop_overhead": 1 - sum(run.model_s for run in runs) / inside,
-        "plain_loop_overhead": 1 - sum(r.model_s for r in plain) / sum(r.draft_s + r.verify_s + r.other_s for r in plain),
-        "plain_exact": all(run.tokens == wanted for run, wanted in zip(plain, measured.reference, strict=True))
-        if is_greedy
-        else None,
-        "ttft_ms": _three([run.first_s for run in runs]),
-        "itl_ms": _three([gap for run in runs for gap in run.gaps_s]),
-        "tpot_ms": _three([_per_token(run) for run in runs]),
-        "plain_ttft_ms": _three([run.first_s for run in plain]),
-        "plain_itl_ms": _three([gap for run in plain for gap in run.gaps_s]),
-        "itl_curve_ms": _curve([gap for run in runs for gap in run.gaps_s]),
-        "plain_itl_curve_ms": _curve([gap for run in plain for gap in run.gaps_s]),
-        "steps": steps,
-        "tokens": tokens,
-        "seconds": seconds,
-        "plain_seconds": plain_seconds,
-        "dtype": target.spec.dtype,
-        "precision": target.spec.precision,
-        "trained_on": entry.trained_on,
-        "batch": 1,
-        "device": str(target.device),
-        "unlawful": sum(run.unlawful for run in runs),
-        "rule": measured.rule,
-        "lossless": measured.rule is None,
-        "distance": sum(run.strayed for run in runs) / tokens,
-        "per_prompt": [
-            {
-                "id": name,
-                "tokens": len(run.tokens),
-                "steps": run.steps,
-                "tokens_per_s": len(run.tokens) / run.seconds,
-                "plain_tokens_per_s": len(alone.tokens) / alone.seconds,
-                "speedup": alone.seconds / len(alone.tokens) * len(run.tokens) / run.seconds,
-                "exact": firsts[i] is None if is_greedy else None,
-                "first_difference": firsts[i] if is_greedy else None,
-            }
-            for i, (name, run, alone) in enumerate(zip(measured.ids, runs, plain, strict=True))
-        ],
-    }
-
-
-def first_difference(mine: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """Index of the first token that differs, the shorter one's length where one ends early; None where they are equal."""
-    if list(mine) == list(theirs):
-        return None
-    return next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
-
-
-def conditional(accepted: Sequence[int], reached: Sequence[int]) -> list[float | None]:
-    """Acceptance at depth k given that depth k - 1 was accepted and the draft went on."""
-    pairs = list(zip(accepted, reached, strict=True))
-    return [_share(sum(a > k for a, _ in pairs), sum(a >= k < r for a, r in pairs)) for k in range(max(reached, default=0))]
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
-
-
-def _per_token(run: Run) -> float:
-    return (run.seconds - run.first_s) / max(1, len(run.tokens) - 1)
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    """Linear interpolation between the ordered values; NaN without any."""
-    if not values:
-        return math.nan
-    ordered, at = sorted(values), share * (len(values) - 1)
-    low = math.floor(at)
-    return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
-
-
-def _three(seconds: Sequence[float]) -> dict[str, float]:
-    return {f"p{p}": 1000 * _quantile(seconds, p / 100) for p in (50, 95, 99)}
-
-
-def _curve(seconds: Sequence[float]) -> list[float]:
-    return [1000 * _quantile(seconds, p / 100) for p in range(101)]
-
-
-def training_of(manifest: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the report says of a drafter's training."""
-    training = manifest.get("training", {})
-    curve = [[row["step"], row["loss"]] for row in metrics if "loss" in row]
-    return {
-        "steps": training.get("step"),
-        "seconds": training.get("seconds"),
-        "tokens": training.get("tokens"),
-        "precision": manifest.get("target", {}).get("precision"),
-        "loss_curve": curve,
-    }

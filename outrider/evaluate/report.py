@@ -13,7 +13,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +33,8 @@ from outrider.evaluate import page
 from outrider.evaluate.charts import many, say
 
 SCHEMA = 1
+SKEW = 0.05
+"""How far below what training expected acceptance may lie without a word."""
 
 
 def _finite(value: Any) -> Any:
@@ -123,6 +135,11 @@ class Tested(Part):
     kind: str | None = None
     """Class of the proposal: word, number, space, punctuation, symbol, hangul, other script, special."""
 
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """There are thousands of these in a file, and where nothing was proposed most of it is null."""
+        return {name: value for name, value in fields(self).items() if value is not None}
+
 
 class Observed(Part):
     """One prompt's text with every judgement on it."""
@@ -200,19 +217,20 @@ class Row(Part):
     draft_acceptance: float | None = None
     """Share of all drafted tokens on the path that were kept; the longer drafts are, the lower."""
     expected_acceptance: float | None = None
-    """Mean of sum(min(p, q)) over the judged tokens: what acceptance should be, without the noise of the draws."""
+    """Mean of sum(min(p, q)) over the judged tokens of the observed prompts: acceptance without the noise of the draws."""
     accepted_histogram: tuple[tuple[int, ...], ...] = ()
     """[k][a]: steps that drafted k tokens deep and kept a of them."""
     wasted: float | None = None
     """Share of drafted tokens that were verified for nothing; branches that lost count."""
     predicted_by_depth: tuple[float | None, ...] = ()
-    """What training expected of `accepted_by_depth`, from the checkpoint; empty where it did not say."""
+    """What training expected of `accepted_by_depth`; above temperature 0 at least that.  Empty where it did not say."""
     speedup_geomean: Range | None = None
     """Geometric mean of the prompts' own speed-ups, with its interval."""
     speedup_of_means: float | None = None
     """Mean tokens/s over mean plain tokens/s, as Spec-Bench has it."""
     tokens_per_step_range: Range | None = None
     tpot_curve_ms: tuple[float | None, ...] = ()
+    """Percentiles 0 to 100 of `tpot_ms`, over prompts."""
     memory_peak_bytes: int | None = None
     """Highest memory of the process, or of the device, while the row was measured."""
     rejections: Rejections | None = None
@@ -276,6 +294,29 @@ class Row(Part):
         return f"trained on {self.trained_on}, served on {self.precision}{by_it}"
 
     @property
+    def skew(self) -> str:
+        """That less is kept than training expected, at the depth where most is missing; empty where it is not so.
+
+        More than 5 points, and more than three standard errors: depths are many, and the steps of a text are alike.
+        """
+        short = []
+        for depth, (wanted, kept) in enumerate(zip(self.predicted_by_depth, self.accepted_by_depth, strict=False), 1):
+            if wanted is None or kept is None:
+                continue
+            drafts = sum(sum(counts) for counts in self.accepted_histogram[depth:])
+            error = math.sqrt(wanted * (1 - wanted) / drafts) if drafts else 0.0
+            if wanted - kept > max(SKEW, 3 * error):
+                short.append((wanted - kept, depth, wanted, kept))
+        if not short:
+            return ""
+        _, depth, wanted, kept = max(short)
+        return (
+            f"{self.drafter}{f' on {self.task}' if self.task else ''} at temperature {self.temperature:g} keeps "
+            f"{100 * kept:.0f} % of its drafts to depth {depth}, where its training expected {100 * wanted:.0f} %: it is fed "
+            "other inputs than in training, or these texts are unlike those it learnt from."
+        )
+
+    @property
     def different(self) -> list[PromptResult]:
         """Prompts whose text is not the target's own."""
         return [prompt for prompt in self.per_prompt if prompt.exact is False]
@@ -309,6 +350,18 @@ class Training(Part):
     seconds: float | None = None
     tokens: int | None = None
     loss_curve: tuple[tuple[float, float | None], ...] = ()
+    acceptance: tuple[float | None, ...] = ()
+    """[k]: mean overlap of draft and target at depth k + 1 over the last logged steps, at temperature 1."""
+
+
+class TaskSource(Part):
+    """Where a task's prompts are from."""
+
+    source: str = ""
+    revision: str | None = None
+    """Commit of the data set, or `sha256:` and the start of a file's hash."""
+    prompts: int | None = None
+    """Of the whole set; those measured are drawn from them."""
 
 
 class Report(Part):
@@ -321,6 +374,7 @@ class Report(Part):
     left_out: tuple[LeftOut, ...] = ()
     share_left_out: float | None = None
     training: dict[str, Training] = {}
+    tasks: dict[str, TaskSource] = {}
     made: str = ""
     """ISO time."""
     notes: tuple[str, ...] = ()
@@ -387,7 +441,8 @@ class Report(Part):
         return max(self.rows, key=rank, default=None)
 
     def headline(self, *, alarms: bool = True) -> str:
-        """What was found, in one sentence; with `alarms`, one more for every other row whose text is not the target's own."""
+        """What was found, in one sentence; with `alarms`, one more for every other row whose text is not the target's own,
+        and for every row that keeps less than its training expected."""
         row = self.lead
         if row is None:
             return "Nothing was measured: the report has no rows."
@@ -395,7 +450,14 @@ class Report(Part):
         where = "" if alone else f"On {row.task or 'its prompts'} at temperature {row.temperature:g}, "
         crossing = f" ({row.crossing})" if row.crossing else ""
         first = f"{where}{row.drafter}{crossing} {_pace_said(row)}; {_truth_said(row)}."
-        return " ".join([first, *(alarm for other, alarm in self.alarms() if alarms and other is not row)])
+        if not alarms:
+            return first
+        return " ".join([first, *(alarm for other, alarm in self.alarms() if other is not row), *self.skews])
+
+    @property
+    def skews(self) -> list[str]:
+        """A sentence for every row that keeps less than its training expected."""
+        return [row.skew for row in self.rows if row.skew]
 
     def alarms(self) -> list[tuple[Row, str]]:
         """A sentence for every row whose text is not the target's own."""

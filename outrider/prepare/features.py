@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.decoding.parties import Target
 from outrider.errors import DataError
 from outrider.nn.draft_model import Batch, Manifest
+from outrider.prepare.grams import Named
 from outrider.prepare.regenerate import Answer
 
 MIN_LEARNT = 4
@@ -30,7 +31,10 @@ class LiveFeatures:
     def __init__(
         self, target: Target, answers: Sequence[Answer], taps: tuple[int, ...], *, batch: int, length: int, seed: int = 0,
         dtype: Literal["float32", "bfloat16"] = "float32", template: str | None = None, keep: int = KEPT_BYTES,
+        grams: Named | None = None,
     ):  # fmt: skip
+        self.grams = grams
+        """Hashes of the texts, which a checkpoint keeps; None where there are none."""
         self.target, self.taps, self.size, self.seed, self.dtype = target, taps, batch, seed, dtype
         cut = [_cut(answer, min(length, target.spec.context)) for answer in answers]
         self.texts = [answer for answer in cut if sum(end - start for start, end in answer.learn) >= MIN_LEARNT]

@@ -1,7 +1,8 @@
 """Let the target answer the prompts itself, a batch of slots at a time; every finished conversation is on disk at once.
 
     answers.jsonl   {"id", "tokens", "learn": [[start, end], ...], "finish_reason"} a line
-    answers.json    the target, sampling and template they belong to
+    answers.json    the target, sampling and template they belong to, and which hashes are theirs
+    prompts.grams   hashes of what stands in prompts and answers, to ask later whether a text was among them
 
 A crash loses the answers being written at that moment, and none is written twice: what is there is known by its id, and a
 torn last line is cut off.
@@ -23,9 +24,10 @@ from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import Request
 from outrider.errors import DataError
 from outrider.nn.draft_model import binding
+from outrider.prepare import grams
 from outrider.prepare.conversations import Config, Conversation, prompt_tokens, render, template_hash
 
-ANSWERS, MANIFEST = "answers.jsonl", "answers.json"
+ANSWERS, MANIFEST, GRAMS = "answers.jsonl", "answers.json", "prompts.grams"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
         _claim(folder, target, tokenizer, config)
         done = {answer.id for answer in repair(path)}
-        waiting = [conversation for conversation in conversations if conversation.id not in done]
+        asked = list(conversations)
+        waiting = [conversation for conversation in asked if conversation.id not in done]
         with path.open("a", encoding="utf-8") as file:
             for answer in _answers(target, tokenizer, waiting, config, drafter):
                 file.write(
@@ -65,6 +68,8 @@ def prepare(
                 done.add(answer.id)
                 if on_answer is not None:
                     on_answer(len(done), answer)
+        if config.grams:
+            _keep_grams(folder, target, asked)
     except OSError as error:
         raise DataError(
             f"can't write answers to {folder}: {error.strerror or error}; what is written is kept, make room and run again"
@@ -111,21 +116,48 @@ def _claim(folder: Path, target: Target, tokenizer: Any, config: Config) -> None
     """Say whose answers these are; refuse to mix them with others'."""
     mine = {
         "target": binding(target), "template": template_hash(tokenizer),
-        "config": config.model_dump(mode="json", exclude={"count", "slots", "skip_bad", "folder"}),
+        "config": config.model_dump(mode="json", exclude={"count", "slots", "skip_bad", "folder", "grams"}),
     }  # fmt: skip
     path = folder / MANIFEST
     if not path.exists() or not (folder / ANSWERS).exists():
-        path.write_text(json.dumps(mine, indent=2))
+        _write_manifest(folder, mine)
         return
     try:
         theirs = json.loads(path.read_text())
-    except ValueError:
+        theirs.pop("grams", None)
+    except (ValueError, AttributeError):
         theirs = {}
     if theirs != mine:
         differs = [key for key in mine if theirs.get(key) != mine[key]]
         raise DataError(
             f"{folder} holds answers made with another {' and '.join(differs)}; name another prepare.folder, or delete it"
         )
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    part = folder / (MANIFEST + ".part")
+    part.write_text(json.dumps(manifest, indent=2))
+    os.replace(part, folder / MANIFEST)
+
+
+def _keep_grams(folder: Path, target: Target, asked: list[Conversation]) -> None:
+    """Write the hashes of all prompts and answers there are, and name them in the manifest; nothing where they are there."""
+    there = grams.named(folder, MANIFEST)
+    if there is not None and not there.facts["unknown"] and grams.is_whole(there):
+        return
+    prompts = {one.id: [m["content"] for m in one.messages if m["role"] != "assistant"] for one in asked}
+    collected, unknown = grams.Collector("prompts", "answers"), 0
+    with (folder / ANSWERS).open(encoding="utf-8") as lines:
+        for line in lines:
+            answer = _answer(line)
+            if answer.id in prompts:
+                collected.add("prompts", prompts[answer.id])
+            else:  # of an earlier run that was asked more, and stopped before it came here
+                unknown += 1
+            collected.add("answers", [target.decode(answer.tokens[start:end]) for start, end in answer.learn])
+    facts = collected.save(folder / GRAMS) | {"unknown": unknown}
+    facts["of"] = {"file": ANSWERS, "size_bytes": (folder / ANSWERS).stat().st_size}
+    _write_manifest(folder, json.loads((folder / MANIFEST).read_text()) | {"grams": facts})
 
 
 def _answers(

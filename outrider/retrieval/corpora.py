@@ -7,14 +7,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from outrider.errors import ConfigError, DataError
 from outrider.retrieval.proposal import Found, Proposal, merged
-from outrider.retrieval.suffix_array import Corpus, read_header
+from outrider.retrieval.suffix_array import Corpus, _write_header, read_header
 
+GRAMS = "texts.grams"
 PIECE = 1 << 18
 """Characters: longer texts are cut behind a line into documents of at most about so many."""
 
@@ -73,6 +74,15 @@ def sources(path: Path) -> list[tuple[str, int]]:
     read_header(path)
     rows = [json.loads(line) for line in (path / "sources.jsonl").read_text().splitlines()]
     return [(row["name"], row["size_bytes"]) for row in rows]
+
+
+def keep_grams(path: Path, save: Callable[[Path], Mapping[str, Any]]) -> None:
+    """Put hashes of a corpus's texts beside it and name them in its header, so that it can be asked what it holds.
+
+    save: writes the file and returns what a manifest must say of it; `prepare.grams.Collector.save` is such.
+    """
+    header = read_header(path)
+    _write_header(path, header | {"grams": dict(save(path / GRAMS))})
 
 
 # ── texts ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

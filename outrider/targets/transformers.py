@@ -51,7 +51,7 @@ class TransformersTarget:
             os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
             packed.pack(model)
         self._decoder_layers = _decoder_layers(model)
-        self._embedding: nn.Module = model.get_input_embeddings()
+        self._embedding: Any = model.get_input_embeddings()
         self._head: Any = model.get_output_embeddings()
         self._caught: dict[int | str, Tensor] = {}
         self._hooked: set[int] = set()
@@ -80,6 +80,10 @@ class TransformersTarget:
     def head_rows(self, tokens: Tensor) -> Tensor:
         """Rows [n, H] of the output embedding for these ids [n]; for reading."""
         return quantised.values(self._head.weight)[tokens]
+
+    def embedding_rows(self, tokens: Tensor) -> Tensor:
+        """Rows [n, H] of the input embedding for these ids [n], without the family's scale; for reading."""
+        return quantised.values(self._embedding.weight)[tokens]
 
     def lent(self, device: torch.device) -> TransformersTarget:
         """This target for a drafter on another device, which borrows embedding and head: they are copied there."""
@@ -181,9 +185,10 @@ class TransformersTarget:
             for row, start in zip(rows, starts, strict=True):
                 cache.lengths[row] = start
 
-    def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, str]]) -> list[int]:
+    def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, str]], thinking: bool | None = None) -> list[int]:
         """Token ids of a text, of chat messages (through the chat template), or of ids given as they are.
 
+        thinking: handed to the template as `enable_thinking`, unless None; a template that knows no such thing ignores it.
         Raises DataError for an empty prompt, ids outside the vocabulary, or text without a tokenizer.
         """
         if len(prompt) == 0:
@@ -196,8 +201,11 @@ class TransformersTarget:
             return self._known(self.tokenizer.encode(prompt, add_special_tokens=True))
         if self.tokenizer.chat_template is None:
             raise DataError("the tokenizer has no chat template: give the prompt as one text instead of chat messages")
+        said = {} if thinking is None else {"enable_thinking": thinking}
         return self._known(
-            self.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False)
+            self.tokenizer.apply_chat_template(
+                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False, **said
+            )
         )
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from outrider import checkpoint
 from outrider.decoding.accept import Kept, Verdict, accept
 from outrider.decoding.draft import Draft
 from outrider.decoding.generate import advance
@@ -30,7 +31,6 @@ from outrider.decoding.sampling import Sampling, Streams
 from outrider.decoding.state import DecodeState, Request
 from outrider.errors import CheckpointError, DataError
 from outrider.nn.heads import ConfidenceHead
-from outrider.train import checkpoint
 
 BINS = 15
 """Bins of equally many drafts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -55,3 +55,24 @@ def _is_inner(name: str, weight: Tensor, vocabulary: int) -> bool:
 
 def _holds(groups: Sequence[dict[str, Any]], weight: Tensor) -> bool:
     return any(weight is one for group in groups for one in group["params"])
+
+
+def pack(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:
+    """Optimiser moments by parameter name, and torch's random state."""
+    packed = {"rng": torch.get_rng_state()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state_of(parameter).items():
+            packed[f"{name}/{key}"] = torch.as_tensor(value)
+    return packed
+
+
+def unpack(state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizers) -> None:
+    """Undo `pack`."""
+    parameters = dict(model.named_parameters())
+    for name, value in state.items():
+        if name == "rng":
+            torch.set_rng_state(value)
+            continue
+        owner, _, key = name.rpartition("/")
+        parameter = parameters[owner]
+        optimizer.state_of(parameter)[key] = value if key == "step" else value.to(parameter.device)

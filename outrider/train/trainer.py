@@ -20,12 +20,13 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 from torch import Tensor
 
+from outrider import checkpoint
 from outrider.config import Config as Base
 from outrider.decoding.accept import overlap
 from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.nn.draft_model import Batch, DraftModel, FeatureSource, Predictions
-from outrider.train import checkpoint, losses, rows
-from outrider.train.optimizers import Kind, Optimizers
+from outrider.train import losses, rows
+from outrider.train.optimizers import Kind, Optimizers, pack, unpack
 
 CHUNK_ELEMENTS = {"cpu": 2**21}
 """Logits that exist at once, by device: 8 MiB in float32 stay near a CPU's cores; elsewhere 2**24, 64 MiB, fill the device."""
@@ -116,6 +117,7 @@ def train(
     place = folder / "checkpoint"
     facts: dict[str, Any] = {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0}
     facts |= _resume(place, model, optimizer, facts["config"])
+    given = _name_texts(facts, source)
     if not facts["step"]:
         model.begin(source.counts)
     metrics = Metrics(folder, facts["step"])
@@ -123,7 +125,10 @@ def train(
 
     def save() -> None:
         facts["seconds"] = round(before + time.monotonic() - began, 3)
-        checkpoint.save(place, model, facts, checkpoint.pack(model, optimizer))
+        there = checkpoint.whole(place)
+        kept = {one["file"]: there / one["file"] for one in facts["grams"] if one is not None}
+        files = {name: path if path.exists() else given.get(name, path) for name, path in kept.items()}
+        checkpoint.save(place, model, facts, pack(model, optimizer), files)
 
     with _finish_the_step() as asked_to_stop, metrics:
         while facts["step"] < config.steps:
@@ -285,13 +290,33 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
     checkpoint.load_weights(place, model)
     state = checkpoint.load_state(place)
     if state is not None:
-        checkpoint.unpack(state, model, optimizer)
+        unpack(state, model, optimizer)
     elif manifest["training"]["step"] < settings["steps"]:
         raise CheckpointError(
             f"{place} was stopped at step {manifest['training']['step']} and lacks {checkpoint.TRAINING}, without which it "
             "can't go on as it was; put the file back, or name another run"
         )
-    return {key: manifest["training"][key] for key in ("step", "seconds", "tokens")}
+    known = {"grams": manifest["training"].get("grams", [None])}
+    return {key: manifest["training"][key] for key in ("step", "seconds", "tokens")} | known
+
+
+def _name_texts(facts: dict[str, Any], source: FeatureSource) -> dict[str, Path]:
+    """Name in `facts` the hashes of the texts it trains on from here, beside those before; returns where new ones are.
+
+    One entry for each set of texts; None stands for texts whose hashes are not known.
+    """
+    before = facts.setdefault("grams", [])
+    mine = getattr(source, "grams", None)
+    if facts["step"] == facts["config"]["steps"]:
+        return {}
+    if mine is None:
+        facts["grams"] = before if None in before else [*before, None]
+        return {}
+    if any(one is not None and one["hash"] == mine.facts["hash"] for one in before):
+        return {}
+    name = checkpoint.GRAMS if not before else f"training.{len(before) + 1}.grams"
+    facts["grams"] = [*before, {key: value for key, value in mine.facts.items() if key != "of"} | {"file": name}]
+    return {name: mine.path}
 
 
 class Metrics:

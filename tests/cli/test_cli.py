@@ -296,7 +296,7 @@ def test_decode_to_a_terminal_has_colour(
     """Catches drafted tokens that look like the target's own; the drafter is the target itself, so most are drafted."""
     import re
 
-    from outrider.train import checkpoint
+    from outrider import checkpoint
 
     real = checkpoint.load_drafter
     monkeypatch.setattr(checkpoint, "load_drafter", lambda name, target: real(name, target, model=str(folder), length=3))

@@ -17,6 +17,7 @@ from contracts.test_law_enumerated import SHAPES, drawn, random_law
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.checkpoint import load_drafter
 from outrider.decoding import grammar as grammars
 from outrider.decoding import loop, prune
 from outrider.decoding.draft import Draft
@@ -30,7 +31,6 @@ from outrider.decoding.sampling import Purpose, Sampling, distribution
 from outrider.decoding.state import DecodeState, Request
 from outrider.errors import ConfigError
 from outrider.targets.transformers import load_target
-from outrider.train.checkpoint import load_drafter
 
 # ── a toy grammar ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -9,13 +9,13 @@ import torch
 from conftest import Case, batch_of
 
 from outrider import drafters
+from outrider.checkpoint import load_drafter, load_weights, save
 from outrider.decoding.generate import advance, generate
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import Request
 from outrider.drafters import eagle, eagle3
 from outrider.errors import DrafterError
 from outrider.train import losses
-from outrider.train.checkpoint import load_drafter, load_weights, save
 from outrider.train.trainer import Config as TrainConfig
 from outrider.train.trainer import accumulate
 

@@ -13,6 +13,7 @@ from conftest import Case, batch_of, train
 from contracts.chances import keeps_the_law
 from contracts.parties import TableTarget
 
+from outrider import checkpoint
 from outrider.config import build as checked
 from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
@@ -23,7 +24,6 @@ from outrider.decoding.state import DecodeState, Request
 from outrider.drafters import medusa
 from outrider.errors import ConfigError, DrafterError
 from outrider.nn import trees
-from outrider.train import checkpoint
 
 BUSHY = ((0,), (1,), (0, 0), (2,), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 2), (0, 1, 0))
 TABLE = TableTarget.random(5)

@@ -15,6 +15,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from benchmarks.families import BASE, DELTA, EXPERTS
+from outrider.checkpoint import load_drafter, save
 from outrider.decoding.generate import generate
 from outrider.decoding.policy import Fixed
 from outrider.decoding.sampling import Sampling
@@ -23,7 +24,6 @@ from outrider.errors import DrafterError
 from outrider.nn import recurrent
 from outrider.targets.cache import Limit
 from outrider.targets.transformers import TransformersTarget, load_target
-from outrider.train.checkpoint import load_drafter, save
 
 LAYERS = 2
 DEEPSEEK = {

@@ -24,7 +24,7 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from outrider import drafters, load_drafter
+from outrider import checkpoint, drafters, load_drafter
 from outrider.config import build
 from outrider.decoding.accept import overlap
 from outrider.decoding.generate import generate
@@ -32,7 +32,7 @@ from outrider.errors import ConfigError, DrafterError
 from outrider.nn.draft_model import Batch
 from outrider.prepare.features import LiveFeatures
 from outrider.prepare.regenerate import Answer
-from outrider.train import checkpoint, losses
+from outrider.train import losses
 from outrider.train.trainer import Config as Training
 from outrider.train.trainer import train
 

@@ -22,9 +22,10 @@ from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Drafter
 from outrider.errors import ConfigError, DataError, OutriderError
-from outrider.evaluate import measure
-from outrider.evaluate.measure import Config, conditional, evaluate, first_difference, fresh_share, generate_once
+from outrider.evaluate import measure, summary
+from outrider.evaluate.measure import Config, evaluate, fresh_share, generate_once
 from outrider.evaluate.report import Report, Row
+from outrider.evaluate.summary import conditional, first_difference
 from outrider.targets.transformers import TransformersTarget, load_target
 
 PROMPTS = ["tell 1", "xyxyxy", "q", "another one"]
@@ -122,8 +123,8 @@ def test_quantiles_are_numpy_s() -> None:
     for count in (1, 2, 3, 10, 101):
         values = [order.expovariate(1) for _ in range(count)]
         for share in (0.0, 0.5, 0.95, 0.99, 1.0):
-            assert measure._quantile(values, share) == pytest.approx(np.quantile(values, share))
-    assert np.isnan(measure._quantile([], 0.5))
+            assert summary._quantile(values, share) == pytest.approx(np.quantile(values, share))
+    assert np.isnan(summary._quantile([], 0.5))
 
 
 # ── a whole evaluation ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -406,3 +407,267 @@ def test_what_a_report_says_of_training_is_what_the_checkpoint_says(report: Repo
     )
     shown = Report(target="t", training={"dspark": found}).training["dspark"]
     assert (shown.steps, shown.seconds, shown.tokens, shown.loss_curve) == (40, 2.5, 900, ((20.0, 0.5),))
+
+
+# ── turns, thinking, ends ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def dialogue(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("task") / "talk.jsonl"
+    rows = [{"id": "t0", "turns": ["say ab", "and now?", "again"]}, {"id": "t1", "turns": ["q"]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_every_party_is_asked_the_same_conversation(
+    talker: TransformersTarget, drafters: dict[str, Drafter], dialogue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a later turn that is dropped, a party that goes on from its own answers, and counts of one turn alone."""
+    real, asked = measure.run_once, []
+
+    def noted(target: TransformersTarget, request: Any, drafter: Any = None, *rest: Any, **more: Any) -> summary.Run:
+        found = real(target, request, drafter, *rest, **more)
+        asked.append((request.sampling.temperature, drafter, request.prompt, len(found.tokens), found.steps))
+        return found
+
+    monkeypatch.setattr(measure, "run_once", noted)
+    found = evaluate(talker, drafters, settings(dialogue, prompts=2, max_new_tokens=8, observed=0))
+    said: list[dict[str, str]] = []
+    wanted = []
+    for turn in ("say ab", "and now?", "again"):
+        said.append({"role": "user", "content": turn})
+        wanted.append(talker.encode(said))
+        said.append({"role": "assistant", "content": talker.decode(generate_once(talker, wanted[-1], 8)[0])})
+    asked = asked[3:]  # the warm-up
+    parties = [(0.0, None), (0.0, drafters["ngram"]), (0.0, drafters["dspark"]), (1.0, None), (1.0, drafters["dspark"])]
+    for heat, party in parties:
+        own = [prompt for temperature, drafter, prompt, *_ in asked if (temperature, drafter) == (heat, party)]
+        assert own[:3] == wanted
+        assert len(own) == 4
+    for row in found.rows:
+        one, other = row.per_prompt
+        assert (one.tokens, other.tokens, row.compared_tokens) == (24, 8, 32 if row.temperature == 0 else 0)
+        assert row.exact is (True if row.temperature == 0 else None)
+        steps = sum(n for heat, drafter, *_, n in asked if (heat, drafter) == (row.temperature, drafters[row.drafter]))
+        assert row.steps == steps
+
+
+def test_an_answer_changed_in_a_later_turn_is_found_out(
+    talker: TransformersTarget, drafters: dict[str, Drafter], dialogue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault: a second turn that differs from generate's is no longer exact, and the place is counted over turns."""
+    real, calls = measure.run_once, []
+
+    def wrong(target: TransformersTarget, request: Any, drafter: Any = None, *rest: Any, **more: Any) -> summary.Run:
+        found = real(target, request, drafter, *rest, **more)
+        calls.append(drafter)
+        if len([one for one in calls if one is not None]) == 3:  # warm-up, first turn, second turn
+            found.tokens[3] ^= 1
+        return found
+
+    monkeypatch.setattr(measure, "run_once", wrong)
+    config = settings(dialogue, prompts=1, max_new_tokens=8, temperatures=(0.0,), observed=0)
+    (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, config).rows
+    assert (row.exact, row.plain_exact, row.per_prompt[0].first_difference) == (False, True, 8 + 3)
+
+
+def test_thinking_is_handed_to_the_template(
+    talker: TransformersTarget, drafters: dict[str, Drafter], task: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Catches a setting without effect that is ignored in silence, and one that is set although nobody asked."""
+    prompt = measure.draw(task, settings(task)).prompts[0]
+    plain = measure.as_tokens(talker, prompt)
+    evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, prompts=1, temperatures=(0.0,), thinking=True))
+    assert "evaluate.thinking has no effect" in caplog.text
+    template = talker.tokenizer.chat_template
+    added = "{% if enable_thinking is defined %}{% if enable_thinking %}yes{% else %}no{% endif %}{% endif %}"
+    monkeypatch.setattr(talker.tokenizer, "chat_template", template + added)
+    said = {choice: talker.decode(measure.as_tokens(talker, prompt, thinking=choice)) for choice in (None, True, False)}
+    assert said == {None: talker.decode(plain), True: talker.decode(plain) + "yes", False: talker.decode(plain) + "no"}
+    caplog.clear()
+    found = evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, prompts=1, temperatures=(0.0,), thinking=False))
+    assert found.rows[0].exact
+    assert "no effect" not in caplog.text
+
+
+def test_without_a_template_a_conversation_is_one_text(talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a crash on base models, and a system prompt or an earlier turn that they never see."""
+    monkeypatch.setattr(talker.tokenizer, "chat_template", None)
+    prompt = measure.Prompt("p", ("one", "two"), "sys ")
+    assert measure.as_tokens(talker, prompt) == talker.encode("sys one")
+    assert measure.as_tokens(talker, prompt, [" 1 "]) == talker.encode("sys one 1 two")
+
+
+def test_what_stands_behind_a_text_s_end_was_not_turned_down(
+    talker: TransformersTarget, drafters: dict[str, Drafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an end of text within a draft that is counted as a rejection of what nobody judged."""
+    prompt = talker.encode([{"role": "user", "content": "xyxyxy"}])
+    whole, _ = generate_once(talker, prompt, 24)
+    # an end that greedy decoding reaches, and that a draft of its own text runs over
+    end = next(token for n, token in enumerate(whole) if n > 6 and token not in whole[:n])
+    monkeypatch.setattr(talker, "ends", frozenset({end}))
+
+    class Foretold:
+        taps, limit = (), 5
+
+        def allocate(self, cache: Any) -> None: ...
+        def admit(self, *_: Any) -> None: ...
+        def observe(self, *_: Any) -> None: ...
+        def free(self, *_: Any) -> None: ...
+
+        def propose(self, memory: None, state: Any, budget: torch.Tensor) -> Draft:
+            at = len(state.new_tokens(state.rows[0]))
+            return Draft.chain(torch.tensor([whole[at : at + 5]]), torch.tensor([5]))
+
+    at = whole.index(end)
+    shifted = [n for n in range(at + 1) if n % 6 == 0][-1]
+    run = measure.run_once(talker, measure.Request(prompt, 24, measure.Sampling(0.0)), Foretold())  # type: ignore[arg-type]
+    assert run.tokens == whole[: at + 1]
+    assert run.accepted == run.reached
+    assert sum(run.nodes) == 5 * run.steps
+    assert run.reached[-1] == min(5, at - shifted + 1)
+    row = summary.acceptance([run])
+    assert (row["token_acceptance"], row["draft_acceptance"]) == (1.0, 1.0)
+    assert row["wasted"] == pytest.approx(1 - sum(run.accepted) / (5 * run.steps))
+
+
+def test_branches_count_as_verified_tokens(talker: TransformersTarget, task: str) -> None:
+    """Catches a tree that seems to waste as little as its longest branch; ngram by frequency drafts several branches."""
+    drafter = load_drafter("ngram", talker, shortest=1, tree="frequency", nodes=6)
+    prompt = talker.encode([{"role": "user", "content": "xyxzxyxzxw xyxz"}])
+    run = measure.run_once(talker, measure.Request(prompt, 24, measure.Sampling(0.0)), drafter)
+    assert len(run.nodes) == run.steps == len(run.reached)
+    assert all(nodes >= reached for nodes, reached in zip(run.nodes, run.reached, strict=True))
+    assert sum(run.nodes) > sum(run.reached)
+
+
+# ── what is noted beside the times ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_first_prompts_are_observed_in_every_row(report: Report, talker: TransformersTarget) -> None:
+    """Catches observations of another prompt, or of another entry's temperature, and rows without any."""
+    for row in report.rows:
+        assert [seen.id for seen in row.observed] == ["q0", "q1", "q2"]
+        assert [len(seen.tokens) for seen in row.observed] == [prompt.tokens for prompt in row.per_prompt]
+        places = [place for seen in row.observed for place in seen.tokens]
+        assert row.rejections is not None
+        tested = sum(pattern.tested for pattern in row.rejections.by_rank)
+        assert tested == sum(place.depth is not None for place in places)
+        # all prompts were observed: what was kept there is what was kept in the timed runs
+        assert sum(pattern.kept for pattern in row.rejections.by_rank) == pytest.approx(row.token_acceptance * tested)
+        assert 0 <= row.expected_acceptance <= 1
+        if row.temperature == 0:
+            assert row.expected_acceptance == pytest.approx(row.token_acceptance)
+    texts = {seen.id: "".join(place.text for place in seen.tokens) for seen in report.rows[0].observed}
+    wanted, _ = generate_once(talker, talker.encode([{"role": "user", "content": PROMPTS[0]}]), 16)
+    assert texts["q0"].startswith(talker.decode(wanted)[:8])
+
+
+def test_observing_can_be_left_out(talker: TransformersTarget, drafters: dict[str, Drafter], task: str) -> None:
+    """Catches an untimed run that nobody wanted, and zeros in the place of what was not looked at."""
+    (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, prompts=1, temperatures=(0.0,), observed=0)).rows
+    assert (row.observed, row.rejections, row.expected_acceptance) == ((), None, None)
+
+
+def test_the_report_knows_its_machine_and_its_memory(report: Report) -> None:
+    """Catches reports that any two machines may compare."""
+    assert report.fingerprint["torch"] == torch.__version__
+    assert report.fingerprint["dtype"] == "float64"
+    for row in report.rows:
+        assert row.memory_peak_bytes is None or row.memory_peak_bytes > 2**20
+        assert row.speedup_geomean.low <= row.speedup_geomean.center <= row.speedup_geomean.high
+        assert row.tokens_per_step_range.center == pytest.approx(row.tokens_per_step)
+
+
+def test_overlaps_are_each_drafter_s_own(talker: TransformersTarget, drafters: dict[str, Drafter], task: str) -> None:
+    """Catches one drafter's training set held against another, and drafters that were not looked at taken for clean."""
+    overlaps = {"dspark": summary.Overlaps({"q0": True, "q1": False, "q2": False}, "a word")}
+    found = evaluate(talker, drafters, settings(task, temperatures=(0.0,)), overlaps=overlaps)
+    ngram, dspark = found.rows
+    assert ngram.clean is None
+    assert {prompt.overlaps for prompt in ngram.per_prompt} == {None}
+    assert (dspark.clean.overlapping, dspark.clean.checked, dspark.clean.rule) == (("q0",), 3, "a word")
+    steps = sum(prompt.steps for prompt in dspark.per_prompt[1:])
+    assert dspark.clean.tokens_per_step == pytest.approx(32 / steps)
+
+
+def test_less_than_training_expected_is_said(talker: TransformersTarget, drafters: dict[str, Drafter], task: str) -> None:
+    """Catches a drafter that is served otherwise than it was trained, and one that is accused although it does better."""
+    config, own = settings(task, temperatures=(0.0,), observed=0), {"dspark": drafters["dspark"]}
+    high, low = ({"dspark": {"acceptance": [share] * 3}} for share in (0.99, 0.001))
+    found = evaluate(talker, own, config, training=high)
+    assert found.rows[0].predicted_by_depth == pytest.approx((0.99, 0.99**2, 0.99**3))
+    (said,) = found.skews
+    assert "dspark on quiz at temperature 0 keeps" in said and "its training expected" in said
+    assert said in found.headline()
+    found = evaluate(talker, own, config, training=low)
+    assert (found.skews, len(found.rows[0].predicted_by_depth)) == ([], 3)
+
+
+def test_tasks_are_counted_together(
+    talker: TransformersTarget, drafters: dict[str, Drafter], task: str, dialogue: str
+) -> None:  # fmt: skip
+    """Catches a progress bar that begins again with every task, and rows of one task alone."""
+    told: list[tuple[int, int, int]] = []
+    config = Config(tasks=(task, dialogue), prompts=2, max_new_tokens=4, fresh=0.0, temperatures=(0.0,), observed=0)
+    found = evaluate(talker, {"ngram": drafters["ngram"]}, config, on_prompt=lambda *counts: told.append(counts))
+    assert told == [(1, 4, 0), (2, 4, 0), (3, 4, 0), (4, 4, 0)]
+    assert [row.task for row in found.rows] == ["quiz", "talk"]
+
+
+def test_a_task_is_read_from_where_the_settings_say_and_the_report_says_so(
+    talker: TransformersTarget, drafters: dict[str, Drafter], tmp_path: Path
+) -> None:
+    """Catches a folder or a pinned content that is dropped, and a report that does not tell which rows it measured."""
+    rows = [{"question": f"What is {n} + 1?", "answer": f"think\n#### {n + 1}"} for n in range(30)]
+    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = settings("gsm8k", prompts=2, max_new_tokens=4, temperatures=(0.0,), data=str(tmp_path), observed=0, score=True)
+    found = evaluate(talker, {"ngram": drafters["ngram"]}, config)
+    source = found.tasks["gsm8k"]
+    assert str(tmp_path) in source.source and source.prompts == 30 and source.revision.startswith("sha256:")
+    assert found.rows[0].score.model_dump(include={"drafted", "plain", "prompts"}) == {"drafted": 0, "plain": 0, "prompts": 2}
+    assert len(measure.draw("gsm8k", config).prompts) == 8
+    wrong = config.model_copy(update={"revisions": {"gsm8k": "sha256:0123"}})
+    with pytest.raises(DataError, match="not the pinned"):
+        evaluate(talker, {"ngram": drafters["ngram"]}, wrong)
+
+
+def test_a_right_answer_is_scored_beside_the_target_s_own(
+    talker: TransformersTarget, drafters: dict[str, Drafter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a score of the reference text in the place of the drafted one: here the drafted answer alone loses its number."""
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps({"question": "?", "answer": "#### 7"}) + "\n")
+    answer = talker.encode("it is 7")
+    real = measure.run_once
+
+    def said(target: TransformersTarget, request: Any, drafter: Any = None, *rest: Any, **more: Any) -> summary.Run:
+        found = real(target, request, drafter, *rest, **more)
+        found.tokens = answer if drafter is None else answer[:-1]
+        return found
+
+    monkeypatch.setattr(measure, "run_once", said)
+    config = settings("gsm8k", prompts=1, max_new_tokens=4, temperatures=(0.0,), data=str(tmp_path), observed=0, score=True)
+    (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, config).rows
+    assert (row.score.drafted, row.score.plain, row.score.prompts) == (0.0, 1.0, 1)
+    assert row.score.measure == "exact match of the final answer"
+    assert (row.per_prompt[0].score, row.per_prompt[0].plain_score) == (0.0, 1.0)
+
+
+def test_code_that_nobody_scores_is_not_run(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a setting without effect that is ignored in silence."""
+    Config(allow_code_execution=True)
+    assert "allow_code_execution has no effect without evaluate.score" in caplog.text
+    caplog.clear()
+    Config(allow_code_execution=True, score=True)
+    assert caplog.text == ""
+
+
+def test_answers_end_where_the_text_ends(talker: TransformersTarget) -> None:
+    """Catches scoring what a sampled run wrote past its end, for equal lengths, and turns run together."""
+    end = min(talker.ends)
+    a, b = talker.encode("ab"), talker.encode("cd")
+    run = summary.Run([*a, end, *b, *b, end], turns=[len(a) + 1 + len(b), len(b) + 1])
+    assert measure.answers_of(talker, run) == ["ab", "cd"]

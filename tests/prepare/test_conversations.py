@@ -157,15 +157,15 @@ def test_an_unknown_library_split_or_task_is_refused() -> None:
     """Catches prompts of the training split being measured because a name was misspelt."""
     with pytest.raises(DataError, match="use stdlib:train or stdlib:held_out"):
         read_all(Path("stdlib:test"))
-    with pytest.raises(DataError, match="unknown task 'gsm8k'; known: stdlib"):
-        list(tasks.prompts("gsm8k", 3))
+    with pytest.raises(DataError, match="unknown task 'gsmk8'; did you mean 'gsm8k'"):
+        list(tasks.prompts("gsmk8", 3))
 
 
 def test_a_task_file_gives_the_first_question(tmp_path: Path) -> None:
     """Catches a measurement that is shown the answer, or loses what the system said."""
     system = {"role": "system", "content": "be"}
     path = write(tmp_path / "quiz.jsonl", {"messages": [system, USER, REPLY, USER]}, {"prompt": "b", "response": "c"})
-    assert [prompt.messages for prompt in tasks.prompts(str(path), 9)] == [[system, USER], [{"role": "user", "content": "b"}]]
+    assert [prompt.messages() for prompt in tasks.prompts(str(path), 9)] == [[system, USER], [{"role": "user", "content": "b"}]]
     assert tasks.task_name(str(path)) == "quiz"
 
 

@@ -14,7 +14,7 @@ from conftest import Case, Plain, Workshop, batch_of, tiny_model, train
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, TorchAoConfig
 
-from outrider import compiled, generate, load_drafter
+from outrider import checkpoint, compiled, generate, load_drafter
 from outrider.decoding.draft import Draft
 from outrider.decoding.sampling import Sampling
 from outrider.errors import CheckpointError, ConfigError, TargetError
@@ -22,7 +22,6 @@ from outrider.evaluate.report import Report
 from outrider.run import TargetConfig
 from outrider.targets import quantised
 from outrider.targets.transformers import TransformersTarget, load_target
-from outrider.train import checkpoint
 
 torchao = pytest.importorskip("torchao.quantization")
 KINDS = ["ngram", "recycle", "jacobi", "layer_skip", "small_model", "dflash", "dspark"]
@@ -229,7 +228,7 @@ def test_a_draft_of_another_precision_is_refused_by_name(saved, target):
 
 def test_a_drafter_serves_the_weights_that_its_targets_were_quantised_to(saved, int8, target, prompts, plain, caplog):
     """Catches a drafter that is refused beside its own target in int8, that says nothing of it, or that changes its text."""
-    with caplog.at_level(logging.INFO, "outrider.train.checkpoint"):
+    with caplog.at_level(logging.INFO, "outrider.checkpoint"):
         assert load_drafter(saved, target).limit > 0
         assert caplog.text == ""
         drafter = load_drafter(saved, int8)

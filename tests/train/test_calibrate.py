@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny import write_recipe
 from torch import Tensor
 
-from outrider import cli, generate, load_drafter
+from outrider import checkpoint, cli, generate, load_drafter
 from outrider.cli import console
 from outrider.compiled import fingerprint
 from outrider.decoding.draft import Draft
@@ -22,7 +22,7 @@ from outrider.decoding.sampling import Sampling
 from outrider.errors import CheckpointError, DataError, TrainingError
 from outrider.nn.heads import ConfidenceHead
 from outrider.targets.transformers import TransformersTarget
-from outrider.train import calibrate, checkpoint
+from outrider.train import calibrate
 from outrider.train.calibrate import LEAST, Outcomes, Scaling, ece, scaling
 from train.bench import make_model
 

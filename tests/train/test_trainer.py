@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from outrider import checkpoint
 from outrider.errors import CheckpointError, TrainingError
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.targets.transformers import TransformersTarget
-from outrider.train import checkpoint
 from outrider.train.optimizers import Optimizers
 from outrider.train.trainer import Config, first_bad, rate, train
 from train.bench import SETTINGS, fit, make_model, make_source

@@ -3,6 +3,7 @@
     checkpoint/
     ├── outrider.json         kind, config, target it is bound to, taps, how it was trained
     ├── model.safetensors     the draft's own weights; embedding and head where they are the target's are not here
+    ├── training.grams        hashes of the texts it was trained on, where they are known; the manifest names it by its content
     └── training.safetensors  optimiser moments and random state; may be deleted once training is done
 
 A checkpoint is written beside the old one and then takes its place, so there is always a whole one.
@@ -33,16 +34,18 @@ from outrider.drafters import find, kinds
 from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.nn.draft_model import DraftModel, binding
 from outrider.targets.quantised import library, quantise
-from outrider.train.optimizers import Optimizers
 
 VERSION = 1
-MANIFEST, WEIGHTS, TRAINING = "outrider.json", "model.safetensors", "training.safetensors"
+MANIFEST, WEIGHTS, TRAINING, GRAMS = "outrider.json", "model.safetensors", "training.safetensors", "training.grams"
 
 
 def save(
-    folder: str | Path, model: DraftModel, training: Mapping[str, Any] | None = None, state: Mapping[str, Tensor] | None = None
-) -> None:
+    folder: str | Path, model: DraftModel, training: Mapping[str, Any] | None = None, state: Mapping[str, Tensor] | None = None,
+    beside: Mapping[str, Path] | None = None,
+) -> None:  # fmt: skip
     """Write a checkpoint whole or not at all.  `training` goes into the manifest, `state` into training.safetensors.
+
+    beside: files that are copied into it, by the name they get; one that is gone is left out.
 
     Raises TrainingError where the disk is full or the folder can't be written; what was there stays.
     """
@@ -59,9 +62,12 @@ def save(
         "training": dict(training or {}),
     }
     with _instead_of(folder) as part:
-        save_file({name: w.detach().contiguous().cpu() for name, w in _weights(model).items()}, part / WEIGHTS)
+        save_file({name: w.detach().contiguous().cpu() for name, w in weights_of(model).items()}, part / WEIGHTS)
         if state:
             save_file({name: value.contiguous().cpu() for name, value in state.items()}, part / TRAINING)
+        for name, path in (beside or {}).items():
+            if path.exists():  # deleted while it trained: hours of training are worth more than knowing on what
+                shutil.copyfile(path, part / name)
         (part / MANIFEST).write_text(json.dumps(manifest, indent=2))
 
 
@@ -186,7 +192,7 @@ def load_weights(folder: str | Path, model: nn.Module) -> None:
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} can't be read: {error}; copy or train it again") from None
-    expected = _weights(model)
+    expected = weights_of(model)
     weights = {name: expected[name] for name in _defaults(model)} | weights
     missing, extra = expected.keys() - weights.keys(), weights.keys() - expected.keys()
     shapes = [name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape]
@@ -204,7 +210,7 @@ def _defaults(model: nn.Module) -> list[str]:
     return [f"{path}.{name}" for path, module in model.named_modules() for name in getattr(module, "defaults", ())]
 
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint holds of a model: parameters and buffers by name, tied ones once, under their first name."""
     names: dict[int, str] = {}
     found = model.state_dict(keep_vars=True)
@@ -225,27 +231,6 @@ def load_state(folder: str | Path) -> dict[str, Tensor] | None:
 def _unknown(key: str, value: Any, manifest: Mapping[str, Any]) -> bool:
     """A tokenizer that one side does not have can't disagree."""
     return key == "tokenizer_hash" and (value is None or manifest["target"].get(key) is None)
-
-
-def pack(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:
-    """Optimiser moments by parameter name, and torch's random state."""
-    packed = {"rng": torch.get_rng_state()}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state_of(parameter).items():
-            packed[f"{name}/{key}"] = torch.as_tensor(value)
-    return packed
-
-
-def unpack(state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizers) -> None:
-    """Undo `pack`."""
-    parameters = dict(model.named_parameters())
-    for name, value in state.items():
-        if name == "rng":
-            torch.set_rng_state(value)
-            continue
-        owner, _, key = name.rpartition("/")
-        parameter = parameters[owner]
-        optimizer.state_of(parameter)[key] = value if key == "step" else value.to(parameter.device)
 
 
 def load_drafter(

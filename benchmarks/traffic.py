@@ -1,0 +1,271 @@
+"""Replays: how exactly calls are sent at 200 a second, what a call costs, and what became of every one when a server dies.
+
+    python benchmarks/traffic.py [--rate 200] [--seconds 60] [--out benchmarks/results/replay.json]
+    python benchmarks/traffic.py --server URL[,URL] --log FILE [--rate R]       a server of one's own
+
+The stub server answers in a process of its own on the same machine: 8 pieces, 5 ms apart.  It notes when each call came, on the
+clock that the sender reads too, so the schedule is checked by who received the calls.  `outrider replay` is measured as it is,
+with its files; `waited_for_a_core_s` says how long it stood ready to send while others had the cores, which on a busy machine
+is most of its lateness.  `httpx` and `h11` are the readers that it does not use, on the same calls.  The last run kills the
+server half way and starts it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import h11
+import httpx
+import numpy as np
+
+from outrider.evaluate import replay, traces
+from outrider.evaluate.replay import Plan
+
+STUB = Path(__file__).resolve().with_name("stub_server.py")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", type=float, default=200.0)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--server", help="one or two, instead of the stub")
+    parser.add_argument("--log", type=Path, help="with --server")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    if options.server:
+        trace = traces.read(options.log)
+        found: dict[str, Any] = replay.replay(trace, options.server.split(","), Plan(rate=options.rate, greedy=True)).plain()
+    else:
+        count = round(options.rate * options.seconds)
+        print(f"{count} calls at {options.rate:g} a second, then {count // 4}, then readers one by one", file=sys.stderr)
+        found = {
+            "schedule": schedule(options.rate, count),
+            "death": death(options.rate, count // 4),
+            "readers": {name: reader(make, 800) for name, make in READERS.items()},
+        }
+        found["promises"] = promises(found)
+    found = {
+        "command": "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "cpus": os.cpu_count(),
+            "load_before": round(load, 2),
+            "python": platform.python_version(),
+        },
+        **found,
+    }
+    text = json.dumps(found, indent=2)
+    print(text)
+    if options.out is not None:
+        options.out.write_text(text + "\n")
+
+
+@contextlib.contextmanager
+def stub(*options: str, port: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    command = [sys.executable, str(STUB), "--port", str(port), *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}", process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def written(folder: Path, count: int) -> traces.Trace:
+    """A log of `count` prompts of 100 words."""
+    prompts = (traces.words(str(number), 100) for number in range(count))
+    rows = ({"messages": [{"role": "user", "content": prompt}], "max_tokens": 16} for prompt in prompts)
+    path = folder / "log.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return traces.read(path)
+
+
+def shares(values_s: list[float]) -> dict[str, float]:
+    names = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "most": 1.0}
+    return {name: round(float(np.quantile(values_s, share)) * 1e3, 3) for name, share in names.items()}
+
+
+def schedule(rate: float, count: int) -> dict[str, Any]:
+    """The run that counts: Poisson times, files written, each call's due time beside when the server had it."""
+    with tempfile.TemporaryDirectory() as place, stub("--remember") as (url, process):
+        folder, plan = Path(place), Plan(rate=rate)
+        trace = written(folder, count)
+        peaks: list[int] = []
+        cpu, began, waited = time.process_time(), time.perf_counter(), waited_s()
+        note = lambda done, text: peaks.append(resident())
+        result = replay.replay(trace, [url], plan, folder=folder / "out", progress=note)
+        cpu, seconds = time.process_time() - cpu, time.perf_counter() - began
+        waited = waited_s() - waited
+        came = httpx.get(url + "/received", timeout=60).json()
+        lines = [json.loads(line) for line in (folder / "out" / "calls.jsonl").open()]
+        rows = [line["servers"][url] | {"call": line["call"]} for line in lines]
+        due = [at for _, at in replay.dues(trace, plan)]
+        stub_cpu = sum(map(int, Path(f"/proc/{process.pid}/stat").read_text().split()[13:15])) / os.sysconf("SC_CLK_TCK")
+        # perf_counter and monotonic are one clock on Linux; its zero is found from the first call
+        arrivals = [came[row["request_id"]] - due[row["call"]] for row in rows]
+        starts = [row["sent_s"] - row["late_s"] - due[row["call"]] for row in rows]
+    (endpoint,) = result.endpoints
+    late = [row["late_s"] for row in rows]
+    first = min(range(len(rows)), key=lambda row: arrivals[row])
+    received = [arrival - arrivals[first] for arrival in arrivals]
+    assert max(map(abs, starts)) < 1e-4, "the log's due times are not those that were kept"
+    return {
+        "calls": count, "rate_per_s": rate, "seconds": round(seconds, 1), "answered": endpoint.answered,
+        "sent_after_due_ms": shares(late), "received_after_due_ms, the earliest is 0": shares(received),
+        "cpu_ms_per_call": {"replay": round(cpu / count * 1e3, 3), "stub": round(stub_cpu / count * 1e3, 3)},
+        "waited_for_a_core_s": round(waited, 2),
+        "ttft_ms": shares([row["ttft_s"] for row in rows]),
+        "memory_mib": {"after_a_quarter": peaks[len(peaks) // 4] >> 20, "at_the_end": peaks[-1] >> 20} if peaks else None,
+        "acceptance_agrees": bool(
+            endpoint.acceptance and endpoint.acceptance_said
+            and all(endpoint.acceptance[name] == endpoint.acceptance_said[name] for name in ("drafts", "drafted", "accepted"))
+        ),
+    }  # fmt: skip
+
+
+def waited_s() -> float:
+    """How long this process stood ready to run and did not."""
+    return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+
+
+def resident() -> int:
+    """Bytes of this process in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def death(rate: float, count: int) -> dict[str, Any]:
+    """The server is killed half way and comes back a second later: where every call went."""
+    with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as place:
+        url, process = stack.enter_context(stub())
+        port = int(url.rpartition(":")[2])
+
+        def violence() -> None:
+            time.sleep(count / rate / 2)
+            process.kill()
+            process.wait()
+            time.sleep(1)
+            stack.enter_context(stub(port=port))
+
+        thread = threading.Thread(target=violence)
+        trace = written(Path(place), count)
+        thread.start()
+        result = replay.replay(trace, [url], Plan(rate=rate), folder=Path(place) / "out")
+        thread.join()
+        lines = sum(1 for _ in (Path(place) / "out" / "calls.jsonl").open())
+    (endpoint,) = result.endpoints
+    return {
+        "calls": count, "sent": endpoint.sent, "answered": endpoint.answered, "failed": dict(endpoint.failed),
+        "cut_off": dict(endpoint.cut_off), "sent_more_than_once": endpoint.retried, "lines_written": lines,
+        "not_accounted_for": endpoint.sent - endpoint.answered - sum(endpoint.failed.values()) - sum(endpoint.cut_off.values()),
+    }  # fmt: skip
+
+
+# ── the readers that were not taken ───────────────────────────────────────────────────────────────────────────────────
+
+Reader = Callable[[str, bytes], Awaitable[None]]
+
+
+def reader(make: Callable[[], Reader], count: int, rate: float = 100.0) -> dict[str, float]:
+    """CPU of a call by one way of reading answers, at a rate that all of them can keep."""
+    body = json.dumps(
+        {"model": "stub", "messages": [{"role": "user", "content": traces.words("x", 100)}], "stream": True}
+    ).encode()
+    with stub() as (url, _):
+
+        async def go() -> float:
+            ask = make()
+            await ask(url, body)
+            cpu, start, tasks = time.process_time(), time.perf_counter(), []
+            for number in range(count):
+                await asyncio.sleep(max(0.0, start + number / rate - time.perf_counter()))
+                tasks.append(asyncio.create_task(ask(url, body)))  # type: ignore[arg-type]
+            await asyncio.gather(*tasks)
+            return time.process_time() - cpu
+
+        return {"cpu_ms_per_call": round(asyncio.run(go()) / count * 1e3, 3)}
+
+
+def by_httpx() -> Reader:
+    client = httpx.AsyncClient(limits=httpx.Limits(max_connections=None, max_keepalive_connections=None))
+
+    async def ask(url: str, body: bytes) -> None:
+        async with client.stream("POST", url + "/v1/chat/completions", content=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    json.loads(line[6:])
+
+    return ask
+
+
+def by_h11() -> Reader:
+    free: list[Any] = []
+
+    async def ask(url: str, body: bytes) -> None:
+        port = int(url.rpartition(":")[2])
+        reading, writing, line = (
+            free.pop() if free else (*await asyncio.open_connection("127.0.0.1", port), h11.Connection(h11.CLIENT))
+        )
+        headers = [("host", "x"), ("content-length", str(len(body))), ("content-type", "application/json")]
+        request = h11.Request(method="POST", target="/v1/chat/completions", headers=headers)
+        for event in (request, h11.Data(data=body), h11.EndOfMessage()):
+            writing.write(line.send(event) or b"")
+        rest = b""
+        while not isinstance(event := line.next_event(), h11.EndOfMessage):
+            if event is h11.NEED_DATA:
+                line.receive_data(await reading.read(65536))
+            elif isinstance(event, h11.Data):
+                *whole, rest = (rest + bytes(event.data)).split(b"\n")
+                for row in whole:
+                    if row.startswith(b"data: {"):
+                        json.loads(row[6:])
+        line.start_next_cycle()
+        free.append((reading, writing, line))
+
+    return ask
+
+
+def by_our_own() -> Reader:
+    from outrider.evaluate.stream import Client, address_of
+
+    clients: dict[str, Client] = {}
+
+    async def ask(url: str, body: bytes) -> None:
+        client = clients.setdefault(url, Client(address_of(url)))
+        answer = await client.ask("/v1/chat/completions", body, "x")
+        assert answer.is_whole
+
+    return ask
+
+
+READERS = {"httpx": by_httpx, "h11": by_h11, "outrider": by_our_own}
+
+
+def promises(found: dict[str, Any]) -> dict[str, bool]:
+    late = found["schedule"]["sent_after_due_ms"]["p99"]
+    return {
+        "calls are sent within 10 ms of their time, p99": late < 10,
+        "every call is accounted for": found["death"]["not_accounted_for"] == 0
+        and found["death"]["lines_written"] == found["death"]["sent"] == found["death"]["calls"],
+        "counters and answers agree": found["schedule"]["acceptance_agrees"],
+    }
+
+
+if __name__ == "__main__":
+    main()

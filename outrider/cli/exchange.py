@@ -1,0 +1,94 @@
+"""`outrider export`, `outrider import`, `outrider formats`: drafters in the formats of others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from outrider.cli import console
+from outrider.cli.console import JsonTo, place_of_json, quiet, sized, write_json
+
+TargetOption = Annotated[str | None, typer.Option("--target", help="Where the target is, if not where it was in training.")]
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a trained drafter.", show_default=False)],
+    to: Annotated[str, typer.Option("--to", help="Format; `outrider formats` lists them.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", help="New folder to write.", show_default=False)],
+    target: TargetOption = None,
+    json_to: JsonTo = None,
+) -> None:
+    """Write a drafter in another's format, read it back and compare every weight."""
+    quiet()
+    place_of_json(json_to)
+    from outrider.checkpoint import manifest_of
+    from outrider.export.formats import export as write
+    from outrider.targets.transformers import load_target
+
+    manifest = manifest_of(checkpoint)
+    loaded = load_target(target or manifest["target"]["name"], compile=False)
+    folder = write(checkpoint, to, out, loaded)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    mine = sum(path.stat().st_size for path in checkpoint.iterdir() if path.name == "model.safetensors")
+    console.out.print(
+        f"export    {manifest['kind']} as {to}: {sized(size)} in {folder} (our own weights: {sized(mine)}); every weight reads "
+        "back equal",
+        highlight=False,
+        soft_wrap=True,
+    )
+    write_json(json_to, {"kind": manifest["kind"], "format": to, "folder": str(folder), "size_bytes": size})
+
+
+def import_(
+    folder: Annotated[Path, typer.Argument(help="Folder of a draft model in another's format.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", help="New checkpoint folder.", show_default=False)],
+    target: Annotated[str, typer.Option("--target", help="The target it drafts for: `demo`, a folder, or a hub id.")],
+    format: Annotated[str | None, typer.Option("--format", help="Unless given, found by its config.json.")] = None,
+    kind: Annotated[str | None, typer.Option("--kind", help="Kind of drafter, where config.json does not tell.")] = None,
+) -> None:
+    """Make a checkpoint of a draft model in another's format; nothing in it is executed."""
+    quiet()
+    from outrider.export.formats import import_folder
+    from outrider.targets.transformers import load_target
+
+    model = import_folder(folder, out, load_target(target, compile=False), format, kind)
+    size = sum(weight.numel() for weight in model.parameters())
+    console.out.print(
+        f"import    {model.config.kind} with {console.counted(size)} parameters, taps {list(model.taps)}; checkpoint in {out}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def formats(json_to: JsonTo = None) -> None:
+    """List which methods can be written and read in which format."""
+    quiet()
+    place_of_json(json_to)
+    rows = matrix()
+    if json_to != "-":
+        table = Table(box=None, pad_edge=False)
+        for column in ("format", "method", "export", "import", "layer numbers"):
+            table.add_column(column)
+        for row in rows:
+            shift = row["shift"]
+            counted = "as ours" if not shift else f"ours + {shift}"
+            table.add_row(row["format"], row["kind"], *("yes" if row[way] else "–" for way in ("export", "import")), counted)
+        console.out.print(table)
+    write_json(json_to, rows)
+
+
+def matrix() -> list[dict[str, Any]]:
+    """[{format, kind, export, import, shift}], by format and kind."""
+    from outrider.export.formats import find
+    from outrider.export.formats import formats as names
+
+    return [
+        {
+            "format": name, "kind": kind, "export": layout.config is not None, "import": layout.settings is not None,
+            "shift": layout.shift,
+        }
+        for name in names() for kind, layout in sorted(find(name).layouts.items())
+    ]  # fmt: skip

@@ -1,0 +1,286 @@
+"""`outrider parity` and `outrider lm-eval`: are the answers the same with a drafter, text by text and score by score?"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from outrider.cli import console
+from outrider.cli.console import JsonTo, Overrides, bar, counted, place_of_json, quiet, write_json
+from outrider.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outrider.decoding.parties import Drafter
+    from outrider.evaluate.harness import TaskRun
+    from outrider.evaluate.parity import Comparison, TextPair
+    from outrider.evaluate.two_samples import Samples
+    from outrider.targets.transformers import TransformersTarget
+
+LONGEST = 64
+"""Tokens of a prompt that is sampled from: a law can be tested anywhere, and short texts are read fast."""
+STYLES = {"equal": "green", "equivalent": "green", "no difference": "green", "tie": "yellow", "not enough prompts": "yellow"}
+
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="A setting of the drafter, key=value; may be given several times.")
+]
+
+
+def parity(
+    recipe: Annotated[Path | None, typer.Argument(help="Run file (YAML); or use --target and --drafter.")] = None,
+    overrides: Overrides = None,
+    target: Annotated[str | None, typer.Option(help="`demo`, a folder, or a Hugging Face id.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Kind, or checkpoint folder.")] = None,
+    settings: Settings = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the target: bfloat16 and so on.")] = None,
+    prompts: Annotated[str, typer.Option(help="`stdlib`, a task, or a file of prompts.")] = "stdlib",
+    count: Annotated[int, typer.Option(min=1, help="Prompts continued greedily.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="Above 0, sampled texts are tested too.")] = 0.0,
+    samples: Annotated[int, typer.Option(min=1, help="Texts drawn of each prompt, with and without.")] = 200,
+    sampled_prompts: Annotated[int, typer.Option(min=1)] = 2,
+    sampled_tokens: Annotated[int, typer.Option(min=1, help="Length of a sampled text.")] = 12,
+    alpha: Annotated[float, typer.Option(min=1e-6, max=0.5, help="Chance of a false alarm.")] = 0.01,
+    slots: Annotated[int, typer.Option(min=1, help="Prompts side by side.")] = 8,
+    seed: int = 0,
+    texts: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Compare two files of answers instead (JSONL); give it twice.")
+    ] = None,
+    json_to: JsonTo = None,
+) -> None:
+    """Are the answers the same?  Exit code 1 where a difference is no rounding: a fault, another law, another text."""
+    quiet()
+    place_of_json(json_to)
+    if texts:
+        _texts(texts, json_to)
+        return
+    from outrider.decoding.sampling import Sampling
+    from outrider.evaluate import tasks
+    from outrider.evaluate.measure import as_tokens
+    from outrider.evaluate.parity import compare, compare_samples
+
+    if not (recipe or drafter):
+        raise ConfigError("nothing to compare; give a run file, or --drafter NAME with --target NAME, or --texts FILE twice")
+    if recipe and (target or drafter or settings or dtype):
+        raise ConfigError(f"{recipe} names target and drafter; leave --target, --drafter, --set and --dtype out, or the file")
+    loaded, rider, name = _of_recipe(recipe, overrides) if recipe else _named(target or "demo", drafter or "", settings, dtype)
+    asked = list(tasks.prompts(prompts, max(count, sampled_prompts if temperature else 1), seed))
+    room = loaded.spec.context - max_new_tokens
+    read = [as_tokens(loaded, prompt)[-room:] for prompt in asked]
+    console.out.print(
+        f"parity    {name} against plain: {len(read[:count])} prompts of {prompts}, greedy; at most "
+        f"{counted(2 * len(read[:count]) * max_new_tokens)} tokens to write",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    with bar("texts", 2 * len(read[:count])) as update:
+        greedy = compare(
+            loaded, read[:count], rider, max_new_tokens=max_new_tokens, slots=slots, ids=[p.id for p in asked[:count]],
+            on_prompt=update,
+        )  # fmt: skip
+    _say_greedy(greedy)
+    found: dict[str, Any] = {"target": loaded.spec.name, "drafter": name, "greedy": greedy.as_json(), "sampled": None}
+    has_failed = greedy.verdict == "bug"
+    if temperature:
+        short = [tokens[-LONGEST:] for tokens in read[:sampled_prompts]]
+        console.out.print(
+            f"sampled   {samples} texts of each of {len(short)} prompts at temperature {temperature:g}, with and without; "
+            f"{counted(2 * samples * len(short) * sampled_tokens)} tokens to write",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+        with bar("texts", 2 * samples * len(short)) as update:
+            drawn = compare_samples(
+                loaded, short, rider, sampling=Sampling(temperature), samples=samples, max_new_tokens=sampled_tokens,
+                slots=max(slots, 32), alpha=alpha, seed=seed, on_text=update,
+            )  # fmt: skip
+        _say_samples(drawn)
+        found["sampled"] = drawn.as_json()
+        has_failed = has_failed or drawn.verdict == "different"
+    write_json(json_to, found)
+    if has_failed:
+        raise typer.Exit(1)
+
+
+def _named(target: str, drafter: str, settings: list[str] | None, dtype: str | None) -> tuple[TransformersTarget, Drafter, str]:
+    from outrider.checkpoint import load_drafter
+    from outrider.config import override
+    from outrider.targets.transformers import load_target
+
+    loaded = load_target(target, dtype=dtype)
+    return loaded, load_drafter(drafter, loaded, **override({}, settings or ())), drafter
+
+
+def _of_recipe(recipe: Path, overrides: list[str] | None) -> tuple[TransformersTarget, Drafter, str]:
+    """The run's target, and its drafter: trained where it trains one."""
+    from outrider.checkpoint import load_drafter
+    from outrider.run import load
+    from outrider.targets.transformers import load_target
+
+    run, _ = load(recipe, overrides or [])
+    chosen = run.target
+    loaded = load_target(
+        chosen.name, device=chosen.device, dtype=chosen.dtype, quantize=chosen.quantize, revision=chosen.revision,
+        trust_remote_code=chosen.trust_remote_code,
+    )  # fmt: skip
+    kind = run.drafter["kind"]
+    if run.train is not None:
+        return loaded, load_drafter(run.folder / "checkpoint", loaded), kind
+    return loaded, load_drafter(kind, loaded, **{key: value for key, value in run.drafter.items() if key != "kind"}), kind
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left", no_wrap=bool(i), overflow="fold")
+    return table
+
+
+def _say_greedy(found: Comparison) -> None:
+    table = _table("prompt", "tokens", "shared", "verdict", "margin", "strays")
+    for pair in found.pairs:
+        margin = "-" if pair.margin is None else f"{pair.margin.units:.2f}" if pair.margin.units < 1e6 else "beyond rounding"
+        strays = pair.margin.strays if pair.margin else "-"
+        table.add_row(
+            pair.id, str(pair.tokens), str(pair.shared), pair.verdict, margin, strays, style=STYLES.get(pair.verdict, "red")
+        )
+    console.out.print(table)
+    equal = sum(pair.verdict == "equal" for pair in found.pairs)
+    ties = sum(pair.verdict == "tie" for pair in found.pairs)
+    console.out.print(
+        f"          {equal} of {len(found.pairs)} texts equal, token for token; {ties} ties; margins in units of {found.dtype} "
+        f"rounding, up to {found.allowed:g} is a tie; no drafted token stands more than {found.worst:.2f} below the likeliest",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    _say_verdict(found.verdict)
+
+
+def _say_samples(found: Samples) -> None:
+    table = _table("test", "statistic", "chance", "allowed", "")
+    for test in found.tests:
+        table.add_row(
+            test.name, f"{test.statistic:.4g}", f"{test.chance:.4f}", f"{test.allowed:.4f}", "differs" if test.differs else "",
+            style="red" if test.differs else "",
+        )  # fmt: skip
+    console.out.print(table)
+    console.out.print(
+        f"          {found.samples} texts of each of {found.prompts} prompts in each set; a total variation of "
+        f"{found.detectable:.3f} at one place would have been found four times in five; false alarms: {found.alpha:g}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    _say_verdict(found.verdict)
+
+
+def _say_verdict(verdict: str) -> None:
+    console.out.print(f"verdict   {verdict}", style=STYLES.get(verdict, "bold white on red"), highlight=False)
+
+
+def _texts(paths: list[Path], json_to: str | None) -> None:
+    from outrider.evaluate.parity import compare_texts
+
+    if len(paths) != 2:
+        raise ConfigError(f"--texts was given {len(paths)} times; give it twice, a file each")
+    found = compare_texts(*paths)
+    table = _table("prompt", "first difference", str(paths[0]), str(paths[1]))
+    for pair in found:
+        if pair.excerpts is not None:
+            table.add_row(pair.id, f"character {pair.first_character}", *(repr(text) for text in pair.excerpts))
+    equal = sum(pair.is_equal for pair in found)
+    if equal < len(found):
+        console.out.print(table)
+    console.out.print(
+        f"          {equal} of {len(found)} texts equal; tokens are unknown here, so a tie can't be told from a fault",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    verdict = "equal" if equal == len(found) else "different"
+    _say_verdict(verdict)
+    write_json(json_to, _texts_json(found, verdict))
+    if verdict == "different":
+        raise typer.Exit(1)
+
+
+def _texts_json(found: list[TextPair], verdict: str) -> dict[str, Any]:
+    return {"verdict": verdict, "texts": len(found), "pairs": [asdict(pair) for pair in found]}
+
+
+# ── lm-evaluation-harness ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lm_eval(
+    tasks: Annotated[str, typer.Argument(metavar="TASK[,TASK]", help="Tasks of lm-eval, or of --include-path.")],
+    target: Annotated[str, typer.Option(help="`demo`, a folder, or a Hugging Face id.")] = "demo",
+    drafter: Annotated[str, typer.Option(help="Kind, or checkpoint folder.")] = "ngram",
+    settings: Settings = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the target: bfloat16 and so on.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each task; all of them unless given.")] = None,
+    include_path: Annotated[
+        str | None, typer.Option("--include-path", metavar="FOLDER", help="Tasks of yours; Python that they name is run.")
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Prompts side by side.")] = 1,
+    chat: Annotated[bool, typer.Option("--chat", help="Put prompts through the chat template.")] = False,
+    margin: Annotated[float, typer.Option(min=1e-6, help="Difference of scores that does not matter; 0.01 is a point.")] = 0.01,
+    max_gen_toks: Annotated[int, typer.Option(min=1, help="Longest answer of tasks that say none.")] = 256,
+    allow_code_execution: Annotated[
+        bool, typer.Option("--allow-code-execution", help="Run tasks that execute what the model wrote.")
+    ] = False,
+    json_to: JsonTo = None,
+) -> None:
+    """Score tasks of lm-evaluation-harness without and with a drafter.  Exit code 1 where a score differs."""
+    quiet()
+    os.environ.setdefault(
+        "TQDM_DISABLE", "1"
+    )  # read once, when lm-eval loads it; its bars and ours would write over each other
+    place_of_json(json_to)
+    try:
+        from outrider.evaluate.harness import Job, both
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "lm_eval":
+            raise
+        raise ConfigError("lm-eval is not installed; pip install 'outrider[eval]'") from None
+    from outrider.config import override
+
+    names = tuple(name.strip() for name in tasks.split(",") if name.strip())
+    if not names:
+        raise ConfigError("no task is named; give one or more, such as gsm8k,mmlu")
+    job = Job(
+        tasks=names, target=target, drafter=drafter, settings=override({}, settings or ()), dtype=dtype, limit=limit,
+        include_path=include_path, slots=slots, chat=chat, margin=margin, max_gen_toks=max_gen_toks,
+        allow_code=allow_code_execution,
+    )  # fmt: skip
+    console.out.print(
+        f"lm-eval   {', '.join(names)} on {target}: plain, then with {drafter}; "
+        f"{'all' if limit is None else f'at most {limit}'} prompts of each, {slots} side by side",
+        highlight=False, soft_wrap=True, markup=False,
+    )  # fmt: skip
+    with bar("tasks", len(names)) as update:
+        found = both(job, lambda stage, done, of: update(0, f"{stage}: {done} of {of}"))
+    _say_runs(found, margin)
+    write_json(json_to, {"target": target, "drafter": drafter, "margin": margin, "tasks": [run.as_json() for run in found]})
+    if any(run.verdict == "different" for run in found):
+        raise typer.Exit(1)
+
+
+def _say_runs(found: list[TaskRun], margin: float) -> None:
+    table = _table(
+        "task", "metric", "plain", "drafted", "equal", "plain s", "drafted s", "speed-up", "tokens per step", "verdict"
+    )
+    for run in found:
+        for i, score in enumerate(run.scores):
+            speed = (f"{run.speedup:.2f}" if run.speedup else "-", f"{run.tokens_per_step:.2f}" if run.tokens_per_step else "-")
+            shared = ("", "", "", "", "", "") if i else (
+                f"{run.equal} of {run.answers}", f"{run.plain_s:.1f}", f"{run.drafted_s:.1f}", *speed, run.verdict,
+            )  # fmt: skip
+            table.add_row(
+                "" if i else run.task, score.metric, f"{score.plain:.4f}", f"{score.drafted:.4f}", *shared,
+                style=STYLES.get(run.verdict, "red"),
+            )  # fmt: skip
+    console.out.print(table)
+    for run in found:
+        needed = max((score.equivalence.needed for score in run.scores if score.equivalence), default=0)
+        if run.verdict == "not enough prompts":
+            console.out.print(
+                f"          {run.task}: {run.prompts} prompts can't show scores within {margin:g}; about {needed:,} could",
+                highlight=False, soft_wrap=True, markup=False,
+            )  # fmt: skip

@@ -1,0 +1,226 @@
+"""`outrider replay`: recorded traffic, sent again to one server or to two side by side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from outrider.cli import console
+from outrider.cli.console import JsonTo, SkipBad, bar, counted, place_of_json, write_json
+from outrider.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from outrider.evaluate.latencies import Endpoint
+    from outrider.evaluate.replay import Replayed
+    from outrider.evaluate.traces import Trace
+
+
+def replay(
+    log: Annotated[Path, typer.Argument(help="Recorded requests; docs/replay.md lists the formats.", show_default=False)],
+    against: Annotated[
+        str | None, typer.Option(metavar="URL[,URL]", help="One server, or two to compare on the same requests.")
+    ] = None,
+    format: Annotated[str | None, typer.Option(help="Of the log; recognised by its first row without it.")] = None,
+    speed: Annotated[float, typer.Option(help="Times of the log are divided by it.")] = 1.0,
+    rate: Annotated[float | None, typer.Option(help="Calls a second at random times, instead of the log's times.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Callers that each wait for their answer, instead.")] = None,
+    calls: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
+    warmup: Annotated[int, typer.Option(help="First calls that are not timed.")] = 0,
+    split: Annotated[bool, typer.Option("--split", help="Each session to one of the servers instead of to both.")] = False,
+    slo: Annotated[str | None, typer.Option(metavar="ttft=500,tpot=50", help="Limits in ms; answers within all count.")] = None,
+    model: Annotated[str | None, typer.Option(help="Instead of the log's.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="The most tokens of an answer.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Ask at temperature 0, so that answers can be compared.")] = False,
+    completions: Annotated[
+        bool, typer.Option("--completions", help="Send messages as a prompt, for targets without a chat template.")
+    ] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Synthetic calls get answers in full length.")] = False,
+    retries: Annotated[int, typer.Option(help="How often a call that failed is sent again.")] = 3,
+    timeout: Annotated[float, typer.Option(help="The longest silence, in seconds.")] = 120.0,
+    seed: Annotated[int, typer.Option(help="Of the random times.")] = 0,
+    key_from: Annotated[
+        str | None, typer.Option("--key-from", metavar="VARIABLE", help="Environment variable that holds the key.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Gets calls.jsonl and replay.json.")] = None,
+    over: Annotated[bool, typer.Option("--over", help="Write over a folder that is there.")] = False,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the log in Outrider's format.")] = None,
+    redact: Annotated[bool, typer.Option("--redact", help="What is written holds hashes and lengths, no text.")] = False,
+    skip_bad: SkipBad = False,
+    json_to: JsonTo = None,
+) -> None:
+    """Send recorded traffic to a server, or to two side by side, and time the answers."""
+    place_of_json(json_to)
+    from outrider.evaluate import traces
+    from outrider.evaluate.replay import Plan
+    from outrider.evaluate.replay import replay as send
+
+    urls = [url.strip() for url in (against or "").split(",") if url.strip()]
+    if not urls and save is None:
+        raise ConfigError("nothing to do; name a server with --against URL, or a file with --save FILE")
+    plan = Plan(
+        speed, rate, concurrency, split, calls, warmup, model, max_tokens, greedy, ignore_eos, completions, limits(slo),
+        retries, timeout, seed, redact,
+    )  # fmt: skip
+    trace = traces.read(log, format, skip_bad)
+    _describe(trace)
+    if save is not None:
+        count = traces.write(save, trace.calls(), redact)
+        _say(f"{count} calls written to {save}" + (", redacted" if redact else ""))
+    if not urls:
+        return
+    key = _key(key_from)
+    plan.check(trace)
+    total = min(trace.size, calls or trace.size)
+    _say(f"{total} calls by {plan.mode}, to {' and '.join(_shown(url) for url in urls)}{_length(trace, plan, total)}")
+    shown = bar("calls", total) if console.note.is_terminal else nullcontext(None)
+    with shown as update:
+        result = send(trace, urls, plan, folder=out, over=over, key=key, progress=update)
+    report(result)
+    if out is not None:
+        _say(f"written to {out}")
+    write_json(json_to, result.plain())
+    if not result.is_whole:
+        _say(f"stopped; {result.not_sent} calls were not sent")
+        raise SystemExit(130)
+    if not any(endpoint.answered for endpoint in result.endpoints):
+        raise DataError("no call was answered; the table says why, and --out FOLDER keeps what each was told")
+
+
+def limits(text: str | None) -> dict[str, float]:
+    """ttft=500,tpot=50 in ms, to seconds."""
+    found = {}
+    for part in (text or "").split(","):
+        name, _, value = part.strip().partition("=")
+        if not part.strip():
+            continue
+        try:
+            found[name] = float(value.removesuffix("ms")) / 1000
+        except ValueError:
+            raise ConfigError(f"--slo {part.strip()!r}; wanted name=milliseconds, such as ttft=500,tpot=50") from None
+    return found
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ConfigError(f"--key-from {variable}: no such environment variable; set it to the key, or leave the option out")
+    return os.environ[variable]
+
+
+def _shown(url: str) -> str:
+    from outrider.evaluate.stream import address_of
+
+    return address_of(url).shown
+
+
+def _say(text: str) -> None:
+    console.out.print(f"          {text}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _describe(trace: Trace) -> None:
+    times = f" over {trace.span_s:.0f} s" if trace.has_times else ", without times"
+    console.out.print(f"replay    {trace.path}: {trace.size} calls{times} ({trace.format})", highlight=False, soft_wrap=True)
+    for reason, count in trace.left_out.items():
+        _say(f"{count} rows left out: {reason}")
+    if trace.num_synthetic:
+        _say(f"{trace.num_synthetic} calls are synthetic text of the log's lengths: acceptance means nothing")
+
+
+def _length(trace: Trace, plan: Any, total: int) -> str:
+    """How long it will take, where that is known before."""
+    if plan.rate is not None:
+        return f", about {total / plan.rate:.0f} s"
+    if plan.concurrency is None and total == trace.size:
+        return f", about {trace.span_s / plan.speed:.0f} s"
+    return ""
+
+
+# ── what is said at the end ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def report(result: Replayed) -> None:
+    """One table: a column a server, and how they compare."""
+    names = ["first", "second"] if len(result.endpoints) == 2 else ["server"]
+    for name, endpoint in zip(names, result.endpoints, strict=True):
+        model = "" if endpoint.model is None else f", {endpoint.model}"
+        console.out.print(f"{name:<10}{endpoint.url}{model}", highlight=False, markup=False, soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for name in names:
+        table.add_column(name, justify="right")
+    if len(names) == 2:
+        table.add_column("second / first", justify="right", no_wrap=True)
+    for row in rows(result):
+        table.add_row(*row[: len(table.columns)])
+    console.out.print(table, highlight=False)
+    if result.schedule_error_s is not None:
+        late = [f"{value * 1e3:.1f} ms {name}" for name, value in result.schedule_error_s._asdict().items() if name in LATE]
+        _say(f"sent after the time due: {', '.join(late)}")
+    if result.answers is not None:
+        _say(_compared("answers of the two", result.answers))
+    for url, compared in result.log_answers.items():
+        _say(_compared(f"answers of {url} and of the log", compared))
+    for endpoint in result.endpoints:
+        for reason, said in endpoint.first_said.items():
+            if said != reason:
+                _say(f"{endpoint.url}, first: {said}")
+    for note in result.notes:
+        _say(note)
+
+
+LATE = ("p50", "p95", "p99", "most")
+
+
+def rows(result: Replayed) -> list[list[str]]:
+    found = [_row("calls sent", result, lambda one: str(one.sent)), _row("answered", result, lambda one: str(one.answered))]
+    for kind, of in (("failed", lambda one: one.failed), ("cut off", lambda one: one.cut_off)):
+        for reason in sorted({reason for one in result.endpoints for reason in of(one)}):
+            found.append(_row(f"{kind}, {reason}", result, lambda one, of=of, reason=reason: str(of(one).get(reason, 0))))
+    if any(one.retried for one in result.endpoints):
+        found.append(_row("sent more than once", result, lambda one: str(one.retried)))
+    found.append(_row("answers/s", result, lambda one: f"{one.answers_per_s:.2f}"))
+    found.append(_row("tokens/s", result, lambda one: counted(one.tokens_per_s) if one.tokens else "not said"))
+    for name, title in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("gap_s", "gap"), ("e2e_s", "E2E")):
+        compared = result.ratios.get(name)
+        ratio = "" if compared is None else f"{compared.center:.3f} [{compared.low:.3f}, {compared.high:.3f}]"
+        found.append([*_row(f"{title} ms, mean", result, lambda one, name=name: _ms(one, name, "mean")), ratio])
+        for share in ("p50", "p95", "p99"):
+            found.append(_row(f"{'':{len(title)}} ms, {share}", result, lambda one, n=name, s=share: _ms(one, n, s)))
+    if result.slo:
+        within = ", ".join(f"{name} {limit * 1e3:g} ms" for name, limit in result.slo.items())
+        found.append(_row(f"answers/s within {within}", result, lambda one: f"{one.goodput_per_s or 0:.2f}"))
+    for name, title in (("tokens_per_step", "tokens per step"), ("drafted", "drafted"), ("accepted", "kept")):
+        if any((one.acceptance or {}).get(name) is not None for one in result.endpoints):
+            found.append(_row(f"{title}, counters", result, lambda one, n=name: _count(one.acceptance, n)))
+        if any((one.acceptance_said or {}).get(name) is not None for one in result.endpoints):
+            found.append(_row(f"{title}, answers", result, lambda one, n=name: _count(one.acceptance_said, n)))
+    return found
+
+
+def _row(title: str, result: Replayed, of: Any) -> list[str]:
+    return [title, *(of(one) for one in result.endpoints)]
+
+
+def _ms(one: Endpoint, name: str, share: str) -> str:
+    spread = getattr(one, name)
+    return "-" if spread is None else f"{getattr(spread, share) * 1e3:.1f}"
+
+
+def _count(counts: Mapping[str, Any] | None, name: str) -> str:
+    value = (counts or {}).get(name)
+    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _compared(what: str, compared: Any) -> str:
+    said = f"{what}: {compared.equal} of {compared.compared} equal"
+    if compared.first_differences:
+        name, at = compared.first_differences[0]
+        said += f"; call {name} is the first to differ, at character {at}"
+    return said

@@ -1,0 +1,256 @@
+"""The verb that looks at a server while it serves: is the drafter still as good as when it was released?"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from outrider.cli import console
+from outrider.cli.console import JsonTo, place_of_json, write_json
+from outrider.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from outrider.evaluate.watch import Release, View, Window
+
+NOT_SAID = "–"
+
+
+def watch(
+    url: Annotated[str, typer.Argument(help="The server, such as http://127.0.0.1:8000.", show_default=False)],
+    release: Annotated[
+        Path | None, typer.Option(help="report.json, or its folder, that the drafter was released with.", show_default=False)
+    ] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Whose rows of the report; without it those it speaks of first.", show_default=False)
+    ] = None,
+    every: Annotated[float, typer.Option(help="Seconds between two readings.")] = 5.0,
+    for_s: Annotated[float | None, typer.Option("--for", help="Stop after so many seconds.", show_default=False)] = None,
+    once: Annotated[bool, typer.Option("--once", help="One reading: since the server started, or over --for seconds.")] = False,
+    log: Annotated[Path | None, typer.Option(help="Add one JSON line a reading to this file.", show_default=False)] = None,
+    json_to: JsonTo = None,
+) -> None:
+    """Watch a server's acceptance; warn, and exit with 1, when it leaves the interval of its release."""
+    from outrider.evaluate.watch import release_of
+
+    if every < 0.1 or (for_s is not None and for_s <= 0):
+        raise ConfigError(
+            f"--every {every:g}{'' if for_s is None else f' --for {for_s:g}'}: wanted at least 0.1 s, and above 0"
+        )
+    if once and log is not None:
+        raise ConfigError("--log has no effect with --once; --json FILE writes the reading")
+    place_of_json(json_to)
+    promised = None
+    if release is not None:
+        from outrider.evaluate.report import Report
+
+        promised = release_of(Report.load(release), drafter)
+    elif drafter is not None:
+        raise ConfigError(f"--drafter {drafter} has no effect without --release; name the report that holds it")
+    found, is_outside = _once(url, promised, for_s) if once else _live(url, promised, every, for_s, log)
+    write_json(json_to, found)
+    if is_outside:
+        raise typer.Exit(1)
+
+
+def _once(url: str, promised: Release | None, for_s: float | None) -> tuple[dict[str, Any], bool]:
+    """One reading, printed; as JSON, and whether it lies outside the release's interval."""
+    from outrider.evaluate.counters import scrape
+    from outrider.evaluate.watch import VERDICTS, Window, standing
+
+    began, before = time.monotonic(), None
+    counters = scrape(url)
+    if for_s is not None:
+        before = counters
+        time.sleep(for_s)
+        counters = scrape(url)
+    age = time.time() - counters.started if counters.started else 0.0
+    window = Window(time.monotonic() - began if for_s is not None else age, counters.since(before))
+    over = f"the last {for_s:g} s" if for_s is not None else "since it started"
+    console.out.print(f"watch     {counters.server} at {_address(url)}, {over}", highlight=False, soft_wrap=True)
+    console.out.print(_table([(over, window)], promised))
+    side = None if promised is None else standing(window, promised)
+    console.out.print(_loose(_standing_said(side, window, promised)))
+    found = {"server": counters.server, "running": counters.running, "waiting": counters.waiting, "verdict": VERDICTS[side]}
+    return found | {"window": window.json(), "release": _release_json(promised)}, side in (-1, 1)
+
+
+def _standing_said(side: int | None, window: Window, promised: Release | None) -> Text:
+    if promised is None:
+        return Text("no release to compare with; --release report.json names it")
+    if side is None:
+        return Text("nothing was decoded, so nothing can be said")
+    if side == 0:
+        return Text(f"inside the release's interval, as far as {window.steps:,} steps can tell")
+    return Text(
+        f"OUTSIDE: {'below' if side < 0 else 'above'} the release's interval", "bold white on red" if side < 0 else "bold"
+    )
+
+
+def _live(
+    url: str, promised: Release | None, every: float, for_s: float | None, log: Path | None
+) -> tuple[dict[str, Any], bool]:
+    """Readings until --for is over or Ctrl-C; the last as JSON, and whether an alarm was raised on the way."""
+    import httpx
+    from rich.live import Live
+
+    from outrider.evaluate.counters import scrape
+    from outrider.evaluate.watch import Watch
+
+    alarmed, view = False, None
+    with httpx.Client(timeout=max(2.0, min(every, 10.0))) as client, _lines(log) as write:
+        state = Watch(promised, every)
+        first = scrape(url, client)  # who is not there at first is not waited for
+        state.add(time.time(), first)
+        console.out.print(f"watch     {first.server} at {_address(url)}, every {every:g} s; Ctrl-C ends it", highlight=False)
+        began = time.monotonic()
+        end = began + for_s if for_s is not None else None
+        with Live(console=console.out, auto_refresh=False, transient=False) as screen:
+            looks = 0
+            try:
+                while True:
+                    looks += 1
+                    due = began + looks * every
+                    if end is not None and due > end + every / 2:
+                        break
+                    time.sleep(max(0.0, due - time.monotonic()))
+                    try:
+                        view = state.add(time.time(), scrape(url, client))
+                    except DataError as error:
+                        view = state.away(time.time(), str(error))
+                    alarmed |= view.alarmed
+                    write(view.json())
+                    screen.update(_screen(view, promised, state.drift), refresh=True)
+                    looks = max(looks, int((time.monotonic() - began) / every))  # a slow server is not asked twice at once
+            except KeyboardInterrupt:
+                pass
+    if not console.out.is_terminal:
+        console.out.print()
+    found = view.json() if view is not None else {}
+    return found | {"release": _release_json(promised), "alarmed": alarmed}, alarmed
+
+
+@contextmanager
+def _lines(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Gives write(value), which adds a JSON line to the file; without a path it does nothing."""
+    if path is None:
+        yield lambda value: None
+        return
+    try:
+        file = path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"can't write {path}: {error.strerror}; name a file in a folder that exists") from None
+    with file:
+
+        def write(value: dict[str, Any]) -> None:
+            file.write(json.dumps(value) + "\n")
+            file.flush()
+
+        yield write
+
+
+def _screen(view: View, promised: Release | None, drift: Any) -> Group:
+    """The whole dashboard."""
+    from outrider.evaluate.watch import Window
+
+    age = view.at_s - view.counters.started if view.counters and view.counters.started else 0.0
+    columns = [("1 min", view.minute), ("10 min", view.ten_minutes)]
+    if view.since_start is not None:
+        columns.append(("since start", Window(age, view.since_start)))
+    busy = ""
+    if view.counters is not None and view.counters.running is not None:
+        busy = f"requests  {view.counters.running} running, {view.counters.waiting or 0} waiting"
+        busy += f"; the server began anew {view.restarts} times" if view.restarts else ""
+    return Group(_table(columns, promised), Text(busy), _loose(_verdict(view, promised, drift)))
+
+
+def _verdict(view: View, promised: Release | None, drift: Any) -> Text:
+    """What a human must know now."""
+    if view.away is not None:
+        return Text(f"AWAY      {view.away}", "bold white on red")
+    if promised is None or drift is None:
+        return Text("no release to compare with; --release report.json names it")
+    if view.side:
+        since = time.strftime("%H:%M:%S", time.localtime(view.side_since_s))
+        side = "below" if view.side < 0 else "above"
+        return Text(
+            f"OUTSIDE   {side} the release's interval, found at {since}", "bold white on red" if view.side < 0 else "bold"
+        )
+    said = f"inside    {100 * view.evidence:.0f} % of the evidence for an alarm"
+    steps, per_s = drift.steps_to_notice(), view.ten_minutes.steps / max(view.ten_minutes.seconds, 1e-9)
+    if steps is None:
+        return Text(f"{said}; a drop of 10 % lies inside the release's interval: release with more prompts to notice it")
+    if not view.ten_minutes.steps:
+        return Text(said)
+    return Text(f"{said}; at this traffic a drop of 10 % is noticed in about {_lasting(steps / per_s)}")
+
+
+def _lasting(seconds: float) -> str:
+    for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _table(columns: list[tuple[str, Window]], promised: Release | None) -> Table:
+    """Figures in rows, stretches of time in columns, the release's interval last."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for name, _ in columns:
+        table.add_column(name, justify="right", min_width=8)
+    if promised is not None:
+        table.add_column("release", justify="right")
+    founds = [window.found for _, window in columns]
+
+    def row(name: str, cells: list[str], limits: str = "") -> None:
+        table.add_row(name, *cells, *([] if promised is None else [limits]))
+
+    interval = promised.tokens_per_step if promised else None
+    own = " (the server's own mean)" if any(found.is_interval for found in founds) else ""
+    limits = f"{interval.low:.2f} … {interval.high:.2f}" if interval else ""
+    row(f"tokens per step{own}", [_figure(found.tokens_per_step, ".2f") for found in founds], limits)
+    row("tokens per step with a draft", [_figure(found.tokens_per_draft, ".2f") for found in founds])
+    row("drafted tokens kept", [_figure(found.draft_acceptance, ".1%") for found in founds])
+    depths = promised.by_depth if promised else ()
+    for k in range(max([len(found.rates) for found in founds], default=0)):
+        limits = f"{100 * depths[k].low:.0f} … {100 * depths[k].high:.0f} %" if k < len(depths) else ""
+        rates = [found.rates[k] if k < len(found.rates) else None for found in founds]
+        row(f"  kept at depth {k + 1}", [_figure(rate, ".1%") for rate in rates], limits)
+    row("steps", [f"{window.steps:,}" for _, window in columns])
+    row("tokens/s", [_figure(window.tokens_per_s, ".1f") for _, window in columns])
+    return table
+
+
+def _figure(value: float | None, spec: str) -> str:
+    return NOT_SAID if value is None else f"{value:{spec}}".replace("%", " %")
+
+
+def _loose(text: Text) -> Text:
+    text.overflow = "fold"
+    return text
+
+
+def _address(url: str) -> str:
+    """Without what must not be shown."""
+    from outrider.evaluate.counters import place_of, shown
+
+    return shown(place_of(url)).removesuffix("/metrics")
+
+
+def _release_json(promised: Release | None) -> dict[str, Any] | None:
+    if promised is None:
+        return None
+    center, low, high = promised.tokens_per_step
+    return {
+        "drafter": promised.drafter, "prompts": promised.prompts,
+        "tokens_per_step": {"center": center, "low": low, "high": high},
+        "by_depth": [interval._asdict() for interval in promised.by_depth],
+    }  # fmt: skip

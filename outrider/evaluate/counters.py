@@ -1,0 +1,282 @@
+"""What a server says of its drafts: counters read from its /metrics, and what happened between two readings.  No torch.
+
+Understood are vLLM and llama-server (counters), SGLang (gauges of its last logging interval, which can't be differenced) and
+Outrider's own names.  Samples of several engines and models are summed.  The `_created` twin that Python servers put beside
+each counter is a time stamp, not a count: names are matched whole, never by their beginning.
+
+`tokens_per_step` is what Outrider means everywhere: tokens committed per step, bonus token included, steps without a draft
+too, tokens that prefills wrote not.  Servers report 1 + accepted / drafts instead, per step *with a draft* and before the last
+step is cut at the end of an answer; that is `tokens_per_draft`.  vLLM has no counter of steps, but its histogram of gaps
+between tokens gets one entry a step and request (seen in 0.32).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+
+from outrider.errors import ConfigError, DataError
+
+TIMEOUT_S = 10.0
+LARGEST_BYTES = 32 * 2**20
+
+
+class Names(NamedTuple):
+    """What one kind of server calls things; None where it has no such thing."""
+
+    server: str
+    drafts: str
+    drafted: str | None = None
+    accepted: str | None = None
+    by_position: str | None = None
+    position: str = "position"
+    """Label that holds the place in the draft, from 0."""
+    tokens_per_step: str | None = None
+    """A gauge; only where there are no counters."""
+    steps: str | None = None
+    """Steps, with a draft or without, one a request and target pass."""
+    generated: str | None = None
+    first_tokens: str | None = None
+    """Requests whose prefill wrote their first token: no step stands behind it."""
+    running: str | None = None
+    waiting: str | None = None
+
+
+NAMES = (
+    Names(
+        "outrider", "outrider_steps_total", "outrider_drafted_tokens_total", "outrider_accepted_tokens_total",
+        "outrider_accepted_tokens_by_depth_total", "depth", steps="outrider_steps_total",
+        generated="outrider_generated_tokens_total", running="outrider_requests_running",
+        waiting="outrider_requests_waiting",
+    ),
+    Names(
+        "vLLM", "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        steps="vllm:inter_token_latency_seconds_count", generated="vllm:generation_tokens_total",
+        first_tokens="vllm:time_to_first_token_seconds_count", running="vllm:num_requests_running",
+        waiting="vllm:num_requests_waiting",
+    ),
+    Names(
+        "llama-server", "llamacpp:spec_decode_num_drafts_total", "llamacpp:spec_decode_num_draft_tokens_total",
+        "llamacpp:spec_decode_num_accepted_tokens_total", "llamacpp:spec_decode_num_accepted_tokens_per_pos_total",
+        generated="llamacpp:tokens_predicted_total", running="llamacpp:requests_processing",
+        waiting="llamacpp:requests_deferred",
+    ),
+    Names(
+        "SGLang", "sglang:spec_verify_calls_total", tokens_per_step="sglang:spec_accept_length",
+        generated="sglang:generation_tokens_total", first_tokens="sglang:time_to_first_token_seconds_count",
+        running="sglang:num_running_reqs", waiting="sglang:num_queue_reqs",
+    ),
+)  # fmt: skip
+"""In the order tried: the first whose drafts are found is the server."""
+STARTED = "process_start_time_seconds"
+
+
+class Acceptance(NamedTuple):
+    """What was drafted and kept between two readings.  None is "this server doesn't say"."""
+
+    drafts: int
+    """Steps that the server counts in its figures of drafts: with a draft, or all of them (Outrider)."""
+    drafted: int | None
+    accepted: int | None
+    by_position: tuple[int, ...]
+    """[k]: drafts of which at least k + 1 tokens were kept; empty where the server doesn't say."""
+    tokens_per_step: float | None
+    """Of all steps where the server counts them, else of those with a draft; None where there was no step."""
+    tokens_per_draft: float | None = None
+    """1 + accepted / drafts, what servers call mean acceptance length."""
+    steps: int | None = None
+    """With a draft or without."""
+    generated: int | None = None
+    """Tokens written."""
+    first_tokens: int | None = None
+    """Of which by a prefill, one a request."""
+    restarted: bool = False
+    """The server began anew between the readings: what it counts since then, and what came before is lost."""
+    is_interval: bool = False
+    """`tokens_per_step` is the server's own mean over its last logging interval, whatever lies between the readings."""
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """[k]: share of the drafts of which at least k + 1 tokens were kept."""
+        return tuple(kept / self.drafts for kept in self.by_position) if self.drafts else ()
+
+    @property
+    def draft_acceptance(self) -> float | None:
+        """Share of the drafted tokens that were kept."""
+        return self.accepted / self.drafted if self.drafted and self.accepted is not None else None
+
+
+@dataclass(frozen=True)
+class Counters:
+    """One reading of a server's counters, since it started."""
+
+    server: str | None
+    """Whose names they are; None: nothing about drafts was found."""
+    drafts: int = 0
+    drafted: int | None = None
+    accepted: int | None = None
+    by_position: Mapping[int, int] = field(default_factory=dict)
+    tokens_per_step: float | None = None
+    """A gauge's; None where it follows from counters."""
+    steps: int | None = None
+    generated: int | None = None
+    first_tokens: int | None = None
+    running: int | None = None
+    waiting: int | None = None
+    started: float | None = None
+    """When the process began, seconds since 1970."""
+
+    @property
+    def is_interval(self) -> bool:
+        """Acceptance is a gauge of the last logging interval: it can't be differenced."""
+        return self.tokens_per_step is not None
+
+    def has_restarted(self, before: Counters) -> bool:
+        """Whether the server began anew after `before`: another start time, or a count that fell."""
+        if self.started is not None and before.started is not None and abs(self.started - before.started) > 1:
+            return True
+        pairs = [
+            (self.drafts, before.drafts), (self.drafted, before.drafted), (self.accepted, before.accepted),
+            (self.steps, before.steps), (self.generated, before.generated),
+        ]  # fmt: skip
+        pairs += [(self.by_position.get(place, 0), count) for place, count in before.by_position.items()]
+        return any(now is not None and then is not None and now < then for now, then in pairs)
+
+    def since(self, before: Counters | None = None) -> Acceptance:
+        """What happened after `before`; without it, since the server started.  DataError where it says nothing of drafts."""
+        if self.server is None:
+            raise DataError(
+                "the server's metrics say nothing of drafts; it must be vLLM, SGLang (--enable-metrics), llama-server "
+                "(--metrics) or Outrider, started with a drafter"
+            )
+        restarted = before is not None and self.has_restarted(before)
+        then = Counters(self.server) if before is None or restarted else before
+        depth = max((*self.by_position, *then.by_position), default=-1) + 1
+        places = tuple(self.by_position.get(place, 0) - then.by_position.get(place, 0) for place in range(depth))
+        drafts, accepted = self.drafts - then.drafts, _gained(self.accepted, then.accepted)
+        steps, generated = _gained(self.steps, then.steps), _gained(self.generated, then.generated)
+        first = _gained(self.first_tokens, then.first_tokens)
+        per_draft = 1 + accepted / drafts if drafts > 0 and accepted is not None else None
+        if self.is_interval:
+            # the gauge keeps the last value of a server that stands idle
+            reached = None if self.drafts and not drafts else self.tokens_per_step or None
+        elif steps is None or generated is None:
+            reached = per_draft
+        else:
+            reached = (generated - (first or 0)) / steps if steps > 0 else None
+        return Acceptance(
+            drafts,
+            _gained(self.drafted, then.drafted),
+            accepted,
+            places,
+            reached,
+            per_draft,
+            steps,
+            generated,
+            first,
+            restarted,
+            self.is_interval,
+        )
+
+
+def _gained(now: int | None, then: int | None) -> int | None:
+    return None if now is None else now - (then or 0)
+
+
+def scrape(url: str, client: httpx.Client | None = None, timeout_s: float = TIMEOUT_S) -> Counters:
+    """Read the counters of the server at `url`.
+
+    `url` may be the server's root, its /v1 or its /metrics.  DataError: no server there, or no metrics in its answer.
+    """
+    place = place_of(url)
+    own = client or httpx.Client(timeout=timeout_s)
+    try:
+        with own.stream("GET", place) as answer:
+            if answer.status_code != 200:
+                raise DataError(f"{shown(place)} answered {answer.status_code}; wanted metrics; {_advice(answer.status_code)}")
+            pieces, size = [], 0
+            for piece in answer.iter_bytes():
+                size += len(piece)
+                if size > LARGEST_BYTES:
+                    raise DataError(f"{shown(place)} answered more than {LARGEST_BYTES >> 20} MiB; is that /metrics?")
+                pieces.append(piece)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        said = str(error) or type(error).__name__
+        raise DataError(f"can't read {shown(place)}: {said}; is the server running, and at this address?") from None
+    finally:
+        if client is None:
+            own.close()
+    return read(b"".join(pieces).decode("utf-8", "replace"), shown(place))
+
+
+def place_of(url: str) -> str:
+    """Where the metrics of the server at `url` are."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{url!r} is not the address of a server; give one such as http://127.0.0.1:8000")
+    path = re.sub(r"(/v1)?(/metrics)?/*$", "", parts.path)
+    return urlunsplit((parts.scheme, parts.netloc, f"{path}/metrics", parts.query, ""))
+
+
+def shown(place: str) -> str:
+    """An address without the password, or the query, that it may carry."""
+    parts = urlsplit(place)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def _advice(status: int) -> str:
+    if status == 404:
+        return "SGLang and llama-server need --enable-metrics and --metrics"
+    return "give user:password@ in the address" if status in (401, 403) else "look at the server's log"
+
+
+def read(text: str, source: str = "the metrics") -> Counters:
+    """Counters from a text in Prometheus' format.  DataError where it is none."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    known = {name for names in NAMES for name in names if name} | {STARTED}
+    # of the thousands of lines of a server a few dozen are ours; the parser takes 20 µs a line
+    lines = [line for line in text.splitlines() if re.split(r"[{\s]", line, maxsplit=1)[0] in known]
+    found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+    try:
+        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+            for sample in family.samples:
+                if math.isfinite(sample.value):
+                    found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    except ValueError as error:
+        raise DataError(f"{source}: not in Prometheus' text format ({error}); is that a server's /metrics?") from None
+    if not found and not re.search(r"^# (TYPE|HELP) |^[A-Za-z_:][\w:]*(\{.*\})? [-+\dNI]", text, flags=re.MULTILINE):
+        raise DataError(f"{source}: no metrics in the answer; is that a server's /metrics?")
+    names = next((names for names in NAMES if names.drafts in found or names.tokens_per_step in found), None)
+    return _counters(names, found)
+
+
+def _counters(names: Names | None, found: Mapping[str, list[tuple[Mapping[str, str], float]]]) -> Counters:
+    """Counts under the names of one kind of server, over all its engines and models."""
+
+    def total(name: str | None) -> int | None:
+        return round(sum(value for _, value in found[name])) if name is not None and name in found else None
+
+    started = max([value for _, value in found.get(STARTED, [])], default=None)
+    if names is None:
+        return Counters(None, started=started)
+    places: dict[int, int] = {}
+    for labels, value in found.get(names.by_position or "", []):
+        place = labels.get(names.position, "")
+        if place.isdecimal() and int(place) < 10_000:
+            places[int(place)] = places.get(int(place), 0) + round(value)
+    # engines that stand idle show 0, which is no mean of anything
+    gauges = [value for _, value in found.get(names.tokens_per_step or "", []) if value > 0]
+    gauge = None if names.tokens_per_step is None else sum(gauges) / len(gauges) if gauges else 0.0
+    return Counters(
+        names.server, total(names.drafts) or 0, total(names.drafted), total(names.accepted), places, gauge,
+        total(names.steps), total(names.generated), total(names.first_tokens), total(names.running), total(names.waiting),
+        started,
+    )  # fmt: skip

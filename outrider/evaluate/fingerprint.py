@@ -1,0 +1,117 @@
+"""What times depend on besides the code: machine, libraries, number type.  Two reports with other values are not compared.
+
+The commit of Outrider is not in it: that is what changes between them.  Loads no torch until it is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+Value = str | int | float | bool | None
+GPU_FACTS = {
+    "gpu": "name", "gpu_driver": "driver_version", "gpu_clock_most_mhz": "clocks.max.sm",
+    "gpu_clock_chosen_mhz": "clocks.applications.graphics", "gpu_power_limit_w": "power.limit",
+}  # fmt: skip
+"""What nvidia-smi calls them.  The clock of the moment is not among them: it is never twice the same."""
+
+
+def fingerprint(target: Any = None, **more: Value) -> dict[str, Value]:
+    """Names and values; `target` adds its number type, whether its steps are compiled, and what it is quantised to."""
+    import torch
+
+    device = torch.device("cpu") if target is None else target.device
+    found: dict[str, Value] = {
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_governor": _line("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "cpu_share": _cpu_share(),
+        "memory_gb": _memory_gb(),
+        "threads": torch.get_num_threads(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "torchao": _version("torchao"),
+        "mkldnn": torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "device": device.type,
+    }
+    if device.type == "cuda":
+        found |= _gpu(device.index or 0) | {"cuda": torch.version.cuda}
+    if target is not None:
+        found |= {
+            "dtype": target.spec.dtype, "quantised": target.spec.quantised, "compiled": bool(target.step.graphs),
+        }  # fmt: skip
+    return found | more
+
+
+def differences(a: Mapping[str, Value], b: Mapping[str, Value]) -> list[str]:
+    """What tells two fingerprints apart, a sentence's part each, such as `torch 2.9.0 against 2.13.0`; [] where nothing does.
+
+    A fingerprint without any value agrees with nothing, since nothing is known of it.
+    """
+    missing = [name for name, own in (("first", a), ("second", b)) if not own]
+    if missing:
+        return [f"the {name} report has no fingerprint" for name in missing]
+    return [
+        f"{name.replace('_', ' ')} {_said(a, name)} against {_said(b, name)}"
+        for name in sorted(a.keys() | b.keys(), key=lambda name: (name not in a, list(a).index(name) if name in a else 0, name))
+        if a.get(name) != b.get(name)
+    ]
+
+
+def _said(values: Mapping[str, Value], name: str) -> str:
+    value = values.get(name)
+    return "unknown" if value is None else ("yes" if value else "no") if isinstance(value, bool) else str(value)
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _cpu_share() -> float | None:
+    """Cores' worth of time that the container is given; None where there is no such limit."""
+    quota, _, period = (_line("/sys/fs/cgroup/cpu.max") or "").partition(" ")
+    return round(int(quota) / int(period), 2) if quota.isdigit() and period.isdigit() else None
+
+
+def _memory_gb() -> int | None:
+    """Whole gigabytes: what a kernel keeps for itself moves the rest from boot to boot."""
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
+    except (OSError, ValueError):
+        return None
+
+
+def _gpu(index: int) -> dict[str, Value]:
+    """By nvidia-smi, where it is; else nothing."""
+    asked = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(GPU_FACTS.values())}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return dict.fromkeys(GPU_FACTS)
+    return dict(zip(GPU_FACTS, (value.strip() for value in done.stdout.strip().split(",")), strict=False))
+
+
+def _line(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip() or None
+    except OSError:
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

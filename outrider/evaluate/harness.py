@@ -1,0 +1,475 @@
+"""lm-evaluation-harness on our targets, speculating or not: the same prompts, the same stops, the same scores.
+
+`import outrider.evaluate.harness` registers the model `outrider` with lm-eval (arguments: target, drafter, and those of
+`OutriderLM`).  `both` runs tasks twice, plain and drafted, and says whether it made a difference.  How a prompt is cut, what
+ends an answer and what is left of it are those of lm-eval's own `hf` model.  Log-likelihoods are the target's alone; nothing is
+drafted there.  Needs lm-eval, the extra `eval`.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval import evaluator
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from outrider.checkpoint import load_drafter
+from outrider.decoding.generate import advance
+from outrider.decoding.parties import Drafter
+from outrider.decoding.sampling import Sampling
+from outrider.decoding.state import DecodeState, Request
+from outrider.errors import ConfigError, DataError
+from outrider.evaluate.equivalence import Equivalence, equivalence
+from outrider.targets.transformers import TransformersTarget, load_target
+
+DRAWN = ("top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+"""Settings of a draw that a task, or else the target's generation config, may give; Sampling has its own names for none."""
+IDLE = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
+"""Settings of transformers' `generate` that change nothing with these values."""
+Load = Callable[..., Drafter]
+
+
+@register_model("outrider")
+class OutriderLM(TemplateLM):
+    """A target, and a drafter where one is given, as lm-eval's language model."""
+
+    def __init__(
+        self, target: str | TransformersTarget = "demo", drafter: Drafter | str | None = None, *, slots: int = 8,
+        max_length: int | None = None, max_gen_toks: int = 256, add_bos_token: bool | None = None,
+        think_end_token: str | None = None, seed: int = 0, batch_size: int | str | None = None, device: str | None = None,
+        dtype: str | None = None, max_batch_size: int | None = None, on_request: Callable[[int, int], None] | None = None,
+    ):  # fmt: skip
+        """drafter: one that is built, a kind, or a checkpoint folder.  batch_size, where it is a number, stands for slots.
+        seed: of tasks that sample; texts hang on it alone.
+
+        on_request(done, of) is called after each answer.
+        """
+        super().__init__()
+        self.target = load_target(target, device=device, dtype=dtype) if isinstance(target, str) else target
+        if self.target.tokenizer is None:
+            raise ConfigError(f"{self.target.spec.name} has no tokenizer, and tasks are texts; take a target that has one")
+        self.drafter = load_drafter(drafter, self.target) if isinstance(drafter, str) else drafter
+        self.tokenizer: Any = self.target.tokenizer
+        self.slots = int(batch_size) if batch_size is not None and str(batch_size).isdigit() else slots
+        self.max_length = max_length or self.target.spec.context
+        self.max_gen_toks = max_gen_toks
+        self.add_bos_token = add_bos_token
+        self.think_end_token = think_end_token
+        self.seed = seed
+        self.on_request = on_request
+        self.clock = Clock()
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    @property
+    def eot_token_id(self) -> int:
+        found = self.tokenizer.eos_token_id
+        return int(min(self.target.ends, default=0) if found is None else found)
+
+    @property
+    def prefix_token_id(self) -> int:
+        found = self.tokenizer.bos_token_id
+        return self.eot_token_id if found is None else int(found)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.target.spec.name.replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        if self.tokenizer.chat_template is None:
+            raise ConfigError(f"{self.target.spec.name} has no chat template; leave --apply-chat-template out")
+        said: str = self.tokenizer.apply_chat_template(
+            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )  # fmt: skip
+        return said
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """With the tokenizer's own special tokens, unless told otherwise, or the text has its beginning already."""
+        if add_special_tokens is None:
+            add_special_tokens = self.add_bos_token
+            if has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
+                add_special_tokens = False
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        found: list[int] = self.tokenizer.encode(string, **options)
+        return found
+
+    # ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Answers to (context, generation settings), in the order asked, batched over slots whatever their settings."""
+        asked = [self._request(request.args[0], request.args[1], number) for number, request in enumerate(requests)]
+        # the longest first: what does not fit in memory says so at once
+        order = sorted(range(len(asked)), key=lambda i: -len(asked[i].request.prompt))
+        tokens: list[list[int]] = [[] for _ in asked]
+        state = DecodeState(self.slots, self.target.spec.context, self.target.ends | {self.eot_token_id}, self.device)
+        done = 0
+        began = time.perf_counter()
+        for progress in advance(
+            self.target, [asked[i].request for i in order], self.drafter, slots=self.slots, state=state
+        ):  # fmt: skip
+            tokens[order[progress.request]] += progress.tokens
+            self.clock.steps += 1
+            if progress.finish_reason is not None:
+                done += 1
+                if self.on_request is not None:
+                    self.on_request(done, len(asked))
+        self.clock.generating_s += time.perf_counter() - began
+        self.clock.tokens += sum(map(len, tokens))
+        answers = [self._answer(own, one.until) for own, one in zip(tokens, asked, strict=True)]
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, answer)
+        return answers
+
+    def _request(self, context: str, settings: Mapping[str, Any], number: int) -> _Asked:
+        kwargs: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), self.max_gen_toks))
+        until = handle_stop_sequences(
+            kwargs.pop("until", None), eos=self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
+        )
+        most, sampled = int(kwargs.pop("max_gen_toks")), kwargs.pop("do_sample", False)
+        room, sampling = self.max_length - most, self._sampling(kwargs, bool(sampled), number)
+        if room <= 0:
+            raise ConfigError(
+                f"a task asks for {most} new tokens, and the context is {self.max_length}; set max_gen_toks lower"
+            )
+        prompt = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
+        stops = tuple(term for term in until if term)
+        # as the `hf` model looks for a stop: in the text with its special tokens
+        request = Request(
+            prompt, most, sampling, stops, lambda tokens: self.tokenizer.decode(tokens, skip_special_tokens=False)
+        )
+        return _Asked(request, until)
+
+    def _sampling(self, kwargs: dict[str, Any], sampled: bool, number: int) -> Sampling:
+        """What is not given is the target's generation config's, as it is for transformers' `generate`."""
+        heat = float(kwargs.pop("temperature", 0.0) or 0.0)
+        own = getattr(self.target.model, "generation_config", None)
+        given = {key: kwargs.pop(key, None) for key in DRAWN}
+        unknown = sorted(key for key, value in kwargs.items() if key not in IDLE or IDLE[key] != value)
+        if unknown:
+            raise ConfigError(
+                f"a task's generation_kwargs ask for {', '.join(unknown)}, which this model does not know; it knows until, "
+                f"max_gen_toks, do_sample, temperature, {', '.join(DRAWN)}"
+            )
+        values = {key: getattr(own, key, None) if value is None else value for key, value in given.items()}
+        if not sampled:  # of all of them, greedy text is moved by penalties alone
+            values, heat = {"repetition_penalty": values["repetition_penalty"]}, 0.0
+        return Sampling(
+            heat,
+            seed=self.seed + number if heat else None,
+            **{key: value for key, value in values.items() if value is not None},
+        )
+
+    def _answer(self, tokens: Sequence[int], until: list[str]) -> str:
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        found: str = postprocess_generated_text(text, stop=until, think_end_token=self.think_end_token)
+        return found
+
+    # ── log-likelihoods ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Log probability of each continuation, and whether it is the greedy one."""
+        found: list[tuple[float, bool]] = super().loglikelihood(list(requests), disable_tqdm=True)
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[float]:
+        """Log probability of whole texts, in windows as long as the context, each token predicted once."""
+        windows, owner = [], []
+        for number, request in enumerate(requests):
+            for pair in get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id, max_seq_len=self.max_length,
+                context_len=1,
+            ):  # fmt: skip
+                windows.append((None, *make_disjoint_window(pair)))
+                owner.append(number)
+        totals = [0.0] * len(requests)
+        for number, (value, _) in zip(owner, self._loglikelihood_tokens(windows), strict=True):
+            totals[number] += value
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
+        """Of (text, context ids, continuation ids), read in batches of about equal length."""
+        began = time.perf_counter()
+        texts = [(context + own)[-(self.max_length + 1) :][:-1] for _, context, own in requests]
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(texts)
+        for start in range(0, len(order), self.slots):
+            rows = order[start : start + self.slots]
+            values = self._read([texts[i] for i in rows], [requests[i][2] for i in rows])
+            for i, value in zip(rows, values, strict=True):
+                found[i] = value
+                if requests[i][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[i][0], value)
+            if self.on_request is not None:
+                self.on_request(min(start + self.slots, len(order)), len(order))
+        self.clock.reading_s += time.perf_counter() - began
+        return found
+
+    @torch.inference_mode()
+    def _read(self, texts: Sequence[list[int]], own: Sequence[list[int]]) -> Iterator[tuple[float, bool]]:
+        longest = max(map(len, texts))
+        padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=self.device)
+        hidden, _ = self.target.read(padded, ())
+        results = []
+        for states, text, tokens in zip(hidden, texts, own, strict=True):
+            wanted = torch.tensor(tokens, device=self.device)
+            laws = self.target.head(states[len(text) - len(tokens) : len(text)]).float().log_softmax(-1)
+            total = laws.gather(-1, wanted[:, None]).sum()
+            results.append((float(total), bool((laws.argmax(-1) == wanted).all())))
+        return iter(results)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    request: Request
+    until: list[str]
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds in the model, and what came of them."""
+
+    generating_s: float = 0.0
+    reading_s: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+
+
+# ── with and without ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is run, in plain values: it may go to another process."""
+
+    tasks: tuple[str, ...]
+    target: str = "demo"
+    drafter: str = "ngram"
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the drafter."""
+    dtype: str | None = None
+    limit: int | None = None
+    include_path: str | None = None
+    slots: int = 1
+    chat: bool = False
+    """Put prompts through the chat template."""
+    margin: float = 0.01
+    max_gen_toks: int = 256
+    allow_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One metric of a task, plain and drafted."""
+
+    metric: str
+    plain: float
+    drafted: float
+    equivalence: Equivalence | None
+    """None where the metric has no number for each prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRun:
+    """One task, run twice."""
+
+    task: str
+    prompts: int
+    answers: int
+    equal: int
+    """Answers, or log-likelihoods, that are the same both ways."""
+    first_different: dict[str, Any] | None
+    """The first that is not: number, plain, drafted."""
+    scores: tuple[Score, ...]
+    plain_s: float
+    drafted_s: float
+    tokens_per_step: float | None
+    """Of the drafted run; None where nothing was generated."""
+
+    @property
+    def speedup(self) -> float | None:
+        """Plain seconds over drafted ones; None where nothing was generated, and so nothing drafted."""
+        return self.plain_s / self.drafted_s if self.tokens_per_step and self.drafted_s else None
+
+    @property
+    def verdict(self) -> str:
+        """`equal` where every answer is; else what the scores say, the worst first."""
+        if self.equal == self.answers:
+            return "equal"
+        found = {score.equivalence.verdict for score in self.scores if score.equivalence is not None}
+        return next(
+            (word for word in ("different", "not enough prompts") if word in found), "equivalent" if found else "unknown"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        scores = [
+            asdict(score) | {"equivalence": score.equivalence.as_json() if score.equivalence else None} for score in self.scores
+        ]
+        return asdict(self) | {"speedup": self.speedup, "verdict": self.verdict, "scores": scores}
+
+
+def both(job: Job, on_request: Callable[[str, int, int], None] | None = None, load: Load = load_drafter) -> list[TaskRun]:
+    """Run every task plain, then drafted.  load(name, target, **settings) makes the drafter.
+
+    Tasks that run code which the model wrote are refused by name, before anything of them is loaded, unless job.allow_code;
+    then all happens in a process of its own, and only there is HF_ALLOW_CODE_EVAL set.  on_request(stage, done, of).
+    Raises ConfigError for such a task or one that does not exist, DataError where a task's data can't be had.
+    """
+    manager = manager_of(job)
+    unsafe = unsafe_tasks(manager, job.tasks)
+    if unsafe and not job.allow_code:
+        raise ConfigError(
+            f"{', '.join(unsafe)}: runs code that the model wrote; give --allow-code-execution on a machine where that can do "
+            "no harm, or leave it out"
+        )
+    if unsafe and multiprocessing.parent_process() is None:
+        # started anew, not forked: what this process loaded stays out of reach of the code
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_allow_code) as child:
+            return child.submit(both, job, load=load).result()
+    quiet()
+    target = load_target(job.target, dtype=job.dtype)
+    drafter = load(job.drafter, target, **job.settings)
+    for rider in (None, drafter):  # the first passes of a process pay for what is allocated once
+        for _ in advance(target, [Request([0], 16)], rider):
+            pass
+    found: list[TaskRun] = []
+    for task in job.tasks:
+        pair = []
+        for stage, rider in (("plain", None), ("drafted", drafter)):
+            heard = None if on_request is None else _staged(on_request, f"{task}, {stage}")
+            model = OutriderLM(target, rider, slots=job.slots, max_gen_toks=job.max_gen_toks, on_request=heard)
+            pair.append((_evaluated(model, task, manager, job), model.clock))
+        found += _runs(pair, job)
+    return found
+
+
+def _staged(heard: Callable[[str, int, int], None], stage: str) -> Callable[[int, int], None]:
+    return lambda done, of: heard(stage, done, of)
+
+
+def _allow_code() -> None:
+    os.environ["HF_ALLOW_CODE_EVAL"] = "1"
+
+
+def quiet() -> None:
+    """lm-eval's log says what our table says again."""
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+
+def manager_of(job: Job) -> TaskManager:
+    """Of the tasks in the included folder; of lm-eval's own too where a name is not among them, which takes seconds."""
+    if job.include_path is not None:
+        if not Path(job.include_path).is_dir():
+            raise ConfigError(f"--include-path {job.include_path}: no such folder; name one with task files (YAML)")
+        own = TaskManager(include_path=job.include_path, include_defaults=False)
+        if all(task in own.all_tasks for task in job.tasks):
+            return own
+    manager = TaskManager(include_path=job.include_path)
+    for task in job.tasks:
+        if task not in manager.all_tasks:
+            raise ConfigError(f"lm-eval has no task {task!r}; `lm-eval ls tasks` lists them, --include-path FOLDER adds yours")
+    return manager
+
+
+def unsafe_tasks(manager: TaskManager, names: Iterable[str]) -> list[str]:
+    """Those of these tasks, of groups' members too, whose files say `unsafe_code`.  Loads nothing of them."""
+    index = manager.task_index
+    found: list[str] = []
+
+    def look(entry: Any, below: frozenset[str]) -> None:
+        config = entry if isinstance(entry, Mapping) else {"task": entry}
+        name: Any = config.get("task", config.get("group"))
+        if config.get("unsafe_code"):
+            found.append(str(name))
+        if isinstance(name, list):
+            for child in name:
+                look(child, below)
+        elif name in index and name not in below:
+            known = index[name]
+            if isinstance(known.cfg, Mapping) and known.cfg.get("unsafe_code"):
+                found.append(name)
+            if isinstance(known.cfg, Mapping) and isinstance(known.cfg.get("task"), list):
+                look({"task": known.cfg["task"]}, below | {name})
+            for other, tagged in index.items():
+                if name in tagged.tags and other != name:
+                    look(other, below | {name})
+
+    for name in names:
+        look(name, frozenset())
+    return sorted(set(found))
+
+
+def _evaluated(model: OutriderLM, task: str, manager: TaskManager, job: Job) -> dict[str, Any]:
+    try:
+        results = evaluator.simple_evaluate(
+            model, tasks=[task], limit=job.limit, task_manager=manager, bootstrap_iters=0, apply_chat_template=job.chat,
+            confirm_run_unsafe_code=job.allow_code,
+        )  # fmt: skip
+    except (OSError, ConnectionError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"task {task}: its data can't be had: {first}; with no network use --include-path and files") from error
+    assert results is not None, "one process, so this one has the results"
+    return dict(results)
+
+
+def _runs(pair: Sequence[tuple[dict[str, Any], Clock]], job: Job) -> Iterator[TaskRun]:
+    """One for each task with samples: a group has several, and they share its times."""
+    (plain, one), (drafted, other) = pair
+    for task, samples in plain["samples"].items():
+        others = drafted["samples"][task]
+        filters = [sample["filter"] for sample in samples]
+        first = [i for i, name in enumerate(filters) if name == filters[0]]
+        answers = [[answer for i in first for own in run[i]["resps"] for answer in own] for run in (samples, others)]
+        same = [_same(a, b) for a, b in zip(*answers, strict=True)]
+        lost = same.index(False) if False in same else None
+        yield TaskRun(
+            task, len(first), len(same), sum(same),
+            None if lost is None else {"number": lost, "plain": answers[0][lost], "drafted": answers[1][lost]},
+            tuple(_scores(task, plain, drafted, job.margin)),
+            one.generating_s + one.reading_s, other.generating_s + other.reading_s,
+            other.tokens / other.steps if other.steps else None,
+        )  # fmt: skip
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Texts to the letter; log-likelihoods up to rounding, since both runs read the very same way."""
+    if isinstance(one, str):
+        return bool(one == other)
+    return bool(abs(float(one[0]) - float(other[0])) <= 1e-4 * max(1.0, abs(float(one[0]))) and one[1:] == other[1:])
+
+
+def _scores(task: str, plain: dict[str, Any], drafted: dict[str, Any], margin: float) -> Iterator[Score]:
+    for key, value in plain["results"][task].items():
+        metric, _, name = key.partition(",")
+        if not name or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        values = [
+            [sample.get(metric) for sample in run["samples"][task] if sample["filter"] == name] for run in (plain, drafted)
+        ]
+        has_numbers = all(isinstance(own, int | float) for run in values for own in run) and len(values[0])
+        span = max([1.0, *(abs(float(own)) for run in values for own in run)]) if has_numbers else 1.0
+        judged = equivalence(values[1], values[0], margin * span, span=span) if has_numbers else None
+        yield Score(key, float(value), float(drafted["results"][task][key]), judged)

@@ -1,0 +1,120 @@
+"""Two reports side by side: rows by drafter, task and temperature, prompts by id.  Judges nothing, knows no torch."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from outrider.errors import DataError
+from outrider.evaluate.report import PromptResult, Report, Row
+
+
+class Pair(NamedTuple):
+    """A row, its counterpart, and the prompts of both."""
+
+    new: Row
+    old: Row
+    prompts: tuple[tuple[PromptResult, PromptResult], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """The rows of one drafter at one temperature, by task."""
+
+    name: str
+    """What tells it from others of the report; empty where it is alone."""
+    pairs: Mapping[str, Pair]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two reports, matched."""
+
+    new: Report
+    old: Report
+    groups: tuple[Matched, ...]
+    notes: tuple[str, ...] = ()
+
+
+def compare(new: Report, old: Report, shared: float = 0.8) -> Comparison:
+    """Match rows by drafter, task and temperature, prompts by id; `shared` is the least share of prompts that both must have.
+
+    DataError where targets, or the prompts of a row, are not the same.
+    """
+    if _last(new.target) != _last(old.target):
+        raise DataError(f"candidate drafts for {new.target}, baseline for {old.target}; measure both on one target")
+    names, notes = _names(new, old)
+    ours, theirs = _by_key(new, "candidate"), _by_key(old, "baseline")
+    found: dict[tuple[str, float], dict[str, Pair]] = defaultdict(dict)
+    for (drafter, task, temperature), row in theirs.items():
+        if drafter not in names:
+            continue
+        where = f"{task or 'prompts'} at temperature {temperature:g}"
+        mine = ours.get((names[drafter], task, temperature))
+        if mine is None:
+            raise DataError(f"the candidate lacks the baseline's row of {names[drafter]} on {where}; measure the same tasks")
+        found[drafter, temperature][task] = Pair(mine, row, _shared(mine, row, where, shared))
+    matched = {(names[d], task, t) for (d, t), pairs in found.items() for task in pairs}
+    lost = [f"{d} on {task} at temperature {t:g}" for d, task, t in ours if (d, task, t) not in matched]
+    notes += [f"Not in the baseline, so only looked at for exactness: {', '.join(lost)}."] if lost else []
+    if not found:
+        raise DataError("no row of the candidate has a counterpart in the baseline; measure the same drafter on the same tasks")
+    several, heats = len(names) > 1, len({t for _, t in found}) > 1
+    groups = [
+        Matched(" ".join(filter(None, (names[d] if several else "", f"T {t:g}" if heats else ""))), pairs)
+        for (d, t), pairs in found.items()
+    ]
+    return Comparison(new, old, tuple(groups), tuple(notes))
+
+
+def _last(name: str) -> str:
+    return name.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _names(new: Report, old: Report) -> tuple[dict[str, str], list[str]]:
+    """Drafters of the baseline to those of the candidate: by name, and one that was replaced to the one in its place."""
+    ours, theirs = (list(dict.fromkeys(row.drafter for row in report.rows)) for report in (new, old))
+    names = {name: name for name in theirs if name in ours}
+    added, gone = [n for n in ours if n not in names], [n for n in theirs if n not in names]
+    if len(added) == len(gone) == 1:
+        return names | {gone[0]: added[0]}, [f"{added[0]} takes the place of {gone[0]}."]
+    return names, [f"Drafters of the baseline that the candidate lacks, not compared: {', '.join(gone)}."] if gone else []
+
+
+def _by_key(report: Report, which: str) -> dict[tuple[str, str, float], Row]:
+    found: dict[tuple[str, str, float], Row] = {}
+    for row in report.rows:
+        key = (row.drafter, row.task, row.temperature)
+        if key in found:
+            raise DataError(f"{which} has two rows of {row.drafter} on {row.task} at temperature {row.temperature:g}; keep one")
+        found[key] = row
+    return found
+
+
+def _shared(new: Row, old: Row, where: str, least: float) -> tuple[tuple[PromptResult, PromptResult], ...]:
+    """Prompts of both, by id and, where an id stands twice, by its turn; none where a row does not list its prompts."""
+    if not new.per_prompt or not old.per_prompt:
+        return ()
+    ours, theirs = _by_turn(new.per_prompt), _by_turn(old.per_prompt)
+    pairs = tuple((ours[key], theirs[key]) for key in theirs if key in ours)
+    # the same greedy text has the same length, unless the limit or the target is another
+    same = tuple((a, b) for a, b in pairs if not (a.exact and b.exact and a.tokens != b.tokens))
+    most = max(len(ours), len(theirs))
+    if len(same) < least * most:
+        why = f", of {len(pairs) - len(same)} the length differs" if len(same) < len(pairs) else ""
+        raise DataError(
+            f"{where}: candidate and baseline share {len(same)} of {most} prompts{why}, {least:.0%} are wanted; "
+            "measure both on the same prompts with the same limits"
+        )
+    return same
+
+
+def _by_turn(prompts: Iterable[PromptResult]) -> dict[tuple[str, int], PromptResult]:
+    seen: Counter[str] = Counter()
+    found = {}
+    for prompt in prompts:
+        found[prompt.id, seen[prompt.id]] = prompt
+        seen[prompt.id] += 1
+    return found

@@ -1,0 +1,376 @@
+"""Are the answers the same?  Greedy texts token for token; and where two part, whether rounding parted them or a fault did.
+
+A pass over eight rows rounds otherwise than a pass over one, so two likeliest tokens that are nearly equal may change places: a
+tie.  A fault has no such excuse.  What tells them apart is the margin: the model itself, with no cache and no draft, reads the
+text that both share in one pass, in its own precision and again in float64, and says how far below its likeliest token each
+candidate stands, in units of its rounding.  The same is asked of every token of the drafted text, so that a fault of both texts
+is found too.  At temperatures above 0 it is laws that are compared, see `two_samples`; of scores see `equivalence`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.accept import Verdict as Kept
+from outrider.decoding.accept import accept
+from outrider.decoding.draft import Draft
+from outrider.decoding.generate import advance
+from outrider.decoding.loop import Rule
+from outrider.decoding.parties import Drafter
+from outrider.decoding.policy import Policy
+from outrider.decoding.sampling import Sampling, Streams
+from outrider.decoding.state import Request
+from outrider.decoding.twins import accept_chain
+from outrider.errors import DataError
+from outrider.evaluate.two_samples import Samples, two_samples
+from outrider.targets.transformers import TransformersTarget
+
+Verdict = Literal["equal", "tie", "bug"]
+Prompts = Sequence[Sequence[int]]
+ALLOWED = 4.0
+"""Units of rounding that a tie may span.  The demo target moves by up to 2.3 between passes of other shapes and precisions."""
+TEXT_KEYS = ("text", "answer", "output", "completion")
+
+
+@dataclass(frozen=True, slots=True)
+class Margin:
+    """What the model itself says at the first place where two texts part, or where one strays from it."""
+
+    place: int
+    """Tokens of the answer before it."""
+    tokens: tuple[int | None, int | None]
+    """What the plain text and the drafted text say there; None where one had ended."""
+    shortfall: tuple[float | None, float | None]
+    """How far below the model's largest logit each of them stands."""
+    exact_shortfall: tuple[float | None, float | None] | None
+    """The same in float64; None where that was not possible, or is not needed."""
+    unit: float
+    """One unit of rounding there; see `unit_of`."""
+    verdict: Verdict
+
+    @property
+    def units(self) -> float:
+        """The margin: the larger shortfall in units of rounding, by whichever precision is the more lenient."""
+        found = [_largest(self.shortfall)]
+        if self.exact_shortfall is not None:
+            found.append(_largest(self.exact_shortfall))
+        return min(found) / self.unit
+
+    @property
+    def strays(self) -> str:
+        """Which text left the model's law here."""
+        far = [value is None or value > ALLOWED * self.unit for value in self.shortfall]
+        return {(True, False): "plain", (False, True): "drafted", (True, True): "both"}.get((far[0], far[1]), "neither")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One prompt continued both ways."""
+
+    id: str
+    tokens: int
+    """Of the longer text."""
+    shared: int
+    """Tokens before the two part."""
+    worst: float
+    """Largest shortfall of a drafted token in the model's own pass over the whole text, in units of rounding."""
+    margin: Margin | None
+    """Where they part, or where the drafted text strays; None where nothing is to be explained."""
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Greedy texts of all prompts."""
+
+    pairs: tuple[Pair, ...]
+    dtype: str
+    allowed: float = ALLOWED
+
+    @property
+    def verdict(self) -> Verdict:
+        found = {pair.verdict for pair in self.pairs}
+        return "bug" if "bug" in found else "tie" if "tie" in found else "equal"
+
+    @property
+    def worst(self) -> float:
+        return max((pair.worst for pair in self.pairs), default=0.0)
+
+    def as_json(self) -> dict[str, Any]:
+        """With numbers JSON has: a text that ended too early has a margin of null."""
+        pairs = [asdict(pair) for pair in self.pairs]
+        for row, pair in zip(pairs, self.pairs, strict=True):
+            if pair.margin is not None:
+                row["margin"] |= {"units": _finite(pair.margin.units), "strays": pair.margin.strays}
+        equal = sum(pair.verdict == "equal" for pair in self.pairs)
+        head = {"verdict": self.verdict, "prompts": len(pairs), "equal": equal, "tokens": sum(p.tokens for p in self.pairs)}
+        return head | {"dtype": self.dtype, "allowed": self.allowed, "worst": self.worst, "pairs": pairs}
+
+
+# ── greedy ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def compare(
+    target: TransformersTarget, prompts: Prompts, drafter: Drafter, *, max_new_tokens: int = 96, slots: int = 8,
+    policy: Callable[[], Policy] | None = None, rule: Rule = accept, ids: Sequence[str] | None = None,
+    on_prompt: Callable[[int], None] | None = None,
+) -> Comparison:  # fmt: skip
+    """Continue every prompt (token ids) greedily with and without the drafter and judge each pair.
+
+    on_prompt(done) counts texts finished, two for every prompt.  Raises DataError for no prompts, or one that does not fit.
+    """
+    _fits(target, prompts, max_new_tokens)
+    requests = [Request(list(prompt), max_new_tokens) for prompt in prompts]
+    plain = _texts(target, requests, None, slots, on_text=on_prompt)
+    drafted = _texts(
+        target, requests, drafter, slots, policy() if policy else None, rule,
+        (lambda done: on_prompt(len(requests) + done)) if on_prompt else None,
+    )  # fmt: skip
+    audit = Audit(target)
+    named = ids or [str(i) for i in range(len(prompts))]
+    pairs = [audit.pair(*row) for row in zip(named, prompts, plain, drafted, strict=True)]
+    return Comparison(tuple(pairs), target.spec.dtype)
+
+
+def _fits(target: TransformersTarget, prompts: Prompts, max_new_tokens: int) -> None:
+    if not prompts:
+        raise DataError("no prompts to compare on; give at least one")
+    for i, prompt in enumerate(prompts):
+        if not 0 < len(prompt) <= target.spec.context - max_new_tokens:
+            raise DataError(
+                f"prompt {i} has {len(prompt)} tokens; with {max_new_tokens} new ones the context of {target.spec.context} "
+                f"takes 1 to {target.spec.context - max_new_tokens}"
+            )
+
+
+def _texts(
+    target: TransformersTarget, requests: Sequence[Request], drafter: Drafter | None, slots: int,
+    policy: Policy | None = None, rule: Rule = accept, on_text: Callable[[int], None] | None = None,
+) -> list[list[int]]:  # fmt: skip
+    """The new tokens of every request."""
+    found: list[list[int]] = [[] for _ in requests]
+    done = 0
+    for progress in advance(target, requests, drafter, policy=policy, slots=slots, rule=rule):
+        found[progress.request] += progress.tokens
+        if progress.finish_reason is not None:
+            done += 1
+            if on_text is not None:
+                on_text(done)
+    return found
+
+
+class Audit:
+    """Asks the model itself, outside the loop: no cache, no draft, one text at a time."""
+
+    def __init__(self, target: TransformersTarget):
+        self.target = target
+        self._exact: Any = None
+        self._has_tried = False
+
+    def pair(self, name: str, prompt: Sequence[int], plain: Sequence[int], drafted: Sequence[int]) -> Pair:
+        """Judge two texts of one prompt.  The worst of what was found is the pair's verdict."""
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b), min(len(plain), len(drafted))
+        )
+        longer = max(len(plain), len(drafted))
+        worst, strays = self._worst(prompt, drafted)
+        margin = self.margin(prompt, plain, drafted, shared) if shared < longer else None
+        if worst > ALLOWED and (margin is None or margin.verdict != "bug"):
+            # the whole text's pass rounds in its own way too: ask at that very place
+            both = plain if plain[: strays + 1] == drafted[: strays + 1] else drafted
+            stray = self.margin(prompt, both, drafted, strays)
+            margin = stray if margin is None or stray.verdict == "bug" else margin
+        verdict: Verdict = "equal" if shared == longer else "tie"
+        if margin is not None and margin.verdict == "bug":
+            verdict = "bug"
+        return Pair(name, longer, shared, worst, margin, verdict)
+
+    def margin(self, prompt: Sequence[int], plain: Sequence[int], drafted: Sequence[int], place: int) -> Margin:
+        """What the model says behind the prompt and the first `place` tokens of the answer."""
+        text = [*prompt, *drafted[:place]]
+        tokens = (plain[place] if place < len(plain) else None, drafted[place] if place < len(drafted) else None)
+        logits = self._logits(self.target.model, text)[-1]
+        own, unit = _shortfalls(logits, tokens), float(unit_of(logits, self.target))
+        exact = None
+        if _largest(own) > ALLOWED * unit and None not in tokens and (model := self._double()) is not None:
+            exact = _shortfalls(self._logits(model, text)[-1], tokens)
+        margin = Margin(place, tokens, own, exact, unit, "tie")
+        return margin if margin.units <= ALLOWED else replace(margin, verdict="bug")
+
+    def _worst(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[float, int]:
+        """The largest shortfall among the answer's tokens, in units, and its place."""
+        if not answer:
+            return 0.0, 0
+        logits = self._logits(self.target.model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
+        own = logits.gather(-1, torch.tensor(answer, device=logits.device)[:, None])[:, 0]
+        units = (logits.amax(-1) - own) / unit_of(logits, self.target)
+        place = int(units.argmax())
+        return float(units[place]), place
+
+    @torch.inference_mode()
+    def _logits(self, model: Any, text: Sequence[int]) -> Tensor:
+        """[S, V] in float64, as the model's own forward gives them for one whole text."""
+        tokens = torch.tensor([list(text)], device=model.device)
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+        return logits[0].double()
+
+    def _double(self) -> Any:
+        """The model in float64, made once; None where it is quantised or would not fit into half of what memory is free.
+
+        Parts that a family computes in float32 whatever its weights are, such as norms, stay what they are.
+        """
+        if not self._has_tried:
+            self._has_tried = True
+            self._exact = _in_double(self.target)
+        return self._exact
+
+
+def unit_of(logits: Tensor, target: TransformersTarget) -> Tensor:
+    """One unit of rounding of these logits [..., V].  Returns [...].
+
+    ulp(z) · sqrt(2 L + 1), with z the largest logit or, where that is larger, their root mean square.  The residual stream is
+    rounded once behind each of the two sublayers of L layers and the logits once more; errors of one size and either sign add
+    up as a root.  A unit is an order of magnitude, not a bound: roundings inside a sublayer make it a few units.
+    """
+    size = torch.maximum(logits.amax(-1).abs(), logits.pow(2).mean(-1).sqrt()).clamp(min=1e-30)
+    spacing = torch.finfo(getattr(torch, target.spec.dtype)).eps * 2 ** size.log2().floor()
+    return spacing * math.sqrt(2 * target.spec.layers + 1)
+
+
+def _shortfalls(logits: Tensor, tokens: tuple[int | None, int | None]) -> tuple[float | None, float | None]:
+    top = logits.max()
+    one, other = (None if token is None else float(top - logits[token]) for token in tokens)
+    return one, other
+
+
+def _largest(shortfall: tuple[float | None, float | None]) -> float:
+    """Infinite where a text ended and the other did not: no logit explains that."""
+    return max(math.inf if value is None else value for value in shortfall)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _in_double(target: TransformersTarget) -> Any:
+    model: Any = target.model
+    if target.spec.quantised is not None:
+        return None
+    if model.dtype == torch.float64:
+        return model
+    if 8 * model.num_parameters() > _free_bytes(target.device) / 2:
+        return None
+    copied = type(model)._from_config(model.config, dtype=torch.float64).to(target.device).eval()
+    copied.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
+    return copied
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):  # not every system says
+        return 0
+
+
+# ── sampled ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def compare_samples(
+    target: TransformersTarget, prompts: Prompts, drafter: Drafter, *, sampling: Sampling, samples: int = 200,
+    max_new_tokens: int = 16, slots: int = 32, policy: Callable[[], Policy] | None = None, rule: Rule | None = None,
+    alpha: float = 0.01, seed: int = 0, on_text: Callable[[int], None] | None = None,
+) -> Samples:  # fmt: skip
+    """Draw `samples` texts of every prompt with and without the drafter, from noise of their own, and test the two sets.
+
+    With one seed for both the texts would be equal token for token, which says nothing of the ratio test that unseeded
+    requests go through; here seeds are noise alone, and a run can be repeated.  on_text(done) counts the texts of both sets.
+    """
+    _fits(target, prompts, max_new_tokens)
+    law = rule or _by_ratio
+    found = []
+    total = samples * len(prompts)
+    for arm, rider in enumerate((None, drafter)):
+        requests = [
+            Request(list(prompt), max_new_tokens, replace(sampling, seed=(seed << 32) + 2 * (i * samples + n) + arm))
+            for i, prompt in enumerate(prompts) for n in range(samples)
+        ]  # fmt: skip
+        heard = None if on_text is None else lambda done, before=arm * total: on_text(before + done)
+        texts = _texts(target, requests, rider, slots, policy() if policy and rider else None, law, heard)
+        found.append([texts[start : start + samples] for start in range(0, total, samples)])
+    return two_samples(found[0], found[1], places=min(8, max_new_tokens), alpha=alpha, seed=seed)
+
+
+def _by_ratio(draft: Draft, p: Tensor, streams: Streams) -> Kept:
+    """The law as unseeded requests meet it; under `accept` itself a seed would give both sets the same texts."""
+    return accept(draft, p, streams) if draft.branches else accept_chain(draft, p, streams)
+
+
+# ── texts alone ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """Two servers' answers to one prompt.  Their tokens are unknown, so a tie can't be told from a fault."""
+
+    id: str
+    is_equal: bool
+    first_character: int | None
+    """Index of the first character that differs."""
+    excerpts: tuple[str, str] | None
+    """What stands there."""
+
+
+def compare_texts(ours: str | Path, theirs: str | Path) -> list[TextPair]:
+    """Compare two JSONL files of answers, row by row, by `id` where rows have one.
+
+    The answer stands under text, answer, output or completion.  Raises DataError with file and line.
+    """
+    one, other = _answers(Path(ours)), _answers(Path(theirs))
+    if set(one) != set(other):
+        lone = sorted(set(one) ^ set(other))[0]
+        has, lacks = (ours, theirs) if lone in one else (theirs, ours)
+        raise DataError(f"{has} answers {lone!r} and {lacks} does not; give two files of answers to the same prompts")
+    return [_text_pair(name, one[name], other[name]) for name in one]
+
+
+def _text_pair(name: str, one: str, other: str) -> TextPair:
+    if one == other:
+        return TextPair(name, True, None, None)
+    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return TextPair(name, False, at, (one[at : at + 40], other[at : at + 40]))
+
+
+def _answers(path: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"can't read {path}: {error}; give a JSONL file of answers") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}, line {number} is not JSON: {error}; mend the line or take it out") from None
+        values = [row[key] for key in TEXT_KEYS if isinstance(row.get(key), str)] if isinstance(row, dict) else []
+        if not values:
+            raise DataError(f"{path}, line {number} has no answer; wanted a text under one of {', '.join(TEXT_KEYS)}")
+        name = str(row.get("id", len(found)))
+        if name in found:
+            raise DataError(f"{path}, line {number}: id {name!r} stands there twice; keep one answer a prompt")
+        found[name] = values[0]
+    if not found:
+        raise DataError(f"{path} holds no answer; give a JSONL file with one a line")
+    return found

@@ -1,0 +1,630 @@
+"""Recorded traffic, sent again to one server or to two side by side, when it came or at a rate of one's own.  No torch.
+
+Every call goes to every server (or, split, each session to one of them), so two servers answer the same requests under the
+same load.  At a call's time it is sent to both, the first place alternating; in a closed loop each of the callers asks one
+server and then the other, the first place alternating again.  Texts go to a file as they come and are held no longer than the
+other server's answer takes; of every call only numbers stay.
+
+What was sent is always `answered + failed + cut off`, by server and by reason.  A call fails when nothing of its answer came,
+and is cut off when something did.  A failed call is sent again where that may help (no connection, 429, 500, 502, 503, 504),
+up to `retries` times, after what Retry-After says or after a pause that doubles; one that was cut off or timed out is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import json
+import math
+import os
+import random
+import resource
+import secrets
+import ssl
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import httpx
+
+from outrider.errors import ConfigError, DataError
+from outrider.evaluate import counters, latencies
+from outrider.evaluate.bootstrap import Interval
+from outrider.evaluate.latencies import Endpoint, Outcome, Spread, Tally
+from outrider.evaluate.stream import Address, Answer, Client, address_of
+from outrider.evaluate.traces import Call, Trace, keyed
+
+LIMITS = ("ttft", "tpot", "e2e")
+PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+"""A Retry-After beyond it is a refusal."""
+PROGRESS_S = 2.0
+SETTLE_S, SETTLES = 0.1, 10
+"""Servers may count a step after they sent its tokens: counters are read until they stand still, or so often."""
+LATE_S = 0.01
+EXAMPLES = 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the calls are sent."""
+
+    speed: float = 1.0
+    """Times of the log are divided by it."""
+    rate: float | None = None
+    """Calls a second, at random times (Poisson), instead of the log's times."""
+    concurrency: int | None = None
+    """Callers that each send a call when the one before is answered, instead of the log's times."""
+    split: bool = False
+    """Each session goes to one server instead of to all."""
+    limit: int | None = None
+    """Calls; all of the log where None."""
+    warmup: int = 0
+    """First calls that are sent and accounted for, and not timed."""
+    model: str | None = None
+    """Instead of the log's; without it a model that a server does not have is replaced by the first that it has."""
+    max_tokens: int | None = None
+    """The most tokens of an answer; a call that wants fewer keeps its own."""
+    greedy: bool = False
+    """Every call at temperature 0, so that answers can be compared."""
+    ignore_eos: bool = False
+    """Synthetic calls are answered in full length.  What comes after the end of a text is not what anybody reads."""
+    completions: bool = False
+    """Messages are joined and sent to /v1/completions, for targets without a chat template."""
+    slo: Mapping[str, float] = field(default_factory=dict)
+    """Limits in seconds for ttft, tpot, e2e."""
+    retries: int = 3
+    timeout_s: float = 120.0
+    """The longest silence."""
+    seed: int = 0
+    redact: bool = False
+    """What is written of answers: a keyed hash and a length."""
+
+    def check(self, trace: Trace) -> None:
+        """ConfigError where the plan can't be followed."""
+        for name in ("speed", "rate", "concurrency", "limit", "max_tokens", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} {value}; wanted a number above 0")
+        if self.warmup < 0 or self.retries < 0:
+            raise ConfigError(f"warmup {self.warmup}, retries {self.retries}; wanted 0 or more")
+        if self.rate is not None and self.concurrency is not None:
+            raise ConfigError("a rate and a concurrency were both given; a rate sends whatever is under way, choose one")
+        if self.speed != 1 and (self.rate is not None or self.concurrency is not None):
+            raise ConfigError("a speed was given beside a rate or a concurrency, which leave no time of the log; choose one")
+        if self.rate is None and self.concurrency is None and not trace.has_times:
+            raise ConfigError(f"{trace.path} has no times ({trace.format}); give a --rate or a --concurrency")
+        for name in self.slo:
+            if name not in LIMITS:
+                raise ConfigError(f"no limit {name!r}; choose from {', '.join(LIMITS)}")
+
+    @property
+    def mode(self) -> str:
+        if self.rate is not None:
+            return f"{self.rate:g} calls a second, Poisson, seed {self.seed}"
+        if self.concurrency is not None:
+            return f"{self.concurrency} callers"
+        return "the log's times" + (f", {self.speed:g} times as fast" if self.speed != 1 else "")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Answers side by side, text by text."""
+
+    compared: int
+    equal: int
+    first_differences: tuple[tuple[str, int], ...]
+    """(id of the call, place of the first character that differs) of the first few."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A replay, to keep."""
+
+    log: str
+    format: str
+    mode: str
+    measured: str
+    calls: int
+    """That were to be sent."""
+    not_sent: int
+    """Stopped before their time came; 0 for a whole run."""
+    left_out: Mapping[str, int]
+    """Rows of the log that are no calls, by reason."""
+    synthetic: int
+    """Calls whose text is ours: of them acceptance means nothing."""
+    is_whole: bool
+    seconds: float
+    schedule_error_s: Spread | None
+    """sent - due of all calls; None in a closed loop."""
+    endpoints: tuple[Endpoint, ...]
+    ratios: Mapping[str, Interval]
+    """Second server / first, with 95 % intervals."""
+    answers: Compared | None
+    """Between the servers."""
+    log_answers: Mapping[str, Compared]
+    """By server: with the answers of the log."""
+    slo: Mapping[str, float]
+    notes: tuple[str, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"outrider_replay": 1} | _plain(asdict_kept(self))
+
+
+def asdict_kept(found: Any) -> dict[str, Any]:
+    return {name: getattr(found, name) for name in found.__dataclass_fields__}
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if hasattr(value, "__dataclass_fields__"):
+        return _plain(asdict_kept(value))
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+class Server(NamedTuple):
+    """One endpoint, as it was found."""
+
+    address: Address
+    models: tuple[str, ...]
+    """That it has; empty where it doesn't say."""
+    before: counters.Counters | None
+    silence: str | None
+    """Why it says nothing of its drafts."""
+
+    @property
+    def url(self) -> str:
+        return self.address.shown
+
+    def model_for(self, asked: str | None) -> str | None:
+        return asked if asked in self.models or not self.models else self.models[0]
+
+
+Progress = Callable[[int, str], None]
+
+
+def replay(
+    trace: Trace, urls: Sequence[str], plan: Plan | None = None, *, folder: Path | None = None, over: bool = False,
+    key: str | None = None, progress: Progress | None = None,
+) -> Replayed:  # fmt: skip
+    """Send the calls of `trace` to each of one or two servers.  Ctrl-C stops it: what came until then is the result.
+
+    `folder` gets calls.jsonl, a line a call as it ends, and replay.json.  `key` goes along as a bearer token and is written
+    nowhere.  ConfigError, DataError: before anything is sent.
+    """
+    plan = plan or Plan()
+    plan.check(trace)
+    if not 1 <= len(urls) <= 2:
+        raise ConfigError(f"{len(urls)} servers; wanted one, or two to compare")
+    servers = [server_at(url, key) for url in urls]
+    file = None if folder is None else _opened(folder, over)
+    _allow_connections()
+    run = _Run(trace, servers, plan, file, key, progress)
+    gc.collect()
+    gc.freeze()  # a collection of all that torch-free Python holds takes 20 ms, in which nothing is sent
+    try:
+        asyncio.run(run.go())
+    finally:
+        gc.unfreeze()
+        if file is not None:
+            file.close()
+    result = run.result(key)
+    if folder is not None:
+        os.replace(folder / "calls.jsonl.part", folder / "calls.jsonl")
+        _written(folder / "replay.json", result.plain())
+    return result
+
+
+def server_at(url: str, key: str | None = None) -> Server:
+    """The server at `url`: its models and its counters.  DataError where nobody answers."""
+    address = address_of(url)
+    place = address.shown + "/v1/models"
+    with _http(address, key) as client:
+        try:
+            answer = client.get(place)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise DataError(f"no server at {address.shown}: {error or type(error).__name__}; is it running?") from None
+        if answer.status_code in (401, 403):
+            raise DataError(f"{address.shown} refuses the key ({answer.status_code}); name one with --key-from VARIABLE")
+        try:
+            models = tuple(str(entry["id"]) for entry in answer.json()["data"]) if answer.status_code == 200 else ()
+        except (ValueError, KeyError, TypeError):
+            models = ()
+        try:
+            before, silence = counters.scrape(address.shown, client), None
+        except DataError as error:
+            before, silence = None, str(error)
+    return Server(address, models, before, silence)
+
+
+def _settled(url: str, client: httpx.Client) -> counters.Counters:
+    """The counters, once they stand still."""
+    now = counters.scrape(url, client)
+    for _ in range(SETTLES):
+        time.sleep(SETTLE_S)
+        former, now = now, counters.scrape(url, client)
+        if former == now:
+            break
+    return now
+
+
+def _allow_connections() -> None:
+    """A call under way is an open file, of which a process may have few unless it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard and hard != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _http(address: Address, key: str | None) -> httpx.Client:
+    secret = f"Bearer {key}" if key else f"Basic {address.basic}" if address.basic else None
+    # the same certificates as for the calls
+    verify = ssl.create_default_context() if address.tls else True
+    return httpx.Client(timeout=10, trust_env=False, verify=verify, headers={"Authorization": secret} if secret else None)
+
+
+def _opened(folder: Path, over: bool) -> IO[str]:
+    if folder.exists() and not over:
+        raise DataError(f"{folder} is there already; name another folder, or write over it with --over")
+    try:
+        if folder.is_dir():
+            for name in ("calls.jsonl", "calls.jsonl.part", "replay.json"):
+                (folder / name).unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        return (folder / "calls.jsonl.part").open("w", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"can't write in {folder}: {error.strerror}; name another folder") from None
+
+
+def _written(path: Path, value: Any) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(part, path)
+
+
+# ── what is sent ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def prepared(call: Call, server: Server, plan: Plan) -> tuple[str, bytes]:
+    """(path, body) as the server gets it."""
+    body = dict(call.body)
+    if plan.completions and "messages" in body:
+        messages = body.pop("messages")
+        body["prompt"] = "\n\n".join(_plain_text(message.get("content")) for message in messages)
+        for name in ("tools", "tool_choice", "response_format", "parallel_tool_calls"):
+            body.pop(name, None)
+        path = "/v1/completions"
+    else:
+        path = call.path
+    model = plan.model or server.model_for(body.get("model"))
+    if model is not None:
+        body["model"] = model
+    if plan.greedy:
+        body["temperature"] = 0
+    if plan.max_tokens is not None:
+        name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+        body[name] = min(plan.max_tokens, body.get(name) or plan.max_tokens)
+    if plan.ignore_eos and call.synthetic:
+        body["ignore_eos"] = True
+    if server.before is not None and server.before.server == "SGLang":
+        body["return_spec_tokens_details"] = True
+    body["stream"] = True
+    body["stream_options"] = {"include_usage": True}
+    return path, json.dumps(body).encode()
+
+
+def _plain_text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
+def dues(trace: Trace, plan: Plan) -> Iterator[tuple[Call, float]]:
+    """Every call and when it is due, in seconds after the start."""
+    noise, at_s = random.Random(plan.seed), 0.0
+    for call in itertools.islice(trace.calls(), plan.limit):
+        if plan.rate is None:
+            yield call, (call.at_s or 0.0) / plan.speed
+        else:
+            yield call, at_s
+            at_s += noise.expovariate(plan.rate)
+
+
+def is_worth_another(answer: Answer) -> bool:
+    """Whether the call may succeed when it is sent again.  One that was silent too long would only make the queue longer."""
+    if answer.is_whole or answer.is_cut or (answer.failure or "").startswith(("timeout", "stopped", "not understood")):
+        return False
+    return answer.status is None or answer.status in (200, 408, 429, 500, 502, 503, 504)
+
+
+def pause_s(answer: Answer, attempt: int, noise: random.Random) -> float | None:
+    """How long to wait before the next attempt; None where the server wants too long."""
+    if answer.retry_after_s is not None:
+        return answer.retry_after_s if answer.retry_after_s <= LONGEST_PAUSE_S else None
+    return min(PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S) * noise.uniform(0.5, 1.5)
+
+
+def first_difference(one: str, other: str) -> int | None:
+    """Place of the first character that differs; None where all are equal."""
+    if one == other:
+        return None
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
+
+
+class _Comparison:
+    """Compared, while it grows."""
+
+    def __init__(self) -> None:
+        self.compared = self.equal = 0
+        self.examples: list[tuple[str, int]] = []
+
+    def take(self, name: str, one: str, other: str) -> int | None:
+        at = first_difference(one, other)
+        self.compared += 1
+        self.equal += at is None
+        if at is not None and len(self.examples) < EXAMPLES:
+            self.examples.append((name, at))
+        return at
+
+    def kept(self) -> Compared:
+        return Compared(self.compared, self.equal, tuple(self.examples))
+
+
+# ── the run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Run:
+    """One replay while it goes on."""
+
+    def __init__(
+        self, trace: Trace, servers: list[Server], plan: Plan, file: IO[str] | None, key: str | None, progress: Progress | None
+    ) -> None:
+        self.trace, self.servers, self.plan, self.file, self.progress = trace, servers, plan, file, progress
+        self.tallies = [Tally() for _ in servers]
+        self.clients = [Client(server.address, plan.timeout_s, key) for server in servers]
+        self.calls = min(trace.size, plan.limit or trace.size)
+        self.noise = random.Random(plan.seed + 1)
+        self.mark = secrets.token_hex(4)
+        self.secret = secrets.token_bytes(32)
+        self.between, self.with_log = _Comparison(), [_Comparison() for _ in servers]
+        self.num_sampled = 0
+        self.renamed: Counter[tuple[str, int]] = Counter()
+        """Calls whose model a server does not have: (model, server)."""
+        self.dealt = self.done = 0
+        self.asked: set[asyncio.Task[Outcome]] = set()
+        self.under_way: set[asyncio.Task[None]] = set()
+        self.main: asyncio.Task[Any] | None = None
+        self.fault: BaseException | None = None
+        self.is_stopped = False
+        self.start_s = self.seconds = 0.0
+
+    async def go(self) -> None:
+        self.start_s = time.perf_counter() + 0.05
+        self.main = asyncio.current_task()
+        ticker = asyncio.create_task(self._tick())
+        try:
+            if self.plan.concurrency is None:
+                await self._by_the_clock()
+            else:
+                calls = enumerate(itertools.islice(self.trace.calls(), self.plan.limit))
+                for _ in range(int(self.plan.concurrency)):
+                    self._begin(self._caller(calls))
+            await self._rest()
+        except asyncio.CancelledError:
+            self.is_stopped = True
+            for task in tuple(self.asked):
+                task.cancel()
+            await self._rest()
+        finally:
+            ticker.cancel()
+            for client in self.clients:
+                client.close()
+            self.seconds = max(0.0, time.perf_counter() - self.start_s)
+        if self.fault is not None:
+            raise self.fault
+        for tally in self.tallies:
+            assert not tally.lost, f"{tally.lost} calls are not accounted for"
+
+    async def _rest(self) -> None:
+        while self.under_way:
+            await asyncio.wait(self.under_way)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self.under_way.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.under_way.discard(task)
+        if not task.cancelled() and (fault := task.exception()) is not None and self.fault is None:
+            # such as a full disk: nothing more is sent, and what became of the others does not matter
+            self.fault = fault
+            if self.main is not None:
+                self.main.cancel()
+
+    async def _by_the_clock(self) -> None:
+        """Send each call when it is due, whatever is under way."""
+        for number, (call, at_s) in enumerate(dues(self.trace, self.plan)):
+            bodies = self._bodies(number, call)
+            due_s = self.start_s + at_s
+            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            self._begin(self._deal(number, call, bodies, due_s))
+
+    async def _caller(self, calls: Iterator[tuple[int, Call]]) -> None:
+        """One of the callers of a closed loop."""
+        for number, call in calls:
+            await self._deal(number, call, self._bodies(number, call), None)
+            if self.is_stopped:
+                return
+
+    def _bodies(self, number: int, call: Call) -> list[tuple[int, str, bytes]]:
+        """(server, path, body) of each server that gets the call, in the order in which they get it."""
+        count = len(self.servers)
+        if self.plan.split:
+            order = [(zlib.crc32(call.session.encode()) if call.session is not None else number) % count]
+        else:
+            order = [(place + number) % count for place in range(count)]
+        if not self.plan.greedy and call.body.get("temperature", 1) != 0:
+            self.num_sampled += 1
+        asked = call.body.get("model")
+        for server in order:
+            if self.plan.model is None and asked is not None and self.servers[server].model_for(asked) != asked:
+                self.renamed[str(asked), server] += 1
+        return [(server, *prepared(call, self.servers[server], self.plan)) for server in order]
+
+    async def _deal(self, number: int, call: Call, bodies: list[tuple[int, str, bytes]], due_s: float | None) -> None:
+        """One call at every server that gets it, and what became of it."""
+        if self.is_stopped:
+            return
+        self.dealt += 1
+        outcomes: dict[int, Outcome] = {}
+        tasks = []
+        for server, path, body in bodies:
+            if self.is_stopped:
+                break
+            task = asyncio.create_task(self._ask(server, number, path, body, due_s))
+            self.tallies[server].sent += 1
+            self.asked.add(task)
+            task.add_done_callback(self.asked.discard)
+            tasks.append((server, task))
+            if due_s is None:
+                await asyncio.wait([task])  # a caller asks one server after the other
+        for server, task in tasks:
+            try:
+                outcomes[server] = await task
+            except asyncio.CancelledError:  # before its first line ran
+                now = time.perf_counter()
+                outcomes[server] = Outcome(Answer(now, ended_s=now, failure="stopped"), now, 0, due_s)
+            self.tallies[server].take(number, outcomes[server], self.plan.slo, number >= self.plan.warmup)
+        self._note(number, call, outcomes)
+        self.done += 1
+
+    async def _ask(self, server: int, number: int, path: str, body: bytes, due_s: float | None) -> Outcome:
+        """Send one call to one server until it is answered or there is no use in it."""
+        began_s = time.perf_counter()
+        answer = Answer(began_s, failure="stopped")
+        attempt = 0
+        try:
+            while True:
+                attempt += 1
+                answer = Answer(began_s, failure="stopped")
+                answer = await self.clients[server].ask(path, body, f"{self.mark}-{number}-{attempt}")
+                wait_s = pause_s(answer, attempt, self.noise)
+                if attempt > self.plan.retries or wait_s is None or not is_worth_another(answer):
+                    break
+                await asyncio.sleep(wait_s)
+        except asyncio.CancelledError:
+            answer.failure, answer.ended_s = "stopped", time.perf_counter()
+        if self.plan.redact and answer.failure is not None:
+            answer.failure = answer.reason  # servers quote what they were asked
+        return Outcome(answer, began_s, attempt, due_s)
+
+    def _note(self, number: int, call: Call, outcomes: dict[int, Outcome]) -> None:
+        """Compare the answers, write them, forget them."""
+        texts = {server: outcome.answer.text for server, outcome in outcomes.items() if outcome.kind == "answered"}
+        differs = None
+        if len(texts) == 2:
+            differs = self.between.take(call.id, texts[0], texts[1])
+        if call.answer is not None:
+            for server, text in texts.items():
+                self.with_log[server].take(call.id, text, call.answer)
+        if self.file is None:
+            return
+        name = keyed(call.id, self.secret) if self.plan.redact else call.id
+        row = {
+            "call": number, "id": name, "at_s": call.at_s, "synthetic": call.synthetic or None,
+            "servers": {self.servers[server].url: self._row(number, outcome) for server, outcome in outcomes.items()},
+            "equal": differs is None if len(texts) == 2 else None, "first_difference": differs,
+        }  # fmt: skip
+        self.file.write(json.dumps({key: value for key, value in row.items() if value is not None}) + "\n")
+
+    def _row(self, number: int, outcome: Outcome) -> dict[str, Any]:
+        answer = outcome.answer
+        text: Any = answer.text
+        if self.plan.redact:
+            text = {"hidden": keyed(text, self.secret), "characters": len(text)}
+        row = {
+            "outcome": outcome.kind, "reason": answer.failure, "status": answer.status, "attempts": outcome.attempts,
+            "request_id": f"{self.mark}-{number}-{outcome.attempts}", "sent_s": round(outcome.began_s - self.start_s, 6),
+            "late_s": None if outcome.due_s is None else round(outcome.began_s - outcome.due_s, 6), "ttft_s": outcome.ttft_s,
+            "tpot_s": outcome.tpot_s, "e2e_s": outcome.e2e_s, "tokens": answer.tokens, "prompt_tokens": answer.prompt_tokens,
+            "pieces": answer.chunks, "finish": answer.finish, "acceptance": answer.acceptance, "answer": text,
+        }  # fmt: skip
+        return {key: value for key, value in row.items() if value is not None}
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            if self.file is not None:
+                self.file.flush()
+            if self.progress is not None:
+                failed = sum(tally.failed.total() + tally.cut_off.total() for tally in self.tallies)
+                self.progress(self.done, f"{len(self.asked)} under way" + (f", {failed} failed" if failed else ""))
+
+    # ── what comes out ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def result(self, key: str | None) -> Replayed:
+        plan, trace = self.plan, self.trace
+        notes, endpoints = self._notes(), []
+        for server, tally in zip(self.servers, self.tallies, strict=True):
+            acceptance, said = self._acceptance(server, key)
+            notes += [f"{server.url}: {said}"] if said else []
+            model = plan.model or server.model_for(None)
+            endpoints.append(latencies.endpoint(tally, server.url, model, self.start_s, plan.slo, acceptance))
+        two = len(self.tallies) == 2
+        late = latencies.spread([value for tally in self.tallies for value in tally.late_s])
+        if late is not None and late.p99 > LATE_S:
+            share = f"1 call in 100 was sent {late.p99 * 1e3:.0f} ms late or more"
+            notes.append(f"{share}: this machine is too busy, and latencies are partly its own")
+        return Replayed(
+            str(trace.path), trace.format, plan.mode, datetime.now(UTC).isoformat(timespec="seconds"), self.calls,
+            self.calls - self.dealt, trace.left_out, trace.num_synthetic, not self.is_stopped, self.seconds,
+            late, tuple(endpoints),
+            latencies.ratios(self.tallies[0], self.tallies[1], not plan.split) if two else {},
+            self.between.kept() if self.between.compared else None,
+            {server.url: log.kept() for server, log in zip(self.servers, self.with_log, strict=True) if log.compared},
+            plan.slo, tuple(notes),
+        )  # fmt: skip
+
+    def _notes(self) -> list[str]:
+        notes = []
+        if self.trace.num_synthetic:
+            notes.append("synthetic text: acceptance means nothing, and neither do answers")
+        if self.num_sampled and (self.between.compared or any(log.compared for log in self.with_log)):
+            notes.append(f"{self.num_sampled} calls sample, so their answers may differ; --greedy asks at temperature 0")
+        for (model, place), count in self.renamed.most_common(5):
+            server = self.servers[place]
+            notes.append(f"{server.url} has no {model}: {count} calls went to {server.model_for(model)}")
+        for server, tally in zip(self.servers, self.tallies, strict=True):
+            if tally.uncounted:
+                notes.append(f"{server.url}: {tally.uncounted} answers came without a count of tokens, so without TPOT")
+        return notes
+
+    def _acceptance(self, server: Server, key: str | None) -> tuple[dict[str, Any] | None, str | None]:
+        """What the counters say of this run, and what is to be known about it."""
+        if server.before is None:
+            return None, server.silence
+        try:
+            with _http(server.address, key) as client:
+                since = _settled(server.url, client).since(server.before)
+        except DataError as error:
+            return None, str(error)
+        said = "it was started anew in between: acceptance is of what came after" if since.restarted else None
+        if since.is_interval:
+            said = "tokens per step are of its last logging interval, not of this run"
+        return _plain(since), said

@@ -1,0 +1,205 @@
+"""What a gate found, rule by rule: for a terminal, a program, a pull request and a CI server.  Judges nothing, knows no torch.
+
+Every rule has a verdict and its reason in one sentence; "not measured" is a verdict of its own and never reads as a pass.
+"""
+
+from __future__ import annotations
+
+import math
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from outrider.evaluate.bootstrap import Interval
+
+Verdict = Literal["pass", "warn", "stop", "not measured"]
+Unit = Literal["new/old", "difference", "share", "count"]
+COLOURS: dict[Verdict, str] = {"pass": "", "warn": "yellow", "stop": "bold white on red", "not measured": "dim"}
+WORST_FIRST: tuple[Verdict, ...] = ("stop", "warn", "pass", "not measured")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rule in one place: over all tasks together, on one of them, or at one depth."""
+
+    where: str
+    verdict: Verdict
+    reason: str
+    """One sentence, without its full stop."""
+    figure: float | None = None
+    interval: Interval | None = None
+    """95 %, of this part alone."""
+    corrected: Interval | None = None
+    """Wider by the number of tests that were made beside it; what decides."""
+    prompts: int | None = None
+    is_hole: bool = False
+    """Figures were wanted here, and are missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One rule, judged.  Its verdict is that of its worst part; a rule of which no part was measured is not measured."""
+
+    rule: str
+    measures: str
+    unit: Unit
+    parts: tuple[Part, ...]
+
+    @property
+    def lead(self) -> Part:
+        """The first of the worst parts."""
+        return min(self.parts, key=lambda part: WORST_FIRST.index(part.verdict))
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.lead.verdict
+
+    @property
+    def reason(self) -> str:
+        """One sentence, of the worst part; how many others say the same, and how many say nothing."""
+        lead = self.lead
+        same = sum(part.verdict == lead.verdict for part in self.parts) - 1 if lead.verdict in ("stop", "warn") else 0
+        silent = sum(part.verdict == "not measured" for part in self.parts) if lead.verdict != "not measured" else 0
+        more = f"; so {same} more" if same else ""
+        more += f"; {silent} of {len(self.parts)} parts not measured" if silent else ""
+        return f"{lead.where}: {lead.reason}{more}" if lead.where else lead.reason + more
+
+    def eased(self) -> Finding:
+        """The same with every stop a warning."""
+        return replace(self, parts=tuple(replace(p, verdict="warn") if p.verdict == "stop" else p for p in self.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All rules, and what they say together."""
+
+    verdict: Verdict
+    findings: tuple[Finding, ...]
+    headline: str
+    notes: tuple[str, ...] = ()
+    tests: int = 0
+    """Noisy tests that share one chance of a false alarm."""
+    sigma: float | None = None
+    """Standard deviation of the log of new/old speed over prompts."""
+    widened: float = 1.0
+    prompts_needed: tuple[tuple[float, int], ...] = ()
+    """(loss, prompts that would show it four times in five)."""
+
+    @property
+    def stops(self) -> bool:
+        return self.verdict == "stop"
+
+    def finding(self, rule: str) -> Finding:
+        return next(finding for finding in self.findings if finding.rule == rule)
+
+    def as_json(self) -> dict[str, Any]:
+        """For `json.dumps`; numbers that are not finite are null."""
+        findings = [
+            {
+                "rule": f.rule, "measures": f.measures, "unit": f.unit, "verdict": f.verdict, "reason": f.reason,
+                "figure": f.lead.figure, "interval": _ends(f.lead.interval),
+                "parts": [asdict(p) | {"interval": _ends(p.interval), "corrected": _ends(p.corrected)} for p in f.parts],
+            }
+            for f in self.findings
+        ]  # fmt: skip
+        plain: dict[str, Any] = {"schema": 1, "verdict": self.verdict, "headline": self.headline, "notes": list(self.notes)}
+        plain |= {"tests": self.tests, "sigma": self.sigma, "widened": self.widened, "rules": findings}
+        plain["prompts_needed"] = [{"loss": loss, "prompts": prompts} for loss, prompts in self.prompts_needed]
+        found: dict[str, Any] = _finite(plain)
+        return found
+
+    def table(self) -> Table:
+        """A line for every rule, and one for every part that warns or stops beside the one that leads."""
+        table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+        for name in ("rule", "figure", "95 % interval", "verdict"):
+            table.add_column(name, no_wrap=name in ("figure", "verdict"), overflow="fold")
+        table.add_column("reason", overflow="fold", ratio=1)
+        for found in self.findings:
+            lead = found.lead
+            table.add_row(found.rule, *_figures(found.unit, lead), _mark(found.verdict), Text(found.reason))
+            for part in found.parts:
+                if part is not lead and part.verdict in ("stop", "warn"):
+                    cells = _figures(found.unit, part)
+                    table.add_row(Text(f"  {part.where}"), *cells, _mark(part.verdict), Text(part.reason))
+        return table
+
+    def markdown(self) -> str:
+        """For a pull request."""
+        lines = [f"**{cell(self.headline)}**", "", "| rule | figure | 95 % interval | verdict | reason |"]
+        lines.append("|---|---:|---:|---|---|")
+        for found in self.findings:
+            figure, interval = _figures(found.unit, found.lead)
+            verdict = f"**{found.verdict.upper()}**" if found.verdict == "stop" else found.verdict
+            lines.append(f"| {cell(found.rule)} | {figure} | {interval} | {verdict} | {cell(found.reason)} |")
+        return "\n".join([*lines, *(f"\n{cell(note)}" for note in self.notes)]) + "\n"
+
+    def junit(self) -> str:
+        """JUnit XML: a test case for every rule; a stop is a failure, what was not measured is skipped."""
+        verdicts = [found.verdict for found in self.findings]
+        counts = {"tests": len(verdicts), "failures": verdicts.count("stop"), "errors": 0}
+        counts["skipped"] = verdicts.count("not measured")
+        root = ElementTree.Element("testsuites")
+        said = {name: str(count) for name, count in counts.items()}
+        suite = ElementTree.SubElement(root, "testsuite", {"name": "outrider gate", "time": "0", **said})
+        for found in self.findings:
+            case = ElementTree.SubElement(suite, "testcase", classname="outrider.gate", name=printable(found.rule), time="0")
+            parts = "\n".join(f"{p.verdict}: {p.where or found.rule}: {p.reason}" for p in found.parts)
+            if found.verdict == "stop":
+                ElementTree.SubElement(case, "failure", message=printable(found.reason), type="stop").text = printable(parts)
+            elif found.verdict == "not measured":
+                ElementTree.SubElement(case, "skipped", message=printable(found.reason))
+            else:
+                ElementTree.SubElement(case, "system-out").text = printable(f"{found.verdict}: {found.reason}\n{parts}")
+        ElementTree.SubElement(suite, "system-out").text = printable("\n".join([self.headline, *self.notes]))
+        ElementTree.indent(root)
+        return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def cell(text: str) -> str:
+    """Text that can't end a Markdown cell, start markup in it, or call anyone."""
+    text = " ".join(text.split())
+    for mark in "\\`*_[]<>|":
+        text = text.replace(mark, "\\" + mark)
+    return text.replace("@", "@\N{ZERO WIDTH SPACE}")
+
+
+def printable(text: str) -> str:
+    """Text without the characters that XML 1.0 can't hold, not even escaped."""
+    return "".join(
+        c if c in "\t\n\r" or " " <= c <= "\ud7ff" or "\ue000" <= c <= "\ufffd" or c > "\uffff" else "\ufffd" for c in text
+    )
+
+
+def say_figure(unit: Unit, value: float) -> str:
+    """A ratio with three decimals, a difference or a share in per cent."""
+    if unit == "new/old":
+        return f"{value:.3f}"
+    return f"{value:.0f}" if unit == "count" else f"{100 * value:{'+' if unit == 'difference' else ''}.1f} %"
+
+
+def _figures(unit: Unit, part: Part) -> tuple[str, str]:
+    figure = "–" if part.figure is None else say_figure(unit, part.figure)
+    if part.interval is None:
+        return figure, "–"
+    return figure, f"{say_figure(unit, part.interval.low)} … {say_figure(unit, part.interval.high)}"
+
+
+def _mark(verdict: Verdict) -> Text:
+    return Text(verdict.upper() if verdict == "stop" else verdict, COLOURS[verdict])
+
+
+def _ends(interval: Interval | None) -> list[float] | None:
+    return None if interval is None else [interval.low, interval.high]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -1,0 +1,290 @@
+"""A leak that was planted is found through prepare, training and a move; what kept no hashes is not known, never clean."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import folder, talker
+from train.bench import TAPS, fit
+
+from outrider import checkpoint, load_drafter
+from outrider.errors import ConfigError
+from outrider.evaluate.contamination import Source, check, sources_of
+from outrider.evaluate.tasks import Prompt
+from outrider.prepare import grams
+from outrider.prepare.conversations import Config, Conversation
+from outrider.prepare.features import LiveFeatures
+from outrider.prepare.regenerate import ANSWERS, prepare, read_answers
+from outrider.retrieval import corpora
+from outrider.targets.transformers import TransformersTarget
+
+__all__ = ["folder", "talker"]
+
+LEAKED = "Three hens lay two eggs on each of four days; how many eggs lie in the nest when a fox has taken five?"
+PLANTED = "three HENS lay two eggs\non each of four days:\n\nHow many eggs lie in the nest, when a fox has taken five"
+PARAPHRASE = "A fox steals five eggs from a nest to which three hens have added two apiece daily for four days. What is left?"
+KOREAN = "암탉 세 마리가 나흘 동안 날마다 알을 두 개씩 낳았고 여우가 다섯 개를 가져갔다면 둥지에는 몇 개가 남습니까?"
+PROMPTS = [
+    Prompt("leaked", (LEAKED,)),
+    Prompt("clean", (PARAPHRASE,)),
+    Prompt("second turn", ("Hello.", LEAKED.upper())),
+    Prompt("korean", (KOREAN.replace(" ", ""),), system=LEAKED),
+    Prompt("short", ("Say: b!",)),
+]
+
+
+def texts(*extra: str) -> list[Conversation]:
+    said = ["say a", "say b", *extra]
+    return [Conversation(f"p{i}", [{"role": "user", "content": text}]) for i, text in enumerate(said)]
+
+
+def answered(target: TransformersTarget, folder: Path, asked: list[Conversation]) -> Path:
+    prepare(target, target.tokenizer, asked, folder, Config(max_new_tokens=8, length=400, slots=2, temperature=1.0))
+    return folder
+
+
+def source_of(target: TransformersTarget, answers: Path) -> LiveFeatures:
+    read = read_answers(answers / ANSWERS)
+    return LiveFeatures(target, read, TAPS, batch=2, length=400, grams=grams.named(answers))
+
+
+@pytest.fixture(scope="module")
+def answers(talker: TransformersTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared from prompts among which are two that are measured."""
+    return answered(talker, tmp_path_factory.mktemp("answers"), texts(f"Please tell me. {PLANTED}", KOREAN))
+
+
+@pytest.fixture(scope="module")
+def trained(talker: TransformersTarget, answers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that was moved away from where it was trained."""
+    run = tmp_path_factory.mktemp("run")
+    fit(run, talker, source=source_of(talker, answers), steps=4)
+    return (run / "checkpoint").rename(run.parent / f"{run.name} elsewhere")
+
+
+def manifest(path: Path) -> dict[str, Any]:
+    return json.loads((path / checkpoint.MANIFEST).read_text())
+
+
+# ── checkpoints ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_planted_leak_is_found_in_a_moved_checkpoint(trained: Path, answers: Path) -> None:
+    """Catches a leak in other letters that is lost on the way, or a system prompt or a paraphrase taken for one."""
+    for source in (Source("drafter", trained), Source("answers", answers)):
+        found = check(PROMPTS, [source])
+        assert set(found.overlapping) == {"leaked", "second turn", "korean", "short"}
+        assert check(PROMPTS * 2, [source]).overlapping == found.overlapping
+        assert set(found.overlapping.values()) == {(source.name,)}
+        assert found.unknown == {} and found.checked == 5
+        assert found.places[source.name]["prompts"] == 4
+        assert found.overlaps(PROMPTS) == {prompt.id: prompt.id != "clean" for prompt in PROMPTS}
+        assert found.line().startswith("4 of 5 prompts overlap")
+        assert "13 words" in found.rule
+
+
+def test_a_checkpoint_with_hashes_drafts_as_any_other(trained: Path, talker: TransformersTarget) -> None:
+    """Catches a file beside the weights that loading trips over, and one that is lost when confidences are amended."""
+    load_drafter(trained, talker)
+    copy = shutil.copytree(trained, trained.with_name("amended"))
+    checkpoint.amend(copy, {}, {"calibration": {}})
+    assert set(check(PROMPTS, [Source("drafter", copy)]).overlapping) == {"leaked", "second turn", "korean", "short"}
+
+
+def test_a_swapped_file_is_not_known(trained: Path, talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches another training's hashes, or none, speaking for this one: all prompts would be clean."""
+    clean = answered(talker, tmp_path / "clean", texts("nothing of that"))
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    shutil.copyfile(clean / "prompts.grams", copy / checkpoint.GRAMS)
+    found = check(PROMPTS, [Source("drafter", copy)])
+    assert "not the file that its manifest names" in found.unknown["drafter"]
+    assert (found.overlapping, found.checked, found.overlaps(PROMPTS)) == ({}, 0, {})
+    (copy / checkpoint.GRAMS).unlink()
+    assert "missing" in check(PROMPTS, [Source("drafter", copy)]).unknown["drafter"]
+    assert load_drafter(copy, talker)
+
+
+@pytest.mark.parametrize("training", [{}, {"step": 2}, {"grams": []}, {"grams": [None]}, {"grams": "damaged"}, None])
+def test_an_old_checkpoint_is_not_known_rather_than_clean(
+    training: Any, trained: Path, talker: TransformersTarget, tmp_path: Path
+) -> None:
+    """Catches a checkpoint of before, or a damaged one, that passes for clean, or that does not load any more."""
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    (copy / checkpoint.GRAMS).unlink()
+    (copy / checkpoint.MANIFEST).write_text(json.dumps(manifest(copy) | {"training": training}))
+    found = check(PROMPTS, [Source("drafter", copy)])
+    assert "no hashes" in found.unknown["drafter"]
+    assert (found.checked, found.overlaps(PROMPTS)) == (0, {})
+    assert "not known" in found.line()
+    assert load_drafter(copy, talker)
+
+
+def test_one_unknown_source_leaves_what_was_not_found_open(trained: Path, tmp_path: Path) -> None:
+    """Catches `false` for a prompt that may stand in the other source."""
+    found = check(PROMPTS, [Source("drafter", trained), Source("other", tmp_path)])
+    assert found.overlaps(PROMPTS) == dict.fromkeys(["leaked", "second turn", "korean", "short"], True)
+    assert set(found.unknown) == {"other"}
+
+
+# ── training goes on ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Stop(Exception):
+    """Stands for any crash."""
+
+
+def stopped(target: TransformersTarget, run: Path, source: Any) -> None:
+    def crash(step: int, _: Any) -> None:
+        if step == 3:
+            raise Stop
+
+    with pytest.raises(Stop):
+        fit(run, target, source=source, steps=4, on_step=crash)
+
+
+def test_texts_of_before_a_stop_are_not_forgotten(talker: TransformersTarget, answers: Path, tmp_path: Path) -> None:
+    """Catches a resumed training that names the texts of its second half alone."""
+    stopped(talker, tmp_path / "run", source_of(talker, answers))
+    other = answered(talker, tmp_path / "other", texts(PARAPHRASE))
+    fit(tmp_path / "run", talker, source=source_of(talker, other), steps=4)
+    place = tmp_path / "run" / "checkpoint"
+    assert sorted(path.name for path in place.glob("*.grams")) == ["training.2.grams", "training.grams"]
+    found = check(PROMPTS, [Source("drafter", place)])
+    assert set(found.overlapping) == {prompt.id for prompt in PROMPTS} and found.unknown == {}
+
+
+@pytest.mark.parametrize("known_first", [False, True])
+def test_training_in_part_on_unknown_texts_is_not_known(
+    known_first: bool, talker: TransformersTarget, answers: Path, tmp_path: Path
+) -> None:
+    """Catches half a training whose texts kept no hashes passing for clean, in either order."""
+    known = source_of(talker, answers)
+    unknown = LiveFeatures(talker, known.texts, TAPS, batch=2, length=400)
+    first, second = (known, unknown) if known_first else (unknown, known)
+    stopped(talker, tmp_path, first)
+    fit(tmp_path, talker, source=second, steps=4)
+    found = check(PROMPTS, [Source("drafter", tmp_path / "checkpoint")])
+    assert "leaked" in found.overlapping and "drafter" in found.unknown
+
+
+def test_a_training_that_began_before_hashes_were_kept_is_not_known(
+    talker: TransformersTarget, answers: Path, tmp_path: Path
+) -> None:
+    """Catches an old checkpoint that goes on with known texts and then passes for known from its beginning."""
+    stopped(talker, tmp_path, source_of(talker, answers))
+    place = tmp_path / "checkpoint"
+    old = manifest(place)
+    del old["training"]["grams"]
+    (place / checkpoint.MANIFEST).write_text(json.dumps(old))
+    fit(tmp_path, talker, source=source_of(talker, answers), steps=4)
+    found = check(PROMPTS, [Source("drafter", place)])
+    assert "leaked" in found.overlapping and "drafter" in found.unknown
+
+
+def test_going_on_with_the_same_texts_names_them_once(talker: TransformersTarget, answers: Path, tmp_path: Path) -> None:
+    """Catches a list that grows with every stop, and a checkpoint that differs from one that nothing stopped."""
+    stopped(talker, tmp_path / "a", source_of(talker, answers))
+    fit(tmp_path / "a", talker, source=source_of(talker, answers), steps=4)
+    fit(tmp_path / "b", talker, source=source_of(talker, answers), steps=4)
+    one, other = (manifest(tmp_path / name / "checkpoint")["training"]["grams"] for name in "ab")
+    assert one == other and len(one) == 1 and one[0]["file"] == checkpoint.GRAMS
+
+
+def test_training_outlives_its_hashes(talker: TransformersTarget, answers: Path, tmp_path: Path) -> None:
+    """Catches hours of training lost because a file was deleted beside it; what is then not there is not known."""
+    copy = shutil.copytree(answers, tmp_path / "answers", copy_function=shutil.copy2)
+    source = source_of(talker, copy)
+    shutil.rmtree(copy)
+    fit(tmp_path / "run", talker, source=source, steps=4)
+    assert "missing" in check(PROMPTS, [Source("drafter", tmp_path / "run" / "checkpoint")]).unknown["drafter"]
+
+
+def test_a_checkpoint_keeps_its_own_copy(talker: TransformersTarget, answers: Path, tmp_path: Path) -> None:
+    """Catches a later save that looks for the answers again, which were deleted or prepared anew behind the first."""
+    copy = shutil.copytree(answers, tmp_path / "answers", copy_function=shutil.copy2)
+
+    def delete(step: int, _: Any) -> None:
+        if step == 3:
+            shutil.rmtree(copy)
+
+    fit(tmp_path / "run", talker, source=source_of(talker, copy), steps=4, on_step=delete)
+    assert check(PROMPTS, [Source("drafter", tmp_path / "run" / "checkpoint")]).unknown == {}
+
+
+def test_a_prompt_whose_text_was_not_at_hand_leaves_a_source_open(answers: Path, tmp_path: Path) -> None:
+    """Catches answers to prompts that nobody hashed, from a run that was asked more and stopped, passing for clean."""
+    copy = shutil.copytree(answers, tmp_path / "answers")
+    facts = json.loads((copy / "answers.json").read_text())
+    facts["grams"]["unknown"] = 3
+    (copy / "answers.json").write_text(json.dumps(facts))
+    found = check(PROMPTS, [Source("answers", copy)])
+    assert "3 of its prompts" in found.unknown["answers"] and "leaked" in found.overlapping
+
+
+# ── corpora ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A corpus of two texts, one with a leak in its middle, without hashes yet."""
+    pytest.importorskip("pydivsufsort")
+    from outrider.retrieval.suffix_array import build
+
+    monkeypatch.setenv("OUTRIDER_CORPORA", str(tmp_path / "corpora"))
+    build(tmp_path / "corpora" / "mine", [[4, 5, 6, 7], [4, 5, 8]], vocabulary=100)
+    return tmp_path / "corpora" / "mine"
+
+
+def collected() -> grams.Collector:
+    documents = grams.Collector("documents")
+    documents.add("documents", [f"# Notes\n\nOn Monday they asked this. {PLANTED} I did not know."])
+    documents.add("documents", ["say b"])
+    return documents
+
+
+def test_a_corpus_tells_what_it_holds(corpus: Path) -> None:
+    """Catches hashes beside a corpus that its header does not seal, or that stop it from opening, being checked or copied."""
+    from outrider.retrieval.suffix_array import Corpus, verify
+
+    source = sources_of({"kind": "suffix", "corpora": ["mine"]})
+    assert source == [Source("corpus mine", corpus)]
+    assert "corpus mine" in check(PROMPTS, source).unknown
+    corpora.keep_grams(corpus, collected().save)
+    found = check(PROMPTS, source)
+    assert set(found.overlapping) == {"leaked", "second turn", "short"} and found.unknown == {}
+    assert found.places == {"corpus mine": {"documents": 3}}
+    verify(corpus)
+    assert Corpus.open(corpus).longest([4, 5]).length == 2
+    assert corpora.names() == ["mine"]
+
+
+def test_a_corpus_that_is_built_again_forgets_the_hashes_of_before(corpus: Path) -> None:
+    """Catches hashes of the old texts answering for the new."""
+    from outrider.retrieval.suffix_array import build
+
+    corpora.keep_grams(corpus, collected().save)
+    build(corpus, [[1, 2, 3]], vocabulary=100)
+    assert "corpus mine" in check(PROMPTS, sources_of({"kind": "suffix", "corpora": ["mine"]})).unknown
+
+
+def test_a_drafter_of_parts_is_asked_part_by_part(corpus: Path, trained: Path) -> None:
+    """Catches a corpus or a checkpoint inside mix or graft that nobody asks, or that is asked twice."""
+    inner = {"kind": "graft", "base": str(trained), "retriever": {"kind": "suffix", "corpora": ["mine"]}}
+    parts = [inner["retriever"], {"kind": "ngram"}, {"kind": "small_model", "model": "org/other"}]
+    assert sources_of(inner) == [Source("corpus mine", corpus), Source(str(trained), trained)][::-1]
+    assert [source.name for source in sources_of({"kind": "mix", "parts": parts})] == ["corpus mine", "org/other"]
+    assert sources_of("ngram") == sources_of({"kind": "suffix"}) == []
+    assert sources_of(str(trained)) == [Source(str(trained), trained)]
+    assert "no such folder" in check(PROMPTS, sources_of("org/drafter")).unknown["org/drafter"]
+    with pytest.raises(ConfigError):
+        sources_of({"kind": "sufix"})
+
+
+def test_a_drafter_that_only_reads_the_request_has_nothing_to_ask() -> None:
+    """Catches `checked` where nothing was."""
+    found = check(PROMPTS, [])
+    assert (found.overlapping, found.checked, found.unknown, found.overlaps(PROMPTS)) == ({}, 0, {}, {})

@@ -1,0 +1,237 @@
+"""lm-evaluation-harness says the same of our targets as of its own `hf` model, and the same with a drafter."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny import folder as folder
+from tiny import make_folder
+from verbs import outrider_with
+
+from outrider.checkpoint import load_drafter
+from outrider.decoding.parties import Drafter
+from outrider.errors import ConfigError
+from outrider.targets.transformers import TransformersTarget, load_target
+
+pytest.importorskip("lm_eval")
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
+
+from outrider.evaluate.harness import Job, OutriderLM, both
+
+CONTEXTS = ("tell 1 xyxy", "a", "say abab 3 abab", "and so on " * 40)
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> Any:
+    """lm-eval's own model, which needs more than lm-eval: pip install 'lm-eval[hf]'."""
+    for needed in ("accelerate", "peft"):
+        pytest.importorskip(needed)
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1)
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> TransformersTarget:
+    return load_target(folder)
+
+
+@pytest.fixture(scope="module")
+def drafter(ours: TransformersTarget) -> Drafter:
+    return load_drafter("ngram", ours, shortest=1)
+
+
+def asked(kind: str, *arguments: Any) -> list[Instance]:
+    return [Instance(kind, {}, one, i) for i, one in enumerate(arguments)]
+
+
+def test_it_is_known_to_lm_eval_by_name() -> None:
+    """Catches a model that `--model outrider` does not find."""
+    assert get_model("outrider") is OutriderLM
+    made = OutriderLM.create_from_arg_string("target=demo,drafter=ngram", {"batch_size": 4, "device": "cpu"})
+    assert (made.slots, type(made.drafter).__name__) == (4, "NGram")
+
+
+def test_answers_are_cut_and_stopped_as_by_the_hf_model(ours: TransformersTarget, drafter: Drafter, theirs: Any) -> None:
+    """Catches a stop that is kept, found too late or not at all, a limit that is off by one, a prompt cut at the wrong end.
+
+    Stops are taken from what the model writes: one letter, several that end in the middle, two of which the second comes
+    first, one that never comes, and the end of text by its name.
+    """
+    whole = theirs.generate_until(asked("generate_until", (CONTEXTS[0], {"until": [], "max_gen_toks": 24})), disable_tqdm=True)
+    text = whole[0]
+    assert len(text) > 12
+    untils: list[Any] = [text[5], [text[4:9]], [text[10:13], text[3:6]], ["never there"], ["<|end|>"], text[:2], []]
+    requests = asked(
+        "generate_until",
+        *((context, {"until": until, "max_gen_toks": most}) for context in CONTEXTS for until in untils for most in (1, 24)),
+    )
+    wanted = theirs.generate_until(requests, disable_tqdm=True)
+    assert len(set(wanted)) > 10
+    for rider in (None, drafter):
+        assert OutriderLM(ours, rider, slots=5).generate_until(requests) == wanted
+
+
+def test_log_likelihoods_are_those_of_the_hf_model(ours: TransformersTarget, theirs: Any) -> None:
+    """Catches a row that is off by one, padding that is read, a context cut at the wrong end, and spaces on the wrong side."""
+    text = theirs.generate_until(asked("generate_until", (CONTEXTS[0], {"max_gen_toks": 8})), disable_tqdm=True)[0]
+    pairs = [("one", " two"), ("one ", "two"), ("", "alone"), ("x" * 300, "yz"), (CONTEXTS[0], text), ("a", "b" * 50)]
+    model = OutriderLM(ours, slots=4)
+    found = model.loglikelihood(asked("loglikelihood", *pairs))
+    wanted = theirs.loglikelihood(asked("loglikelihood", *pairs), disable_tqdm=True)
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in wanted], abs=1e-4, rel=1e-6)
+    assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in wanted]
+    assert any(is_greedy for _, is_greedy in found)
+    texts = [("short",), ("longer than the context is " * 24,), ("x",)]
+    rolling = asked("loglikelihood_rolling", *texts)
+    assert model.loglikelihood_rolling(rolling) == pytest.approx(
+        theirs.loglikelihood_rolling(rolling, disable_tqdm=True), abs=1e-3, rel=1e-6
+    )
+
+
+def test_sampled_answers_are_the_same_with_a_drafter(ours: TransformersTarget, drafter: Drafter) -> None:
+    """Catches a seed that is shared by all answers, or that does not reach the draw."""
+    settings = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0, "top_k": 20}
+    requests = asked("generate_until", *[("say it", settings)] * 4)
+    plain = OutriderLM(ours).generate_until(requests)
+    assert len(set(plain)) == 4
+    assert OutriderLM(ours, drafter).generate_until(requests) == plain
+    assert OutriderLM(ours, seed=100).generate_until(requests) != plain
+
+
+def test_settings_that_are_not_known_are_refused(ours: TransformersTarget) -> None:
+    """Catches a beam search that is run greedily in silence."""
+    for settings in ({"num_beams": 4}, {"no_such_thing": 1}):
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            OutriderLM(ours).generate_until(asked("generate_until", ("a", settings)))
+    with pytest.raises(ConfigError, match="context is 256"):
+        OutriderLM(ours).generate_until(asked("generate_until", ("a", {"max_gen_toks": 256})))
+    OutriderLM(ours).generate_until(asked("generate_until", ("a", {"num_beams": 1, "max_gen_toks": 1})))
+
+
+def test_a_chat_template_is_the_targets_own(ours: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a template that is left out, or asked for where there is none."""
+    said = OutriderLM(ours).apply_chat_template([{"role": "user", "content": "hello"}])
+    assert said == "<|user|>hello<|end|><|assistant|>"
+    bare = load_target(make_folder(tmp_path / "bare", template=None))
+    with pytest.raises(ConfigError, match="no chat template"):
+        OutriderLM(bare).apply_chat_template([])
+
+
+# ── tasks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+CODE = "import os\n\ndef score(doc, results):\n    return {'allowed': float(os.environ.get('HF_ALLOW_CODE_EVAL') == '1')}\n"
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three tasks of our own: answers, choices, and one that says that it runs code."""
+    place = tmp_path_factory.mktemp("tasks")
+    rows = [{"text": f"tell {i} {'xy' * i}", "wanted": "x", "choices": ["ab", "xy"], "label": i % 2} for i in range(6)]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "code.py").write_text(CODE)
+    shared = {
+        "dataset_path": "json", "test_split": "test", "doc_to_text": "{{text}}", "metadata": {"version": 1},
+        "dataset_kwargs": {"data_files": {"test": str(place / "rows.jsonl")}, "cache_dir": str(place / "cache")},
+    }  # fmt: skip
+    written = {"doc_to_target": "{{wanted}}", "output_type": "generate_until",
+               "generation_kwargs": {"until": ["zzz"], "max_gen_toks": 12, "do_sample": False}}  # fmt: skip
+    matched = {"metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]}
+    chosen = {"doc_to_target": "{{label}}", "doc_to_choice": "{{choices}}", "output_type": "multiple_choice",
+              "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]}  # fmt: skip
+    for name, own in (("tiny_answers", written | matched), ("tiny_choices", chosen)):
+        (place / f"{name}.yaml").write_text(yaml.safe_dump({"task": name} | shared | own))
+    unsafe = {"task": "tiny_code", "unsafe_code": True} | shared | written
+    unsafe["metric_list"] = [{"metric": "allowed", "aggregation": "mean", "higher_is_better": True}]
+    (place / "code.yaml").write_text(yaml.safe_dump(unsafe) + "process_results: !function code.score\n")
+    (place / "group.yaml").write_text(yaml.safe_dump({"group": "tiny_group", "task": ["tiny_answers", "tiny_code"]}))
+    return place
+
+
+def test_tasks_are_run_twice_and_compared(
+    tasks: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a drafted run that is plain, answers that are compared with themselves, and scores that get lost."""
+    common = ["--target", str(folder), "--include-path", str(tasks), "--json", str(tmp_path / "found.json")]
+    assert outrider_with("lm-eval", "tiny_answers,tiny_choices", *common, "--limit", "4", "--set", "shortest=1") == 0
+    answers, choices = json.loads((tmp_path / "found.json").read_text())["tasks"]
+    assert (answers["task"], answers["prompts"], answers["answers"], answers["equal"]) == ("tiny_answers", 4, 4, 4)
+    assert (choices["task"], choices["prompts"], choices["answers"], choices["equal"]) == ("tiny_choices", 4, 8, 8)
+    assert answers["verdict"] == choices["verdict"] == "equal"
+    assert answers["tokens_per_step"] > 1
+    assert choices["tokens_per_step"] is choices["speedup"] is None
+    assert answers["scores"][0]["metric"] == "exact_match,none"
+    assert answers["scores"][0]["equivalence"]["verdict"] == "not enough prompts"
+    assert answers["plain_s"] > 0
+    assert "tiny_choices" in capsys.readouterr().out
+
+
+def other_drafter(name: str, target: TransformersTarget, **settings: Any) -> Drafter:
+    """A drafter that changes what the target says while it drafts: a fault of the drafted run alone."""
+    return Meddling(load_drafter(name, target, **settings), target)
+
+
+class Meddling:
+    """An n-gram drafter that bends the target's head from its first draft to its end."""
+
+    def __init__(self, inner: Any, target: TransformersTarget):
+        self.inner, self.head = inner, target.model.get_output_embeddings()
+        self.whole = self.head.weight.detach().clone()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def propose(self, memory: Any, state: Any, budget: Any) -> Any:
+        self.head.weight.copy_(self.whole.roll(1, 0))
+        return self.inner.propose(memory, state, budget)
+
+    def free(self, memory: Any, rows: Any) -> None:
+        self.head.weight.copy_(self.whole)
+        self.inner.free(memory, rows)
+
+
+def test_answers_that_differ_are_shown(tasks: Path, folder: Path) -> None:
+    """Catches an equality that can't fail."""
+    job = Job(tasks=("tiny_answers",), target=str(folder), include_path=str(tasks))
+    (found,) = both(job, load=other_drafter)
+    assert found.equal < found.answers
+    assert found.verdict == "not enough prompts"
+    assert found.first_different is not None
+    assert found.first_different["plain"] != found.first_different["drafted"]
+
+
+def test_code_is_run_only_where_that_is_allowed(tasks: Path, folder: Path) -> None:
+    """Catches code of the model's that runs unasked, as a group's member too."""
+    for name in ("tiny_code", "tiny_group"):
+        with pytest.raises(ConfigError, match="tiny_code: runs code that the model wrote"):
+            both(Job(tasks=(name,), target=str(folder), include_path=str(tasks)))
+
+
+@pytest.mark.slow
+def test_code_that_is_allowed_runs_in_a_process_of_its_own(tasks: Path, folder: Path) -> None:
+    """Catches leave to run code that stays behind.  Slow: a process that loads everything anew."""
+    job = Job(tasks=("tiny_code",), target=str(folder), include_path=str(tasks), limit=2, allow_code=True)
+    (found,) = both(job)
+    assert found.scores[0].drafted == 1.0, "the task saw HF_ALLOW_CODE_EVAL"
+    assert "HF_ALLOW_CODE_EVAL" not in os.environ
+
+
+def test_what_can_not_be_run_is_said_in_one_sentence(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a traceback of lm-eval's."""
+    assert outrider_with("lm-eval", "tiny_answers", "--include-path", str(tasks / "nowhere")) == 2
+    assert outrider_with("lm-eval", ",") == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_task_that_lm_eval_does_not_have_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a KeyError.  Slow: lm-eval reads the files of all its tasks."""
+    assert outrider_with("lm-eval", "no_such_task") == 2
+    assert "no_such_task" in capsys.readouterr().err

@@ -1,0 +1,254 @@
+"""Texts that part are told apart: by rounding, or by a fault."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Case, tiny_model
+from tiny import folder as folder
+from tiny import write_recipe
+from verbs import outrider_with
+
+from outrider.decoding.accept import Verdict, accept
+from outrider.decoding.draft import Draft
+from outrider.decoding.parties import Drafter
+from outrider.decoding.sampling import Purpose, Sampling, Streams
+from outrider.errors import DataError
+from outrider.evaluate.parity import Audit, compare, compare_samples, compare_texts
+from outrider.targets.transformers import TransformersTarget, load_target
+
+DrafterOf = Callable[[Case], Drafter]
+
+
+def keeps_the_first(draft: Draft, p: torch.Tensor, streams: Streams) -> Verdict:
+    """A broken rule: the first drafted token stays, whatever the target says of it."""
+    if not draft.tokens.shape[1]:
+        return accept(draft, p, streams)
+    has = draft.sizes > 0
+    following = streams.draw(p[torch.arange(len(p)), has.long()], has.long(), Purpose.TARGET)
+    return Verdict(torch.where(has, 0, -1)[:, None], has.long(), following, torch.zeros_like(draft.sizes))
+
+
+def test_texts_of_an_honest_drafter_are_equal(
+    target: TransformersTarget, prompts: list[list[int]], drafter_of: DrafterOf
+) -> None:
+    """Catches a comparison that sees differences which are not there."""
+    heard: list[int] = []
+    found = compare(target, prompts, drafter_of(Case("ngram")), max_new_tokens=24, slots=3, on_prompt=heard.append)
+    assert found.verdict == "equal"
+    assert found.worst == 0
+    assert all(pair.shared == pair.tokens == 24 and pair.margin is None for pair in found.pairs)
+    assert heard == list(range(1, 2 * len(prompts) + 1))
+
+
+def test_a_rule_that_keeps_a_wrong_token_is_a_bug(
+    target: TransformersTarget, prompts: list[list[int]], drafter_of: DrafterOf
+) -> None:
+    """Catches an audit that finds an excuse for everything: the kept token stands far below the likeliest."""
+    found = compare(target, prompts, drafter_of(Case("ngram")), max_new_tokens=24, rule=keeps_the_first)
+    assert found.verdict == "bug"
+    faulty = [pair for pair in found.pairs if pair.verdict == "bug"]
+    for pair in faulty:
+        assert pair.margin is not None
+        assert pair.margin.strays == "drafted"
+        assert pair.margin.units > 1000
+        assert pair.margin.place == pair.shared
+    assert json.loads(json.dumps(found.as_json(), allow_nan=False))["verdict"] == "bug"
+
+
+def twins(gap: float = 0.0) -> tuple[TransformersTarget, list[int], list[int], list[int]]:
+    """A bfloat16 target whose two likeliest first tokens have the same row of the head, up to a factor; and both texts."""
+    model = tiny_model().bfloat16()
+    prompt = [5, 9, 3]
+    with torch.no_grad():
+        first = int(model(torch.tensor([prompt])).logits[0, -1].argmax())
+        other = (first + 7) % 64
+        model.lm_head.weight[other] = model.lm_head.weight[first] * (1 - gap)
+    target = load_target(model)
+    rest = {token: greedy(model, [*prompt, token], 5) for token in (first, other)}
+    return target, prompt, [first, *rest[first]], [other, *rest[other]]
+
+
+def greedy(model: Any, text: list[int], count: int) -> list[int]:
+    for _ in range(count):
+        text = [*text, int(model(torch.tensor([text])).logits[0, -1].argmax())]
+    return text[-count:]
+
+
+def test_two_tokens_with_one_row_of_the_head_are_a_tie() -> None:
+    """Catches an audit that calls rounding a fault."""
+    target, prompt, plain, drafted = twins()
+    pair = Audit(target).pair("twins", prompt, plain, drafted)
+    assert pair.verdict == "tie"
+    assert pair.shared == 0
+    assert pair.margin is not None
+    assert (pair.margin.units, pair.margin.strays) == (0, "neither")
+
+
+def test_two_tokens_a_third_apart_are_no_tie() -> None:
+    """Catches a unit of rounding that is far too large: the same texts, with the second token's row a third smaller."""
+    target, prompt, plain, drafted = twins(0.34)
+    pair = Audit(target).pair("apart", prompt, plain, drafted)
+    assert pair.verdict == "bug"
+    assert pair.margin is not None
+    assert pair.margin.strays == "drafted"
+    assert pair.margin.exact_shortfall is not None, "a tiny model fits in float64"
+    assert pair.margin.exact_shortfall[1] == pytest.approx(pair.margin.shortfall[1], rel=0.1)
+
+
+def test_the_side_that_strays_is_named(target: TransformersTarget, prompts: list[list[int]]) -> None:
+    """Catches a fault of plain decoding that is laid at the drafter's door, and one that both share."""
+    right = greedy(target.model, prompts[0], 6)
+    wrong = [*right[:3], (right[3] + 1) % 64, *right[4:]]
+    audit = Audit(target)
+    for plain, drafted, strays in ((right, wrong, "drafted"), (wrong, right, "plain"), (wrong, wrong, "both")):
+        pair = audit.pair("", prompts[0], plain, drafted)
+        assert pair.verdict == "bug"
+        assert pair.margin is not None
+        assert (pair.margin.strays, pair.margin.place) == (strays, 3)
+
+
+def test_a_text_that_ends_too_early_is_a_bug(target: TransformersTarget, prompts: list[list[int]]) -> None:
+    """Catches a comparison up to the shorter text's end."""
+    right = greedy(target.model, prompts[0], 6)
+    pair = Audit(target).pair("", prompts[0], right, right[:4])
+    assert (pair.verdict, pair.shared, pair.tokens) == ("bug", 4, 6)
+    assert pair.margin is not None
+    assert pair.margin.tokens == (right[4], None)
+
+
+def test_prompts_that_leave_no_room_are_refused(target: TransformersTarget, drafter_of: DrafterOf) -> None:
+    """Catches texts of unequal length that only the context's end made so."""
+    with pytest.raises(DataError, match="takes 1 to 246"):
+        compare(target, [[1] * 250], drafter_of(Case("ngram")), max_new_tokens=10)
+
+
+# ── sampled ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def cool(prompts: list[list[int]]) -> dict[str, Any]:
+    """Settings under which a few tokens share the probability."""
+    return {
+        "prompts": [prompts[0], prompts[2]],
+        "sampling": Sampling(0.7, top_k=4),
+        "samples": 100,
+        "max_new_tokens": 4,
+        "slots": 50,
+    }
+
+
+def test_sampled_texts_of_an_honest_drafter_follow_the_law(
+    target: TransformersTarget, drafter_of: DrafterOf, cool: dict[str, Any]
+) -> None:
+    """Catches two sets that share their noise, or a rule of comparison that is not the law; false alarms: 1 %, seeds fixed."""
+    found = compare_samples(target, drafter=drafter_of(Case("small_model")), **cool)
+    assert found.verdict == "no difference"
+    assert (found.prompts, found.samples) == (2, 100)
+    assert 0 < found.detectable < 0.45
+
+
+def test_a_sampled_draft_that_is_always_kept_is_caught(
+    target: TransformersTarget, drafter_of: DrafterOf, cool: dict[str, Any]
+) -> None:
+    """Catches a comparison that runs the law whatever rule it was given, or one that is blind."""
+    found = compare_samples(target, drafter=drafter_of(Case("small_model")), rule=keeps_the_first, **cool)
+    assert found.verdict == "different"
+
+
+def test_a_run_repeats_itself_and_another_seed_does_not(
+    target: TransformersTarget, drafter_of: DrafterOf, cool: dict[str, Any]
+) -> None:
+    """Catches noise from elsewhere."""
+    few = cool | {"samples": 10}
+    once, again = (compare_samples(target, drafter=drafter_of(Case("ngram")), **few) for _ in range(2))
+    other = compare_samples(target, drafter=drafter_of(Case("ngram")), **few, seed=1)
+    assert once == again
+    assert replace(once, tests=()) == replace(other, tests=())
+    assert once.tests != other.tests
+
+
+# ── texts alone ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def answers(path: Path, *rows: dict[str, str]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_texts_of_two_servers_are_compared_by_id(tmp_path: Path) -> None:
+    """Catches a comparison by order where ids say otherwise, and an index that is off by one."""
+    ours = answers(tmp_path / "a.jsonl", {"id": "x", "text": "one two"}, {"id": "y", "answer": "same"})
+    theirs = answers(tmp_path / "b.jsonl", {"id": "y", "text": "same"}, {"id": "x", "text": "one too"})
+    differing, equal = compare_texts(ours, theirs)
+    assert (differing.id, differing.first_character, differing.excerpts) == ("x", 5, ("wo", "oo"))
+    assert (equal.id, equal.is_equal) == ("y", True)
+
+
+def test_files_of_answers_that_can_not_be_compared_are_refused(tmp_path: Path) -> None:
+    """Catches answers that are left out in silence."""
+    ours = answers(tmp_path / "a.jsonl", {"id": "x", "text": "one"})
+    for rows, message in (
+        ([{"id": "z", "text": "one"}], "answers 'x' and"),
+        ([{"id": "x", "prompt": "one"}], "line 1 has no answer"),
+        ([{"id": "x", "text": "a"}, {"id": "x", "text": "b"}], "line 2: id 'x' stands there twice"),
+        ([], "holds no answer"),
+    ):
+        with pytest.raises(DataError, match=message):
+            compare_texts(ours, answers(tmp_path / "b.jsonl", *rows))
+
+
+# ── the command ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_command_compares_greedy_and_sampled_texts(folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a verb whose parts do not fit together, and a JSON that lacks what the table says."""
+    recipe = write_recipe(here / "tiny.yaml", folder, drafter={"kind": "ngram"}, train=None, evaluate=None)
+    common = ["--prompts", str(here / "held_out.jsonl"), "--count", "2", "--max-new-tokens", "8", "--json", "found.json"]
+    sampled = ["--temperature", "1", "--samples", "20", "--sampled-tokens", "3"]
+    assert outrider_with("parity", str(recipe), *common, *sampled) == 0
+    found = json.loads((here / "found.json").read_text())
+    assert (found["greedy"]["verdict"], found["sampled"]["verdict"]) == ("equal", "no difference")
+    assert found["drafter"] == "ngram"
+    said = capsys.readouterr().out
+    assert "2 of 2 texts equal" in said
+    assert "four times in five" in said
+    assert outrider_with("parity", "--target", str(folder), "--drafter", "ngram", *common) == 0
+    assert json.loads((here / "found.json").read_text())["sampled"] is None
+
+
+def test_the_command_ends_with_1_where_texts_differ_and_2_where_it_is_used_wrongly(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a difference that a script would take for success."""
+    ours = answers(here / "a.jsonl", {"id": "x", "text": "one"})
+    theirs = answers(here / "b.jsonl", {"id": "x", "text": "two"})
+    assert outrider_with("parity", "--texts", str(ours), "--texts", str(theirs)) == 1
+    assert outrider_with("parity", "--texts", str(ours), "--texts", str(ours)) == 0
+    assert outrider_with("parity", "--texts", str(ours)) == 2
+    assert outrider_with("parity") == 2
+    assert outrider_with("parity", "tiny.yaml", "--drafter", "ngram") == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_command_ends_with_1_on_a_bug(folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an exit code that hangs on the table alone.  The rule is broken beneath the command, which offers none."""
+    from outrider.evaluate import parity
+
+    whole = parity.compare
+    monkeypatch.setattr(parity, "compare", lambda *given, **more: whole(*given, **more, rule=keeps_the_first))
+    write_recipe(here / "tiny.yaml", folder)
+    options = ["--prompts", str(here / "held_out.jsonl"), "--count", "2", "--max-new-tokens", "16"]
+    assert outrider_with("parity", "--target", str(folder), "--drafter", "recycle", *options) == 1

@@ -1,0 +1,696 @@
+"""Replays against real servers in processes of their own: every call is accounted for, whatever becomes of the servers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from outrider.cli.replay import limits
+from outrider.cli.replay import replay as verb
+from outrider.errors import ConfigError, DataError
+from outrider.evaluate import latencies, replay, traces
+from outrider.evaluate.latencies import Gaps, Outcome, Tally
+from outrider.evaluate.replay import Plan, Replayed, dues, first_difference, pause_s
+from outrider.evaluate.stream import Answer, Client, Events, address_of
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FAST = ("--first-ms", "1", "--gap-ms", "1")
+
+
+class Stub:
+    """A server in its own process, that can be killed and started again at the same port."""
+
+    def __init__(self, *options: str) -> None:
+        self.options, self.port = options, 0
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, str(ROOT / "benchmarks" / "stub_server.py"), "--port", str(self.port), *FAST, *self.options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Stub]:
+    stub = Stub("--remember")
+    yield stub
+    stub.kill()
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[Stub]:
+    """Its text differs, and it is slower by 40 ms before the first piece."""
+    stub = Stub("--other", "--first-ms", "60", "--model", "another")
+    yield stub
+    stub.kill()
+
+
+def log(folder: Path, count: int, per_s: float = 100.0, wishes: dict[int, dict[str, Any]] | None = None) -> traces.Trace:
+    """Calls at a steady rate, some of which ask the stub for trouble."""
+    rows = []
+    for number in range(count):
+        row = {
+            "messages": [{"role": "user", "content": f"secret {number}"}],
+            "timestamp": number / per_s,
+            "id": f"call{number}",
+        }
+        rows.append(row | ({"stub": wishes[number]} if wishes and number in wishes else {}))
+    path = folder / "log.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return traces.read(path)
+
+
+def faults(result: Replayed, folder: Path) -> list[str]:
+    """What does not add up: between the counts, and between them and the lines that were written."""
+    found = []
+    lines = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
+    numbers = [line["call"] for line in lines]
+    if len(set(numbers)) != len(numbers) or len(numbers) + result.not_sent != result.calls:
+        found.append(f"{len(numbers)} lines, {result.not_sent} not sent, {result.calls} calls")
+    for endpoint in result.endpoints:
+        if endpoint.sent != endpoint.answered + sum(endpoint.failed.values()) + sum(endpoint.cut_off.values()):
+            found.append(f"{endpoint.url}: {endpoint.sent} sent")
+        rows = [line["servers"][endpoint.url] for line in lines if endpoint.url in line["servers"]]
+        if len(rows) != endpoint.sent:
+            found.append(f"{endpoint.url}: {endpoint.sent} sent, {len(rows)} written")
+        for kind, count in (("answered", endpoint.answered), ("failed", sum(endpoint.failed.values()))):
+            if sum(row["outcome"] == kind for row in rows) != count:
+                found.append(f"{endpoint.url}: {count} {kind}")
+    return found
+
+
+# ── every call is accounted for ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_call_is_accounted_for_when_the_server_is_killed_and_started_again(tmp_path: Path) -> None:
+    """Catches a call that is lost with its connection, and a sender that stops with the server."""
+    stub = Stub("--gap-ms", "20", "--remember")
+    trace = log(tmp_path, 240, per_s=120)
+
+    def violence() -> None:
+        while len(httpx.get(stub.url + "/received").json()) < 60:
+            time.sleep(0.02)
+        stub.kill()
+        time.sleep(0.3)
+        stub.start()
+
+    thread = threading.Thread(target=violence)
+    thread.start()
+    try:
+        result = replay.replay(trace, [stub.url], Plan(retries=1), folder=tmp_path / "out")
+    finally:
+        thread.join()
+        stub.kill()
+    assert faults(result, tmp_path / "out") == []
+    (endpoint,) = result.endpoints
+    assert endpoint.sent == 240 and endpoint.cut_off and endpoint.answered and endpoint.retried
+    assert result.is_whole
+    assert any("started anew" in note for note in result.notes)
+
+
+TROUBLE: dict[int, dict[str, Any]] = {
+    1: {"status": 429, "times": 2, "retry_after": 0.01}, 2: {"status": 400}, 3: {"hang": True}, 4: {"cut": 3}, 5: {"cut": 0},
+    6: {"stall": 2}, 7: {"error": 2}, 8: {"error": 0}, 9: {"bytes": 1}, 10: {"whole": True}, 11: {"silent": True},
+    12: {"pieces": 1}, 13: {"status": 503, "times": 1, "retry_after": 0}, 14: {"status": 429, "retry_after": 1000},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def troubled(plain: Stub, tmp_path_factory: pytest.TempPathFactory) -> tuple[Replayed, Path]:
+    folder = tmp_path_factory.mktemp("troubled")
+    trace = log(folder, 20, wishes=TROUBLE)
+    result = replay.replay(trace, [plain.url], Plan(retries=2, timeout_s=0.6, slo={"ttft": 5.0}), folder=folder / "out")
+    return result, folder / "out"
+
+
+def test_each_kind_of_trouble_has_its_name(troubled: tuple[Replayed, Path]) -> None:
+    """Catches trouble that counts as an answer, a cut answer that counts as a failure, and retries that help nobody."""
+    result, folder = troubled
+    assert faults(result, folder) == []
+    (endpoint,) = result.endpoints
+    assert dict(endpoint.cut_off) == {"connection closed": 1, "timeout: silent for 0.6 s": 1, "error in the stream": 1}
+    assert dict(endpoint.failed) == {
+        "HTTP 400": 1, "HTTP 429": 1, "timeout: silent for 0.6 s": 1, "connection closed": 1, "error in the stream": 1,
+    }  # fmt: skip
+    assert endpoint.first_said["HTTP 400"] == "HTTP 400: told to answer 400"
+    rows = {line["call"]: line["servers"][endpoint.url] for line in map(json.loads, (folder / "calls.jsonl").open())}
+    assert {number: rows[number]["attempts"] for number in (0, 1, 2, 3, 4, 5, 7, 8, 13, 14)} == {
+        0: 1, 1: 3, 2: 1, 3: 1, 4: 1, 5: 3, 7: 1, 8: 3, 13: 2, 14: 1,
+    }  # fmt: skip
+    assert rows[9]["answer"].split()[1::2] == list("01234567") and rows[9]["tokens"] == 16
+    assert rows[10]["answer"].split()[1::2] == list("01234567")
+    assert "tpot_s" not in rows[11] and any("without a count" in note for note in result.notes)
+    assert endpoint.within_limits == endpoint.answered == 20 - 8
+
+
+def test_the_servers_counters_agree_with_what_its_answers_say(plain: Stub, tmp_path: Path) -> None:
+    """Catches counters that are read before the last answer ended, and answers that are counted twice."""
+    result = replay.replay(log(tmp_path, 30), [plain.url])
+    (endpoint,) = result.endpoints
+    assert endpoint.acceptance is not None and endpoint.acceptance_said is not None
+    assert endpoint.acceptance_said["answers"] == 30
+    for name in ("drafts", "drafted", "accepted"):
+        assert endpoint.acceptance[name] == endpoint.acceptance_said[name] > 0
+    assert endpoint.acceptance["generated"] == endpoint.tokens == 30 * 16
+
+
+def test_a_lost_call_would_be_found(troubled: tuple[Replayed, Path], tmp_path: Path) -> None:
+    """The planted faults: a line that was not written, one written twice, a call that no count holds."""
+    result, folder = troubled
+    lines = (folder / "calls.jsonl").read_text().splitlines()
+    for planted in (lines[:-1], [*lines, lines[0]]):
+        (tmp_path / "calls.jsonl").write_text("\n".join(planted))
+        assert faults(result, tmp_path)
+
+
+def test_a_call_that_is_dropped_in_the_middle_stops_the_replay(
+    plain: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault: a tally that forgets one call in seven is noticed by the replay itself."""
+    take = Tally.take
+
+    def forgetful(tally: Tally, number: int, *rest: Any) -> None:
+        if number % 7:
+            take(tally, number, *rest)
+
+    monkeypatch.setattr(Tally, "take", forgetful)
+    with pytest.raises(AssertionError, match="2 calls are not accounted for"):
+        replay.replay(log(tmp_path, 14), [plain.url])
+
+
+def test_ctrl_c_stops_and_what_came_is_kept(plain: Stub, tmp_path: Path) -> None:
+    """Catches calls that are lost when the user has had enough: those under way are cut off or failed, the rest not sent."""
+    log(tmp_path, 2000, per_s=100, wishes={3: {"hang": True}})
+    code = "from outrider.cli.replay import replay; import typer; typer.run(replay)"
+    command = [sys.executable, "-c", code, "log.jsonl", "--against", plain.url, "--out", "out"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    written = tmp_path / "out" / "calls.jsonl.part"
+    deadline = time.monotonic() + 20
+    while not (written.exists() and written.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=20)
+    assert process.returncode == 130, said
+    kept = json.loads((tmp_path / "out" / "replay.json").read_text())
+    lines = (tmp_path / "out" / "calls.jsonl").read_text().splitlines()
+    assert not kept["is_whole"] and 0 < kept["not_sent"] < 2000
+    assert len(lines) + kept["not_sent"] == 2000
+    (endpoint,) = kept["endpoints"]
+    assert endpoint["sent"] == endpoint["answered"] + sum(endpoint["failed"].values()) + sum(endpoint["cut_off"].values())
+    assert endpoint["failed"]["stopped"] >= 1
+    assert f"{kept['not_sent']} calls were not sent" in said
+
+
+def test_a_full_disk_ends_the_replay_with_its_own_error(plain: Stub, tmp_path: Path) -> None:
+    """Catches an error inside a call's task that nobody looks at, while the replay goes on without its file."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "calls.jsonl.part").symlink_to("/dev/full")
+    trace = log(tmp_path, 400, per_s=1000)
+    run = replay._Run(trace, [replay.server_at(plain.url)], Plan(), open("/dev/full", "w", buffering=1), None, None)  # noqa: SIM115
+    with pytest.raises(OSError, match="No space"):
+        asyncio.run(run.go())
+
+
+# ── two servers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def misplaced(result: Replayed, folder: Path) -> list[str]:
+    """Answers that stand under the wrong server: the other one says "other", and is slower by 40 ms or more."""
+    first, second = result.endpoints
+    found = []
+    for line in map(json.loads, (folder / "calls.jsonl").open()):
+        texts = [line["servers"][endpoint.url]["answer"] for endpoint in (first, second)]
+        if "other" in texts[0] or "other" not in texts[1]:
+            found.append(f"call {line['call']}")
+        if line["first_difference"] != texts[1].index("other"):
+            found.append(f"call {line['call']} differs at {line['first_difference']}")
+    if first.ttft_s is None or second.ttft_s is None or not second.ttft_s.p50 > first.ttft_s.p50:
+        found.append("the slower server is the faster one")
+    return found
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(concurrency=4)], ids=["clock", "callers"])
+def test_two_servers_get_every_call_and_keep_their_own_answers(plain: Stub, other: Stub, plan: Plan, tmp_path: Path) -> None:
+    """Catches servers that are swapped, and a server that always comes first."""
+    result = replay.replay(log(tmp_path, 24, per_s=60), [plain.url, other.url], plan, folder=tmp_path / "out")
+    assert faults(result, tmp_path / "out") == misplaced(result, tmp_path / "out") == []
+    assert [endpoint.sent for endpoint in result.endpoints] == [24, 24]
+    assert result.answers is not None and (result.answers.compared, result.answers.equal) == (24, 0)
+    assert result.ratios["ttft_s"].low > 1
+    firsts = []
+    for line in map(json.loads, (tmp_path / "out" / "calls.jsonl").open()):
+        sent = {url: row["sent_s"] for url, row in line["servers"].items()}
+        firsts.append((line["call"], min(sent, key=sent.__getitem__)))
+    assert {(number % 2, url) for number, url in firsts} == {(0, plain.url), (1, other.url)}
+
+
+def test_swapped_servers_would_be_found(plain: Stub, other: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: the second server's answers under the first one's name."""
+    init = replay._Run.__init__
+
+    def swapped(run: Any, *rest: Any) -> None:
+        init(run, *rest)
+        run.clients.reverse()
+
+    monkeypatch.setattr(replay._Run, "__init__", swapped)
+    monkeypatch.setattr(replay.Server, "model_for", lambda server, asked: None)
+    plan = Plan(model="stub", concurrency=2)
+    result = replay.replay(log(tmp_path, 6), [plain.url, other.url], plan, folder=tmp_path / "out")
+    assert any(endpoint.failed for endpoint in result.endpoints[:1])
+
+
+def test_a_server_is_the_same_as_itself(plain: Stub, tmp_path: Path) -> None:
+    """Catches a comparison that finds differences where there are none."""
+    trace = log(tmp_path, 20)
+    result = replay.replay(trace, [plain.url, plain.url + "/v1"], Plan(greedy=True))
+    assert result.answers is not None and result.answers.equal == 20 and not result.answers.first_differences
+    assert not any("sample" in note for note in result.notes)
+
+
+def test_split_keeps_a_session_with_one_server(plain: Stub, other: Stub, tmp_path: Path) -> None:
+    """Catches turns of a conversation that change servers, and with them lose their cached prefix."""
+    named = lambda number: {"prompt": f"x {number}", "session_id": f"s{number % 5}", "timestamp": number / 100}
+    rows = [named(number) | {"model": "m"} for number in range(25)]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = replay.replay(traces.read(path), [plain.url, other.url], Plan(split=True), folder=tmp_path / "out")
+    assert faults(result, tmp_path / "out") == []
+    assert sum(endpoint.sent for endpoint in result.endpoints) == 25 and all(endpoint.sent for endpoint in result.endpoints)
+    places: dict[int, set[str]] = {}
+    for line in map(json.loads, (tmp_path / "out" / "calls.jsonl").open()):
+        places.setdefault(line["call"] % 5, set()).update(line["servers"])
+    assert all(len(urls) == 1 for urls in places.values())
+
+
+def test_answers_are_compared_with_the_logs_own(plain: Stub, tmp_path: Path) -> None:
+    said = httpx.post(plain.url + "/v1/completions", json={"model": "stub", "prompt": "p", "stub": {"whole": True}}).json()
+    text = said["choices"][0]["text"]
+    rows = [
+        {"t": 0.0, "body": {"prompt": "p"}, "meta": {"answer": answer, "id": name}}
+        for name, answer in (("same", text), ("not", text[:5] + "#"))
+    ]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = replay.replay(traces.read(path), [plain.url])
+    assert result.log_answers[plain.url] == replay.Compared(2, 1, (("not", 5),))
+
+
+@given(st.text(max_size=8), st.text(max_size=8))
+def test_the_first_difference_is_where_it_is(one: str, two: str) -> None:
+    at = first_difference(one, two)
+    if one == two:
+        assert at is None
+    else:
+        assert at is not None and one[:at] == two[:at] and one[at : at + 1] != two[at : at + 1]
+
+
+# ── when calls are sent ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_calls_are_due_at_the_logs_times_divided_by_the_speed(tmp_path: Path) -> None:
+    trace = log(tmp_path, 10, per_s=10)
+    assert [at for _, at in dues(trace, Plan(speed=4))] == pytest.approx([number / 40 for number in range(10)])
+    assert len(list(dues(trace, Plan(limit=3)))) == 3
+
+
+def test_a_rate_is_a_poisson_process_and_the_same_twice(tmp_path: Path) -> None:
+    """Catches a steady rate in its place, which hides queues, and times that no seed fixes.  Seeded: no false alarm."""
+    trace = log(tmp_path, 3000)
+    found = np.array([at for _, at in dues(trace, Plan(rate=50, seed=3))])
+    gaps = np.diff(found)
+    assert abs(gaps.mean() * 50 - 1) < 0.06 and abs(gaps.std() * 50 - 1) < 0.1
+    assert found.tolist() == [at for _, at in dues(trace, Plan(rate=50, seed=3))]
+
+
+def test_nothing_is_sent_before_its_time_and_each_once(plain: Stub, tmp_path: Path) -> None:
+    """Catches a schedule that only the sender believes in: the server itself says when each call came."""
+    before = set(httpx.get(plain.url + "/received").json())
+    result = replay.replay(log(tmp_path, 40), [plain.url], folder=tmp_path / "out")
+    came = {name: at for name, at in httpx.get(plain.url + "/received").json().items() if name not in before}
+    lines = [json.loads(line) for line in (tmp_path / "out" / "calls.jsonl").open()]
+    assert sorted(came) == sorted(line["servers"][plain.url]["request_id"] for line in lines)
+    start = min(came.values()) - lines[0]["servers"][plain.url]["late_s"] - 0.05
+    for line in lines:
+        assert came[line["servers"][plain.url]["request_id"]] - start >= line["at_s"]
+        assert line["servers"][plain.url]["late_s"] >= 0
+    assert result.schedule_error_s is not None and result.schedule_error_s.samples == 40
+
+
+def test_callers_of_a_closed_loop_never_have_more_calls_under_way_than_there_are_callers(plain: Stub, tmp_path: Path) -> None:
+    result = replay.replay(log(tmp_path, 30), [plain.url], Plan(concurrency=3), folder=tmp_path / "out")
+    rows = [json.loads(line)["servers"][plain.url] for line in (tmp_path / "out" / "calls.jsonl").open()]
+    ends = sorted([(row["sent_s"], 1) for row in rows] + [(row["sent_s"] + row["e2e_s"] - 1e-4, -1) for row in rows])
+    assert max(np.cumsum([step for _, step in ends])) == 3
+    assert result.schedule_error_s is None
+
+
+def test_a_pause_doubles_and_does_what_the_server_says() -> None:
+    """Catches Retry-After that is ignored, and callers that all come back at once."""
+    noise = random.Random(0)
+    pauses = [[pause_s(Answer(0.0), attempt, noise) or 0 for _ in range(200)] for attempt in (1, 2, 3, 20)]
+    for attempt, found in zip((1, 2, 4, 60), pauses, strict=True):
+        assert 0.25 * attempt <= min(found) < max(found) <= 0.75 * attempt
+    assert pause_s(Answer(0.0, retry_after_s=2.5), 1, noise) == 2.5
+    assert pause_s(Answer(0.0, retry_after_s=3600), 1, noise) is None
+
+
+def test_calls_that_warm_up_are_accounted_for_and_not_timed(plain: Stub, tmp_path: Path) -> None:
+    """Catches first calls, slow as they are, among the latencies; or lost for it."""
+    result = replay.replay(log(tmp_path, 12), [plain.url], Plan(warmup=5, rate=200), folder=tmp_path / "out")
+    (endpoint,) = result.endpoints
+    assert faults(result, tmp_path / "out") == [] and endpoint.answered == 12
+    assert endpoint.e2e_s is not None and endpoint.gap_s is not None and result.schedule_error_s is not None
+    assert (endpoint.e2e_s.samples, endpoint.gap_s.samples, result.schedule_error_s.samples) == (7, 7 * 7, 7)
+
+
+def test_a_call_is_sent_as_the_plan_says() -> None:
+    """Catches a limit that makes short answers long, a model that a server does not have, and a text that loses its turns."""
+    said = [{"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "text", "text": "U"}]}]
+    call = traces.Call({"messages": said, "model": "gpt", "max_tokens": 5, "temperature": 1, "tools": []}, "1", synthetic=True)
+    server = replay.Server(address_of("x"), ("ours", "more"), None, None)
+    sent = lambda **plan: (lambda path, body: (path, json.loads(body)))(*replay.prepared(call, server, Plan(**plan)))
+    path, body = sent()
+    assert path == "/v1/chat/completions" and body["messages"] == said and body["stream"]
+    assert (body["model"], body["max_tokens"], body["temperature"]) == ("ours", 5, 1)
+    assert body["stream_options"] == {"include_usage": True} and "ignore_eos" not in body
+    assert [sent(max_tokens=most)[1]["max_tokens"] for most in (3, 9)] == [3, 5]
+    assert sent(greedy=True)[1]["temperature"] == 0 and sent(ignore_eos=True)[1]["ignore_eos"]
+    assert sent(model="gpt")[1]["model"] == "gpt"
+    path, body = sent(completions=True)
+    assert path == "/v1/completions" and body["prompt"] == "S\n\nU" and not {"messages", "tools"} & set(body)
+    assert call.body["messages"] == said and "stream" not in call.body
+
+
+# ── the wire ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+EVENTS = (
+    b'\xef\xbb\xbf: hello\n\ndata: {"a":1}\r\n\r\nevent: x\rdata:two\rdata: lines\r\r\n\ndata: x\r\ndata: y\r\n\r\n'
+    b"id: 3\n\ndata\n\ndata: [DONE]\n\n"
+)
+
+
+@given(st.lists(st.integers(0, len(EVENTS))))
+def test_events_are_the_same_however_the_bytes_are_cut(cuts: list[int]) -> None:
+    """Catches an event lost between two reads, a carriage return parted from its newline, a comment taken for data."""
+    events = Events()
+    places = [0, *sorted(cuts), len(EVENTS)]
+    found = [event for start, end in itertools.pairwise(places) for event in events.feed(EVENTS[start:end])]
+    assert found + list(events.end()) == [b'{"a":1}', b"two\nlines", b"x\ny", b"", b"[DONE]"]
+
+
+def test_an_event_without_its_empty_line_is_still_heard() -> None:
+    events = Events()
+    assert list(events.feed(b"data: [DONE]")) == []
+    assert list(events.end()) == [b"[DONE]"]
+
+
+@contextmanager
+def speaking(data: bytes, pieces: int = 1, close: bool = True, heard: list[bytes] | None = None) -> Iterator[str]:
+    """A server that says `data` to whoever connects and sends something; what it heard goes to `heard`."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def speak() -> None:
+        while True:
+            try:
+                line, _ = listener.accept()
+            except OSError:
+                return
+            asked = line.recv(65536)
+            if heard is not None:
+                heard.append(asked)
+            size = max(1, len(data) // pieces)
+            for start in range(0, len(data), size):
+                line.sendall(data[start : start + size])
+            if close:
+                line.close()
+
+    threading.Thread(target=speak, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.close()
+
+
+def asked(url: str, timeout_s: float = 5.0, key: str | None = None, name: str = "1") -> Answer:
+    async def ask() -> Answer:
+        client = Client(address_of(url), timeout_s, key)
+        try:
+            return await client.ask("/v1/completions", b"{}", name)
+        finally:
+            client.close()
+
+    return asyncio.run(ask())
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+EVENT = b'data: {"choices":[{"text":"hi","finish_reason":"stop"}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("said", "failure"),
+    [
+        (OK + b"\r\n" + EVENT, None),
+        (OK + b"Connection: close\r\n\r\n" + EVENT + b"data: [DONE]\n\n", None),
+        (OK + b"Content-Length: %d\r\n\r\n" % len(EVENT) + EVENT, None),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n%x;a=b\r\n%s\r\n0\r\nX: y\r\n\r\n" % (len(EVENT), EVENT), None),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + OK + b"\r\n" + EVENT, None),
+        (OK + b"Content-Length: 999\r\n\r\n" + EVENT, "connection closed"),
+        (OK + b"\r\ndata: {\n\n", "not understood"),
+        (OK + b"\r\ndata: [1]\n\n", "not understood: an event that is a list"),
+        (OK + b'\r\ndata: {"choices": [1]}\n\n', "not understood"),
+        (OK + b"\r\n: nothing\n\n", "the stream ended without a word"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", "not understood: a chunk of size"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\nfffffff\r\n", "not understood: a chunk of"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n1\r\nabc\r\n", "not understood: a chunk longer"),
+        (OK + b"Content-Length: -3\r\n\r\n", "not understood: a length"),
+        (OK + b"Content-Encoding: gzip\r\n\r\n", "not understood: an answer packed"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "not understood: b'SSH"),
+        (b"A" * 70_000, "not understood: headers"),
+        (b"", "connection closed"),
+        (b"HTTP/1.1 500 X\r\nContent-Length: 4\r\n\r\noops", "HTTP 500: oops"),
+        (b'HTTP/1.1 422 X\r\nContent-Length: 17\r\n\r\n{"error": "extra"}'[:-1], "HTTP 422"),
+    ],
+)
+@pytest.mark.parametrize("pieces", [1, 11])
+def test_whatever_a_server_says_is_an_answer(said: bytes, failure: str | None, pieces: int) -> None:
+    """Catches a server that ends the replay, or that is waited for without an end, by what it says."""
+    with speaking(said, pieces) as url:
+        answer = asked(url)
+    if failure is None:
+        assert answer.failure is None and answer.text == "hi"
+    else:
+        assert answer.failure is not None and answer.failure.startswith(failure)
+    assert answer.ended_s >= answer.began_s
+
+
+def test_a_server_that_is_not_there_or_says_nothing_is_an_answer_too() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert asked(f"http://127.0.0.1:{port}").failure == "no connection: Connection refused"
+    with speaking(b"", close=False) as url:
+        assert asked(url, timeout_s=0.1).failure == "timeout: silent for 0.1 s"
+    assert (asked("http://host.invalid:1").failure or "").startswith("no connection: ")
+
+
+def test_a_key_goes_along_and_no_name_ends_a_header() -> None:
+    """Catches a key that is left out, and an id from a log that writes headers of its own."""
+    heard: list[bytes] = []
+    with speaking(OK + b"\r\n" + EVENT, heard=heard) as url:
+        asked(url, key="k1")
+        asked(url.replace("//", "//me:pw%3A1@"), name="a\r\nX-Evil: 1")
+    assert b"\r\nAuthorization: Bearer k1\r\n" in heard[0] and heard[0].startswith(
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127"
+    )
+    assert b"\r\nAuthorization: Basic bWU6cHc6MQ==\r\n" in heard[1]
+    assert b"\r\nX-Request-Id: a__X-Evil:_1\r\n" in heard[1]
+
+
+def test_addresses_are_understood_and_passwords_not_shown() -> None:
+    for url in ("127.0.0.1:80/v1", "http://127.0.0.1/", "http://127.0.0.1/v1/chat/completions", "http://me:pw@127.0.0.1/v1/"):
+        assert address_of(url).shown == "http://127.0.0.1:80"
+    assert address_of("https://host/team/v1").shown == "https://host:443/team"
+    for url in ("ftp://x", "http://", "http://x:99999", "http://x/a b"):
+        with pytest.raises(ConfigError):
+            address_of(url)
+
+
+# ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_gaps_in_bins_have_the_percentiles_of_the_gaps_themselves() -> None:
+    noise = np.random.default_rng(0).lognormal(-4, 1, 5000)
+    gaps = Gaps()
+    for gap in (0.0, *noise):
+        gaps.take(gap)
+    found = gaps.spread()
+    assert found is not None and found.samples == 5001 and found.most == noise.max()
+    assert [found.p50, found.p95, found.p99] == pytest.approx(np.quantile(noise, [0.5, 0.95, 0.99]), rel=0.02)
+    assert Gaps().spread() is None
+
+
+def answered(number: int, tally: Tally, ttft: float, e2e: float, tokens: int) -> None:
+    tally.sent += 1
+    tally.take(
+        number, Outcome(Answer(0.0, ttft, e2e, e2e, tokens=tokens, is_done=True), 0.0, 1, 0.0), {"ttft": 0.5, "tpot": 0.05}
+    )
+
+
+def test_tpot_and_goodput_are_what_they_are_said_to_be() -> None:
+    """Catches TPOT over all tokens instead of all but the first, and a limit that is met by half."""
+    tally = Tally()
+    answered(0, tally, 0.4, 0.8, 11)  # 40 ms a token
+    answered(1, tally, 0.4, 1.4, 11)  # 100
+    answered(2, tally, 0.6, 0.7, 11)
+    answered(3, tally, 0.4, 0.4, 1)  # none
+    assert tally.tpot_s[:2].tolist() == pytest.approx([0.04, 0.1]) and np.isnan(tally.tpot_s[3])
+    assert tally.met == 2
+    kept = latencies.endpoint(tally, "u", None, 0.0, {"ttft": 0.5, "tpot": 0.05}, None)
+    assert kept.tpot_s is not None and kept.tpot_s.samples == 3 and kept.goodput_per_s == pytest.approx(2 / 1.4)
+
+
+def test_ratios_are_over_the_calls_that_both_answered_and_blocks_change_little() -> None:
+    """Catches answers of one call beside those of another, which happens as soon as one server loses a call."""
+    noise = np.random.default_rng(1)
+    first, second = Tally(), Tally()
+    for number in range(1500):
+        long = float(noise.exponential(1))
+        if number % 7:
+            answered(number, first, 0.1, 0.1 + long, 5)
+        if number % 5:
+            answered(number, second, 0.1, 0.1 + long / 2, 5)
+    found = latencies.ratios(first, second, paired=True)["tpot_s"]
+    assert found.center == pytest.approx(0.5) and found.high - found.low < 1e-9
+    alone = latencies.ratios(first, second, paired=False)["tpot_s"]
+    assert alone.low < 0.5 < alone.high
+
+
+# ── the verb ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+app = typer.Typer()
+app.command()(verb)
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_verb_prints_a_table_and_writes_what_it_says(plain: Stub, other: Stub, tmp_path: Path) -> None:
+    trace, out, kept = log(tmp_path, 12), tmp_path / "out", tmp_path / "kept.json"
+    arguments = (trace.path, "--against", f"{plain.url},{other.url}", "--slo", "ttft=500,tpot=50", "--out", out, "--json", kept)
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+    for word in (
+        "12 calls over 0 s (raw)",
+        "TTFT ms, mean",
+        "second / first",
+        "0 of 12 equal",
+        "tokens per step",
+        "within ttft 500",
+    ):
+        assert word in done.output
+    value = json.loads(kept.read_text())
+    assert value == json.loads((out / "replay.json").read_text()) and value["ratios"]["ttft_s"]["low"] > 1
+    again = run(*arguments)
+    assert again.exit_code == 1 and isinstance(again.exception, DataError) and "--over" in str(again.exception)
+    assert run(*arguments, "--over").exit_code == 0
+
+
+def test_a_server_that_answers_nothing_is_an_error_and_its_model_is_said(plain: Stub, tmp_path: Path) -> None:
+    """Catches a replay that ends well though nothing was answered, and a log's model that is changed in silence."""
+    rows = [{"prompt": "x", "model": "gpt-4", "timestamp": 0, "stub": {"status": 400}}]
+    path = tmp_path / "log.jsonl"
+    path.write_text(json.dumps(rows[0]) + "\n")
+    done = run(path, "--against", plain.url)
+    assert done.exit_code == 1 and "no call was answered" in str(done.exception)
+    assert f"{plain.url} has no gpt-4: 1 calls went to stub" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "said"),
+    [
+        ((), ConfigError, "nothing to do"),
+        (("--against", "URL", "--rate", "0"), ConfigError, "above 0"),
+        (("--against", "URL", "--rate", "1", "--concurrency", "1"), ConfigError, "choose one"),
+        (("--against", "URL", "--rate", "1", "--speed", "2"), ConfigError, "choose one"),
+        (("--against", "URL", "--slo", "ttft"), ConfigError, "milliseconds"),
+        (("--against", "URL", "--slo", "mood=1"), ConfigError, "no limit 'mood'"),
+        (("--against", "URL", "--key-from", "ABSENT_KEY"), ConfigError, "no such environment variable"),
+        (("--against", "URL,URL,URL"), ConfigError, "3 servers"),
+        (("--against", "127.0.0.1:9"), DataError, "is it running"),
+        (("--against", "URL", "--json", "absent/x.json"), DataError, "no such folder"),
+    ],
+)
+def test_what_can_not_be_done_is_said_before_anything_is_sent(
+    arguments: tuple[str, ...], kind: type[Exception], said: str, plain: Stub, tmp_path: Path
+) -> None:
+    before = len(httpx.get(plain.url + "/received").json())
+    done = run(log(tmp_path, 3).path, *(part.replace("URL", plain.url) for part in arguments), "--out", tmp_path / "out")
+    assert isinstance(done.exception, kind) and said in str(done.exception)
+    assert not (tmp_path / "out").exists() and len(httpx.get(plain.url + "/received").json()) == before
+
+
+def test_a_log_without_times_wants_a_rate(plain: Stub, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(json.dumps({"prompt": "x"}) + "\n")
+    done = run(path, "--against", plain.url)
+    assert isinstance(done.exception, ConfigError) and "--rate" in str(done.exception)
+    assert run(path, "--against", plain.url, "--rate", "100").exit_code == 0
+
+
+def test_redacted_nothing_of_what_was_asked_or_answered_is_written(plain: Stub, tmp_path: Path) -> None:
+    """Catches text that goes into a line, an error's words or an example; without --redact it is there."""
+    trace = log(tmp_path, 6, wishes={3: {"status": 400}})
+    for redact in (True, False):
+        saved = tmp_path / "saved.jsonl"
+        arguments = ("--against", plain.url, "--out", tmp_path / "out", "--over", "--save", saved)
+        assert run(trace.path, *arguments, *(["--redact"] if redact else [])).exit_code == 0
+        texts = [path.read_text() for path in (*(tmp_path / "out").iterdir(), saved)]
+        assert any("secret" in text or "told to" in text or " 1 " in text for text in texts) != redact
+
+
+def test_no_torch_is_loaded() -> None:
+    """Catches an import that makes a replay wait for torch, and hold its 300 MB."""
+    code = "import outrider.evaluate.replay, outrider.cli.replay, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_limits_are_in_milliseconds() -> None:
+    assert limits("ttft=500, tpot=50ms") == {"ttft": 0.5, "tpot": 0.05}
+    assert limits(None) == {}
+
+
+def test_what_is_kept_is_json(troubled: tuple[Replayed, Path]) -> None:
+    value = json.loads(json.dumps(troubled[0].plain(), allow_nan=False))
+    assert value["outrider_replay"] == 1 and value["endpoints"][0]["ttft_s"]["p99"] > 0

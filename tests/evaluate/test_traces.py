@@ -1,0 +1,275 @@
+"""Logs: every format is read for what it says, what is written is read back, and redaction leaves no word."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.errors import ConfigError, DataError
+from outrider.evaluate import traces
+from outrider.evaluate.traces import Call, read, write
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "What is a heron?"}], "max_tokens": 5}
+
+
+def log(folder: Path, rows: list[Any], name: str = "log.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def lengths(at: float, tokens: int, blocks: list[int], **more: Any) -> dict[str, Any]:
+    return {"timestamp": at, "input_length": tokens, "output_length": 7, "hash_ids": blocks} | more
+
+
+SAMPLES: dict[str, list[Any]] = {
+    "outrider": [{"t": 3.5, "session": "s", "body": CHAT, "expected_output_tokens": 4, "meta": {"id": "one"}}],
+    "openai-batch": [{"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}],
+    "raw": [CHAT | {"timestamp": 1_700_000_000_000}],
+    "gateway": [
+        {
+            "request_id": "one", "timestamp": "2026-01-05T10:00:00+00:00", "request": CHAT,
+            "response": {"choices": [{"message": {"content": "A bird."}}], "usage": {"completion_tokens": 4}},
+        }
+    ],
+    "mooncake": [lengths(27482, 1100, [4, 5, 6])],
+    "timed": [lengths(2.5, 40, [1, 2, 3])],
+    "bailian": [lengths(2.5, 40, [1, 2, 3], chat_id=9, parent_chat_id=-1, type="text", turn=1)],
+    "sharegpt": [{"id": "one", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}],
+    "vllm-custom": [{"prompt": "What is a heron?", "output_tokens": 5}],
+}  # fmt: skip
+BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,600,20,620,Conversation log\n"
+
+
+@pytest.mark.parametrize("name", [*SAMPLES, "burstgpt"])
+def test_a_log_of_each_format_is_recognised_and_read(name: str, tmp_path: Path) -> None:
+    """Catches a format taken for another, lengths taken for text, and milliseconds for seconds."""
+    path = log(tmp_path, SAMPLES.get(name, []))
+    if name == "burstgpt":
+        path.write_text(BURST)
+    trace = read(path)
+    assert trace.format == name and trace.size == 1
+    (call,) = trace.calls()
+    assert call.at_s == (None if name in ("openai-batch", "sharegpt", "vllm-custom") else 0.0)
+    tokens = {"mooncake": 1100, "timed": 40, "bailian": 40, "burstgpt": 600}.get(name)
+    assert call.synthetic == (tokens is not None)
+    text = call.body["messages"][0]["content"]
+    if tokens is not None:
+        assert len(text.split()) == tokens and call.body["max_tokens"] == call.expected_tokens
+    else:
+        assert text == ("Hi" if name == "sharegpt" else "What is a heron?")
+    assert call.answer == {"gateway": "A bird.", "sharegpt": "Ho"}.get(name)
+    assert read(path, format=name).size == 1
+
+
+def test_every_format_has_a_sample_here() -> None:
+    assert {*SAMPLES, "burstgpt"} == set(traces.FORMATS)
+
+
+def test_calls_come_in_the_order_of_their_times_and_the_first_at_0(tmp_path: Path) -> None:
+    """Catches a log that its server wrote as answers ended: replayed in that order, the second call waits for the third."""
+    rows = [CHAT | {"timestamp": at, "id": str(at)} for at in (130.0, 110.5, 120.0, 110.5)]
+    trace = read(log(tmp_path, rows))
+    assert [call.at_s for call in trace.calls()] == [0, 0, 9.5, 19.5]
+    assert trace.span_s == 19.5 and trace.has_times
+    assert list(trace.calls()) == list(trace.calls())
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log")
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(
+        st.builds(
+            Call,
+            body=st.fixed_dictionaries({"messages": st.just(CHAT["messages"])}, optional={"temperature": st.floats(0, 2)}),
+            id=st.text(max_size=5),
+            at_s=st.floats(0, 1e6),
+            session=st.none() | st.text(max_size=5),
+            expected_tokens=st.none() | st.integers(0, 9),
+            synthetic=st.booleans(),
+            answer=st.none() | st.text(max_size=5),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_what_is_written_is_read_back(kept: Path, calls: list[Call]) -> None:
+    """Catches a field that is dropped, a line that text breaks in two, and times that move."""
+    path = kept / "log.jsonl"
+    assert write(path, calls) == len(calls)
+    back = list(read(path).calls())
+    inorder = sorted(calls, key=lambda call: call.at_s or 0)
+    for one, other in zip(back, inorder, strict=True):
+        assert other.at_s is not None and one.at_s == pytest.approx(other.at_s - (inorder[0].at_s or 0), abs=1e-6)
+        assert [one.body, one.id, one.session, one.answer] == [other.body, other.id, other.session, other.answer]
+        assert (one.expected_tokens, one.synthetic) == (other.expected_tokens, other.synthetic)
+
+
+@pytest.mark.parametrize(("name", "block"), [("mooncake", 512), ("timed", 16), ("bailian", 16)])
+def test_equal_hashes_are_equal_text_and_others_differ_from_the_first_word_of_their_block(
+    name: str, block: int, tmp_path: Path
+) -> None:
+    """Catches text that does not share its beginning, so that a prefix cache sees nothing of the log's own sharing."""
+    more = {"chat_id": 1, "parent_chat_id": -1} if name == "bailian" else {}
+    rows = [lengths(at, 3 * block - 5, blocks, **more) for at, blocks in ((0, [1, 2, 3]), (1, [1, 2, 4]), (2, [8, 2, 3]))]
+    first, second, third = (call.body["messages"][0]["content"].split() for call in read(log(tmp_path, rows), name).calls())
+    assert first[: 2 * block] == second[: 2 * block] and first[2 * block :] != second[2 * block :]
+    assert first[:block] != third[:block]
+
+
+def test_a_longer_last_block_begins_as_the_shorter_one_did(tmp_path: Path) -> None:
+    """Catches a next turn whose text is new from its last block on, though the log says that it went on."""
+    rows = [lengths(0, 600, [1, 2]), lengths(1, 900, [1, 2])]
+    short, long = (call.body["messages"][0]["content"] for call in read(log(tmp_path, rows)).calls())
+    assert long.startswith(short)
+
+
+def test_a_bailian_session_is_its_first_chat(tmp_path: Path) -> None:
+    chats = [(0, 4, -1), (1, 5, 4), (2, 6, 5), (3, 7, -1)]
+    rows = [lengths(at, 16, [at], chat_id=chat, parent_chat_id=up) for at, chat, up in chats]
+    assert [call.session for call in read(log(tmp_path, rows)).calls()] == ["4", "4", "4", "7"]
+
+
+def test_each_turn_of_a_conversation_is_a_call_with_the_logs_own_answers_before_it(tmp_path: Path) -> None:
+    turns = [("system", "S"), ("human", "a"), ("gpt", "b"), ("human", "c"), ("gpt", "d"), ("human", "e")]
+    row = {"id": "x", "conversations": [{"from": who, "value": text} for who, text in turns]}
+    path = tmp_path / "log.json"
+    path.write_text(json.dumps([row, {"id": "y", "conversations": []}]))
+    trace = read(path)
+    calls = list(trace.calls())
+    assert [[part["content"] for part in call.body["messages"]] for call in calls] == [
+        ["S", "a"], ["S", "a", "b", "c"], ["S", "a", "b", "c", "d", "e"],
+    ]  # fmt: skip
+    assert [call.answer for call in calls] == ["b", "d", None]
+    assert (trace.size, trace.num_answers, dict(trace.left_out)) == (3, 2, {"nothing asked": 1})
+
+
+BAD = {
+    "not JSON": "{",
+    "JSON list": "[1]",
+    "without messages": json.dumps({"t": 1, "body": {"model": "m"}}),
+    "no list of objects": json.dumps({"t": 1, "body": {"messages": ["x"]}}),
+    "wanted seconds": json.dumps({"t": True, "body": CHAT}),
+    "no 'body'": json.dumps({"t": 1}),
+    "neither text": json.dumps({"t": 1, "body": {"prompt": {"a": 1}}}),
+    "count of tokens": json.dumps({"t": 1, "body": CHAT, "expected_output_tokens": -1}),
+    "not UTF-8": '{"t": 1, "body": "\udcff"}',
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_a_bad_row_is_named_by_its_line_or_counted(said: str, tmp_path: Path) -> None:
+    """Catches a log that is half sent before its fault is found, and one whose faults nobody hears of."""
+    good = json.dumps({"t": 0, "body": CHAT})
+    path = tmp_path / "log.jsonl"
+    path.write_bytes("\n".join([good, "", BAD[said], good]).encode("utf-8", "surrogateescape"))
+    with pytest.raises(DataError, match=rf"log\.jsonl:3: .*{said}"):
+        read(path)
+    trace = read(path, skip_bad=True)
+    assert trace.size == 2 and dict(trace.left_out) == {"not readable": 1}
+    assert len(list(trace.calls())) == 2
+
+
+def test_a_log_that_holds_no_calls_is_refused_with_what_was_wanted(tmp_path: Path) -> None:
+    for text, said in [("", "nothing that is JSON"), ('{"a": 1}\n', "a row holds a"), ("[]", "nothing that is JSON")]:
+        (tmp_path / "log").write_text(text)
+        with pytest.raises(DataError, match=said):
+            read(tmp_path / "log")
+    (tmp_path / "log").write_bytes(b"\x1f\x8b123")
+    with pytest.raises(DataError, match="gzip"):
+        read(tmp_path / "log")
+    with pytest.raises(DataError, match="no log"):
+        read(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="choose from outrider"):
+        read(log(tmp_path, [CHAT]), format="tape")
+    with pytest.raises(DataError, match="1 of 2 rows have a time"):
+        read(log(tmp_path, [CHAT, CHAT | {"timestamp": 2}]))
+
+
+def test_a_call_that_failed_in_the_log_is_left_out_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text(BURST + "6,ChatGPT,600,0,600,Conversation log\n")
+    trace = read(path)
+    assert trace.size == 1 and dict(trace.left_out) == {"failed in the log": 1}
+
+
+SECRET = ["Wolfram", "tango-7", "sk-live-99", "ada@example.org", "get_salary", "Ottakring"]
+
+
+def secretive() -> list[Call]:
+    """Calls that hold a secret in every place where there is text."""
+    body = {
+        "model": "m", "api_key": "sk-live-99", "user": "ada@example.org", "temperature": 0.5, "stop": ["Ottakring"],
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "Wolfram"}]},
+            {"role": "user", "content": "tango-7", "name": "ada@example.org"},
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "get_salary"}}]},
+            {"role": "Wolfram", "content": "Wolfram"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "get_salary"}}], "metadata": {"tango-7": "Wolfram"},
+        "max_tokens": 9, "logit_bias": {"tango-7": 1},
+    }  # fmt: skip
+    return [
+        Call(body, "ada@example.org", 0.0, "ada@example.org", 3, answer="Wolfram"),
+        Call({"model": "m", "prompt": "tango-7"}, "2", 1.0, None),
+        Call({"model": "m", "prompt": [71, 72, 73]}, "3", 2.0, None),
+        Call({"model": "m", "prompt": "tango-7"}, "4", 3.0, None),
+    ]
+
+
+def test_a_redacted_log_holds_no_word_of_anybodys_and_can_still_be_sent(tmp_path: Path) -> None:
+    """Catches a field that redaction forgot, and hashes that anyone can find by trying texts."""
+    path = tmp_path / "kept.jsonl"
+    write(path, secretive(), redact=True)
+    text = path.read_text()
+    assert not [secret for secret in SECRET if secret in text]
+    assert "71, 72" not in text
+    first, second, third, fourth = read(path).calls()
+    assert first.synthetic and first.body["temperature"] == 0.5 and first.body["max_tokens"] == 9
+    assert [len(part["content"]) for part in first.body["messages"]][1] == len("tango-7")
+    assert second.body["prompt"] == fourth.body["prompt"] != third.body["prompt"]
+    write(tmp_path / "again.jsonl", secretive(), redact=True)
+    hashes = [json.loads(file.read_text().splitlines()[1])["body"]["prompt"]["hidden"] for file in tmp_path.iterdir()]
+    assert hashes[0] != hashes[1]
+
+
+def test_the_test_of_redaction_finds_a_secret_that_was_left(tmp_path: Path) -> None:
+    """The planted fault: written without redaction, all is there but the key, which is never carried on."""
+    path = tmp_path / "kept.jsonl"
+    write(path, secretive(), redact=False)
+    assert {secret for secret in SECRET if secret in path.read_text()} == set(SECRET)
+    (call,) = list(read(path).calls())[:1]
+    assert "api_key" not in call.body
+
+
+def test_a_file_that_can_not_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="can't write"):
+        write(tmp_path / "absent" / "x.jsonl", [])
+
+    def broken() -> Any:
+        yield Call(CHAT, "1", 0.0)
+        raise ValueError("the log ends here")
+
+    with pytest.raises(ValueError):
+        write(tmp_path / "x.jsonl", broken())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_words_of_a_seed_are_the_same_in_every_process() -> None:
+    """Catches text that follows from hash(), which differs between processes: the two servers would be sent other texts."""
+    code = "from outrider.evaluate.traces import words; import sys; print(words('x', 5)); assert 'torch' not in sys.modules"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == traces.words("x", 5).strip()
+    assert math.isclose(len(traces.words("x", 100).split()), 100)

@@ -1,0 +1,387 @@
+"""A watch: it sees a drop, does not cry wolf, and outlives the server."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from outrider.cli.watch import watch
+from outrider.errors import ConfigError, DataError
+from outrider.evaluate.bootstrap import Interval
+from outrider.evaluate.counters import Counters
+from outrider.evaluate.report import Report, Row
+from outrider.evaluate.watch import Drift, Release, Watch, Window, release_of, standing, together
+
+EVERY_S = 5
+DAY = 86_400 // EVERY_S
+TRUTH = 2.499
+"""Tokens per step over four million of the prompts below."""
+STEPS = 40
+"""Steps of one request between two readings."""
+
+
+def prompts(noise: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Readings that each prompt lasts, and its tokens per step: unlike each other, some far above the rest."""
+    rates = 1 + 1.5 * np.exp(noise.normal(-0.08, 0.4, count))
+    return 1 + noise.geometric(0.4, count), np.minimum(rates, 6)
+
+
+def report(count: int, seed: int = 0, **more: Any) -> Report:
+    """A report on `count` prompts of that population."""
+    noise = np.random.default_rng(seed)
+    lasting, rates = prompts(noise, count)
+    steps = lasting * STEPS
+    tokens = np.round(steps * rates + noise.normal(0, 1.3, count) * np.sqrt(steps))
+    pairs = zip(tokens.tolist(), steps.tolist(), strict=True)
+    per_prompt = [{"id": str(k), "tokens": int(written), "steps": taken} for k, (written, taken) in enumerate(pairs)]
+    return Report(target="t", rows=(row(per_prompt, **more),))
+
+
+def row(per_prompt: list[dict[str, Any]], **more: Any) -> Row:
+    values: dict[str, Any] = dict.fromkeys(Row.model_fields) | {
+        "drafter": "ngram", "task": "code", "prompts": len(per_prompt), "temperature": 0, "per_prompt": per_prompt,
+        "tokens_per_step": sum(p["tokens"] for p in per_prompt) / max(1, sum(p["steps"] for p in per_prompt)),
+    }  # fmt: skip
+    return Row.model_validate(values | more)
+
+
+def traffic(noise: np.random.Generator, readings: int, running: int = 2, factor: float = 1.0) -> np.ndarray:
+    """Tokens of each reading while `running` requests are served, prompts of the same population after each other."""
+    total = noise.normal(0, 1.3, readings) * math.sqrt(STEPS * running)
+    for _ in range(running):
+        lasting, rates = prompts(noise, readings)
+        begun = int(noise.integers(0, 20))
+        total += np.repeat(rates, lasting)[begun : begun + readings] * factor * STEPS
+    return total
+
+
+@pytest.mark.parametrize(
+    "seeds", [(0,), pytest.param((1, 2, 3, 4, 6, 8, 9, 11, 12, 13), marks=pytest.mark.slow)], ids=["10 days", "100 days"]
+)
+def test_days_of_unchanged_traffic_bring_no_alarm(seeds: tuple[int, ...]) -> None:
+    """Catches a test that is repeated at every look as if it were the first, and one that takes the steps of an answer for
+    independent.  Releases whose interval holds the truth, ten days each.  Seeded; over other seeds 0 alarms in 480 days were
+    seen, the promise is one in 1000."""
+    naive = alarms = 0
+    for seed in seeds:
+        release = release_of(report(100, seed))
+        assert release.tokens_per_step.low < TRUTH < release.tokens_per_step.high
+        noise = np.random.default_rng([7, seed])
+        tokens = np.stack([traffic(noise, DAY) for _ in range(10)], axis=1)
+        drift, steps = Drift(release, EVERY_S, series=10), np.full(10, 2 * STEPS)
+        alarms += sum(int(np.abs(drift.add(reading, steps)).sum()) for reading in tokens)
+        # three sigma of the last minute at every look, as if steps were independent
+        minute = np.add.reduceat(tokens, np.arange(0, DAY, 12))[:-1] / (12 * 2 * STEPS)
+        naive += int((minute < release.tokens_per_step.low - 3 * 1.3 / math.sqrt(12 * 2 * STEPS)).sum())
+    assert alarms == 0
+    assert naive > 100 * len(seeds)  # so the traffic does give reason to cry
+
+
+def test_traffic_at_the_very_edge_of_the_interval_brings_no_alarm() -> None:
+    """Catches bets that cost too little for how much prompts differ, which an interval with room to spare would hide.  A day of
+    ten series with the truth as both ends of the interval; seeded, the promise is one alarm in 100 such runs."""
+    release = release_of(report(400, seed=0))
+    drift = Drift(release._replace(tokens_per_step=Interval(TRUTH, TRUTH, TRUTH)), EVERY_S, series=10)
+    noise = np.random.default_rng(11)
+    tokens = np.stack([traffic(noise, DAY) for _ in range(10)], axis=1)
+    assert not any(drift.add(reading, np.full(10, 2 * STEPS)).any() for reading in tokens)
+    assert drift.evidence.max() > 0
+
+
+def test_the_release_interval_holds_the_truth_for_nearly_every_release() -> None:
+    """Catches an interval of independent steps, ten times too narrow, which makes every release a false alarm.  60 releases, of
+    which 1 in 100 misses: 4 or more do so in 1 of 300 runs, were they not seeded."""
+    intervals = [release_of(report(100, seed)).tokens_per_step for seed in range(60)]
+    assert sum(not low < TRUTH < high for _, low, high in intervals) <= 3
+    assert max(high - low for _, low, high in intervals) < 0.6
+
+
+@pytest.mark.parametrize(("drop", "most"), [(0.1, 160_000), (0.3, 20_000)])
+def test_a_drop_is_noticed_within_the_steps_that_were_said(drop: float, most: int) -> None:
+    """Catches a bet on the wrong side, stakes too small to ever win, and a promise that is not kept.  95 of 100 series within
+    twice the steps said; seeded."""
+    release = release_of(report(400, seed=0))
+    drift = Drift(release, EVERY_S, series=100)
+    said = drift.steps_to_notice(drop)
+    assert said is not None and said < most
+    readings = int(2 * said / (8 * STEPS))
+    noise = np.random.default_rng(3)
+    tokens = np.stack([traffic(noise, readings, running=8, factor=1 - drop) for _ in range(100)], axis=1)
+    noticed = np.zeros(100, bool)
+    for reading in tokens:
+        sides = drift.add(reading, np.full(100, 8 * STEPS))
+        assert (sides <= 0).all()
+        noticed |= sides < 0
+    assert noticed.sum() >= 95
+
+
+def test_a_release_too_small_to_notice_a_drop_says_so() -> None:
+    """Catches a time given for what can't be seen at all."""
+    assert Drift(release_of(report(20)), EVERY_S).steps_to_notice(0.05) is None
+
+
+def test_series_side_by_side_are_judged_as_each_alone_is() -> None:
+    """Catches one series' evidence leaking into another's."""
+    release, noise = release_of(report(100)), np.random.default_rng(1)
+    tokens = np.stack([traffic(noise, 300, factor=factor) for factor in (1.0, 0.5, 1.6)], axis=1)
+    all_of_them, alone = Drift(release, EVERY_S, series=3), [Drift(release, EVERY_S) for _ in range(3)]
+    for reading in tokens:
+        together = all_of_them.add(reading, np.full(3, 2 * STEPS))
+        assert together.tolist() == [int(one.add(value, 2 * STEPS)[0]) for one, value in zip(alone, reading, strict=True)]
+    assert np.allclose(all_of_them.evidence, np.concatenate([one.evidence for one in alone], axis=1))
+
+
+def test_the_release_is_read_from_all_tasks_of_the_drafter() -> None:
+    """Catches the first row taken for the whole, another temperature mixed in, or a mean of ratios: 30 of 10 and 90 of 60."""
+    short = [{"id": str(k), "tokens": 30, "steps": 10} for k in range(6)]
+    long = [{"id": str(k), "tokens": 90, "steps": 60} for k in range(6)]
+    hot = row([{"id": "0", "tokens": 900, "steps": 10}] * 9, temperature=1, speedup=0.5)
+    rows = (row(short, speedup=2.0), row(long, task="chat", speedup=1.5), hot, row(short, drafter="other"))
+    found = release_of(Report(target="t", rows=rows))
+    assert (found.drafter, found.prompts) == ("ngram", 12)
+    assert found.tokens_per_step.center == pytest.approx(6 * 120 / (6 * 70))
+    assert found.tokens_per_step.low < found.tokens_per_step.center < found.tokens_per_step.high
+    with pytest.raises(DataError, match="6 prompts.*at least 8"):
+        release_of(Report(target="t", rows=rows), "other")
+    with pytest.raises(DataError, match="no measured drafter medusa; it has: ngram, other"):
+        release_of(Report(target="t", rows=rows), "medusa")
+    with pytest.raises(DataError, match="it has: none"):
+        release_of(Report(target="t"))
+
+
+def test_depths_of_the_release_are_counted_as_servers_count_them() -> None:
+    """Catches steps without a draft in the denominator, and short drafts left out of it: of 10 drafts 6 kept one, 2 two."""
+    histogram = ((50,), (3, 2), (1, 2, 2))
+    found = release_of(report(50, accepted_histogram=histogram)).by_depth
+    assert [interval.center for interval in found] == pytest.approx([0.6, 0.2])
+    assert all(0 <= interval.low < interval.center < interval.high <= 1 for interval in found)
+    assert release_of(report(50)).by_depth == ()
+
+
+def counters(steps: int, kept: int, started: float = 1.0) -> Counters:
+    """Of a server that drafted 5 at every step."""
+    return Counters(
+        "vLLM", drafts=steps, drafted=5 * steps, accepted=kept, by_position={0: kept}, steps=steps, generated=steps + kept,
+        first_tokens=0, running=1, waiting=0, started=started,
+    )  # fmt: skip
+
+
+def test_stretches_together_are_the_whole() -> None:
+    """Catches a mean of means, and a stretch left out."""
+    readings = [counters(0, 0), counters(10, 5), counters(100, 200), counters(101, 201)]
+    parts = [Window(5.0, now.since(then)) for then, now in itertools.pairwise(readings)]
+    assert together(parts) == Window(15.0, readings[-1].since(readings[0]))
+    assert together([]).found.tokens_per_step is None
+
+
+def feed(state: Watch, at_s: float, rate: float, count: int, total: list[int], steps: int = 400) -> list[Any]:
+    """`count` readings of `steps` steps with `rate` tokens a step, on top of `total`."""
+    views = []
+    for k in range(count):
+        total[0] += steps
+        total[1] += round(steps * (rate - 1))
+        views.append(state.add(at_s + EVERY_S * k, counters(*total)))
+    return views
+
+
+@pytest.fixture
+def release() -> Release:
+    return release_of(report(400))
+
+
+def test_an_alarm_is_raised_once_stays_and_ends_when_the_rate_is_back(release: Release) -> None:
+    """Catches an alarm at every look, one that is forgotten while nothing got better, and one that never ends."""
+    state, total = Watch(release, EVERY_S), [0, 0]
+    good, bad = release.tokens_per_step.center, release.tokens_per_step.center * 0.7
+    assert not any(view.is_outside for view in feed(state, 0, good, 400, total))
+    views = feed(state, 2000, bad, 400, total)
+    assert sum(view.alarmed for view in views) == 1
+    first = next(k for k, view in enumerate(views) if view.alarmed)
+    assert first * 400 < 20_000 and all(view.side == -1 for view in views[first:])
+    views = feed(state, 4000, good, 400, total)
+    assert not any(view.alarmed for view in views) and views[0].is_outside and not views[-1].is_outside
+    assert next(k for k, view in enumerate(views) if not view.is_outside) * EVERY_S <= 900
+
+
+def test_an_alarm_does_not_end_because_the_minutes_before_it_were_good(release: Release) -> None:
+    """Catches an alarm that goes out at the next look, as the ten minutes it is judged by are mostly those before the drop."""
+    state, total = Watch(release, EVERY_S), [0, 0]
+    feed(state, 0, release.tokens_per_step.center, 200, total, steps=10_000)
+    views = feed(state, 1000, 1.8, 60, total, steps=10_000)
+    assert [view.alarmed for view in views[:5]].count(True) == 1
+    first = next(k for k, view in enumerate(views) if view.alarmed)
+    assert all(view.is_outside for view in views[first:])
+
+
+def test_a_minute_and_ten_are_what_they_say_and_nothing_older_is_kept(release: Release) -> None:
+    """Catches memory that grows as long as one watches."""
+    state, total = Watch(release, EVERY_S), [0, 0]
+    view = feed(state, 0, 2.5, 1000, total)[-1]
+    assert (view.minute.seconds, view.ten_minutes.seconds) == (60, 600)
+    assert (view.minute.steps, view.ten_minutes.steps) == (12 * 400, 120 * 400)
+    assert len(state._parts) == 120
+    assert view.since_start is not None and view.since_start.steps == 400_000
+
+
+def test_a_server_that_begins_anew_is_noticed_and_counted_on(release: Release) -> None:
+    """Catches negative counts after a restart, and an alarm out of them."""
+    state, total = Watch(release, EVERY_S), [0, 0]
+    feed(state, 0, 2.5, 10, total)
+    view = state.away(60, "connection refused")
+    assert view.away and view.minute.found.drafts > 0
+    view = state.add(65, counters(100, 150, started=60.0))
+    assert view.restarts == 1 and view.away is None and not view.alarmed
+    assert view.minute.found.drafts == 8 * 400 + 100
+    assert view.since_start is not None and view.since_start.drafts == 100
+
+
+def test_one_look_says_outside_only_beyond_its_own_noise(release: Release) -> None:
+    """Catches 3 steps of bad luck sold as a broken drafter."""
+    at = lambda steps, rate: standing(Window(1.0, counters(steps, round(steps * (rate - 1))).since()), release)
+    assert at(3, 1.0) == 0
+    assert at(300_000, 1.5) == -1
+    assert at(300_000, 4.0) == 1
+    assert at(300_000, 2.5) == 0
+    assert at(0, 1.0) is None
+
+
+SERVER = """
+import sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+began, rate = time.time(), float(sys.argv[2])
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        steps = 1_000_000 + int((time.time() - began) * 100_000)
+        kept = int(steps * (rate - 1))
+        body = "".join([
+            f"process_start_time_seconds {began}\\n",
+            f"vllm:spec_decode_num_drafts_total {steps}\\nvllm:spec_decode_num_draft_tokens_total {5 * steps}\\n",
+            f"vllm:spec_decode_num_accepted_tokens_total {kept}\\n",
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {kept // 4}\\n',
+            f"vllm:inter_token_latency_seconds_count {steps}\\nvllm:generation_tokens_total {steps + kept}\\n",
+            "vllm:num_requests_running 3\\n",
+        ]).encode()
+        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers(); self.wfile.write(body)
+    def log_message(self, *_): ...
+server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+class Served:
+    """A server in its own process, which writes `rate` tokens a step and can be killed."""
+
+    def __init__(self, rate: float, port: int = 0) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", SERVER, str(port), str(rate)], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    """start(rate, port) starts a server; all are gone after the test."""
+    started: list[Served] = []
+
+    def start(rate: float, port: int = 0) -> Served:
+        started.append(Served(rate, port))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+
+
+def run(*words: str) -> tuple[int, str]:
+    """The verb in an app of the test; its exit code and what it printed."""
+    app = typer.Typer()
+    app.command()(watch)
+    done = CliRunner().invoke(app, list(words))
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def test_one_look_exits_with_one_when_outside_and_zero_inside(start: Any, tmp_path: Path) -> None:
+    """Catches a cron job that never fails, or always; and a JSON that doesn't say what the table says."""
+    place = report(400).save(tmp_path)
+    for rate, code, verdict in ((2.45, 0, "inside"), (1.9, 1, "below"), (3.5, 1, "above")):
+        url = start(rate).url
+        found, _ = run(url, "--once", "--release", str(place), "--json", str(tmp_path / "found.json"))
+        value = json.loads((tmp_path / "found.json").read_text())
+        assert (found, value["verdict"]) == (code, verdict)
+        assert value["window"]["tokens_per_step"] == pytest.approx(rate, abs=0.01)
+    assert run(url, "--once")[0] == 0  # nothing to compare with
+    over = json.loads((tmp_path / "found.json").read_text())["window"]
+    assert run(url, "--once", "--for", "0.3", "--json", str(tmp_path / "found.json"))[0] == 0
+    assert json.loads((tmp_path / "found.json").read_text())["window"]["steps"] < over["steps"] / 2
+
+
+def test_a_watch_outlives_the_server_and_goes_on_when_it_is_back(start: Any, tmp_path: Path) -> None:
+    """Catches a dashboard that dies with what it watches; and a drop after the restart must still be noticed."""
+    place, log = report(400).save(tmp_path), tmp_path / "log.jsonl"
+    served = start(2.45)
+    words = [served.url, "--release", str(place), "--every", "0.1", "--for", "60", "--log", str(log)]
+    code = f"import typer; from outrider.cli.watch import watch; app = typer.Typer(); app.command()(watch); app({words!r})"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    lines = lambda: [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+    def wait_for(what: Any) -> None:
+        end = time.monotonic() + 30
+        while not any(what(line) for line in lines()):
+            assert time.monotonic() < end and process.poll() is None, process.stderr and process.stderr.read()
+            time.sleep(0.05)
+
+    wait_for(lambda line: line["minute"]["drafts"])
+    served.kill()
+    wait_for(lambda line: line["away"])
+    start(1.8, served.port)
+    wait_for(lambda line: line["alarm"])
+    process.send_signal(2)  # Ctrl-C: what was found counts
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 1 and "OUTSIDE" in said
+    found = lines()
+    assert found[-1]["restarts"] == 1 and found[-1]["verdict"] == "below" and found[-1]["away"] is None
+    assert sum(line["alarm"] for line in found) == 1
+    assert not any(line["alarm"] for line in found[: next(k for k, line in enumerate(found) if line["away"])])
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "said"),
+    [(["--every", "0"], ConfigError, "at least 0.1 s"), (["--once", "--log", "x"], ConfigError, "no effect"),
+     (["--drafter", "ngram"], ConfigError, "without --release"), (["--release", "nowhere"], DataError, "no report"),
+     (["--log", "/nowhere/x"], DataError, "can't write"), ([], DataError, "is the server running")],
+)  # fmt: skip
+def test_wrong_use_is_one_clear_sentence(words: list[str], kind: type[Exception], said: str) -> None:
+    """Catches a traceback, and a setting that is ignored in silence."""
+    with pytest.raises(kind, match=said):
+        run("http://127.0.0.1:9", *words)
+
+
+def test_a_watch_needs_no_torch() -> None:
+    """Catches a heavy import: a watch must run on a small machine beside the server."""
+    code = (
+        "import sys, outrider.evaluate.watch, outrider.evaluate.counters, outrider.cli.watch;"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)

@@ -1,0 +1,341 @@
+"""Texts that share 13 words in a row are known again, whatever their form; others are not; many are kept in little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.errors import DataError
+from outrider.prepare import grams
+from outrider.prepare.conversations import Config, Conversation
+from outrider.prepare.grams import COMMON, WORDS, Collector, Grams, Named, Tally, hashes, named, read
+from outrider.prepare.regenerate import ANSWERS, GRAMS, MANIFEST, prepare
+from outrider.targets.transformers import TransformersTarget
+
+QUESTION = (
+    "A farmer's market sells apples for two coins each; if Mary buys seven of them and pays with a twenty-coin note, "
+    "how many coins does she get back?"
+)
+KOREAN = "농부가 사과를 한 개에 이천 원에 팝니다. 영희가 일곱 개를 사고 이만 원을 냈다면 거스름돈은 얼마입니까?"
+CHINESE = "一个农夫每个苹果卖两元。如果小明买了七个苹果，并付了二十元的钞票，他应该找回多少钱？"
+
+
+def opened(path: Path, documents: dict[str, list[list[str]]], limit: int = grams.LIMIT) -> Grams:
+    collected = Collector(*documents, limit=limit)
+    for part, texts in documents.items():
+        for turns in texts:
+            collected.add(part, turns)
+    return read(Named(path, collected.save(path)))
+
+
+def shared(one: str, other: str) -> int:
+    return len(np.intersect1d(hashes(one).runs, hashes(other).runs))
+
+
+# ── one text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        str.upper,
+        lambda text: text.replace(" ", "\n\n  "),
+        lambda text: "«" + text.replace(";", " — ").replace("'", "\u2019").replace("?", "!!") + "»",
+        lambda text: "".join(chr(ord(letter) + 0xFEE0) if letter.isalpha() and letter.isascii() else letter for letter in text),
+        lambda text: unicodedata.normalize("NFD", text),
+        lambda text: text.replace("e", "e\u00ad"),
+        lambda text: "".join(chr(ord(letter) - ord("A") + 0x1D400) if "A" <= letter <= "Z" else letter for letter in text),
+    ],
+    ids=["case", "lines", "punctuation", "full width", "decomposed", "soft hyphens", "bold"],
+)
+@pytest.mark.parametrize("text", [QUESTION, KOREAN, CHINESE, "Straße, déjà vu: naïve Ærø " * 6])
+def test_form_does_not_matter(text: str, change: Callable[[str], str]) -> None:
+    """Catches a leak that hides behind an upper-case letter, another quotation mark or a line break."""
+    one, other = hashes(text), hashes(change(text))
+    assert len(one.runs) > 0
+    assert one.runs.tolist() == other.runs.tolist()
+    assert one.whole == other.whole
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from("abc"), max_size=40), st.lists(st.sampled_from("abc"), max_size=40))
+def test_texts_share_a_hash_just_where_they_share_a_run(one: list[str], other: list[str]) -> None:
+    """Catches a rolling sum that forgets the order of words, where it stands, or its last window: the slow twin keeps words."""
+
+    def runs(words: list[str]) -> set[tuple[str, ...]]:
+        return {tuple(words[i : i + WORDS]) for i in range(len(words) - WORDS + 1)}
+
+    mine, theirs = hashes(" ".join(one)), hashes(" ".join(other))
+    assert len(mine.runs) == len(runs(one))
+    assert len(np.intersect1d(mine.runs, theirs.runs)) == len(runs(one) & runs(other))
+    assert (mine.whole == theirs.whole) == (one == other)
+    assert mine.whole is None or mine.whole not in mine.runs
+
+
+def test_letters_count_where_words_are_not_set_apart() -> None:
+    """Catches Korean or Chinese compared by words, of which a question has too few or one, and a quotation that is missed."""
+    assert shared(KOREAN, KOREAN.replace(" ", "")) == len(hashes(KOREAN).runs)
+    for text in (KOREAN, CHINESE):
+        quoted = f"The following question was asked in an exam: {text} Please translate it into English."
+        assert shared(text, quoted) == len(hashes(text).runs) > 0
+    mixed = "파이썬에서 list를 정렬할 때 sort()와 sorted()의 차이를 설명하고 예를 들어 주세요"
+    assert shared(mixed, "질문: " + mixed.upper()) == len(hashes(mixed).runs) > 0
+
+
+def test_an_instruction_in_common_is_no_overlap() -> None:
+    """Catches runs that are too short: any two questions of an exam would be flagged."""
+    asked = ["다음 글을 읽고 물음에 답하시오.", "Read the following text and answer the question."]
+    texts = [
+        ("고래는 바다에 사는 포유류이다", "화산은 땅속의 용암이 솟는 산이다"),
+        ("Whales live at sea.", "Lava comes from below."),
+    ]
+    for instruction, (one, other) in zip(asked, texts, strict=True):
+        assert shared(f"{instruction} {one}" * 2, f"{instruction} {other}" * 2) == 0
+
+
+def random_runs(count: int) -> np.ndarray:
+    """Of texts of 100 words from 200: much alike, so what collides easily does."""
+    order = random.Random(7)
+    words = [f"w{i}" for i in range(200)]
+    return np.concatenate([hashes(" ".join(order.choices(words, k=100))).runs for _ in range(count // 88)])
+
+
+def check_that_hashes_are_wide(count: int) -> None:
+    """No two of `count` runs have one hash, and every bit is drawn evenly, so that the rate of false alarms is 2**-64 a pair.
+
+    A prompt of 88 runs beside a full file of 2**23 then raises one with a chance of 4e-11.
+    """
+    found = random_runs(count)
+    assert len(np.unique(found)) == len(found)
+    shares = [np.mean((found >> np.uint64(bit)) & np.uint64(1)) for bit in range(64)]
+    assert np.abs(np.array(shares) - 0.5).max() < 6 * 0.5 / len(found) ** 0.5
+
+
+def test_false_alarms_are_rarer_than_one_in_a_million() -> None:
+    """Catches hashes that are cut or badly mixed.  A false alarm of the test: 3e-9 by a collision, 1e-7 by a bit."""
+    check_that_hashes_are_wide(300_000)
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+def test_a_hash_that_is_cut_is_seen(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a test of width that any hash passes; 32 bits of 300 thousand runs collide but for one chance in 10**4."""
+    mixed = grams._mixed
+    monkeypatch.setattr(grams, "_mixed", lambda sums: mixed(sums) & np.uint64((1 << bits) - 1))
+    with pytest.raises(AssertionError):
+        check_that_hashes_are_wide(300_000)
+
+
+def test_odd_texts_have_hashes_too() -> None:
+    """Catches half a surrogate pair, an empty text, or signs alone bringing it down."""
+    assert hashes("").whole is hashes("?! …\n").whole is None
+    assert hashes("\ud800 half").whole == hashes("half").whole
+    assert len(hashes("a" * 100_000).runs) == 0
+    assert len(hashes("one two " * 50_000).runs) == 2
+
+
+# ── many texts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("limit", [10**6, 700])
+def test_a_tally_counts_as_a_counter_does_and_samples_alike_in_any_order(limit: int) -> None:
+    """Catches a merge that loses counts, a cap that wraps around, or a sample that depends on what came first."""
+    order = np.random.default_rng(5)
+    documents = [np.unique(grams._mixed(order.integers(0, 3000, 40, dtype=np.uint64))) for _ in range(400)]
+    documents += [documents[0]] * 300
+    slow = Counter(one for document in documents for one in document.tolist())
+    often, once = Tally(limit), Tally(limit)
+    for document in documents:
+        often.add(document)
+        often.result()
+    for document in reversed(documents):
+        once.add(document)
+    known, counts, one_in = once.result()
+    assert [values.tolist() for values in often.result()[:2]] == [known.tolist(), counts.tolist()]
+    assert often.result()[2] == one_in == (1 if limit > len(slow) else 8)
+    assert known.tolist() == sorted(one for one in slow if one % one_in == 0)
+    assert counts.tolist() == [min(slow[one], COMMON + 1) for one in known.tolist()]
+    assert len(known) <= limit and (one_in == 1 or sum(one % (one_in // 2) == 0 for one in slow) > limit)
+
+
+def test_the_same_texts_make_the_same_file(tmp_path: Path) -> None:
+    """Catches metadata in an order of its own: a resumed run would look like another."""
+    texts = [[QUESTION, "go on"], [KOREAN], []]
+    opened(tmp_path / "one", {"prompts": texts, "answers": texts[:1]})
+    opened(tmp_path / "two", {"prompts": texts[::-1], "answers": texts[:1]})
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "two"}
+
+
+def test_pieces_are_found_in_the_part_that_holds_them(tmp_path: Path) -> None:
+    """Catches a part asked for another, or a paraphrase flagged."""
+    found = opened(tmp_path / "g", {"prompts": [["short one"], [f"Please solve: {QUESTION}"]], "answers": [[f"{KOREAN}"]]})
+    assert found.holding(f"Question 7.\n{QUESTION.upper()}") == ("prompts",)
+    assert found.holding(KOREAN) == ("answers",)
+    assert found.holding("Short one!") == ("prompts",)
+    for other in (
+        "Apples cost two coins. What change from twenty coins will Mary receive for seven apples at the market?",
+        "short one more",
+        "사과 한 개는 이천 원이다. 영희는 일곱 개를 샀다. 이만 원을 내면 얼마를 거슬러 받는가?",
+        "",
+        "?",
+    ):
+        assert found.holding(other) == ()
+
+
+def test_what_everybody_says_does_not_count_but_a_whole_prompt_does(tmp_path: Path) -> None:
+    """Catches a system prompt in every conversation flagging all; and a question that was repeated often passing for clean."""
+    system = "You are a helpful assistant who answers in plain words and never says more than was asked for by the user"
+    few, many = [[system, f"question {i}"] for i in range(COMMON)], [[f"{system} {i}", "go on"] for i in range(COMMON + 1)]
+    assert opened(tmp_path / "few", {"p": few}).holding(f"{system} and ever")
+    everybody = opened(tmp_path / "many", {"p": [*many, *[[QUESTION]] * 50]})
+    assert not everybody.holding(f"{system} and ever")
+    assert not everybody.holding("Go on.")
+    assert everybody.holding(f"{system} 3")
+    assert everybody.holding(QUESTION)
+
+
+def test_a_sample_finds_long_texts_and_every_whole_one(tmp_path: Path) -> None:
+    """Catches a search that expects what was not kept.  400 runs, 1 in 8 kept: all missed once in 10**23."""
+    order = random.Random(3)
+    texts = [" ".join(f"w{order.randrange(5000)}" for _ in range(412)) for _ in range(20)]
+    found = opened(tmp_path / "g", {"p": [[text] for text in texts]}, limit=1200)
+    assert found.sampled == 8
+    assert all(found.holding(f"before {text} behind") for text in texts)
+    assert found.holding(texts[3])
+
+
+# ── the file ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def swapped(path: Path) -> None:
+    opened(path, {"prompts": [["another"]], "answers": []})
+
+
+def turned(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", [swapped, turned, lambda path: os.truncate(path, 60), lambda path: path.unlink()])
+def test_a_file_that_is_not_the_one_its_manifest_names_is_refused(harm: Callable[[Path], None], tmp_path: Path) -> None:
+    """Catches hashes of other texts, or half of them, answering for these: everything would be clean."""
+    collected = Collector("prompts", "answers")
+    collected.add("prompts", [QUESTION])
+    facts = collected.save(tmp_path / "g")
+    assert read(Named(tmp_path / "g", facts)).holding(QUESTION)
+    harm(tmp_path / "g")
+    with pytest.raises(DataError, match=r"manifest names|missing"):
+        read(Named(tmp_path / "g", facts))
+
+
+def test_hashes_of_another_rule_are_refused(tmp_path: Path) -> None:
+    """Catches hashes compared with others that were made differently: nothing would ever be found."""
+    facts = Collector("p").save(tmp_path / "g")
+    with pytest.raises(DataError, match="format 0"):
+        read(Named(tmp_path / "g", facts | {"format": 0}))
+
+
+def test_a_disk_that_can_not_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+    """Catches half a file under the name of the whole one."""
+    place = tmp_path / "there"
+    place.write_text("no folder")
+    with pytest.raises(DataError, match="can't write"):
+        Collector("p").save(place / "g")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_hashes_need_no_torch() -> None:
+    """Catches an import that takes seconds where a gate only looks two files up."""
+    asked = "import sys, outrider.prepare.grams, outrider.evaluate.contamination; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", asked]).returncode == 0
+
+
+# ── prepare ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def asked(count: int = 5) -> list[Conversation]:
+    return [Conversation(f"p{i}", [{"role": "user", "content": f"{QUESTION} {i}"[-60 - i :]}]) for i in range(count)]
+
+
+def answer(target: TransformersTarget, folder: Path, conversations: list[Conversation], **settings: Any) -> None:
+    config = Config(max_new_tokens=6, length=120, slots=2)
+    prepare(target, target.tokenizer, conversations, folder, config.model_copy(update=settings))
+
+
+def test_prepare_keeps_hashes_of_prompts_and_answers(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches prompts hashed with their template, answers forgotten, or a manifest that then refuses its own answers."""
+    answer(talker, tmp_path, asked())
+    found = named(tmp_path)
+    assert found is not None
+    assert found.facts["parts"]["prompts"]["documents"] == found.facts["parts"]["answers"]["documents"] == 5
+    opened = read(found)
+    assert all(opened.holding(one.messages[0]["content"]) == ("prompts",) for one in asked())
+    rows = [json.loads(line) for line in (tmp_path / ANSWERS).read_text().splitlines()]
+    said = [talker.decode(row["tokens"][start:end]) for row in rows for start, end in row["learn"]]
+    assert any(hashes(text).whole is not None for text in said)
+    assert all("answers" in opened.holding(text) for text in said if hashes(text).whole is not None)
+    assert opened.holding("nobody said this") == ()
+
+
+def test_a_resumed_prepare_keeps_the_same_file(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches hashes of the later part alone, and a file written again where nothing has changed."""
+    answer(talker, tmp_path / "whole", asked())
+    answer(talker, tmp_path / "parts", asked(2))
+    early = named(tmp_path / "parts")
+    answer(talker, tmp_path / "parts", asked())
+    found = [(tmp_path / name / GRAMS).read_bytes() for name in ("whole", "parts")]
+    assert found[0] == found[1]
+    assert early is not None and early.facts["parts"]["prompts"]["documents"] == 2
+    before = (tmp_path / "parts" / GRAMS).stat().st_mtime_ns
+    answer(talker, tmp_path / "parts", asked(3))
+    assert (tmp_path / "parts" / GRAMS).stat().st_mtime_ns == before
+    assert not list(tmp_path.glob("*/*.part"))
+
+
+def test_hashes_of_fewer_answers_than_there_are_do_not_count(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a stopped prepare whose later answers are trained on and were never hashed."""
+    answer(talker, tmp_path, asked(2))
+
+    def stop(done: int, _: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(talker, talker.tokenizer, asked(), tmp_path, Config(max_new_tokens=6, length=120, slots=2), on_answer=stop)
+    assert named(tmp_path) is None
+    answer(talker, tmp_path, asked(1))  # asked less: the prompt of one answer is not known here
+    found = named(tmp_path)
+    assert found is not None and found.facts["unknown"] == 2
+    answer(talker, tmp_path, asked(3))
+    found = named(tmp_path)
+    assert found is not None and found.facts["unknown"] == 0
+
+
+def test_a_lost_file_is_written_again(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a manifest trusted without its file."""
+    answer(talker, tmp_path, asked(2))
+    before = (tmp_path / GRAMS).read_bytes()
+    swapped(tmp_path / GRAMS)
+    answer(talker, tmp_path, asked(2))
+    assert (tmp_path / GRAMS).read_bytes() == before
+
+
+def test_nothing_is_kept_where_nothing_is_wanted(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches the setting `grams: false` having no effect, or making other answers of these."""
+    answer(talker, tmp_path, asked(1), grams=False)
+    assert not (tmp_path / GRAMS).exists() and named(tmp_path) is None
+    answer(talker, tmp_path, asked(1))
+    assert (tmp_path / MANIFEST).exists() and named(tmp_path) is not None
