@@ -1,0 +1,114 @@
+"""DeepSpec, DeepSeek's published drafts: dspark, dflash, eagle3, as `deepseek-ai/{dspark,dflash,eagle3}_*` have them.
+
+config.json is the target's own with the draft's sizes laid over it.  DFlash is a DSpark without its heads: rank 0 and no
+confidence.  Weights have no prefix; embedding and head are stored although they are frozen copies of the target's.  Layers are
+counted from 0, as here.  EAGLE-3 there norms queries and keys and drafts all tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.errors import ExportError
+from outrider.export import released
+from outrider.export.formats import Config, Format, Layout, Source
+from outrider.targets.transformers import TransformersTarget
+
+DSPARK, EAGLE3 = ("Qwen3DSparkModel",), ("Qwen3Eagle3Model", "Eagle3DraftModel")
+
+
+def common(source: Source, architecture: str, layers: int) -> dict[str, Any]:
+    spec = source.target.spec
+    return {
+        **released.written(source.settings, layers, spec, "qwen3"),
+        "architectures": [architecture],
+        "dtype": spec.dtype,
+        "tie_word_embeddings": False,
+        "num_target_layers": spec.layers,
+        "target_layer_ids": list(source.model.taps),
+    }
+
+
+def eagle3(source: Source) -> dict[str, Any]:
+    settings = source.settings
+    return common(source, EAGLE3[0], 1) | {
+        "target_model_name_or_path": source.target.spec.name,
+        "ttt_length": settings.ttt,
+        "step_loss_decay": settings.decay,
+        "draft_num_hidden_layers": 1,
+    }
+
+
+def dflash(source: Source) -> dict[str, Any]:
+    settings = source.settings
+    return common(source, DSPARK[0], settings.layers) | {
+        "block_size": settings.block,
+        "mask_token_id": source.backbone.mask_token,
+        "num_anchors": settings.anchors,
+        "markov_rank": 0,
+        "enable_confidence_head": False,
+    }
+
+
+def dspark(source: Source) -> dict[str, Any]:
+    return dflash(source) | released.markov_written(source.settings)
+
+
+def read_eagle3(config: Config, target: TransformersTarget) -> dict[str, Any]:
+    return {
+        **released.read(config, target.spec),
+        "taps": released.taps(config.get("target_layer_ids"), "target_layer_ids"),
+        "vocabulary": None,
+        "qk_norm": True,
+        "ttt": config.get("ttt_length", 7),
+        "decay": config.get("step_loss_decay", 0.8),
+    }
+
+
+def read_dflash(config: Config, target: TransformersTarget) -> dict[str, Any]:
+    return {
+        **released.read(config, target.spec),
+        "layers": config["num_hidden_layers"],
+        "block": config["block_size"],
+        "anchor_predicts": True,
+        "taps": released.taps(config.get("target_layer_ids"), "target_layer_ids"),
+        "mask_token": config["mask_token_id"],
+        "copies": None,
+    }
+
+
+def read_dspark(config: Config, target: TransformersTarget) -> dict[str, Any]:
+    return read_dflash(config, target) | released.markov(config)
+
+
+def not_eagle3(source: Source) -> str | None:
+    settings = source.settings
+    extra = settings.vocabulary or settings.fc_norm or settings.norm_output or settings.norm_before_residual
+    if not settings.qk_norm or extra:
+        return "its EAGLE-3 norms queries and keys, drafts all tokens and knows no options; train with qk_norm: yes alone"
+    return released.not_eagle3(source)
+
+
+def not_block(source: Source) -> str | None:
+    if not source.settings.anchor_predicts:
+        return "its blocks draft the first token in the anchor's slot; train with anchor_predicts: yes"
+    return released.learnt_mask(source)
+
+
+def _kind(config: Config) -> str | None:
+    name = (config.get("architectures") or [""])[0]
+    if name in EAGLE3:
+        return "eagle3"
+    if name.startswith("Gemma4"):
+        raise ExportError(f"{name} has Gemma's layers (norms around each part, a scale a layer), which no draft here has")
+    if name not in DSPARK or "dflash_config" in config:
+        return None
+    return "dspark" if config.get("markov_rank") else "dflash"
+
+
+LAYOUTS = {
+    "eagle3": Layout(released.EAGLE3, eagle3, read_eagle3, copies=released.both_copies, refuses=not_eagle3),
+    "dflash": Layout(released.DFLASH, dflash, read_dflash, copies=released.both_copies, refuses=not_block),
+    "dspark": Layout(released.DSPARK, dspark, read_dspark, copies=released.both_copies, refuses=not_block),
+}
+FORMAT = Format(LAYOUTS, _kind)

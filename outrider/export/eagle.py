@@ -1,0 +1,44 @@
+"""SafeAILab's EAGLE and EAGLE-3, as their authors release them; read only, since engines take other folders.
+
+EAGLE-1/2's weights are ours by name.  EAGLE-3's layer is `midlayer`; its config says nothing of the taps: the authors' code
+takes the outputs of layers 1, n / 2 - 1 and n - 4 of n, counted from 0.  An embedding is stored and must be the target's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.export import released
+from outrider.export.formats import Config, Format, Layout
+from outrider.targets.transformers import TransformersTarget
+
+EAGLE = [("fc.*", "fc.*"), ("layers.*", "layers.*")]
+
+
+def read_eagle(config: Config, target: TransformersTarget) -> dict[str, Any]:
+    return released.read(config, target.spec)
+
+
+def read_eagle3(config: Config, target: TransformersTarget) -> dict[str, Any]:
+    layers = target.spec.layers
+    size = config.get("draft_vocab_size") or target.spec.vocabulary
+    return {
+        **released.read(config, target.spec),
+        "taps": [1, layers // 2 - 1, layers - 4],
+        "vocabulary": None if size == target.spec.vocabulary else size,
+        "qk_norm": False,
+    }
+
+
+def _kind(config: Config) -> str | None:
+    name = (config.get("architectures") or [""])[0]
+    if name == "LlamaForCausalLMEagle3" and "eagle_config" not in config:
+        return "eagle3"
+    return "eagle" if name in ("LlamaForCausalLMEagle", "EagleModel") else None
+
+
+LAYOUTS = {
+    "eagle": Layout(EAGLE, None, read_eagle),
+    "eagle3": Layout(released.MIDLAYER, None, read_eagle3),
+}
+FORMAT = Format(LAYOUTS, _kind)

@@ -1,0 +1,115 @@
+"""A folder of weights as engines read them: config.json and safetensors, whole or in shards.  Nothing in it is ever executed.
+
+What is read is checked first: no pickle, no name that leaves the folder, no weight that is not a number.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from outrider.errors import ExportError
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.  Raises ExportError where there is none, or where a key stands twice: readers differ in which counts."""
+    try:
+        if path.exists() and not path.is_file():  # a pipe would be read for ever
+            raise ValueError("it is no file")
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ExportError(f"{path} can't be read: {error}; copy the folder again") from None
+    if not isinstance(found, dict):
+        raise ExportError(f"{path} holds {type(found).__name__}, not the mapping that a config is; copy the folder again")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice in it")
+    return found
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a folder, on the CPU.  Raises ExportError for pickles and for what is torn, quantised or not finite."""
+    weights: dict[str, Tensor] = {}
+    for path in _files(folder):
+        try:
+            found = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise ExportError(f"{path} can't be read: {error}; copy it again") from None
+        twice = weights.keys() & found.keys()
+        if twice:
+            raise ExportError(f"{path} holds {min(twice)}, which another file of {folder} holds too; copy the folder again")
+        weights |= found
+    rounded = [name for name, weight in weights.items() if weight.is_floating_point() and weight.element_size() == 1]
+    if rounded:
+        raise ExportError(f"{folder} is quantised to 8 bits in {_few(rounded)}; bring weights of 16 or 32 bits")
+    broken = [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
+    if broken:
+        raise ExportError(f"{folder} has weights that are no numbers: {_few(broken)}; the training that wrote it went wrong")
+    return weights
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / INDEX).exists():
+        index = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(index, Mapping) or not all(isinstance(name, str) for name in index.values()):
+            raise ExportError(f"{folder / INDEX} has no weight_map of file names; copy it again")
+        names = sorted(set(index.values()))
+        outside = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+        if outside:
+            raise ExportError(f"{folder / INDEX} names {outside[0]!r}, no safetensors file of this folder; don't trust it")
+        return [folder / name for name in names]
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    pickled = [path.name for pattern in PICKLED for path in folder.glob(pattern)]
+    if pickled:
+        raise ExportError(
+            f"{folder} has its weights in {pickled[0]}, a pickle, which can run code when it is opened; convert it to "
+            "safetensors where you trust it (torch.load with weights_only=True, then safetensors.torch.save_file)"
+        )
+    raise ExportError(f"{folder} has no {WEIGHTS}; name the folder of a draft model")
+
+
+def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """config.json and model.safetensors into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    # a tensor that stands under two names is written twice: safetensors refuses shared memory
+    copies = {name: weight.detach().cpu().contiguous().clone() for name, weight in weights.items()}
+    save_file(copies, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+@contextmanager
+def fresh(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which then becomes `folder`.  Raises ExportError where there is one; nothing is half-written."""
+    part = folder.with_name(folder.name + ".part")
+    if folder.exists():
+        raise ExportError(f"{folder} is there already; name a new folder, or delete it first")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        yield part
+        part.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise ExportError(f"can't write {folder}: {error}; name a folder that can be written") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

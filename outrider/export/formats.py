@@ -1,0 +1,406 @@
+"""Write a checkpoint in an outside format and read one from it: rename, account for every key, write, read back, compare.
+
+A format says, for each method that it knows, what our weights are called there and how the settings are written: a `Layout`.
+What a format can't say of a drafter (how many runners-up, how it was calibrated, how it was trained) lies beside it in
+`outrider.json`, which engines don't read and `import_folder` does: a manifest like a checkpoint's, and small weights that have
+no key elsewhere.
+
+Layer numbers: ours count decoder layers from 0 and mean what comes out of them; a layout's `shift` says what is added there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider import export as package
+from outrider.checkpoint import MANIFEST, load_model, manifest_of, save, weights_of
+from outrider.config import build, nearest
+from outrider.drafters import find as find_drafter
+from outrider.errors import ConfigError, ExportError
+from outrider.export import folder as folders
+from outrider.nn.draft_model import DraftModel, binding
+from outrider.targets.transformers import TransformersTarget
+
+MACHINERY = ("folder", "formats", "released")
+"""Files of this folder that are no format."""
+BORROWED = {"embed_tokens.weight": "embedding", "lm_head.weight": "head", "lm_heads.*.weight": "head"}
+"""The target's own matrices, as formats call them."""
+STALE = "*rotary_emb*"
+"""Keys of theirs that hold nothing that was learnt."""
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint about to be written elsewhere."""
+
+    model: DraftModel
+    target: TransformersTarget
+    precision: str | None = None
+    """Type of number that was asked for, in a format that has a choice."""
+
+    @property
+    def settings(self) -> Any:
+        """The drafter's Config."""
+        return self.model.config
+
+    @property
+    def backbone(self) -> Any:
+        """Of a block drafter."""
+        return self.model.backbone
+
+    @property
+    def architectures(self) -> list[str]:
+        """The target's own, as its config.json names them."""
+        return list(getattr(self.target.model.config, "architectures", None) or [])
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One method in one format."""
+
+    names: Sequence[tuple[str, str]]
+    """Ours and theirs, the first that fits counts; * is anything."""
+    config: Callable[[Source], dict[str, Any]] | None = None
+    """What config.json says; None where this method is only read."""
+    settings: Callable[[Config, TransformersTarget], dict[str, Any]] | None = None
+    """What a config.json means in our settings; None where this method is only written."""
+    copies: Callable[[Source], Sequence[str]] = lambda source: ()
+    """Names, as in `BORROWED`, of what the format wants a copy of although it is the target's."""
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of a folder that comes from elsewhere, where config.json does not tell."""
+    files: Callable[[Source, Path], None] = lambda source, folder: None
+    """Writes what else belongs into the folder, such as a tokenizer."""
+    translates: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda weights: weights
+    """Makes older names of theirs those of `names`."""
+    refuses: Callable[[Source], str | None] = lambda source: None
+    """Why this drafter can't be said in the format; None where it can."""
+    shift: int = 0
+    """Their layer number less ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format of others."""
+
+    layouts: Mapping[str, Layout]
+    """By our kind of drafter."""
+    kind_of: Callable[[Config], str | None] = lambda config: None
+    """Which of our kinds a config.json is of; None where it is not of this format."""
+    writes: Callable[[Path, Config, Mapping[str, Tensor], Source], None] = lambda folder, config, weights, source: (
+        folders.write(folder, config, weights)
+    )
+    """Writes what a layout says and the weights by their names; safetensors unless given."""
+    reads: Callable[[Path], Mapping[str, Tensor]] = lambda folder: folders.read_weights(folder)
+    """The weights of such a folder under the same names, for the comparison with what was meant."""
+    precisions: tuple[str, ...] = ()
+    """Types of number to choose from; without any, weights keep the target's."""
+
+
+def formats() -> list[str]:
+    """The formats there are."""
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if module.name not in MACHINERY)
+
+
+def find(name: str) -> Format:
+    """A format by its name.  Raises ConfigError with the nearest name for an unknown one."""
+    if name not in formats():
+        raise ConfigError(f"unknown format {name!r}{nearest(name, formats())}; known: {', '.join(formats())}")
+    found: Format = importlib.import_module(f"{package.__name__}.{name}").FORMAT
+    return found
+
+
+# ── writing ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def export(
+    checkpoint: str | Path, to: str, out: str | Path, target: TransformersTarget, precision: str | None = None
+) -> Path:  # fmt: skip
+    """Write a checkpoint in a format, whole or not at all, read it back and compare every weight.  Returns the folder.
+
+    precision: type of number to round to, where the format has a choice; the target's unless given.
+    Raises ExportError where the format does not know the method or can't say its settings, or where `out` is there already;
+    ConfigError for a precision that the format has not.
+    """
+    format, layout = find(to), _layout(to, manifest_of(checkpoint)["kind"], "write")
+    if precision is not None and precision not in format.precisions:
+        choice = f"choose one of {', '.join(format.precisions)}" if format.precisions else "leave the precision out"
+        raise ConfigError(f"{to} can't be written in {precision!r}; {choice}")
+    source = Source(load_model(checkpoint, target), target, precision)
+    reason = layout.refuses(source)
+    if reason is not None:
+        raise ExportError(f"{checkpoint} can't be written as {to}: {reason}")
+    own = {name: weight.detach().cpu() for name, weight in weights_of(source.model).items()}
+    weights = {theirs: own[ours] for ours, theirs in renamed(own, layout.names).items()}
+    weights |= {name: borrowed(source.target, name) for name in layout.copies(source) if name not in weights}
+    unsaid = {name: weight.tolist() for name, weight in own.items() if name not in renamed(own, layout.names)}
+    assert layout.config is not None
+    with folders.fresh(Path(out)) as part:
+        format.writes(part, layout.config(source), weights, source)
+        layout.files(source, part)
+        beside = {**manifest_of(checkpoint), "format": to, "tap_shift": layout.shift, "unsaid": unsaid}
+        (part / MANIFEST).write_text(json.dumps(beside, indent=2) + "\n", encoding="utf-8")
+        _compare(own, part, to, target)
+    return Path(out)
+
+
+def _compare(own: Mapping[str, Tensor], written: Path, to: str, target: TransformersTarget) -> None:
+    """Read what was written and hold it against what was meant.  Raises ExportError for any difference."""
+    layout = _layout(to, _beside(written)["kind"], "write")
+    if layout.settings is None:
+        format, names = find(to), renamed(own, layout.names)
+        found = format.reads(written)
+        back = {ours: found[theirs] for ours, theirs in names.items() if theirs in found}
+        meant = {ours: own[ours].to(back[ours].dtype) if format.precisions and ours in back else own[ours] for ours in names}
+    else:
+        back, meant = dict(weights_of(imported(written, target, to))), dict(own)
+    wrong = [name for name in meant if name not in back or not torch.equal(back[name].cpu(), meant[name])]
+    if wrong:
+        raise ExportError(f"what was written as {to} reads back with other weights: {', '.join(wrong[:4])}; nothing was kept")
+
+
+def renamed(names: Iterable[str], rules: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Ours to theirs; names that no rule fits are left out."""
+    found = {}
+    for name in names:
+        theirs = next((new for old, pattern in rules if (new := _fitted(name, old, pattern)) is not None), None)
+        if theirs is not None:
+            found[name] = theirs
+    return found
+
+
+def _fitted(name: str, old: str, new: str) -> str | None:
+    """`name` by the rule old → new, where it fits."""
+    if "*" not in old:
+        return new if name == old else None
+    before, behind = old.split("*")
+    if not (name.startswith(before) and name.endswith(behind) and len(name) >= len(before) + len(behind)):
+        return None
+    return new.replace("*", name[len(before) : len(name) - len(behind)])
+
+
+def borrowed(target: TransformersTarget, name: str) -> Tensor:
+    """The target's embedding or head [V, H], on the CPU."""
+    ids = torch.arange(target.spec.vocabulary, device=target.device)
+    rows = target.embedding_rows(ids) if _borrowed_kind(name) == "embedding" else target.head_rows(ids)
+    return rows.detach().cpu()
+
+
+def _borrowed_kind(name: str) -> str | None:
+    """embedding or head; None for a name that is neither."""
+    return next((kind for pattern, kind in BORROWED.items() if fnmatch(name, pattern)), None)
+
+
+# ── reading ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def import_folder(
+    folder: str | Path, out: str | Path, target: TransformersTarget, format: str | None = None, kind: str | None = None
+) -> DraftModel:
+    """Make a checkpoint of a draft model in an outside format; `format` and `kind` are found by its config unless given.
+
+    Raises ExportError for what is no such folder, is damaged, or was made for another target; nothing is then written.
+    """
+    if Path(out).exists():
+        raise ExportError(f"{out} is there already; name a new folder, or delete it first")
+    model = imported(Path(folder), target, format, kind)
+    beside = _beside(Path(folder))
+    facts = {"imported_from": str(folder), "format": beside.get("format", format), **dict(beside.get("training", {}))}
+    save(out, model, facts)
+    return model
+
+
+def imported(folder: Path, target: TransformersTarget, format: str | None = None, kind: str | None = None) -> DraftModel:
+    """The draft model of such a folder, frozen."""
+    beside = _beside(folder)
+    format = format or beside.get("format")
+    if format is not None and all(layout.settings is None for layout in find(format).layouts.values()):
+        raise ExportError(f"{folder} is of format {format}, which is written here and not read; import what it was made from")
+    config = folders.read_json(folder / folders.CONFIG)
+    format, kind = _recognised(folder, config, format, kind)
+    layout = _layout(format, kind, "read")
+    assert layout.settings is not None
+    _check_target(folder, beside, target)
+    weights = folders.read_weights(folder)
+    try:
+        settings = {"kind": kind, **layout.assumed, **_unsaid(beside, kind), **layout.settings(config, target)}
+        module = find_drafter(kind)
+        wanted = build(module.Config, settings, f"{folder} as {format}")
+        _check_sizes(wanted, weights, target)
+        model: DraftModel = module.Model(wanted, target)
+        weights = dict(layout.translates(weights))
+    except ExportError as error:
+        raise ExportError(f"{folder} as {format}: {error}") from None
+    except Exception as error:  # a config may say anything, and any reader or constructor may stumble over it
+        raise ExportError(f"{folder} is no {kind} draft that can be read here: {_first_line(error)}") from error
+    fill(model, weights, layout, folder, target)
+    _fill_unsaid(model, beside, layout, folder)
+    model.to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False)
+    lost = [name for name, weight in weights_of(model).items() if weight.is_floating_point() and not weight.isfinite().all()]
+    if lost:
+        raise ExportError(f"{folder} has values in {', '.join(lost[:4])} that {target.spec.dtype} can't hold; bring others")
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _check_sizes(settings: Any, weights: Mapping[str, Tensor], target: TransformersTarget) -> None:
+    """Refuse a config that claims far more than its files hold, before memory is taken for it."""
+    held = sum(weight.numel() for weight in weights.values())
+    said = {**settings.model_dump(), **_whole_numbers(getattr(settings, "architecture", None) or {})}
+    size = {key: value for key, value in said.items() if type(value) is int}
+    hidden = size.get("hidden_size", target.spec.hidden)
+    layers = size.get("layers", size.get("num_hidden_layers", 1))
+    widths = [size.get(key, 1) for key in ("intermediate", "intermediate_size", "rank", "gru", "vocabulary", "vocab_size")]
+    widths.append(size.get("heads", size.get("num_attention_heads", 1)) * size.get("head_dim", 1))
+    if max(layers * hidden, max(widths), layers * size.get("intermediate", 1) * hidden, hidden * widths[1]) > held:
+        raise ExportError(f"config.json speaks of a larger model than the {held:,} numbers that lie beside it")
+    for key in ("block", "length"):
+        if size.get(key, 0) > target.spec.context:
+            raise ExportError(f"it drafts {size[key]} tokens a step; {target.spec.name} reads {target.spec.context} in all")
+
+
+def _whole_numbers(found: Mapping[str, Any]) -> dict[str, int]:
+    return {key: value for key, value in found.items() if type(value) is int}
+
+
+def _recognised(folder: Path, config: Config, format: str | None, kind: str | None) -> tuple[str, str]:
+    names = formats() if format is None else [format]
+    found = [(name, known) for name in names if (known := kind or _kind_of(name, config)) is not None]
+    if kind is not None and format is None:
+        raise ExportError(f"{kind} stands in several formats; name the one of {folder} with --format")
+    if len(found) != 1:
+        said = config.get("speculators_model_type") or config.get("architectures") or sorted(config)[:8]
+        guesses = ", ".join(f"{name} ({known})" for name, known in found) or "none of " + ", ".join(names)
+        raise ExportError(f"{folder} says {said} and could be {guesses}; name its --format, and --kind where that won't do")
+    return found[0]
+
+
+def _kind_of(format: str, config: Config) -> str | None:
+    """Of what kind a config is in a format; None where it is none, be it because nothing in it is of the right type."""
+    try:
+        return find(format).kind_of(config)
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return None
+
+
+def _beside(folder: Path) -> dict[str, Any]:
+    """What our own export left beside the engine's files; empty where the folder comes from elsewhere."""
+    found = folders.read_json(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
+    wrong = [key for key in ("target", "config", "unsaid", "training") if not isinstance(found.get(key, {}), dict)]
+    wrong += [key for key in ("kind", "format") if not isinstance(found.get(key, ""), str)]
+    if wrong:
+        raise ExportError(f"{folder / MANIFEST} has no {wrong[0]} that can be read; delete the file to import the rest")
+    return found
+
+
+def _check_target(folder: Path, beside: Config, target: TransformersTarget) -> None:
+    mine, theirs = binding(target), beside.get("target", {})
+    wrong = [key for key in mine if theirs.get(key) is not None and mine[key] is not None and theirs[key] != mine[key]]
+    if wrong:
+        differences = ", ".join(f"{key} {theirs[key]} against {mine[key]}" for key in wrong)
+        raise ExportError(f"{folder} was made for target {theirs.get('name')!r}, not for {target.spec.name!r}: {differences}")
+
+
+def _unsaid(beside: Config, kind: str) -> dict[str, Any]:
+    """Settings of ours that the format does not hold; those that it does are laid over them."""
+    return dict(beside.get("config", {})) if beside.get("kind") == kind else {}
+
+
+def fill(model: DraftModel, weights: Mapping[str, Tensor], layout: Layout, folder: Path, target: TransformersTarget) -> None:
+    """Their weights into our model.  Raises ExportError unless every key of both sides is accounted for."""
+    own = weights_of(model)
+    names = renamed(own, layout.names)
+    missing = [theirs for theirs in names.values() if theirs not in weights]
+    if missing:
+        raise ExportError(f"{folder} lacks {', '.join(missing[:4])}; it is not whole, or not of this format")
+    extra = weights.keys() - set(names.values())
+    for name in sorted(extra):
+        _account_for(name, weights[name], folder, target)
+    shapes = [
+        f"{theirs} {tuple(weights[theirs].shape)} where {tuple(own[ours].shape)} belongs"
+        for ours, theirs in names.items() if weights[theirs].shape != own[ours].shape
+    ]  # fmt: skip
+    if shapes:
+        raise ExportError(f"{folder} does not fit its config: {', '.join(shapes[:3])}")
+    types = [
+        f"{theirs} is {weights[theirs].dtype}".replace("torch.", "") for ours, theirs in names.items()
+        if not _converts(weights[theirs], own[ours])
+    ]  # fmt: skip
+    if types:
+        raise ExportError(f"{folder} has numbers of the wrong type: {', '.join(types[:3])}; copy the folder again")
+    model.load_state_dict({ours: weights[theirs].to(own[ours].dtype) for ours, theirs in names.items()}, strict=False)
+    check_vocabulary(model, folder)
+
+
+def _converts(theirs: Tensor, own: Tensor) -> bool:
+    """Fractions for fractions, whole numbers for whole numbers; a mask may be stored as numbers."""
+    return theirs.is_floating_point() == own.is_floating_point() and not theirs.is_complex()
+
+
+def _account_for(name: str, weight: Tensor, folder: Path, target: TransformersTarget) -> None:
+    """A key of theirs that no weight of ours is: a copy of the target's own, or nothing that was learnt."""
+    if fnmatch(name, STALE):
+        return
+    kind = _borrowed_kind(name)
+    if kind is None:
+        shown = ascii(name)[1:-1]  # a name may hold what moves a terminal's cursor
+        raise ExportError(f"{folder} has {shown} {tuple(weight.shape)}, which nothing here reads; is it of another method?")
+    theirs = borrowed(target, name)
+    if weight.shape != theirs.shape:
+        raise ExportError(f"{folder}: {name} is {tuple(weight.shape)}, the target's {tuple(theirs.shape)}; it is not its draft")
+    # copies are often stored in 16 bits
+    if not torch.allclose(weight.float(), theirs.float(), rtol=1e-2, atol=1e-2):
+        raise ExportError(
+            f"{folder} brings a {kind} of its own in {name}, not the target's; one that was trained along can't be read here"
+        )
+
+
+def check_vocabulary(model: DraftModel, folder: Path) -> None:
+    """A reduced vocabulary's two maps must say the same, within the target's tokens."""
+    head = getattr(model, "head", None)
+    if head is None or not hasattr(head, "d2t"):
+        return
+    ids = head.ids
+    known = bool((ids >= 0).all() and (ids < len(head.t2d)).all())
+    if not known or len(ids.unique()) != len(ids):
+        raise ExportError(f"{folder}: d2t names tokens outside the target's {len(head.t2d)}, or one twice; its map is stale")
+    if not torch.equal(torch.zeros_like(head.t2d).index_fill(0, ids, True), head.t2d):
+        raise ExportError(f"{folder}: d2t and t2d name different tokens; its map is stale")
+
+
+def _fill_unsaid(model: DraftModel, beside: Config, layout: Layout, folder: Path) -> None:
+    """Small weights that the format has no key for, such as a confidence head's temperatures; else they stay as they begin."""
+    own, said = model.state_dict(), beside.get("unsaid", {})
+    try:
+        found = {name: torch.tensor(value, dtype=own[name].dtype) for name, value in said.items()}
+        fits = all(value.shape == own[name].shape for name, value in found.items()) and not renamed(found, layout.names)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
+        fits = False
+    if not fits:
+        raise ExportError(f"{folder / MANIFEST} holds weights that are none of this draft; delete the file to import the rest")
+    model.load_state_dict(found, strict=False)
+
+
+def _layout(format: str, kind: str, way: str) -> Layout:
+    """Raises ExportError for a method that this format does not know, or knows the other way only."""
+    layouts = find(format).layouts
+    layout = layouts.get(kind)
+    if layout is None or (layout.config if way == "write" else layout.settings) is None:
+        able = [name for name, one in layouts.items() if (one.config if way == "write" else one.settings) is not None]
+        verb = "written as" if way == "write" else "read from"
+        raise ExportError(f"{kind} can't be {verb} {format}; what can be: {', '.join(able) or 'nothing'}")
+    return layout

@@ -1,0 +1,180 @@
+"""What released drafts have in common: names of weights, sizes of layers in transformers' words, and what they can't say.
+
+Rotation stands in `rope_parameters` and, for readers of before transformers 5, in `rope_theta` and `rope_scaling` too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from outrider.decoding.parties import TargetSpec
+from outrider.errors import ExportError
+from outrider.export.formats import Config, Source
+from outrider.nn.shape import STRETCHES, LayerConfig
+
+PLAIN: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "sliding_window": None}
+"""What our layers are and a config may only agree with."""
+
+
+def written(shape: LayerConfig, layers: int, spec: TargetSpec, family: str) -> dict[str, Any]:
+    """The config of `layers` draft layers beside a target; family: qwen3, whose layers norm queries and keys, or llama."""
+    scaling = dict(shape.rope_scaling or {"rope_type": "default"})
+    rope: dict[str, Any] = {**scaling, "rope_theta": shape.rope_theta}
+    if shape.partial_rotary_factor != 1:
+        rope["partial_rotary_factor"] = shape.partial_rotary_factor
+    return {
+        "model_type": family,
+        "hidden_size": spec.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": spec.vocabulary,
+        "max_position_embeddings": spec.context,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rope_parameters": rope,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": shape.rope_scaling,
+        **({"layer_types": ["full_attention"] * layers, "sliding_window": None} if family == "qwen3" else {"mlp_bias": False}),
+    }
+
+
+def read(config: Mapping[str, Any], spec: TargetSpec) -> dict[str, Any]:
+    """A config's layer settings in our words.  Raises ExportError for what our layers can't be, and for another width."""
+    for key, wanted in (("hidden_size", spec.hidden), ("vocab_size", spec.vocabulary)):
+        if config.get(key) not in (None, wanted):
+            raise ExportError(f"{key} is {config[key]}, {spec.name} has {wanted}; load the target it was trained for")
+    for key, only in PLAIN.items():
+        if config.get(key, only) != only and not (key == "sliding_window" and not config.get("use_sliding_window", True)):
+            raise ExportError(f"{key} is {config[key]!r}; a draft here can have {only!r} only")
+    if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+        raise ExportError(f"layer_types {config['layer_types']} has layers that see a window; a draft here sees all")
+    heads = _number(config, "num_attention_heads")
+    return {
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or _number(config, "hidden_size") // heads,
+        "intermediate": _number(config, "intermediate_size"),
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        **_rotation(config),
+    }
+
+
+def _number(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ExportError(f"{key} is {value!r}; the config of a draft model needs a whole number above 0 there")
+    return value
+
+
+def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Under transformers 5 in rope_parameters, before in rope_theta and rope_scaling; both, where they agree."""
+    rope = config.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        raise ExportError("rope_parameters differ by kind of layer; the layers of a draft here turn alike")
+    old = dict(config.get("rope_scaling") or {})
+    if "type" in old:
+        old.setdefault("rope_type", old.pop("type"))
+    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
+    if config.get("rope_theta", theta) != theta:
+        raise ExportError(
+            f"rope_theta is {config['rope_theta']}, but {theta} in rope_parameters; the config contradicts itself"
+        )
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")} or old
+    kind = scaling.get("rope_type", "default")
+    if kind not in ("default", *STRETCHES):
+        raise ExportError(f"rotary angles of type {kind!r} change with the length of the text; known: {', '.join(STRETCHES)}")
+    if not 0 < float(theta) < math.inf:
+        raise ExportError(f"rope_theta is {theta}; it must be a number above 0")
+    return {
+        "rope_theta": float(theta),
+        "partial_rotary_factor": float(share),
+        "rope_scaling": None if kind == "default" else scaling,
+    }
+
+
+def markov(config: Config) -> dict[str, Any]:
+    """DSpark's own heads; the same keys in every format that has them."""
+    if not config.get("markov_rank"):
+        raise ExportError("markov_rank is 0, so there is no head to correct the block; import it as dflash with --kind dflash")
+    confidence = bool(config.get("enable_confidence_head"))
+    if confidence and not config.get("confidence_head_with_markov", True):
+        raise ExportError("confidence_head_with_markov is false; a confidence head here reads the token before, too")
+    return {"rank": config["markov_rank"], "markov": config.get("markov_head_type", "vanilla"), "confidence": confidence}
+
+
+def markov_written(settings: Any) -> dict[str, Any]:
+    """The same, ours in the formats' words."""
+    return {
+        "markov_rank": settings.rank,
+        "markov_head_type": settings.markov,
+        "enable_confidence_head": settings.confidence,
+        "confidence_head_with_markov": True,
+    }
+
+
+def taps(ids: Sequence[int] | None, key: str, shift: int = 0) -> list[int]:
+    """Layer numbers in our count.  Raises ExportError where they are missing: a wrong guess costs nearly all acceptance."""
+    if not ids:
+        raise ExportError(f"{key} is missing; which layers the draft reads can't be guessed, write them into config.json")
+    if not isinstance(ids, list) or any(type(layer) is not int for layer in ids):
+        raise ExportError(f"{key} is {ids!r}, and should be a list of whole numbers, one a layer")
+    return [int(layer) - shift for layer in ids]
+
+
+def anchor_predicts(source: Source) -> str | None:
+    """DFlash as published predicts nothing in the anchor's slot."""
+    if source.settings.anchor_predicts:
+        return "its DFlash drafts nothing in the anchor's slot; train with anchor_predicts: no"
+    return None
+
+
+def learnt_mask(source: Source) -> str | None:
+    """Block drafters and P-EAGLE: the formats want a token where we may have a vector."""
+    if getattr(source.model, "backbone", source.model).mask_token is None:
+        return "its mask is a learnt vector and the format wants a token; train with mask_token: ID of one that never occurs"
+    return None
+
+
+def not_eagle3(source: Source) -> str | None:
+    """What EAGLE-3's released heads have no keys for."""
+    if source.settings.gated:
+        return "gated attention has no place there; train with gated: no"
+    return "learned queries have no place there; train with aggregate: fc" if source.settings.aggregate != "fc" else None
+
+
+def head_copy(source: Source) -> tuple[str, ...]:
+    """EAGLE-3's readers want a head, be it the target's."""
+    return ("lm_head.weight",)
+
+
+def both_copies(source: Source) -> tuple[str, ...]:
+    return ("embed_tokens.weight", "lm_head.weight")
+
+
+# ── names, ours and theirs ─────────────────────────────────────────────────────────────────────────────────────────────
+
+VOCABULARY = [("head.d2t", "d2t"), ("head.t2d", "t2d"), ("head.lm_head.weight", "lm_head.weight")]
+EAGLE3 = [
+    *VOCABULARY,
+    ("fc_norm.*", "fc_norm.*"),
+    ("fc.weight", "fc.weight"),
+    ("layers.*", "layers.*"),
+    ("norm.weight", "norm.weight"),
+]
+MIDLAYER = [("layers.0.*", "midlayer.*"), *(rule for rule in EAGLE3 if rule[0] != "layers.*")]
+PEAGLE = [*EAGLE3, ("mask_hidden", "mask_hidden")]
+DFLASH = [
+    ("backbone.layers.*", "layers.*"),
+    ("backbone.fc.weight", "fc.weight"),
+    ("backbone.hidden_norm.weight", "hidden_norm.weight"),
+    ("backbone.norm.weight", "norm.weight"),
+]
+DSPARK = [*DFLASH, ("markov_head.*", "markov_head.*"), ("confidence_head.proj.*", "confidence_head.proj.*")]
+DOMINO = [*DFLASH, ("prefix_gru.*", "prefix_gru.*"), ("embed_proj.*", "embed_proj.*")]

@@ -1,0 +1,200 @@
+"""speculators, what vLLM loads: eagle3, peagle, dflash, dspark, mtp.
+
+config.json is flat but for `transformer_layer_config`, the draft layers, and `speculators_config`, how many tokens to draft and
+for which target.  EAGLE-3's embedding and head stand in the file although they are the target's.  Layer k there is the state
+after k layers, one more than ours.  No `model_type`: vLLM then takes the folder for another kind of model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.errors import ExportError
+from outrider.export import released
+from outrider.export.formats import Config, Format, Layout, Source
+from outrider.targets.transformers import TransformersTarget
+
+VERSION = "0.7.0"
+"""Of the layout written here."""
+SHIFT = 1
+
+
+def eagle3(source: Source) -> dict[str, Any]:
+    settings = source.settings
+    family = "qwen3" if settings.qk_norm else "llama"
+    return {
+        **common("eagle3", source, family, 1, settings.length),
+        **fused(source),
+        "fc_norm": settings.fc_norm,
+        "norm_output": settings.norm_output,
+        "embed_requires_grad": False,
+    }
+
+
+def peagle(source: Source) -> dict[str, Any]:
+    settings = source.settings
+    return {
+        **common("peagle", source, "qwen3", settings.layers, settings.length),
+        **fused(source),
+        "mask_token_id": source.model.mask_token,
+        "embed_requires_grad": False,
+    }
+
+
+def fused(source: Source) -> dict[str, Any]:
+    """What EAGLE-3's heads have in common."""
+    return {
+        "draft_vocab_size": source.settings.vocabulary or source.target.spec.vocabulary,
+        "norm_before_residual": source.settings.norm_before_residual,
+        "norm_before_fc": False,
+        "target_hidden_size": source.target.spec.hidden,
+        "eagle_aux_hidden_state_layer_ids": [tap + SHIFT for tap in source.model.taps],
+    }
+
+
+def dflash(source: Source) -> dict[str, Any]:
+    settings, backbone = source.settings, source.backbone
+    return {
+        **common(settings.kind, source, "qwen3", settings.layers, settings.block),
+        "draft_vocab_size": source.target.spec.vocabulary,
+        "block_size": backbone.width,
+        "sample_from_anchor": settings.anchor_predicts,
+        "target_hidden_size": source.target.spec.hidden,
+        "aux_hidden_state_layer_ids": [tap + SHIFT for tap in source.model.taps],
+        "mask_token_id": backbone.mask_token,
+        "sliding_window_non_causal": False,
+    }
+
+
+def dspark(source: Source) -> dict[str, Any]:
+    return dflash(source) | released.markov_written(source.settings)
+
+
+def mtp(source: Source) -> dict[str, Any]:
+    family = "qwen3" if source.settings.qk_norm else "llama"
+    return common("mtp", source, family, 1, source.settings.length) | {"num_nextn_predict_layers": 1}
+
+
+def common(kind: str, source: Source, family: str, count: int, tokens: int) -> dict[str, Any]:
+    """What every config here says.  tokens: drafted per step."""
+    spec = source.target.spec
+    names = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator", "dflash": "DFlashSpeculator",
+             "dspark": "DSparkSpeculator", "mtp": "MTPDraftModel"}  # fmt: skip
+    return {
+        "architectures": [names[kind]],
+        "speculators_model_type": kind,
+        "speculators_version": VERSION,
+        "dtype": spec.dtype,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": released.written(source.settings, count, spec, family),
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+            ],
+            "verifier": {"name_or_path": spec.name, "architectures": source.architectures},
+        },
+    }
+
+
+def drafted(config: Config) -> int:
+    """Tokens per step that the config proposes."""
+    return int(config["speculators_config"]["proposal_methods"][0]["speculative_tokens"])
+
+
+def read_fused(config: Config, target: TransformersTarget) -> dict[str, Any]:
+    if config.get("norm_before_fc"):
+        raise ExportError("norm_before_fc norms all taps as one, which no draft here does")
+    size = config.get("draft_vocab_size") or target.spec.vocabulary
+    return {
+        **released.read(config["transformer_layer_config"], target.spec),
+        "length": drafted(config),
+        "taps": released.taps(config.get("eagle_aux_hidden_state_layer_ids"), "eagle_aux_hidden_state_layer_ids", SHIFT),
+        "vocabulary": None if size == target.spec.vocabulary else size,
+        "norm_before_residual": bool(config.get("norm_before_residual")),
+    }
+
+
+def read_eagle3(config: Config, target: TransformersTarget) -> dict[str, Any]:
+    qk_norm = config["transformer_layer_config"].get("model_type") == "qwen3"
+    flags = {key: bool(config.get(key)) for key in ("fc_norm", "norm_output")}
+    return {**read_fused(config, target), **flags, "qk_norm": qk_norm}
+
+
+def read_peagle(config: Config, target: TransformersTarget) -> dict[str, Any]:
+    count = config["transformer_layer_config"]["num_hidden_layers"]
+    return {**read_fused(config, target), "layers": count, "mask_token": config["mask_token_id"], "copies": None}
+
+
+def read_dflash(config: Config, target: TransformersTarget) -> dict[str, Any]:
+    if config.get("sliding_window_non_causal"):
+        raise ExportError("sliding_window_non_causal lets blocks see a window of the text alone, which no draft here does")
+    anchor_predicts = bool(config.get("sample_from_anchor", config["speculators_model_type"] == "dspark"))
+    if config.get("draft_vocab_size", target.spec.vocabulary) != target.spec.vocabulary:
+        raise ExportError(f"draft_vocab_size {config['draft_vocab_size']}: blocks here are drafted from the whole vocabulary")
+    return {
+        **released.read(config["transformer_layer_config"], target.spec),
+        "layers": config["transformer_layer_config"]["num_hidden_layers"],
+        "block": config["block_size"] - (not anchor_predicts),
+        "anchor_predicts": anchor_predicts,
+        "taps": released.taps(config.get("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids", SHIFT),
+        "mask_token": config["mask_token_id"],
+        "copies": None,
+    }
+
+
+def read_dspark(config: Config, target: TransformersTarget) -> dict[str, Any]:
+    return read_dflash(config, target) | released.markov(config)
+
+
+def read_mtp(config: Config, target: TransformersTarget) -> dict[str, Any]:
+    shape = config["transformer_layer_config"]
+    if config.get("num_nextn_predict_layers", 1) != 1:
+        raise ExportError(f"num_nextn_predict_layers {config['num_nextn_predict_layers']}: this format has one module")
+    qk_norm = shape.get("model_type") == "qwen3"
+    return {**released.read(shape, target.spec), "length": drafted(config), "modules": 1, "native": False, "qk_norm": qk_norm}
+
+
+def one_module(source: Source) -> str | None:
+    if source.settings.native:
+        return "its modules are the target's own, which the engine has"
+    return f"it has {source.settings.modules} modules, the format one" if source.settings.modules != 1 else None
+
+
+MODULE = [
+    ("layers.0.eh_proj.weight", "mtp_layers.0.input_proj.weight"),
+    ("layers.0.hnorm.weight", "mtp_layers.0.hidden_layernorm.weight"),
+    ("layers.0.enorm.weight", "mtp_layers.0.token_layernorm.weight"),
+    ("layers.0.shared_head.norm.weight", "mtp_layers.0.final_layernorm.weight"),
+    ("layers.0.*", "mtp_layers.0.*"),
+]
+
+
+def _kind(config: Config) -> str | None:
+    found = config.get("speculators_model_type")
+    return found if found in LAYOUTS else None
+
+
+LAYOUTS = {
+    "eagle3": Layout(
+        released.EAGLE3,
+        eagle3,
+        read_eagle3,
+        copies=released.head_copy,
+        refuses=released.not_eagle3,
+        shift=SHIFT,
+    ),
+    "peagle": Layout(
+        released.PEAGLE,
+        peagle,
+        read_peagle,
+        copies=released.head_copy,
+        refuses=released.learnt_mask,
+        shift=SHIFT,
+    ),
+    "dflash": Layout(released.DFLASH, dflash, read_dflash, refuses=released.learnt_mask, shift=SHIFT),
+    "dspark": Layout(released.DSPARK, dspark, read_dspark, refuses=released.learnt_mask, shift=SHIFT),
+    "mtp": Layout(MODULE, mtp, read_mtp, refuses=one_module, shift=SHIFT),
+}
+FORMAT = Format(LAYOUTS, _kind)

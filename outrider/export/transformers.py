@@ -1,0 +1,55 @@
+"""transformers: small_model as a plain causal language model, for assisted generation there and for vLLM's `draft_model`.
+
+The folder is what `from_pretrained` reads, with the target's tokenizer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from outrider.drafters.small_model import NOT_SHAPE, architecture_of
+from outrider.errors import ExportError
+from outrider.export.formats import Config, Format, Layout, Source
+from outrider.targets.transformers import TransformersTarget
+
+
+def written(source: Source) -> dict[str, Any]:
+    lm = source.model.lm
+    return architecture_of(lm) | {"architectures": [type(lm).__name__], "dtype": source.target.spec.dtype}
+
+
+def tokenizer(source: Source, folder: Path) -> None:
+    if source.target.tokenizer is not None:
+        source.target.tokenizer.save_pretrained(folder)
+
+
+def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
+    if config.get("auto_map"):
+        raise ExportError("auto_map asks for code that comes with the model, which is not run here")
+    if config.get("quantization_config"):
+        raise ExportError("quantization_config: its weights are rounded; bring those from before")
+    # `_attn_implementation` may name a repository of kernels, which transformers would fetch and run
+    hidden = [key for key in config if key.startswith("_") or key.endswith(("_implementation", "_implementation_internal"))]
+    if set(hidden) - {"_name_or_path"}:
+        raise ExportError(f"{hidden[0]} chooses code to run, which a draft's config may not; delete it from config.json")
+    found = AutoConfig.for_model(**config)
+    if found.vocab_size != target.spec.vocabulary:
+        raise ExportError(f"vocab_size is {found.vocab_size}, {target.spec.name} has {target.spec.vocabulary} tokens")
+    return {"architecture": {key: value for key, value in config.items() if key not in NOT_SHAPE}}
+
+
+def other_vocabulary(source: Source) -> str | None:
+    return None if source.settings.vocabulary == "same" else "it has a vocabulary of its own; export the model it was made from"
+
+
+def _kind(config: Config) -> str | None:
+    name = (config.get("architectures") or [""])[0]
+    is_plain = name.endswith("ForCausalLM") and not {"dflash_config", "eagle_config"} & config.keys()
+    return "small_model" if is_plain else None
+
+
+LAYOUTS = {"small_model": Layout([("lm.*", "*")], written, read, files=tokenizer, refuses=other_vocabulary)}
+FORMAT = Format(LAYOUTS, _kind)

@@ -1,0 +1,310 @@
+"""Formats of others: every key accounted for, read back as it was, and nothing that is damaged comes through."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from outrider.checkpoint import load_drafter, load_model, manifest_of, save, weights_of
+from safetensors.torch import load_file, save_file
+from tiny import make_folder, randomise
+
+from outrider import generate, load_target
+from outrider.config import build
+from outrider.drafters import find as find_drafter
+from outrider.errors import ExportError
+from outrider.export import formats
+from outrider.export.formats import export, import_folder
+
+LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
+MASKED = {"mask_token": 5}
+BLOCK = {**LAYER, **MASKED, "layers": 2, "block": 3, "taps": [0, 2]}
+SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
+    ("speculators", "eagle3"): {**LAYER, "taps": [0, 1, 3], "vocabulary": 40, "fc_norm": True, "qk_norm": True},
+    ("speculators", "peagle"): {**LAYER, **MASKED, "layers": 2, "taps": [0, 2], "norm_before_residual": True},
+    ("speculators", "dflash"): {**BLOCK, "anchor_predicts": False},
+    ("speculators", "dspark"): {**BLOCK, "rank": 8, "markov": "gated"},
+    ("speculators", "mtp"): {**LAYER, "native": False},
+    ("sglang", "eagle3"): {**LAYER, "taps": [0, 1, 3], "vocabulary": 40},
+    ("sglang", "dflash"): {**BLOCK, "anchor_predicts": False, "rope_theta": 1e6},
+    ("sglang", "dspark"): {**BLOCK, "rank": 8, "confidence": True},
+    ("sglang", "domino"): {**BLOCK, "rank": 8, "gru": 8, "anchor_predicts": False},
+    ("deepspec", "eagle3"): {**LAYER, "taps": [0, 1, 2, 3], "qk_norm": True},
+    ("deepspec", "dflash"): BLOCK,
+    ("deepspec", "dspark"): {**BLOCK, "rank": 8, "markov": "rnn"},
+    ("medusa", "medusa"): {"heads": 3, "nodes": 7},
+    ("transformers", "small_model"): {
+        "new": {"layers": 1, "hidden": 16, "intermediate": 32, "heads": 2, "kv_heads": 1, "head_dim": 8}
+    },
+}
+"""Every pair that goes both ways, with options that leave traces in the files."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Any:
+    return load_target(folder)
+
+
+@pytest.fixture(scope="module")
+def made(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """A checkpoint with random weights, of the settings above."""
+    place = tmp_path_factory.mktemp("checkpoints")
+
+    def checkpoint(format: str, kind: str) -> Path:
+        path = place / f"{format}-{kind}"
+        if not path.exists():
+            module = find_drafter(kind)
+            config = build(module.Config, {"kind": kind, **SETTINGS[format, kind]}, "drafter")
+            torch.manual_seed(0)
+            model = module.Model(config, target).to(torch.float32)
+            if getattr(model, "head", None) is not None:
+                model.begin(torch.randperm(target.spec.vocabulary, generator=torch.Generator().manual_seed(4)))
+            save(path, randomise(model), {"steps": 3})
+        return path
+
+    return checkpoint
+
+
+@pytest.mark.parametrize(("format", "kind"), SETTINGS)
+def test_what_is_written_reads_back_as_it_was(format, kind, target, made, tmp_path):
+    """Catches a lost key, a setting that a format does not carry, a layer number that is shifted one way only."""
+    checkpoint = made(format, kind)
+    export(checkpoint, format, tmp_path / "there", target)
+    import_folder(tmp_path / "there", tmp_path / "back", target)
+    before, after = load_model(checkpoint, target), load_model(tmp_path / "back", target)
+    assert manifest_of(tmp_path / "back")["config"] == manifest_of(checkpoint)["config"]
+    assert before.taps == after.taps
+    old, new = weights_of(before), weights_of(after)
+    assert old.keys() == new.keys()
+    assert [name for name in old if not torch.equal(old[name], new[name])] == []
+    prompts = [target.tokenizer.encode("a text of some words"), target.tokenizer.encode("and one more")]
+    texts = [
+        [(g.tokens, g.accepted) for g in generate(target, prompts, load_drafter(path, target), max_new_tokens=12)]
+        for path in (checkpoint, tmp_path / "back")
+    ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("format", "kind"), SETTINGS)
+def test_a_folder_from_elsewhere_needs_nothing_of_ours(format, kind, target, made, tmp_path):
+    """Catches a reader that leans on outrider.json: released drafts have none.  Only what drafts is compared."""
+    export(made(format, kind), format, tmp_path / "there", target)
+    (tmp_path / "there" / "outrider.json").unlink()
+    import_folder(tmp_path / "there", tmp_path / "back", target, format)
+    before, after = load_model(made(format, kind), target), load_model(tmp_path / "back", target)
+    assert before.taps == after.taps
+    old, new = weights_of(before), weights_of(after)
+    unsaid = {"accuracies", "confidence_head.temperatures", "confidence_head.shifts"}
+    # a head that is the target's own in every copy is taken for one of Medusa's own
+    own_heads = {name for name in new.keys() - old.keys() if kind == "medusa" and name.endswith(".1.weight")}
+    assert old.keys() == new.keys() - own_heads
+    assert [name for name in old.keys() - unsaid if not torch.equal(old[name], new[name])] == []
+
+
+BOTH = {"embed_tokens.weight", "lm_head.weight"}
+SELF_ATTENTION = {f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+NORMED = SELF_ATTENTION | {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+REST = {f"mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")}
+REST |= {"input_layernorm.weight", "post_attention_layernorm.weight"}
+DRAFT = {f"layers.{i}.{name}" for i in (0, 1) for name in NORMED | REST} | {"fc.weight", "hidden_norm.weight", "norm.weight"}
+MARKOV = {f"markov_head.markov_{name}.weight" for name in ("w1", "w2")}
+MARKOV |= {f"confidence_head.proj.{name}" for name in ("weight", "bias")}
+KEYS = {
+    ("speculators", "eagle3"): {f"layers.0.{name}" for name in NORMED | REST | {"hidden_norm.weight"}}
+    | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"},
+    ("speculators", "peagle"): {f"layers.0.{name}" for name in NORMED | REST | {"hidden_norm.weight"}}
+    | {f"layers.1.{name}" for name in NORMED | REST} | {"fc.weight", "norm.weight", "lm_head.weight", "mask_hidden"},
+    ("speculators", "dflash"): DRAFT,
+    ("speculators", "dspark"): DRAFT | MARKOV | {"markov_head.gate_proj.weight", "markov_head.gate_proj.bias"},
+    ("speculators", "mtp"): {f"mtp_layers.0.{name}" for name in SELF_ATTENTION | REST}
+    | {f"mtp_layers.0.{name}.weight" for name in ("input_proj", "hidden_layernorm", "token_layernorm", "final_layernorm")},
+    ("sglang", "eagle3"): {f"midlayer.{name}" for name in SELF_ATTENTION | REST | {"hidden_norm.weight"}}
+    | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"},
+    ("sglang", "dflash"): DRAFT,
+    ("sglang", "dspark"): DRAFT | MARKOV,
+    ("sglang", "domino"): DRAFT
+    | {"prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight"},
+    ("deepspec", "eagle3"): {f"layers.0.{name}" for name in NORMED | REST | {"hidden_norm.weight"}}
+    | {"fc.weight", "norm.weight"} | BOTH,
+    ("deepspec", "dflash"): DRAFT | BOTH,
+    ("deepspec", "dspark"): DRAFT | BOTH | MARKOV | {"markov_head.joint_proj.weight", "markov_head.joint_proj.bias"},
+    ("medusa", "medusa"): {f"blocks.{k}.layers.0.{part}" for k in range(3) for part in ("weight", "bias")}
+    | {f"lm_heads.{k}.weight" for k in range(3)},
+}  # fmt: skip
+"""The names that the formats' own readers look for, written out by hand."""
+
+
+@pytest.mark.parametrize(("format", "kind"), KEYS)
+def test_files_hold_the_formats_keys_and_no_others(format, kind, target, made, tmp_path):
+    """Catches a prefix of ours that an engine would skip in silence."""
+    export(made(format, kind), format, tmp_path / "there", target)
+    assert load_file(tmp_path / "there" / "model.safetensors").keys() == KEYS[format, kind]
+
+
+WHERE = {
+    ("speculators", "eagle3"): (("eagle_aux_hidden_state_layer_ids",), 1),
+    ("speculators", "peagle"): (("eagle_aux_hidden_state_layer_ids",), 1),
+    ("speculators", "dflash"): (("aux_hidden_state_layer_ids",), 1),
+    ("speculators", "dspark"): (("aux_hidden_state_layer_ids",), 1),
+    ("sglang", "eagle3"): (("eagle_config", "eagle_aux_hidden_state_layer_ids"), 0),
+    ("sglang", "dflash"): (("dflash_config", "target_layer_ids"), 0),
+    ("sglang", "dspark"): (("target_layer_ids",), 0),
+    ("sglang", "domino"): (("dflash_config", "target_layer_ids"), 0),
+    ("deepspec", "eagle3"): (("target_layer_ids",), 0),
+    ("deepspec", "dflash"): (("target_layer_ids",), 0),
+    ("deepspec", "dspark"): (("target_layer_ids",), 0),
+}
+
+
+@pytest.mark.parametrize(("format", "kind"), WHERE)
+def test_layers_are_counted_as_the_format_counts_them(format, kind, target, made, tmp_path):
+    """The commonest fault between trainers and engines: off by one keeps 1 token where 50 were."""
+    export(made(format, kind), format, tmp_path / "there", target)
+    found = json.loads((tmp_path / "there" / "config.json").read_text())
+    path, shift = WHERE[format, kind]
+    for key in path:
+        found = found[key]
+    assert found == [tap + shift for tap in SETTINGS[format, kind]["taps"]]
+
+
+def test_every_pair_that_goes_both_ways_is_tested():
+    """Catches a new pair without its round trip."""
+    both = {(name, kind) for name in formats.formats() for kind, layout in formats.find(name).layouts.items()
+            if layout.config is not None and layout.settings is not None}  # fmt: skip
+    assert both == set(SETTINGS)
+
+
+def test_a_pair_that_there_is_not_is_refused_by_name(target, made, tmp_path):
+    with pytest.raises(ExportError, match="dspark can't be written as medusa; what can be: medusa"):
+        export(made("deepspec", "dspark"), "medusa", tmp_path / "there", target)
+    assert not list(tmp_path.iterdir())
+
+
+# ── damaged folders ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        weights = load_file(path)
+        change(weights)
+        save_file(weights, path)
+
+    return edit
+
+
+def _config(**values: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return edit
+
+
+class Trap:
+    """Writes a file when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return open, ("/tmp/outrider-was-tricked", "w")
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+
+
+def _sharded(name: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        shutil.copy(folder / "model.safetensors", folder.parent / "elsewhere.safetensors")
+        index = {"weight_map": dict.fromkeys(load_file(folder / "model.safetensors"), name)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return edit
+
+
+def _torn(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _not_a_number(weights: dict[str, Any]) -> None:
+    weights["fc.weight"][0, 0] = float("nan")
+
+
+def _far(weights: dict[str, Any]) -> None:
+    weights["d2t"][-1] = 10_000
+
+
+def _stale(weights: dict[str, Any]) -> None:
+    weights["t2d"] = ~weights["t2d"]
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing key": (_edit(lambda w: w.pop("norm.weight")), "lacks norm.weight"),
+    "wrong shape": (_edit(lambda w: w.update({"norm.weight": torch.ones(7)})), r"norm.weight \(7,\) where \(32,\) belongs"),
+    "extra key": (_edit(lambda w: w.update({"midlayer.extra": torch.ones(7)})), "midlayer.extra .* nothing here reads"),
+    "pickle": (_pickled, "a pickle, which can run code"),
+    "unknown release": (_config(speculators_model_type="eagle9"), "could be none of"),
+    "path in an index": (_sharded("../elsewhere.safetensors"), "no safetensors file of this folder"),
+    "d2t out of range": (_edit(_far), "outside the target's"),
+    "stale t2d": (_edit(_stale), "different tokens"),
+    "NaN": (_edit(_not_a_number), "no numbers: fc.weight"),
+    "torn file": (_torn, "can't be read"),
+    "other width": (_config(transformer_layer_config={"hidden_size": 48}), "hidden_size is 48"),
+    "no layer numbers": (_config(eagle_aux_hidden_state_layer_ids=None), "can't be guessed"),
+    "a list for a config": (lambda folder: (folder / "config.json").write_text("[]") and None, "not the mapping"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_folder_is_refused_and_nothing_is_left(damage, target, made, tmp_path):
+    """Each fault by its name; nothing executed, nothing half-written."""
+    spoil, said = DAMAGE[damage]
+    export(made("speculators", "eagle3"), "speculators", tmp_path / "there", target)
+    (tmp_path / "there" / "outrider.json").unlink()
+    spoil(tmp_path / "there")
+    with pytest.raises(ExportError, match=said):
+        import_folder(tmp_path / "there", tmp_path / "back", target)
+    assert not (tmp_path / "back").exists() and not list(tmp_path.glob("*.part"))
+    assert not Path("/tmp/outrider-was-tricked").exists()
+
+
+def test_a_draft_of_another_target_is_refused(target, made, tmp_path):
+    """Catches a folder of the right shape that belongs to other weights: acceptance would be near 0, with no word said."""
+    export(made("speculators", "eagle3"), "speculators", tmp_path / "there", target)
+    other = load_target(make_folder(tmp_path / "other", seed=1))
+    with pytest.raises(ExportError, match="weights_hash"):
+        import_folder(tmp_path / "there", tmp_path / "back", other)
+
+
+def test_a_folder_that_is_there_stays_as_it_is(target, made, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine.txt").write_text("mine")
+    with pytest.raises(ExportError, match="is there already"):
+        export(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["mine.txt"]
+
+
+def test_what_reads_back_differently_is_not_kept(target, made, tmp_path, monkeypatch):
+    """The planted fault: a writer that loses a bit of one weight is caught before the folder appears."""
+    real = formats.folders.write
+
+    def careless(folder, config, weights):
+        real(folder, config, {name: w.clone().index_fill_(0, torch.tensor([0]), 0.5) if name == "norm.weight" else w
+                              for name, w in weights.items()})  # fmt: skip
+
+    monkeypatch.setattr(formats.folders, "write", careless)
+    with pytest.raises(ExportError, match="reads back with other weights: backbone.norm.weight"):
+        export(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
+    assert not list(tmp_path.iterdir())

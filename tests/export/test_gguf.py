@@ -1,0 +1,301 @@
+"""GGUF: what llama.cpp is told of a model, its weights and its tokenizer, as the library of llama.cpp reads it back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import scaled, tiny_model
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from outrider import load_target
+from outrider.checkpoint import load_model, save, weights_of
+from outrider.cli.exchange import matrix
+from outrider.config import build
+from outrider.drafters import find as find_drafter
+from outrider.errors import ConfigError, ExportError
+from outrider.export import formats, gguf
+from outrider.export.formats import export
+
+library = pytest.importorskip("gguf")
+
+SPECIALS = ("<|end|>", "<|user|>")
+PADDED = 3
+"""Rows of the head that no token belongs to."""
+
+
+def tokenizer(
+    pattern: str | None = gguf.QWEN2, whole: bool = False, merges: int = 9, normalizer: Any = None, prefix: bool = False
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE that splits by `pattern` and joins a few pairs."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "the"), ("a", "n"), ("e", "r"), ("Ġ", "a"), ("r", "e"), ("o", "n")]
+    tokens = [*letters, *("".join(pair) for pair in pairs[:merges])]
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs[:merges], ignore_merges=whole))
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=pattern is None)
+    splits = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    made.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytewise]) if splits else bytewise
+    made.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        made.normalizer = normalizer
+    made.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIALS])
+    made.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", pad_token="<|end|>")
+
+
+def llama(vocabulary: int, rope: dict[str, Any]) -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    shape = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, rope_parameters=rope, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return scaled(LlamaForCausalLM(shape).eval(), 3.0)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder, words = tmp_path_factory.mktemp("target"), tokenizer()
+    words.save_pretrained(folder)
+    tiny_model(vocab_size=len(words) + PADDED, eos_token_id=words.eos_token_id).float().save_pretrained(folder)
+    return load_target(folder)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Qwen3 with a head of its own."""
+    sizes = {"layers": 1, "hidden": 16, "intermediate": 24, "heads": 2, "kv_heads": 1, "head_dim": 8, "tied": False}
+    return made(target, {"new": sizes}, tmp_path_factory.mktemp("checkpoint") / "small")
+
+
+def made(target: Any, settings: dict[str, Any], path: Path) -> Path:
+    module = find_drafter("small_model")
+    torch.manual_seed(0)
+    save(path, module.Model(build(module.Config, {"kind": "small_model", **settings}, "drafter"), target), {})
+    return path
+
+
+LAYER = {"attn_q", "attn_k", "attn_v", "attn_output", "attn_q_norm", "attn_k_norm", "attn_norm", "ffn_norm", "ffn_gate",
+         "ffn_up", "ffn_down"}  # fmt: skip
+NAMES = {f"blk.0.{name}.weight" for name in LAYER} | {"token_embd.weight", "output_norm.weight", "output.weight"}
+"""What llama.cpp creates for a qwen3 of one layer, written out by hand."""
+
+
+@pytest.mark.parametrize(("precision", "matrices"), [("f32", "F32"), ("f16", "F16"), ("bf16", "BF16"), (None, "F32")])
+def test_a_file_holds_llama_cpps_names_and_no_others(precision, matrices, target, checkpoint, tmp_path):
+    """Catches a weight that is skipped, and a norm that is rounded: llama.cpp wants vectors in float32."""
+    export(checkpoint, "gguf", tmp_path / "there", target, precision)
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {"model.gguf", "outrider.json"}
+    found = {one.name: one for one in library.GGUFReader(tmp_path / "there" / "model.gguf").tensors}
+    assert found.keys() == NAMES
+    assert {name: one.tensor_type.name for name, one in found.items()} == {
+        name: "F32" if "norm" in name else matrices for name in NAMES
+    }
+    own = weights_of(load_model(checkpoint, target))
+    assert found["blk.0.attn_k.weight"].shape.tolist() == list(own["lm.model.layers.0.self_attn.k_proj.weight"].shape)[::-1]
+
+
+@pytest.mark.parametrize("precision", ["f32", "f16", "bf16"])
+def test_weights_read_back_rounded_and_no_further(precision, target, checkpoint, tmp_path):
+    """Catches bytes of bfloat16 in the wrong order, and a weight under another's name of the same shape (gate and up)."""
+    export(checkpoint, "gguf", tmp_path / "there", target, precision)
+    own, back = weights_of(load_model(checkpoint, target)), gguf.read(tmp_path / "there")
+    assert {f"lm.{name}" for name in back} == own.keys()
+    for name, weight in back.items():
+        assert torch.equal(weight, own[f"lm.{name}"].to(weight.dtype)), name
+
+
+def test_what_a_file_says_of_the_shape(target, checkpoint, tmp_path):
+    """Catches a key under a wrong name, which llama.cpp would replace by a default of its own, such as rotation by 10000."""
+    export(checkpoint, "gguf", tmp_path / "there", target, "f16")
+    said, _ = gguf.read_file(tmp_path / "there" / "model.gguf")
+    shape = {
+        "block_count": 1, "context_length": 256, "embedding_length": 16, "feed_forward_length": 24, "attention.head_count": 2,
+        "attention.head_count_kv": 1, "attention.key_length": 8, "attention.value_length": 8, "rope.dimension_count": 8,
+        "rope.freq_base": 10_000.0, "vocab_size": len(target.tokenizer) + PADDED,
+    }  # fmt: skip
+    own = {f"qwen3.{key}": value for key, value in shape.items()}
+    words = {
+        "general.architecture": "qwen3", "general.type": "model", "general.file_type": 1, "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.eos_token_id": target.tokenizer.eos_token_id,
+        "tokenizer.ggml.padding_token_id": target.tokenizer.eos_token_id, "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.add_eos_token": False,
+    }  # fmt: skip
+    lists = {f"tokenizer.ggml.{key}" for key in ("tokens", "token_type", "merges")}
+    epsilon = said.pop("qwen3.attention.layer_norm_rms_epsilon")
+    assert epsilon == pytest.approx(1e-6)
+    assert {key: value for key, value in said.items() if key not in lists} == own | words
+    assert lists <= said.keys()
+
+
+def test_every_token_stands_at_its_id_with_its_kind(target, checkpoint, tmp_path):
+    """Catches a special token that llama.cpp would spell out letter by letter, and a head with more rows than tokens."""
+    export(checkpoint, "gguf", tmp_path / "there", target)
+    said, _ = gguf.read_file(tmp_path / "there" / "model.gguf")
+    tokens, kinds = said["tokenizer.ggml.tokens"], said["tokenizer.ggml.token_type"]
+    known = len(target.tokenizer)
+    assert tokens[:known] == target.tokenizer.convert_ids_to_tokens(list(range(known)))
+    assert kinds == [1] * (known - 3) + [3, 3, 4] + [5] * PADDED
+    assert said["tokenizer.ggml.merges"][:2] == ["t h", "th e"]
+
+
+# ── llama ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _neighbours(states: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Rotation as llama.cpp does it for `llama`: places 2i and 2i + 1 by angle i.  states [heads, S, D], angles [S, D / 2]."""
+    pairs = torch.view_as_complex(states.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
+def _scores(model: LlamaForCausalLM, weights: dict[str, torch.Tensor] | None, factors: torch.Tensor) -> torch.Tensor:
+    """Dot products of rotated queries and keys of layer 0 [heads, S, S]: transformers' way, or llama.cpp's with `weights`."""
+    shape, layer = model.config, model.model.layers[0].self_attn
+    states = torch.randn(6, shape.hidden_size, generator=torch.Generator().manual_seed(2))
+    places = torch.arange(0, 60, 10)
+
+    def heads(weight: torch.Tensor, count: int) -> torch.Tensor:
+        return (states @ weight.T).view(len(states), count, -1).transpose(0, 1)
+
+    if weights is None:
+        q, k = heads(layer.q_proj.weight, 4), heads(layer.k_proj.weight, 2)
+        cos, sin = model.model.rotary_emb(states[None], places[None])
+        q, k = (part[0] for part in apply_rotary_pos_emb(q[None], k[None], cos, sin))
+    else:
+        base = shape.rope_parameters["rope_theta"] ** -(torch.arange(8) / 8)
+        angles = places[:, None] * base / factors
+        q, k = (_neighbours(heads(weights[f"blk.0.attn_{name}.weight"], count), angles) for name, count in (("q", 4), ("k", 2)))
+    return q @ k.repeat_interleave(2, 0).transpose(1, 2)
+
+
+ROTATIONS = {
+    "default": {"rope_type": "default", "rope_theta": 5e5},
+    "llama3": {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@torch.no_grad()
+def test_a_llama_attends_under_llama_cpps_rotation_as_under_transformers(rotation, tmp_path):
+    """Catches rows left in transformers' order, the fault that yields fluent nonsense, and a rotation that is not stretched."""
+    words = tokenizer()
+    model = llama(len(words), ROTATIONS[rotation])
+    keys = gguf.header(model, words, "f32")
+    gguf.write_file(tmp_path / "model.gguf", keys, weights_of(model), model, "f32")
+    stored = {one.name: torch.from_numpy(one.data.copy()) for one in library.GGUFReader(tmp_path / "model.gguf").tensors}
+    factors = stored.get("rope_freqs.weight", torch.ones(8))
+    theirs, ours = _scores(model, None, factors), _scores(model, stored, factors)
+    assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+    assert (rotation == "llama3") == bool((factors > 1).any())
+    unturned = dict(stored) | {"blk.0.attn_q.weight": model.model.layers[0].self_attn.q_proj.weight}
+    assert not torch.allclose(_scores(model, unturned, factors), theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max()))
+    back = gguf.read_file(tmp_path / "model.gguf")[1]
+    assert all(torch.equal(back[name], weight) for name, weight in weights_of(model).items())
+    assert "lm_head.weight" not in back, "a tied head is one matrix"
+
+
+# ── tokenizers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+LLAMA3 = gguf.QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|")
+
+
+def test_how_words_are_split_has_llama_cpps_name():
+    """Catches numbers that are split digit by digit where the model saw three at once."""
+    assert gguf._split(tokenizer()) == ("qwen2", None)
+    assert gguf._split(tokenizer(LLAMA3, whole=True)) == ("llama-bpe", None)
+    assert gguf._split(tokenizer(None)) == ("gpt-2", None)
+    assert gguf._split(tokenizer(normalizer=normalizers.NFC())) == ("qwen2", None)
+
+
+STRANGE: dict[str, tuple[Callable[[], Any], str]] = {
+    "a pattern of its own": (lambda: tokenizer(r"\w+|\W"), "a way of its own"),
+    "llama's pattern, merged otherwise": (lambda: tokenizer(LLAMA3), "a way of its own"),
+    "no merges": (lambda: tokenizer(merges=0), "no merges"),
+    "lower case": (lambda: tokenizer(normalizer=normalizers.Lowercase()), "normalises texts by Lowercase"),
+    "a space before all": (lambda: tokenizer(None, prefix=True), "splits texts by"),
+    "none": (lambda: None, "has no tokenizer"),
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(case, target, checkpoint, tmp_path, monkeypatch):
+    """Catches a file that loads and tokenises otherwise: drafts are then of another text, and nothing says so."""
+    make, said = STRANGE[case]
+    monkeypatch.setattr(target, "tokenizer", make())
+    with pytest.raises(ExportError, match=said):
+        export(checkpoint, "gguf", tmp_path / "there", target)
+    assert not list(tmp_path.iterdir())
+
+
+# ── refusals ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_shapes_that_llama_cpp_would_compute_otherwise_are_refused():
+    """Catches settings that GGUF has no key for and that would be left out in silence."""
+    words = tokenizer()
+    model = llama(len(words), ROTATIONS["default"])
+    assert gguf.refused(model, words) is None
+    changes = {"attention_bias": True, "hidden_act": "gelu", "model_type": "gemma",
+               "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}  # fmt: skip
+    for name, value in changes.items():
+        changed = llama(len(words), ROTATIONS["default"])
+        setattr(changed.config, name, value) if name != "model_type" else changed.config.__dict__.update({name: value})
+        assert gguf.refused(changed, words) is not None, name
+
+
+def test_a_weight_that_f16_cant_hold_is_refused_and_nothing_is_left(target, tmp_path):
+    """Catches an infinity in the file, after which llama.cpp writes nothing but one token."""
+    sizes = {"layers": 1, "hidden": 16, "intermediate": 24, "heads": 2, "kv_heads": 1, "head_dim": 8}
+    module = find_drafter("small_model")
+    model = module.Model(build(module.Config, {"kind": "small_model", "new": sizes}, "drafter"), target)
+    with torch.no_grad():
+        model.lm.model.layers[0].mlp.up_proj.weight[0, 0] = 1e6
+    save(tmp_path / "mine", model, {})
+    with pytest.raises(ExportError, match=r"up_proj.weight has values that f16 can't hold; choose bf16 or f32"):
+        export(tmp_path / "mine", "gguf", tmp_path / "there", target, "f16")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_precision_that_there_is_not_is_refused_by_name(target, checkpoint, tmp_path):
+    with pytest.raises(ConfigError, match="'q4_0'; choose one of f32, f16, bf16"):
+        export(checkpoint, "gguf", tmp_path / "there", target, "q4_0")
+    with pytest.raises(ConfigError, match="transformers can't be written in 'f16'; leave the precision out"):
+        export(checkpoint, "transformers", tmp_path / "there", target, "f16")
+
+
+def test_a_gguf_is_not_read(target, checkpoint, tmp_path):
+    export(checkpoint, "gguf", tmp_path / "there", target)
+    with pytest.raises(ExportError):
+        formats.import_folder(tmp_path / "there", tmp_path / "back", target)
+    assert not (tmp_path / "back").exists()
+
+
+def test_without_its_library_the_format_is_listed_and_says_what_to_install(target, checkpoint, tmp_path, monkeypatch):
+    """Catches an import at the top: `outrider formats`, and every other export, would fail for want of an extra."""
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert {"format": "gguf", "kind": "small_model", "export": True, "import": False, "shift": 0} in matrix()
+    with pytest.raises(ExportError, match="pip install 'outrider"):
+        export(checkpoint, "gguf", tmp_path / "there", target)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_reads_back_differently_is_not_kept(target, checkpoint, tmp_path, monkeypatch):
+    """The planted fault: a writer that gives the up projection the gate's rows is caught before the folder appears."""
+    real = gguf._turned
+
+    def careless(name, weight, config):
+        return real(name, weight.flip(0) if "up_proj" in name else weight, config)
+
+    monkeypatch.setattr(gguf, "_turned", careless)
+    with pytest.raises(ExportError, match="reads back with other weights: lm.model.layers.0.mlp.up_proj.weight"):
+        export(checkpoint, "gguf", tmp_path / "there", target)
+    assert not list(tmp_path.iterdir())

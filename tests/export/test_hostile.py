@@ -1,0 +1,244 @@
+"""Folders made to break the import: each is refused in one sentence, nothing is executed, fetched, half-written or overrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import make_folder, randomise
+
+from outrider import load_target
+from outrider.checkpoint import load_model, save, weights_of
+from outrider.config import build
+from outrider.drafters import find as find_drafter
+from outrider.errors import ExportError
+from outrider.export.formats import export, import_folder
+
+LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": ("speculators", {**LAYER, "taps": [0, 1, 3], "vocabulary": 40}),
+    "dflash": ("sglang", {**LAYER, "mask_token": 5, "layers": 2, "block": 3, "taps": [0, 2], "anchor_predicts": False}),
+    "dspark": ("sglang", {**LAYER, "mask_token": 5, "layers": 2, "block": 3, "taps": [0, 2], "rank": 8, "confidence": True}),
+    "small_model": ("transformers", {"new": {"layers": 1, "hidden": 16, "intermediate": 32, "heads": 2, "kv_heads": 1,
+                                             "head_dim": 8}}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_target(make_folder(tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture(scope="module")
+def good(target: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A whole folder of each kind."""
+    place = tmp_path_factory.mktemp("good")
+    for kind, (format, settings) in SETTINGS.items():
+        module = find_drafter(kind)
+        torch.manual_seed(0)
+        model = module.Model(build(module.Config, {"kind": kind, **settings}, "drafter"), target).to(torch.float32)
+        if kind == "eagle3":
+            model.begin(torch.arange(target.spec.vocabulary))
+        save(place / f"{kind}-checkpoint", randomise(model))
+        export(place / f"{kind}-checkpoint", format, place / kind, target)
+    return {kind: place / kind for kind in SETTINGS}
+
+
+Spoil = Callable[[Path], None]
+
+
+def _config(**values: Any) -> Spoil:
+    """Sets keys of config.json; a__b is b within a."""
+
+    def spoil(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        for path, value in values.items():
+            *above, key = path.split("__") if not path.startswith("_") else [path]
+            place = config
+            for name in above:
+                place = place[name]
+            place[key] = value
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return spoil
+
+
+def _manifest(**values: Any) -> Spoil:
+    def spoil(folder: Path) -> None:
+        path = folder / "outrider.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return spoil
+
+
+def _weights(**change: Callable[[torch.Tensor], torch.Tensor]) -> Spoil:
+    """Changes tensors; a__b is a.b."""
+
+    def spoil(folder: Path) -> None:
+        found = load_file(folder / "model.safetensors")
+        for name, make in change.items():
+            key = name.replace("__", ".")
+            found[key] = make(found[key])
+        save_file(found, folder / "model.safetensors")
+
+    return spoil
+
+
+def _bytes(header: dict[str, Any], behind: int = 0) -> Spoil:
+    said = json.dumps(header).encode()
+    return lambda folder: (
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(said)) + said + bytes(behind)) and None
+    )
+
+
+def _twice(folder: Path) -> None:
+    text = (folder / "config.json").read_text().rstrip()
+    (folder / "config.json").write_text(text[:-1] + ', "block_size": 9}')
+
+
+def _pipe(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+
+
+def _shards(folder: Path) -> list[str]:
+    """Two shards and their index; returns the names of the files."""
+    found = load_file(folder / "model.safetensors")
+    names, files = sorted(found), ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    where = {name: files[i % 2] for i, name in enumerate(names)}
+    for file in files:
+        save_file({name: found[name] for name in names if where[name] == file}, folder / file)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return files
+
+
+def _unicode(folder: Path) -> None:
+    found = load_file(folder / "model.safetensors") | {"ü\u202e\x1b[31m": torch.ones(1)}
+    save_file(found, folder / "model.safetensors")
+
+
+CASES: dict[str, tuple[str, Spoil, str]] = {
+    "a layer as wide as all memory": ("dflash", _config(intermediate_size=10**12), "a larger model than"),
+    "a layer that would take gigabytes": ("dflash", _config(intermediate_size=10**7), "a larger model than"),
+    "a billion layers": ("dflash", _config(num_hidden_layers=10**9), "a larger model than"),
+    "more heads than a number holds": ("dflash", _config(num_attention_heads=10**30), "a larger model than"),
+    "a rank of a billion": ("dspark", _config(markov_rank=10**12), "a larger model than"),
+    "a wide plain model": ("small_model", _config(hidden_size=10**9), "a larger model than"),
+    "a block longer than any text": ("dflash", _config(block_size=10**12), "drafts 999999999999 tokens"),
+    "a billion tokens a step": (
+        "eagle3", _config(speculators_config={"proposal_methods": [{"speculative_tokens": 10**9}]}), "drafts 1000000000 tokens",
+    ),
+    "no proposal": ("eagle3", _config(speculators_config={"proposal_methods": []}), "no eagle3 draft"),
+    "infinitely many tokens": (
+        "eagle3", _config(speculators_config={"proposal_methods": [{"speculative_tokens": float("inf")}]}), "no eagle3 draft",
+    ),
+    "a layer config that is a list": ("eagle3", _config(transformer_layer_config=[]), "no eagle3 draft"),
+    "a kind that is a list": ("eagle3", _config(speculators_model_type=["eagle3"]), "none of"),
+    "architectures that are a mapping": ("dflash", _config(architectures={"a": 1}), "none of"),
+    "a method that is a list": ("dflash", _config(dflash_config__projector_type=["a"]), "none of"),
+    "layers in half steps": ("dflash", _config(dflash_config__target_layer_ids=[0.5, 2.2]), "a list of whole numbers"),
+    "layers as text": ("dflash", _config(dflash_config__target_layer_ids="02"), "a list of whole numbers"),
+    "layers as truths": ("dflash", _config(dflash_config__target_layer_ids=[False, 2]), "a list of whole numbers"),
+    "infinite rotation": ("dflash", _config(rope_theta=float("inf"), rope_parameters=None), "rope_theta is inf"),
+    "code from a repository of kernels": ("small_model", _config(_attn_implementation="evil/repo"), "chooses code to run"),
+    "code that comes along": ("small_model", _config(auto_map={"AutoModel": "x.y"}), "asks for code"),
+    "a quantised model": ("small_model", _config(quantization_config={"quant_method": "awq"}), "its weights are rounded"),
+    "a type by the name of a function": ("small_model", _config(torch_dtype="os.system"), "no small_model draft"),
+    "a token to pad with outside": ("small_model", _config(pad_token_id=10**6), "no small_model draft"),
+    "a width in words": ("small_model", _config(hidden_size="x"), "no small_model draft"),
+    "a key that stands twice": ("dflash", _twice, "'block_size' stands twice"),
+    "a pipe for a config": ("dflash", _pipe, "it is no file"),
+    "deep nesting": (
+        "dflash", lambda folder: (folder / "config.json").write_text('{"a":' + "[" * 99_999 + "]" * 99_999 + "}") and None,
+        "can't be read",
+    ),
+    "a missing shard": ("dflash", lambda folder: (folder / _shards(folder)[1]).unlink(), "model-00002-of-00002"),
+    "a header of 2 GB": (
+        "dflash", lambda folder: (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**31) + b"{}") and None,
+        "can't be read",
+    ),
+    "a tensor of 2 GB that is not there": (
+        "dflash", _bytes({"norm.weight": {"dtype": "F32", "shape": [2**29], "data_offsets": [0, 2**31]}}), "can't be read",
+    ),
+    "a shape whose product overflows": (
+        "dflash", _bytes({"norm.weight": {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 16]}}, 16), "can't be",
+    ),
+    "an empty tensor": ("dflash", _weights(norm__weight=lambda w: w[:0]), r"norm.weight \(0,\) where \(32,\)"),
+    "8 bits": ("dflash", _weights(norm__weight=lambda w: w.to(torch.float8_e4m3fn)), "quantised to 8 bits in norm.weight"),
+    "whole numbers for fractions": ("dflash", _weights(norm__weight=lambda w: w.to(torch.int8)), "norm.weight is int8"),
+    "imaginary numbers": ("dflash", _weights(norm__weight=lambda w: w.to(torch.complex64)), "norm.weight is complex64"),
+    "numbers too large for the target's type": (
+        "dflash", _weights(norm__weight=lambda w: w.double().sign() * 1e300), "float32 can't hold",
+    ),
+    "d2t beyond 64 bits": ("eagle3", _weights(d2t=lambda w: w.index_fill(0, torch.tensor([39]), 2**63 - 1)), "outside"),
+    "d2t of fractions": ("eagle3", _weights(d2t=lambda w: w.double() + 0.4), "d2t is float64"),
+    "a name that moves the cursor": ("dflash", _unicode, r"has \\xfc\\u202e\\x1b\[31m"),
+    "notes of another type": ("dflash", _manifest(target=[1]), "has no target that can be read"),
+    "notes with weights of another draft": ("dflash", _manifest(unsaid={"nope": [1]}), "none of this draft"),
+    "notes with weights over the real ones": (
+        "dflash", _manifest(unsaid={"backbone.norm.weight": [float("nan")] * 32}), "none of this draft",
+    ),
+    "notes with a format that is a list": ("dflash", _manifest(format=["sglang"]), "has no format that can be read"),
+    "notes with a history that is a list": ("dflash", _manifest(training=[1]), "has no training that can be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_hostile_folder_is_refused_in_one_sentence_and_nothing_is_left(case, target, good, tmp_path):
+    """Each was seen to pass in silence, to end in a traceback, or to take memory without end, or guards against its return."""
+    kind, spoil, said = CASES[case]
+    shutil.copytree(good[kind], tmp_path / "there")
+    spoil(tmp_path / "there")
+    if not case.startswith("notes"):
+        (tmp_path / "there" / "outrider.json").unlink()
+    with pytest.raises(ExportError, match=said) as caught:
+        import_folder(tmp_path / "there", tmp_path / "back", target)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "back").exists() and not list(tmp_path.glob("*.part"))
+
+
+def _linked(folder: Path) -> None:
+    """As the hub's cache keeps files."""
+    shutil.move(folder / "model.safetensors", folder.parent / "blob")
+    (folder / "model.safetensors").symlink_to(folder.parent / "blob")
+
+
+HARMLESS: dict[str, tuple[str, Spoil]] = {
+    "links, as in the hub's cache": ("dflash", _linked),
+    "shards": ("dflash", lambda folder: _shards(folder) and None),
+    "keys in other letters": ("dflash", _config(ключ="значение")),
+    "d2t in 32 bits": ("eagle3", _weights(d2t=lambda w: w.int())),
+    "t2d as numbers": ("eagle3", _weights(t2d=lambda w: w.long())),
+}
+
+
+@pytest.mark.parametrize("case", HARMLESS)
+def test_what_is_only_unusual_is_read(case, target, good, tmp_path):
+    """Catches a guard that keeps out what released folders are."""
+    kind, change = HARMLESS[case]
+    shutil.copytree(good[kind], tmp_path / "there")
+    change(tmp_path / "there")
+    (tmp_path / "there" / "outrider.json").unlink()
+    back = weights_of(import_folder(tmp_path / "there", tmp_path / "back", target))
+    own = weights_of(load_model(good[kind].with_name(f"{kind}-checkpoint"), target))
+    assert all(torch.equal(back[name], weight) for name, weight in own.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_are_read_as_they_are(dtype, target, good, tmp_path):
+    """Released drafts are in 16 bits: each number comes out as it was stored."""
+    shutil.copytree(good["dflash"], tmp_path / "there")
+    path = tmp_path / "there" / "model.safetensors"
+    halves = {name: weight.to(dtype) for name, weight in load_file(path).items()}
+    save_file(halves, path)
+    back = weights_of(import_folder(tmp_path / "there", tmp_path / "back", target))
+    assert all(torch.equal(back[f"backbone.{name}"], weight.float()) for name, weight in halves.items())

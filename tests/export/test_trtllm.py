@@ -1,0 +1,125 @@
+"""TensorRT-LLM's folders: the keys that its loaders look for, and the settings file beside them.  It can't be run here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny import make_folder, randomise
+
+from outrider import load_target
+from outrider.checkpoint import save
+from outrider.config import build
+from outrider.drafters import find as find_drafter
+from outrider.errors import ExportError
+from outrider.export import formats
+from outrider.export.formats import export, import_folder
+
+LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "eagle3": {**LAYER, "taps": [0, 1, 3], "vocabulary": 40, "length": 5},
+    "dflash": {**LAYER, "layers": 2, "block": 3, "taps": [0, 2], "mask_token": 5, "anchor_predicts": False},
+    "small_model": {"new": {"layers": 1, "hidden": 16, "intermediate": 32, "heads": 2, "kv_heads": 1, "head_dim": 8}},
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_target(make_folder(tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture
+def made(target: Any, tmp_path: Path) -> Callable[..., Path]:
+    """A checkpoint with random weights, of the settings above and others."""
+
+    def checkpoint(kind: str, **settings: Any) -> Path:
+        module = find_drafter(kind)
+        config = build(module.Config, {"kind": kind, **SETTINGS[kind], **settings}, "drafter")
+        torch.manual_seed(0)
+        model = module.Model(config, target).to(torch.float32)
+        if getattr(model, "head", None) is not None and kind == "eagle3":
+            model.begin(torch.randperm(target.spec.vocabulary, generator=torch.Generator().manual_seed(4)))
+        save(tmp_path / "mine", randomise(model))
+        return tmp_path / "mine"
+
+    return checkpoint
+
+
+ATTENTION = {f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+NORMED = ATTENTION | {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+REST = {f"mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")}
+REST |= {"input_layernorm.weight", "post_attention_layernorm.weight"}
+KEYS = {
+    "eagle3": {f"midlayer.{name}" for name in ATTENTION | REST | {"hidden_norm.weight"}}
+    | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"},
+    "dflash": {f"layers.{i}.{name}" for i in (0, 1) for name in NORMED | REST}
+    | {"fc.weight", "hidden_norm.weight", "norm.weight"},
+    "small_model": {f"model.layers.0.{name}" for name in NORMED | REST} | {"model.embed_tokens.weight", "model.norm.weight"},
+}
+"""The names that its loaders look for, written out by hand."""
+SPECULATION = {
+    "eagle3": {"decoding_type": "Eagle3", "max_draft_len": 5, "eagle3_layers_to_capture": [0, 1, 3]},
+    "dflash": {"decoding_type": "DFlash", "max_draft_len": 3, "mask_token_id": 5, "target_layer_ids": [0, 2]},
+    "small_model": {"decoding_type": "Draft_Target", "max_draft_len": 4},
+}
+ARCHITECTURES = {"eagle3": "LlamaForCausalLMEagle3", "dflash": "DFlashDraftModel", "small_model": "Qwen3ForCausalLM"}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_folders_hold_the_loaders_keys_and_the_settings_beside_them(kind, target, made, tmp_path):
+    """Catches a prefix that its loader would skip, and a settings file that names the folder as it was while it was written."""
+    export(made(kind), "trtllm", tmp_path / "there", target)
+    assert load_file(tmp_path / "there" / "model.safetensors").keys() == KEYS[kind]
+    assert json.loads((tmp_path / "there" / "config.json").read_text())["architectures"] == [ARCHITECTURES[kind]]
+    said = yaml.safe_load((tmp_path / "there" / "llm_api.yaml").read_text())
+    rest = {"disable_overlap_scheduler": True} if kind == "small_model" else {}
+    assert said == rest | {"speculative_config": SPECULATION[kind] | {"speculative_model": str(tmp_path / "there")}}
+
+
+def test_every_kind_that_is_written_is_tested_and_none_is_read():
+    """Catches a new kind without its list of keys."""
+    layouts = formats.find("trtllm").layouts
+    assert layouts.keys() == KEYS.keys()
+    assert all(layout.config is not None and layout.settings is None for layout in layouts.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        ("eagle3", {"qk_norm": True}, "train with qk_norm: no"),
+        ("eagle3", {"taps": [1]}, "reads two layers or more"),
+        ("dflash", {"anchor_predicts": True}, "anchor_predicts: no"),
+    ],
+)
+def test_what_it_would_compute_otherwise_is_refused(kind, settings, said, target, made, tmp_path):
+    with pytest.raises(ExportError, match=said):
+        export(made(kind, **settings), "trtllm", tmp_path / "there", target)
+
+
+def test_a_folder_of_it_without_our_notes_is_read_as_sglangs(target, made, tmp_path):
+    """Catches a folder that only one reader takes although it is the same: EAGLE-3's and DFlash's are SGLang's to the byte."""
+    export(made("eagle3"), "trtllm", tmp_path / "there", target)
+    with pytest.raises(ExportError, match="trtllm, which is written here and not read"):
+        import_folder(tmp_path / "there", tmp_path / "back", target)
+    (tmp_path / "there" / "outrider.json").unlink()
+    assert import_folder(tmp_path / "there", tmp_path / "back", target).taps == (0, 1, 3)
+
+
+def test_what_is_written_in_another_type_is_not_kept(target, made, tmp_path, monkeypatch):
+    """The planted fault: a writer that rounds is caught although the format can't be read back as a drafter."""
+    real = formats.folders.write
+    checkpoint = made("dflash")
+
+    def careless(folder, config, weights):
+        real(folder, config, {name: w.half() if name == "norm.weight" else w for name, w in weights.items()})
+
+    monkeypatch.setattr(formats.folders, "write", careless)
+    with pytest.raises(ExportError, match="reads back with other weights: backbone.norm.weight"):
+        export(checkpoint, "trtllm", tmp_path / "there", target)
+    assert not (tmp_path / "there").exists()
