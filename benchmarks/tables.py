@@ -241,6 +241,61 @@ def quantised(found: dict[str, Any]) -> str:
     return "\n\n".join([_machine(found), _table(heads, lines, slice(1, 3)), _promises(found)])
 
 
+def gate(found: dict[str, Any]) -> str:
+    lines = [
+        [name, str(case["times"]), str(case["stopped"]), str(case["warned"]),
+         ", ".join(f"{rule} {times}" for rule, times in case["stops_by_rule"].items()) or "–"]
+        for name, case in found["cases"].items()
+    ]  # fmt: skip
+    table = _table(["simulated", "pairs", "stopped", "warned", "stopped by"], lines, right=slice(1, 4))
+    return f"{_command(found)}\n\n{table}"
+
+
+def replay(found: dict[str, Any]) -> str:
+    schedule, death = found["schedule"], found["death"]
+    late, memory = schedule["sent_after_due_ms"], schedule["memory_mib"]
+    said = [
+        f"{schedule['calls']:,} calls at {schedule['rate_per_s']:g} a second: sent {late['p50']:.1f} ms after they were due "
+        f"(p50), {late['p99']:.1f} ms (p99); {schedule['cpu_ms_per_call']['replay']:.2f} ms of CPU a call; the process waited "
+        f"{schedule['waited_for_a_core_s']:.0f} s for a core; memory {memory['after_a_quarter']} MiB after a quarter, "
+        f"{memory['at_the_end']} at the end.",
+        f"The server killed and started again: of {death['calls']:,} calls {death['answered']:,} answered, "
+        f"{sum(death['cut_off'].values())} cut off, {sum(death['failed'].values())} failed, {death['not_accounted_for']} lost.",
+    ]
+    lines = [[name, f"{one['cpu_ms_per_call']:.2f}"] for name, one in found["readers"].items()]
+    table = _table(["reader of a streamed answer of 8 pieces", "CPU, ms a call"], lines, right=slice(1, 2))
+    return "\n\n".join([_command(found), *said, table])
+
+
+def vllm_replay(found: dict[str, Any]) -> str:
+    server = found["server"]
+    groups = [(name, one) for name, one in found.items() if isinstance(one, dict) and "holds" in one]
+    lines = [
+        [name.replace("_", " "), str(one.get("requests", "–")), f"{one.get('tokens', 0):,}",
+         f"{one.get('counters', {}).get('accepted', one.get('accepted', 0)):,}",
+         f"{sum(one['holds'].values())} of {len(one['holds'])}"]
+        for name, one in groups
+    ]  # fmt: skip
+    heads = ["traffic", "requests", "tokens", "accepted drafts", "identities that hold"]
+    said = f"{server['engine']} {server['version']}, {server['speculation']}, the demo target."
+    return f"{said}\n\n{_table(heads, lines, right=slice(1, 5))}"
+
+
+def lm_eval(found: dict[str, Any]) -> str:
+    lines = [
+        [one["task"], f"{one['equal']} of {one['answers']}",
+         *("–" if not one["scores"] else f"{one['scores'][0][way]:.3f}" for way in ("plain", "drafted")),
+         "–" if one["tokens_per_step"] is None else f"{one['tokens_per_step']:.2f}"]
+        for one in found["tasks"]
+    ]  # fmt: skip
+    heads = ["task", "answers equal", "score, plain", "score, drafted", "tokens per step"]
+    return f"{_command(found)}\n\n{_table(heads, lines, right=slice(1, 5))}"
+
+
+def _command(found: dict[str, Any]) -> str:
+    return f"`{found['command']}`, {found['measured'][:10]}, beside other work."
+
+
 def _machine(found: dict[str, Any]) -> str:
     machine = found["machine"]
     return (
@@ -277,6 +332,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "families": families, "soak": soak, "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch,
     "retrieval": retrieval, "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip,
     "methods": methods, "best": best, "calibration": calibration, "quantised": quantised,
+    "gate": gate, "replay": replay, "vllm_replay": vllm_replay, "lm_eval": lm_eval,
 }  # fmt: skip
 """By the name of the result's file and of the marks."""
 
