@@ -69,10 +69,20 @@ def calibrate(
     write_json(json_to, found)
 
 
-def evaluate(recipe: Recipe, overrides: Overrides = None, json_to: JsonTo = None) -> None:
+def evaluate(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    data: Annotated[Path | None, typer.Option("--data", help="Folder of prompt sets, in place of the hub.")] = None,
+    allow_code_execution: Annotated[
+        bool, typer.Option("--allow-code-execution", help="Run written code, walled in, where a task is scored by its tests.")
+    ] = False,
+    json_to: JsonTo = None,
+) -> None:
     """Measure the trained drafter, and those beside it, against the target alone."""
     place_of_json(json_to)
-    settings = _load(recipe, overrides)
+    said = [f"evaluate.data={data}"] if data is not None else []
+    said += ["evaluate.allow_code_execution=true", "evaluate.score=true"] if allow_code_execution else []
+    settings = _load(recipe, [*(overrides or []), *said])
     if settings.evaluate is None:
         raise ConfigError(f"{recipe} has no `evaluate:` section; add one, if only `evaluate: {{}}`")
     _evaluate(settings, _target(settings), json_to)

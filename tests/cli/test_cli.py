@@ -365,6 +365,21 @@ def test_a_quantised_target_is_evaluated_and_decoded(made: Path, folder: Path, o
     assert (done.code, done.out) == (0, wanted + "\n")
 
 
+def test_prompt_sets_come_from_a_folder(folder: Path, tmp_path: Path, outrider: Outrider) -> None:
+    """Catches `--data` that is not passed on (the hub would be asked), and a second turn that is dropped."""
+    sets = tmp_path / "sets"
+    sets.mkdir()
+    (sets / "gsm8k.jsonl").write_text(json.dumps({"turns": ["What is 1 + 1?"]}) + "\n")
+    (sets / "mt-bench.jsonl").write_text(json.dumps({"turns": ["Say a.", "Say b."]}) + "\n")
+    measured = {"tasks": ["gsm8k", "mt-bench"], "prompts": 1, "max_new_tokens": 4, "fresh": 0.0, "temperatures": [0.0]}
+    write_recipe(tmp_path / "sets.yaml", folder, drafter="ngram", train=None, evaluate=measured)
+    done = outrider("evaluate", "sets.yaml", "--data", sets, "--json", "found.json")
+    assert done.code == 0, done.err
+    found = json.loads(Path("found.json").read_text())
+    assert [(row["task"], row["exact"], row["tokens"]) for row in found["rows"]] == [("gsm8k", True, 4), ("mt-bench", True, 8)]
+    assert str(sets / "gsm8k.jsonl") in json.dumps(found["tasks"])
+
+
 def test_decode_reads_standard_input(folder: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches `-` being taken for the prompt."""
     for words in (("-",), ()):
