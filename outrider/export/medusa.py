@@ -30,6 +30,8 @@ def written(source: Source) -> dict[str, Any]:
         "truncated_vocab_size": spec.vocabulary,
         "num_heads": settings.heads,
         "num_hidden_layers": settings.layers,
+        # unless it is announced, vLLM passes over the bias in silence
+        "medusa_fc_bias": True,
         "max_paths": settings.nodes,
         "topk": 10,
         "max_seq_len": spec.context,

@@ -62,7 +62,8 @@ def dflash(source: Source) -> dict[str, Any]:
         "target_hidden_size": source.target.spec.hidden,
         "aux_hidden_state_layer_ids": [tap + SHIFT for tap in source.model.taps],
         "mask_token_id": backbone.mask_token,
-        "sliding_window_non_causal": False,
+        # of layers that see a window, which there are none of; but vLLM masks the block of every layer unless it is true
+        "sliding_window_non_causal": True,
     }
 
 
@@ -128,8 +129,6 @@ def read_peagle(config: Config, target: TransformersTarget) -> dict[str, Any]:
 
 
 def read_dflash(config: Config, target: TransformersTarget) -> dict[str, Any]:
-    if config.get("sliding_window_non_causal"):
-        raise ExportError("sliding_window_non_causal lets blocks see a window of the text alone, which no draft here does")
     anchor_predicts = bool(config.get("sample_from_anchor", config["speculators_model_type"] == "dspark"))
     if config.get("draft_vocab_size", target.spec.vocabulary) != target.spec.vocabulary:
         raise ExportError(f"draft_vocab_size {config['draft_vocab_size']}: blocks here are drafted from the whole vocabulary")

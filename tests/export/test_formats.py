@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from outrider.checkpoint import load_drafter, load_model, manifest_of, save, weights_of
 from safetensors.torch import load_file, save_file
 from tiny import make_folder, randomise
 
 from outrider import generate, load_target
+from outrider.checkpoint import load_drafter, load_model, manifest_of, save, weights_of
 from outrider.config import build
 from outrider.drafters import find as find_drafter
 from outrider.errors import ExportError

@@ -101,14 +101,28 @@ def test_a_file_holds_llama_cpps_names_and_no_others(precision, matrices, target
     assert found["blk.0.attn_k.weight"].shape.tolist() == list(own["lm.model.layers.0.self_attn.k_proj.weight"].shape)[::-1]
 
 
+PARTS = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+WHERE = {f"model.layers.0.{ours}.weight": f"blk.0.{theirs}.weight" for ours, theirs in PARTS.items()}
+WHERE |= {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+WHERE |= {"lm_head.weight": "output.weight"}
+
+
 @pytest.mark.parametrize("precision", ["f32", "f16", "bf16"])
-def test_weights_read_back_rounded_and_no_further(precision, target, checkpoint, tmp_path):
+def test_weights_stand_under_their_names_rounded_and_no_further(precision, target, checkpoint, tmp_path):
     """Catches bytes of bfloat16 in the wrong order, and a weight under another's name of the same shape (gate and up)."""
     export(checkpoint, "gguf", tmp_path / "there", target, precision)
     own, back = weights_of(load_model(checkpoint, target)), gguf.read(tmp_path / "there")
     assert {f"lm.{name}" for name in back} == own.keys()
     for name, weight in back.items():
         assert torch.equal(weight, own[f"lm.{name}"].to(weight.dtype)), name
+    stored = {one.name: one.data for one in library.GGUFReader(tmp_path / "there" / "model.gguf").tensors}
+    for ours, theirs in WHERE.items():
+        raw = back[ours].view(torch.uint8) if back[ours].dtype == torch.bfloat16 else back[ours]
+        assert (stored[theirs] == raw.numpy()).all(), theirs
 
 
 def test_what_a_file_says_of_the_shape(target, checkpoint, tmp_path):

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import make_folder
-from train.bench import KINDS, fit, make_model
 
 from outrider import checkpoint, generate, load_drafter
 from outrider.decoding.draft import Draft
@@ -21,6 +20,7 @@ from outrider.decoding.parties import Drafter
 from outrider.decoding.sampling import Sampling
 from outrider.errors import CheckpointError, ConfigError, DrafterError, OutriderError, TrainingError
 from outrider.targets.transformers import TransformersTarget, load_target
+from train.bench import KINDS, fit, make_model
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 9, 8, 7, 9]]
 
