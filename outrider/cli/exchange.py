@@ -19,6 +19,9 @@ def export(
     to: Annotated[str, typer.Option("--to", help="Format; `outrider formats` lists them.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", help="New folder to write.", show_default=False)],
     target: TargetOption = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="Type of number, where the format has a choice (gguf: f32, f16, bf16).")
+    ] = None,
     json_to: JsonTo = None,
 ) -> None:
     """Write a drafter in another's format, read it back and compare every weight."""
@@ -30,12 +33,13 @@ def export(
 
     manifest = manifest_of(checkpoint)
     loaded = load_target(target or manifest["target"]["name"], compile=False)
-    folder = write(checkpoint, to, out, loaded)
+    folder = write(checkpoint, to, out, loaded, precision)
+    rounded = f", rounded to {precision}" if precision else ""
     size = sum(path.stat().st_size for path in folder.iterdir())
     mine = sum(path.stat().st_size for path in checkpoint.iterdir() if path.name == "model.safetensors")
     console.out.print(
         f"export    {manifest['kind']} as {to}: {sized(size)} in {folder} (our own weights: {sized(mine)}); every weight reads "
-        "back equal",
+        f"back equal{rounded}",
         highlight=False,
         soft_wrap=True,
     )

@@ -1,0 +1,39 @@
+"""Write the table of formats into docs/export.md, between its two marks; a test holds the page against it.
+
+python scripts/formats_page.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "export.md"
+BEGIN, END = "<!-- formats -->", "<!-- /formats -->"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown of `outrider formats`: a line a format and method."""
+    lines = ["| format | method | export | import | layer numbers |", "|---|---|---|---|---|"]
+    for row in rows:
+        ways = ["yes" if row[way] else "–" for way in ("export", "import")]
+        counted = f"ours + {row['shift']}" if row["shift"] else "as ours"
+        lines.append(f"| {row['format']} | {row['kind']} | {' | '.join(ways)} | {counted} |")
+    return "\n".join(lines)
+
+
+def replaced(page: str, text: str) -> str:
+    """The page with `text` between its marks."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    from outrider.cli.exchange import matrix
+
+    PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), table(matrix())), encoding="utf-8")
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()
