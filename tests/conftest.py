@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import typing
 from collections.abc import Callable, Iterator
@@ -73,6 +74,17 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTRIDER_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield Path(os.environ["OUTRIDER_CACHE"])
+
+
+@pytest.fixture(autouse=True)
+def audible() -> None:
+    """Warnings can be heard: libraries that a test loads (lm-eval, accelerate) may have turned loggers down for the process."""
+    logging.disable(logging.NOTSET)
+    logging.root.setLevel(logging.WARNING)
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.split(".")[0] == "outrider" and isinstance(logger, logging.Logger):
+            logger.disabled, logger.propagate = False, True
+            logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

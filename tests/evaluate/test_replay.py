@@ -214,8 +214,10 @@ def test_ctrl_c_stops_and_what_came_is_kept(plain: Stub, tmp_path: Path) -> None
     code = "from outrider.cli.replay import replay; import typer; typer.run(replay)"
     command = [sys.executable, "-c", code, "log.jsonl", "--against", plain.url, "--out", "out"]
     process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+        command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        # a process that was started in the background ignores Ctrl-C, and so would this one
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     written = tmp_path / "out" / "calls.jsonl.part"
     deadline = time.monotonic() + 20
     while not (written.exists() and written.stat().st_size) and time.monotonic() < deadline:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -343,7 +344,11 @@ def test_a_watch_outlives_the_server_and_goes_on_when_it_is_back(start: Any, tmp
     served = start(2.45)
     words = [served.url, "--release", str(place), "--every", "0.1", "--for", "60", "--log", str(log)]
     code = f"import typer; from outrider.cli.watch import watch; app = typer.Typer(); app.command()(watch); app({words!r})"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # a process that was started in the background ignores Ctrl-C, and so would this one
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     lines = lambda: [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
     def wait_for(what: Any) -> None:
