@@ -292,6 +292,29 @@ def lm_eval(found: dict[str, Any]) -> str:
     return f"{_command(found)}\n\n{_table(heads, lines, right=slice(1, 5))}"
 
 
+def engines(found: dict[str, Any]) -> str:
+    """One line a row: the engine's steps beside ours."""
+    lines = []
+    for row in found["rows"]:
+        depths = [(one["ours"], one["engine"]) for one in row.get("depths") or []]
+        kept = " ".join(f"{ours:.3f}" if ours == theirs else f"{ours:.3f}/{theirs:.3f}" for ours, theirs in depths)
+        steps = row.get("steps") or ["–", "–"]
+        equal = row.get("steps_equal")
+        lines.append([
+            row["row"], "–" if row.get("error") else f"{row['texts_equal']} of {row['prompts']}", f"{steps[0]} / {steps[1]}",
+            "–" if equal is None else f"{100 * equal:.1f} %", kept or "–", _short(row.get("error")),
+        ])  # fmt: skip
+    heads = ["draft", "texts equal", "steps, ours / engine", "steps equal", "kept by depth, ours/engine", "error"]
+    return _table(heads, lines, right=slice(1, 4))
+
+
+def _short(error: str | None) -> str:
+    """The sentence of an error that says what is wrong."""
+    return (
+        "–" if error is None else next((line for line in error.splitlines() if "Error, " in line), error).split(" [")[0].strip()
+    )
+
+
 def _command(found: dict[str, Any]) -> str:
     return f"`{found['command']}`, {found['measured'][:10]}, beside other work."
 
@@ -332,7 +355,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "families": families, "soak": soak, "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch,
     "retrieval": retrieval, "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip,
     "methods": methods, "best": best, "calibration": calibration, "quantised": quantised,
-    "gate": gate, "replay": replay, "vllm_replay": vllm_replay, "lm_eval": lm_eval,
+    "gate": gate, "replay": replay, "vllm_replay": vllm_replay, "lm_eval": lm_eval, "engines": engines,
 }  # fmt: skip
 """By the name of the result's file and of the marks."""
 

@@ -70,7 +70,7 @@ def test_imports_and_help_need_no_torch() -> None:
     assert {name: modules for name, modules in found["loaded"].items() if modules} == {}
     for verb in (
         "run", "prepare", "train", "evaluate", "decode", "parity", "lm-eval", "replay", "gate", "report", "watch", "export",
-        "import", "show", "drafters", "tasks", "formats", "corpus", "doctor",
+        "import", "verify-export", "deploy", "tune", "show", "drafters", "tasks", "formats", "corpus", "doctor",
     ):  # fmt: skip
         assert verb in found["help"]
 

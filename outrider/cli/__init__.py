@@ -6,7 +6,22 @@ from collections.abc import Callable
 
 import typer
 
-from outrider.cli import console, corpora, decode, exchange, gate, look, parity, replay, report, stages, tasks, watch
+from outrider.cli import (
+    console,
+    corpora,
+    decode,
+    deploy,
+    exchange,
+    gate,
+    look,
+    parity,
+    replay,
+    report,
+    stages,
+    tasks,
+    verify,
+    watch,
+)
 from outrider.errors import ConfigError, OutriderError
 
 app = typer.Typer(
@@ -19,7 +34,8 @@ app = typer.Typer(
 )
 VERBS: tuple[Callable[..., None], ...] = (
     stages.run, stages.prepare, stages.train, stages.calibrate, stages.evaluate, decode.decode,
-    parity.parity, parity.lm_eval, replay.replay, gate.gate, report.report, watch.watch, exchange.export,
+    parity.parity, parity.lm_eval, replay.replay, gate.gate, report.report, watch.watch,
+    exchange.export, verify.verify_export, deploy.deploy, deploy.tune,
     look.show, look.drafters, tasks.tasks, exchange.formats, look.doctor,
 )  # fmt: skip
 for verb in VERBS:

@@ -39,8 +39,8 @@ def check_heads(shape: LayerConfig) -> None:
     turning = int(shape.head_dim * shape.partial_rotary_factor)
     if turning % 2 or not turning:
         raise DrafterError(
-            f"head_dim {shape.head_dim}, of which {turning} numbers turn, is {'odd' if turning else 'too small'}; rotary positions "
-            "turn pairs, choose an even one"
+            f"head_dim {shape.head_dim}, of which {turning} numbers turn, is {'odd' if turning else 'too small'}; rotary "
+            "positions turn pairs, choose an even one"
         )
 
 

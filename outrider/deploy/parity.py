@@ -1,0 +1,361 @@
+"""Does an engine keep what we keep?  The same token ids through the engine and through our own `step`, as the engine runs it.
+
+Greedy texts must be equal, or part where the target's two likeliest tokens are a rounding apart; and as many drafted tokens
+must be kept at every depth.  The engine runs in an environment of its own, as a process that is given a job and leaves an
+answer.  It emits its first token from the prompt alone, so our side begins behind that one: then steps fall on the same places
+and can be compared one by one.
+
+Depths are counted from 0 in lists.  A step counts only where its whole draft and the token behind it lie within the text: at
+the end of a text engines go on drafting where we don't.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from outrider.decoding.generate import advance
+from outrider.decoding.parties import Drafter
+from outrider.decoding.sampling import Sampling
+from outrider.decoding.state import DecodeState, Request
+from outrider.errors import ConfigError
+from outrider.nn.draft_model import DraftModel
+from outrider.targets.transformers import TransformersTarget
+
+ENGINES = ("vllm", "sglang", "transformers")
+READ: Mapping[str, tuple[str, ...]] = {"sglang": ("eagle3", "dflash"), "transformers": ("dflash",)}
+"""Kinds whose folders are read in an engine's convention where it is not run."""
+TIE = 1e-3
+"""Nats between the two likeliest tokens below which float32 kernels may disagree; seen: ties near 1e-5."""
+SAME = 0.98
+"""Share of steps that must keep the same number on both sides: rounding turns few."""
+MARGIN = 0.02
+"""Acceptance at one depth may differ by so much."""
+SURE = 2.576
+"""Standard errors that a difference must exceed to be one: 99 in 100."""
+SECONDS = 1800
+"""Longest an engine may take."""
+
+
+class Side(NamedTuple):
+    """What one side made of the prompts, a list a prompt."""
+
+    tokens: list[list[int]]
+    accepted: list[list[int]]
+    """Drafted tokens kept, step by step."""
+    drafted: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """Where a prompt's texts go apart."""
+
+    prompt: int
+    token: int
+    """How many new tokens are equal before it."""
+    gap: float | None
+    """Nats between the target's two likeliest tokens there, by our own reading; None where it could not be read."""
+
+    @property
+    def is_tie(self) -> bool:
+        return self.gap is not None and self.gap < TIE
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """Acceptance at one depth: the share of steps whose draft was kept at least that far."""
+
+    ours: float
+    engine: float
+    error: float
+    """Standard error of the difference, as if the sides had drawn apart; in truth they mostly take the same steps."""
+
+    @property
+    def is_equal(self) -> bool:
+        return abs(self.ours - self.engine) <= max(MARGIN, SURE * self.error)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Something in the exported folder that makes other drafts of it."""
+
+    name: str
+    """RoPE, taps, norm, vocabulary, label shift, block mask or weights."""
+    what: str
+    """What the folder says and what it should say."""
+    changed: float
+    """Share of our drafted tokens that this alone changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """One exported folder in one engine."""
+
+    engine: str
+    version: str | None
+    kind: str
+    format: str
+    length: int
+    """Tokens drafted per step."""
+    prompts: int = 0
+    texts_equal: int = 0
+    parted: tuple[Parted, ...] = ()
+    steps: tuple[int, int] = (0, 0)
+    """Ours and the engine's that count."""
+    steps_equal: float | None = None
+    """Share of the engine's steps that begin where one of ours does and keep as much: 1 where the drafts are the same."""
+    depths: tuple[Depth, ...] = ()
+    causes: tuple[Cause, ...] = ()
+    """In the folder."""
+    stage: tuple[str, float] | None = None
+    """The first stage of the draft model that comes out otherwise, and by how much of its size."""
+    guesses: tuple[tuple[str, str, float], ...] = ()
+    """How the engine may read a sound folder otherwise: a name, what, and the share of its steps that this explains."""
+    error: str | None = None
+    """What the engine said instead of loading it."""
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def texts_hold(self) -> bool | None:
+        """Every text is equal up to a tie; None where nothing was measured."""
+        return None if self.error is not None or not self.prompts else all(each.is_tie for each in self.parted)
+
+    @property
+    def is_equal(self) -> bool | None:
+        """Texts, acceptance and the drafts themselves; None where nothing was measured.
+
+        Acceptance alone can't tell: a folder whose taps are off by one may keep nearly as much of poor drafts.
+        """
+        if self.texts_hold is None or self.steps_equal is None:
+            return None
+        return self.texts_hold and all(depth.is_equal for depth in self.depths) and self.steps_equal >= SAME
+
+
+# ── the engine's side ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Bad(NamedTuple):
+    """A version of an engine that is known to draft wrongly."""
+
+    engine: str
+    kind: str
+    versions: str
+    """A regular expression."""
+    what: str
+
+
+KNOWN_BAD: tuple[Bad, ...] = (
+    Bad("vllm", "dflash", r"0\.32\.0\+?cpu|0\.32\.0", "vLLM 0.32.0 for CPUs norms DFlash's context keys of every layer by the "
+        "first layer's k_norm: fewer tokens are kept than could be (seen here; on GPUs not measured)"),
+    Bad("vllm", "dflash", r"0\.25\.1", "DFlash keeps nothing on the new model runner of 0.25.1 (vllm-project/vllm#49559)"),
+    Bad("vllm", "medusa", r"0\.(3[3-9]|[4-9]\d).*|[1-9].*", "Medusa is gone from vLLM since 0.33"),
+    Bad("vllm", "dspark", r".*cpu.*", "DSpark needs vLLM's second model runner, which has no CPU build"),
+)  # fmt: skip
+
+
+def known_bad(engine: str, version: str, kind: str) -> list[str]:
+    """What is known to be wrong with this kind of draft in this version."""
+    return [bad.what for bad in KNOWN_BAD if (bad.engine, bad.kind) == (engine, kind) and re.fullmatch(bad.versions, version)]
+
+
+def speculative(folder: Path, kind: str, length: int) -> dict[str, Any]:
+    """vLLM's speculative config for a folder.  Raises ConfigError for a kind that it has no method for."""
+    methods = {
+        "eagle": "eagle", "eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark", "medusa": "medusa",
+        "small_model": "draft_model",
+    }  # fmt: skip
+    if kind not in methods:
+        raise ConfigError(f"vLLM has no method for {kind}; it has {', '.join(methods)}")
+    said = {"method": methods[kind], "model": str(folder.absolute()), "num_speculative_tokens": length}
+    return said | ({"parallel_drafting": True} if kind == "peagle" else {})
+
+
+def asked(python: str | Path, job: Mapping[str, Any], timeout_s: float = SECONDS) -> dict[str, Any]:
+    """What vLLM answers to a job, run by the `python` of its own environment.
+
+    Raises ConfigError where that can't run, or leaves no answer, with the last that it said.
+    """
+    script = Path(__file__).with_name("parity_vllm.py")
+    with tempfile.TemporaryDirectory(prefix="outrider-parity-") as place:
+        question, answer = Path(place) / "job.json", Path(place) / "answer.json"
+        question.write_text(json.dumps(job), encoding="utf-8")
+        words = [str(python), str(script), str(question), str(answer)]
+        # a module path of ours must not reach the engine's python
+        around = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, cwd=place, env=around)
+        except OSError as error:
+            raise ConfigError(f"can't run {python}: {error.strerror}; name the python of the engine's environment") from None
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"the engine did not answer within {timeout_s:.0f} s; ask for fewer prompts or tokens") from None
+        if not answer.exists():
+            last = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
+            raise ConfigError(f"the engine ended with code {done.returncode} and no answer: {last or 'it said nothing'}")
+        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return found
+
+
+def side_of(answer: Mapping[str, Any]) -> Side:
+    """An engine's answer as one side."""
+    return Side(answer["tokens"], answer["accepted"], answer["drafted"])
+
+
+def engine_steps(prompts: Sequence[Sequence[int]], side: Side, length: int) -> list[dict[int, int]]:
+    """Of each prompt: the place of each step's anchor in prompt and text, and how many drafted tokens were kept behind it."""
+    steps = zip(prompts, side.tokens, side.accepted, strict=True)
+    return [
+        {len(prompt) + place - 1: kept for place, kept in _steps(accepted, length, len(text)).items()}
+        for prompt, text, accepted in steps
+    ]
+
+
+def write_verified(folder: Path, parity: Parity) -> None:
+    """Note in the export's outrider.json what was found, by engine and version; what stood there of others stays."""
+    path = folder / "outrider.json"
+    manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    said = {
+        "texts_equal": parity.texts_equal, "prompts": parity.prompts, "steps": parity.steps[1],
+        "steps_equal": parity.steps_equal,
+        "ours": [depth.ours for depth in parity.depths], "engine": [depth.engine for depth in parity.depths],
+        "is_equal": parity.is_equal, "causes": [cause.name for cause in parity.causes], "error": parity.error,
+    }  # fmt: skip
+    manifest.setdefault("verified", {})[f"{parity.engine} {parity.version}"] = said
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    os.replace(part, path)
+
+
+# ── our side ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+CHAIN: Mapping[str, Mapping[str, Any]] = {
+    "eagle": {"width": 1}, "eagle3": {"width": 1}, "mtp": {"width": 1}, "small_model": {"width": 1},
+    "dflash": {"runners_up": ()}, "dspark": {"runners_up": ()}, "domino": {"runners_up": ()},
+}  # fmt: skip
+"""Settings that make a drafter's tree the chain that engines draft."""
+
+
+def as_engine(model: DraftModel, length: int | None = None) -> Drafter:
+    """Our drafter of this model, drafting a chain of so many tokens: its own length unless given.
+
+    Raises ConfigError where it can't draft so many.
+    """
+    config, kind = model.config, model.config.kind
+    most = length_of(model)
+    length = most if length is None else length
+    is_fixed = kind in ("dflash", "dspark", "domino", "medusa")
+    if length < 1 or (is_fixed and length > most):
+        raise ConfigError(f"this {kind} drafts up to {most} tokens per step; {length} were asked for")
+    changed = dict(CHAIN.get(kind, {}))
+    if kind == "medusa":
+        changed["tree"] = tuple((0,) * (k + 1) for k in range(length))
+    elif not is_fixed:
+        changed["length"] = length
+    if "nodes" in type(config).model_fields:  # else it warns that a chain has no use for them
+        changed["nodes"] = type(config).model_fields["nodes"].default
+    held = getattr(model, "backbone", model)
+    model.config = held.config = config.model_copy(update=changed)
+    try:
+        return model.drafter()
+    finally:
+        model.config = held.config = config
+
+
+def length_of(model: DraftModel) -> int:
+    """Tokens that one chain of this model holds."""
+    config = model.config
+    for name in ("length", "block", "heads"):
+        if hasattr(config, name) and not (config.kind != "medusa" and name == "heads"):
+            return int(getattr(config, name))
+    raise ConfigError(f"how many tokens a {config.kind} drafts as a chain is not known here")
+
+
+def ours(
+    target: TransformersTarget, drafter: Drafter, prompts: Sequence[Sequence[int]], begun: Sequence[Sequence[int]], most: int,
+    length: int, slots: int = 8,
+) -> Side:  # fmt: skip
+    """Continue prompts greedily behind the tokens that each has `begun` with; `most` counts those too."""
+    tokens = [list(first) for first in begun]
+    side = Side(tokens, [[] for _ in prompts], [[] for _ in prompts])
+    requests = [
+        Request([*prompt, *first], max(0, most - len(first) + length + 1), Sampling(temperature=0))
+        for prompt, first in zip(prompts, begun, strict=True)
+    ]
+    state = DecodeState(min(slots, len(requests)), target.spec.context, target.ends, target.device)
+    for progress in advance(target, requests, drafter, slots=slots, state=state):
+        side.tokens[progress.request] += progress.tokens
+        side.accepted[progress.request].append(progress.accepted)
+        side.drafted[progress.request].append(progress.reached)
+    return Side([text[:most] for text in side.tokens], side.accepted, side.drafted)
+
+
+# ── the comparison ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def compared(
+    target: TransformersTarget, prompts: Sequence[Sequence[int]], own: Side, theirs: Side, length: int
+) -> dict[str, Any]:
+    """The fields of `Parity` that come of two sides."""
+    parted = [each for b in range(len(prompts)) if (each := _parted(target, prompts[b], b, own, theirs)) is not None]
+    same = [_common(a, b) for a, b in zip(own.tokens, theirs.tokens, strict=True)]
+    mine, engines = (
+        [_steps(accepted, length, end) for accepted, end in zip(side.accepted, same, strict=True)] for side in (own, theirs)
+    )
+    found = [kept for steps in mine for kept in steps.values()], [kept for steps in engines for kept in steps.values()]
+    both = [(a, b) for a, b in zip(mine, engines, strict=True)]
+    agreeing = sum(a.get(place) == kept for a, b in both for place, kept in b.items())
+    return {
+        "prompts": len(prompts),
+        "texts_equal": len(prompts) - len(parted),
+        "parted": tuple(parted),
+        "steps": (len(found[0]), len(found[1])),
+        "steps_equal": agreeing / len(found[1]) if found[1] else None,
+        "depths": tuple(_depth(d, *found) for d in range(length)) if all(found) else (),
+    }
+
+
+def _steps(accepted: Sequence[int], length: int, end: int) -> dict[int, int]:
+    """Place of each step that counts, in new tokens, and how many drafted tokens it kept.  The first token needs no step."""
+    found, place = {}, 1
+    for kept in accepted:
+        if place + length + 1 <= end:
+            found[place] = kept
+        place += kept + 1
+    return found
+
+
+def _depth(depth: int, own: Sequence[int], theirs: Sequence[int]) -> Depth:
+    a, b = (sum(kept > depth for kept in side) / len(side) for side in (own, theirs))
+    return Depth(a, b, math.sqrt(a * (1 - a) / len(own) + b * (1 - b) / len(theirs)))
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts begin with in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _parted(target: TransformersTarget, prompt: Sequence[int], number: int, own: Side, theirs: Side) -> Parted | None:
+    a, b = own.tokens[number], theirs.tokens[number]
+    if a == b:
+        return None
+    place = _common(a, b)
+    if place in (len(a), len(b)):  # one goes on where the other ended
+        return Parted(number, place, None)
+    return Parted(number, place, gap(target, [*prompt, *a[:place]], a[place], b[place]))
+
+
+def gap(target: TransformersTarget, tokens: Sequence[int], one: int, other: int) -> float:
+    """Nats between two tokens behind a text, by the target's own plain pass."""
+    import torch
+
+    hidden, _ = target.read(torch.tensor([list(tokens)], device=target.device))
+    logits = target.head(hidden[:, -1:])[0, 0].double()
+    return float((logits[one] - logits[other]).abs())

@@ -1,0 +1,121 @@
+"""Continue token ids greedily with vLLM and write down what became of its drafts; runs inside the engine's own environment.
+
+    VENV/bin/python parity_vllm.py JOB.json ANSWER.json [JOB.json ANSWER.json ...]
+
+JOB: {target, speculative (None, or vLLM's speculative config), prompts [[id]], max_new_tokens, slots, prefix_caching, dtype,
+mend}.  mend: names of this engine's own faults to work around, as in `mend_dflash`.
+ANSWER: {engine, version, runner, tokens [[id]], accepted [[int]], drafted [[int]], counters, seconds}, a list a prompt; or
+{engine, version, error} where vLLM can't load the draft.  accepted and drafted: tokens of each verified step.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# run by its path: what lies beside it is not for the engine to import
+sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path(__file__).resolve().parent]
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process: half the start, and errors come here
+os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+def main() -> int:
+    for job, place in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        answer = run(json.loads(Path(job).read_text(encoding="utf-8")))
+        part = Path(place + ".part")
+        part.write_text(json.dumps(answer), encoding="utf-8")
+        part.replace(place)
+        print(place, answer.get("error", "done"), flush=True)
+        forget()
+    return 0
+
+
+def forget() -> None:
+    """Let the next job begin in an empty engine."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    import vllm
+
+    said = {"engine": "vllm", "version": vllm.__version__}
+    if "dflash context norm" in job.get("mend", ()):
+        mend_dflash()
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    longest = max(map(len, job["prompts"])) + job["max_new_tokens"] + 32
+    began = time.perf_counter()
+    try:
+        model = vllm.LLM(
+            model=job["target"], dtype=job.get("dtype", "float32"), enforce_eager=True, max_model_len=longest,
+            max_num_seqs=job.get("slots", 1), enable_prefix_caching=job.get("prefix_caching", False),
+            speculative_config=job.get("speculative"), disable_log_stats=False,
+            per_request_spec_decode_metrics="detailed" if job.get("speculative") else "none",
+        )  # fmt: skip
+        loaded = time.perf_counter()
+        wanted = vllm.SamplingParams(temperature=0, max_tokens=job["max_new_tokens"], logprobs=job.get("logprobs"))
+        found = model.generate(prompts, wanted, use_tqdm=False)
+    except Exception as error:
+        return {**said, "error": f"{type(error).__name__}: {error}"}
+    outputs = [each.outputs[0] for each in found]
+    steps = [getattr(output, "spec_decode_metrics", None) for output in outputs]
+    return {
+        **said,
+        "tokens": [list(output.token_ids) for output in outputs],
+        "margins": [margins(output.logprobs) for output in outputs] if job.get("logprobs") else None,
+        "accepted": [list(step.per_step_accepted) if step else [] for step in steps],
+        "drafted": [list(step.per_step_drafted) if step else [] for step in steps],
+        "counters": counters(model),
+        "load_s": round(loaded - began, 2),
+        "seconds": round(time.perf_counter() - loaded, 2),
+    }
+
+
+def mend_dflash() -> None:
+    """Norm the context's keys of each layer by that layer's weights.
+
+    vLLM's CPU kernel takes the first layer's for all: `rms_norm` there knows one vector of weights, not one a layer.
+    """
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    def normed(self: Any, keys: Any) -> Any:
+        found = torch.empty_like(keys)
+        for layer, weight in enumerate(self._k_norm_weights):
+            ops.rms_norm(found[layer], keys[layer], weight.contiguous(), self._rms_norm_eps)
+        return found
+
+    DFlashQwen3Model._normalize_context_k = normed
+
+
+def margins(logprobs: Any) -> list[float]:
+    """By how much the likeliest token of each place stands above the next, in nats."""
+    found = []
+    for place in logprobs or ():
+        best = sorted((entry.logprob for entry in place.values()), reverse=True)
+        found.append(best[0] - best[1] if len(best) > 1 else 0.0)
+    return found
+
+
+def counters(model: Any) -> dict[str, Any]:
+    """Its own counters of speculation, whole run."""
+    found = {}
+    for metric in model.get_metrics():
+        if "spec_decode" in metric.name:
+            value = getattr(metric, "value", None)
+            found[metric.name] = list(getattr(metric, "values", [])) if value is None else value
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,417 @@
+"""An exported draft folder as an engine reads it: plain torch, written from the engines' conventions, without our exporter.
+
+A `Draft` holds what a folder says in parts that can be exchanged: taps, rotation, norms, vocabulary, alignment, sight, weights.
+`of_folder` reads them from the files, `of_model` from one of our models, and `drafted` computes the chain either means behind a
+text, from the target's own states, with a note of what comes out of every stage.  No cache: all of a text is read for each
+draft, which is slow and has nothing to go stale.
+
+Conventions, as vLLM 0.32 reads them.  EAGLE-3 and P-EAGLE: layer id k is the state after k layers, pairs (state i, token i + 1)
+turn by position i.  DFlash: `target_layer_ids` are outputs of layers counted from 0, speculators' ids one more; K drafts take
+the anchor and K masks; the context enters every layer's keys and values without its input norm.  Medusa: head k reads the final
+state of the last token with an anchor behind it.  SGLang differs in EAGLE-3's ids: outputs of layers counted from 0.
+
+n tokens, K drafted, T taps, L target layers, H hidden size, V vocabulary, D draft vocabulary, h heads, d head size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from outrider.errors import ExportError
+from outrider.nn.draft_model import DraftModel
+from outrider.targets.transformers import TransformersTarget
+
+KINDS = ("eagle3", "peagle", "dflash", "medusa")
+
+
+class States(NamedTuple):
+    """What the target made of a text."""
+
+    tokens: list[int]
+    layers: Tensor
+    """[n, L, H], what comes out of each decoder layer."""
+    hidden: Tensor
+    """[n, H], after the final norm."""
+    target: TransformersTarget
+
+
+class Rotation(NamedTuple):
+    """How queries and keys turn by position."""
+
+    theta: float
+    share: float = 1.0
+    """Of a head that turns."""
+    scaling: str = ""
+    """Stretching, as the config says it."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft model in parts.  Weights have the engines' names, `layers.0.` where EAGLE-3's may be `midlayer.`."""
+
+    kind: str
+    taps: tuple[int, ...]
+    """Outputs of target layers, counted from 0."""
+    heads: tuple[int, int, int]
+    """Query heads, key heads, head size."""
+    rotation: Rotation
+    eps: float
+    norms: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]
+    flags: frozenset[str] = frozenset()
+    """norm_before_residual, fc_norm, norm_output, bias."""
+    ids: Tensor | None = None
+    """[D], the target's ids of what can be drafted; None for all."""
+    head: Tensor | None = None
+    """[D, H]; None for the target's own."""
+    mask: int | None = None
+    """Token that stands in masked slots."""
+    skip: int = 1
+    """Input slots of a block before the one that drafts first."""
+    order: tuple[int, ...] = ()
+    """Which head drafts which depth."""
+    causal: bool = False
+    """A block's slots don't see those behind them."""
+    offset: int = 0
+    """Added to every position."""
+    first_norm: bool = False
+    """Keys of a block's context are normed by the first layer's weights in every layer."""
+    unread: tuple[str, ...] = field(default=())
+    """Weights of the folder that the engine leaves out in silence."""
+
+
+# ── from a folder ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def of_folder(folder: str | Path, engine: str = "vllm") -> Draft:
+    """What `engine` takes a folder for.  Raises ExportError where it can't be read, or is of no kind that is known here."""
+    folder = Path(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        weights = load_file(folder / "model.safetensors")
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{folder} can't be read as a draft model: {error}; export it again") from None
+    kind = kind_of(config)
+    if kind == "medusa":
+        return _medusa(config, weights)
+    if kind in ("eagle3", "peagle"):
+        return _eagle3(kind, config, weights, engine)
+    if kind == "dflash":
+        return _dflash(config, weights, engine)
+    raise ExportError(f"{folder} is of a kind that is not read here; known: {', '.join(KINDS)}")
+
+
+def kind_of(config: Mapping[str, Any]) -> str | None:
+    """What an engine takes a config.json for."""
+    said = config.get("speculators_model_type")
+    if said is not None:
+        return str(said)
+    name = (config.get("architectures") or [""])[0]
+    if config.get("model_type") == "medusa":
+        return "medusa"
+    if "dflash_config" in config:
+        return "dflash" if config["dflash_config"].get("projector_type", "dflash") == "dflash" else None
+    if name == "LlamaForCausalLMEagle3":
+        return "eagle3"
+    return "small_model" if name.endswith("ForCausalLM") else None
+
+
+def _medusa(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Draft:
+    # vLLM makes no bias unless it is announced, and passes over weights that it has no place for
+    flags = frozenset({"bias"} if config.get("medusa_fc_bias") else ())
+    unread = () if flags else tuple(sorted(name for name in weights if name.endswith(".bias")))
+    return Draft(
+        "medusa", (), (1, 1, 1), Rotation(0.0), 0.0, {}, weights, flags, order=tuple(range(config["num_heads"])), unread=unread
+    )
+
+
+def _eagle3(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor], engine: str) -> Draft:
+    layers = config.get("transformer_layer_config", config)
+    own = config.get("eagle_config") or {}
+    ids = config.get("eagle_aux_hidden_state_layer_ids") or own.get("eagle_aux_hidden_state_layer_ids")
+    if not ids:
+        raise ExportError("eagle_aux_hidden_state_layer_ids is missing, so an engine guesses; export again")
+    shift = 0 if engine == "sglang" and "eagle_config" in config else 1
+    weights = {name.replace("midlayer.", "layers.0."): weight for name, weight in weights.items()}
+    # what a config leaves out differs by format: speculators' EAGLE-3 norms the residual
+    assumed = kind == "eagle3" and "speculators_model_type" in config
+    flags = {key for key in ("fc_norm", "norm_output") if config.get(key)}
+    flags |= {"norm_before_residual"} if config.get("norm_before_residual", assumed) else set()
+    return Draft(
+        kind, tuple(int(k) - shift for k in ids), _heads(layers), _rotation(layers), layers.get("rms_norm_eps", 1e-6),
+        _norms(weights), _others(weights), frozenset(flags), _ids(weights), weights.get("lm_head.weight"),
+        config.get("mask_token_id", config.get("pard_token")),
+    )  # fmt: skip
+
+
+def _dflash(config: Mapping[str, Any], weights: Mapping[str, Tensor], engine: str) -> Draft:
+    layers = config.get("transformer_layer_config", config)
+    own = config.get("dflash_config") or {}
+    if "speculators_model_type" in config:
+        taps = [int(k) - 1 for k in config["aux_hidden_state_layer_ids"]]
+        # vLLM's first model runner passes over this key for a DFlash, its second refuses it
+        mask, skip = config["mask_token_id"], 0 if config.get("sample_from_anchor") and engine != "vllm" else 1
+        # vLLM lets this key speak for all layers, not for those alone that see a window
+        causal = not config.get("sliding_window_non_causal", True)
+    else:
+        taps, mask, skip, causal = own["target_layer_ids"], own["mask_token_id"], 1, bool(own.get("causal", False))
+    return Draft(
+        "dflash", tuple(taps), _heads(layers), _rotation(layers, 1e6), layers.get("rms_norm_eps", 1e-6), _norms(weights),
+        _others(weights), ids=_ids(weights), head=weights.get("lm_head.weight"), mask=mask, skip=skip, causal=causal,
+    )  # fmt: skip
+
+
+def _heads(layers: Mapping[str, Any]) -> tuple[int, int, int]:
+    heads = layers["num_attention_heads"]
+    return heads, layers.get("num_key_value_heads") or heads, layers.get("head_dim") or layers["hidden_size"] // heads
+
+
+def _rotation(layers: Mapping[str, Any], theta: float = 1e4) -> Rotation:
+    rope = layers.get("rope_parameters") or {}
+    found = rope.get("rope_theta", layers.get("rope_theta", theta))
+    share = rope.get("partial_rotary_factor", layers.get("partial_rotary_factor", 1.0))
+    kind = rope.get("rope_type", "default")
+    rest = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    return Rotation(float(found), float(share), "" if kind == "default" else json.dumps(rest, sort_keys=True))
+
+
+def _ids(weights: Mapping[str, Tensor]) -> Tensor | None:
+    offsets = weights.get("d2t")
+    return None if offsets is None else offsets + torch.arange(len(offsets))
+
+
+def _norms(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: weight for name, weight in weights.items() if "norm" in name}
+
+
+def _others(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    aside = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight")
+    return {name: weight for name, weight in weights.items() if "norm" not in name and name not in aside}
+
+
+# ── from our own model ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def of_model(model: DraftModel) -> Draft:
+    """The same parts of one of our models.  Raises ExportError for a kind that is not known here."""
+    config, kind = model.config, model.config.kind
+    weights = {name.removeprefix("backbone."): weight.detach().cpu() for name, weight in model.state_dict().items()}
+    if kind == "medusa":
+        named = {_medusa_name(name, config.layers): weight for name, weight in weights.items() if name != "accuracies"}
+        if config.head == "target":
+            rows = model.target.head_rows(torch.arange(model.target.spec.vocabulary)).cpu()
+            named |= {f"lm_heads.{k}.weight": rows for k in range(config.heads)}
+        return Draft(
+            "medusa", (), (1, 1, 1), Rotation(0.0), 0.0, {}, named, frozenset({"bias"}), order=tuple(range(config.heads))
+        )
+    if kind not in KINDS:
+        raise ExportError(f"{kind} is not read here; known: {', '.join(KINDS)}")
+    weights = {name.removeprefix("head."): weight for name, weight in weights.items()}
+    scaling = "" if config.rope_scaling is None else json.dumps(config.rope_scaling, sort_keys=True)
+    rotation = Rotation(config.rope_theta, config.partial_rotary_factor, scaling)
+    flags = frozenset(name for name in ("norm_before_residual", "fc_norm", "norm_output") if getattr(config, name, False))
+    mask = getattr(getattr(model, "backbone", model), "mask_token", None)
+    head = weights.get("lm_head.weight")
+    if head is None and kind != "dflash":  # a copy of the target's stands in the folder
+        head = model.target.head_rows(torch.arange(model.target.spec.vocabulary, device=model.target.device)).cpu()
+    return Draft(
+        kind, tuple(model.taps), (config.heads, config.kv_heads, config.head_dim), rotation, config.rms_norm_eps,
+        _norms(weights), _others(weights), flags, _ids(weights), head, mask,
+        0 if getattr(config, "anchor_predicts", False) else 1,
+    )  # fmt: skip
+
+
+def _medusa_name(name: str, layers: int) -> str:
+    _, k, n, part = name.split(".", 3)
+    return f"lm_heads.{k}.weight" if int(n) == layers else f"blocks.{k}.layers.{n}.{part.removeprefix('linear.')}"
+
+
+# ── what it drafts ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Drafted(NamedTuple):
+    """One chain, and what came out of each stage on the way."""
+
+    tokens: list[int]
+    stages: dict[str, Tensor]
+
+
+@torch.inference_mode()
+def states(target: TransformersTarget, tokens: Sequence[int]) -> States:
+    """The target's states of a whole text."""
+    every = tuple(range(target.spec.layers))
+    hidden, layers = target.read(torch.tensor([list(tokens)], device=target.device), every)
+    assert layers is not None
+    return States(list(tokens), layers[0].float(), hidden[0].float(), target)
+
+
+@torch.inference_mode()
+def drafted(draft: Draft, seen: States, anchor: int, length: int) -> Drafted:
+    """The chain of `length` tokens behind the token at place `anchor` of a text, whose states before it are known."""
+    run = {"eagle3": _eagle3_chain, "peagle": _peagle_chain, "dflash": _dflash_chain, "medusa": _medusa_chain}[draft.kind]
+    stages: dict[str, Tensor] = {}
+    return Drafted(run(draft, seen, anchor, length, stages), stages)
+
+
+def _eagle3_chain(draft: Draft, seen: States, anchor: int, length: int, stages: dict[str, Tensor]) -> list[int]:
+    words = _embedded(seen, seen.tokens[1 : anchor + 1])
+    features = _fused(draft, seen, anchor, stages)
+    found: list[int] = []
+    for step in range(length):
+        note = stages if step == 0 else {}
+        state = _layer(draft, 0, words, features, torch.arange(len(words)), None, note)
+        normed = _norm(draft, "norm", state)
+        note["norm"] = normed[-1]
+        found.append(_choice(draft, seen, normed[-1], note))
+        following = normed if "norm_output" in draft.flags else state
+        words = torch.cat([words, _embedded(seen, found[-1:])])
+        features = torch.cat([features, following[-1:]])
+    return found
+
+
+def _peagle_chain(draft: Draft, seen: States, anchor: int, length: int, stages: dict[str, Tensor]) -> list[int]:
+    features = _fused(draft, seen, anchor, stages)
+    empty = F.linear(draft.weights["mask_hidden"].float().flatten()[None], draft.weights["fc.weight"].float())
+    assert draft.mask is not None
+    words = _embedded(seen, [*seen.tokens[1 : anchor + 1], *[draft.mask] * (length - 1)])
+    x = torch.cat([features, empty.expand(length - 1, -1)])
+    for layer in range(_depth(draft)):
+        x = _layer(draft, layer, words if layer == 0 else None, x, torch.arange(len(x)), None, stages)
+    x = _norm(draft, "norm", x)[-length:]
+    stages["norm"] = x[0]
+    return [_choice(draft, seen, row, stages) for row in x]
+
+
+def _dflash_chain(draft: Draft, seen: States, anchor: int, length: int, stages: dict[str, Tensor]) -> list[int]:
+    context = _norm(draft, "hidden_norm", _fused(draft, seen, anchor, stages))
+    stages["hidden_norm"] = context
+    assert draft.mask is not None
+    slots = length + draft.skip
+    x = _embedded(seen, [seen.tokens[anchor], *[draft.mask] * (slots - 1)])
+    sight = torch.ones(slots, anchor + slots, dtype=torch.bool)
+    if draft.causal:
+        sight = sight.tril(anchor)
+    for layer in range(_depth(draft)):
+        x = _layer(draft, layer, None, x, torch.arange(anchor + slots), (context, sight), stages)
+    x = _norm(draft, "norm", x)[-length:]
+    stages["norm"] = x[0]
+    return [_choice(draft, seen, row, stages) for row in x]
+
+
+def _medusa_chain(draft: Draft, seen: States, anchor: int, length: int, stages: dict[str, Tensor]) -> list[int]:
+    found = []
+    for depth in range(length):
+        k, x, n = draft.order[depth], seen.hidden[anchor - 1], 0
+        while (name := f"blocks.{k}.layers.{n}") + ".weight" in draft.weights:
+            bias = draft.weights[name + ".bias"].float() if "bias" in draft.flags else None
+            x, n = x + F.silu(F.linear(x, draft.weights[name + ".weight"].float(), bias)), n + 1
+        stages[f"head {depth}"] = x
+        found.append(int(F.linear(x, draft.weights[f"lm_heads.{k}.weight"].float()).argmax()))
+    return found
+
+
+def _embedded(seen: States, tokens: Sequence[int]) -> Tensor:
+    return seen.target.embed(torch.tensor(list(tokens), device=seen.target.device)).float()
+
+
+def _fused(draft: Draft, seen: States, anchor: int, stages: dict[str, Tensor]) -> Tensor:
+    """Features [anchor, H] of the tokens before the anchor."""
+    taps = seen.layers[:anchor, list(draft.taps)]
+    stages["taps"] = taps
+    if "fc_norm" in draft.flags:
+        taps = torch.stack([_norm(draft, f"fc_norm.{i}", taps[:, i]) for i in range(len(draft.taps))], 1)
+    stages["fc"] = F.linear(taps.flatten(1), draft.weights["fc.weight"].float())
+    return stages["fc"]
+
+
+def _depth(draft: Draft) -> int:
+    return 1 + max(int(name.split(".")[1]) for name in draft.weights if name.startswith("layers."))
+
+
+def _norm(draft: Draft, name: str, x: Tensor) -> Tensor:
+    weight = draft.norms[name + ".weight"].float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + draft.eps) * weight
+
+
+def _layer(
+    draft: Draft, number: int, words: Tensor | None, x: Tensor, places: Tensor, block: tuple[Tensor, Tensor] | None,
+    stages: dict[str, Tensor],
+) -> Tensor:  # fmt: skip
+    """One decoder layer over rows x [n, H], causal, or over a block behind a context, with what the block sees of both."""
+    name, (heads, kv_heads, size) = f"layers.{number}", draft.heads
+    weights = {part: draft.weights[f"{name}.self_attn.{part}_proj.weight"].float() for part in "qkvo"}
+    residual = x
+    if words is None:
+        rows = _norm(draft, f"{name}.input_layernorm", x)
+    else:
+        normed = _norm(draft, f"{name}.hidden_norm", x)
+        residual = normed if "norm_before_residual" in draft.flags else x
+        rows = torch.cat([_norm(draft, f"{name}.input_layernorm", words), normed], -1)
+    stages[f"{name} norms"] = rows
+    keyed = rows if block is None else torch.cat([block[0], rows])
+    q = _turned(draft, _headed(draft, f"{name}.self_attn.q_norm", rows @ weights["q"].T, heads), places[-len(rows) :])
+    k = _keys(draft, name, keyed @ weights["k"].T, 0 if block is None else len(block[0]))
+    k = _turned(draft, k, places)
+    stages[f"{name} rotation"] = k
+    v = (keyed @ weights["v"].T).unflatten(-1, (kv_heads, size)).transpose(0, 1)
+    k, v = (part.repeat_interleave(heads // kv_heads, 0) for part in (k, v))
+    scores = q @ k.transpose(-1, -2) / size**0.5
+    sight = torch.ones(scores.shape[-2:], dtype=torch.bool).tril() if block is None else block[1]
+    law = scores.masked_fill(~sight.to(scores.device), -torch.inf).softmax(-1)
+    x = residual + (law @ v).transpose(0, 1).flatten(1) @ weights["o"].T
+    stages[f"{name} attention"] = x
+    rows = _norm(draft, f"{name}.post_attention_layernorm", x)
+    gate, up, down = (draft.weights[f"{name}.mlp.{part}_proj.weight"].float() for part in ("gate", "up", "down"))
+    x = x + (F.silu(rows @ gate.T) * (rows @ up.T)) @ down.T
+    stages[f"{name} out"] = x
+    return x
+
+
+def _keys(draft: Draft, name: str, x: Tensor, context: int) -> Tensor:
+    """Keys [h, n, d] of which the first `context` are the context's."""
+    own = _headed(draft, f"{name}.self_attn.k_norm", x, draft.heads[1])
+    if not (draft.first_norm and context):
+        return own
+    first = _headed(draft, "layers.0.self_attn.k_norm", x[:context], draft.heads[1])
+    return torch.cat([first, own[:, context:]], 1)
+
+
+def _headed(draft: Draft, norm: str, x: Tensor, heads: int) -> Tensor:
+    """[h, n, d], normed by head where the folder has such a norm."""
+    x = x.unflatten(-1, (heads, draft.heads[2]))
+    return (_norm(draft, norm, x) if norm + ".weight" in draft.norms else x).transpose(0, 1)
+
+
+def _turned(draft: Draft, x: Tensor, places: Tensor) -> Tensor:
+    """Half-pairs [.., d / 2] turned by their places."""
+    if draft.rotation.scaling:
+        raise ExportError("stretched rotary angles are not read here; compare in the engine alone")
+    turning = int(draft.heads[2] * draft.rotation.share)
+    speed = draft.rotation.theta ** -(torch.arange(0, turning, 2, dtype=torch.float32) / turning)
+    angle = (places + draft.offset).float()[:, None] * speed
+    cos, sin = angle.cos().to(x.device), angle.sin().to(x.device)
+    first, second, rest = x[..., : turning // 2], x[..., turning // 2 : turning], x[..., turning:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def _choice(draft: Draft, seen: States, state: Tensor, stages: dict[str, Tensor]) -> int:
+    logits = seen.target.head(state[None])[0] if draft.head is None else draft.head.float() @ state.cpu()
+    stages.setdefault("head", logits)
+    best = int(logits.argmax())
+    chosen = best if draft.ids is None else int(draft.ids[best])
+    stages.setdefault("token", torch.tensor([float(chosen)]))
+    return chosen
+
+
+def swapped(draft: Draft, **parts: Any) -> Draft:
+    """The same draft with other parts."""
+    return replace(draft, **parts)

@@ -1,0 +1,407 @@
+"""How much to speculate at which load: tokens per second, measured by draft length and load, and the table.  No torch.
+
+Drafting more pays while the target waits for memory, and costs when it computes; so the best length falls with the load.
+What is chosen is the sequence of lengths, none longer at a higher load, that wins most over all loads together, where each
+change of length must win more than a margin and more than noise: seen from the highest load, drafting less is kept until more
+is better.  Without a difference the table says 0.
+
+Noise: repeats of a measurement differ by a share that is taken to be the same everywhere, and those that one server answered
+stray together.  Drafting at all is tested at Student's t of all repeats, shared among all lengths and loads (Bonferroni).
+Rounds go through the lengths there and back, so that a machine that grows warm does not favour one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from outrider.errors import ConfigError, DataError
+
+POINTS = "points.jsonl"
+LARGEST = 1024
+"""The highest load that tables are written for."""
+MARGIN = 0.02
+READY_S, STOP_S, POLL_S = 900.0, 30.0, 0.2
+Quantile = Callable[[float, float], float]
+"""(tail, degrees of freedom) to Student's quantile."""
+
+
+class Range(NamedTuple):
+    """So many tokens a step while first ... last requests run."""
+
+    first: int
+    last: int
+    tokens: int
+
+
+class Arm(NamedTuple):
+    """One way to draft."""
+
+    tokens: int
+    width: int = 1
+    cutoff: float | None = None
+
+
+class Point(NamedTuple):
+    """One measurement."""
+
+    arm: Arm
+    load: int
+    """Requests at once."""
+    round: int
+    tokens_per_s: float
+
+
+class Gain(NamedTuple):
+    """What the choice brings at one load."""
+
+    load: int
+    tokens: int
+    tokens_per_s: float
+    ratio: float
+    """Over the least that was measured, which is no speculation where that was."""
+    low: float | None
+    """95 % interval of the ratio; None where nothing was measured twice."""
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How much to speculate at which load."""
+
+    ranges: tuple[Range, ...]
+    width: int
+    cutoff: float | None
+    gains: tuple[Gain, ...]
+    pays_to: int | None
+    """The highest load at which it speculates; 0 where none; None where it does at all that were measured."""
+    noise: float | None
+    """Share by which repeats differ (standard deviation)."""
+    notes: tuple[str, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON, with the tables."""
+        found = asdict(self)
+        found["ranges"] = [list(one) for one in self.ranges]
+        found["gains"] = [one._asdict() for one in self.gains]
+        tables = {"vllm": for_vllm(self.ranges), "sglang": for_sglang(self.ranges), "trtllm": for_trtllm(self.ranges)}
+        return {"outrider_tune": 1, **found, "tables": tables}
+
+
+# ── measuring ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def arms(tokens: Iterable[int], widths: Iterable[int] = (1,), cutoffs: Iterable[float | None] = (None,)) -> list[Arm]:
+    """Every combination; without tokens there is neither width nor cut-off.  Raises ConfigError for what can't be drafted."""
+    found = dict.fromkeys(
+        Arm(count, width, cutoff) if count else Arm(0) for count in tokens for width in widths for cutoff in cutoffs
+    )
+    wrong = [arm for arm in found if arm.tokens < 0 or arm.width < 1 or not 0 <= (arm.cutoff or 0) < 1]
+    if wrong or not found:
+        raise ConfigError(f"{wrong or 'nothing'} can't be drafted; wanted tokens from 0, widths from 1, cut-offs in [0, 1)")
+    return sorted(found, key=lambda arm: (arm.tokens, arm.width, arm.cutoff or 0.0))
+
+
+def sweep(
+    arms: Sequence[Arm], loads: Sequence[int], rounds: int, start: Callable[[Arm], AbstractContextManager[str]],
+    measure: Callable[[str, int], float], folder: Path, about: Mapping[str, Any] | None = None,
+    progress: Callable[[int, str], None] | None = None,
+) -> list[Point]:  # fmt: skip
+    """Measure every arm at every load, `rounds` times, each as soon as its server runs.  What is in `folder` is not done again.
+
+    start: runs a server that drafts so, and gives its address.  measure: (address, load) to tokens per second.
+    about: what was measured; a folder with points of something else is refused (DataError).
+    """
+    if rounds < 1 or not loads or min(loads) < 1:
+        raise ConfigError(f"{rounds} rounds at loads {list(loads)}; wanted at least one of each, from 1")
+    loads = sorted(set(loads))
+    points = _begun(folder, dict(about or {}))
+    done = {(point.arm, point.load, point.round) for point in points}
+    wanted = {(arm, load, turn) for turn in range(rounds) for arm in arms for load in loads}
+    points = [point for point in points if point[:3] in wanted]
+    with (folder / POINTS).open("a", encoding="utf-8") as file:
+        for turn in range(rounds):
+            for arm in arms if turn % 2 == 0 else reversed(arms):
+                left = [load for load in loads if (arm, load, turn) not in done]
+                if not left:
+                    continue
+                with start(arm) as url:
+                    for load in left if turn % 2 == 0 else reversed(left):
+                        point = Point(arm, load, turn, measure(url, load))
+                        _keep(file, point)
+                        points.append(point)
+                        if progress is not None:
+                            progress(len(points), f"{arm.tokens} tokens, {load} at once: {point.tokens_per_s:.0f} tokens/s")
+    return points
+
+
+def _keep(file: Any, point: Point) -> None:
+    if not (math.isfinite(point.tokens_per_s) and point.tokens_per_s > 0):
+        raise DataError(f"{point.tokens_per_s} tokens/s at {point.load} requests at once; is the server answering?")
+    file.write(json.dumps([*point.arm, point.load, point.round, point.tokens_per_s]) + "\n")
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _begun(folder: Path, about: dict[str, Any]) -> list[Point]:
+    """Points that are there already.  A line that was cut off by a crash is dropped."""
+    path = folder / POINTS
+    about = json.loads(json.dumps(about))
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(path, json.dumps(about) + "\n")
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
+    try:
+        said, *rows = (json.loads(line) for line in whole)
+        points = [Point(Arm(*row[:3]), *row[3:]) for row in rows]
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{path} can't be read ({error}); name another --out, or delete it") from None
+    differing = sorted(key for key in said.keys() | about.keys() if said.get(key) != about.get(key))
+    if differing:
+        raise DataError(f"{path} was measured with another {', '.join(differing)}; name another --out, or delete it")
+    if len(whole) < len(lines):
+        _write(path, "".join(whole))
+    return points
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+@contextmanager
+def served(words: Sequence[str], url: str, health: str, log: Path, ready_s: float = READY_S) -> Iterator[str]:
+    """Run a server while the block runs, with its output in `log`.  Gives `url`.
+
+    Raises DataError where something answers there already, and where the server ends or is silent for `ready_s`.
+    """
+    if _answers(url + health):
+        raise DataError(f"a server answers at {url} already; stop it, or choose another --port")
+    with log.open("ab") as output:
+        try:
+            process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        except OSError as error:
+            raise DataError(f"{words[0]} can't be run: {error.strerror}; is it installed here?") from None
+    try:
+        until_s = time.monotonic() + ready_s
+        while not _answers(url + health):
+            if process.poll() is not None:
+                raise DataError(f"{words[0]} ended with {process.returncode} before it answered; {log} says: {_end_of(log)}")
+            if time.monotonic() > until_s:
+                raise DataError(f"{words[0]} did not answer at {url} within {ready_s:.0f} s; see {log}")
+            time.sleep(POLL_S)
+        yield url
+    finally:
+        _stop(process)
+
+
+def _answers(place: str) -> bool:
+    try:
+        return httpx.get(place, timeout=5, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """It and what it started, which is a group of its own."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, how)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def _end_of(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else "nothing"
+
+
+# ── choosing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def choose(points: Sequence[Point], quantile: Quantile, margin: float = MARGIN, largest: int = LARGEST) -> Choice:
+    """The lengths that win most, by load.
+
+    quantile: Student's.  margin: share of speed that a change of length must win.  DataError where points are missing.
+    """
+    table = _Table(points, quantile, margin)
+    ways = sorted({arm[1:] for arm in table.arms if arm.tokens}, key=lambda way: (way != (1, None), way[0], way[1] or 0.0))
+    found: tuple[float, list[Arm]] | None = None
+    for way in ways or [(1, None)]:
+        value, chosen = table.best([arm for arm in table.arms if arm.tokens == 0 or arm[1:] == way])
+        # a tree or a cut-off must win as a change of length must
+        if found is None or value > found[0] + table.price(len(table.loads)):
+            found = (value, chosen)
+    assert found is not None
+    chosen = found[1]
+    drafting = next((arm for arm in chosen if arm.tokens), Arm(0))
+    ranges = _ranges(table, chosen, max(largest, table.loads[-1]))
+    pays_to = None if ranges[-1].tokens else max((one.last for one in ranges if one.tokens), default=0)
+    gains = tuple(table.gain(load, arm) for load, arm in zip(table.loads, chosen, strict=True))
+    return Choice(ranges, drafting.width, drafting.cutoff, gains, pays_to, table.noise, _notes(table, ranges))
+
+
+def _notes(table: _Table, ranges: Sequence[Range]) -> tuple[str, ...]:
+    notes = []
+    if table.noise is None:
+        notes.append("everything was measured once: what is noise is not known; measure with --rounds 2 or more")
+    if table.left_out:
+        notes.append(f"{table.left_out} round was not measured whole and does not count")
+    if table.least.tokens:
+        notes.append("no speculation was not measured, so whether it pays is not known; add 0 to --tokens")
+    if ranges[-1].tokens:
+        notes.append(f"beyond {table.loads[-1]} requests at once nothing was measured, and the last length is kept there")
+    if ranges[0].tokens and ranges[0].tokens == max(arm.tokens for arm in table.arms):
+        notes.append("the longest draft that was measured is the best; longer ones may be better still")
+    return tuple(notes)
+
+
+class _Table:
+    """Mean logarithms of the speeds, and how far they are to be trusted."""
+
+    def __init__(self, points: Sequence[Point], quantile: Quantile, margin: float) -> None:
+        self.arms, self.loads = sorted({p.arm for p in points}, key=_order), sorted({p.load for p in points})
+        logs = {point[:3]: math.log(point.tokens_per_s) for point in points}
+        turns = sorted({point.round for point in points})
+        gaps = {turn: [cell for cell in self._cells() if (*cell, turn) not in logs] for turn in turns}
+        whole = [turn for turn in turns if not gaps[turn]]
+        if not whole:
+            said = ", ".join(f"{arm.tokens} tokens at {load}" for arm, load in next(iter(gaps.values()), [])[:4])
+            raise DataError(f"not measured: {said or 'anything'}; the same command goes on from there")
+        self.repeats, self.left_out = len(whole), len(turns) - len(whole)
+        self.mean = {cell: sum(logs[(*cell, turn)] for turn in whole) / len(whole) for cell in self._cells()}
+        self.strays = [
+            [logs[arm, load, turn] - self.mean[arm, load] for load in self.loads] for arm in self.arms for turn in whole
+        ]
+        self.freedom = len(self.arms) * (len(whole) - 1)
+        squares = sum(stray**2 for row in self.strays for stray in row)
+        self.noise = math.sqrt(squares / (self.freedom * len(self.loads))) if self.freedom else None
+        self.quantile, self.margin = quantile, margin
+
+    def _cells(self) -> list[tuple[Arm, int]]:
+        return [(arm, load) for arm in self.arms for load in self.loads]
+
+    @property
+    def least(self) -> Arm:
+        return self.arms[0]
+
+    def price(self, loads: int, from_least: bool = True) -> float:
+        """What a change at the lowest `loads` loads must win together.
+
+        from_least: it is the change to drafting at all, which is tested as one of all that could have been; another is tested
+        alone, since between lengths that all pay little is lost by the wrong one.
+
+        Loads that one server answered stray together, so sums are taken first and their noise then.
+        """
+        if not self.freedom:
+            return math.log1p(self.margin)
+        squares = sum(sum(row[:loads]) ** 2 for row in self.strays)
+        error = math.sqrt(squares / self.freedom * 2 / self.repeats)
+        tail = 0.025 / max(1, (len(self.arms) - 1) * len(self.loads)) if from_least else 0.05
+        return max(math.log1p(self.margin), -self.quantile(tail, self.freedom) * error)
+
+    def best(self, arms: Sequence[Arm]) -> tuple[float, list[Arm]]:
+        """(What it wins, an arm a load) of the best sequence, in which no load drafts more than a lower one."""
+        count = len(self.loads)
+        # value[k], path[k]: of the loads from here to the highest, with arm k here
+        value = [self.mean[arm, self.loads[-1]] - (k > 0) * self.price(count) for k, arm in enumerate(arms)]
+        path: list[list[Arm]] = [[arm] for arm in arms]
+        for place in range(count - 2, -1, -1):
+            prices, was, ways = [self.price(place + 1, j == 0) for j in range(len(arms))], value, path
+            value, path = [], []
+            for k, arm in enumerate(arms):
+                behind = max(range(k + 1), key=lambda j: was[j] - (j < k) * prices[j])
+                value.append(self.mean[arm, self.loads[place]] + was[behind] - (behind < k) * prices[behind])
+                path.append([arm, *ways[behind]])
+        top = max(range(len(arms)), key=value.__getitem__)
+        return value[top], path[top]
+
+    def gain(self, load: int, arm: Arm) -> Gain:
+        speed, ratio = math.exp(self.mean[arm, load]), self.mean[arm, load] - self.mean[self.least, load]
+        if self.noise is None:
+            return Gain(load, arm.tokens, speed, math.exp(ratio), None, None)
+        error = 0.0 if arm == self.least else self.noise * math.sqrt(2 / self.repeats)
+        around = -self.quantile(0.025, self.freedom) * error
+        return Gain(load, arm.tokens, speed, math.exp(ratio), math.exp(ratio - around), math.exp(ratio + around))
+
+
+def _order(arm: Arm) -> tuple[int, int, float]:
+    return arm.tokens, arm.width, arm.cutoff or 0.0
+
+
+def _ranges(table: _Table, chosen: Sequence[Arm], largest: int) -> tuple[Range, ...]:
+    """Between two measured loads the length changes where their lines cross, over the logarithm of the load."""
+    found, first = [], 1
+    for place, arm in enumerate(chosen[:-1]):
+        after = chosen[place + 1]
+        if after.tokens == arm.tokens:
+            continue
+        here, there = table.loads[place], table.loads[place + 1]
+        ahead, behind = (table.mean[arm, load] - table.mean[after, load] for load in (here, there))
+        share = min(1.0, max(0.0, ahead / (ahead - behind))) if ahead > behind else 0.5
+        last = min(there - 1, max(here, int(here * (there / here) ** share)))
+        found.append(Range(first, last, arm.tokens))
+        first = last + 1
+    return (*found, Range(first, largest, chosen[-1].tokens))
+
+
+# ── the tables of engines ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check(ranges: Sequence[Range]) -> None:
+    """Raises ConfigError unless the ranges begin at 1, follow each other without a gap and draft no more at a higher load."""
+    expected, tokens = 1, math.inf
+    for one in ranges:
+        if one.first != expected or one.last < one.first or not 0 <= one.tokens <= tokens:
+            raise ConfigError(
+                f"range {list(one)}; wanted [first, last, tokens] from {expected} on, tokens from 0 and no more than before"
+            )
+        expected, tokens = one.last + 1, one.tokens
+    if not ranges or not any(one.tokens for one in ranges):
+        raise ConfigError("this table drafts nothing at any load; serve without speculation (--tokens 0)")
+
+
+def for_vllm(ranges: Sequence[Range]) -> list[list[int]]:
+    """`num_speculative_tokens_per_batch_size`: inclusive ranges from 1; beyond the last one vLLM keeps its length."""
+    return [list(one) for one in ranges]
+
+
+def for_sglang(ranges: Sequence[Range]) -> dict[str, dict[str, list[int]]]:
+    """`--speculative-adaptive-config`: by the lowest batch of each range, the one length that may be used there."""
+    return {str(one.first): {"candidate_steps": [one.tokens]} for one in ranges}
+
+
+def for_trtllm(ranges: Sequence[Range]) -> dict[int, int]:
+    """`draft_len_schedule`: by the highest batch of each range; beyond the last one nothing is drafted.  0 is left out."""
+    return {one.last: one.tokens for one in ranges if one.tokens}
+
+
+def read(path: Path) -> tuple[Range, ...]:
+    """The ranges in a file that `outrider tune` wrote."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["ranges"]
+        ranges = tuple(Range(*(int(value) for value in row)) for row in rows)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise DataError(f"{path} is no schedule ({said}); name the tune.json of `outrider tune`") from None
+    check(ranges)
+    return ranges

@@ -1,0 +1,407 @@
+"""Commands of engines: every flag is one that the engine has, what it can't do is refused by name, old flags are translated."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+from outrider import cli
+from outrider.cli.deploy import deploy as verb
+from outrider.deploy import engines, flags
+from outrider.deploy.engines import ENGINES, Draft, Wish, command, draft_of
+from outrider.deploy.tune import Range
+from outrider.errors import ConfigError, DataError
+
+VLLM_KEYS = {
+    "enforce_eager", "num_speculative_tokens", "model", "method", "draft_tensor_parallel_size", "quantization", "moe_backend",
+    "attention_backend", "kv_cache_dtype", "max_model_len", "revision", "code_revision", "index_share_for_mtp_iteration",
+    "disable_padded_drafter_batch", "disable_eagle_block_drop", "use_local_argmax_reduction", "use_heterogeneous_vocab",
+    "prompt_lookup_max", "prompt_lookup_min", "parallel_drafting", "num_speculative_tokens_per_batch_size",
+    "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob", "draft_load_config", "rejection_sample_method", "synthetic_acceptance_rates",
+    "synthetic_acceptance_length", "enable_adaptive_verification", "draft_sample_method", "dspark_draft_topk",
+}  # fmt: skip
+"""Fields of vLLM 0.32's SpeculativeConfig, read off its source."""
+SGLANG_FLAGS = {
+    "speculative-algorithm", "speculative-draft-model-path", "speculative-num-steps", "speculative-eagle-topk",
+    "speculative-num-draft-tokens", "speculative-dflash-block-size", "speculative-domino-candidate-pool-size",
+    "speculative-dspark-block-size", "speculative-adaptive", "speculative-adaptive-config",
+    "speculative-ngram-max-trie-depth", "speculative-ngram-external-corpus-path",
+    "speculative-accept-threshold-single", "speculative-use-rejection-sampling",
+}  # fmt: skip
+"""Of SGLang 0.5.23, read off its source."""
+SGLANG_OTHERS = {"model-path", "tp-size", "enable-metrics", "host", "port"}
+LLAMACPP_FLAGS = {
+    "metrics", "spec-default", "spec-draft-hf", "spec-draft-model", "spec-draft-n-max", "spec-draft-n-min", "spec-draft-p-min",
+    "spec-draft-p-split", "spec-ngram-simple-size-m", "spec-ngram-simple-size-n", "spec-type", "host", "port",
+}  # fmt: skip
+"""Of llama.cpp 0c1e57098, read off its source."""
+TRTLLM_KEYS = {
+    "decoding_type", "max_draft_len", "speculative_model", "eagle3_layers_to_capture", "use_dynamic_tree",
+    "dynamic_tree_max_topK", "max_total_draft_tokens", "max_matching_ngram_size", "mask_token_id", "target_layer_ids",
+    "draft_len_schedule", "acceptance_rate_window_size", "acceptance_rate_threshold", "max_concurrency",
+}  # fmt: skip
+SCHEDULE = (Range(1, 8, 3), Range(9, 20, 1), Range(21, 512, 0))
+CONFIGS: dict[str, dict[str, Any]] = {
+    "eagle3": {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}, "peagle": {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]},
+    "dflash": {"block_size": 8, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 2]}},
+}  # fmt: skip
+
+
+def folder_of(place: Path, kind: str, format: str | None = "speculators", **config: Any) -> Path:
+    """What `outrider export` leaves: outrider.json and config.json; without a format, a checkpoint."""
+    folder = place / f"{kind}-{format}"
+    folder.mkdir(exist_ok=True)
+    manifest = {
+        "version": 1, "kind": kind, "config": config or {"length": 4, "block": 7, "heads": 4}, "taps": [1, 2],
+        "target": {"name": "org/target", "precision": "bfloat16"},
+    }  # fmt: skip
+    (folder / "outrider.json").write_text(json.dumps(manifest | ({} if format is None else {"format": format})))
+    (folder / "config.json").write_text(json.dumps(CONFIGS.get(kind, {})))
+    return folder
+
+
+def draft(place: Path, kind: str, format: str | None) -> Draft:
+    return draft_of(kind, "org/target") if format is None else draft_of(folder_of(place, kind, format))
+
+
+CASES = [
+    pytest.param(name, kind, format, id=f"{name}-{kind}-{format}")
+    for name, engine in ENGINES.items()
+    for kind, method in engine.methods.items()
+    for format in method.formats or (None,)
+]
+
+
+def made(name: str, given: Draft, **wishes: Any) -> engines.Command:
+    """A command; llama.cpp gets its target as GGUF, vLLM a version that still has Medusa."""
+    given = given if name != "llamacpp" else Draft(given.kind, "target.gguf", given.folder, given.format, given.length)
+    return command(name, given, Wish(**wishes), "0.32.0" if given.kind == "medusa" else None)
+
+
+def unknown_to(name: str, found: engines.Command) -> set[str]:
+    """Flags and keys of a command that its engine has not."""
+    flags_ = {word[2:] for word in found.words if word.startswith("--")}
+    if name in ("vllm", "triton"):
+        return set(found.settings) - VLLM_KEYS
+    if name == "sglang":
+        return flags_ - SGLANG_FLAGS - SGLANG_OTHERS
+    if name == "llamacpp":
+        return flags_ - LLAMACPP_FLAGS
+    if name == "trtllm":
+        return set(yaml.safe_load(found.files["trtllm.yaml"])["speculative_config"]) - TRTLLM_KEYS
+    ast.parse(found.files["generate.py"])
+    return set()
+
+
+@pytest.mark.parametrize(("name", "kind", "format"), CASES)
+def test_a_command_has_only_flags_that_its_engine_has(name: str, kind: str, format: str | None, tmp_path: Path) -> None:
+    """Catches a flag that is misspelt, or of another engine or year: the engine would end at once."""
+    method = ENGINES[name].methods[kind]
+    wishes = [{}, {"tokens": 2}, {"tokens": 0}, {"tensor_parallel": 2} if name != "llamacpp" else {}]
+    wishes += [{"schedule": SCHEDULE}] * method.varies + [{"width": 4}] * method.trees + [{"cutoff": 0.3}] * method.cuts
+    for wish in wishes:
+        if wish == {"tokens": 0} and name == "transformers":
+            continue
+        found = made(name, draft(tmp_path, kind, format), **wish)
+        assert wish == {"tokens": 0} or not unknown_to(name, found)
+        assert shlex.split(found.shell) == list(found.words)
+        assert wish != {"tokens": 0} or not found.settings
+        assert "0.0.0.0" not in found.shell
+
+
+def test_a_misspelt_flag_would_be_found(tmp_path: Path) -> None:
+    """Catches a check of flags that looks away."""
+    found = command("sglang", draft_of("ngram", "org/target"))
+    assert unknown_to("sglang", engines.replace(found, words=(*found.words, "--speculative-algo"))) == {"speculative-algo"}
+    found = command("vllm", draft_of("ngram", "org/target"))
+    assert unknown_to("vllm", engines.replace(found, settings={"tensor_parallel_size": 1})) == {"tensor_parallel_size"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "format", "said"),
+    [
+        ("vllm", "medusa", "medusa", "only before 0.33"), ("vllm", "domino", "sglang", "sglang runs it"),
+        ("vllm", "eagle3", "sglang", "counted from 0 in SGLang and from 1 in vLLM"), ("vllm", "mtp", "speculators", "own MTP"),
+        ("sglang", "suffix", None, "use ngram"), ("sglang", "medusa", "medusa", "EAGLE-3"),
+        ("trtllm", "peagle", "speculators", "vllm"),
+        ("transformers", "eagle3", "speculators", "vllm, sglang, trtllm, llamacpp, triton can"),
+        ("vllm", "specblock", "speculators", "DFlash"), ("sglang", "deer", "speculators", "outrider decode"),
+        ("vllm", "small_model", "gguf", "export it --to transformers"),
+    ],
+)  # fmt: skip
+def test_what_an_engine_can_not_do_is_refused_with_what_can(
+    name: str, kind: str, format: str | None, said: str, tmp_path: Path
+) -> None:
+    """Catches a command that would end, or draft from the wrong layers, in the engine."""
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        command(name, draft(tmp_path, kind, format))
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        (Wish(schedule=SCHEDULE), "can't draft by load"), (Wish(width=4), "no trees"), (Wish(cutoff=0.5), "no cut-off"),
+        (Wish(tokens=9), "one block of 7"), (Wish(tokens=-1), "wanted 1 or more"),
+    ],
+)  # fmt: skip
+def test_a_wish_that_the_engine_can_not_fulfil_is_refused(wish: Wish, said: str, tmp_path: Path) -> None:
+    """Catches a setting that is dropped in silence, and a block drafter asked for more than its block."""
+    with pytest.raises(ConfigError, match=said):
+        command("sglang", draft(tmp_path, "dflash", "sglang"), wish)
+
+
+def test_a_checkpoint_is_refused_with_the_formats_to_export_first(tmp_path: Path) -> None:
+    """Catches a folder that engines don't read, and advice that names no command."""
+    with pytest.raises(ConfigError, match=r"outrider export .* --to speculators --out NEW` for vllm"):
+        draft_of(folder_of(tmp_path, "eagle3", None))
+    with pytest.raises(ConfigError, match="no engine here runs deer"):
+        draft_of(folder_of(tmp_path, "deer", None))
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(ConfigError, match="name its --kind"):
+        draft_of(tmp_path / "bare", "org/target")
+    with pytest.raises(ConfigError, match="no folder"):
+        draft_of(tmp_path / "none", "org/target")
+    with pytest.raises(ConfigError, match="name it with --target"):
+        draft_of("ngram")
+
+
+def test_known_bad_pairs_are_warned_of(tmp_path: Path) -> None:
+    """Catches silence about a quantised target, a short draft, and layers that an engine would have to guess."""
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps({"quantization_config": {"bits": 4}, "max_position_embeddings": 4096}))
+    folder = folder_of(tmp_path, "eagle3")
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
+    notes = " ".join(command("vllm", draft_of(folder, str(target)), Wish(tokens=9)).notes)
+    for part in ("guess the layers", "is quantised", "2048 positions", "9 tokens a step are more than the 4"):
+        assert part in notes
+    assert "guess" not in " ".join(command("vllm", draft_of(folder_of(tmp_path, "peagle"))).notes)
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "trtllm", "triton"])
+def test_a_schedule_reaches_the_engine_and_its_longest_draft_is_what_it_allocates(name: str, tmp_path: Path) -> None:
+    """Catches a table beside which the engine is started with a shorter draft, which it would clip to."""
+    found = command(name, draft(tmp_path, "eagle3", ENGINES[name].methods["eagle3"].formats[0]), Wish(schedule=SCHEDULE))
+    if name in ("vllm", "triton"):
+        assert found.settings["num_speculative_tokens_per_batch_size"] == [[1, 8, 3], [9, 20, 1], [21, 512, 0]]
+        assert found.settings["num_speculative_tokens"] == 3
+    elif name == "sglang":
+        assert found.settings["speculative-num-steps"] == 3
+        assert json.loads(found.files["adaptive.json"])["9"] == {"candidate_steps": [1]}
+    else:
+        body = yaml.safe_load(found.files["trtllm.yaml"])["speculative_config"]
+        assert body["draft_len_schedule"] == {8: 3, 20: 1} and body["max_draft_len"] == 3
+
+
+LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
+EXPORTED: dict[tuple[str, str], dict[str, Any]] = {
+    ("speculators", "eagle3"): {**LAYER, "taps": [0, 1, 3], "vocabulary": 40, "length": 4},
+    ("sglang", "dflash"): {**LAYER, "layers": 2, "block": 4, "taps": [0, 2], "mask_token": 5, "anchor_predicts": False},
+    ("transformers", "small_model"): {"new": {**LAYER, "layers": 1, "hidden": 16}, "length": 4},
+}  # fmt: skip
+
+
+def test_a_real_export_is_known_and_its_checkpoint_is_refused(tmp_path: Path) -> None:
+    """Catches a manifest whose keys are no longer those that export writes, and a draft length that gets lost on the way."""
+    import torch
+    from tiny import make_folder
+
+    from outrider import load_target
+    from outrider.checkpoint import save
+    from outrider.config import build
+    from outrider.drafters import find
+    from outrider.export.formats import export
+
+    (tmp_path / "target").mkdir()
+    target = load_target(make_folder(tmp_path / "target"))
+    for (format, kind), settings in EXPORTED.items():
+        module = find(kind)
+        model = module.Model(build(module.Config, {"kind": kind, **settings}, "drafter"), target).to(torch.float32)
+        if getattr(model, "head", None) is not None:
+            model.begin(torch.arange(target.spec.vocabulary))
+        save(tmp_path / kind, model)
+        with pytest.raises(ConfigError, match="is a checkpoint"):
+            draft_of(tmp_path / kind)
+        folder = export(tmp_path / kind, format, tmp_path / f"{kind}-{format}", target)
+        found = draft_of(folder)
+        assert (found.kind, found.format, found.target, found.length) == (kind, format, target.spec.name, 4)
+        readers = [name for name, engine in ENGINES.items() if format in getattr(engine.methods.get(kind), "formats", ())]
+        assert len(readers) > 1
+        for name in readers:
+            # what comes before it is said of every draft
+            own = made(name, found).notes[len((*ENGINES[name].notes, *ENGINES[name].methods[kind].notes)) :]
+            assert not own, own
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("0.33.0rc1", (0, 33, 0)), ("v0.5.23", (0, 5, 23)), ("b9999", (9999,)), ("", ())])
+def test_versions_compare_by_number(text: str, wanted: tuple[int, ...]) -> None:
+    """Catches 0.9 above 0.33."""
+    assert engines.numbers(text) == wanted
+
+
+def test_a_version_is_asked_of_the_environment() -> None:
+    """Catches a command for another version than the one installed."""
+    import transformers
+
+    assert engines.installed("transformers", sys.executable) == transformers.__version__
+    with pytest.raises(ConfigError, match="has no vLLM"):
+        engines.installed("vllm", sys.executable)
+    with pytest.raises(ConfigError, match="can't be asked"):
+        engines.installed("sglang", "/no/such/python")
+
+
+def test_deploy_loads_no_torch() -> None:
+    """Catches seconds of waiting for a line of text."""
+    code = "import sys; from outrider.deploy import engines, flags, manifests, tune; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+def test_the_script_for_transformers_decodes_what_the_target_alone_would(tmp_path: Path) -> None:
+    """Catches a setting that generate() refuses: the script runs alone, with a draft and with n-grams, and writes the same."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    words = {"<s>": 0, "</s>": 1} | {f"w{number}": number + 2 for number in range(62)}
+    bare = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    bare.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="</s>", bos_token="<s>")
+    for seed, name in enumerate(("target", "small")):
+        torch.manual_seed(seed)
+        config = Qwen3Config(
+            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
+            num_key_value_heads=1, initializer_range=0.5, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+        )  # fmt: skip
+        Qwen3ForCausalLM(config).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    small = Draft("small_model", str(tmp_path / "target"), tmp_path / "small", "transformers", 4)
+    texts = []
+    for given, wish in ((small, Wish(tokens=0)), (small, Wish(cutoff=0.2)), (Draft("ngram", small.target), Wish())):
+        found = command("transformers", given, wish)
+        (tmp_path / "generate.py").write_text(found.files["generate.py"])
+        done = subprocess.run(
+            [sys.executable, "generate.py", "w1 w2 w3 w1 w2"], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        texts.append(done.stdout)
+    assert texts[0].strip() and len(set(texts)) == 1
+
+
+# ── older flags ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def config_in(found: flags.Translation) -> dict[str, Any]:
+    return dict(json.loads(found.words[found.words.index("--speculative-config") + 1]))
+
+
+def test_the_flags_of_an_article_of_2025_become_one_config() -> None:
+    """Catches flags that vLLM would refuse, values that change, and words of the user that get lost."""
+    text = """VLLM_USE_V1=0 vllm serve org/target --speculative-model org/small --num-speculative-tokens=5 \\
+        --speculative-disable-by-batch-size 16 --speculative_draft_tensor_parallel_size 1 --use-v2-block-manager --port 9000"""
+    found = flags.translate(text)
+    assert found.words[:5] == ("vllm", "serve", "org/target", "--port", "9000")
+    assert config_in(found) == {
+        "num_speculative_tokens": 5, "draft_tensor_parallel_size": 1, "model": "org/small", "method": "draft_model",
+        "num_speculative_tokens_per_batch_size": [[1, 15, 5], [16, 512, 0]],
+    }  # fmt: skip
+    assert set(config_in(found)) <= VLLM_KEYS
+    assert len(found.notes) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "has", "not_"),
+    [
+        ("vllm serve T --speculative-model [ngram] --num-speculative-tokens 5", '"method":"ngram"', "[ngram]"),
+        ("""vllm serve T -sc '{"method":"qwen3_next_mtp","tensor_parallel_size":1}'""", '"method":"mtp"', '"tensor_p'),
+        ("python -m sglang.launch_server --speculative-algo=NGRAM --model a-vllm", "--speculative-algorithm NGRAM", "-algo "),
+        ("llama-server -m a.gguf -md b.gguf --draft 16", "--spec-draft-n-max 16 --spec-type draft-simple", "--draft "),
+        ("trtllm-serve T --extra_llm_api_options no-such.yaml", "--config no-such.yaml", "extra"),
+    ],
+)  # fmt: skip
+def test_each_engine_has_its_older_flags_translated(text: str, has: str, not_: str) -> None:
+    """Catches an older flag that stays, and one engine's command taken for another's."""
+    found = flags.translate(text)
+    assert has in found.shell and not_ not in found.shell and found.notes
+
+
+def test_a_command_of_today_stays_as_it_is(tmp_path: Path) -> None:
+    """Catches a translator that changes what is right: every command of ours is today's."""
+    for name in ("vllm", "sglang", "llamacpp"):
+        found = made(name, draft(tmp_path, "ngram", None))
+        again = flags.translate(found.shell)
+        assert sorted(again.words) == sorted(found.words) and not again.notes
+
+
+def test_older_keys_of_a_settings_file_are_renamed(tmp_path: Path) -> None:
+    """Catches keys that TensorRT-LLM refuses, and a file that is changed in place."""
+    path = tmp_path / "old.yaml"
+    config = {"decoding_type": "Eagle", "max_draft_len": 3, "acceptance_window": 100, "eagle3_one_model": True}
+    path.write_text(yaml.safe_dump({"speculative_config": config, "kept": 1}))
+    before = path.read_text()
+    found = flags.translate(f"trtllm-serve T --config {path}")
+    body = yaml.safe_load(found.files["old.yaml"])
+    assert body == {
+        "speculative_config": {"decoding_type": "Eagle3", "max_draft_len": 3, "acceptance_rate_window_size": 100}, "kept": 1,
+    }  # fmt: skip
+    assert path.read_text() == before
+    path.write_text("a: [")
+    with pytest.raises(DataError, match="wanted YAML"):
+        flags.translate(f"trtllm-serve T --config {path}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["python train.py", "vllm serve T --num-speculative-tokens", "vllm serve T --num-speculative-tokens five", 'vllm "serve'],
+)
+def test_what_is_no_command_is_refused(text: str) -> None:
+    """Catches tracebacks on what people paste."""
+    with pytest.raises(ConfigError):
+        flags.translate(text)
+
+
+# ── the verb ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def outrider_with(*words: str) -> int:
+    if verb not in {one.callback for one in cli.app.registered_commands}:
+        cli.app.command()(verb)
+    with patch("sys.argv", ["outrider", *words]):
+        try:
+            cli.main()
+        except SystemExit as done:
+            return int(done.code or 0)
+    return 0
+
+
+def test_print_gives_the_command_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches words in $(outrider deploy … --print) that a shell would run, and lines that are wrapped."""
+    folder = folder_of(tmp_path, "dflash")
+    assert outrider_with("deploy", str(folder), "--to", "vllm", "--print") == 0
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert shlex.split(said) == list(command("vllm", draft_of(folder)).words)
+    assert (
+        outrider_with("deploy", "--print", "--translate", "vllm serve T --speculative-model M --num-speculative-tokens 5") == 0
+    )
+    assert shlex.split(capsys.readouterr().out)[:3] == ["vllm", "serve", "T"]
+
+
+def test_a_folder_from_elsewhere_is_recognised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a draft of others that needs our own file beside it."""
+    config = {"speculators_model_type": "eagle3", "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]}}
+    (tmp_path / "config.json").write_text(json.dumps(config | CONFIGS["eagle3"]))
+    assert outrider_with("deploy", str(tmp_path), "--to", "vllm", "--target", "org/target") == 0
+    assert '"num_speculative_tokens":3' in capsys.readouterr().out
+    assert outrider_with("deploy", "ngram", "--to", "vlm", "--target", "T") == 2
+    assert "did you mean 'vllm'" in capsys.readouterr().err

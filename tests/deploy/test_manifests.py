@@ -1,0 +1,268 @@
+"""What is written beside a command, checked by those who read it: Kubernetes' and compose's schemas, promtool, PromQL."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from outrider.deploy import engines, manifests
+from outrider.deploy.engines import Draft, Wish, draft_of
+from outrider.deploy.manifests import Place, files_of
+from outrider.deploy.tune import Range
+from outrider.errors import ConfigError
+from tests.deploy.test_engines import folder_of, outrider_with
+
+ENGINES = sorted(manifests.IMAGES)
+SCHEDULE = (Range(1, 8, 3), Range(9, 512, 0))
+FORMATS = {"vllm": "speculators", "triton": "speculators", "sglang": "sglang", "trtllm": "sglang", "llamacpp": "speculators"}
+VLLM_METRICS = {
+    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total",
+    "vllm:time_to_first_token_seconds_count", "vllm:time_to_first_token_seconds_bucket",
+    "vllm:inter_token_latency_seconds_count", "vllm:request_time_per_output_token_seconds_bucket",
+    "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+}  # fmt: skip
+METRICS = {
+    "vllm": VLLM_METRICS,
+    "sglang": {
+        "sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:spec_accept_length", "sglang:spec_accept_rate",
+        "sglang:generation_tokens_total", "sglang:time_to_first_token_seconds_bucket",
+        "sglang:request_time_per_output_token_seconds_bucket",
+    },
+    "llamacpp": {
+        "llamacpp:tokens_predicted_total", "llamacpp:requests_processing", "llamacpp:requests_deferred",
+        *(name.replace("vllm:", "llamacpp:") for name in VLLM_METRICS if "spec_decode" in name),
+    },
+    "trtllm": {
+        "trtllm_spec_decode_acceptance_length", "trtllm_spec_decode_num_accepted_tokens_total",
+        "trtllm_spec_decode_num_draft_tokens_total", "trtllm_spec_decode_accepted_tokens_total",
+        "trtllm_spec_decode_drafted_tokens_total", "trtllm_num_generation_requests", "trtllm_num_context_requests",
+        "trtllm_time_to_first_token_seconds_bucket", "trtllm_time_per_output_token_seconds_bucket",
+    },
+}  # fmt: skip
+"""Names in the sources of vLLM 0.32, SGLang 0.5.23, llama.cpp 0c1e57098 and TensorRT-LLM."""
+
+
+def cases(place: Path) -> list[tuple[str, Draft, Wish]]:
+    """(Engine, draft, wish): from the hub and from disk, with a folder and without, by load where that can be."""
+    target = place / "tar$get"
+    target.mkdir(exist_ok=True)
+    gguf = place / "target.gguf"
+    gguf.touch()
+    found = []
+    for engine in ENGINES:
+        own = str(gguf) if engine == "llamacpp" else str(target)
+        away = "target.gguf" if engine == "llamacpp" else "org/target"
+        folder = folder_of(place, "eagle3", FORMATS[engine])
+        schedule = () if engine == "llamacpp" else SCHEDULE
+        parallel = 1 if engine == "llamacpp" else 2
+        found += [
+            (engine, draft_of("ngram", away), Wish(extra=("--name", "$HOME"))),
+            (engine, draft_of(folder, own), Wish(schedule=schedule)),
+            (engine, draft_of(folder, away), Wish(tensor_parallel=parallel)),
+        ]  # fmt: skip
+    return found
+
+
+def files_and_engines(place: Path) -> list[tuple[str, dict[str, str]]]:
+    return [(engine, files_of(engine, draft, wish, Place(gpus=2))) for engine, draft, wish in cases(place)]
+
+
+def test_kubernetes_takes_every_manifest(tmp_path: Path) -> None:
+    """Catches a key that the API server refuses.  Schemas: Kubernetes' own, strict, oldest and newest that the package has."""
+    validate = pytest.importorskip("kubernetes_validate").validate
+    for _, files in files_and_engines(tmp_path):
+        for manifest in yaml.safe_load_all(files["kubernetes.yaml"]):
+            for version in ("1.27", "1.34"):
+                validate(manifest, version, strict=True)
+    broken = next(yaml.safe_load_all(files["kubernetes.yaml"]))
+    with pytest.raises(Exception, match="storage"):
+        validate(broken | {"spec": {"storage": "1Gi"}}, "1.34", strict=True)
+
+
+def test_parts_of_a_manifest_name_each_other(tmp_path: Path) -> None:
+    """Catches a Service that selects nothing, a volume nobody made, and a probe of a port that is not open."""
+    for engine, files in files_and_engines(tmp_path):
+        found = {manifest["kind"]: manifest for manifest in yaml.safe_load_all(files["kubernetes.yaml"])}
+        pod = found["Deployment"]["spec"]["template"]
+        assert found["Deployment"]["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        assert found["Service"]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+        [container] = pod["spec"]["containers"]
+        ports = {port["name"] for port in container["ports"]}
+        probes = {container[name]["httpGet"]["port"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+        assert probes | {found["Service"]["spec"]["ports"][0]["targetPort"]} <= ports
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["spec"]["volumes"]}
+        port = container["command"][container["command"].index("--http-port" if engine == "triton" else "--port") + 1]
+        assert int(port) == container["ports"][0]["containerPort"]
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        assert volumes["models"]["persistentVolumeClaim"]["claimName"] == found["PersistentVolumeClaim"]["metadata"]["name"]
+        items = volumes.get("settings", {}).get("configMap", {}).get("items", [])
+        assert {item["key"] for item in items} == set(found.get("ConfigMap", {"data": {}})["data"])
+
+
+def test_compose_takes_every_file(tmp_path: Path) -> None:
+    """Catches a key that compose refuses.  Checked by compose_spec's parser of the compose specification."""
+    read = pytest.importorskip("compose_spec").PyCompose.from_yaml
+    for _, files in files_and_engines(tmp_path):
+        read(files["compose.yaml"])
+    with pytest.raises(ValueError, match="imag"):
+        read(files["compose.yaml"].replace("    image:", "    imag:"))
+
+
+def test_nothing_is_open_beyond_the_machine_and_nothing_is_secret(tmp_path: Path) -> None:
+    """Catches a port on every interface, a password that everybody knows, and a token in a file."""
+    for engine, files in files_and_engines(tmp_path):
+        body = yaml.safe_load(files["compose.yaml"])
+        ports = [port for service in body["services"].values() for port in service.get("ports", ())]
+        assert ports and all(str(port).startswith("127.0.0.1:") for port in ports)
+        [service] = [one for one in yaml.safe_load_all(files["kubernetes.yaml"]) if one["kind"] == "Service"]
+        assert service["spec"]["type"] == "ClusterIP"
+        text = "\n".join(files.values())
+        assert not re.search(r"(?i)password|api[-_]key|kind: Secret|hf_[A-Za-z]{8}", text)
+        if engine in manifests.METRICS:
+            grafana = body["services"]["grafana"]["environment"]
+            assert grafana["GF_AUTH_BASIC_ENABLED"] == "false" and grafana["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+            assert grafana["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+
+
+def test_a_container_finds_every_path_of_its_command(tmp_path: Path) -> None:
+    """Catches a path of this machine in a container, and a $ that compose reads as a variable."""
+    for engine, files in files_and_engines(tmp_path):
+        service = yaml.safe_load(files["compose.yaml"])["services"]["engine"]
+        inside = {volume.split(":")[1] for volume in service["volumes"]}
+        texts = [*service["command"], *(text for name, text in files.items() if name.startswith("container/"))]
+        named = {path for text in texts for path in re.findall(r"(?:/models|/etc/outrider)/[\w./]+", text)}
+        for path in named:
+            assert any(path == place or path.startswith(f"{place}/") for place in inside), (engine, path, inside)
+        assert str(tmp_path) not in " ".join(service["command"])
+        assert not re.search(r"(?<!\$)\$(?!\$)", re.sub(r"\$\$", "", files["compose.yaml"]))
+        for name in (name for name in files if name.startswith("container/")):
+            assert f"{manifests.SETTINGS}/" in " ".join(service["command"])
+            assert str(tmp_path) not in files[name]
+
+
+def test_tritons_repository_is_what_its_backend_reads(tmp_path: Path) -> None:
+    """Catches a model.json that is not vLLM's arguments, and a config.pbtxt of another name than its folder."""
+    files = files_of("triton", draft_of(folder_of(tmp_path, "eagle3"), "org/target"), Wish(tensor_parallel=2), Place("chat"))
+    body = json.loads(files["container/models/chat/1/model.json"])
+    assert body["model"] == "org/target" and body["tensor_parallel_size"] == 2
+    assert body["speculative_config"] == {"method": "eagle3", "model": "/models/draft", "num_speculative_tokens": 4}
+    config = files["container/models/chat/config.pbtxt"]
+    assert dict(re.findall(r'^(\w+): "(\w+)"$', config, flags=re.MULTILINE)) == {"name": "chat", "backend": "vllm"}
+
+
+def queries(engine: str) -> list[str]:
+    panels = manifests.dashboard(engine, Place())["panels"]
+    return [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+@pytest.mark.parametrize("engine", sorted(manifests.METRICS))
+def test_a_dashboard_asks_for_what_its_engine_has(engine: str) -> None:
+    """Catches a query that Prometheus can't read, a metric that is misspelt or of another engine, and a panel over another."""
+    parse = pytest.importorskip("promql_parser").parse
+    for query in queries(engine):
+        parse(query)
+    names = {name for query in queries(engine) for name in re.findall(r"\b(?:vllm:|sglang:|llamacpp:|trtllm_)\w+", query)}
+    assert names <= METRICS[engine]
+    assert not any("_created" in query for query in queries(engine))
+    panels = manifests.dashboard(engine, Place())["panels"]
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
+    assert len(places) == len(panels) == len({panel["id"] for panel in panels})
+    assert all(panel["targets"] for panel in panels)
+    assert len({target["refId"] for target in panels[0]["targets"]}) == len(panels[0]["targets"])
+
+
+def promtool() -> str:
+    found = shutil.which("promtool")
+    if found is None:
+        pytest.skip("no promtool; it is in Debian's package prometheus")
+    return found
+
+
+@pytest.mark.parametrize("engine", sorted(manifests.METRICS))
+def test_prometheus_takes_its_file(engine: str, tmp_path: Path) -> None:
+    """Catches a scrape file at which Prometheus ends."""
+    tool = promtool()
+    (tmp_path / "prometheus.yml").write_text(manifests.written(manifests.prometheus(engine, Place())))
+    subprocess.run([tool, "check", "config", str(tmp_path / "prometheus.yml")], check=True, capture_output=True)
+
+
+def counters(at: int) -> dict[str, float]:
+    """vLLM's counters after `at` minutes: 100 drafts of 4 a minute, of which 90 keep one, 60 two, 30 three, 10 all."""
+    kept, name = (90, 60, 30, 10), "vllm:spec_decode_num_"
+    found = {f"{name}drafts_total": 100.0, f"{name}draft_tokens_total": 400.0, f"{name}accepted_tokens_total": float(sum(kept))}
+    found |= {f'{name}accepted_tokens_per_pos_total{{position="{place}"}}': float(count) for place, count in enumerate(kept)}
+    # 50 more steps draft nothing and write one token each; 20 requests get their first token of a prefill
+    found |= {
+        "vllm:inter_token_latency_seconds_count": 150.0, "vllm:time_to_first_token_seconds_count": 20.0,
+        "vllm:generation_tokens_total": 290.0 + 50 + 20,
+    }  # fmt: skip
+    return {key: value * at for key, value in found.items()}
+
+
+def test_queries_give_what_the_words_mean(tmp_path: Path) -> None:
+    """Catches a wrong formula: Prometheus itself computes tokens per step, kept shares and positions of planted counters."""
+    tool = promtool()
+    metrics = manifests.METRICS["vllm"]
+    assert metrics.by_position is not None
+    expected = {
+        metrics.tokens_per_draft: {"{}": 1 + 190 / 100}, metrics.tokens_per_step: {"{}": (290 + 50) / 150},
+        metrics.acceptance: {"{}": 190 / 400},
+        metrics.by_position[0]: {f'{{position="{place}"}}': share for place, share in enumerate((0.9, 0.6, 0.3, 0.1))},
+    }  # fmt: skip
+    series = [
+        {"series": name, "values": f"0+{step:g}x30"} for name, step in counters(1).items()
+    ]  # fmt: skip
+    tests: list[dict[str, Any]] = [
+        {
+            # written so that rounding does not count
+            "expr": f"round({query}, 0.0001)", "eval_time": "20m",
+            "exp_samples": [{"labels": labels, "value": round(value, 4)} for labels, value in values.items()],
+        }
+        for query, values in expected.items()
+    ]  # fmt: skip
+    body = {"evaluation_interval": "1m", "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": tests}]}
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(body))
+    done = subprocess.run([tool, "test", "rules", str(tmp_path / "tests.yaml")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["", "Chat", "-a", "a_b", "a" * 60])
+def test_a_name_that_kubernetes_refuses_is_refused(name: str) -> None:
+    """Catches a manifest that can't be applied."""
+    with pytest.raises(ConfigError, match="wanted up to 52"):
+        files_of("vllm", draft_of("ngram", "org/target"), Wish(), Place(name))
+
+
+def test_out_writes_everything_or_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a command whose files lie elsewhere, a script that does not run, and a folder that is half-written."""
+    out = tmp_path / "deployed"
+    assert outrider_with("deploy", "ngram", "--to", "trtllm", "--target", "org/target", "--out", str(out)) == 0
+    written = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert written == {
+        "serve.sh", "settings/trtllm.yaml", "container/trtllm.yaml", "kubernetes.yaml", "compose.yaml", "prometheus.yaml",
+        "grafana/dashboards/speculation.json", "grafana/provisioning/datasources/prometheus.yaml",
+        "grafana/provisioning/dashboards/outrider.yaml",
+    }  # fmt: skip
+    script = (out / "serve.sh").read_text()
+    path = Path(re.findall(r"--config (\S+)", script)[0])
+    assert yaml.safe_load(path.read_text())["speculative_config"]["decoding_type"] == "NGram"
+    subprocess.run(["sh", "-n", str(out / "serve.sh")], check=True)
+    assert outrider_with("deploy", "ngram", "--to", "vllm", "--target", "org/target", "--out", str(out)) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert outrider_with("deploy", "ngram", "--to", "vllm", "--target", "T", "--out", str(tmp_path / "no"), "--name", "A") == 2
+    assert not list(tmp_path.glob("no*"))
+
+
+def test_every_served_engine_has_an_image_and_a_health() -> None:
+    """Catches an engine that was added in one table only."""
+    served = {name for name, engine in engines.ENGINES.items() if name != "transformers"}
+    assert served == set(manifests.IMAGES)
+    assert set(manifests.METRICS) == {name for name in served if engines.ENGINES[name].metrics is not None}

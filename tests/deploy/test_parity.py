@@ -1,0 +1,355 @@
+"""An exported folder, read as engines read it, drafts what our model drafts; and what is wrong with one is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import make_folder, randomise
+
+from outrider import load_target
+from outrider.checkpoint import load_model, save
+from outrider.config import build
+from outrider.deploy import parity, parity_causes, readers
+from outrider.drafters import find as find_drafter
+from outrider.errors import ConfigError, ExportError
+from outrider.export.formats import export
+
+LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
+BLOCK = {**LAYER, "mask_token": 5, "layers": 2, "block": 3, "taps": [0, 2], "anchor_predicts": False}
+SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
+    ("speculators", "eagle3"): {**LAYER, "length": 3, "taps": [0, 1, 2], "vocabulary": 40, "fc_norm": True, "qk_norm": True},
+    ("sglang", "eagle3"): {**LAYER, "length": 3, "taps": [0, 1, 2]},
+    ("speculators", "peagle"): {**LAYER, "length": 3, "mask_token": 5, "layers": 2, "taps": [0, 2]},
+    ("speculators", "dflash"): BLOCK,
+    ("sglang", "dflash"): {**BLOCK, "rope_theta": 1e6},
+    ("medusa", "medusa"): {"heads": 3, "nodes": 3, "head": "own"},
+}
+PROMPTS = [[40, 41, 42, 43, 44, 45], [70, 71, 72], [50, 60, 50, 60, 50]]
+ROOT = Path(__file__).parents[2]
+VLLM = Path(os.environ.get("OUTRIDER_VLLM_PYTHON", ROOT / "benchmarks" / "engines" / ".venv" / "bin" / "python"))
+TRAINED = ROOT / "runs" / "engines" / "eagle3" / "checkpoint"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_target(make_folder(tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture(scope="module")
+def made(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Any, Path]]:
+    """A model with random weights, and its export."""
+    place = tmp_path_factory.mktemp("exports")
+
+    def exported(format: str, kind: str) -> tuple[Any, Path]:
+        checkpoint, folder = place / f"{format}-{kind}", place / f"{format}-{kind}-there"
+        if not folder.exists():
+            module = find_drafter(kind)
+            torch.manual_seed(0)
+            config = build(module.Config, {"kind": kind, **SETTINGS[format, kind]}, "drafter")
+            model = module.Model(config, target).to(torch.float32)
+            if getattr(model, "head", None) is not None:
+                model.begin(torch.randperm(target.spec.vocabulary, generator=torch.Generator().manual_seed(4)))
+            save(checkpoint, randomise(model), {})
+            export(checkpoint, format, folder, target)
+        return load_model(checkpoint, target), folder
+
+    return exported
+
+
+def told(model: Any) -> tuple[Any, dict[tuple[int, int], list[int]]]:
+    """Our drafter of a model, and what it drafts, by slot and place of the anchor, once it runs."""
+    drafter, said = parity.as_engine(model), {}
+    propose = drafter.propose
+
+    def heard(memory: Any, state: Any, budget: Any) -> Any:
+        draft = propose(memory, state, budget)
+        for b, row in enumerate(state.rows):
+            said[row, len(state.tokens[row]) - 1] = draft.tokens[b, : int(draft.sizes[b])].tolist()
+        return draft
+
+    drafter.propose = heard
+    return drafter, said
+
+
+def run(target: Any, drafter: Any, length: int) -> parity.Side:
+    return parity.ours(target, drafter, PROMPTS, [[]] * len(PROMPTS), 12, length)
+
+
+@pytest.fixture(scope="module")
+def texts(target: Any) -> list[tuple[readers.States, int]]:
+    from outrider.decoding.parties import Plain
+
+    side = run(target, Plain(), 0)
+    both = zip(PROMPTS, side.tokens, strict=True)
+    return [(readers.states(target, [*prompt, *text]), len(prompt)) for prompt, text in both]
+
+
+@pytest.mark.parametrize(("format", "kind"), SETTINGS)
+def test_a_folder_read_as_an_engine_reads_it_drafts_what_our_drafter_drafts(format, kind, target, made, texts):
+    """Catches a tap off by one, a position off by one, a norm or a mask elsewhere: in the export, in our model or its cache."""
+    model, folder = made(format, kind)
+    drafter, said = told(model)
+    length = parity.length_of(model)
+    side = run(target, drafter, length)
+    read = readers.of_folder(folder, "sglang" if format == "sglang" and kind == "eagle3" else "vllm")
+    checked = 0
+    for row, prompt in enumerate(PROMPTS):
+        seen = readers.states(target, [*prompt, *side.tokens[row]])
+        for (slot, anchor), drafted in said.items():
+            if slot == row and len(drafted) == length and anchor < len(seen.tokens):
+                assert readers.drafted(read, seen, anchor, length).tokens == drafted
+                assert readers.drafted(readers.of_model(model), seen, anchor, length).tokens == drafted
+                checked += 1
+    assert checked > 12
+
+
+@pytest.mark.parametrize(("format", "kind"), SETTINGS)
+def test_a_sound_folder_has_no_cause(format, kind, made, texts):
+    """Catches a part that reads differently from folder and model though it is the same."""
+    model, folder = made(format, kind)
+    read = readers.of_folder(folder, "sglang" if format == "sglang" and kind == "eagle3" else "vllm")
+    own = readers.of_model(model)
+    assert parity_causes.causes(read, own, texts, parity.length_of(model)) == []
+    assert list(parity_causes.differences(read, own)) == []
+    seen, begun = texts[0]
+    assert parity_causes.first_difference(read, own, seen, begun, parity.length_of(model)) is None
+
+
+# ── planted faults ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def config_of(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        change(config)
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return plant
+
+
+def weights_of(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def plant(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file({name: weight.clone() for name, weight in weights.items()}, folder / "model.safetensors")
+
+    return plant
+
+
+def turn(config: dict[str, Any]) -> None:
+    layers = config.get("transformer_layer_config", config)
+    layers["rope_theta"] = layers["rope_parameters"]["rope_theta"] = 20.0
+
+
+def shift_taps(config: dict[str, Any]) -> None:
+    for holder in (config, config.get("eagle_config", {}), config.get("dflash_config", {})):
+        for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids"):
+            if key in holder:
+                holder[key] = [k + 1 for k in holder[key]]
+
+
+def coarse(config: dict[str, Any]) -> None:
+    config.get("transformer_layer_config", config)["rms_norm_eps"] = 10.0
+
+
+def doubled(weights: dict[str, torch.Tensor]) -> None:
+    name = next(name for name in weights if name.endswith("post_attention_layernorm.weight"))
+    weights[name] = weights[name] * torch.linspace(-3, 3, len(weights[name]))
+
+
+def stale(weights: dict[str, torch.Tensor]) -> None:
+    weights["d2t"] = torch.zeros_like(weights["d2t"])
+
+
+def rolled(weights: dict[str, torch.Tensor]) -> None:
+    found = dict(weights)
+    for name in weights:
+        part, k, rest = name.split(".", 2)
+        weights[name] = found[f"{part}.{min(int(k) + 1, 2)}.{rest}"]
+
+
+ALL_LAYERS = [pair for pair in SETTINGS if pair[1] != "medusa"]
+FAULTS = [
+    *[(pair, "RoPE", config_of(turn)) for pair in ALL_LAYERS],
+    *[(pair, "taps", config_of(shift_taps)) for pair in ALL_LAYERS],
+    *[(pair, "norm", config_of(coarse)) for pair in ALL_LAYERS],
+    *[(pair, "norm", weights_of(doubled)) for pair in ALL_LAYERS],
+    (("speculators", "eagle3"), "vocabulary", weights_of(stale)),
+    (("speculators", "dflash"), "block mask", config_of(lambda config: config.update(sliding_window_non_causal=False))),
+    (("medusa", "medusa"), "label shift", weights_of(rolled)),
+    (("medusa", "medusa"), "weights", config_of(lambda config: config.pop("medusa_fc_bias"))),
+]
+
+
+@pytest.mark.parametrize(
+    ("pair", "name", "plant"), FAULTS, ids=[f"{p[0]}-{p[1]}-{n}-{i}" for i, (p, n, _) in enumerate(FAULTS)]
+)
+def test_what_is_wrong_with_a_folder_is_named(pair, name, plant, made, texts, tmp_path):
+    """Catches a cause that is missed, or is given another's name."""
+    model, folder = made(*pair)
+    shutil.copytree(folder, tmp_path / "there")
+    plant(tmp_path / "there")
+    engine = "sglang" if pair == ("sglang", "eagle3") else "vllm"
+    read, own = readers.of_folder(tmp_path / "there", engine), readers.of_model(model)
+    found = parity_causes.causes(read, own, texts, parity.length_of(model))
+    assert [cause.name for cause in found] == [name]
+    assert 0 < found[0].changed <= 1
+    seen, begun = texts[0]
+    assert parity_causes.first_difference(read, own, seen, begun, parity.length_of(model)) is not None
+
+
+def test_vllm_takes_sglangs_layer_numbers_one_too_low(made, texts):
+    """The folders look alike: a reader that did not keep the engines apart would pass it."""
+    model, folder = made("sglang", "eagle3")
+    # vLLM's id k is the state behind layer k - 1: id 0, the embedding, is no layer's output
+    assert readers.of_folder(folder, "vllm").taps == tuple(tap - 1 for tap in model.taps)
+    assert readers.of_folder(folder, "sglang").taps == model.taps
+
+
+def test_vllm_knows_no_dflash_that_drafts_in_the_anchors_slot(target, texts, tmp_path):
+    """The default layout of ours: vLLM's first model runner loads it without a word and drafts from other slots."""
+    module = find_drafter("dflash")
+    config = build(module.Config, {"kind": "dflash", **BLOCK, "anchor_predicts": True}, "drafter")
+    torch.manual_seed(0)
+    model = randomise(module.Model(config, target).to(torch.float32))
+    save(tmp_path / "checkpoint", model, {})
+    export(tmp_path / "checkpoint", "speculators", tmp_path / "there", target)
+    own = readers.of_model(load_model(tmp_path / "checkpoint", target))
+    found = parity_causes.causes(readers.of_folder(tmp_path / "there", "vllm"), own, texts, 3)
+    assert [cause.name for cause in found] == ["label shift"]
+    assert parity_causes.causes(readers.of_folder(tmp_path / "there", "speculators"), own, texts, 3) == []
+
+
+def test_another_kinds_folder_is_refused(made, texts):
+    model, _ = made("medusa", "medusa")
+    _, folder = made("speculators", "dflash")
+    with pytest.raises(ExportError, match="the folder holds a dflash"):
+        parity_causes.causes(readers.of_folder(folder), readers.of_model(model), texts, 3)
+
+
+# ── two sides ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_side_compared_with_itself_is_equal_and_steps_are_counted_within_the_text(target, made):
+    """Catches steps counted past a text's end, and a first token that is taken for a step."""
+    model, _ = made("speculators", "dflash")
+    begun = [[text[0]] for text in run(target, parity.as_engine(model), 3).tokens]
+    side = parity.ours(target, parity.as_engine(model), PROMPTS, begun, 12, 3)
+    found = parity.Parity("vllm", "0", "dflash", "speculators", 3, **parity.compared(target, PROMPTS, side, side, 3))
+    assert found.is_equal and found.texts_equal == 3 and found.steps_equal == 1.0
+    assert found.steps[0] == found.steps[1] == sum(len(steps) for steps in parity.engine_steps(PROMPTS, side, 3))
+    assert all(depth.ours == depth.engine for depth in found.depths)
+    places = [place for steps in parity.engine_steps(PROMPTS, side, 3) for place in steps]
+    assert places and max(places) + 3 + 1 < 6 + 12
+
+
+def test_a_tie_is_told_from_a_text_that_is_wrong(target, made):
+    """Two equal rows of the target's head are a tie; another token is none."""
+    from outrider.decoding.parties import Plain
+
+    side = parity.ours(target, Plain(), PROMPTS, [[]] * 3, 12, 0)
+    wrong = [[*text[:5], (text[5] + 1) % 256, *text[6:]] for text in side.tokens]
+    found = parity.compared(target, PROMPTS, side, parity.Side(wrong, side.accepted, side.drafted), 0)
+    assert found["texts_equal"] == 0 and [each.token for each in found["parted"]] == [5, 5, 5]
+    assert not any(each.is_tie for each in found["parted"])
+    text = [*PROMPTS[0], *side.tokens[0]]
+    assert parity.gap(target, text, 7, 7) == 0 and parity.gap(target, text, 7, 8) > 0
+
+
+def test_how_an_engine_misreads_a_sound_folder_is_guessed_from_what_it_kept(target, made, texts):
+    """Catches a guess that fits worse than the truth: the engine is our reader with the known fault of vLLM's CPU build."""
+    model, _ = made("speculators", "dflash")
+    own = readers.of_model(model)
+    broken = readers.swapped(own, first_norm=True)
+    kept = []
+    for seen, begun in texts:
+        drafts = {at: readers.drafted(broken, seen, at, 3).tokens for at in range(begun, len(seen.tokens) - 4)}
+        kept.append((seen, {at: parity_causes._kept(draft, seen, at) for at, draft in drafts.items()}))
+    best = parity_causes.guesses(own, kept, 3)
+    scores = {guess.what: guess.share for guess in best}
+    assert scores["it norms the context's keys of every layer by the first layer's k_norm"] == 1.0 == best[0].share
+
+
+def test_a_version_that_is_known_to_be_bad_is_said():
+    assert "k_norm" in parity.known_bad("vllm", "0.32.0", "dflash")[0]
+    assert parity.known_bad("vllm", "0.32.0", "eagle3") == []
+    assert parity.known_bad("vllm", "0.33.0", "medusa") and not parity.known_bad("vllm", "0.32.0", "medusa")
+
+
+def test_what_was_verified_is_written_beside_what_stood_there(tmp_path):
+    (tmp_path / "outrider.json").write_text(json.dumps({"kind": "dflash", "verified": {"vllm 0.31.0": {"is_equal": True}}}))
+    parity.write_verified(tmp_path, parity.Parity("vllm", "0.32.0", "dflash", "speculators", 3, error="it burnt"))
+    said = json.loads((tmp_path / "outrider.json").read_text())
+    assert said["kind"] == "dflash" and said["verified"].keys() == {"vllm 0.31.0", "vllm 0.32.0"}
+    assert said["verified"]["vllm 0.32.0"]["error"] == "it burnt" and said["verified"]["vllm 0.32.0"]["is_equal"] is None
+
+
+def test_an_engine_that_can_not_be_run_says_what_to_name(tmp_path):
+    with pytest.raises(ConfigError, match="name the python of the engine's environment"):
+        parity.asked(tmp_path / "nobody", {})
+    with pytest.raises(ConfigError, match="the engine ended with code 1 and no answer: .*No module named 'vllm'"):
+        parity.asked(sys.executable, {"target": "x"})
+
+
+def test_the_verb_names_a_fault_and_says_what_it_needs(target, made, tmp_path):
+    """Without an engine: SGLang's folder is read.  Catches an exit code of 0 on a folder that is wrong."""
+    import typer
+    from typer.testing import CliRunner
+
+    from outrider.cli.verify import verify_export
+
+    app = typer.Typer()
+    app.command()(verify_export)
+    (tmp_path / "prompts.txt").write_text("abc\ndefg\n")
+    _, folder = made("sglang", "eagle3")
+    checkpoint = folder.with_name(folder.name.removesuffix("-there"))
+    words = ["--engine", "sglang", "--checkpoint", str(checkpoint), "--prompts", str(tmp_path / "prompts.txt")]
+    sound = CliRunner().invoke(app, [str(folder), *words])
+    assert sound.exit_code == 0, sound.output
+    assert "not measured" in sound.output
+    shutil.copytree(folder, tmp_path / "there")
+    config_of(shift_taps)(tmp_path / "there")
+    wrong = CliRunner().invoke(app, [str(tmp_path / "there"), *words, "--json", str(tmp_path / "found.json")])
+    assert wrong.exit_code == 1
+    assert "cause     taps" in wrong.output
+    assert json.loads((tmp_path / "found.json").read_text())["causes"][0]["name"] == "taps"
+    for given, needed in (([], "--python"), (["--engine", "sglang"], "--checkpoint"), (["--engine", "ours"], "choose from")):
+        refused = CliRunner().invoke(app, [str(folder), *given])
+        assert isinstance(refused.exception, ConfigError) and needed in str(refused.exception)
+
+
+# ── the engine itself ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM.exists(), reason="no vLLM here: benchmarks/engines/install.py puts it there")
+@pytest.mark.skipif(not TRAINED.exists(), reason="no trained drafter here: benchmarks/engines/parity.py says how to make it")
+def test_vllm_drafts_what_we_draft_and_a_planted_fault_is_named(tmp_path):
+    """The demo target and an EAGLE-3, sound and with its taps shifted, both in vLLM itself.
+
+    A draft that learnt nothing keeps nothing on either side, so this needs one that was trained.
+    """
+    from outrider.cli.verify import prompt_tokens, verified
+
+    demo = load_target("demo", dtype="float32", compile=False)
+    export(TRAINED, "speculators", tmp_path / "sound", demo)
+    shutil.copytree(tmp_path / "sound", tmp_path / "wrong")
+    config_of(shift_taps)(tmp_path / "wrong")
+    model, prompts = load_model(TRAINED, demo), prompt_tokens(demo, "stdlib", 8)
+    sound = verified(tmp_path / "sound", "vllm", str(VLLM), demo, model, True, prompts, 64)
+    assert sound.texts_hold
+    assert sound.is_equal
+    assert sound.causes == ()
+    wrong = verified(tmp_path / "wrong", "vllm", str(VLLM), demo, model, True, prompts, 64)
+    assert wrong.texts_hold
+    assert not wrong.is_equal
+    assert [cause.name for cause in wrong.causes] == ["taps"]
