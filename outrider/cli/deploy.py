@@ -17,7 +17,7 @@ import typer
 from rich.table import Table
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, bar, place_of_json, write_json
+from outrider.cli.console import JsonTo, bar, place_of_json, quiet, write_json
 from outrider.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def deploy(
     json_to: JsonTo = None,
 ) -> None:
     """Say the command with which an engine serves a draft, and write what a deployment needs."""
+    quiet()
     place_of_json(json_to)
     if translate is not None:
         _translate(translate, only_print, json_to)
@@ -216,6 +217,7 @@ def tune(
     json_to: JsonTo = None,
 ) -> None:
     """Measure which draft length pays at which load, and write the tables that engines read."""
+    quiet()
     place_of_json(json_to)
     from outrider.deploy import tune as tuning
     from outrider.evaluate import traces
