@@ -23,6 +23,7 @@ from outrider import config as configs
 from outrider.config import Config as Base
 from outrider.drafters import find, kinds
 from outrider.errors import ConfigError
+from outrider.evaluate.fingerprint import cpu_name
 from outrider.evaluate.measure import Config as EvaluateConfig
 from outrider.prepare.conversations import Config as PrepareConfig
 from outrider.train.trainer import Config as TrainConfig
@@ -152,7 +153,7 @@ def provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name(),
         "command": " ".join(["outrider", *sys.argv[1:]]),
         "config": run.model_dump(mode="json"),
     } | facts
@@ -182,11 +183,3 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return head.stdout.strip() or None if (root / ".git").exists() else None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from outrider.errors import DataError
+from outrider.errors import ConfigError, DataError
 
 out = Console()
 note = Console(stderr=True)
@@ -56,6 +56,15 @@ def bar(unit: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
             progress.refresh()
 
         yield update
+
+
+def key_of(variable: str | None) -> str | None:
+    """The key that an environment variable holds, for `--key-from`; None where none is named."""
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ConfigError(f"--key-from {variable}: no such environment variable; set it to the key, or leave the option out")
+    return os.environ[variable]
 
 
 def place_of_json(to: str | None) -> None:

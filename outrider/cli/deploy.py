@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shlex
 import shutil
 import socket
@@ -17,7 +16,7 @@ import typer
 from rich.table import Table
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, bar, place_of_json, quiet, write_json
+from outrider.cli.console import JsonTo, bar, key_of, place_of_json, quiet, write_json
 from outrider.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -248,7 +247,7 @@ def tune(
         f"{calls} to {max(calls, 8 * max(at))} requests from {log}",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
-    measure = _measures(trace, calls, max_tokens, completions, _key(key_from))
+    measure = _measures(trace, calls, max_tokens, completions, key_of(key_from))
     shown = bar("measurements", total) if console.note.is_terminal else nullcontext(None)
     with shown as update:
         points = tuning.sweep(arms, at, rounds, starts, measure, out, about, update)
@@ -370,14 +369,6 @@ def _repeated(trace: Trace, count: int) -> Trace:
     return replace(
         trace, size=trace.size * times, places=[*trace.places] * times, lines=[*trace.lines] * times, has_times=False
     )  # fmt: skip
-
-
-def _key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    if not os.environ.get(variable):
-        raise ConfigError(f"--key-from {variable}: no such environment variable; set it to the key, or leave the option out")
-    return os.environ[variable]
 
 
 def _report(points: list[Point], choice: Choice) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 from rich.table import Table
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, SkipBad, bar, counted, place_of_json, write_json
+from outrider.cli.console import JsonTo, SkipBad, bar, counted, key_of, place_of_json, write_json
 from outrider.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def replay(
         _say(f"{count} calls written to {save}" + (", redacted" if redact else ""))
     if not urls:
         return
-    key = _key(key_from)
+    key = key_of(key_from)
     plan.check(trace)
     total = min(trace.size, calls or trace.size)
     _say(f"{total} calls by {plan.mode}, to {' and '.join(_shown(url) for url in urls)}{_length(trace, plan, total)}")
@@ -104,14 +103,6 @@ def limits(text: str | None) -> dict[str, float]:
         except ValueError:
             raise ConfigError(f"--slo {part.strip()!r}; wanted name=milliseconds, such as ttft=500,tpot=50") from None
     return found
-
-
-def _key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    if not os.environ.get(variable):
-        raise ConfigError(f"--key-from {variable}: no such environment variable; set it to the key, or leave the option out")
-    return os.environ[variable]
 
 
 def _shown(url: str) -> str:
