@@ -15,6 +15,7 @@ import errno
 import inspect
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,15 +38,18 @@ from outrider.targets.quantised import library, quantise
 
 VERSION = 1
 MANIFEST, WEIGHTS, TRAINING, GRAMS = "outrider.json", "model.safetensors", "training.safetensors", "training.grams"
+MEASURED = ("calibration", "report")
+"""Keys of a manifest that speak of finished weights; training on leaves them out, export and import keep them."""
 
 
 def save(
     folder: str | Path, model: DraftModel, training: Mapping[str, Any] | None = None, state: Mapping[str, Tensor] | None = None,
-    beside: Mapping[str, Path] | None = None,
+    beside: Mapping[str, Path] | None = None, measured: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Write a checkpoint whole or not at all.  `training` goes into the manifest, `state` into training.safetensors.
 
     beside: files that are copied into it, by the name they get; one that is gone is left out.
+    measured: what was found out about these weights after their training, by the keys of `MEASURED`.
 
     Raises TrainingError where the disk is full or the folder can't be written; what was there stays.
     """
@@ -55,12 +59,16 @@ def save(
         "version": VERSION,
         "kind": config.pop("kind"),
         "config": config,
-        "target": {"name": spec.name, **binding(model.target), "precision": spec.precision, "base_hash": spec.base_hash},
+        "target": {
+            "name": spec.name, "revision": spec.revision, "precision": spec.precision, "base_hash": spec.base_hash,
+            **binding(model.target),
+        },
         "taps": list(model.taps),
         "tap_convention": "output of decoder layer i, counted from 0",
         "facts": dict(model.facts()),
         "training": dict(training or {}),
-    }
+        **(measured or {}),
+    }  # fmt: skip
     with _instead_of(folder) as part:
         save_file({name: w.detach().contiguous().cpu() for name, w in weights_of(model).items()}, part / WEIGHTS)
         if state:
@@ -74,14 +82,21 @@ def save(
 def amend(folder: str | Path, weights: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Give these weights and these keys of the manifest other values, whole or not at all; the rest of the files is copied.
 
-    Raises TrainingError as `save` does, CheckpointError where there is no checkpoint.
+    Without weights the manifest alone is replaced.  Raises TrainingError as `save` does, CheckpointError where there is no
+    checkpoint.
     """
     folder, source = Path(folder), whole(folder)
-    manifest, stored = manifest_of(folder), load_file(source / WEIGHTS)
+    said = json.dumps(manifest_of(folder) | dict(facts), indent=2)
+    if not weights:
+        with _told(folder):
+            (source / f"{MANIFEST}.part").write_text(said)
+            os.replace(source / f"{MANIFEST}.part", source / MANIFEST)
+        return
+    stored = load_file(source / WEIGHTS)
     with _instead_of(folder) as part:
         shutil.copytree(source, part, dirs_exist_ok=True)
         save_file(stored | {name: w.detach().contiguous().cpu() for name, w in weights.items()}, part / WEIGHTS)
-        (part / MANIFEST).write_text(json.dumps(manifest | dict(facts), indent=2))
+        (part / MANIFEST).write_text(said)
 
 
 @contextmanager
@@ -89,16 +104,26 @@ def _instead_of(folder: Path) -> Iterator[Path]:
     """A folder to write into, which then takes the place of `folder`; after an error what was there stays."""
     part, old = folder.with_name(folder.name + ".part"), folder.with_name(folder.name + ".old")
     try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        yield part
-        if folder.exists():  # where it does not, a crash came in between, and .old is the last whole one
+        with _told(folder):
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            yield part
+            if folder.exists():  # where it does not, a crash came in between, and .old is the last whole one
+                shutil.rmtree(old, ignore_errors=True)
+                folder.rename(old)
+            part.rename(folder)
             shutil.rmtree(old, ignore_errors=True)
-            folder.rename(old)
-        part.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
+    except TrainingError:
         shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """What the disk refuses, as a TrainingError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         what = "the disk is full" if full else str(error)
         raise TrainingError(

@@ -277,7 +277,7 @@ def _probe(settings: RunConfig, target: TransformersTarget) -> Callable[[DraftMo
 
 
 def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | None) -> None:
-    from outrider.checkpoint import load_drafter, manifest_of, trained_on
+    from outrider.checkpoint import amend, load_drafter, manifest_of, trained_on
     from outrider.evaluate.measure import draw, training_of
     from outrider.evaluate.measure import evaluate as judge
     from outrider.evaluate.report import Report
@@ -326,6 +326,8 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
     if target.spec.quantised and (settings.folder / "report.json").exists():
         report = report.beside(Report.load(settings.folder))
     report.save(settings.folder)
+    if settings.train is not None:
+        amend(mine, {}, {"report": report.brief(label)})
     console.out.print(report.table())
     console.out.print(f"          {report.headline()}", highlight=False, soft_wrap=True, markup=False)
     tried = sum({row.task: row.prompts for row in report.rows}.values()) + len(report.left_out)

@@ -434,6 +434,14 @@ class Report(Part):
             raise DataError(f"can't write the report to {folder}: {error}; choose a folder that can be written") from None
         return folder
 
+    def brief(self, drafter: str) -> dict[str, Any]:
+        """What a checkpoint says of how it was measured: one drafter's figures, and on which machine by which commit."""
+        kept = ("task", "temperature", "prompts", "tokens", "tokens_per_step", "accepted_by_depth", "speedup", "exact")
+        rows = [row.model_dump(mode="json", include=set(kept)) for row in self.rows if row.drafter == drafter]
+        where = {"made": self.made, "commit": self.provenance.get("commit"), "fingerprint": dict(self.fingerprint)}
+        found: dict[str, Any] = _finite(where | {"rows": rows})
+        return found
+
     @property
     def lead(self) -> Row | None:
         """The row to speak of first: the fastest of those shown exact, else of those not compared, else of all."""

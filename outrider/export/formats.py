@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from outrider import export as package
-from outrider.checkpoint import MANIFEST, load_model, manifest_of, save, weights_of
+from outrider.checkpoint import MANIFEST, MEASURED, load_model, manifest_of, save, weights_of
 from outrider.config import build, nearest
 from outrider.drafters import find as find_drafter
 from outrider.errors import ConfigError, ExportError
@@ -217,7 +217,7 @@ def import_folder(
     model = imported(Path(folder), target, format, kind)
     beside = _beside(Path(folder))
     facts = {"imported_from": str(folder), "format": beside.get("format", format), **dict(beside.get("training", {}))}
-    save(out, model, facts)
+    save(out, model, facts, measured={key: beside[key] for key in MEASURED if key in beside})
     return model
 
 

@@ -100,6 +100,9 @@ def test_a_run_leaves_what_the_design_promises(made: Path) -> None:
     assert [(row["drafter"], row["temperature"], row["exact"]) for row in report["rows"]] == [
         ("ngram", 0.0, True), ("dspark", 0.0, True), ("dspark", 1.0, None),
     ]  # fmt: skip
+    briefly = json.loads((place / "checkpoint/outrider.json").read_text())["report"]
+    assert [(row["temperature"], row["exact"]) for row in briefly["rows"]] == [(0.0, True), (1.0, None)]
+    assert briefly["rows"][0]["tokens_per_step"] == pytest.approx(report["rows"][1]["tokens_per_step"])
     facts = json.loads((place / "provenance.json").read_text())
     assert {"made", "outrider", "commit", "python", "torch", "transformers", "machine", "config"} <= facts.keys()
     assert yaml.safe_load((place / "config.yaml").read_text())["drafter"]["kind"] == "dspark"

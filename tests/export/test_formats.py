@@ -70,7 +70,7 @@ def made(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
             model = module.Model(config, target).to(torch.float32)
             if getattr(model, "head", None) is not None:
                 model.begin(torch.randperm(target.spec.vocabulary, generator=torch.Generator().manual_seed(4)))
-            save(path, randomise(model), {"steps": 3})
+            save(path, randomise(model), {"steps": 3}, measured={"report": {"rows": []}})
         return path
 
     return checkpoint
@@ -84,6 +84,7 @@ def test_what_is_written_reads_back_as_it_was(format, kind, target, made, tmp_pa
     import_folder(tmp_path / "there", tmp_path / "back", target)
     before, after = load_model(checkpoint, target), load_model(tmp_path / "back", target)
     assert manifest_of(tmp_path / "back")["config"] == manifest_of(checkpoint)["config"]
+    assert manifest_of(tmp_path / "back")["report"] == {"rows": []}
     assert before.taps == after.taps
     old, new = weights_of(before), weights_of(after)
     assert old.keys() == new.keys()

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,32 @@ def test_saving_again_replaces_the_whole_folder(talker: TransformersTarget, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     assert checkpoint.load_state(place) is None
     assert checkpoint.manifest_of(place)["training"] == {"step": 2}
+
+
+def test_a_manifest_says_which_target_it_was(
+    talker: TransformersTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a checkpoint that can't tell at which commit its target was read."""
+    monkeypatch.setattr(talker, "spec", replace(talker.spec, revision="5f0b02c75b57c5855da9ae460ce51323ea669d8a"))
+    checkpoint.save(tmp_path / "c", make_model(talker))
+    said = checkpoint.manifest_of(tmp_path / "c")["target"]
+    assert {"name", "revision", "precision", "tokenizer_hash", "weights_hash"} <= said.keys()
+    assert said["revision"] == talker.spec.revision
+
+
+def test_what_was_measured_is_added_without_touching_weights(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a report that copies gigabytes, or loses the rest of the manifest; training on starts without it."""
+    place = tmp_path / "c"
+    checkpoint.save(place, make_model(talker), {"step": 1})
+    before = (place / checkpoint.WEIGHTS).stat().st_mtime_ns
+    checkpoint.amend(place, {}, {"report": {"made": "today"}})
+    found = checkpoint.manifest_of(place)
+    assert found["report"] == {"made": "today"}
+    assert found["training"] == {"step": 1}
+    assert (place / checkpoint.WEIGHTS).stat().st_mtime_ns == before
+    assert {path.name for path in place.iterdir()} == {checkpoint.MANIFEST, checkpoint.WEIGHTS}
+    checkpoint.save(place, make_model(talker, seed=2), {"step": 2})
+    assert "report" not in checkpoint.manifest_of(place)
 
 
 # ── crashes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
