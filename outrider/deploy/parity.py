@@ -31,7 +31,7 @@ from outrider.nn.draft_model import DraftModel
 from outrider.targets.transformers import TransformersTarget
 
 ENGINES = ("vllm", "sglang", "transformers")
-READ: Mapping[str, tuple[str, ...]] = {"sglang": ("eagle3", "dflash"), "transformers": ("dflash",)}
+READ: Mapping[str, tuple[str, ...]] = {"sglang": ("eagle3", "dflash", "dspark", "domino"), "transformers": ("dflash",)}
 """Kinds whose folders are read in an engine's convention where it is not run."""
 TIE = 1e-3
 """Nats between the two likeliest tokens below which float32 kernels may disagree; seen: ties near 1e-5."""

@@ -83,6 +83,12 @@ def differences(folder: Draft, model: Draft) -> Iterator[Swap]:
     if folder.causal != model.causal:
         said = f"slots of a block {_sight(folder)} the slots behind them, in training they {_sight(model)}"
         yield Swap("block mask", said, {"causal": folder.causal})
+    if folder.prefix != model.prefix:
+        said = f"slots are corrected from number {folder.prefix} on, in training from {model.prefix}"
+        yield Swap("label shift", said, {"prefix": folder.prefix})
+    if folder.markov != model.markov:
+        said = f"the head behind the block is read as {folder.markov}, in training it was {model.markov}"
+        yield Swap("weights", said, {"markov": folder.markov})
     yield from _weights(folder, model)
 
 
@@ -225,7 +231,7 @@ def _suspects(model: Draft) -> Iterator[tuple[str, str, Draft]]:
             if theta != model.rotation.theta:
                 turn = model.rotation._replace(theta=theta)
                 yield "RoPE", f"it turns by rope_theta {theta:g}", readers.swapped(model, rotation=turn)
-    if model.kind == "dflash":
+    if model.kind in readers.BLOCKS:
         yield "block mask", "slots of a block don't see those behind them", readers.swapped(model, causal=not model.causal)
         said = "it norms the context's keys of every layer by the first layer's k_norm"
         yield "norm", said, readers.swapped(model, first_norm=True)

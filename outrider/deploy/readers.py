@@ -30,7 +30,8 @@ from outrider.errors import ExportError
 from outrider.nn.draft_model import DraftModel
 from outrider.targets.transformers import TransformersTarget
 
-KINDS = ("eagle3", "peagle", "dflash", "medusa")
+BLOCKS = ("dflash", "dspark", "domino")
+KINDS = ("eagle3", "peagle", "medusa", *BLOCKS)
 
 
 class States(NamedTuple):
@@ -81,6 +82,10 @@ class Draft:
     """Which head drafts which depth."""
     causal: bool = False
     """A block's slots don't see those behind them."""
+    markov: str = ""
+    """Of a DSpark: vanilla, gated or rnn."""
+    prefix: int = 0
+    """Slots at a block's beginning that Domino's head leaves alone."""
     offset: int = 0
     """Added to every position."""
     first_norm: bool = False
@@ -105,8 +110,8 @@ def of_folder(folder: str | Path, engine: str = "vllm") -> Draft:
         return _medusa(config, weights)
     if kind in ("eagle3", "peagle"):
         return _eagle3(kind, config, weights, engine)
-    if kind == "dflash":
-        return _dflash(config, weights, engine)
+    if kind in BLOCKS:
+        return _block(kind, config, weights, engine)
     raise ExportError(f"{folder} is of a kind that is not read here; known: {', '.join(KINDS)}")
 
 
@@ -119,7 +124,7 @@ def kind_of(config: Mapping[str, Any]) -> str | None:
     if config.get("model_type") == "medusa":
         return "medusa"
     if "dflash_config" in config:
-        return "dflash" if config["dflash_config"].get("projector_type", "dflash") == "dflash" else None
+        return str(config["dflash_config"].get("projector_type", "dflash"))
     if name == "LlamaForCausalLMEagle3":
         return "eagle3"
     return "small_model" if name.endswith("ForCausalLM") else None
@@ -153,20 +158,23 @@ def _eagle3(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor],
     )  # fmt: skip
 
 
-def _dflash(config: Mapping[str, Any], weights: Mapping[str, Tensor], engine: str) -> Draft:
+def _block(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor], engine: str) -> Draft:
     layers = config.get("transformer_layer_config", config)
-    own = config.get("dflash_config") or {}
+    own = {**(config.get("dflash_config") or {}), **config}  # SGLang reads a head's keys at the top, SpecForge below
     if "speculators_model_type" in config:
         taps = [int(k) - 1 for k in config["aux_hidden_state_layer_ids"]]
-        # vLLM's first model runner passes over this key for a DFlash, its second refuses it
-        mask, skip = config["mask_token_id"], 0 if config.get("sample_from_anchor") and engine != "vllm" else 1
+        # vLLM's first model runner passes over this key for a DFlash, its second refuses it; it runs no DSpark
+        in_anchor = config.get("sample_from_anchor", kind == "dspark") and (engine != "vllm" or kind == "dspark")
         # vLLM lets this key speak for all layers, not for those alone that see a window
         causal = not config.get("sliding_window_non_causal", True)
     else:
-        taps, mask, skip, causal = own["target_layer_ids"], own["mask_token_id"], 1, bool(own.get("causal", False))
+        taps, causal = own["target_layer_ids"], bool(own.get("causal", False))
+        in_anchor = kind == "dspark" or (kind == "domino" and own.get("shift_label", False))
     return Draft(
-        "dflash", tuple(taps), _heads(layers), _rotation(layers, 1e6), layers.get("rms_norm_eps", 1e-6), _norms(weights),
-        _others(weights), ids=_ids(weights), head=weights.get("lm_head.weight"), mask=mask, skip=skip, causal=causal,
+        kind, tuple(taps), _heads(layers), _rotation(layers, 1e6), layers.get("rms_norm_eps", 1e-6), _norms(weights),
+        _others(weights), ids=_ids(weights), head=weights.get("lm_head.weight"), mask=own["mask_token_id"],
+        skip=0 if in_anchor else 1, causal=causal, markov=own.get("markov_head_type", "vanilla") if kind == "dspark" else "",
+        prefix=own["pure_draft_prefix_len"] if kind == "domino" else 0,
     )  # fmt: skip
 
 
@@ -194,8 +202,9 @@ def _norms(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _others(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    aside = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight")
-    return {name: weight for name, weight in weights.items() if "norm" not in name and name not in aside}
+    """But for norms and maps, and for confidences, which change no token."""
+    aside = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight", "confidence_head.")
+    return {name: weight for name, weight in weights.items() if "norm" not in name and not name.startswith(aside)}
 
 
 # ── from our own model ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -221,12 +230,13 @@ def of_model(model: DraftModel) -> Draft:
     flags = frozenset(name for name in ("norm_before_residual", "fc_norm", "norm_output") if getattr(config, name, False))
     mask = getattr(getattr(model, "backbone", model), "mask_token", None)
     head = weights.get("lm_head.weight")
-    if head is None and kind != "dflash":  # a copy of the target's stands in the folder
+    if head is None and kind not in BLOCKS:  # a copy of the target's stands in the folder
         head = model.target.head_rows(torch.arange(model.target.spec.vocabulary, device=model.target.device)).cpu()
     return Draft(
         kind, tuple(model.taps), (config.heads, config.kv_heads, config.head_dim), rotation, config.rms_norm_eps,
         _norms(weights), _others(weights), flags, _ids(weights), head, mask,
-        0 if getattr(config, "anchor_predicts", False) else 1,
+        0 if getattr(config, "anchor_predicts", False) else 1, markov=getattr(config, "markov", ""),
+        prefix=getattr(config, "pure_prefix", 0),
     )  # fmt: skip
 
 
@@ -257,9 +267,9 @@ def states(target: TransformersTarget, tokens: Sequence[int]) -> States:
 @torch.inference_mode()
 def drafted(draft: Draft, seen: States, anchor: int, length: int) -> Drafted:
     """The chain of `length` tokens behind the token at place `anchor` of a text, whose states before it are known."""
-    run = {"eagle3": _eagle3_chain, "peagle": _peagle_chain, "dflash": _dflash_chain, "medusa": _medusa_chain}[draft.kind]
+    chains = {"eagle3": _eagle3_chain, "peagle": _peagle_chain, "medusa": _medusa_chain}
     stages: dict[str, Tensor] = {}
-    return Drafted(run(draft, seen, anchor, length, stages), stages)
+    return Drafted(chains.get(draft.kind, _block_chain)(draft, seen, anchor, length, stages), stages)
 
 
 def _eagle3_chain(draft: Draft, seen: States, anchor: int, length: int, stages: dict[str, Tensor]) -> list[int]:
@@ -291,7 +301,7 @@ def _peagle_chain(draft: Draft, seen: States, anchor: int, length: int, stages: 
     return [_choice(draft, seen, row, stages) for row in x]
 
 
-def _dflash_chain(draft: Draft, seen: States, anchor: int, length: int, stages: dict[str, Tensor]) -> list[int]:
+def _block_chain(draft: Draft, seen: States, anchor: int, length: int, stages: dict[str, Tensor]) -> list[int]:
     context = _norm(draft, "hidden_norm", _fused(draft, seen, anchor, stages))
     stages["hidden_norm"] = context
     assert draft.mask is not None
@@ -304,7 +314,41 @@ def _dflash_chain(draft: Draft, seen: States, anchor: int, length: int, stages: 
         x = _layer(draft, layer, None, x, torch.arange(anchor + slots), (context, sight), stages)
     x = _norm(draft, "norm", x)[-length:]
     stages["norm"] = x[0]
-    return [_choice(draft, seen, row, stages) for row in x]
+    if draft.kind == "dflash":
+        return [_choice(draft, seen, row, stages) for row in x]
+    found, memory = [seen.tokens[anchor]], torch.zeros(1)
+    for k, row in enumerate(x):
+        added, memory = (_markov if draft.kind == "dspark" else _domino)(draft, seen, row, found[-1], memory, k)
+        stages[f"correction {k}"] = added
+        found.append(_choice(draft, seen, row, stages, added))
+    return found[1:]
+
+
+def _markov(draft: Draft, seen: States, row: Tensor, token: int, memory: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """DSpark's correction [V] of slot k behind a token, and what it remembers along the block."""
+    weights = {name: weight.float() for name, weight in draft.weights.items() if name.startswith("markov_head.")}
+    word = weights["markov_head.markov_w1.weight"][token]
+    if draft.markov == "gated":
+        gate, bias = weights["markov_head.gate_proj.weight"], weights["markov_head.gate_proj.bias"]
+        word = torch.sigmoid(gate @ torch.cat([row.cpu(), word]) + bias) * word
+    elif draft.markov == "rnn":
+        joint, bias = weights["markov_head.joint_proj.weight"], weights["markov_head.joint_proj.bias"]
+        keep, new, out = (joint @ torch.cat([memory.expand(len(word)), word, row.cpu()]) + bias).chunk(3)
+        memory = keep.sigmoid() * memory + (1 - keep.sigmoid()) * new.tanh()
+        word = out.tanh()
+    return weights["markov_head.markov_w2.weight"] @ word, memory
+
+
+def _domino(draft: Draft, seen: States, row: Tensor, token: int, memory: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Domino's correction [V] of slot k behind a token, and the state of its GRU."""
+    read, kept = (draft.weights[f"prefix_gru.weight_{part}_l0"].float() for part in ("ih", "hh"))
+    memory = memory.expand(kept.shape[1])
+    given, before = (read @ _embedded(seen, [token])[0].cpu()).chunk(3), (kept @ memory).chunk(3)
+    renew = torch.sigmoid(given[1] + before[1])
+    memory = (1 - renew) * torch.tanh(given[2] + torch.sigmoid(given[0] + before[0]) * before[2]) + renew * memory
+    low, high = (draft.weights[f"embed_proj.{n}.weight"].float() for n in (0, 2))
+    added = high @ F.silu(low @ torch.cat([row.cpu(), memory]))
+    return added * (k >= draft.prefix), memory
 
 
 def _medusa_chain(draft: Draft, seen: States, anchor: int, length: int, stages: dict[str, Tensor]) -> list[int]:
@@ -403,8 +447,11 @@ def _turned(draft: Draft, x: Tensor, places: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
-def _choice(draft: Draft, seen: States, state: Tensor, stages: dict[str, Tensor]) -> int:
+def _choice(
+    draft: Draft, seen: States, state: Tensor, stages: dict[str, Tensor], added: Tensor | None = None
+) -> int:  # fmt: skip
     logits = seen.target.head(state[None])[0] if draft.head is None else draft.head.float() @ state.cpu()
+    logits = logits if added is None else logits + added.to(logits.device)
     stages.setdefault("head", logits)
     best = int(logits.argmax())
     chosen = best if draft.ids is None else int(draft.ids[best])

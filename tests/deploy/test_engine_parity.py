@@ -25,12 +25,16 @@ from outrider.export.formats import export
 
 LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
 BLOCK = {**LAYER, "mask_token": 5, "layers": 2, "block": 3, "taps": [0, 2], "anchor_predicts": False}
+DSPARK = {**BLOCK, "rank": 8, "anchor_predicts": True}
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("speculators", "eagle3"): {**LAYER, "length": 3, "taps": [0, 1, 2], "vocabulary": 40, "fc_norm": True, "qk_norm": True},
     ("sglang", "eagle3"): {**LAYER, "length": 3, "taps": [0, 1, 2]},
     ("speculators", "peagle"): {**LAYER, "length": 3, "mask_token": 5, "layers": 2, "taps": [0, 2]},
     ("speculators", "dflash"): BLOCK,
     ("sglang", "dflash"): {**BLOCK, "rope_theta": 1e6},
+    ("speculators", "dspark"): {**DSPARK, "markov": "gated"},
+    ("sglang", "dspark"): {**DSPARK, "markov": "rnn", "confidence": False},
+    ("sglang", "domino"): {**BLOCK, "rank": 8, "gru": 8},
     ("medusa", "medusa"): {"heads": 3, "nodes": 3, "head": "own"},
 }
 PROMPTS = [[40, 41, 42, 43, 44, 45], [70, 71, 72], [50, 60, 50, 60, 50]]
@@ -185,6 +189,10 @@ FAULTS = [
     *[(pair, "norm", weights_of(doubled)) for pair in ALL_LAYERS],
     (("speculators", "eagle3"), "vocabulary", weights_of(stale)),
     (("speculators", "dflash"), "block mask", config_of(lambda config: config.update(sliding_window_non_causal=False))),
+    (("sglang", "dspark"), "weights", config_of(lambda config: config.update(markov_head_type="vanilla"))),
+    (("speculators", "dspark"), "label shift", config_of(lambda config: config.update(sample_from_anchor=False))),
+    (("sglang", "domino"), "label shift", config_of(lambda config: config["dflash_config"].update(shift_label=True))),
+    (("sglang", "domino"), "label shift", config_of(lambda config: config["dflash_config"].update(pure_draft_prefix_len=0))),
     (("medusa", "medusa"), "label shift", weights_of(rolled)),
     (("medusa", "medusa"), "weights", config_of(lambda config: config.pop("medusa_fc_bias"))),
 ]
