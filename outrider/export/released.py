@@ -129,7 +129,10 @@ def taps(ids: Sequence[int] | None, key: str, shift: int = 0) -> list[int]:
 
 
 def anchor_predicts(source: Source) -> str | None:
-    """DFlash as published predicts nothing in the anchor's slot."""
+    """DFlash as published predicts nothing in the anchor's slot.
+
+    speculators has a key for it, but vLLM's second model runner refuses that and its first passes over it in silence.
+    """
     if source.settings.anchor_predicts:
         return "its DFlash drafts nothing in the anchor's slot; train with anchor_predicts: no"
     return None
@@ -140,6 +143,10 @@ def learnt_mask(source: Source) -> str | None:
     if getattr(source.model, "backbone", source.model).mask_token is None:
         return "its mask is a learnt vector and the format wants a token; train with mask_token: ID of one that never occurs"
     return None
+
+
+def not_dflash(source: Source) -> str | None:
+    return learnt_mask(source) or anchor_predicts(source)
 
 
 def not_eagle3(source: Source) -> str | None:

@@ -112,10 +112,6 @@ def not_eagle3(source: Source) -> str | None:
     return released.not_eagle3(source)
 
 
-def not_dflash(source: Source) -> str | None:
-    return released.learnt_mask(source) or released.anchor_predicts(source)
-
-
 def not_dspark(source: Source) -> str | None:
     settings = source.settings
     if not settings.anchor_predicts:
@@ -135,7 +131,7 @@ def _kind(config: Config) -> str | None:
 
 LAYOUTS = {
     "eagle3": Layout(released.MIDLAYER, eagle3, read_eagle3, copies=released.head_copy, refuses=not_eagle3),
-    "dflash": Layout(released.DFLASH, block, read_dflash, refuses=not_dflash),
+    "dflash": Layout(released.DFLASH, block, read_dflash, refuses=released.not_dflash),
     "dspark": Layout(released.DSPARK, dspark, read_dspark, refuses=not_dspark),
     "domino": Layout(released.DOMINO, domino, read_domino, refuses=released.learnt_mask),
 }

@@ -192,7 +192,7 @@ LAYOUTS = {
         refuses=released.learnt_mask,
         shift=SHIFT,
     ),
-    "dflash": Layout(released.DFLASH, dflash, read_dflash, refuses=released.learnt_mask, shift=SHIFT),
+    "dflash": Layout(released.DFLASH, dflash, read_dflash, refuses=released.not_dflash, shift=SHIFT),
     "dspark": Layout(released.DSPARK, dspark, read_dspark, refuses=released.learnt_mask, shift=SHIFT),
     "mtp": Layout(MODULE, mtp, read_mtp, refuses=one_module, shift=SHIFT),
 }

@@ -223,18 +223,22 @@ def test_vllm_takes_sglangs_layer_numbers_one_too_low(made, texts):
     assert readers.of_folder(folder, "sglang").taps == model.taps
 
 
-def test_vllm_knows_no_dflash_that_drafts_in_the_anchors_slot(target, texts, tmp_path):
+def test_vllm_knows_no_dflash_that_drafts_in_the_anchors_slot(target, made, texts, tmp_path):
     """The default layout of ours: vLLM's first model runner loads it without a word and drafts from other slots."""
     module = find_drafter("dflash")
     config = build(module.Config, {"kind": "dflash", **BLOCK, "anchor_predicts": True}, "drafter")
-    torch.manual_seed(0)
-    model = randomise(module.Model(config, target).to(torch.float32))
-    save(tmp_path / "checkpoint", model, {})
-    export(tmp_path / "checkpoint", "speculators", tmp_path / "there", target)
-    own = readers.of_model(load_model(tmp_path / "checkpoint", target))
-    found = parity_causes.causes(readers.of_folder(tmp_path / "there", "vllm"), own, texts, 3)
+    model = module.Model(config, target).to(torch.float32).eval().requires_grad_(False)
+    checkpoint, folder = tmp_path / "checkpoint", tmp_path / "there"
+    save(checkpoint, model, {})
+    with pytest.raises(ExportError, match="train with anchor_predicts: no"):
+        export(checkpoint, "speculators", folder, target)
+    theirs, folder_of_theirs = made("speculators", "dflash")
+    shutil.copytree(folder_of_theirs, folder)
+    config_of(lambda config: config.update(sample_from_anchor=True))(folder)
+    model.load_state_dict(theirs.state_dict())
+    found = parity_causes.causes(readers.of_folder(folder, "vllm"), readers.of_model(model), texts, 3)
     assert [cause.name for cause in found] == ["label shift"]
-    assert parity_causes.causes(readers.of_folder(tmp_path / "there", "speculators"), own, texts, 3) == []
+    assert parity_causes.causes(readers.of_folder(folder, "speculators"), readers.of_model(model), texts, 3) == []
 
 
 def test_another_kinds_folder_is_refused(made, texts):
