@@ -109,6 +109,27 @@ METHODS: dict[str, Method] = {
     "limited, lk_alpha": Method("demo-dflash", (*SMALL, "train.loss={lk_alpha: 1.0}")),
 }
 
+TWICE = ("prepare.count=1024", "prepare.folder=runs/twice-answers")
+HALVES = {
+    "eagle": ("drafter.heads=2", "drafter.kv_heads=1", "drafter.intermediate=352"),
+    "eagle3": ("drafter.heads=2", "drafter.kv_heads=1", "drafter.intermediate=352"),
+    "tenth": ("drafter.new.hidden=64", "drafter.new.intermediate=192", "drafter.new.head_dim=16"),
+    "tenth, adaspec": ("drafter.new.hidden=64", "drafter.new.intermediate=192", "drafter.new.head_dim=16"),
+    "limited, kl": ("drafter.heads=1", "drafter.intermediate=64"),
+    "limited, lk_lambda": ("drafter.heads=1", "drafter.intermediate=64"),
+}
+"""Layers of about half the weights, for orders that do not hold at their size."""
+STUDIES = {
+    f"{name}, {what}": Method(
+        METHODS[name].recipe,
+        (*METHODS[name].changes, *changes),
+        METHODS[name].reference and f"{METHODS[name].reference}, {what}",
+    )
+    for name in HALVES
+    for what, changes in (("twice the data", TWICE), ("half the drafter", HALVES[name]))
+}
+METHODS |= STUDIES
+
 CLAIMS = [
     Claim("dspark", "dflash", 1.10, 0.0, "a Markov head on the block"),
     Claim("dspark", "dflash", 1.10, 1.0, "a Markov head on the block"),
@@ -121,6 +142,10 @@ CLAIMS = [
     Claim("eagle3", "eagle", 1.0, 0.0, "taps and unrolled training, no feature loss"),
     Claim("eagle3", "eagle", 1.0, 1.0, "taps and unrolled training, no feature loss"),
 ]
+CLAIMS += [
+    Claim(f"{claim.better}, {what}", f"{claim.worse}, {what}", 1.0, claim.temperature, claim.said)
+    for claim in CLAIMS for what in ("twice the data", "half the drafter") if claim.better in HALVES
+]  # fmt: skip
 
 
 def main() -> None:
@@ -135,7 +160,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    names = options.only.split(";") if options.only else list(METHODS)
+    names = options.only.split(";") if options.only else [name for name in METHODS if name not in STUDIES]
     unknown = [name for name in names if name not in METHODS]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; known: {'; '.join(METHODS)}")
