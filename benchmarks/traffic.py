@@ -33,8 +33,8 @@ import h11
 import httpx
 import numpy as np
 
-from outrider.evaluate import replay, traces
-from outrider.evaluate.replay import Plan
+from outrider.evaluate.traffic import replay, traces
+from outrider.evaluate.traffic.replay import Plan
 
 STUB = Path(__file__).resolve().with_name("stub_server.py")
 
@@ -242,7 +242,7 @@ def by_h11() -> Reader:
 
 
 def by_our_own() -> Reader:
-    from outrider.evaluate.stream import Client, address_of
+    from outrider.evaluate.traffic.stream import Client, address_of
 
     clients: dict[str, Client] = {}
 

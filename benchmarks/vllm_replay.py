@@ -25,8 +25,8 @@ from typing import Any
 import httpx
 
 from outrider import demo
-from outrider.evaluate import counters, traces
-from outrider.evaluate.replay import Plan, replay
+from outrider.evaluate.traffic import counters, traces
+from outrider.evaluate.traffic.replay import Plan, replay
 
 PLACE = Path(__file__).resolve().parent / "results" / "vllm_replay.json"
 
@@ -115,7 +115,7 @@ def about(server: str) -> dict[str, str]:
 def replayed(
     server: str, bodies: list[dict[str, Any]], concurrency: int, ends_early: bool
 ) -> tuple[dict[str, Any], dict[int, str]]:
-    """All requests through `outrider.evaluate.replay`: what the counters say beside what the answers say, and the answers.
+    """All requests through `traffic.replay`: what the counters say beside what the answers say, and the answers.
 
     With `ends_early` the answers are not asked: vLLM says nothing of the drafts of one that ended at a stop string.
     """

@@ -16,8 +16,8 @@ import outrider
 from outrider import errors
 
 LIGHT = (
-    "outrider", "outrider.config", "outrider.errors", "outrider.demo", "outrider.evaluate.report", "outrider.evaluate.gate",
-    "outrider.evaluate.replay", "outrider.evaluate.watch", "outrider.cli",
+    "outrider", "outrider.config", "outrider.errors", "outrider.demo", "outrider.evaluate.report",
+    "outrider.evaluate.gate.gate", "outrider.evaluate.traffic.replay", "outrider.evaluate.traffic.watch", "outrider.cli",
 )  # fmt: skip
 
 IMPORTS = f"""

@@ -22,7 +22,7 @@ from outrider.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from outrider.deploy.engines import Command, Draft, Wish
     from outrider.deploy.tune import Arm, Choice, Point
-    from outrider.evaluate.traces import Trace
+    from outrider.evaluate.traffic.traces import Trace
 
 TargetOption = Annotated[str | None, typer.Option("--target", help="Hub id, folder or GGUF file, if not as in training.")]
 KindOption = Annotated[str | None, typer.Option("--kind", help="Kind of drafter, of a folder that comes from elsewhere.")]
@@ -219,8 +219,8 @@ def tune(
     quiet()
     place_of_json(json_to)
     from outrider.deploy import tune as tuning
-    from outrider.evaluate import traces
     from outrider.evaluate.bootstrap import student
+    from outrider.evaluate.traffic import traces
 
     named = _named(url)
     lengths = sorted(named) if named else _numbers("tokens", tokens)
@@ -342,7 +342,7 @@ def _measures(
     trace: Trace, calls: int, max_tokens: int, completions: bool, key: str | None
 ) -> Callable[[str, int], float]:  # fmt: skip
     """(address, load) to tokens per second, by a replay in a closed loop."""
-    from outrider.evaluate.replay import Plan, replay
+    from outrider.evaluate.traffic.replay import Plan, replay
 
     def measure(url: str, load: int) -> float:
         count = max(calls, 8 * load)

@@ -16,9 +16,9 @@ from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
     from outrider.decoding.parties import Drafter
-    from outrider.evaluate.harness import TaskRun
-    from outrider.evaluate.parity import Comparison, TextPair
-    from outrider.evaluate.two_samples import Samples
+    from outrider.evaluate.quality.harness import TaskRun
+    from outrider.evaluate.quality.parity import Comparison, TextPair
+    from outrider.evaluate.quality.two_samples import Samples
     from outrider.targets.transformers import TransformersTarget
 
 LONGEST = 64
@@ -61,7 +61,7 @@ def parity(
     from outrider.decoding.sampling import Sampling
     from outrider.evaluate import tasks
     from outrider.evaluate.measure import as_tokens
-    from outrider.evaluate.parity import compare, compare_samples
+    from outrider.evaluate.quality.parity import compare, compare_samples
 
     if not (recipe or drafter):
         raise ConfigError("nothing to compare; give a run file, or --drafter NAME with --target NAME, or --texts FILE twice")
@@ -178,7 +178,7 @@ def _say_verdict(verdict: str) -> None:
 
 
 def _texts(paths: list[Path], json_to: str | None) -> None:
-    from outrider.evaluate.parity import compare_texts
+    from outrider.evaluate.quality.parity import compare_texts
 
     if len(paths) != 2:
         raise ConfigError(f"--texts was given {len(paths)} times; give it twice, a file each")
@@ -234,7 +234,7 @@ def lm_eval(
     )  # read once, when lm-eval loads it; its bars and ours would write over each other
     place_of_json(json_to)
     try:
-        from outrider.evaluate.harness import Job, both
+        from outrider.evaluate.quality.harness import Job, both
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "lm_eval":
             raise

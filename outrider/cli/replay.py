@@ -15,9 +15,9 @@ from outrider.cli.console import JsonTo, SkipBad, bar, counted, key_of, place_of
 from outrider.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from outrider.evaluate.latencies import Endpoint
-    from outrider.evaluate.replay import Replayed
-    from outrider.evaluate.traces import Trace
+    from outrider.evaluate.traffic.latencies import Endpoint
+    from outrider.evaluate.traffic.replay import Replayed
+    from outrider.evaluate.traffic.traces import Trace
 
 
 def replay(
@@ -55,9 +55,9 @@ def replay(
 ) -> None:
     """Send recorded traffic to a server, or to two side by side, and time the answers."""
     place_of_json(json_to)
-    from outrider.evaluate import traces
-    from outrider.evaluate.replay import Plan
-    from outrider.evaluate.replay import replay as send
+    from outrider.evaluate.traffic import traces
+    from outrider.evaluate.traffic.replay import Plan
+    from outrider.evaluate.traffic.replay import replay as send
 
     urls = [url.strip() for url in (against or "").split(",") if url.strip()]
     if not urls and save is None:
@@ -106,7 +106,7 @@ def limits(text: str | None) -> dict[str, float]:
 
 
 def _shown(url: str) -> str:
-    from outrider.evaluate.stream import address_of
+    from outrider.evaluate.traffic.stream import address_of
 
     return address_of(url).shown
 

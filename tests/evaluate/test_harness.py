@@ -23,7 +23,7 @@ pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
-from outrider.evaluate.harness import Job, OutriderLM, both
+from outrider.evaluate.quality.harness import Job, OutriderLM, both
 
 CONTEXTS = ("tell 1 xyxy", "a", "say abab 3 abab", "and so on " * 40)
 

@@ -20,7 +20,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Drafter
 from outrider.decoding.sampling import Purpose, Sampling, Streams
 from outrider.errors import DataError
-from outrider.evaluate.parity import Audit, compare, compare_samples, compare_texts
+from outrider.evaluate.quality.parity import Audit, compare, compare_samples, compare_texts
 from outrider.targets.transformers import TransformersTarget, load_target
 
 DrafterOf = Callable[[Case], Drafter]
@@ -245,7 +245,7 @@ def test_the_command_ends_with_1_where_texts_differ_and_2_where_it_is_used_wrong
 
 def test_the_command_ends_with_1_on_a_bug(folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an exit code that hangs on the table alone.  The rule is broken beneath the command, which offers none."""
-    from outrider.evaluate import parity
+    from outrider.evaluate.quality import parity
 
     whole = parity.compare
     monkeypatch.setattr(parity, "compare", lambda *given, **more: whole(*given, **more, rule=keeps_the_first))

@@ -29,10 +29,10 @@ from typer.testing import CliRunner
 from outrider.cli.replay import limits
 from outrider.cli.replay import replay as verb
 from outrider.errors import ConfigError, DataError
-from outrider.evaluate import latencies, replay, traces
-from outrider.evaluate.latencies import Gaps, Outcome, Tally
-from outrider.evaluate.replay import Plan, Replayed, dues, first_difference, pause_s
-from outrider.evaluate.stream import Answer, Client, Events, address_of
+from outrider.evaluate.traffic import latencies, replay, traces
+from outrider.evaluate.traffic.latencies import Gaps, Outcome, Tally
+from outrider.evaluate.traffic.replay import Plan, Replayed, dues, first_difference, pause_s
+from outrider.evaluate.traffic.stream import Answer, Client, Events, address_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FAST = ("--first-ms", "1", "--gap-ms", "1")
@@ -684,7 +684,7 @@ def test_redacted_nothing_of_what_was_asked_or_answered_is_written(plain: Stub, 
 
 def test_no_torch_is_loaded() -> None:
     """Catches an import that makes a replay wait for torch, and hold its 300 MB."""
-    code = "import outrider.evaluate.replay, outrider.cli.replay, sys; sys.exit('torch' in sys.modules)"
+    code = "import outrider.evaluate.traffic.replay, outrider.cli.replay, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 from outrider.cli.watch import watch
 from outrider.errors import ConfigError, DataError
 from outrider.evaluate.bootstrap import Interval
-from outrider.evaluate.counters import Counters
 from outrider.evaluate.report import Report, Row
-from outrider.evaluate.watch import Drift, Release, Watch, Window, release_of, standing, together
+from outrider.evaluate.traffic.counters import Counters
+from outrider.evaluate.traffic.watch import Drift, Release, Watch, Window, release_of, standing, together
 
 EVERY_S = 5
 DAY = 86_400 // EVERY_S
@@ -386,7 +386,7 @@ def test_wrong_use_is_one_clear_sentence(words: list[str], kind: type[Exception]
 def test_a_watch_needs_no_torch() -> None:
     """Catches a heavy import: a watch must run on a small machine beside the server."""
     code = (
-        "import sys, outrider.evaluate.watch, outrider.evaluate.counters, outrider.cli.watch;"
+        "import sys, outrider.evaluate.traffic.watch, outrider.evaluate.traffic.counters, outrider.cli.watch;"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)

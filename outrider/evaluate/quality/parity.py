@@ -31,7 +31,7 @@ from outrider.decoding.sampling import Sampling, Streams
 from outrider.decoding.state import Request
 from outrider.decoding.twins import accept_chain
 from outrider.errors import DataError
-from outrider.evaluate.two_samples import Samples, two_samples
+from outrider.evaluate.quality.two_samples import Samples, two_samples
 from outrider.targets.transformers import TransformersTarget
 
 Verdict = Literal["equal", "tie", "bug"]

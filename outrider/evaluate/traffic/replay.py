@@ -34,11 +34,11 @@ from typing import IO, Any, NamedTuple
 import httpx
 
 from outrider.errors import ConfigError, DataError
-from outrider.evaluate import counters, latencies
 from outrider.evaluate.bootstrap import Interval
-from outrider.evaluate.latencies import Endpoint, Outcome, Spread, Tally
-from outrider.evaluate.stream import Address, Answer, Client, address_of
-from outrider.evaluate.traces import Call, Trace, keyed
+from outrider.evaluate.traffic import counters, latencies
+from outrider.evaluate.traffic.latencies import Endpoint, Outcome, Spread, Tally
+from outrider.evaluate.traffic.stream import Address, Answer, Client, address_of
+from outrider.evaluate.traffic.traces import Call, Trace, keyed
 
 LIMITS = ("ttft", "tpot", "e2e")
 PAUSE_S = 0.5

@@ -1,6 +1,6 @@
 """lm-evaluation-harness on our targets, speculating or not: the same prompts, the same stops, the same scores.
 
-`import outrider.evaluate.harness` registers the model `outrider` with lm-eval (arguments: target, drafter, and those of
+`import outrider.evaluate.quality.harness` registers the model `outrider` with lm-eval (arguments: target, drafter, and those of
 `OutriderLM`).  `both` runs tasks twice, plain and drafted, and says whether it made a difference.  How a prompt is cut, what
 ends an answer and what is left of it are those of lm-eval's own `hf` model.  Log-likelihoods are the target's alone; nothing is
 drafted there.  Needs lm-eval, the extra `eval`.
@@ -38,7 +38,7 @@ from outrider.decoding.parties import Drafter
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
 from outrider.errors import ConfigError, DataError
-from outrider.evaluate.equivalence import Equivalence, equivalence
+from outrider.evaluate.quality.equivalence import Equivalence, equivalence
 from outrider.targets.transformers import TransformersTarget, load_target
 
 DRAWN = ("top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
