@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import random
 import shutil
 import statistics
@@ -164,6 +165,8 @@ def main() -> None:
     unknown = [name for name in names if name not in METHODS]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; known: {'; '.join(METHODS)}")
+    options.out = options.out and options.out.absolute()
+    os.chdir(HERE.parent)  # recipes name their answers from there
     if not options.table:
         measured = MeasureConfig(prompts=options.prompts, max_new_tokens=options.new, observed=0)
         bench = Bench(load_target("demo", compile=False), measured)

@@ -149,7 +149,7 @@ def _prepare(settings: RunConfig, target: TransformersTarget) -> None:
         console.out.print(
             f"prepare   {len(skipped)} rows left out; the first: {skipped.reasons[0]}", highlight=False, soft_wrap=True
         )
-    there = len(regenerate.repair(settings.answers / regenerate.ANSWERS))
+    there = regenerate.answered(settings.answers / regenerate.ANSWERS)
     most = len(asked) * (config.max_new_tokens if config.regenerate else config.length)
     console.out.print(
         f"prepare   {len(asked)} prompts from {config.conversations}, {there} answered before; at most {counted(most)} tokens "

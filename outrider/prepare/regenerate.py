@@ -14,7 +14,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from outrider.decoding.parties import Drafter, Target
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import Request
 from outrider.errors import DataError
+from outrider.lock import held
 from outrider.nn.draft_model import binding
 from outrider.prepare import grams
 from outrider.prepare.conversations import Config, Conversation, prompt_tokens, render, template_hash
@@ -46,30 +47,27 @@ def prepare(
 ) -> Path:  # fmt: skip
     """Write the answers of all conversations that have none yet; returns the file.  `drafter` makes it faster, not different.
 
-    Raises DataError where the folder holds answers of another target, sampling or template.
+    Raises DataError where the folder holds answers of another target, sampling or template, or another process writes there.
     """
     folder = Path(folder)
     path = folder / ANSWERS
+    busy = DataError(f"another process is writing answers to {folder}; wait for it, or name another prepare.folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _claim(folder, target, tokenizer, config)
-        done = {answer.id for answer in repair(path)}
-        asked = list(conversations)
-        waiting = [conversation for conversation in asked if conversation.id not in done]
-        with path.open("a", encoding="utf-8") as file:
-            for answer in _answers(target, tokenizer, waiting, config, drafter):
-                file.write(
-                    json.dumps(
-                        {"id": answer.id, "tokens": answer.tokens, "learn": answer.learn, "finish_reason": answer.finish_reason}
-                    )
-                    + "\n"
-                )
-                file.flush()
-                done.add(answer.id)
-                if on_answer is not None:
-                    on_answer(len(done), answer)
-        if config.grams:
-            _keep_grams(folder, target, asked)
+        with held(folder, busy):
+            _claim(folder, target, tokenizer, config)
+            done = {answer.id for answer in _repair(path)}
+            asked = list(conversations)
+            waiting = [conversation for conversation in asked if conversation.id not in done]
+            with path.open("a", encoding="utf-8") as file:
+                for answer in _answers(target, tokenizer, waiting, config, drafter):
+                    file.write(json.dumps(asdict(answer)) + "\n")
+                    file.flush()
+                    done.add(answer.id)
+                    if on_answer is not None:
+                        on_answer(len(done), answer)
+            if config.grams:
+                _keep_grams(folder, target, asked)
     except OSError as error:
         raise DataError(
             f"can't write answers to {folder}: {error.strerror or error}; what is written is kept, make room and run again"
@@ -96,7 +94,12 @@ def read_answers(path: str | Path) -> list[Answer]:
     return answers
 
 
-def repair(path: Path) -> list[Answer]:
+def answered(path: Path) -> int:
+    """How many answers are there, whole; another process may be writing them."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _repair(path: Path) -> list[Answer]:
     """The answers that are whole; a torn line at the end is cut off the file."""
     if not path.exists():
         return []

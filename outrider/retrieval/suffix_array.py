@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import heapq
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from outrider.errors import DataError
+from outrider.lock import held
 from outrider.retrieval.proposal import Proposal
 
 FORMAT = 1
@@ -428,26 +428,15 @@ def _beside(folder: Path) -> Iterator[Path]:
     """
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for left in folder.parent.glob(f".{folder.name}.*.part"):
-        with contextlib.suppress(OSError), _locked(left):
+        with contextlib.suppress(OSError), held(left, BlockingIOError(), 0):
             shutil.rmtree(left, ignore_errors=True)
     part = folder.with_name(f".{folder.name}.{os.getpid()}-{os.urandom(4).hex()}.part")
     part.mkdir(mode=0o700)
     try:
-        with _locked(part):
+        with held(part, BlockingIOError(), 0):
             yield part
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """BlockingIOError where another process holds it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _swap(part: Path, folder: Path) -> None:

@@ -24,6 +24,7 @@ from outrider import checkpoint
 from outrider.config import Config as Base
 from outrider.decoding.accept import overlap
 from outrider.errors import CheckpointError, ConfigError, TrainingError
+from outrider.lock import held
 from outrider.nn.draft_model import Batch, DraftModel, FeatureSource, Predictions
 from outrider.train import losses, rows
 from outrider.train.optimizers import Kind, Optimizers, pack, unpack
@@ -97,13 +98,12 @@ def train(
 
     folder: gets `checkpoint/` and `metrics.jsonl`.  probe: measures the model at the end, into the metrics.
     reference: the model that `config.reference` names, loaded.
-    Raises TrainingError where a loss is not finite, naming the first bad tensor; no good checkpoint is overwritten.
+    Raises TrainingError where a loss is not finite, naming the first bad tensor, and where another process trains there; no
+    good checkpoint is overwritten.
     KeyboardInterrupt: the current step is finished and saved first.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(config.seed)
-    model = model.float().train()
     if config.select < 1 and reference is None:
         raise ConfigError(
             f"train.select {config.select} needs the reference {config.reference}, loaded; give `reference` to train"
@@ -113,6 +113,16 @@ def train(
             f"train.reference is a {reference.config.kind} with taps {reference.taps}, the drafter a {model.config.kind} with "
             f"taps {model.taps}; a selection compares two of one kind that see the same layers"
         )
+    with held(folder, TrainingError(f"another process is training in {folder}; wait for it, or give this run another name")):
+        return _train(model, source, config, folder, on_step, probe, reference)
+
+
+def _train(
+    model: DraftModel, source: FeatureSource, config: Config, folder: Path, on_step: OnStep | None, probe: Probe | None,
+    reference: DraftModel | None,
+) -> Path:  # fmt: skip
+    torch.manual_seed(config.seed)
+    model = model.float().train()
     optimizer = Optimizers(model, config.optimizer, model.target.spec.vocabulary, config.weight_decay)
     place = folder / "checkpoint"
     facts: dict[str, Any] = {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0}

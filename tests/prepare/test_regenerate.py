@@ -21,7 +21,7 @@ from outrider import generate, load_drafter
 from outrider.decoding.sampling import Sampling
 from outrider.errors import DataError
 from outrider.prepare.conversations import Config, Conversation, prompt_tokens, render
-from outrider.prepare.regenerate import ANSWERS, Answer, prepare, read_answers, repair
+from outrider.prepare.regenerate import ANSWERS, Answer, answered, prepare, read_answers
 from outrider.targets.transformers import TransformersTarget, load_target
 
 
@@ -125,8 +125,7 @@ def test_a_torn_last_line_is_written_again(cut: int, talker: TransformersTarget,
     path = prepare(talker, talker.tokenizer, asked(), tmp_path, config())
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:5]) + lines[5][:cut])
-    assert len(repair(path)) == 5
-    assert path.read_bytes() == b"".join(lines[:5])
+    assert answered(path) == 5
     assert by_id(answer_all(talker, tmp_path)) == whole
 
 
@@ -173,6 +172,24 @@ def test_a_killed_process_loses_only_what_it_was_writing(
     assert by_id(read_answers(path)) == whole
 
 
+def test_two_processes_do_not_answer_into_one_folder(talker: TransformersTarget, whole: dict[str, Any], tmp_path: Path) -> None:
+    """Catches every prompt answered twice: both read what is there, and both write the rest."""
+    child = multiprocessing.get_context("fork").Process(target=_write_slowly, args=(talker, tmp_path))
+    child.start()
+    try:
+        give_up = time.monotonic() + 20
+        while answered(tmp_path / ANSWERS) < 3 and time.monotonic() < give_up:
+            time.sleep(0.01)
+        os.kill(child.pid, signal.SIGSTOP)  # so that it is still there when patience ends
+        with pytest.raises(DataError, match="another process is writing answers to .*; wait for it, or name another"):
+            answer_all(talker, tmp_path)
+        os.kill(child.pid, signal.SIGCONT)
+        child.join()
+    finally:
+        child.kill()
+    assert by_id(answer_all(talker, tmp_path)) == whole
+
+
 @contextmanager
 def room_of(size_bytes: int) -> Iterator[None]:
     """No file may grow beyond this: the kernel refuses the write, as on a full disk."""
@@ -191,10 +208,12 @@ def test_a_full_disk_keeps_what_is_written(talker: TransformersTarget, whole: di
         pytest.raises(DataError, match=r"can't write answers to .*what is written is kept, make room and run again"),
     ):
         answer_all(talker, tmp_path)
-    kept = repair(tmp_path / ANSWERS)
-    assert 0 < len(kept) < 8
-    assert by_id(kept).items() <= whole.items()
-    assert by_id(answer_all(talker, tmp_path)) == whole
+    there = answered(tmp_path / ANSWERS)
+    assert 0 < there < 8
+    seen: list[str] = []
+    prepare(talker, talker.tokenizer, asked(), tmp_path, config(), on_answer=lambda _, answer: seen.append(answer.id))
+    assert len(seen) == 8 - there
+    assert by_id(read_answers(tmp_path / ANSWERS)) == whole
 
 
 def test_a_folder_that_cannot_be_made_is_said(talker: TransformersTarget, tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from safetensors.torch import load_file
 
 from outrider import checkpoint
 from outrider.errors import CheckpointError, TrainingError
+from outrider.lock import held
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.targets.transformers import TransformersTarget
 from outrider.train.optimizers import Optimizers
@@ -168,6 +171,18 @@ def test_a_finished_training_is_left_alone(talker: TransformersTarget, tmp_path:
     assert written(tmp_path) == before
     assert (tmp_path / "metrics.jsonl").read_bytes() == lines
     assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True))
+
+
+def test_two_do_not_train_in_one_folder(talker: TransformersTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches two processes whose steps stand in one another's metrics and checkpoints."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(time, "monotonic", itertools.count().__next__)
+    with (
+        held(tmp_path, AssertionError()),
+        pytest.raises(TrainingError, match=f"another process is training in {tmp_path}; wait for it, or give this run"),
+    ):
+        fit(tmp_path, talker)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_probe_is_written_once(talker: TransformersTarget, tmp_path: Path) -> None:

@@ -1,0 +1,39 @@
+"""A folder that one process writes into at a time.  The lock goes with its process, so a killed one leaves none behind."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def held(folder: Path, refusal: Exception, patience_s: float = 3.0) -> Iterator[None]:
+    """Hold `folder` against other processes; raises `refusal` where another holds it for longer than `patience_s`.
+
+    On a file system that knows no locks all goes on without one.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        _acquire(handle, refusal, time.monotonic() + patience_s)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _acquire(handle: int, refusal: Exception, until: float) -> None:
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise refusal from None
+            time.sleep(0.05)
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                return None
+            raise
