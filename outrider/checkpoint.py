@@ -333,9 +333,10 @@ def _placed(make: Callable[[Target], Drafter], target: Target, device: str | tor
     if place != target.device:
         return Abroad(make(target.lent(place)), place)
     drafter = make(target)
-    theirs, own = getattr(target, "step", None), getattr(drafter, "step", None)
-    if isinstance(theirs, Graphs) and theirs.graphs and isinstance(own, Graphs):
-        own.look()
+    theirs = getattr(target, "step", None)
+    if isinstance(theirs, Graphs) and theirs.graphs:
+        for own in getattr(drafter, "steps", ()):
+            own.look()
     return drafter
 
 

@@ -185,6 +185,12 @@ class Settings(NamedTuple):
         """Every live slot is at temperature 0."""
         return self.temperature is None
 
+    @property
+    def is_tempered(self) -> bool:
+        """Every live slot draws at a temperature above 0 from all tokens: its law is `tempered`."""
+        cuts = (self.top_k, self.top_p, self.min_p, self.typical_p)
+        return self.temperature is not None and cuts == (None,) * 4 and bool((self.temperature > 0).all())
+
 
 def distribution(logits: Tensor, settings: Settings) -> Tensor:
     """The law of the next token.  logits [B, ..., V]; returns the same shape, each row summing to 1.
@@ -213,10 +219,9 @@ def _law(logits: Tensor, settings: Settings) -> Tensor:
     """Temperature, then every cut but top-k; slots at temperature 0 are one-hot."""
     assert settings.temperature is not None
     shape = (-1,) + (1,) * (logits.dim() - 1)
-    temperature = settings.temperature.to(logits.dtype).view(shape)
-    is_cold = temperature == 0
-    # the largest is 0, so that a temperature near 0 overflows to -inf alone: of two +inf softmax makes NaN
-    p = ((logits - logits.amax(-1, keepdim=True)) / torch.where(is_cold, 1.0, temperature)).softmax(-1)
+    is_cold = settings.temperature == 0
+    p = tempered(logits, torch.where(is_cold, 1.0, settings.temperature))
+    is_cold = is_cold.view(shape)
     for column, keep in ((settings.top_p, _keep_top_p), (settings.min_p, _keep_min_p), (settings.typical_p, _keep_typical)):
         if column is not None:
             p = keep(p, column.to(p.dtype).view(shape))
@@ -224,6 +229,13 @@ def _law(logits: Tensor, settings: Settings) -> Tensor:
         cold = torch.zeros_like(p).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         p = torch.where(is_cold, cold, p)
     return p
+
+
+def tempered(logits: Tensor, temperature: Tensor) -> Tensor:
+    """softmax(logits / temperature), for logits [B, ..., V] and temperatures [B] above 0."""
+    heat = temperature.to(logits.dtype).view((-1,) + (1,) * (logits.dim() - 1))
+    # the largest is 0, so that a temperature near 0 overflows to -inf alone: of two +inf softmax makes NaN
+    return ((logits - logits.amax(-1, keepdim=True)) / heat).softmax(-1)
 
 
 def _law_of_few(logits: Tensor, settings: Settings, k: int) -> Tensor:
@@ -303,15 +315,20 @@ class Streams:
         salt, x) alone, so two laws that are close mostly draw the same token from the same noise; and with the winner's weight
         at 0 the same noise draws the runner-up, as if anew.  The target's noise has no salt: a seeded slot drafts without.
         """
-        key = self._key(depth, purpose, salt)
         if weights.shape[-1] > MANY and weights.device.type == "cpu":
             flat = weights.flatten(0, -2)
             rows, tokens = flat.nonzero().unbind(-1)
             if 8 * len(rows) < flat.numel():
-                race = flat[rows, tokens] / _exponential(key.expand(weights.shape[:-1]).flatten()[rows], tokens)
-                return _first_of_largest(race, rows, tokens, len(flat)).view(weights.shape[:-1])
-        every = torch.arange(weights.shape[-1], device=weights.device)
-        return (weights / _exponential(key.unsqueeze(-1), every)).argmax(-1)
+                key = self._key(depth, purpose, salt)
+                times = flat[rows, tokens] / _exponential(key.expand(weights.shape[:-1]).flatten()[rows], tokens)
+                return _first_of_largest(times, rows, tokens, len(flat)).view(weights.shape[:-1])
+        return race(weights, self._key(depth, purpose, salt), torch.arange(weights.shape[-1], device=weights.device))
+
+    def keys(self, depths: int, purpose: Purpose) -> Tensor:
+        """What `race` needs to draw as `draw` does at depths 0 to `depths` - 1: [B, depths] int64."""
+        seeded = None if self.seeded is None else self.seeded[:, None]
+        every = torch.arange(depths, device=self.seeds.device)
+        return Streams(self.seeds[:, None], self.index[:, None], seeded)._key(every, purpose)
 
     def _key(self, depth: Tensor | int, purpose: Purpose, salt: Tensor | None = None) -> Tensor:
         """[B], or [B, W] for a salt [W]."""
@@ -319,7 +336,7 @@ class Streams:
         if purpose is not Purpose.DRAFT or self.seeded is None:
             return own
         seeded, target = self.seeded, self._hash(depth, Purpose.TARGET)
-        if own.dim() > 1:
+        if salt is not None:
             seeded, target = seeded.unsqueeze(-1), target.unsqueeze(-1)
         return torch.where(seeded, target, own)
 
@@ -333,6 +350,14 @@ class Streams:
             # salt 0 adds nothing: it is the noise that a draw without salt has
             counter, seeds = counter.unsqueeze(-1) + _mix(salt * _STEP), seeds.unsqueeze(-1)
         return _mix(seeds ^ _mix(counter))
+
+
+def race(weights: Tensor, key: Tensor, tokens: Tensor) -> Tensor:
+    """The token with the largest weight / E, where E is exponential noise of this key.  weights [..., V], key [...].
+
+    tokens: 0 to V - 1; made while being traced, torch 2.13 would compile them into code that crashes.
+    """
+    return (weights / _exponential(key.unsqueeze(-1), tokens)).argmax(-1)
 
 
 def _wrap(value: int) -> int:

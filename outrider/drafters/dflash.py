@@ -23,10 +23,11 @@ from torch.export import Dim
 
 from outrider import compiled, packed
 from outrider.compiled import Graphs, Replays
+from outrider.decoding import sampling
 from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Cache, Scores, Target
-from outrider.decoding.sampling import Purpose, distribution
+from outrider.decoding.sampling import Purpose, distribution, race, tempered
 from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
 from outrider.nn import blocks, heads
@@ -209,11 +210,11 @@ class BlockDrafter:
         self.limit = len(self.tree.slots)
         # a greedy request's tree has runners-up, of which the head says nothing
         self.is_confident = getattr(model, "confidence_head", None) is not None and self.limit == self.block
-        self.step = CompiledBlock(model, self.tree)
+        self.greedy, self.drawn = self.steps = CompiledBlock(Greedy(model, self.tree)), CompiledBlock(Drawn(model))
 
     def compile(self, several: bool = False) -> float:
-        """Have greedy blocks of one slot, or of several, compiled; returns the seconds it took.  NotCompiled says why not."""
-        return self.step.get(several, build=True)
+        """Have blocks of one slot, or of several, compiled; returns the seconds it took.  NotCompiled says why not."""
+        return sum(step.get(several, build=True) for step in self.steps)
 
     def allocate(self, cache: Cache) -> BlockMemory:
         # besides the context: the block, and as many columns again where slots bring unequal numbers of new taps
@@ -232,12 +233,14 @@ class BlockDrafter:
         rows, kept = state.rows, memory.kept
         self._settle(memory, rows)
         taps, counts = self._take(memory, rows)
-        pick = None if state.settings.is_greedy and not state.bans else _Picker(state)
-        if pick is None and self.step.fits(kept, rows, max(2, taps.shape[1]) + self.backbone.width):
+        is_greedy = state.settings.is_greedy and not state.bans
+        step = self._compiled(state)
+        if step is not None and step.fits(kept, rows, max(2, taps.shape[1]) + self.backbone.width):
             taps = nn.functional.pad(taps, (0, 0, 0, 0, 0, max(0, 2 - taps.shape[1])))
             kept.open(rows, taps.shape[1] + self.backbone.width)
-            tokens, confidence = self.step.run(taps, state.anchor, counts, kept)
+            tokens, q, confidence = step.run(taps, state, counts, kept)
         else:
+            pick = None if is_greedy else _Picker(state)
             kept.open(rows, taps.shape[1] + self.backbone.width)
             mask = self._mask(kept, taps.shape[1], counts)
             starts = [kept.lengths[row] for row in rows]
@@ -247,10 +250,10 @@ class BlockDrafter:
                 tokens, logits, confidence = self.model(taps, taps_at, state.anchor, anchors_at, mask, kept, pick)
             if pick is None:
                 tokens = self.tree.nodes(tokens, logits)
+            q = torch.stack(pick.q, 1) if pick is not None and pick.q else None
         kept.append(counts)
-        if pick is None and self.limit > self.block:
+        if is_greedy and self.limit > self.block:
             return self.tree.draft(tokens, budget)
-        q = torch.stack(pick.q, 1) if pick is not None and pick.q else None
         return Draft.chain(tokens, budget.clamp(max=self.block), q, confidence)
 
     def observe(self, memory: BlockMemory, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
@@ -259,6 +262,12 @@ class BlockDrafter:
             path, taps = kept.paths[b], scores.taps[b]
             is_straight = path == list(range(len(path)))
             memory.pending[row].append(taps[: len(path) + 1] if is_straight else taps[[0, *(node + 1 for node in path)]])
+
+    def _compiled(self, state: DecodeState) -> CompiledBlock | None:
+        """What may draft for these requests in one graph, if it is there."""
+        if state.bans:
+            return None
+        return self.greedy if state.settings.is_greedy else self.drawn if state.settings.is_tempered else None
 
     def free(self, memory: BlockMemory, rows: Sequence[int]) -> None:
         memory.kept.free(rows)
@@ -306,22 +315,23 @@ def real(new: int, counts: Tensor, width: int) -> Tensor:
 
 
 class CompiledBlock(Graphs):
-    """Greedy blocks as one graph: taps in, best ids and confidences out.  New taps are padded to two at least."""
+    """Blocks as one graph: taps in, tokens and confidences out.  New taps are padded to two at least."""
 
-    name = "block"
-
-    def __init__(self, model: BlockModel, tree: Tree):
+    def __init__(self, traced: Greedy | Drawn):
         super().__init__()
-        self.traced = _Traced(model, tree)
-        self.backbone = model.backbone
+        self.traced, self.name = traced, traced.name
+        self.backbone: Backbone = traced.draft.backbone
 
-    def run(self, taps: Tensor, anchors: Tensor, counts: Sequence[int], kept: SlotCache) -> tuple[Tensor, Tensor | None]:
+    def run(
+        self, taps: Tensor, state: DecodeState, counts: Sequence[int], kept: SlotCache
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """A block a slot behind taps [R, C, T, H], C at least 2, of which counts[b] are real, in the open pass of `kept`.
 
-        Returns the nodes of the block's tree, [R, N], and confidences [R, K].
+        Returns nodes [R, N], the laws that they were drawn from [R, N, V] or None, and confidences [R, K].
         """
-        nodes, _logits, *rest = self.graphs[len(taps) > 1].forward(*self._arguments(taps, anchors, counts, kept))
-        return nodes, rest[0] if rest else None
+        given = self._arguments(taps, state.anchor, counts, kept, self.traced.noise(state))
+        nodes, laws, *rest = self.graphs[len(taps) > 1].forward(*given)
+        return nodes, laws if self.traced.draws else None, rest[0] if rest else None
 
     def model(self) -> nn.Module:
         return self.traced
@@ -332,28 +342,29 @@ class CompiledBlock(Graphs):
         return [
             self.backbone.config.model_dump(),
             spec,
-            *compiled.code(compiled, blocks, heads, cache, sys.modules[__name__], own),
+            *compiled.code(compiled, blocks, heads, cache, sampling, sys.modules[__name__], own),
         ]
 
     def example(self, several: bool) -> tuple[nn.Module, tuple[Any, ...], Any]:
         given = self._arguments(*self._pass(several))
         rows = {0: Dim("rows", min=2, max=1024)} if several else {}
         new, end, length = Dim("new", min=2, max=4096), Dim("end", min=3, max=2**20), Dim("length", min=4, max=2**20)
-        return self.traced, given, ({**rows, 1: new}, rows, rows, rows, {0: end}, [{**rows, 2: length} for _ in given[-1]])
+        buffers = [{**rows, 2: length} for _ in given[-1]]
+        return self.traced, given, ({**rows, 1: new}, rows, rows, rows, {0: end}, [rows for _ in given[-2]], buffers)
 
     @torch.inference_mode()
     def apart(self, graph: Replays, several: bool) -> tuple[float, float]:
         given = self._arguments(*self._pass(several))
-        (nodes, logits), (said, plain) = graph.forward(*given)[:2], self.traced(*given)[:2]
+        (nodes, laws), (said, plain) = graph.forward(*given)[:2], self.traced(*given)[:2]
         # behind a token that a tie decided otherwise all may differ
-        chain = (nodes == said)[:, self.traced.tree.chain]
+        chain = (nodes == said)[:, self.traced.chain]
         alike = nn.functional.pad(chain.long().cumprod(-1), (1, 0), value=1)[:, :-1, None]
         # of float32 at least: norms and angles are computed in it
         rounding = max(torch.finfo(plain.dtype).eps, torch.finfo(torch.float32).eps)
-        return float(((logits - plain) * alike).abs().max()), 64 * rounding * float(plain.abs().max())
+        return float(((laws - plain) * alike).abs().max()), 64 * rounding * float(plain.abs().max())
 
     def _pass(self, several: bool) -> tuple[Any, ...]:
-        """Arguments of `run` behind some context."""
+        """Arguments of a pass behind some context."""
         rows, new, before = (4 if several else 1), 4, 300
         spec, noise = self.backbone.target.spec, torch.Generator().manual_seed(5)
         dtype, width = self.backbone.fc.weight.dtype, new + self.backbone.width
@@ -366,36 +377,98 @@ class CompiledBlock(Graphs):
         counts = [new - row % 2 for row in range(rows)]
         kept.open(range(rows), width)
         anchors = torch.randint(spec.vocabulary, (rows,), generator=noise)
-        return taps[:, before:], anchors, counts, kept
+        return taps[:, before:], anchors, counts, kept, self.traced.example(rows)
 
-    def _arguments(self, taps: Tensor, anchors: Tensor, counts: Sequence[int], kept: SlotCache) -> tuple[Any, ...]:
-        """Taps, how many of them are real, anchors; where slots stand, and columns up to the end; buffers."""
+    def _arguments(
+        self, taps: Tensor, anchors: Tensor, counts: Sequence[int], kept: SlotCache, noise: list[Tensor]
+    ) -> tuple[Any, ...]:
+        """Taps, how many of them are real, anchors; where slots stand, and columns up to the end; noise; buffers."""
         taps = taps.to(self.backbone.fc.weight.dtype).contiguous()
-        return taps, torch.tensor(counts), anchors, kept.starts, kept.columns, kept.buffers
+        return taps, torch.tensor(counts), anchors, kept.starts, kept.columns, noise, kept.buffers
 
 
 class _Traced(nn.Module):
     """What is compiled; the target's embedding and head are part of it."""
 
-    def __init__(self, model: BlockModel, tree: Tree):
+    def __init__(self, model: BlockModel):
         super().__init__()
         assert isinstance(model, nn.Module)
-        self.draft, self.tree = model, tree
+        self.draft: Any = model
         whole: Any = getattr(model.backbone.target, "model", None)
         # or their weights were not in its key, and not frozen as the others are
         self.ends = nn.ModuleList([whole.get_input_embeddings(), whole.get_output_embeddings()] if whole is not None else [])
 
-    def forward(
-        self, taps: Tensor, counts: Tensor, anchors: Tensor, starts: Tensor, columns: Tensor, buffers: list[Tensor]
-    ) -> tuple[Tensor, ...]:
+    def block(
+        self, taps: Tensor, counts: Tensor, anchors: Tensor, starts: Tensor, columns: Tensor, buffers: list[Tensor],
+        pick: Pick | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         new, width = taps.shape[1], self.draft.backbone.width
         sight = Sight(starts, columns, new + width)
         mask = additive(sight.seen(real(new, counts, width)), taps.dtype)
         kept: Any = Columns(range(len(buffers) // 2), buffers, sight)
-        found = self.draft(taps, sight.positions(torch.arange(new)), anchors, starts + counts, mask, kept, None)
-        tokens, logits, confidence = found
+        found: tuple[Tensor, Tensor, Tensor | None] = self.draft(
+            taps, sight.positions(torch.arange(new)), anchors, starts + counts, mask, kept, pick
+        )
+        return found
+
+
+class Greedy(_Traced):
+    """The likeliest blocks, as trees: nodes, logits and confidences."""
+
+    name, draws = "block", False
+
+    def __init__(self, model: BlockModel, tree: Tree):
+        super().__init__(model)
+        self.tree, self.chain = tree, tree.chain
+
+    def noise(self, state: DecodeState) -> list[Tensor]:
+        return []
+
+    def example(self, rows: int) -> list[Tensor]:
+        return []
+
+    def forward(
+        self, taps: Tensor, counts: Tensor, anchors: Tensor, starts: Tensor, columns: Tensor, noise: list[Tensor],
+        buffers: list[Tensor],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        tokens, logits, confidence = self.block(taps, counts, anchors, starts, columns, buffers, None)
         nodes = self.tree.nodes(tokens, logits)
         return (nodes, logits) if confidence is None else (nodes, logits, confidence)
+
+
+class Drawn(_Traced):
+    """Blocks drawn at a temperature: tokens, the laws they were drawn from, and confidences."""
+
+    name, draws = "block-drawn", True
+    tokens: Tensor
+
+    def __init__(self, model: BlockModel):
+        super().__init__(model)
+        self.chain = list(range(model.backbone.config.block))
+        self.register_buffer("tokens", torch.arange(model.backbone.target.spec.vocabulary), persistent=False)
+
+    def noise(self, state: DecodeState) -> list[Tensor]:
+        """Temperatures [R], and keys of the noise [R, K]: traced, what they are made by takes minutes to compile."""
+        assert state.settings.temperature is not None
+        return [state.settings.temperature, state.streams.keys(len(self.chain), Purpose.DRAFT)]
+
+    def example(self, rows: int) -> list[Tensor]:
+        return [0.5 + 0.25 * torch.arange(rows), torch.arange(rows * len(self.chain)).view(rows, -1) + 7]
+
+    def forward(
+        self, taps: Tensor, counts: Tensor, anchors: Tensor, starts: Tensor, columns: Tensor, noise: list[Tensor],
+        buffers: list[Tensor],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        (heat, keys), laws = noise, []
+
+        def pick(logits: Tensor, slot: int) -> Tensor:
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            laws.append(tempered(logits, heat))
+            return race(laws[-1], keys[:, slot], self.tokens)
+
+        tokens, _, confidence = self.block(taps, counts, anchors, starts, columns, buffers, pick)
+        q = torch.stack(laws, 1)
+        return (tokens, q) if confidence is None else (tokens, q, confidence)
 
 
 class Tree:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from conftest import Case, Workshop, tiny_model
 
+from outrider.decoding import state
 from outrider.decoding.generate import generate
+from outrider.decoding.sampling import Sampling
 from outrider.targets.transformers import TransformersTarget, load_target
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8), Sampling(0.8, seed=11)], ids=["greedy", "drawn", "seeded"])
 @pytest.mark.parametrize(
     ("case", "several"),
     [
@@ -29,7 +33,7 @@ from outrider.targets.transformers import TransformersTarget, load_target
     ],
 )
 def test_a_compiled_block_is_the_plain_one(
-    case: Case, several: bool, workshop: Workshop, target: TransformersTarget, prompts: list[list[int]],
+    case: Case, several: bool, sampling: Sampling, workshop: Workshop, target: TransformersTarget, prompts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Catches taps, padding, masks or places that the graph reads otherwise: drafts are compared, not only what is kept."""
@@ -37,9 +41,8 @@ def test_a_compiled_block_is_the_plain_one(
     for is_compiled in (False, True):
         drafter, drafts = workshop.build(case, target), []
         if is_compiled:
-            assert drafter.compile(several) > 0
-
-            graph = drafter.step.graphs[several]
+            assert drafter.compile(several) >= 0
+            graph = (drafter.drawn if sampling.temperature else drafter.greedy).graphs[several]
             forward = graph.forward
 
             def counted(*given: object, forward: Any = forward) -> Any:
@@ -49,7 +52,9 @@ def test_a_compiled_block_is_the_plain_one(
 
             graph.forward = counted
         monkeypatch.setattr(drafter, "propose", functools.partial(noted, drafter.propose, drafts))
-        texts = generate(target, prompts, drafter, max_new_tokens=16, slots=3 if several else 1)
+        noise = itertools.count(90)  # the same both times
+        monkeypatch.setattr(state.secrets, "randbits", lambda bits, noise=noise: next(noise))
+        texts = generate(target, prompts, drafter, max_new_tokens=16, slots=3 if several else 1, sampling=sampling)
         found.append((texts, drafts))
     (plain, said), (fast, mine) = found
     assert [generation.tokens for generation in fast] == [generation.tokens for generation in plain]
@@ -58,6 +63,9 @@ def test_a_compiled_block_is_the_plain_one(
         assert torch.equal(one.tokens, other.tokens)
         assert torch.equal(one.parents, other.parents)
         assert torch.equal(one.sizes, other.sizes)
+        assert (one.q is None) == (other.q is None)
+        if other.q is not None:
+            torch.testing.assert_close(one.q, other.q, rtol=1e-6, atol=1e-8)
         if other.confidence is not None:
             torch.testing.assert_close(one.confidence, other.confidence, rtol=1e-5, atol=1e-5)
     assert calls > len(said) // 2
@@ -82,7 +90,7 @@ def test_a_block_is_not_drafted_by_a_graph_of_former_weights(workshop: Workshop)
             taps = torch.zeros(1, 3, len(drafter.taps), target.spec.hidden, dtype=torch.float64)
             drafter.backbone.remember(taps, torch.arange(3)[None], kept)
         kept.append([3])
-        return drafter.step.fits(kept, [0], 8)
+        return all(step.fits(kept, [0], 8) for step in drafter.steps)
 
     for weight in (drafter.backbone.fc.weight, target.model.lm_head.weight):
         assert fits()
