@@ -7,7 +7,7 @@ import shlex
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, bar, key_of, place_of_json, quiet, write_json
-from outrider.errors import ConfigError, DataError
+from outrider.errors import ConfigError, DataError, ExportError
 
 if TYPE_CHECKING:
     from outrider.deploy.engines import Command, Draft, Wish
@@ -93,11 +93,13 @@ def _draft(place: str, target: str | None, kind: str | None, format: str | None)
     folder = Path(place)
     if folder.is_dir() and not (folder / engines.MANIFEST).exists() and (kind is None or format is None):
         from outrider.export.folder import read_json
-        from outrider.export.formats import find, formats
+        from outrider.export.formats import formats, kind_of
 
         config = read_json(folder / engines.CONFIG)
         names = formats() if format is None else [format]
-        found = [(one, known) for one in names if (known := kind or find(one).kind_of(config)) is not None]
+        found = []
+        with suppress(ExportError):  # what we can't read an engine may
+            found = [(one, known) for one in names if (known := kind or kind_of(one, config)) is not None]
         if len(found) == 1:
             format, kind = found[0]
     return engines.draft_of(place, target, kind, format)

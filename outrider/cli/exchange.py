@@ -27,7 +27,7 @@ def export(
     """Write a drafter in another's format, read it back and compare every weight."""
     quiet()
     place_of_json(json_to)
-    from outrider.checkpoint import manifest_of
+    from outrider.checkpoint import manifest_of, whole
     from outrider.export.formats import export as write
     from outrider.targets.transformers import load_target
 
@@ -36,7 +36,7 @@ def export(
     folder = write(checkpoint, to, out, loaded, precision)
     rounded = f", rounded to {precision}" if precision else ""
     size = sum(path.stat().st_size for path in folder.iterdir())
-    mine = sum(path.stat().st_size for path in checkpoint.iterdir() if path.name == "model.safetensors")
+    mine = sum(path.stat().st_size for path in whole(checkpoint).iterdir() if path.name == "model.safetensors")
     console.out.print(
         f"export    {manifest['kind']} as {to}: {sized(size)} in {folder} (our own weights: {sized(mine)}); every weight reads "
         f"back equal{rounded}",

@@ -182,6 +182,10 @@ def _target(given: str | None, about: Mapping[str, Any], place: str) -> str:
     target = given or about.get("name")
     if not target:
         raise ConfigError(f"the target of {place} is not known; name it with --target")
+    if target == "demo":
+        from outrider import demo
+
+        return str(demo.TARGET)
     return str(target)
 
 
@@ -190,13 +194,20 @@ def _length(kind: str, settings: Mapping[str, Any], config: Mapping[str, Any]) -
     for name in ("block",) if kind in BLOCKS else ("heads",) if kind == "medusa" else ("length",):
         if isinstance(settings.get(name), int):
             return int(settings[name])
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    if isinstance(methods[0].get("speculative_tokens"), int):
-        return int(methods[0]["speculative_tokens"])
+    said = config.get("speculators_config")
+    methods = said.get("proposal_methods") if isinstance(said, dict) else None
+    first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
+    if isinstance(first.get("speculative_tokens"), int):
+        return int(first["speculative_tokens"])
     if kind in BLOCKS and isinstance(config.get("block_size"), int):
         # a DSpark predicts in the anchor's slot too
         return int(config["block_size"]) - (kind == "dflash")
     return None
+
+
+def _candidates(tokens: int, width: int) -> int:
+    """Tokens that a tree of so many levels has to choose from: an engine that is to take more of them than there are stops."""
+    return width + (tokens - 1) * width**2
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -294,6 +305,9 @@ def _check(name: str, method: Method, draft: Draft, wish: Wish, tokens: int) -> 
         raise ConfigError(f"{tokens} tokens a step, but {draft.kind} drafts one block of {draft.length}; ask for no more")
     if draft.kind == "medusa" and draft.length is not None and tokens > draft.length:
         raise ConfigError(f"{tokens} tokens a step, but it has {draft.length} heads; ask for no more")
+    markov = draft.settings.get("markov") or draft.config.get("markov_head_type", "vanilla")
+    if draft.kind == "dspark" and name in ("vllm", "triton") and markov != "vanilla":
+        raise ConfigError(f"vLLM knows DSpark's vanilla head alone, this one is {markov}; train with markov: vanilla")
     able = lambda has: ", ".join(
         f"{other} ({kind})" for other, one in ENGINES.items() for kind, each in one.methods.items() if has(each)
     )
@@ -438,7 +452,7 @@ def _sglang(algorithm: str, tokens_flag: str | None = None) -> Callable[[Draft, 
             own = draft.folder is not None and tokens == draft.length
             return found if own else found | {tokens_flag: tokens + (algorithm != "DSPARK")}
         # a chain verifies one more than it drafts, the anchor's place
-        nodes = tokens + 1 if wish.width == 1 else 4 * wish.width
+        nodes = tokens + 1 if wish.width == 1 else min(4 * wish.width, _candidates(tokens, wish.width) + 1)
         found |= {
             "speculative-num-steps": tokens, "speculative-eagle-topk": wish.width, "speculative-num-draft-tokens": nodes,
         }  # fmt: skip
@@ -505,7 +519,8 @@ def _trtllm(kind: str, *facts: str, **more: Any) -> Callable[[Draft, int, Wish],
         }  # fmt: skip
         found |= {name: known[name] for name in facts if known[name] not in (None, [])}
         if wish.width > 1:
-            found |= {"use_dynamic_tree": True, "dynamic_tree_max_topK": wish.width, "max_total_draft_tokens": 4 * wish.width}
+            most = min(4 * wish.width, _candidates(tokens, wish.width))
+            found |= {"use_dynamic_tree": True, "dynamic_tree_max_topK": wish.width, "max_total_draft_tokens": most}
         if wish.schedule:
             found["draft_len_schedule"] = tune.for_trtllm(wish.schedule)
         return found
@@ -533,12 +548,12 @@ def _trtllm_command(draft: Draft, wish: Wish, settings: Settings) -> tuple[list[
 TRTLLM = Engine(
     "TensorRT-LLM", "1.3", _dists("tensorrt-llm"),
     {
-        "small_model": Method(_trtllm("Draft_Target"), ("transformers",), varies=True),
+        "small_model": Method(_trtllm("Draft_Target"), ("trtllm", "transformers"), varies=True),
         "ngram": Method(_trtllm("NGram", "max_matching_ngram_size"), varies=True),
         "suffix": Method(_trtllm("SA")),
-        "eagle3": Method(_trtllm("Eagle3", "eagle3_layers_to_capture"), ("sglang", "eagle"), varies=True, trees=True),
+        "eagle3": Method(_trtllm("Eagle3", "eagle3_layers_to_capture"), ("trtllm", "sglang", "eagle"), varies=True, trees=True),
         "mtp": Method(_trtllm("MTP"), varies=True),
-        "dflash": Method(_trtllm("DFlash", "mask_token_id", "target_layer_ids"), ("sglang", "zlab")),
+        "dflash": Method(_trtllm("DFlash", "mask_token_id", "target_layer_ids"), ("trtllm", "sglang", "zlab")),
         "dspark": Method(_trtllm("DSpark"), ("deepspec",)),
     },
     _trtllm_command,
@@ -582,7 +597,8 @@ def _converted(folder: Path) -> str:
 def _convert(draft: Draft) -> str:
     assert draft.folder is not None
     words = ["python", "convert_hf_to_gguf.py", str(draft.folder), "--outfile", _converted(draft.folder)]
-    return shlex.join([*words, "--target-model-dir", str(Path(draft.target).with_suffix(""))])
+    target = Path(draft.target)
+    return shlex.join([*words, "--target-model-dir", str(target.with_suffix("") if target.suffix == ".gguf" else target)])
 
 
 def _llamacpp_command(draft: Draft, wish: Wish, settings: Settings) -> tuple[list[str], dict[str, str]]:
@@ -692,7 +708,7 @@ TRANSFORMERS = Engine(
 def _triton_command(draft: Draft, wish: Wish, settings: Settings) -> tuple[list[str], dict[str, str]]:
     """Triton with vLLM as its backend; `manifests.triton` writes the repository."""
     return ["tritonserver", "--model-repository", f"{wish.files}/{REPOSITORY}", "--http-port", str(wish.port),
-            "--http-address", wish.host], {}  # fmt: skip
+            "--http-address", wish.host, "--allow-grpc", "false"], {}  # fmt: skip
 
 
 REPOSITORY = "models"

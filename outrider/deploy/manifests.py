@@ -208,7 +208,8 @@ def _pod(engine: str, command: Command, draft: Draft, place: Place, files: Seque
         "readinessProbe": asked | {"timeoutSeconds": 5}, "livenessProbe": asked | {"timeoutSeconds": 10, "failureThreshold": 6},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }  # fmt: skip
-    return {"automountServiceAccountToken": False, "containers": [container], "volumes": volumes}
+    # of a Service called vllm, links would put VLLM_PORT=tcp://... into the environment, at which vLLM stops
+    return {"automountServiceAccountToken": False, "enableServiceLinks": False, "containers": [container], "volumes": volumes}
 
 
 def _key(name: str) -> str:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -103,15 +104,19 @@ def of_folder(folder: str | Path, engine: str = "vllm") -> Draft:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         weights = load_file(folder / "model.safetensors")
-    except (OSError, ValueError) as error:
+        kind = kind_of(config)
+        if kind == "medusa":
+            return _medusa(config, weights)
+        if kind in ("eagle3", "peagle"):
+            return _eagle3(kind, config, weights, engine)
+        if kind in BLOCKS:
+            return _block(kind, config, weights, engine)
+    except ExportError:
+        raise
+    except (OSError, ValueError, SafetensorError) as error:
         raise ExportError(f"{folder} can't be read as a draft model: {error}; export it again") from None
-    kind = kind_of(config)
-    if kind == "medusa":
-        return _medusa(config, weights)
-    if kind in ("eagle3", "peagle"):
-        return _eagle3(kind, config, weights, engine)
-    if kind in BLOCKS:
-        return _block(kind, config, weights, engine)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ExportError(f"config.json of {folder} lacks what an engine reads ({error!r}); export it again") from None
     raise ExportError(f"{folder} is of a kind that is not read here; known: {', '.join(KINDS)}")
 
 
@@ -184,7 +189,8 @@ def _heads(layers: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _rotation(layers: Mapping[str, Any], theta: float = 1e4) -> Rotation:
-    rope = layers.get("rope_parameters") or {}
+    # transformers lets rope_scaling take the place of rope_parameters, even where it says nothing
+    rope = layers.get("rope_scaling" if "rope_scaling" in layers else "rope_parameters") or {}
     found = rope.get("rope_theta", layers.get("rope_theta", theta))
     share = rope.get("partial_rotary_factor", layers.get("partial_rotary_factor", 1.0))
     kind = rope.get("rope_type", "default")

@@ -96,7 +96,8 @@ class Choice:
         found["ranges"] = [list(one) for one in self.ranges]
         found["gains"] = [one._asdict() for one in self.gains]
         tables = {"vllm": for_vllm(self.ranges), "sglang": for_sglang(self.ranges), "trtllm": for_trtllm(self.ranges)}
-        return {"outrider_tune": 1, **found, "tables": tables}
+        # tables by load hold neither trees nor cut-offs
+        return {"outrider_tune": 1, **found, "tables": tables if self.width == 1 and self.cutoff is None else {}}
 
 
 # ── measuring ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -396,12 +397,20 @@ def for_trtllm(ranges: Sequence[Range]) -> dict[int, int]:
 
 
 def read(path: Path) -> tuple[Range, ...]:
-    """The ranges in a file that `outrider tune` wrote."""
+    """The ranges in a file that `outrider tune` wrote.
+
+    Raises ConfigError where they were measured with a tree or a cut-off: engines' tables by load have neither.
+    """
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["ranges"]
-        ranges = tuple(Range(*(int(value) for value in row)) for row in rows)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        ranges = tuple(Range(*(int(value) for value in row)) for row in said["ranges"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         said = f"{type(error).__name__}: {error}"
         raise DataError(f"{path} is no schedule ({said}); name the tune.json of `outrider tune`") from None
     check(ranges)
+    if (said.get("width") or 1) != 1 or said.get("cutoff") is not None:
+        raise ConfigError(
+            f"{path} is of width {said.get('width')} and cut-off {said.get('cutoff')}, which no table by load holds; "
+            "deploy with --tokens, --width and --cutoff, or tune with --widths 1 and without --cutoffs"
+        )
     return ranges

@@ -1,7 +1,8 @@
 """SafeAILab's EAGLE and EAGLE-3, as their authors release them; read only, since engines take other folders.
 
 EAGLE-1/2's weights are ours by name.  EAGLE-3's layer is `midlayer`; its config says nothing of the taps: the authors' code
-takes the outputs of layers 1, n / 2 - 1 and n - 4 of n, counted from 0.  An embedding is stored and must be the target's.
+takes the outputs of layers 1, n / 2 - 1 and n - 4 of n, counted from 0.  A folder that does say them, at its top, is one for
+vLLM, where layer k is the state after k layers.  An embedding is stored and must be the target's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from outrider.export import released
 from outrider.export.formats import Config, Format, Layout
 from outrider.targets.transformers import TransformersTarget
 
+LAYERS = "eagle_aux_hidden_state_layer_ids"
 EAGLE = [("fc.*", "fc.*"), ("layers.*", "layers.*")]
 
 
@@ -22,9 +24,11 @@ def read_eagle(config: Config, target: TransformersTarget) -> dict[str, Any]:
 def read_eagle3(config: Config, target: TransformersTarget) -> dict[str, Any]:
     layers = target.spec.layers
     size = config.get("draft_vocab_size") or target.spec.vocabulary
+    said = config.get(LAYERS)
     return {
         **released.read(config, target.spec),
-        "taps": [1, layers // 2 - 1, layers - 4],
+        "taps": [1, layers // 2 - 1, layers - 4] if said is None else released.taps(said, LAYERS, 1),
+        **{key: bool(config.get(key)) for key in ("fc_norm", "norm_output", "norm_before_residual")},
         "vocabulary": None if size == target.spec.vocabulary else size,
         "qk_norm": False,
     }

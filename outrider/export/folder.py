@@ -97,9 +97,9 @@ def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]
 @contextmanager
 def fresh(folder: Path) -> Iterator[Path]:
     """A folder to write into, which then becomes `folder`.  Raises ExportError where there is one; nothing is half-written."""
-    part = folder.with_name(folder.name + ".part")
     if folder.exists():
         raise ExportError(f"{folder} is there already; name a new folder, or delete it first")
+    part = folder.with_name(folder.name + ".part")
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from outrider import export as package
-from outrider.checkpoint import MANIFEST, MEASURED, load_model, manifest_of, save, weights_of
+from outrider.checkpoint import MANIFEST, MEASURED, VERSION, load_model, manifest_of, save, weights_of
 from outrider.config import build, nearest
 from outrider.drafters import find as find_drafter
 from outrider.errors import ConfigError, ExportError
@@ -279,7 +279,7 @@ def _whole_numbers(found: Mapping[str, Any]) -> dict[str, int]:
 
 def _recognised(folder: Path, config: Config, format: str | None, kind: str | None) -> tuple[str, str]:
     names = formats() if format is None else [format]
-    found = [(name, known) for name in names if (known := kind or _kind_of(name, config)) is not None]
+    found = [(name, known) for name in names if (known := kind or kind_of(name, config)) is not None]
     if kind is not None and format is None:
         raise ExportError(f"{kind} stands in several formats; name the one of {folder} with --format")
     if len(found) != 1:
@@ -289,7 +289,7 @@ def _recognised(folder: Path, config: Config, format: str | None, kind: str | No
     return found[0]
 
 
-def _kind_of(format: str, config: Config) -> str | None:
+def kind_of(format: str, config: Config) -> str | None:
     """Of what kind a config is in a format; None where it is none, be it because nothing in it is of the right type."""
     try:
         return find(format).kind_of(config)
@@ -304,6 +304,11 @@ def _beside(folder: Path) -> dict[str, Any]:
     wrong += [key for key in ("kind", "format") if not isinstance(found.get(key, ""), str)]
     if wrong:
         raise ExportError(f"{folder / MANIFEST} has no {wrong[0]} that can be read; delete the file to import the rest")
+    if found.get("version", VERSION) != VERSION:
+        raise ExportError(
+            f"{folder / MANIFEST} is of version {found['version']!r}, this Outrider reads {VERSION}; use the release that "
+            "wrote it, or delete the file to import the rest"
+        )
     return found
 
 

@@ -1,6 +1,7 @@
 """What released drafts have in common: names of weights, sizes of layers in transformers' words, and what they can't say.
 
 Rotation stands in `rope_parameters` and, for readers of before transformers 5, in `rope_theta` and `rope_scaling` too.
+transformers lets `rope_scaling`, even none, take the place of `rope_parameters`: what turns in part is said at the top too.
 """
 
 from __future__ import annotations
@@ -21,9 +22,7 @@ PLAIN: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False, "hidden_
 def written(shape: LayerConfig, layers: int, spec: TargetSpec, family: str) -> dict[str, Any]:
     """The config of `layers` draft layers beside a target; family: qwen3, whose layers norm queries and keys, or llama."""
     scaling = dict(shape.rope_scaling or {"rope_type": "default"})
-    rope: dict[str, Any] = {**scaling, "rope_theta": shape.rope_theta}
-    if shape.partial_rotary_factor != 1:
-        rope["partial_rotary_factor"] = shape.partial_rotary_factor
+    partial = {} if shape.partial_rotary_factor == 1 else {"partial_rotary_factor": shape.partial_rotary_factor}
     return {
         "model_type": family,
         "hidden_size": spec.hidden,
@@ -37,9 +36,10 @@ def written(shape: LayerConfig, layers: int, spec: TargetSpec, family: str) -> d
         "rms_norm_eps": shape.rms_norm_eps,
         "hidden_act": "silu",
         "attention_bias": False,
-        "rope_parameters": rope,
+        "rope_parameters": {**scaling, "rope_theta": shape.rope_theta, **partial},
         "rope_theta": shape.rope_theta,
         "rope_scaling": shape.rope_scaling,
+        **partial,
         **({"layer_types": ["full_attention"] * layers, "sliding_window": None} if family == "qwen3" else {"mlp_bias": False}),
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.errors import ExportError
 from outrider.export import released
 from outrider.export.formats import Config, Format, Layout, Source
 from outrider.targets.transformers import TransformersTarget
@@ -94,6 +95,10 @@ def read_dspark(config: Config, target: TransformersTarget) -> dict[str, Any]:
 
 def _read_block(config: Config, target: TransformersTarget, anchor_predicts: bool) -> dict[str, Any]:
     own = config["dflash_config"]
+    if own.get("causal") or config.get("is_causal"):
+        raise ExportError("causal is true: the slots of its blocks don't see those behind them, and here they do")
+    if own.get("use_swa"):
+        raise ExportError("use_swa is true: its layers see a window, and a draft here sees all")
     return {
         **released.read(config, target.spec),
         "layers": config["num_hidden_layers"],
@@ -105,18 +110,35 @@ def _read_block(config: Config, target: TransformersTarget, anchor_predicts: boo
     }
 
 
+def whole_heads(source: Source) -> str | None:
+    """SGLang 0.5.23 takes the share of a head that turns from a place where transformers leaves none."""
+    if source.settings.partial_rotary_factor != 1:
+        return "it turns whole heads of a draft; train with partial_rotary_factor: 1"
+    return None
+
+
 def not_eagle3(source: Source) -> str | None:
     settings = source.settings
     if settings.qk_norm or settings.norm_before_residual:
         return "its EAGLE-3 is Llama's, without query norms and with the feature itself as residual; train with qk_norm: no"
-    return released.not_eagle3(source)
+    return whole_heads(source) or released.not_eagle3(source)
+
+
+def not_dflash(source: Source) -> str | None:
+    return whole_heads(source) or released.not_dflash(source)
+
+
+def not_domino(source: Source) -> str | None:
+    if source.settings.pure_prefix != 1:
+        return "it corrects a block from its second slot on; train with pure_prefix: 1"
+    return whole_heads(source) or released.learnt_mask(source)
 
 
 def not_dspark(source: Source) -> str | None:
     settings = source.settings
     if not settings.anchor_predicts:
         return "its DSpark drafts the first token in the anchor's slot; train with anchor_predicts: yes"
-    return released.learnt_mask(source)
+    return whole_heads(source) or released.learnt_mask(source)
 
 
 def _kind(config: Config) -> str | None:
@@ -131,8 +153,8 @@ def _kind(config: Config) -> str | None:
 
 LAYOUTS = {
     "eagle3": Layout(released.MIDLAYER, eagle3, read_eagle3, copies=released.head_copy, refuses=not_eagle3),
-    "dflash": Layout(released.DFLASH, block, read_dflash, refuses=released.not_dflash),
+    "dflash": Layout(released.DFLASH, block, read_dflash, refuses=not_dflash),
     "dspark": Layout(released.DSPARK, dspark, read_dspark, refuses=not_dspark),
-    "domino": Layout(released.DOMINO, domino, read_domino, refuses=released.learnt_mask),
+    "domino": Layout(released.DOMINO, domino, read_domino, refuses=not_domino),
 }
 FORMAT = Format(LAYOUTS, _kind)

@@ -27,7 +27,15 @@ LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
 BLOCK = {**LAYER, "mask_token": 5, "layers": 2, "block": 3, "taps": [0, 2], "anchor_predicts": False}
 DSPARK = {**BLOCK, "rank": 8, "anchor_predicts": True}
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
-    ("speculators", "eagle3"): {**LAYER, "length": 3, "taps": [0, 1, 2], "vocabulary": 40, "fc_norm": True, "qk_norm": True},
+    ("speculators", "eagle3"): {
+        **LAYER,
+        "length": 3,
+        "taps": [0, 1, 2],
+        "vocabulary": 40,
+        "fc_norm": True,
+        "qk_norm": True,
+        "partial_rotary_factor": 0.5,
+    },
     ("sglang", "eagle3"): {**LAYER, "length": 3, "taps": [0, 1, 2]},
     ("speculators", "peagle"): {**LAYER, "length": 3, "mask_token": 5, "layers": 2, "taps": [0, 2]},
     ("speculators", "dflash"): BLOCK,
@@ -154,6 +162,12 @@ def turn(config: dict[str, Any]) -> None:
     layers["rope_theta"] = layers["rope_parameters"]["rope_theta"] = 20.0
 
 
+def whole_heads(config: dict[str, Any]) -> None:
+    del config["transformer_layer_config"][
+        "partial_rotary_factor"
+    ]  # what is left, in rope_parameters, transformers passes over
+
+
 def shift_taps(config: dict[str, Any]) -> None:
     for holder in (config, config.get("eagle_config", {}), config.get("dflash_config", {})):
         for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids"):
@@ -189,6 +203,7 @@ FAULTS = [
     *[(pair, "norm", weights_of(doubled)) for pair in ALL_LAYERS],
     (("speculators", "eagle3"), "vocabulary", weights_of(stale)),
     (("speculators", "dflash"), "block mask", config_of(lambda config: config.update(sliding_window_non_causal=False))),
+    (("speculators", "eagle3"), "RoPE", config_of(whole_heads)),
     (("sglang", "dspark"), "weights", config_of(lambda config: config.update(markov_head_type="vanilla"))),
     (("speculators", "dspark"), "label shift", config_of(lambda config: config.update(sample_from_anchor=False))),
     (("sglang", "domino"), "label shift", config_of(lambda config: config["dflash_config"].update(shift_label=True))),

@@ -8,6 +8,8 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +22,7 @@ from outrider.cli.deploy import deploy as verb
 from outrider.deploy import engines, flags
 from outrider.deploy.engines import ENGINES, Draft, Wish, command, draft_of
 from outrider.deploy.tune import Range
-from outrider.errors import ConfigError, DataError
+from outrider.errors import ConfigError, DataError, OutriderError
 
 VLLM_KEYS = {
     "enforce_eager", "num_speculative_tokens", "model", "method", "draft_tensor_parallel_size", "quantization", "moe_backend",
@@ -242,6 +244,54 @@ def test_a_real_export_is_known_and_its_checkpoint_is_refused(tmp_path: Path) ->
             # what comes before it is said of every draft
             own = made(name, found).notes[len((*ENGINES[name].notes, *ENGINES[name].methods[kind].notes)) :]
             assert not own, own
+
+
+def test_what_is_written_for_an_engine_it_is_deployed_in() -> None:
+    """Catches a format named after an engine whose folders that engine's command refuses."""
+    from outrider.export import formats
+
+    for name in set(formats.formats()) & ENGINES.keys():
+        for kind, layout in formats.find(name).layouts.items():
+            if layout.config is not None:
+                assert name in ENGINES[name].methods[kind].formats, (name, kind)
+
+
+@pytest.mark.parametrize("width", range(2, 9))
+@pytest.mark.parametrize("tokens", range(1, 9))
+def test_a_tree_is_never_larger_than_what_it_is_chosen_from(tokens: int, width: int, tmp_path: Path) -> None:
+    """Catches a topk of more candidates than there are, at which SGLang stops."""
+    found = command("sglang", draft(tmp_path, "eagle3", "sglang"), Wish(tokens=tokens, width=width)).settings
+    assert found["speculative-num-draft-tokens"] - 1 <= width + (tokens - 1) * width**2
+
+
+def test_vllm_is_not_given_a_dspark_whose_head_it_has_not(tmp_path: Path) -> None:
+    gated = replace(draft(tmp_path, "dspark", "speculators"), settings={"markov": "gated"})
+    with pytest.raises(ConfigError, match="vanilla head alone, this one is gated"):
+        command("vllm", gated)
+    command("sglang", replace(gated, format="sglang"))
+
+
+def test_the_demo_target_is_where_it_lies(tmp_path: Path) -> None:
+    from outrider import demo
+
+    assert draft_of("ngram", "demo").target == str(demo.TARGET)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": [None]},
+        {"architectures": ["Gemma4DSparkModel"]},
+        {"speculators_model_type": "eagle3", "speculators_config": {"proposal_methods": {"a": 1}}},
+    ],
+)
+def test_an_odd_folder_is_refused_or_taken_in_a_sentence(config: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a traceback: whatever a config says, the verb ends in its own error or in a command."""
+    from outrider.cli.deploy import _draft
+
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with suppress(OutriderError):
+        command("vllm", _draft(str(tmp_path), "T", None, None))
 
 
 @pytest.mark.parametrize(("text", "wanted"), [("0.33.0rc1", (0, 33, 0)), ("v0.5.23", (0, 5, 23)), ("b9999", (9999,)), ("", ())])

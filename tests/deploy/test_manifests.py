@@ -124,7 +124,10 @@ def test_nothing_is_open_beyond_the_machine_and_nothing_is_secret(tmp_path: Path
         assert ports and all(str(port).startswith("127.0.0.1:") for port in ports)
         [service] = [one for one in yaml.safe_load_all(files["kubernetes.yaml"]) if one["kind"] == "Service"]
         assert service["spec"]["type"] == "ClusterIP"
+        [served] = [one for one in yaml.safe_load_all(files["kubernetes.yaml"]) if one["kind"] == "Deployment"]
+        assert served["spec"]["template"]["spec"]["enableServiceLinks"] is False  # a Service vllm would set VLLM_PORT
         text = "\n".join(files.values())
+        assert ("tritonserver" in text) == ("--allow-grpc" in text)  # which would listen on every interface
         assert not re.search(r"(?i)password|api[-_]key|kind: Secret|hf_[A-Za-z]{8}", text)
         if engine in manifests.METRICS:
             grafana = body["services"]["grafana"]["environment"]

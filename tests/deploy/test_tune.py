@@ -140,6 +140,18 @@ def test_what_was_not_measured_is_said() -> None:
         tune.choose(points[:-1], student)
 
 
+@pytest.mark.parametrize("own", [{"width": 4}, {"cutoff": 0.3}])
+def test_a_table_of_trees_is_not_deployed_as_one_of_chains(own: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a schedule that is served with another draft than was measured to pay."""
+    place = tmp_path / "tune.json"
+    place.write_text(json.dumps({"ranges": [[1, 8, 3]], "width": 1, "cutoff": None} | own))
+    with pytest.raises(ConfigError, match="which no table by load holds"):
+        tune.read(place)
+    place.write_text('{"ranges": [[1, 1e999, 2]]}')
+    with pytest.raises(DataError, match="is no schedule"):
+        tune.read(place)
+
+
 def test_a_round_that_was_cut_off_does_not_count() -> None:
     """Catches means over other loads than their neighbours'."""
     whole = measured(roof(16), rounds=1)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import make_folder, randomise
+from transformers import LlamaConfig, Qwen3Config
 
 from outrider import generate, load_target
 from outrider.checkpoint import load_drafter, load_model, manifest_of, save, weights_of
@@ -63,17 +64,20 @@ def made(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 
     def checkpoint(format: str, kind: str) -> Path:
         path = place / f"{format}-{kind}"
-        if not path.exists():
-            module = find_drafter(kind)
-            config = build(module.Config, {"kind": kind, **SETTINGS[format, kind]}, "drafter")
-            torch.manual_seed(0)
-            model = module.Model(config, target).to(torch.float32)
-            if getattr(model, "head", None) is not None:
-                model.begin(torch.randperm(target.spec.vocabulary, generator=torch.Generator().manual_seed(4)))
-            save(path, randomise(model), {"steps": 3}, measured={"report": {"rows": []}})
-        return path
+        return path if path.exists() else fresh(kind, SETTINGS[format, kind], target, path)
 
     return checkpoint
+
+
+def fresh(kind: str, settings: dict[str, Any], target: Any, path: Path) -> Path:
+    """A checkpoint with random weights."""
+    module = find_drafter(kind)
+    torch.manual_seed(0)
+    model = module.Model(build(module.Config, {"kind": kind, **settings}, "drafter"), target).to(torch.float32)
+    if getattr(model, "head", None) is not None:
+        model.begin(torch.randperm(target.spec.vocabulary, generator=torch.Generator().manual_seed(4)))
+    save(path, randomise(model), {"steps": 3}, measured={"report": {"rows": []}})
+    return path
 
 
 @pytest.mark.parametrize(("format", "kind"), SETTINGS)
@@ -177,6 +181,60 @@ def test_layers_are_counted_as_the_format_counts_them(format, kind, target, made
     for key in path:
         found = found[key]
     assert found == [tap + shift for tap in SETTINGS[format, kind]["taps"]]
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 2.0}])
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "dspark", "mtp"])
+def test_heads_that_turn_in_part_do_so_for_every_reader(kind, scaling, target, tmp_path):
+    """Catches the commonest loss of all: transformers lets rope_scaling, even none, take the place of rope_parameters."""
+    settings = SETTINGS["speculators", kind] | {"partial_rotary_factor": 0.5, "rope_theta": 5e5, "rope_scaling": scaling}
+    export(fresh(kind, settings, target, tmp_path / "checkpoint"), "speculators", tmp_path / "there", target)
+    import_folder(tmp_path / "there", tmp_path / "back", target)
+    assert manifest_of(tmp_path / "back")["config"]["partial_rotary_factor"] == 0.5
+    layers = json.loads((tmp_path / "there" / "config.json").read_text())["transformer_layer_config"]
+    assert layers["partial_rotary_factor"] == 0.5  # vLLM's own classes look there alone
+    given = {key: value for key, value in layers.items() if key != "model_type"}
+    for theirs in (LlamaConfig, Qwen3Config):
+        assert theirs(**given).rope_parameters["partial_rotary_factor"] == 0.5
+        assert theirs(**given).rope_parameters["rope_theta"] == 5e5
+
+
+UNSERVED = [
+    *[
+        ("sglang", kind, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 1")
+        for kind in ("eagle3", "dflash", "dspark", "domino")
+    ],
+    *[("sglang", "domino", {"pure_prefix": prefix}, "pure_prefix: 1") for prefix in (0, 2)],
+]
+
+
+@pytest.mark.parametrize(("format", "kind", "change", "said"), UNSERVED)
+def test_what_an_engine_would_compute_otherwise_is_not_written(format, kind, change, said, target, tmp_path):
+    checkpoint = fresh(kind, SETTINGS[format, kind] | change, target, tmp_path / "checkpoint")
+    with pytest.raises(ExportError, match=said):
+        export(checkpoint, format, tmp_path / "there", target)
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_folder_for_vllm_that_looks_like_the_authors_is_read_by_its_own_numbers(target, made, tmp_path):
+    """Catches taps that are guessed although they are there: the folder has EAGLE-3's architecture and no eagle_config."""
+    export(made("sglang", "eagle3"), "sglang", tmp_path / "there", target)
+    (tmp_path / "there" / "outrider.json").unlink()
+    path = tmp_path / "there" / "config.json"
+    config = json.loads(path.read_text())
+    del config["eagle_config"]
+    config |= {"eagle_aux_hidden_state_layer_ids": [1, 2, 4], "norm_before_residual": True}
+    path.write_text(json.dumps(config))
+    model = import_folder(tmp_path / "there", tmp_path / "back", target)
+    assert (model.taps, model.config.norm_before_residual) == ((0, 1, 3), True)
+
+
+def test_notes_of_another_version_are_refused(target, made, tmp_path):
+    export(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
+    path = tmp_path / "there" / "outrider.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 99}))
+    with pytest.raises(ExportError, match="is of version 99, this Outrider reads 1"):
+        import_folder(tmp_path / "there", tmp_path / "back", target)
 
 
 def test_every_pair_that_goes_both_ways_is_tested():

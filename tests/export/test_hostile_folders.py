@@ -148,6 +148,8 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "layers in half steps": ("dflash", _config(dflash_config__target_layer_ids=[0.5, 2.2]), "a list of whole numbers"),
     "layers as text": ("dflash", _config(dflash_config__target_layer_ids="02"), "a list of whole numbers"),
     "layers as truths": ("dflash", _config(dflash_config__target_layer_ids=[False, 2]), "a list of whole numbers"),
+    "a causal block": ("dflash", _config(dflash_config__causal=True), "causal is true"),
+    "layers with a window": ("dflash", _config(dflash_config__use_swa=True), "use_swa is true"),
     "infinite rotation": ("dflash", _config(rope_theta=float("inf"), rope_parameters=None), "rope_theta is inf"),
     "code from a repository of kernels": ("small_model", _config(_attn_implementation="evil/repo"), "chooses code to run"),
     "code that comes along": ("small_model", _config(auto_map={"AutoModel": "x.y"}), "asks for code"),
