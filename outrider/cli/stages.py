@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -318,10 +319,10 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
         highlight=False,
     )
     facts = write_provenance(settings, {"drafters": list(drafters), "compiled": bool(target.step.graphs)})
-    with bar("prompts", config.prompts * len(config.tasks)) as update:
+    with _started_anew(), bar("prompts", config.prompts * len(config.tasks)) as update:
         report = judge(
             target, drafters, config, provenance=facts, training=training, overlaps=overlaps, drawn=drawn,
-            on_prompt=lambda kept, _, left_out: update(kept, f"{left_out} left out: their text loops"),
+            on_prompt=lambda kept, _, left_out: update(kept, f"{left_out} left out"),
         )  # fmt: skip
     if target.spec.quantised and (settings.folder / "report.json").exists():
         report = report.beside(Report.load(settings.folder))
@@ -332,24 +333,35 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
     console.out.print(f"          {report.headline()}", highlight=False, soft_wrap=True, markup=False)
     tried = sum({row.task: row.prompts for row in report.rows}.values()) + len(report.left_out)
     console.out.print(
-        f"          {len(report.left_out)} of {tried} prompts left out, because the target's own text loops there",
+        f"          {len(report.left_out)} of {tried} prompts left out, {report.left_out_because}",
         highlight=False,
     )
     console.out.print(f"          {settings.folder / 'report.json'}, {settings.folder / 'report.html'}", highlight=False)
     write_json(json_to, json.loads((settings.folder / "report.json").read_text()))
 
 
+@contextmanager
+def _started_anew() -> Iterator[None]:
+    """Ctrl-C within says what is true of a measurement: one interleaved run can't go on later."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.note.print("\nstopped; of this evaluation nothing is kept, the same command starts it anew")
+        raise SystemExit(130) from None
+
+
 def _overlaps(name: str, choice: str | dict[str, Any], drawn: Mapping[str, Drawn]) -> dict[str, Overlaps]:
     """Which prompts stand in what a drafter was trained on, or draws from; {} for one that has no texts of its own."""
     from outrider.evaluate.contamination import check, sources_of
     from outrider.evaluate.summary import Overlaps
+    from outrider.evaluate.tasks import task_name
 
     sources = sources_of(choice)
     if not sources:
         return {}
-    prompts = [prompt for own in drawn.values() for prompt in own.prompts]
+    prompts = {task_name(task): own.prompts for task, own in drawn.items()}
     found = check(prompts, sources)
-    console.out.print(f"overlap   {name}: {found.line()}", highlight=False, soft_wrap=True, markup=False)
+    console.out.print(f"overlap   {name}, all prompts drawn: {found.line()}", highlight=False, soft_wrap=True, markup=False)
     return {name: Overlaps(found.overlaps(prompts), found.rule)}
 
 

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from outrider.evaluate.traffic.watch import Release, View, Window
 
 NOT_SAID = "–"
+INCOMPARABLE = (
+    "can't be compared: the server counts steps with a draft only, and the report does not say that its drafter drafts at "
+    "every step; watch a server that counts all steps, or release a report with accepted_histogram"
+)
 
 
 def watch(
@@ -86,6 +90,8 @@ def _once(url: str, promised: Release | None, for_s: float | None) -> tuple[dict
 def _standing_said(side: int | None, window: Window, promised: Release | None) -> Text:
     if promised is None:
         return Text("no release to compare with; --release report.json names it")
+    if side is None and window.found.tokens_per_step is not None and window.steps > 0:
+        return Text(INCOMPARABLE)
     if side is None:
         return Text("nothing was decoded, so nothing can be said")
     if side == 0:
@@ -178,6 +184,8 @@ def _verdict(view: View, promised: Release | None, drift: Any) -> Text:
         return Text(f"AWAY      {view.away}", "bold white on red")
     if promised is None or drift is None:
         return Text("no release to compare with; --release report.json names it")
+    if view.side is None:
+        return Text(INCOMPARABLE)
     if view.side:
         since = time.strftime("%H:%M:%S", time.localtime(view.side_since_s))
         side = "below" if view.side < 0 else "above"
@@ -219,11 +227,12 @@ def _table(columns: list[tuple[str, Window]], promised: Release | None) -> Table
     row(f"tokens per step{own}", [_figure(found.tokens_per_step, ".2f") for found in founds], limits)
     row("tokens per step with a draft", [_figure(found.tokens_per_draft, ".2f") for found in founds])
     row("drafted tokens kept", [_figure(found.draft_acceptance, ".1%") for found in founds])
-    depths = promised.by_depth if promised else ()
+    of_steps = any(found.drafts_are_steps for found in founds)
+    depths = () if promised is None else promised.by_step if of_steps else promised.by_depth
     for k in range(max([len(found.rates) for found in founds], default=0)):
         limits = f"{100 * depths[k].low:.0f} … {100 * depths[k].high:.0f} %" if k < len(depths) else ""
         rates = [found.rates[k] if k < len(found.rates) else None for found in founds]
-        row(f"  kept at depth {k + 1}", [_figure(rate, ".1%") for rate in rates], limits)
+        row(f"  kept at depth {k + 1}{', of all steps' if of_steps else ''}", [_figure(rate, ".1%") for rate in rates], limits)
     row("steps", [f"{window.steps:,}" for _, window in columns])
     row("tokens/s", [_figure(window.tokens_per_s, ".1f") for _, window in columns])
     return table

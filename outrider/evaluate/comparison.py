@@ -25,7 +25,7 @@ from outrider.evaluate.bootstrap import Floats, Interval, estimate_of, resampled
 from outrider.evaluate.charts import MISSING, Axis, Line, Spread, many, panel, say, spreads, tag
 from outrider.evaluate.page.acceptance import by_depth
 from outrider.evaluate.page.figure import figure, grid, named, whole
-from outrider.evaluate.report import PromptResult, Report, Row
+from outrider.evaluate.report import PromptResult, Report, Row, by_turn
 
 FEWEST = 5
 """Prompts that an interval needs; of fewer, resampling says less than it seems to."""
@@ -213,8 +213,8 @@ def _pair_name(base: Row, other: Row) -> str:
 
 def _changes(base: Row, other: Row) -> tuple[Change, ...]:
     """The measures that both rows have, the sturdiest first."""
-    theirs = {prompt.id: prompt for prompt in other.per_prompt}
-    pairs = [(prompt, theirs[prompt.id]) for prompt in base.per_prompt if prompt.id in theirs]
+    ours, theirs = by_turn(base.per_prompt), by_turn(other.per_prompt)
+    pairs = [(ours[key], theirs[key]) for key in ours if key in theirs]
     return (
         _of_totals("tokens per step", base.tokens_per_step, other.tokens_per_step, pairs),
         _of_means("speed-up", base.speedup, other.speedup, pairs, lambda prompt: prompt.speedup, True),

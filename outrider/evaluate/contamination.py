@@ -25,11 +25,15 @@ class Source(NamedTuple):
     """The folder of a checkpoint, of answers or of a corpus."""
 
 
+Key = tuple[str, str]
+"""Task and id of a prompt: prompts of two tasks may have one id."""
+
+
 class Found(NamedTuple):
     """What was found."""
 
-    overlapping: dict[str, tuple[str, ...]]
-    """Id of a prompt to the names of the sources that hold a piece of it."""
+    overlapping: dict[Key, tuple[str, ...]]
+    """A prompt to the names of the sources that hold a piece of it."""
     checked: int
     """Prompts that were looked for in one source at least."""
     rule: str
@@ -38,15 +42,19 @@ class Found(NamedTuple):
     places: dict[str, dict[str, int]]
     """Source to its parts (prompts, answers, documents) to how many of the prompts each holds."""
 
-    def overlaps(self, prompts: Sequence[Prompt]) -> dict[str, bool]:
-        """Id to whether it was found.  Where a source is unknown, a prompt that was not found is left out: nobody knows."""
+    def overlaps(self, prompts: Mapping[str, Sequence[Prompt]]) -> dict[Key, bool]:
+        """Each prompt, by task and id, and whether it was found.
+
+        Where a source is unknown, a prompt that was not found is left out: nobody knows.
+        """
         sure = not self.unknown
-        found = {prompt.id: prompt.id in self.overlapping for prompt in prompts if _is_text(prompt)}
-        return {name: overlaps for name, overlaps in found.items() if overlaps or (sure and self.checked)}
+        found = {key: key in self.overlapping for key, prompt in _keyed(prompts) if _is_text(prompt)}
+        return {key: overlaps for key, overlaps in found.items() if overlaps or (sure and self.checked)}
 
     def line(self) -> str:
         """What to tell a reader, in one sentence."""
-        told = f"{len(self.overlapping)} of {self.checked} prompts overlap with what was trained on or drawn from ({self.rule})"
+        told = f"{len(self.overlapping)} of {self.checked} prompts looked for overlap with what was trained on or drawn from "
+        told += f"({self.rule})"
         if not self.unknown:
             return told
         why = "; ".join(f"{name}: {reason}" for name, reason in self.unknown.items())
@@ -75,12 +83,12 @@ def sources_of(choice: str | Mapping[str, Any]) -> list[Source]:
     return list(dict.fromkeys(found))
 
 
-def check(prompts: Sequence[Prompt], sources: Sequence[Source]) -> Found:
-    """Look for every user turn of these prompts in every source; a prompt overlaps where one of its turns does.
+def check(prompts: Mapping[str, Sequence[Prompt]], sources: Sequence[Source]) -> Found:
+    """Look for every user turn of these prompts, by task, in every source; a prompt overlaps where one of its turns does.
 
     System prompts are not looked for: all prompts share theirs.
     """
-    overlapping: dict[str, tuple[str, ...]] = {}
+    overlapping: dict[Key, tuple[str, ...]] = {}
     unknown: dict[str, str] = {}
     places: dict[str, dict[str, int]] = {}
     samples: dict[str, int] = {}
@@ -92,14 +100,18 @@ def check(prompts: Sequence[Prompt], sources: Sequence[Source]) -> Found:
             continue
         places[source.name] = {part: 0 for one in opened for part in one.parts}
         samples[source.name] = max(one.sampled for one in opened)
-        for prompt in prompts:
+        for key, prompt in _keyed(prompts):
             parts = {part for one in opened for turn in prompt.turns for part in one.holding(turn)}
             for part in parts:
                 places[source.name][part] += 1
-            if parts and source.name not in overlapping.get(prompt.id, ()):  # prompts of two tasks may have one id
-                overlapping[prompt.id] = (*overlapping.get(prompt.id, ()), source.name)
-    checked = sum(map(_is_text, prompts)) if places else 0
+            if parts and source.name not in overlapping.get(key, ()):  # a task may have an id twice
+                overlapping[key] = (*overlapping.get(key, ()), source.name)
+    checked = len({key for key, prompt in _keyed(prompts) if _is_text(prompt)}) if places else 0
     return Found(overlapping, checked, _rule(samples), unknown, places)
+
+
+def _keyed(prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[tuple[Key, Prompt]]:
+    return (((task, prompt.id), prompt) for task, own in prompts.items() for prompt in own)
 
 
 def _is_text(prompt: Prompt) -> bool:

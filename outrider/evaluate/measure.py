@@ -68,7 +68,8 @@ class Config(Base):
     allow_code_execution: bool = False
     """Score tasks of code by running the answers, in a sandbox; without it they have no score."""
     fresh: NonNegativeFloat = 0.6
-    """A prompt whose plain text has a smaller share of first-time 8-grams loops: it is listed and left out.  0 keeps all."""
+    """A prompt whose plain text has a smaller share of first-time 8-grams loops: it is listed and left out, and so is one whose
+    answer is one token.  0 keeps all."""
     seed: int = 0
     quantize: Literal["int8"] | None = None
     """Round the linear layers of this run's own draft model, whatever the target's are; needs torchao."""
@@ -195,19 +196,19 @@ def measure(
             if not tried:
                 _warm_up(target, entries, prompt, config)
             tried += 1
-            share = _one_prompt(target, table, prompt, config, kept)
-            if share is None:
+            left_out = _one_prompt(target, table, prompt, config, kept)
+            if left_out is None:
                 kept += 1
             else:
-                found.left_out.append({"id": prompt.id, "task": task_name(task), "fresh_share": round(share, 3)})
+                found.left_out.append({"id": prompt.id, "task": task_name(task)} | left_out)
             if on_prompt is not None:
                 on_prompt(done + kept, wanted, lost + tried - kept)
         if not tried:
             raise DataError(f"task {task} has no prompt; give it one, or leave it out of evaluate.tasks")
         if not kept:
-            raise DataError(
-                f"task {task}: every one of {tried} prompts falls into a loop; set evaluate.fresh=0 to measure them anyway"
-            )
+            reasons = {left_out["reason"] for left_out in found.left_out[-tried:]}
+            why = " or ".join({"loop": "falls into a loop", "short": "is answered with one token"}[r] for r in sorted(reasons))
+            raise DataError(f"task {task}: every one of {tried} prompts {why}; set evaluate.fresh=0 to measure them anyway")
         done, lost, found.tried = done + kept, lost + tried - kept, found.tried + tried
         for measured in table:
             _observe(target, measured, config)
@@ -231,14 +232,31 @@ def _refuse(target: TransformersTarget, entries: Sequence[Entry], config: Config
 
 
 def draw(task: str, config: Config) -> Drawn:
-    """The prompts of a task from which those measured are taken, in order.  Raises DataError as `tasks.load` does."""
+    """The prompts of a task from which those measured are taken, in order.
+
+    Raises DataError as `tasks.load` does, and where code is to be scored by tests that can't be read.
+    """
     most = config.prompts * SPARE
     if task == "stdlib":
         return Drawn(list(tasks.prompts(task, most, config.seed)), "the standard library of this Python", None, None)
     loaded = tasks.load(task, config.data, config.revisions.get(task))
     # a file's prompts are taken in their order, a data set's by the seed
     chosen = loaded.some(most, config.seed) if task in tasks.TASKS else loaded.prompts[:most]
-    return Drawn(list(chosen), loaded.source, loaded.revision, loaded.count)
+    drawn = list(chosen)
+    _refuse_tests(task, drawn, config)
+    return Drawn(drawn, loaded.source, loaded.revision, loaded.count)
+
+
+def _refuse_tests(task: str, prompts: Sequence[Prompt], config: Config) -> None:
+    """Tests that can't be read, before anything is measured: an answer is scored only hours later."""
+    name = task_name(task)
+    if not config.score or not config.allow_code_execution or name not in tasks.TASKS or tasks.TASKS[name].score != "tests":
+        return
+    from outrider.evaluate import scoring
+
+    for prompt in prompts:
+        if prompt.reference is not None:
+            scoring.program(name, prompt, "")
 
 
 def _rule(config: Config) -> lossy.Meter | None:
@@ -255,15 +273,16 @@ def _warm_up(target: TransformersTarget, entries: Sequence[Entry], prompt: Promp
 
 def _one_prompt(
     target: TransformersTarget, table: Sequence[Measured], prompt: Prompt, config: Config, number: int
-) -> float | None:
-    """Continue one prompt every way, turn after turn, and note the runs; or return its share of fresh 8-grams where it loops.
+) -> dict[str, Any] | None:
+    """Continue one prompt every way, turn after turn, and note the runs; or return why it is left out: it loops, or has a turn
+    of one token.
 
     Between turns stand the target's own greedy answers, for everybody: prompts and lengths are the same for all.
     """
     asked, references, generate_s = _conversation(target, prompt, config)
     share = min(map(fresh_share, references))
-    if share < config.fresh or min(map(len, references)) < 2:
-        return share
+    if config.fresh and (share < config.fresh or min(map(len, references)) < 2):
+        return {"fresh_share": round(share, 3), "reason": "loop" if share < config.fresh else "short"}
 
     def requests(heat: float) -> list[Request]:
         seed = config.seed + number
@@ -346,7 +365,11 @@ def _score(target: TransformersTarget, measured: Measured, config: Config) -> No
     measured.score_measure = {"answer": "exact match of the final answer", "tests": "passes its tests"}[kind]
 
     def value(prompt: Prompt, run: Run) -> float | None:
-        return scoring.score(task, prompt, answers_of(target, run), allow_code=config.allow_code_execution)
+        try:
+            return scoring.score(task, prompt, answers_of(target, run), allow_code=config.allow_code_execution)
+        except DataError as error:  # such as a file that changed meanwhile; hours of measuring are not thrown away for it
+            log.warning("%s; the prompt has no score", error)
+            return None
 
     # the target's own answers stand beside every drafter: those are scored once for each temperature's texts
     known: dict[tuple[int, ...], float | None] = {}

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
@@ -334,10 +335,12 @@ class Row(Part):
 
 
 class LeftOut(Part):
-    """A prompt that was not measured because the target's own text loops there."""
+    """A prompt that was not measured because the target's own text loops there, or is one token."""
 
     id: str
     fresh_share: float | None = None
+    reason: str = "loop"
+    """`loop` or `short`."""
 
 
 class Training(Part):
@@ -463,6 +466,16 @@ class Report(Part):
         return " ".join([first, *(alarm for other, alarm in self.alarms() if other is not row), *self.skews])
 
     @property
+    def left_out_because(self) -> str:
+        """Why prompts were left out, as half a sentence."""
+        short = sum(left_out.reason == "short" for left_out in self.left_out)
+        if not short:
+            return "because the target's own text loops there"
+        if short == len(self.left_out):
+            return "because the target answers them with one token"
+        return f"because the target's own text loops there, or in {short} is one token"
+
+    @property
     def skews(self) -> list[str]:
         """A sentence for every row that keeps less than its training expected."""
         return [row.skew for row in self.rows if row.skew]
@@ -523,12 +536,23 @@ class Report(Part):
         return page.render(self)
 
 
+def by_turn(prompts: Iterable[PromptResult]) -> dict[tuple[str, int], PromptResult]:
+    """Prompts by their id and, where an id stands several times, by its turn: what those of two reports are paired by."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for prompt in prompts:
+        found[prompt.id, seen[prompt.id]] = prompt
+        seen[prompt.id] += 1
+    return found
+
+
 def _lost(row: Row, twin: Row) -> float | None:
     """Tokens per step that `row` is short of `twin`, the same on the precision it was trained on, over prompts of both."""
     same = all(getattr(row, name) == getattr(twin, name) for name in ("drafter", "task", "temperature", "rule"))
     if not same or not row.crossing or not row.is_trained_on(twin.precision):
         return None
-    pairs = [(a, b) for a in row.per_prompt for b in twin.per_prompt if a.id == b.id and a.steps and b.steps]
+    ours, theirs = by_turn(row.per_prompt), by_turn(twin.per_prompt)
+    pairs = [(ours[key], theirs[key]) for key in ours if key in theirs and ours[key].steps and theirs[key].steps]
     if not pairs:
         return None
     here, there = (sum(p.tokens or 0 for p in side) / sum(p.steps or 0 for p in side) for side in zip(*pairs, strict=True))

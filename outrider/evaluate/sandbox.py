@@ -3,8 +3,9 @@
 A fresh isolated interpreter runs the answer and then the tests.  Around it stand walls, as many as this machine can build:
 `files` (it sees the interpreter and system libraries, read-only, and an empty folder in memory), `network` (none),
 `processes` (it sees and signals its own only, they end with it, and there are at most 32).  `Outcome.missing` names walls that
-could not be built.  Limits on time, memory and file sizes hold everywhere.  The file is its own inner program: the parent
-starts it as a script, so it imports the standard library only.
+could not be built.  Limits on time, memory and file sizes hold everywhere; that on memory for each process by the kernel, and
+for all together by a look every `LOOK_S`, which misses a process that left its family where the third wall is missing.  The
+file is its own inner program: the parent starts it as a script, so it imports the standard library only.
 
 What it is not: a proof against an answer written to fool this very file.  Answer and tests share a process, as they must to
 share values; a pass is told by a token which the inner program reads after the last test, so leaving early never counts.
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -37,6 +38,8 @@ PROCESSES = 32
 SCRATCH_BYTES = 16 << 20
 START_S = 60.0
 """Longest start of the inner interpreter, on however busy a machine; the time limit counts from there."""
+LOOK_S = 0.2
+"""Between two looks at the memory of all processes of an answer."""
 SAID_BYTES = 16 << 10
 """Most that is read of what the inner program says; more is a flood."""
 
@@ -76,7 +79,9 @@ def run(code: str, tests: str, timeout_s: float = 10.0, memory_bytes: int = 512 
             os.close(said_in)
         try:
             with open(said_out, "rb", buffering=0) as said:
-                return _outcome(said, token, timeout_s)
+                # unshare and the inner program are not the answer's
+                held = functools.partial(_held_bytes, process.pid, 2 if start else 1)
+                return _outcome(said, token, timeout_s, held, memory_bytes)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -88,13 +93,17 @@ def walls_missing() -> tuple[str, ...]:
     return run("", "").missing
 
 
-def _outcome(said: IO[bytes], token: str, timeout_s: float) -> Outcome:
-    """Read what the inner program says, to its end or to the end of its time."""
+def _outcome(said: IO[bytes], token: str, timeout_s: float, held: Callable[[], int], memory_bytes: int) -> Outcome:
+    """Read what the inner program says, to its end or to the end of its time, or until its processes hold too much."""
     text, missing, ends = b"", WALLS, time.monotonic() + START_S
     started = False
     while len(text) < SAID_BYTES:
         left = ends - time.monotonic()
-        if left <= 0 or not select.select([said], [], [], left)[0]:
+        if left > 0 and not select.select([said], [], [], min(left, LOOK_S))[0]:
+            if started and held() > memory_bytes:
+                return Outcome(False, f"out of memory: its processes hold more than {memory_bytes >> 20} MiB together", missing)
+            continue
+        if left <= 0:
             return Outcome(False, f"no end after {timeout_s:g} s" if started else "the interpreter did not start", missing)
         piece = said.read(4096)
         text += piece
@@ -109,6 +118,30 @@ def _outcome(said: IO[bytes], token: str, timeout_s: float) -> Outcome:
             last = lines[-1].decode(errors="replace") if len(lines) > 1 else "it ended before its tests were through"
             return Outcome(False, last[:500], missing)
     return Outcome(False, "it wrote where only results are written", missing)
+
+
+def _held_bytes(top: int, levels: int) -> int:
+    """Memory of all descendants of a process but those of its first `levels`, pages that several share counted once."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdecimal, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            parent = Path("/proc", name, "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(name))
+    found, level = 0, [top]
+    while level:
+        if levels <= 0:
+            found += sum(map(_bytes_of, level))
+        levels -= 1
+        level = [child for process in level for child in children.get(process, ())]
+    return found
+
+
+def _bytes_of(process: int) -> int:
+    for name, wanted in (("smaps_rollup", ("Pss:",)), ("status", ("RssAnon:", "RssShmem:"))):
+        with contextlib.suppress(OSError):  # only the owner may read the first, which alone tells what is shared
+            lines = Path(f"/proc/{process}", name).read_text(errors="replace").splitlines()
+            return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(wanted))
+    return 0
 
 
 @functools.cache

@@ -166,23 +166,30 @@ def code_in(answer: str, name: str | None = None) -> str:
 
 def run_tests(task: str, prompt: Prompt, answer: str) -> sandbox.Outcome:
     """Run an answer's code against the task's tests, in the sandbox.  The caller has asked whether code may run."""
+    return sandbox.run(*program(task, prompt, answer))
+
+
+def program(task: str, prompt: Prompt, answer: str) -> tuple[str, str, float]:
+    """Code, tests and seconds for an answer.  Raises DataError where the tests can't be read, whatever the answer is."""
     reference = prompt.reference() if isinstance(prompt.reference, Later) else prompt.reference
     try:
-        code, tests, seconds = PROGRAMS[task](reference, answer)
-    except (KeyError, TypeError, ValueError, zlib.error) as error:
-        raise DataError(f"the tests of {task} {prompt.id} can't be read: {type(error).__name__}: {error}") from None
-    return sandbox.run(code, tests, seconds)
+        return PROGRAMS[task](reference, answer)
+    except (LookupError, TypeError, ValueError, AttributeError, SyntaxError, RecursionError, zlib.error) as error:
+        raise DataError(
+            f"the tests of {task} {prompt.id} can't be read: {type(error).__name__}: {error}; mend the row, or leave it out"
+        ) from None
 
 
 def _humaneval(reference: Mapping[str, Any], answer: str) -> tuple[str, str, float]:
     stub, name = reference["stub"], reference["name"]
+    ast.parse(reference["test"])
     # the stub first, for its imports and helpers; a bare continuation, indented, is its body
     return f"{stub}\n\n{code_in(answer, name)}", f"{reference['test']}\n\ncheck({name})\n", 10.0
 
 
 def _mbpp(reference: Mapping[str, Any], answer: str) -> tuple[str, str, float]:
     asserts = list(reference["asserts"])
-    name = _called(asserts[0])
+    name, *_ = [_called(test) for test in asserts]
     found = ADOPT.format(name=name) if name else ""
     return code_in(answer, name), "\n".join([*reference["imports"], found, *asserts]), 10.0
 

@@ -100,8 +100,8 @@ class Measured:
 class Overlaps(NamedTuple):
     """Which prompts stand in what one drafter was trained on, or draws from."""
 
-    found: Mapping[str, bool]
-    """By prompt id; one that is not there is not known."""
+    found: Mapping[tuple[str, str], bool]
+    """By task and prompt id; one that is not there is not known."""
     rule: str = ""
     """What counts as standing there, in words."""
 
@@ -266,7 +266,7 @@ def _prompt(measured: Measured, i: int, first: int | None, overlaps: Overlaps | 
         "first_difference": first,
         "tpot_ms": 1000 * _per_token(run),
         "plain_tpot_ms": 1000 * _per_token(alone),
-        "overlaps": None if overlaps is None else overlaps.found.get(name),
+        "overlaps": None if overlaps is None else overlaps.found.get((measured.task, name)),
         "score": score,
         "plain_score": plain_score,
     }

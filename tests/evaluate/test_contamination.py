@@ -13,7 +13,7 @@ from train.bench import TAPS, fit
 
 from outrider import checkpoint, load_drafter
 from outrider.errors import ConfigError
-from outrider.evaluate.contamination import Source, check, sources_of
+from outrider.evaluate.contamination import Found, Source, check, sources_of
 from outrider.evaluate.tasks import Prompt
 from outrider.prepare import grams
 from outrider.prepare.conversations import Config, Conversation
@@ -35,6 +35,11 @@ PROMPTS = [
     Prompt("korean", (KOREAN.replace(" ", ""),), system=LEAKED),
     Prompt("short", ("Say: b!",)),
 ]
+ASKED = {"quiz": PROMPTS}
+
+
+def ids(found: Found) -> set[str]:
+    return {name for _, name in found.overlapping}
 
 
 def texts(*extra: str) -> list[Conversation]:
@@ -76,15 +81,23 @@ def manifest(path: Path) -> dict[str, Any]:
 def test_a_planted_leak_is_found_in_a_moved_checkpoint(trained: Path, answers: Path) -> None:
     """Catches a leak in other letters that is lost on the way, or a system prompt or a paraphrase taken for one."""
     for source in (Source("drafter", trained), Source("answers", answers)):
-        found = check(PROMPTS, [source])
-        assert set(found.overlapping) == {"leaked", "second turn", "korean", "short"}
-        assert check(PROMPTS * 2, [source]).overlapping == found.overlapping
+        found = check(ASKED, [source])
+        assert ids(found) == {"leaked", "second turn", "korean", "short"}
+        assert check({"quiz": PROMPTS * 2}, [source]).overlapping == found.overlapping
         assert set(found.overlapping.values()) == {(source.name,)}
         assert found.unknown == {} and found.checked == 5
         assert found.places[source.name]["prompts"] == 4
-        assert found.overlaps(PROMPTS) == {prompt.id: prompt.id != "clean" for prompt in PROMPTS}
-        assert found.line().startswith("4 of 5 prompts overlap")
+        assert found.overlaps(ASKED) == {("quiz", prompt.id): prompt.id != "clean" for prompt in PROMPTS}
+        assert found.line().startswith("4 of 5 prompts looked for overlap")
         assert "13 words" in found.rule
+
+
+def test_prompts_of_two_tasks_may_have_one_id(answers: Path) -> None:
+    """Catches a known prompt that marks those of other tasks: their clean figures would lose what is clean, unseen."""
+    asked = {"quiz": [Prompt("1", (LEAKED,))], "poems": [Prompt("1", (PARAPHRASE,))]}
+    found = check(asked, [Source("answers", answers)])
+    assert found.overlaps(asked) == {("quiz", "1"): True, ("poems", "1"): False}
+    assert found.line().startswith("1 of 2 prompts")
 
 
 def test_a_checkpoint_with_hashes_drafts_as_any_other(trained: Path, talker: TransformersTarget) -> None:
@@ -92,7 +105,7 @@ def test_a_checkpoint_with_hashes_drafts_as_any_other(trained: Path, talker: Tra
     load_drafter(trained, talker)
     copy = shutil.copytree(trained, trained.with_name("amended"))
     checkpoint.amend(copy, {}, {"calibration": {}})
-    assert set(check(PROMPTS, [Source("drafter", copy)]).overlapping) == {"leaked", "second turn", "korean", "short"}
+    assert ids(check(ASKED, [Source("drafter", copy)])) == {"leaked", "second turn", "korean", "short"}
 
 
 def test_a_swapped_file_is_not_known(trained: Path, talker: TransformersTarget, tmp_path: Path) -> None:
@@ -100,11 +113,11 @@ def test_a_swapped_file_is_not_known(trained: Path, talker: TransformersTarget, 
     clean = answered(talker, tmp_path / "clean", texts("nothing of that"))
     copy = shutil.copytree(trained, tmp_path / "copy")
     shutil.copyfile(clean / "prompts.grams", copy / checkpoint.GRAMS)
-    found = check(PROMPTS, [Source("drafter", copy)])
+    found = check(ASKED, [Source("drafter", copy)])
     assert "not the file that its manifest names" in found.unknown["drafter"]
-    assert (found.overlapping, found.checked, found.overlaps(PROMPTS)) == ({}, 0, {})
+    assert (found.overlapping, found.checked, found.overlaps(ASKED)) == ({}, 0, {})
     (copy / checkpoint.GRAMS).unlink()
-    assert "missing" in check(PROMPTS, [Source("drafter", copy)]).unknown["drafter"]
+    assert "missing" in check(ASKED, [Source("drafter", copy)]).unknown["drafter"]
     assert load_drafter(copy, talker)
 
 
@@ -116,17 +129,19 @@ def test_an_old_checkpoint_is_not_known_rather_than_clean(
     copy = shutil.copytree(trained, tmp_path / "copy")
     (copy / checkpoint.GRAMS).unlink()
     (copy / checkpoint.MANIFEST).write_text(json.dumps(manifest(copy) | {"training": training}))
-    found = check(PROMPTS, [Source("drafter", copy)])
+    found = check(ASKED, [Source("drafter", copy)])
     assert "no hashes" in found.unknown["drafter"]
-    assert (found.checked, found.overlaps(PROMPTS)) == (0, {})
+    assert (found.checked, found.overlaps(ASKED)) == (0, {})
     assert "not known" in found.line()
     assert load_drafter(copy, talker)
 
 
 def test_one_unknown_source_leaves_what_was_not_found_open(trained: Path, tmp_path: Path) -> None:
     """Catches `false` for a prompt that may stand in the other source."""
-    found = check(PROMPTS, [Source("drafter", trained), Source("other", tmp_path)])
-    assert found.overlaps(PROMPTS) == dict.fromkeys(["leaked", "second turn", "korean", "short"], True)
+    found = check(ASKED, [Source("drafter", trained), Source("other", tmp_path)])
+    assert found.overlaps(ASKED) == dict.fromkeys(
+        [("quiz", name) for name in ("leaked", "second turn", "korean", "short")], True
+    )
     assert set(found.unknown) == {"other"}
 
 
@@ -153,8 +168,8 @@ def test_texts_of_before_a_stop_are_not_forgotten(talker: TransformersTarget, an
     fit(tmp_path / "run", talker, source=source_of(talker, other), steps=4)
     place = tmp_path / "run" / "checkpoint"
     assert sorted(path.name for path in place.glob("*.grams")) == ["training.2.grams", "training.grams"]
-    found = check(PROMPTS, [Source("drafter", place)])
-    assert set(found.overlapping) == {prompt.id for prompt in PROMPTS} and found.unknown == {}
+    found = check(ASKED, [Source("drafter", place)])
+    assert ids(found) == {prompt.id for prompt in PROMPTS} and found.unknown == {}
 
 
 @pytest.mark.parametrize("known_first", [False, True])
@@ -167,8 +182,8 @@ def test_training_in_part_on_unknown_texts_is_not_known(
     first, second = (known, unknown) if known_first else (unknown, known)
     stopped(talker, tmp_path, first)
     fit(tmp_path, talker, source=second, steps=4)
-    found = check(PROMPTS, [Source("drafter", tmp_path / "checkpoint")])
-    assert "leaked" in found.overlapping and "drafter" in found.unknown
+    found = check(ASKED, [Source("drafter", tmp_path / "checkpoint")])
+    assert "leaked" in ids(found) and "drafter" in found.unknown
 
 
 def test_a_training_that_began_before_hashes_were_kept_is_not_known(
@@ -181,8 +196,8 @@ def test_a_training_that_began_before_hashes_were_kept_is_not_known(
     del old["training"]["grams"]
     (place / checkpoint.MANIFEST).write_text(json.dumps(old))
     fit(tmp_path, talker, source=source_of(talker, answers), steps=4)
-    found = check(PROMPTS, [Source("drafter", place)])
-    assert "leaked" in found.overlapping and "drafter" in found.unknown
+    found = check(ASKED, [Source("drafter", place)])
+    assert "leaked" in ids(found) and "drafter" in found.unknown
 
 
 def test_going_on_with_the_same_texts_names_them_once(talker: TransformersTarget, answers: Path, tmp_path: Path) -> None:
@@ -200,7 +215,7 @@ def test_training_outlives_its_hashes(talker: TransformersTarget, answers: Path,
     source = source_of(talker, copy)
     shutil.rmtree(copy)
     fit(tmp_path / "run", talker, source=source, steps=4)
-    assert "missing" in check(PROMPTS, [Source("drafter", tmp_path / "run" / "checkpoint")]).unknown["drafter"]
+    assert "missing" in check(ASKED, [Source("drafter", tmp_path / "run" / "checkpoint")]).unknown["drafter"]
 
 
 def test_a_checkpoint_keeps_its_own_copy(talker: TransformersTarget, answers: Path, tmp_path: Path) -> None:
@@ -212,7 +227,7 @@ def test_a_checkpoint_keeps_its_own_copy(talker: TransformersTarget, answers: Pa
             shutil.rmtree(copy)
 
     fit(tmp_path / "run", talker, source=source_of(talker, copy), steps=4, on_step=delete)
-    assert check(PROMPTS, [Source("drafter", tmp_path / "run" / "checkpoint")]).unknown == {}
+    assert check(ASKED, [Source("drafter", tmp_path / "run" / "checkpoint")]).unknown == {}
 
 
 def test_a_prompt_whose_text_was_not_at_hand_leaves_a_source_open(answers: Path, tmp_path: Path) -> None:
@@ -221,8 +236,8 @@ def test_a_prompt_whose_text_was_not_at_hand_leaves_a_source_open(answers: Path,
     facts = json.loads((copy / "answers.json").read_text())
     facts["grams"]["unknown"] = 3
     (copy / "answers.json").write_text(json.dumps(facts))
-    found = check(PROMPTS, [Source("answers", copy)])
-    assert "3 of its prompts" in found.unknown["answers"] and "leaked" in found.overlapping
+    found = check(ASKED, [Source("answers", copy)])
+    assert "3 of its prompts" in found.unknown["answers"] and "leaked" in ids(found)
 
 
 # ── corpora ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -252,10 +267,10 @@ def test_a_corpus_tells_what_it_holds(corpus: Path) -> None:
 
     source = sources_of({"kind": "suffix", "corpora": ["mine"]})
     assert source == [Source("corpus mine", corpus)]
-    assert "corpus mine" in check(PROMPTS, source).unknown
+    assert "corpus mine" in check(ASKED, source).unknown
     corpora.keep_grams(corpus, collected().save)
-    found = check(PROMPTS, source)
-    assert set(found.overlapping) == {"leaked", "second turn", "short"} and found.unknown == {}
+    found = check(ASKED, source)
+    assert ids(found) == {"leaked", "second turn", "short"} and found.unknown == {}
     assert found.places == {"corpus mine": {"documents": 3}}
     verify(corpus)
     assert Corpus.open(corpus).longest([4, 5]).length == 2
@@ -268,7 +283,7 @@ def test_a_corpus_that_is_built_again_forgets_the_hashes_of_before(corpus: Path)
 
     corpora.keep_grams(corpus, collected().save)
     build(corpus, [[1, 2, 3]], vocabulary=100)
-    assert "corpus mine" in check(PROMPTS, sources_of({"kind": "suffix", "corpora": ["mine"]})).unknown
+    assert "corpus mine" in check(ASKED, sources_of({"kind": "suffix", "corpora": ["mine"]})).unknown
 
 
 def test_a_drafter_of_parts_is_asked_part_by_part(corpus: Path, trained: Path) -> None:
@@ -279,12 +294,12 @@ def test_a_drafter_of_parts_is_asked_part_by_part(corpus: Path, trained: Path) -
     assert [source.name for source in sources_of({"kind": "mix", "parts": parts})] == ["corpus mine", "org/other"]
     assert sources_of("ngram") == sources_of({"kind": "suffix"}) == []
     assert sources_of(str(trained)) == [Source(str(trained), trained)]
-    assert "no such folder" in check(PROMPTS, sources_of("org/drafter")).unknown["org/drafter"]
+    assert "no such folder" in check(ASKED, sources_of("org/drafter")).unknown["org/drafter"]
     with pytest.raises(ConfigError):
         sources_of({"kind": "sufix"})
 
 
 def test_a_drafter_that_only_reads_the_request_has_nothing_to_ask() -> None:
     """Catches `checked` where nothing was."""
-    found = check(PROMPTS, [])
-    assert (found.overlapping, found.checked, found.unknown, found.overlaps(PROMPTS)) == ({}, 0, {}, {})
+    found = check(ASKED, [])
+    assert (found.overlapping, found.checked, found.unknown, found.overlaps(ASKED)) == ({}, 0, {}, {})

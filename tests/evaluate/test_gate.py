@@ -258,6 +258,34 @@ def test_a_task_without_speeds_does_not_pass_behind_the_others() -> None:
     assert judge(new, old, Policy(draws=2000, required=("exactness",))).verdict == "pass"
 
 
+def test_a_task_without_scores_does_not_pass_behind_the_others() -> None:
+    """Catches a required score that one task lacks; a task that wants a judge has none to lack."""
+    new, old = twins()
+    for prompt in new["rows"][1]["per_prompt"]:
+        prompt.update(score=None, plain_score=None)
+    new["rows"][1]["score"] = None
+    wanted = Policy(draws=2000, required=("score",))
+    outcome = judge(new, old, wanted)
+    assert outcome.stops and "score is required and was not measured: code: no scores" in outcome.headline
+    assert judge(new, old).verdict == "pass"
+    for report in (new, old):
+        report["rows"][1]["task"] = "mt-bench"
+    assert judge(new, old, wanted).verdict == "pass"
+
+
+def test_a_task_whose_texts_were_not_compared_does_not_pass_behind_the_others() -> None:
+    """Catches exactness taken for granted on one task; a row that samples is not compared by its nature."""
+    new, old = twins()
+    new["rows"][1] |= {"exact": None, "compared_tokens": 0}
+    for prompt in new["rows"][1]["per_prompt"]:
+        prompt["exact"] = None
+    outcome = judge(new, old)
+    assert outcome.stops and "exactness is required and was not measured" in outcome.headline
+    for report in (new, old):
+        report["rows"][1]["temperature"] = 1.0
+    assert judge(new, old).verdict == "pass"
+
+
 def test_one_prompt_is_too_few_and_so_it_does_not_pass() -> None:
     """Catches an interval of one value, which has no width."""
     new, old = made(tasks={"math": 1})
@@ -483,6 +511,35 @@ def test_reports_of_the_same_thing_widen_the_intervals_of_times_by_their_noise()
         assert times == pytest.approx(after.widened if wider else 1, rel=1e-6)
     quiet = judge(*made(4, 0.1), alike=[tuple(map(Report.model_validate, made(5, 0.01)))])
     assert quiet.widened == 1 and "no interval is widened" in quiet.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda report: report.update(target="another/model"), "target demo against another/model"),
+        (lambda report: report.update(fingerprint={"cpu": "another"}), "cpu simulated against another"),
+        (lambda report: [row.update(drafter="eagle3") for row in report["rows"]], "two drafters, eagle3 and ngram"),
+    ],
+)
+def test_noise_is_not_learnt_from_reports_of_something_else(change: Callable[[Made], Any], message: str) -> None:
+    """Catches a noisy pair from elsewhere that lets a slow draft pass."""
+    new, old = made(4, 0.02)
+    slower(new)
+    one, other = made(5, 0.5)
+    change(one)
+    if "two drafters" not in message:
+        change(other)
+    pair = (Report.model_validate(one), Report.model_validate(other))
+    with pytest.raises(DataError, match=message):
+        judge(new, old, alike=[pair])
+
+
+def test_noise_of_another_machine_may_be_told_where_times_are_left_out() -> None:
+    """Catches a refusal that --allow-other-machine does not lift."""
+    one, other = made(5, 0.1)
+    one["fingerprint"] = other["fingerprint"] = {"cpu": "another"}
+    pair = (Report.model_validate(one), Report.model_validate(other))
+    assert judge(*made(4, 0.02), alike=[pair], allow_other_machine=True).widened > 1
 
 
 def test_runs_that_lie_farther_apart_than_their_prompts_say_widen_too() -> None:

@@ -17,6 +17,7 @@ from tiny import DRAFTER, make_folder
 import outrider
 from outrider import config as configs
 from outrider import load_drafter
+from outrider.cli import stages
 from outrider.decoding import loop
 from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
@@ -298,6 +299,33 @@ def test_prompts_that_loop_are_left_out_and_listed(
     assert [prompt.id for prompt in found.rows[0].per_prompt] == ["q0", "q2", "q3"]
     assert [(left.id, left.fresh_share) for left in found.left_out] == [("q1", 0.25)]
     assert found.share_left_out == pytest.approx(1 / 4)
+
+
+def test_an_answer_of_one_token_is_left_out_for_a_reason_of_its_own_and_kept_where_all_are(
+    talker: TransformersTarget, drafters: dict[str, Drafter], task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a short answer listed as a loop that is wholly fresh, and fresh=0 which does not keep all."""
+    prompts = measure.draw(task, settings(task)).prompts
+    first = measure.generate_once(talker, measure.as_tokens(talker, prompts[1]), 1)[0]
+    monkeypatch.setattr(talker, "ends", frozenset(first))
+    only = {"ngram": drafters["ngram"]}
+    found = evaluate(talker, only, settings(task, fresh=1e-9, prompts=2, temperatures=(0.0,)))
+    short = [left for left in found.left_out if left.id == "q1"]
+    assert [(left.fresh_share, left.reason) for left in short] == [(1.0, "short")]
+    assert "one token" in found.left_out_because and "(one token)" in found.html()
+    (row,) = evaluate(talker, only, settings(task, prompts=4)).rows[:1]
+    assert [prompt.tokens for prompt in row.per_prompt][1] == 1 and row.exact
+    drawn = {task: measure.Drawn(prompts[1:2], "", None, None)}
+    with pytest.raises(DataError, match=r"every one of 1 prompts is answered with one token; set evaluate\.fresh=0"):
+        evaluate(talker, only, settings(task, fresh=0.6), drawn=drawn)
+
+
+def test_ctrl_c_promises_nothing_of_an_evaluation_that_is_not_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches "the same command goes on from there": one interleaved run starts anew."""
+    with pytest.raises(SystemExit) as done, stages._started_anew():
+        raise KeyboardInterrupt
+    said = " ".join(capsys.readouterr().err.split())
+    assert done.value.code == 130 and "starts it anew" in said and "goes on" not in said
 
 
 def test_a_task_of_loops_alone_is_refused(talker: TransformersTarget, task: str, drafters: dict[str, Drafter]) -> None:
@@ -584,7 +612,7 @@ def test_the_report_knows_its_machine_and_its_memory(report: Report) -> None:
 
 def test_overlaps_are_each_drafter_s_own(talker: TransformersTarget, drafters: dict[str, Drafter], task: str) -> None:
     """Catches one drafter's training set held against another, and drafters that were not looked at taken for clean."""
-    overlaps = {"dspark": summary.Overlaps({"q0": True, "q1": False, "q2": False}, "a word")}
+    overlaps = {"dspark": summary.Overlaps({("quiz", "q0"): True, ("quiz", "q1"): False, ("quiz", "q2"): False}, "a word")}
     found = evaluate(talker, drafters, settings(task, temperatures=(0.0,)), overlaps=overlaps)
     ngram, dspark = found.rows
     assert ngram.clean is None
@@ -654,6 +682,28 @@ def test_a_right_answer_is_scored_beside_the_target_s_own(
     assert (row.score.drafted, row.score.plain, row.score.prompts) == (0.0, 1.0, 1)
     assert row.score.measure == "exact match of the final answer"
     assert (row.per_prompt[0].score, row.per_prompt[0].plain_score) == (0.0, 1.0)
+
+
+def test_tests_that_can_not_be_read_are_refused_before_anything_is_measured(
+    talker: TransformersTarget, drafters: dict[str, Drafter], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a bad row that throws away hours of measuring; one that went bad meanwhile has no score, and that is said."""
+    good = {"task_id": 1, "prompt": "Add.", "test_imports": [], "test_list": ["assert add(1, 2) == 3"]}
+    bad = good | {"task_id": 2, "test_list": []}
+    (tmp_path / "mbpp.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (good, bad)))
+    config = settings(
+        "mbpp", prompts=2, max_new_tokens=4, fresh=0.0, temperatures=(0.0,), data=str(tmp_path), observed=0, score=True,
+        allow_code_execution=True,
+    )  # fmt: skip
+    with pytest.raises(DataError, match="the tests of mbpp mbpp/2 can't be read"):
+        measure.draw("mbpp", config)
+    unscored = config.model_copy(update={"allow_code_execution": False})
+    drawn = {"mbpp": measure.draw("mbpp", unscored)}
+    assert len(drawn["mbpp"].prompts) == 2
+    (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, config, drawn=drawn).rows
+    scores = {prompt.id: prompt.score for prompt in row.per_prompt}
+    assert scores == {"mbpp/1": 0.0, "mbpp/2": None}
+    assert "the tests of mbpp mbpp/2 can't be read" in caplog.text and "no score" in caplog.text
 
 
 def test_code_that_nobody_scores_is_not_run(caplog: pytest.LogCaptureFixture) -> None:

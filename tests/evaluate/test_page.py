@@ -245,6 +245,17 @@ def test_prompts_are_paired_by_name_and_not_by_place():
     assert {change.ratio for pair in found.others[0].pairs for change in pair.changes} == {1.0}
 
 
+def test_prompts_of_one_name_are_paired_turn_by_turn():
+    """Catches every turn held against the last of its name: a report then differs from itself."""
+    rows = [row("dspark", "chat")]
+    for prompt in rows[0]["per_prompt"][:8]:
+        prompt["id"] = "same"
+    compared = Comparison.of([("a", full_report(rows=rows)), ("b", full_report(rows=rows))])
+    changes = compared.others[0].pairs[0].changes
+    assert {change.ratio for change in changes} == {1.0} and verdicts(compared) == {"unclear"}
+    assert {value for change in changes for value in (change.low, change.high)} == {1.0}
+
+
 def test_too_few_prompts_give_no_interval():
     """Two prompts resampled look certain."""
     rows = [row("dspark", "chat", FEWEST - 1)]

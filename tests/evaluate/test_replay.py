@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import os
@@ -233,6 +234,52 @@ def test_ctrl_c_stops_and_what_came_is_kept(plain: Stub, tmp_path: Path) -> None
     assert endpoint["sent"] == endpoint["answered"] + sum(endpoint["failed"].values()) + sum(endpoint["cut_off"].values())
     assert endpoint["failed"]["stopped"] >= 1
     assert f"{kept['not_sent']} calls were not sent" in said
+
+
+def test_an_answer_that_was_under_way_is_cut_off_and_keeps_what_came(plain: Stub, tmp_path: Path) -> None:
+    """Catches half an answer that a stop turns into a call of which nothing came."""
+    run = replay._Run(
+        log(tmp_path, 2, wishes={0: {"stall": 2}, 1: {"hang": True}}), [replay.server_at(plain.url)], Plan(),
+        (tmp_path / "calls.jsonl").open("w"), None, None,
+    )  # fmt: skip
+
+    async def stopped() -> None:
+        task = asyncio.create_task(run.go())
+        while not any(line.answer and len(line.answer.pieces) == 2 for line in run.clients[0].busy):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(asyncio.wait_for(stopped(), 60))
+    assert run.file is not None
+    run.file.close()
+    (tally,) = run.tallies
+    assert (dict(tally.cut_off), dict(tally.failed)) == ({"stopped": 1}, {"stopped": 1})
+    rows = {line["call"]: line for line in map(json.loads, (tmp_path / "calls.jsonl").open())}
+    ((row,),) = (rows[0]["servers"].values(),)
+    assert row["outcome"] == "cut off" and row["pieces"] == 2 and row["answer"] and row["ttft_s"] > 0
+
+
+@pytest.mark.parametrize("concurrency", [None, 1])
+def test_a_fault_stops_the_replay_and_what_came_is_kept(concurrency: int | None, plain: Stub, tmp_path: Path) -> None:
+    """Catches a log that changes under the replay and takes the result of an hour with it."""
+    trace = log(tmp_path, 30)
+    real = trace.parse
+
+    def changed(row: Any, name: str) -> list[traces.Call]:
+        if name == "20":
+            raise ValueError("not JSON any more")
+        return real(row, name)
+
+    trace, plan = dataclasses.replace(trace, parse=changed), Plan(concurrency=concurrency)
+    with pytest.raises(ValueError, match="not JSON any more"):
+        replay.replay(trace, [plain.url], plan, folder=tmp_path / "out")
+    kept = json.loads((tmp_path / "out" / "replay.json").read_text())
+    lines = (tmp_path / "out" / "calls.jsonl").read_text().splitlines()
+    # the last call before the fault may not have been sent yet
+    assert not kept["is_whole"] and kept["not_sent"] in (11, 12)
+    assert len(lines) == kept["endpoints"][0]["sent"] == 30 - kept["not_sent"]
 
 
 def test_a_full_disk_ends_the_replay_with_its_own_error(plain: Stub, tmp_path: Path) -> None:
@@ -582,6 +629,24 @@ def test_tpot_and_goodput_are_what_they_are_said_to_be() -> None:
     assert kept.tpot_s is not None and kept.tpot_s.samples == 3 and kept.goodput_per_s == pytest.approx(2 / 1.4)
 
 
+def test_goodput_is_of_the_time_of_the_calls_that_are_timed() -> None:
+    """Catches calls of a few seconds divided by the minutes of the warm-up, and a limit that is met by what nobody knows."""
+    slo = {"tpot": 0.05}
+    tally = Tally()
+    for number, counts in enumerate([False] * 30 + [True] * 10):
+        began = 0.1 * number
+        tally.sent += 1
+        tally.take(
+            number, Outcome(Answer(began, began + 0.01, began + 0.1, tokens=5, is_done=True), began, 1, None), slo, counts
+        )
+    kept = latencies.endpoint(tally, "u", None, 0.0, slo, None)
+    assert kept.within_limits == 10 and kept.goodput_per_s == pytest.approx(10) == pytest.approx(kept.answers_per_s)
+    unknown = Answer(0.0, 0.1, 9.0, is_done=True)
+    assert not Outcome(unknown, 0.0, 1, None).meets(slo) and Outcome(unknown, 0.0, 1, None).meets({"ttft": 1})
+    unseen = Answer(0.0, None, 9.0, tokens=50, is_done=True)
+    assert not Outcome(unseen, 0.0, 1, None).meets(slo)
+
+
 def test_ratios_are_over_the_calls_that_both_answered_and_blocks_change_little() -> None:
     """Catches answers of one call beside those of another, which happens as soon as one server loses a call."""
     noise = np.random.default_rng(1)
@@ -680,6 +745,18 @@ def test_redacted_nothing_of_what_was_asked_or_answered_is_written(plain: Stub, 
         assert run(trace.path, *arguments, *(["--redact"] if redact else [])).exit_code == 0
         texts = [path.read_text() for path in (*(tmp_path / "out").iterdir(), saved)]
         assert any("secret" in text or "told to" in text or " 1 " in text for text in texts) != redact
+
+
+def test_redacted_no_name_of_a_call_is_written_either(plain: Stub, other: Stub, tmp_path: Path) -> None:
+    """Catches ids, which may be addresses of people, in the examples of what differs."""
+    trace = log(tmp_path, 3)
+    real = trace.parse
+    trace = dataclasses.replace(trace, parse=lambda *row: [dataclasses.replace(*real(*row), answer="else")])
+    for redact in (True, False):
+        folder = tmp_path / f"out {redact}"
+        result = replay.replay(trace, [plain.url, other.url], Plan(redact=redact), folder=folder)
+        assert result.answers is not None and result.answers.first_differences and result.log_answers
+        assert any("call1" in path.read_text() for path in folder.iterdir()) != redact
 
 
 def test_no_torch_is_loaded() -> None:

@@ -450,3 +450,14 @@ def test_a_place_without_a_proposal_takes_little_room_and_comes_back_as_it_was(t
     assert Report.load(folder) == found
     written = json.loads((folder / "report.json").read_text())["rows"][0]["observed"][0]["tokens"]
     assert written == [{"text": "a", "kept": False, "entropy": 0.5}, {"kept": False, **places[1]}]
+
+
+def test_what_a_precision_lost_is_counted_turn_by_turn() -> None:
+    """Catches each turn of a name held against every other: such a prompt then weighs as much as four."""
+    steps = {"int8": (12, 6, 24), "bfloat16": (8, 4, 24)}
+    sides = []
+    for precision, own in steps.items():
+        prompts = [{"id": name, "tokens": 24, "steps": count} for name, count in zip("aab", own, strict=True)]
+        sides.append(report(row(precision=precision, trained_on="bfloat16", per_prompt=prompts)))
+    served, there = sides
+    assert served.beside(there).rows[0].tokens_per_step_lost == pytest.approx(72 / 36 - 72 / 42)

@@ -200,3 +200,36 @@ def test_the_caller_s_files_and_processes_are_left_in_order(walls: str) -> None:
 def test_less_memory_than_the_interpreter_takes_is_a_failure_like_others(walls: str) -> None:
     """Catches an error in the caller where the inner program could not even begin."""
     assert not run("x = list(range(10**6))", "", memory_bytes=1 << 20).passed
+
+
+HOLDING = """
+import os, time
+heard, said = os.pipe()
+held = b""
+for _ in range(2):
+    if os.fork() == 0:
+        own = b"x" * ({own} << 20)
+        os.write(said, b".")
+        time.sleep(20)
+        os._exit(0)
+while len(held) < 2:
+    held += os.read(heard, 2)
+time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("own", [120, 20])
+def test_the_processes_of_an_answer_share_one_limit_of_memory(own: int, walls: str) -> None:
+    """Catches a limit for each of 32 processes, which together take 16 GB."""
+    found = run(HOLDING.format(own=own), "", timeout_s=60, memory_bytes=200 << 20)
+    assert found.passed == (own == 20), found
+    assert found.passed or found.reason == "out of memory: its processes hold more than 200 MiB together"
+
+
+@wall("processes")
+def test_memory_that_processes_share_counts_once() -> None:
+    """Catches an answer with a table and four workers that is stopped for holding the table five times."""
+    code = 'table = b"x" * (60 << 20)\n' + HOLDING.format(own=0).replace("range(2)", "range(4)").replace(
+        "held) < 2", "held) < 4"
+    )
+    assert run(code, "", timeout_s=60, memory_bytes=200 << 20) == Outcome(True, "", MISSING)

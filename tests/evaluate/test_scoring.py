@@ -207,6 +207,21 @@ def test_packed_cases_are_taken_apart_and_never_executed(tmp_path: Path) -> None
     assert (tmp_path / "mark").exists()
 
 
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        ("mbpp", {"task_id": 2, "prompt": "Add.", "test_imports": [], "test_list": []}),
+        ("mbpp", {"task_id": 2, "prompt": "Add.", "test_imports": [], "test_list": ["assert add(1, 2 == 3"]}),
+        ("mbpp", {"task_id": 2, "prompt": "Add.", "test_imports": [], "test_list": ["assert add(1, 2) == 3", "assert ("]}),
+        ("humaneval", {"task_id": 2, "prompt": STUB, "entry_point": "least", "test": "def check(candidate:\n"}),
+    ],
+)
+def test_tests_that_can_not_be_read_are_an_error_of_the_data(task: str, row: dict[str, Any]) -> None:
+    """Catches a traceback hours after the start, and tests that no answer can pass counted as wrong answers."""
+    with pytest.raises(DataError, match=f"the tests of {task} .*2 can't be read"):
+        run_tests(task, TASKS[task].prompt(row), RIGHT)
+
+
 def test_a_task_read_from_a_folder_is_scored(tmp_path: Path) -> None:
     """Catches a reference that the reader makes and the scorer does not know."""
     row = {"question_id": "1", "question_content": "q", "starter_code": "", "metadata": "{}",

@@ -104,7 +104,7 @@ def test_a_figure_is_what_was_worked_out_by_hand(talker: TransformersTarget, nam
 
 def test_every_figure_has_its_place_in_the_report(talker: TransformersTarget) -> None:
     """Catches a figure that the report keeps as an unknown field, or drops, because its name is another there."""
-    row = summary.summarise(hand_made(talker), talker, Overlaps({"a": True}, "a rule"))
+    row = summary.summarise(hand_made(talker), talker, Overlaps({("quiz", "a"): True}, "a rule"))
     assert row.keys() <= Row.model_fields.keys()
     assert json.loads(Row(**row).model_dump_json())["speedup_geomean"]["high"] == pytest.approx(3.0)
     assert len(row["tpot_curve_ms"]) == 101
@@ -215,12 +215,12 @@ def test_a_prediction_above_temperature_0_is_the_least_that_coupled_draws_keep()
 def test_the_clean_row_leaves_out_what_was_trained_on(talker: TransformersTarget) -> None:
     """Catches an overlapping prompt that still counts, and one that was not looked for taken for clean."""
     measured = hand_made(talker)
-    found = summary.summarise(measured, talker, Overlaps({"a": True, "b": False}, "one 13-gram"))["clean"]
+    found = summary.summarise(measured, talker, Overlaps({("quiz", "a"): True, ("quiz", "b"): False}, "one 13-gram"))["clean"]
     assert found == {
         "overlapping": ["a"], "checked": 2, "rule": "one 13-gram", "tokens_per_step": 2.0, "speedup": pytest.approx(1.5),
         "score": {"drafted": 0.0, "plain": 1.0, "prompts": 1, "measure": "exact match"},
     }  # fmt: skip
-    unknown = summary.summarise(measured, talker, Overlaps({"a": True}))
+    unknown = summary.summarise(measured, talker, Overlaps({("quiz", "a"): True}))
     assert [prompt["overlaps"] for prompt in unknown["per_prompt"]] == [True, None]
     assert (unknown["clean"]["checked"], unknown["clean"]["tokens_per_step"], unknown["clean"]["speedup"]) == (1, None, None)
     assert summary.summarise(measured, talker)["clean"] is None

@@ -165,6 +165,13 @@ BAD = {
     "no 'body'": json.dumps({"t": 1}),
     "neither text": json.dumps({"t": 1, "body": {"prompt": {"a": 1}}}),
     "count of tokens": json.dumps({"t": 1, "body": CHAT, "expected_output_tokens": -1}),
+    "max_tokens '256'; wanted": json.dumps({"t": 1, "body": CHAT | {"max_tokens": "256"}}),
+    "max_completion_tokens True": json.dumps({"t": 1, "body": CHAT | {"max_completion_tokens": True}}),
+    "an answer that is no text": json.dumps({"t": 1, "body": CHAT, "meta": {"answer": {"content": "x"}}}),
+    "objects with a role": json.dumps({"t": 1, "body": {"messages": [{"role": ["user"], "content": "x"}]}}),
+    "cannot convert float infinity": '{"t": 1, "body": {"prompt": "x"}, "expected_output_tokens": 1e400}',
+    "too large": '{"t": 1' + "0" * 400 + ', "body": {"prompt": "x"}}',
+    "recursion": '{"t": 1, "body": ' + "[" * 100_000 + "]" * 100_000 + "}",
     "not UTF-8": '{"t": 1, "body": "\udcff"}',
 }
 
@@ -180,6 +187,31 @@ def test_a_bad_row_is_named_by_its_line_or_counted(said: str, tmp_path: Path) ->
     trace = read(path, skip_bad=True)
     assert trace.size == 2 and dict(trace.left_out) == {"not readable": 1}
     assert len(list(trace.calls())) == 2
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"timestamp": 1, "output_length": 5, "hash_ids": [1]}, lengths(1, 5, [1]) | {"hash_ids": 5},
+        lengths(1, 5, [1]) | {"input_length": None}, lengths(1, 5, [1]) | {"input_length": 1e999},
+    ],
+)  # fmt: skip
+def test_a_first_row_of_lengths_that_can_not_be_read_is_named_or_counted(bad: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a traceback of the very look that tells the formats apart."""
+    path = log(tmp_path, [bad, lengths(2, 5, [1])])
+    with pytest.raises(DataError, match=r"log\.jsonl:1: "):
+        read(path)
+    trace = read(path, skip_bad=True)
+    assert (trace.format, trace.size, dict(trace.left_out)) == ("mooncake", 1, {"not readable": 1})
+
+
+@pytest.mark.parametrize("redact", [True, False])
+def test_half_a_character_is_written_and_read_back(redact: bool, tmp_path: Path) -> None:
+    """Catches text that was cut within a character, as logs hold it, and that UTF-8 can't: the log was half written."""
+    path = log(tmp_path, [{"t": 0, "body": {"prompt": "cut \ud83d"}, "session": "\ud83d"}])
+    write(tmp_path / "kept.jsonl", read(path).calls(), redact)
+    (call,) = read(tmp_path / "kept.jsonl").calls()
+    assert (call.body["prompt"] == "cut \ud83d") != redact
 
 
 def test_a_log_that_holds_no_calls_is_refused_with_what_was_wanted(tmp_path: Path) -> None:

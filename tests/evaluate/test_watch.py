@@ -19,11 +19,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from outrider.cli.watch import watch
+from outrider.cli.watch import _standing_said, _verdict, watch
 from outrider.errors import ConfigError, DataError
 from outrider.evaluate.bootstrap import Interval
 from outrider.evaluate.report import Report, Row
-from outrider.evaluate.traffic.counters import Counters
+from outrider.evaluate.traffic.counters import Counters, read
 from outrider.evaluate.traffic.watch import Drift, Release, Watch, Window, release_of, standing, together
 
 EVERY_S = 5
@@ -178,6 +178,46 @@ def counters(steps: int, kept: int, started: float = 1.0) -> Counters:
         "vLLM", drafts=steps, drafted=5 * steps, accepted=kept, by_position={0: kept}, steps=steps, generated=steps + kept,
         first_tokens=0, running=1, waiting=0, started=started,
     )  # fmt: skip
+
+
+LLAMA = "llamacpp:spec_decode_num_drafts_total {}\nllamacpp:spec_decode_num_accepted_tokens_total {}\n"
+SELDOM, ALWAYS = ((180_000,), (2_000, 18_000)), ((100,), (2_000, 18_000))
+"""Drafters that draft at one step in ten, and at nearly all."""
+
+
+def test_a_server_that_counts_no_steps_is_compared_only_with_a_drafter_that_always_drafts() -> None:
+    """Catches an alarm for ever: 1.9 tokens a step with a draft are 1.09 a step, and neither says anything of the other."""
+    found = read(LLAMA.format(100_000, 90_000)).since()
+    assert found.tokens_per_step == found.tokens_per_draft == 1.9 and not found.is_of_every_step
+    for histogram, alarms in ((SELDOM, False), (ALWAYS, True), ((), False)):
+        released = release_of(report(400, accepted_histogram=histogram))
+        assert standing(Window(1.0, found), released) == (-1 if alarms else None)
+        state = Watch(released, EVERY_S)
+        views = [state.add(EVERY_S * look, read(LLAMA.format(look * 10_000, look * 9_000))) for look in range(60)]
+        assert any(view.alarmed for view in views) == alarms
+        assert views[-1].side == (-1 if alarms else None)
+
+
+def test_what_can_not_be_compared_is_said(tmp_path: Path) -> None:
+    """Catches a silence, or an alarm, where a sentence was wanted."""
+    promised = release_of(report(400, accepted_histogram=SELDOM))
+    window = Window(1.0, read(LLAMA.format(100_000, 90_000)).since())
+    assert "can't be compared" in _standing_said(standing(window, promised), window, promised).plain
+    state = Watch(promised, EVERY_S)
+    view = [state.add(EVERY_S * look, read(LLAMA.format(look * 10_000, look * 9_000))) for look in range(3)][-1]
+    assert "can't be compared" in _verdict(view, promised, state.drift).plain and view.json()["verdict"] is None
+
+
+def test_depths_of_a_server_that_counts_all_steps_stand_beside_those_of_all_steps() -> None:
+    """Catches Outrider's own names: its drafts are all steps, so that a drafter which seldom drafts looks broken."""
+    outrider = "outrider_steps_total 1000\noutrider_accepted_tokens_total 90\noutrider_generated_tokens_total 1090\n"
+    found = read(outrider + 'outrider_accepted_tokens_by_depth_total{depth="0"} 90\n').since()
+    assert (found.rates, found.tokens_per_step, found.tokens_per_draft) == ((0.09,), 1.09, None)
+    released = release_of(report(50, accepted_histogram=SELDOM))
+    assert [interval.center for interval in released.by_depth] == [0.9]
+    assert [interval.center for interval in released.by_step] == [0.09]
+    assert together([Window(1.0, found)] * 2).found.rates == (0.09,)
+    assert together([Window(1.0, found)] * 2).found.tokens_per_draft is None
 
 
 def test_stretches_together_are_the_whole() -> None:

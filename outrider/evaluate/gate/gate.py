@@ -20,7 +20,7 @@ from outrider.config import build, read
 from outrider.errors import DataError
 from outrider.evaluate.bootstrap import NORMAL, Floats, Interval, holm
 from outrider.evaluate.fingerprint import differences
-from outrider.evaluate.gate.pairing import Comparison, compare
+from outrider.evaluate.gate.pairing import Comparison, bare_name, compare
 from outrider.evaluate.gate.rules import TIMED, Open, Policy, Test, opened, silent
 from outrider.evaluate.gate.verdicts import Finding, Outcome, Part, Verdict
 from outrider.evaluate.report import Report
@@ -51,7 +51,7 @@ def gate(
         )
     comparison = compare(new, old, policy.shared)
     sigma = spread(_speed_logs(comparison, policy))
-    noise = noise_of([compare(a, b, policy.shared) for a, b in alike], policy)
+    noise = noise_of([_alike(a, b, new, policy, allow_other_machine) for a, b in alike], policy)
     widened = _widened(noise, sigma)
     rules = [_noisier(rule, widened) if rule.rule in TIMED else rule for rule in opened(comparison, policy, others)]
     tail = (1 - policy.level) / 2
@@ -139,6 +139,28 @@ class Noise(NamedTuple):
     between: float | None
     """How many times as far apart whole runs are as their prompts let expect; null below three pairs."""
     pairs: int
+
+
+def _alike(one: Report, other: Report, new: Report, policy: Policy, allow_other_machine: bool) -> Comparison:
+    """An A/A pair, matched.  DataError where it is of another target or machine than the candidate, or of two drafters."""
+    for report in (one, other):
+        same = bare_name(report.target) == bare_name(new.target)
+        strange = [] if same else [f"target {new.target} against {report.target}"]
+        if new.fingerprint and report.fingerprint and not allow_other_machine:
+            strange += differences(new.fingerprint, report.fingerprint)
+        if strange:
+            raise DataError(
+                f"a report of --aa tells nothing of the candidate's noise ({'; '.join(strange)}); measure it on the same "
+                "target and machine, or leave it out"
+            )
+    comparison = compare(one, other, policy.shared)
+    mixed = [pair for group in comparison.groups for pair in group.pairs.values() if pair.new.drafter != pair.old.drafter]
+    if mixed:
+        raise DataError(
+            f"a pair of --aa is of two drafters, {mixed[0].new.drafter} and {mixed[0].old.drafter}; give two reports of "
+            "one and the same"
+        )
+    return comparison
 
 
 def noise_of(comparisons: Sequence[Comparison], policy: Policy) -> Noise | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.errors import DataError
-from outrider.evaluate.report import PromptResult, Report, Row
+from outrider.evaluate.report import PromptResult, Report, Row, by_turn
 
 
 class Pair(NamedTuple):
@@ -43,7 +43,7 @@ def compare(new: Report, old: Report, shared: float = 0.8) -> Comparison:
 
     DataError where targets, or the prompts of a row, are not the same.
     """
-    if _last(new.target) != _last(old.target):
+    if bare_name(new.target) != bare_name(old.target):
         raise DataError(f"candidate drafts for {new.target}, baseline for {old.target}; measure both on one target")
     names, notes = _names(new, old)
     ours, theirs = _by_key(new, "candidate"), _by_key(old, "baseline")
@@ -69,8 +69,9 @@ def compare(new: Report, old: Report, shared: float = 0.8) -> Comparison:
     return Comparison(new, old, tuple(groups), tuple(notes))
 
 
-def _last(name: str) -> str:
-    return name.rstrip("/").rsplit("/", 1)[-1]
+def bare_name(target: str) -> str:
+    """A target's name without the folders before it."""
+    return target.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _names(new: Report, old: Report) -> tuple[dict[str, str], list[str]]:
@@ -97,7 +98,7 @@ def _shared(new: Row, old: Row, where: str, least: float) -> tuple[tuple[PromptR
     """Prompts of both, by id and, where an id stands twice, by its turn; none where a row does not list its prompts."""
     if not new.per_prompt or not old.per_prompt:
         return ()
-    ours, theirs = _by_turn(new.per_prompt), _by_turn(old.per_prompt)
+    ours, theirs = by_turn(new.per_prompt), by_turn(old.per_prompt)
     pairs = tuple((ours[key], theirs[key]) for key in theirs if key in ours)
     # the same greedy text has the same length, unless the limit or the target is another
     same = tuple((a, b) for a, b in pairs if not (a.exact and b.exact and a.tokens != b.tokens))
@@ -109,12 +110,3 @@ def _shared(new: Row, old: Row, where: str, least: float) -> tuple[tuple[PromptR
             "measure both on the same prompts with the same limits"
         )
     return same
-
-
-def _by_turn(prompts: Iterable[PromptResult]) -> dict[tuple[str, int], PromptResult]:
-    seen: Counter[str] = Counter()
-    found = {}
-    for prompt in prompts:
-        found[prompt.id, seen[prompt.id]] = prompt
-        seen[prompt.id] += 1
-    return found

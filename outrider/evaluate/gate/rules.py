@@ -19,6 +19,7 @@ from outrider.evaluate.bootstrap import Estimate, Floats, estimate_of, normal, r
 from outrider.evaluate.gate.pairing import Comparison, Matched, Pair
 from outrider.evaluate.gate.verdicts import Part, Unit, Verdict
 from outrider.evaluate.report import PromptResult, Row
+from outrider.evaluate.tasks import TASKS
 
 Rule = Literal[
     "exactness", "lossy rule", "machine", "speed", "tokens per step", "p99 TPOT", "acceptance by depth", "train-serve skew",
@@ -118,9 +119,9 @@ class Open:
     """What the reason calls it; the rule's name without."""
 
 
-def silent(where: str, reason: str) -> Part:
+def silent(where: str, reason: str, is_hole: bool = False) -> Part:
     """A part of which nothing is known, and why."""
-    return Part(where, "not measured", reason)
+    return Part(where, "not measured", reason, is_hole=is_hole)
 
 
 def _named(group: Matched, where: str) -> str:
@@ -147,7 +148,7 @@ def _paired(
             else:
                 why = f"{len(found)} of {len(pair.prompts)} prompts have {what} in both reports"
                 why = why if pair.prompts else "a report does not list its prompts"
-                parts.append(replace(silent(_named(group, task), why), is_hole=not sparse))
+                parts.append(silent(_named(group, task), why, is_hole=not sparse))
         if tables:
             where = _named(group, "all tasks" if len(tables) > 1 else next(iter(tables)))
             whole, own = _bootstrapped(where, tables, statistic, policy, policy.seed + 1000 * index)
@@ -451,7 +452,7 @@ def score(comparison: Comparison, policy: Policy) -> Open:
                 variance = sum(share * (1 - share) for share in (score.drafted, score.plain)) / score.prompts
                 lonely.append((score.drafted - score.plain, variance, score.prompts))
             else:
-                missing.append(silent(_named(group, task), "no scores in the candidate"))
+                missing.append(silent(_named(group, task), "no scores in the candidate", is_hole=_can_score(task)))
         where, count = _named(group, "all tasks"), sum(map(len, tables.values())) or sum(n for *_, n in lonely)
         if not count:
             parts.append(silent(where, "no scores in the candidate"))
@@ -466,6 +467,12 @@ def score(comparison: Comparison, policy: Policy) -> Open:
             tests.append(Test(where, normal(center, error, max(1, count - 1)), count))
         parts += missing if count else ()
     return replace(rows, tests=tuple(tests), parts=tuple(parts))
+
+
+def _can_score(task: str) -> bool:
+    """False for tasks that want a judge: nobody can be asked for their score."""
+    known = TASKS.get(task)
+    return known is None or known.score is not None
 
 
 def exactness(comparison: Comparison, policy: Policy) -> Open:
@@ -484,9 +491,8 @@ def exactness(comparison: Comparison, policy: Policy) -> Open:
         elif row.exact and row.compared_tokens != 0:
             parts.append(Part(where, "pass", f"{_tokens(row)} equal to the target's own", 0.0, prompts=row.prompts))
         else:
-            parts.append(
-                silent(where, "drawn by chance, so not compared" if row.temperature > 0 else "the text was not compared")
-            )
+            why = "drawn by chance, so not compared" if row.temperature > 0 else "the text was not compared"
+            parts.append(silent(where, why, is_hole=row.temperature == 0))
     if not rows:
         parts.append(silent("", "every row is under a lossy rule"))
     return Open("exactness", "texts that are not the target's own, token for token", "count", Limit(), parts=tuple(parts))

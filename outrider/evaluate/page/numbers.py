@@ -112,9 +112,12 @@ def scope(report: Report) -> str:
     said = [f"<p>{escape(note)}</p>" for note in report.notes]
     if report.left_out:
         share = "" if report.share_left_out is None else f" ({report.share_left_out:.0%} of all)"
-        named = [f"{out.id} ({say(out.fresh_share, '.0f', '%', scale=100)} fresh)" for out in report.left_out]
+        named = [
+            f"{out.id} ({'one token' if out.reason == 'short' else say(out.fresh_share, '.0f', '%', scale=100) + ' fresh'})"
+            for out in report.left_out
+        ]
         rest = f" and {len(named) - LISTED} more" if len(named) > LISTED else ""
-        text = f"Left out: {many(len(named), 'prompt')}{share}, because the target's own text goes in circles there: "
+        text = f"Left out: {many(len(named), 'prompt')}{share}, {report.left_out_because}: "
         said.append(f"<p>{escape(text + ', '.join(named[:LISTED]) + rest)}.</p>")
     elif report.share_left_out is not None:
         said.append("<p>No prompt was left out.</p>")

@@ -90,7 +90,7 @@ class Acceptance(NamedTuple):
     tokens_per_step: float | None
     """Of all steps where the server counts them, else of those with a draft; None where there was no step."""
     tokens_per_draft: float | None = None
-    """1 + accepted / drafts, what servers call mean acceptance length."""
+    """1 + accepted / drafts, what servers call mean acceptance length; None where steps without a draft are counted in."""
     steps: int | None = None
     """With a draft or without."""
     generated: int | None = None
@@ -101,10 +101,17 @@ class Acceptance(NamedTuple):
     """The server began anew between the readings: what it counts since then, and what came before is lost."""
     is_interval: bool = False
     """`tokens_per_step` is the server's own mean over its last logging interval, whatever lies between the readings."""
+    drafts_are_steps: bool = False
+    """`drafts` counts steps without a draft too."""
+
+    @property
+    def is_of_every_step(self) -> bool:
+        """Whether `tokens_per_step` is of steps without a draft too, as a report's is."""
+        return self.is_interval or self.drafts_are_steps or (self.steps is not None and self.generated is not None)
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """[k]: share of the drafts of which at least k + 1 tokens were kept."""
+        """[k]: share of the drafts (of all steps, where those are what is counted) of which at least k + 1 tokens were kept."""
         return tuple(kept / self.drafts for kept in self.by_position) if self.drafts else ()
 
     @property
@@ -132,6 +139,7 @@ class Counters:
     waiting: int | None = None
     started: float | None = None
     """When the process began, seconds since 1970."""
+    drafts_are_steps: bool = False
 
     @property
     def is_interval(self) -> bool:
@@ -177,12 +185,13 @@ class Counters:
             accepted,
             places,
             reached,
-            per_draft,
+            None if self.drafts_are_steps else per_draft,
             steps,
             generated,
             first,
             restarted,
             self.is_interval,
+            self.drafts_are_steps,
         )
 
 
@@ -278,5 +287,5 @@ def _counters(names: Names | None, found: Mapping[str, list[tuple[Mapping[str, s
     return Counters(
         names.server, total(names.drafts) or 0, total(names.drafted), total(names.accepted), places, gauge,
         total(names.steps), total(names.generated), total(names.first_tokens), total(names.running), total(names.waiting),
-        started,
+        started, names.drafts == names.steps,
     )  # fmt: skip

@@ -102,6 +102,9 @@ class Outcome(NamedTuple):
 
     def meets(self, slo: Mapping[str, float]) -> bool:
         """Whether it was answered within all limits, in seconds."""
+        tokens = self.answer.tokens
+        if "tpot" in slo and self.tpot_s is None and (tokens is None or tokens > 1):  # nobody knows
+            return False
         found = {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2e": self.e2e_s}
         return self.answer.is_whole and all((found[name] or 0.0) <= limit for name, limit in slo.items())
 
@@ -120,6 +123,11 @@ class Tally:
     """Calls that were sent more than once."""
     attempts: int = 0
     met: int = 0
+    warmed: int = 0
+    """Calls that were not timed."""
+    timed_from_s: float = math.inf
+    timed_until_s: float = 0.0
+    """From the sending of the first timed call to the end of the last."""
     tokens: int = 0
     uncounted: int = 0
     """Answers whose tokens the server did not count."""
@@ -152,7 +160,10 @@ class Tally:
             self.said.update(answer.acceptance, answers=1)
         self.tokens += answer.tokens or 0
         if not counts:
+            self.warmed += 1
             return
+        self.timed_from_s = min(self.timed_from_s, outcome.began_s)
+        self.timed_until_s = max(self.timed_until_s, answer.ended_s)
         if outcome.due_s is not None:
             self.late_s.append(outcome.began_s - outcome.due_s)
         for gap_s in answer.gaps_s:
@@ -194,7 +205,7 @@ class Endpoint:
     gap_s: Spread | None
     e2e_s: Spread | None
     goodput_per_s: float | None
-    """Answers a second within all limits."""
+    """Answers a second within all limits, over the time of the calls that are timed."""
     within_limits: int | None
     acceptance: Mapping[str, Any] | None
     """What the server's counters say of the time in between; None where there are none."""
@@ -206,12 +217,13 @@ def endpoint(
     tally: Tally, url: str, model: str | None, start_s: float, slo: Mapping[str, float], acceptance: Mapping[str, Any] | None
 ) -> Endpoint:
     seconds = max(tally.ended_s - start_s, 1e-9) if tally.sent else 0.0
+    timed_s = tally.timed_until_s - tally.timed_from_s if tally.warmed else seconds
     per_s = lambda count: count / seconds if seconds else 0.0
     return Endpoint(
         url, model, tally.sent, tally.answered, dict(tally.failed), dict(tally.cut_off), dict(tally.first_said), tally.retried,
         tally.attempts, seconds, per_s(tally.answered), tally.tokens, per_s(tally.tokens), spread(_known(tally.ttft_s)),
         spread(_known(tally.tpot_s)), tally.gaps.spread(), spread(_known(tally.e2e_s)),
-        per_s(tally.met) if slo else None, tally.met if slo else None, acceptance, dict(tally.said) or None,
+        tally.met / max(timed_s, 1e-9) if slo else None, tally.met if slo else None, acceptance, dict(tally.said) or None,
     )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from outrider.errors import ConfigError, DataError
 from outrider.evaluate.bootstrap import Interval
 from outrider.evaluate.traffic import counters, latencies
 from outrider.evaluate.traffic.latencies import Endpoint, Outcome, Spread, Tally
-from outrider.evaluate.traffic.stream import Address, Answer, Client, address_of
+from outrider.evaluate.traffic.stream import Address, Answer, Client, Stopped, address_of
 from outrider.evaluate.traffic.traces import Call, Trace, keyed
 
 LIMITS = ("ttft", "tpot", "e2e")
@@ -201,6 +201,8 @@ def replay(
 ) -> Replayed:  # fmt: skip
     """Send the calls of `trace` to each of one or two servers.  Ctrl-C stops it: what came until then is the result.
 
+    So does a fault, such as a log that changed meanwhile; it is raised once the result is written.
+
     `folder` gets calls.jsonl, a line a call as it ends, and replay.json.  `key` goes along as a bearer token and is written
     nowhere.  ConfigError, DataError: before anything is sent.
     """
@@ -216,14 +218,23 @@ def replay(
     gc.freeze()  # a collection of all that torch-free Python holds takes 20 ms, in which nothing is sent
     try:
         asyncio.run(run.go())
+    except Exception:
+        if run.fault is None:
+            raise
     finally:
         gc.unfreeze()
         if file is not None:
             file.close()
     result = run.result(key)
-    if folder is not None:
-        os.replace(folder / "calls.jsonl.part", folder / "calls.jsonl")
-        _written(folder / "replay.json", result.plain())
+    try:
+        if folder is not None:
+            os.replace(folder / "calls.jsonl.part", folder / "calls.jsonl")
+            _written(folder / "replay.json", result.plain())
+    except OSError:
+        if run.fault is None:
+            raise
+    if run.fault is not None:
+        raise run.fault
     return result
 
 
@@ -426,10 +437,10 @@ class _Run:
                     self._begin(self._caller(calls))
             await self._rest()
         except asyncio.CancelledError:
-            self.is_stopped = True
-            for task in tuple(self.asked):
-                task.cancel()
-            await self._rest()
+            await self._stop()
+        except Exception as fault:  # such as a log that changed meanwhile
+            self.fault = self.fault or fault
+            await self._stop()
         finally:
             ticker.cancel()
             for client in self.clients:
@@ -439,6 +450,13 @@ class _Run:
             raise self.fault
         for tally in self.tallies:
             assert not tally.lost, f"{tally.lost} calls are not accounted for"
+
+    async def _stop(self) -> None:
+        """Nothing more is sent, and what is under way ends."""
+        self.is_stopped = True
+        for task in tuple(self.asked):
+            task.cancel()
+        await self._rest()
 
     async def _rest(self) -> None:
         while self.under_way:
@@ -476,7 +494,8 @@ class _Run:
         """(server, path, body) of each server that gets the call, in the order in which they get it."""
         count = len(self.servers)
         if self.plan.split:
-            order = [(zlib.crc32(call.session.encode()) if call.session is not None else number) % count]
+            session = None if call.session is None else call.session.encode("utf-8", "surrogatepass")
+            order = [(number if session is None else zlib.crc32(session)) % count]
         else:
             order = [(place + number) % count for place in range(count)]
         if not self.plan.greedy and call.body.get("temperature", 1) != 0:
@@ -528,6 +547,8 @@ class _Run:
                 if attempt > self.plan.retries or wait_s is None or not is_worth_another(answer):
                     break
                 await asyncio.sleep(wait_s)
+        except Stopped as stop:
+            answer = stop.answer
         except asyncio.CancelledError:
             answer.failure, answer.ended_s = "stopped", time.perf_counter()
         if self.plan.redact and answer.failure is not None:
@@ -536,16 +557,16 @@ class _Run:
 
     def _note(self, number: int, call: Call, outcomes: dict[int, Outcome]) -> None:
         """Compare the answers, write them, forget them."""
+        name = keyed(call.id, self.secret) if self.plan.redact else call.id
         texts = {server: outcome.answer.text for server, outcome in outcomes.items() if outcome.kind == "answered"}
         differs = None
         if len(texts) == 2:
-            differs = self.between.take(call.id, texts[0], texts[1])
+            differs = self.between.take(name, texts[0], texts[1])
         if call.answer is not None:
             for server, text in texts.items():
-                self.with_log[server].take(call.id, text, call.answer)
+                self.with_log[server].take(name, text, call.answer)
         if self.file is None:
             return
-        name = keyed(call.id, self.secret) if self.plan.redact else call.id
         row = {
             "call": number, "id": name, "at_s": call.at_s, "synthetic": call.synthetic or None,
             "servers": {self.servers[server].url: self._row(number, outcome) for server, outcome in outcomes.items()},

@@ -460,6 +460,15 @@ def _retry_after(value: str | None) -> float | None:
         return None
 
 
+class Stopped(asyncio.CancelledError):
+    """The call was cancelled while its answer came."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self.answer = answer
+        """What came of it until then."""
+
+
 class Client:
     """Connections to one server.  As many as there are answers under way; a new call takes the one that was used last."""
 
@@ -481,7 +490,8 @@ class Client:
         self.watch: asyncio.TimerHandle | None = None
 
     async def ask(self, path: str, body: bytes, name: str) -> Answer:
-        """Post `body`; `name` goes along as X-Request-Id.  Cancelled, it leaves no connection behind."""
+        """Post `body`; `name` goes along as X-Request-Id.  Cancelled, it leaves no connection behind, and `Stopped` holds
+        what came."""
         self._watch()
         request = (
             f"POST {self.address.prefix}{path} HTTP/1.1\r\n{self.headers}X-Request-Id: {_header(name)}\r\n"
@@ -531,7 +541,7 @@ class Client:
             if line.waiter is not None:
                 line.end("stopped")
             line.drop()
-            raise
+            raise Stopped(answer) from None
         finally:
             self.busy.discard(line)
         if line.is_open:

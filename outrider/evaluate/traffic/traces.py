@@ -116,6 +116,10 @@ def read(path: Path, format: str | None = None, skip_bad: bool = False) -> Trace
     return index.trace(rows, columns)
 
 
+UNREADABLE = (DataError, LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""What comes of a row that is not as its format says."""
+
+
 class _Index:
     """What the first reading notes of every row."""
 
@@ -129,10 +133,12 @@ class _Index:
     def take(self, place: int, line: int, row: Any) -> None:
         try:
             calls = self.parse(row, str(line))
+            if not all(isinstance(call.answer, str | None) for call in calls):
+                raise ValueError("an answer that is no text")
         except _Unanswered:
             self.left_out["failed in the log"] += 1
             return
-        except (DataError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except UNREADABLE as error:
             self.bad(line, f"no {error} in it" if isinstance(error, KeyError) else str(error))
             return
         if not calls:
@@ -200,7 +206,7 @@ def _decoded(text: bytes, columns: Sequence[str] | None) -> Any:
         row = json.loads(text)
     except UnicodeDecodeError:
         raise ValueError("not UTF-8") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(row, dict):
         raise ValueError(f"a JSON {type(row).__name__} where an object was wanted")
@@ -216,7 +222,7 @@ def _array_in(path: Path) -> list[Any] | None:
         return None
     try:
         rows = json.loads(path.read_text("utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON ({error}); wanted one array, or an object a line") from None
     return list(rows)
 
@@ -253,8 +259,10 @@ def _format_of(row: Mapping[str, Any]) -> str | None:
     if "hash_ids" in row or "input_length" in row:
         if "chat_id" in row:
             return "bailian"
-        blocks = len(row.get("hash_ids") or ())
-        return "mooncake" if not blocks or _is_block(row, 512) else "timed"
+        try:
+            return "mooncake" if not row.get("hash_ids") or _is_block(row, 512) else "timed"
+        except UNREADABLE:  # the first reading names the row
+            return "mooncake"
     if isinstance(row.get("request"), dict) or ("body" in row and "response" in row):
         return "gateway"
     if "body" in row:
@@ -269,7 +277,7 @@ def _format_of(row: Mapping[str, Any]) -> str | None:
 
 
 def _is_block(row: Mapping[str, Any], size: int) -> bool:
-    return math.ceil(int(row["input_length"]) / size) == len(row["hash_ids"])
+    return math.ceil(_count(row["input_length"]) / size) == len(row["hash_ids"])
 
 
 # ── formats ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -399,13 +407,18 @@ def _checked(body: Any) -> dict[str, Any]:
     messages, prompt = body.get("messages"), body.get("prompt")
     if messages is None and not prompt:
         raise ValueError("a body without messages or prompt")
-    if messages is not None and not (
-        isinstance(messages, list) and messages and all(isinstance(message, dict) and "role" in message for message in messages)
-    ):
+    if messages is not None and not (isinstance(messages, list) and messages and all(map(_has_role, messages))):
         raise ValueError("messages that are no list of objects with a role")
     if messages is None and not isinstance(prompt, str | list):
         raise ValueError("a prompt that is neither text nor a list")
+    for name in ("max_tokens", "max_completion_tokens"):
+        if not isinstance(body.get(name), int | None) or isinstance(body.get(name), bool):
+            raise ValueError(f"{name} {body[name]!r}; wanted a count of tokens")
     return {key: value for key, value in body.items() if key.lower() not in SECRETS}
+
+
+def _has_role(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str)
 
 
 def _seconds(value: Any) -> float | None:
@@ -490,7 +503,7 @@ def write(path: Path, calls: Iterable[Call], redact: bool = False) -> int:
     try:
         with part.open("w", encoding="utf-8") as file:
             for call in calls:
-                file.write(json.dumps(_row(redacted(call, key) if redact else call), ensure_ascii=False) + "\n")
+                file.write(json.dumps(_row(redacted(call, key) if redact else call)) + "\n")
                 count += 1
         os.replace(part, path)
     except OSError as error:

@@ -32,6 +32,8 @@ DAYS_PER_FALSE_ALARM = 1000
 MINUTE_S, TEN_MINUTES_S = 60.0, 600.0
 SHIFTS = (0.02, 0.05, 0.1, 0.2, 0.4)
 """Changes that the bets are placed for, as shares of the release's tokens per step."""
+SELDOM = 0.02
+"""Share of steps without a draft that a drafter which always drafts may have."""
 ONCE_SIGMAS = 3.29
 """Of a single look: 1 false alarm in 1000."""
 
@@ -52,6 +54,10 @@ class Release(NamedTuple):
     """Standard deviation of the same over one prompt."""
     by_depth: tuple[Interval, ...] = ()
     """[k]: share of the drafts of which at least k + 1 tokens were kept."""
+    by_step: tuple[Interval, ...] = ()
+    """[k]: the same as a share of all steps, with a draft or without."""
+    always_drafts: bool = False
+    """All but a few steps had a draft; False where the report does not say."""
 
 
 def release_of(report: Report, drafter: str | None = None) -> Release:
@@ -81,18 +87,33 @@ def release_of(report: Report, drafter: str | None = None) -> Release:
     half = SIGMAS * math.sqrt(spread / float(steps.sum()))
     middle, low, high = center
     wide = Interval(middle, min(low, middle - half), max(high, middle + half))
-    return Release(lead.drafter, len(pairs), wide, spread, prompt_spread, _depths(rows, spread))
+    return Release(
+        lead.drafter, len(pairs), wide, spread, prompt_spread, _depths(rows, spread), _depths(rows, spread, of_steps=True),
+        _always_drafts(rows),
+    )  # fmt: skip
 
 
-def _depths(rows: Sequence[Row], spread: float) -> tuple[Interval, ...]:
-    """Intervals of what is kept at each depth, as servers count it: of all drafts, short ones too.
+def _always_drafts(rows: Sequence[Row]) -> bool:
+    every = sum(sum(map(sum, row.accepted_histogram)) for row in rows)
+    without = sum(sum(row.accepted_histogram[0]) for row in rows if row.accepted_histogram)
+    # the last step of an answer may have no room for a draft
+    return every > 0 and all(row.accepted_histogram for row in rows) and without <= SELDOM * every
+
+
+def is_comparable(found: Acceptance, release: Release) -> bool:
+    """Whether the server's tokens per step are what the release's are: of all steps, or of drafts where no step lacks one."""
+    return found.is_of_every_step or release.always_drafts
+
+
+def _depths(rows: Sequence[Row], spread: float, of_steps: bool = False) -> tuple[Interval, ...]:
+    """Intervals of what is kept at each depth, as servers count it: of all drafts, short ones too; or of all steps.
 
     A report has no depths of single prompts; intervals are as much wider than those of independent drafts as the interval of
     tokens per step is.
     """
     kept: dict[int, int] = {}
     for row in rows:
-        for drafted in row.accepted_histogram[1:]:
+        for drafted in row.accepted_histogram[0 if of_steps else 1 :]:
             for accepted, count in enumerate(drafted):
                 kept[accepted] = kept.get(accepted, 0) + count
     drafts = sum(kept.values())
@@ -189,7 +210,9 @@ def together(parts: Sequence[Window]) -> Window:
     drafts, first = drafts or 0, added("first_tokens")
     depth = max((len(found.by_position) for found in founds), default=0)
     places = tuple(sum(found.by_position[k] for found in founds if k < len(found.by_position)) for k in range(depth))
-    per_draft = 1 + accepted / drafts if drafts and accepted is not None else None
+    ratio = 1 + accepted / drafts if drafts and accepted is not None else None
+    are_steps = any(found.drafts_are_steps for found in founds)
+    per_draft = None if are_steps else ratio
     is_interval = any(found.is_interval for found in founds)
     if is_interval:
         known = [(found.tokens_per_step, max(found.drafts, 1)) for found in founds if found.tokens_per_step is not None]
@@ -197,10 +220,10 @@ def together(parts: Sequence[Window]) -> Window:
     elif steps is not None and generated is not None:
         reached = (generated - (first or 0)) / steps if steps else None
     else:
-        reached = per_draft
+        reached = ratio
     found = Acceptance(
         drafts, added("drafted"), accepted, places, reached, per_draft, steps, generated, first,
-        any(found.restarted for found in founds), is_interval,
+        any(found.restarted for found in founds), is_interval, are_steps,
     )  # fmt: skip
     return Window(sum(part.seconds for part in parts), found)
 
@@ -218,7 +241,8 @@ class View:
     away: str | None
     """Why the server could not be read; None where it could."""
     side: int | None
-    """-1: tokens per step lie below the release's interval, 1: above, 0: no sign of either; None without a release."""
+    """-1: tokens per step lie below the release's interval, 1: above, 0: no sign of either; None without a release that can be
+    compared."""
     side_since_s: float | None
     evidence: float
     """How near an alarm is; 1 is an alarm."""
@@ -280,7 +304,7 @@ class Watch:
     def _judge(self, at_s: float, part: Window) -> bool:
         """Whether this stretch raised an alarm."""
         reached = part.found.tokens_per_step
-        if self.drift is None or reached is None:
+        if self.drift is None or self.release is None or reached is None or not is_comparable(part.found, self.release):
             return False
         side = int(self.drift.add(reached * part.steps, part.steps)[0])
         if side and side != self._side:
@@ -296,17 +320,20 @@ class Watch:
 
     def _view(self, at_s: float, why: str | None, alarmed: bool) -> View:
         counters = self.counters
+        since_start = counters.since() if counters else None
+        is_judged = self.release is not None and (since_start is None or is_comparable(since_start, self.release))
         return View(
             at_s, counters, self.window(at_s, MINUTE_S), self.window(at_s, TEN_MINUTES_S),
-            counters.since() if counters else None, why, self._side if self.release else None, self._side_since_s,
+            since_start, why, self._side if is_judged else None, self._side_since_s,
             float(self.drift.evidence.max()) if self.drift else 0.0, alarmed, self._restarts,
         )  # fmt: skip
 
 
 def standing(window: Window, release: Release, sigmas: float = ONCE_SIGMAS) -> int | None:
-    """-1 where a single reading lies below the release's interval beyond its own noise, 1 above, 0 neither; None: no steps."""
+    """-1 where a single reading lies below the release's interval beyond its own noise, 1 above, 0 neither; None: no steps, or
+    the server counts others than the release."""
     reached = window.found.tokens_per_step
-    if reached is None or window.steps <= 0:
+    if reached is None or window.steps <= 0 or not is_comparable(window.found, release):
         return None
     noise = sigmas * math.sqrt(release.spread / window.steps)
     _, low, high = release.tokens_per_step
