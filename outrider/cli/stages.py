@@ -361,7 +361,7 @@ def _overlaps(name: str, choice: str | dict[str, Any], drawn: Mapping[str, Drawn
         return {}
     prompts = {task_name(task): own.prompts for task, own in drawn.items()}
     found = check(prompts, sources)
-    console.out.print(f"overlap   {name}, all prompts drawn: {found.line()}", highlight=False, soft_wrap=True, markup=False)
+    console.out.print(f"overlap   {name}: {found.line()}", highlight=False, soft_wrap=True, markup=False)
     return {name: Overlaps(found.overlaps(prompts), found.rule)}
 
 

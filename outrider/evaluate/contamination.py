@@ -53,7 +53,7 @@ class Found(NamedTuple):
 
     def line(self) -> str:
         """What to tell a reader, in one sentence."""
-        told = f"{len(self.overlapping)} of {self.checked} prompts looked for overlap with what was trained on or drawn from "
+        told = f"{len(self.overlapping)} of {self.checked} prompts drawn overlap with what was trained on or is drafted from "
         told += f"({self.rule})"
         if not self.unknown:
             return told

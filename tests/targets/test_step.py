@@ -253,7 +253,9 @@ print(sorted(target.step.graphs), generate(target, [3, 4, 5], max_new_tokens=12)
 """
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == f"{sorted(fast.step.graphs)} {generate(slow, [3, 4, 5], max_new_tokens=12)[0].tokens}", done.stderr
+    assert done.stdout.strip() == f"{sorted(fast.step.graphs)} {generate(slow, [3, 4, 5], max_new_tokens=12)[0].tokens}", (
+        done.stderr
+    )
 
 
 def test_another_weight_thread_or_line_of_code_is_another_key(fast, monkeypatch):
