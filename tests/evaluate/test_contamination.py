@@ -88,7 +88,7 @@ def test_a_planted_leak_is_found_in_a_moved_checkpoint(trained: Path, answers: P
         assert found.unknown == {} and found.checked == 5
         assert found.places[source.name]["prompts"] == 4
         assert found.overlaps(ASKED) == {("quiz", prompt.id): prompt.id != "clean" for prompt in PROMPTS}
-        assert found.line().startswith("4 of 5 prompts looked for overlap")
+        assert found.line().startswith("4 of 5 prompts drawn overlap")
         assert "13 words" in found.rule
 
 
