@@ -88,9 +88,13 @@ def amend(folder: str | Path, weights: Mapping[str, Tensor], facts: Mapping[str,
     folder, source = Path(folder), whole(folder)
     said = json.dumps(manifest_of(folder) | dict(facts), indent=2)
     if not weights:
+        part = source / f"{MANIFEST}.part"
         with _told(folder):
-            (source / f"{MANIFEST}.part").write_text(said)
-            os.replace(source / f"{MANIFEST}.part", source / MANIFEST)
+            try:
+                part.write_text(said)
+                os.replace(part, source / MANIFEST)
+            finally:
+                part.unlink(missing_ok=True)
         return
     stored = load_file(source / WEIGHTS)
     with _instead_of(folder) as part:

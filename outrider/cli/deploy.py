@@ -93,15 +93,11 @@ def _draft(place: str, target: str | None, kind: str | None, format: str | None)
     folder = Path(place)
     if folder.is_dir() and not (folder / engines.MANIFEST).exists() and (kind is None or format is None):
         from outrider.export.folder import read_json
-        from outrider.export.formats import formats, kind_of
+        from outrider.export.formats import candidates
 
         config = read_json(folder / engines.CONFIG)
-        names = formats() if format is None else [format]
-        found = []
-        with suppress(ExportError):  # what we can't read an engine may
-            found = [(one, known) for one in names if (known := kind or kind_of(one, config)) is not None]
-        if len(found) == 1:
-            format, kind = found[0]
+        with suppress(ExportError, ValueError):  # of several or none, or such as we can't read, an engine may know more
+            [(format, kind)] = candidates(config, format, kind)
     return engines.draft_of(place, target, kind, format)
 
 

@@ -264,10 +264,13 @@ class BlockDrafter:
             memory.pending[row].append(taps[: len(path) + 1] if is_straight else taps[[0, *(node + 1 for node in path)]])
 
     def _compiled(self, state: DecodeState) -> CompiledBlock | None:
-        """What may draft for these requests in one graph, if it is there."""
+        """What drafts for these requests in one graph, where it is there."""
         if state.bans:
             return None
-        return self.greedy if state.settings.is_greedy else self.drawn if state.settings.is_tempered else None
+        if state.settings.is_greedy:
+            return self.greedy
+        # asked last: on a GPU, where there is no graph, it would wait for the device
+        return self.drawn if self.drawn.graphs and state.settings.is_tempered else None
 
     def free(self, memory: BlockMemory, rows: Sequence[int]) -> None:
         memory.kept.free(rows)

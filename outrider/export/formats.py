@@ -277,19 +277,24 @@ def _whole_numbers(found: Mapping[str, Any]) -> dict[str, int]:
     return {key: value for key, value in found.items() if type(value) is int}
 
 
-def _recognised(folder: Path, config: Config, format: str | None, kind: str | None) -> tuple[str, str]:
+def candidates(config: Config, format: str | None, kind: str | None) -> list[tuple[str, str]]:
+    """Formats and kinds that a config.json may be of, among what was asked for."""
     names = formats() if format is None else [format]
-    found = [(name, known) for name in names if (known := kind or kind_of(name, config)) is not None]
+    return [(name, known) for name in names if (known := kind or _kind_of(name, config)) is not None]
+
+
+def _recognised(folder: Path, config: Config, format: str | None, kind: str | None) -> tuple[str, str]:
+    found = candidates(config, format, kind)
     if kind is not None and format is None:
         raise ExportError(f"{kind} stands in several formats; name the one of {folder} with --format")
     if len(found) != 1:
         said = config.get("speculators_model_type") or config.get("architectures") or sorted(config)[:8]
-        guesses = ", ".join(f"{name} ({known})" for name, known in found) or "none of " + ", ".join(names)
+        guesses = ", ".join(f"{name} ({known})" for name, known in found) or "none of " + (format or ", ".join(formats()))
         raise ExportError(f"{folder} says {said} and could be {guesses}; name its --format, and --kind where that won't do")
     return found[0]
 
 
-def kind_of(format: str, config: Config) -> str | None:
+def _kind_of(format: str, config: Config) -> str | None:
     """Of what kind a config is in a format; None where it is none, be it because nothing in it is of the right type."""
     try:
         return find(format).kind_of(config)

@@ -12,13 +12,11 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import yaml
+from verbs import outrider_with
 
-from outrider import cli
-from outrider.cli.deploy import deploy as verb
 from outrider.deploy import engines, flags
 from outrider.deploy.engines import ENGINES, Draft, Wish, command, draft_of
 from outrider.deploy.tune import Range
@@ -421,17 +419,6 @@ def test_what_is_no_command_is_refused(text: str) -> None:
 
 
 # ── the verb ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def outrider_with(*words: str) -> int:
-    if verb not in {one.callback for one in cli.app.registered_commands}:
-        cli.app.command()(verb)
-    with patch("sys.argv", ["outrider", *words]):
-        try:
-            cli.main()
-        except SystemExit as done:
-            return int(done.code or 0)
-    return 0
 
 
 def test_print_gives_the_command_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

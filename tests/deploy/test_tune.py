@@ -15,14 +15,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from verbs import outrider_with
 
-from outrider import cli
-from outrider.cli.deploy import tune as verb
 from outrider.deploy import tune
 from outrider.deploy.tune import Arm, Point, Range
 from outrider.errors import ConfigError, DataError
@@ -275,17 +273,6 @@ def log_of(folder: Path, count: int = 12) -> Path:
     rows = [{"messages": [{"role": "user", "content": f"question {number}"}], "max_tokens": 16} for number in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def outrider_with(*words: str) -> int:
-    if verb not in {command.callback for command in cli.app.registered_commands}:
-        cli.app.command()(verb)
-    with patch("sys.argv", ["outrider", *words]):
-        try:
-            cli.main()
-        except SystemExit as done:
-            return int(done.code or 0)
-    return 0
 
 
 COMMAND = f"{sys.executable} {STUB} --port {{port}} --tokens {{tokens}}"
