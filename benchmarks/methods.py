@@ -2,11 +2,12 @@
 
     python benchmarks/methods.py [--only dspark,dflash] [--seeds 0,1,2] [--column minutes,steps] [--table]
 
-A cell is a method, a seed and a column.  Column `minutes`: as many optimiser steps as fit into the same minutes of one core;
-column `steps`: the same number of steps for all.  Data, batch, optimiser and prompts are the same, settings are the recipes';
-what a cell says stays in results/methods/, so a run that is stopped goes on where it was, and two may run beside each other on
-methods of their own.  Time is the process's own CPU time, which work beside it does not count in; no cell sees its prompts in
-training.  Measured in interleaved runs of a few methods, at temperatures 0 and 1, against `generate` and plain decoding.
+A cell is a method, a seed and a column.  Column `minutes`: as many optimiser steps as fit into the same minutes of one core,
+timed once and the same for the method's other seeds; column `steps`: the same number of steps for all.  Data, batch, optimiser
+and prompts are the same, settings are the recipes'; what a cell says stays in results/methods/, so a run that is stopped goes
+on where it was, and two may run beside each other on methods of their own.  Time is the process's own CPU time, which work
+beside it does not count in; no cell sees its prompts in training.  Measured in interleaved runs of a few methods, at
+temperatures 0 and 1, against `generate` and plain decoding.
 
 The table is over all cells there are: mean and spread over seeds, and every comparison of two methods as a ratio of tokens per
 step with its 95 % interval, from a bootstrap over seeds and, within them, prompts that both have.
@@ -49,7 +50,7 @@ RECIPES, CELLS, RUNS = HERE.parent / "recipes", HERE / "results" / "methods", HE
 MINUTES, STEPS = 3.0, 160
 """Of one core, in the first column; optimiser steps, in the second."""
 COLUMNS = ("minutes", "steps")
-TOGETHER = 4
+TOGETHER = 8
 """Methods measured in one run, so that a sitting that ends leaves what it measured before."""
 
 
@@ -217,13 +218,18 @@ class Bench:
             self.train(method.reference, seed, column)
             changes.append(f"train.reference={folder_of(method.reference, seed, column) / 'checkpoint'}")
         settings, _ = load(RECIPES / f"{method.recipe}.yaml", changes)
-        steps = STEPS
-        if column == "minutes":
-            steps = round(60 * MINUTES / self._fit(settings, folder.with_name(folder.name + "-trial"), 30)["seconds_per_step"])
-        facts = self._fit(settings, folder, steps)
+        facts = self._fit(settings, folder, STEPS if column == "steps" else self._affordable(name, settings, folder))
         say(f"{name}, seed {seed}, {column}: {facts}")
         done.write_text(json.dumps(facts))
         return facts
+
+    def _affordable(self, name: str, settings: RunConfig, folder: Path) -> int:
+        """Steps in the minutes there are: those of a seed before, else as a short trial says."""
+        for seed in range(10):
+            if cell_of(name, seed, "minutes").exists():
+                return int(json.loads(cell_of(name, seed, "minutes").read_text())["steps"])
+        trial = self._fit(settings, folder.with_name(folder.name + "-trial"), 30)
+        return round(60 * MINUTES / trial["seconds_per_step"])
 
     def _fit(self, settings: RunConfig, folder: Path, steps: int) -> dict[str, Any]:
         assert settings.train is not None

@@ -29,6 +29,7 @@ from outrider.decoding.parties import Drafter, Scores
 from outrider.decoding.policy import Policy
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.twins import accept_chain
 from outrider.errors import ConfigError, DataError
 from outrider.evaluate import memory, tasks
 from outrider.evaluate.fingerprint import fingerprint
@@ -187,8 +188,9 @@ def measure(
     wanted = config.prompts * len(config.tasks)
     done = lost = 0
     for task in config.tasks:
-        rule = _rule(config)
-        table = [Measured(entry, task_name(task), rule=None if rule is None else rule.rule.name) for entry in entries]
+        rule = _rule(config, 0.0)
+        named = rule.rule.name if isinstance(rule, lossy.Meter) else None
+        table = [Measured(entry, task_name(task), rule=named) for entry in entries]
         kept = tried = 0
         for prompt in (draw(task, config) if drawn is None else drawn[task]).prompts:
             if kept == config.prompts:
@@ -259,16 +261,23 @@ def _refuse_tests(task: str, prompts: Sequence[Prompt], config: Config) -> None:
             scoring.program(name, prompt, "")
 
 
-def _rule(config: Config) -> lossy.Meter | None:
-    """A fresh meter of the lossy rule asked for; None is the law."""
-    return None if config.rule is None else lossy.Meter(lossy.find(config.rule, config.allow_lossy)())
+def _rule(config: Config, heat: float) -> Rule:
+    """A fresh meter of the lossy rule asked for, else the law.
+
+    Under its twin a seed fixes the noise and no more, so sampled runs can be repeated and are drawn as requests without a seed
+    are; under `accept` itself drafts would share the target's noise, for the text's sake, and fewer of them are kept.
+    """
+    if config.rule is not None:
+        return lossy.Meter(lossy.find(config.rule, config.allow_lossy)())
+    return accept if heat == 0 else accept_chain
 
 
 def _warm_up(target: TransformersTarget, entries: Sequence[Entry], prompt: Prompt, config: Config) -> None:
     """The first passes of a process pay for allocations and thread pools; they are nobody's measurement."""
     tokens = as_tokens(target, prompt, thinking=config.thinking)[:64]
     for entry in entries:
-        run_once(target, Request(tokens, 16, Sampling(entry.temperature, seed=0)), entry.drafter)
+        request = Request(tokens, 16, Sampling(entry.temperature, seed=0))
+        run_once(target, request, entry.drafter, rule=_rule(config, entry.temperature))
 
 
 def _one_prompt(
@@ -299,7 +308,7 @@ def _one_prompt(
         if heat not in plains:
             plains[heat] = _joined([run_once(target, request, ends=heat == 0) for request in requests(heat)])
         runs = [
-            run_once(target, request, entry.drafter, entry.policy, ends=heat == 0, rule=_rule(config) or accept)
+            run_once(target, request, entry.drafter, entry.policy, ends=heat == 0, rule=_rule(config, heat))
             for request in requests(heat)
         ]
         measured.ids.append(prompt.id)
@@ -342,7 +351,7 @@ def _observe(target: TransformersTarget, measured: Measured, config: Config) -> 
         for request in requests:
             found = judged(
                 target, request, entry.drafter, None if entry.policy is None else entry.policy(),
-                ends=entry.temperature == 0, rule=_rule(config) or accept,
+                ends=entry.temperature == 0, rule=_rule(config, entry.temperature),
             )  # fmt: skip
             places += found.tested
             measured.overlap += found.overlap

@@ -224,7 +224,7 @@ class Row(Part):
     wasted: float | None = None
     """Share of drafted tokens that were verified for nothing; branches that lost count."""
     predicted_by_depth: tuple[float | None, ...] = ()
-    """What training expected of `accepted_by_depth`; above temperature 0 at least that.  Empty where it did not say."""
+    """What training expected of `accepted_by_depth`.  Empty where it did not say."""
     speedup_geomean: Range | None = None
     """Geometric mean of the prompts' own speed-ups, with its interval."""
     speedup_of_means: float | None = None

@@ -119,7 +119,7 @@ def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps
         "temperature": entry.temperature,
         **acceptance(runs),
         "expected_acceptance": _mean(measured.overlap),
-        "predicted_by_depth": predicted(entry.acceptance, entry.temperature),
+        "predicted_by_depth": predicted(entry.acceptance),
         **_speed(runs, plain),
         "generate_tokens_per_s": sum(map(len, measured.reference)) / sum(measured.generate_s),
         "exact": all(first is None for first in firsts) if is_greedy else None,
@@ -184,15 +184,9 @@ def histogram(accepted: Sequence[int], reached: Sequence[int]) -> list[list[int]
     return counts
 
 
-def predicted(by_depth: Sequence[float], temperature: float) -> list[float]:
-    """`accepted_by_depth` as training expects it.  by_depth: mean overlap at each depth, 1 - TV of draft and target.
-
-    Above temperature 0 a measured run has a seed, and draft and target draw with the same noise: of two laws so coupled
-    (1 - TV) / (1 + TV) are kept at least (Daliri, Musco and Suresh 2024), which is what is said then.  It is convex in TV, so
-    the mean's value is below the values' mean: still a bound.
-    """
-    own = by_depth if temperature == 0 else [share / (2 - share) for share in by_depth]
-    return list(itertools.accumulate(own, lambda product, share: product * share))
+def predicted(by_depth: Sequence[float]) -> list[float]:
+    """`accepted_by_depth` as training expects it.  by_depth: mean overlap at each depth, 1 - TV of draft and target."""
+    return list(itertools.accumulate(by_depth, lambda product, share: product * share))
 
 
 # ── speed ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

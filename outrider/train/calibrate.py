@@ -23,12 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from outrider import checkpoint
-from outrider.decoding.accept import Kept, Verdict, accept
+from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.generate import advance
 from outrider.decoding.parties import Drafter, Scores, Target
-from outrider.decoding.sampling import Sampling, Streams
+from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.twins import accept_chain
 from outrider.errors import CheckpointError, DataError
 from outrider.nn.heads import ConfidenceHead
 
@@ -188,7 +189,7 @@ def watch(
         for i, prompt in enumerate(prompts)
     ]
     watched, done = _Watched(drafter, requests), 0
-    for progress in advance(target, requests, watched, slots=slots, rule=_unshared):
+    for progress in advance(target, requests, watched, slots=slots, rule=accept_chain):
         done += progress.finish_reason is not None
         if progress.finish_reason is not None and on_prompt is not None:
             on_prompt(done)
@@ -196,11 +197,6 @@ def watch(
     if not rows:
         raise DataError(f"{len(prompts)} prompts of {max_new_tokens} new tokens gave no draft to judge by; give more of both")
     return _gathered(rows)
-
-
-def _unshared(draft: Draft, p: Tensor, streams: Streams) -> Verdict:
-    """The law by another name: under its own, a seed makes drafts share the target's noise, and more of them are kept."""
-    return accept(draft, p, streams)
 
 
 def _gathered(rows: Sequence[tuple[list[float], int, bool, int]]) -> Outcomes:

@@ -481,6 +481,24 @@ def test_every_party_is_asked_the_same_conversation(
         assert row.steps == steps
 
 
+def test_a_sampled_run_is_drawn_as_requests_without_a_seed_are_and_can_be_repeated(
+    talker: TransformersTarget, drafters: dict[str, Drafter], task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches drafts that share the target's noise, which keep less than users' requests do, and noise that is not fixed."""
+    real, shared = drafters["dspark"].propose, []
+
+    def noted(memory: Any, state: Any, budget: Any) -> Any:
+        shared.append(state.seeded is not None)
+        return real(memory, state, budget)
+
+    monkeypatch.setattr(drafters["dspark"], "propose", noted, raising=False)
+    config = settings(task, temperatures=(1.0,))
+    first, second = (evaluate(talker, {"dspark": drafters["dspark"]}, config).rows[0] for _ in range(2))
+    assert shared and not any(shared)
+    assert first.accepted_histogram == second.accepted_histogram
+    assert first.per_prompt[0].steps == second.per_prompt[0].steps
+
+
 def test_an_answer_changed_in_a_later_turn_is_found_out(
     talker: TransformersTarget, drafters: dict[str, Drafter], dialogue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,14 +20,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from outrider.decoding.accept import Verdict as Kept
 from outrider.decoding.accept import accept
-from outrider.decoding.draft import Draft
 from outrider.decoding.generate import advance
 from outrider.decoding.loop import Rule
 from outrider.decoding.parties import Drafter
 from outrider.decoding.policy import Policy
-from outrider.decoding.sampling import Sampling, Streams
+from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import Request
 from outrider.decoding.twins import accept_chain
 from outrider.errors import DataError
@@ -297,7 +295,7 @@ def compare_samples(
     requests go through; here seeds are noise alone, and a run can be repeated.  on_text(done) counts the texts of both sets.
     """
     _fits(target, prompts, max_new_tokens)
-    law = rule or _by_ratio
+    law = rule or accept_chain  # under `accept` itself a seed would give both sets the same texts
     found = []
     total = samples * len(prompts)
     for arm, rider in enumerate((None, drafter)):
@@ -309,11 +307,6 @@ def compare_samples(
         texts = _texts(target, requests, rider, slots, policy() if policy and rider else None, law, heard)
         found.append([texts[start : start + samples] for start in range(0, total, samples)])
     return two_samples(found[0], found[1], places=min(8, max_new_tokens), alpha=alpha, seed=seed)
-
-
-def _by_ratio(draft: Draft, p: Tensor, streams: Streams) -> Kept:
-    """The law as unseeded requests meet it; under `accept` itself a seed would give both sets the same texts."""
-    return accept(draft, p, streams) if draft.branches else accept_chain(draft, p, streams)
 
 
 # ── texts alone ───────────────────────────────────────────────────────────────────────────────────────────────────────
