@@ -27,7 +27,7 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from outrider.decoding.parties import Target
-from outrider.nn.blocks import MLP, RMSNorm
+from outrider.nn.blocks import PairLayer, RMSNorm
 from outrider.nn.draft_model import Batch, DraftModel, resolve_taps
 from outrider.nn.heads import ReducedHead
 from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, UnrolledRows
@@ -54,26 +54,6 @@ class Config(RecurrentConfig):
     """How taps become one feature: one linear layer, or learned queries beside it."""
     queries: PositiveInt = 4
     """Learned queries of `metaquery`."""
-
-
-class PairLayer(nn.Module):
-    """A decoder layer on [embedding; feature], each with a norm of its own; the residual is the feature's."""
-
-    def __init__(self, hidden: int, config: Config):
-        super().__init__()
-        self.norm_before_residual = config.norm_before_residual
-        self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps)
-        self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps)
-        self.self_attn = RecurrentAttention(2 * hidden, hidden, config, config.qk_norm, config.gated)
-        self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps)
-        self.mlp = MLP(hidden, config.intermediate)
-
-    def forward(self, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
-        """words, features [B, n, H]; returns [B, n, H]."""
-        normed = self.hidden_norm(features)
-        pair = torch.cat([self.input_layernorm(words), normed], -1)
-        x = (normed if self.norm_before_residual else features) + self.self_attn(pair, angle, attend, 0)
-        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class MetaQuery(nn.Module):
@@ -114,7 +94,8 @@ class Model(DraftModel):
         self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
         self.fc_norm = nn.ModuleList(RMSNorm(hidden, config.rms_norm_eps) for _ in self.taps) if config.fc_norm else None
         self.metaquery = MetaQuery(hidden, len(self.taps), config) if config.aggregate == "metaquery" else None
-        self.layers = nn.ModuleList([PairLayer(hidden, config)])
+        attention = RecurrentAttention(2 * hidden, hidden, config, config.qk_norm, config.gated)
+        self.layers = nn.ModuleList([PairLayer(hidden, config, attention, config.norm_before_residual)])
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.head = None if config.vocabulary is None else ReducedHead(target, config.vocabulary)
 
@@ -133,7 +114,7 @@ class Model(DraftModel):
         return fused if self.metaquery is None else fused + self.metaquery(seen)
 
     def step(self, module: int, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
-        found = self.layers[0](words.to(features.dtype), features, angle, attend)
+        found = self.layers[0](words.to(features.dtype), features, angle, attend, 0)
         return self.norm(found) if self.config.norm_output else found
 
     def logits(self, hidden: Tensor) -> Tensor:

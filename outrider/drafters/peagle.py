@@ -26,7 +26,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Cache, Scores, Target
 from outrider.decoding.state import DecodeState
 from outrider.nn import trees
-from outrider.nn.blocks import ContextLayer, PairLayer, RMSNorm, angles
+from outrider.nn.blocks import ContextLayer, PairLayer, RMSNorm, SelfAttention, angles
 from outrider.nn.draft_model import Batch, DraftModel, copy_layers, mask_token, resolve_taps
 from outrider.nn.heads import ReducedHead
 from outrider.nn.pairs import Waiting, draw, sight, whole_blocks
@@ -67,10 +67,8 @@ class Model(DraftModel):
         self.taps = resolve_taps(config.taps, target.spec, 3)
         hidden = target.spec.hidden
         self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
-        self.layers = nn.ModuleList(
-            ContextLayer(hidden, config) if i else PairLayer(hidden, config, config.norm_before_residual)
-            for i in range(config.layers)
-        )
+        first = PairLayer(hidden, config, SelfAttention(hidden, config, 2 * hidden), config.norm_before_residual)
+        self.layers = nn.ModuleList([first, *(ContextLayer(hidden, config) for _ in range(config.layers - 1))])
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, hidden * len(self.taps)) * 0.02)
         self.mask_token = mask_token(config.mask_token, target)

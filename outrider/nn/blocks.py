@@ -6,7 +6,7 @@ DSpark checkpoints.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -88,6 +88,15 @@ class Attention(nn.Module):
         return rotate(k, k_angles), v
 
 
+class SelfAttention(Attention):
+    """Queries, keys and values from the same rows."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, turn: Tensor, mask: Tensor | None, kept: KeyValues | None, layer: int
+    ) -> Tensor:
+        return super().forward(x, x, turn, turn, mask, kept, layer)
+
+
 class MLP(nn.Module):
     """SwiGLU."""
 
@@ -122,24 +131,23 @@ class ContextLayer(nn.Module):
 
 
 class PairLayer(nn.Module):
-    """The first layer of EAGLE-3 (arXiv 2503.01840): its attention reads embedding and feature side by side."""
+    """The first layer of EAGLE-3 (arXiv 2503.01840): its attention reads embedding and feature side by side, each with a norm
+    of its own; the residual is the feature's."""
 
-    def __init__(self, hidden: int, shape: LayerConfig, norm_before_residual: bool = False):
+    def __init__(self, hidden: int, shape: LayerConfig, self_attn: nn.Module, norm_before_residual: bool = False):
         super().__init__()
         self.norm_before_residual = norm_before_residual
         self.input_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
         self.hidden_norm = RMSNorm(hidden, shape.rms_norm_eps)
-        self.self_attn = Attention(hidden, shape, 2 * hidden)
+        self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
         self.mlp = MLP(hidden, shape.intermediate)
 
-    def forward(
-        self, words: Tensor, features: Tensor, turn: Tensor, mask: Tensor | None, kept: KeyValues | None = None, layer: int = 0
-    ) -> Tensor:
-        """words, features [B, n, H], the residual is the feature's; turn as `angles` gives it; returns [B, n, H]."""
+    def forward(self, words: Tensor, features: Tensor, *seen: Any) -> Tensor:
+        """words, features [B, n, H]; seen: what its attention is told besides the pairs [B, n, 2 H]; returns [B, n, H]."""
         normed = self.hidden_norm(features)
-        rows = torch.cat([self.input_layernorm(words), normed], -1)
-        x = (normed if self.norm_before_residual else features) + self.self_attn(rows, rows, turn, turn, mask, kept, layer)
+        pairs = torch.cat([self.input_layernorm(words), normed], -1)
+        x = (normed if self.norm_before_residual else features) + self.self_attn(pairs, *seen)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
