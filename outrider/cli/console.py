@@ -58,6 +58,16 @@ def bar(unit: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
         yield update
 
 
+@contextmanager
+def started_anew(what: str) -> Iterator[None]:
+    """Ctrl-C within says what is true of one interleaved measurement: it can't go on later.  Also decorates a verb."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        note.print(f"\nstopped; of this {what} nothing is kept, the same command starts it anew")
+        raise SystemExit(130) from None
+
+
 def key_of(variable: str | None) -> str | None:
     """The key that an environment variable holds, for `--key-from`; None where none is named."""
     if variable is None:

@@ -30,6 +30,7 @@ Settings = Annotated[
 ]
 
 
+@console.started_anew("comparison")
 def parity(
     recipe: Annotated[Path | None, typer.Argument(help="Run file (YAML); or use --target and --drafter.")] = None,
     overrides: Overrides = None,
@@ -208,6 +209,7 @@ def _texts_json(found: list[TextPair], verdict: str) -> dict[str, Any]:
 # ── lm-evaluation-harness ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@console.started_anew("evaluation")
 def lm_eval(
     tasks: Annotated[str, typer.Argument(metavar="TASK[,TASK]", help="Tasks of lm-eval, or of --include-path.")],
     target: Annotated[str, typer.Option(help="`demo`, a folder, or a Hugging Face id.")] = "demo",

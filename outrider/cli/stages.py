@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -219,6 +218,7 @@ def _train(settings: RunConfig, target: TransformersTarget) -> None:
         _calibrate(place, target, settings.evaluate.tasks[0], config.calibrate, seed=settings.evaluate.seed + 1)
 
 
+@console.started_anew("calibration")
 def _calibrate(
     place: Path, target: TransformersTarget, task: str, count: int, max_new_tokens: int = 96, temperature: float = 1.0,
     shifts: bool = True, seed: int = 1,
@@ -319,7 +319,7 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
         highlight=False,
     )
     facts = write_provenance(settings, {"drafters": list(drafters), "compiled": bool(target.step.graphs)})
-    with _started_anew(), bar("prompts", config.prompts * len(config.tasks)) as update:
+    with console.started_anew("evaluation"), bar("prompts", config.prompts * len(config.tasks)) as update:
         report = judge(
             target, drafters, config, provenance=facts, training=training, overlaps=overlaps, drawn=drawn,
             on_prompt=lambda kept, _, left_out: update(kept, f"{left_out} left out"),
@@ -338,16 +338,6 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
     )
     console.out.print(f"          {settings.folder / 'report.json'}, {settings.folder / 'report.html'}", highlight=False)
     write_json(json_to, json.loads((settings.folder / "report.json").read_text()))
-
-
-@contextmanager
-def _started_anew() -> Iterator[None]:
-    """Ctrl-C within says what is true of a measurement: one interleaved run can't go on later."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        console.note.print("\nstopped; of this evaluation nothing is kept, the same command starts it anew")
-        raise SystemExit(130) from None
 
 
 def _overlaps(name: str, choice: str | dict[str, Any], drawn: Mapping[str, Drawn]) -> dict[str, Overlaps]:

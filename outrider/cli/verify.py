@@ -23,6 +23,7 @@ LOOKED_AT = 3
 """Texts on which causes are looked for."""
 
 
+@console.started_anew("comparison")
 def verify_export(
     folder: Annotated[Path, typer.Argument(help="Folder that `outrider export` wrote.", show_default=False)],
     engine: Annotated[

@@ -17,7 +17,7 @@ from tiny import DRAFTER, make_folder
 import outrider
 from outrider import config as configs
 from outrider import load_drafter
-from outrider.cli import stages
+from outrider.cli import console
 from outrider.decoding import loop
 from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
@@ -322,7 +322,7 @@ def test_an_answer_of_one_token_is_left_out_for_a_reason_of_its_own_and_kept_whe
 
 def test_ctrl_c_promises_nothing_of_an_evaluation_that_is_not_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches "the same command goes on from there": one interleaved run starts anew."""
-    with pytest.raises(SystemExit) as done, stages._started_anew():
+    with pytest.raises(SystemExit) as done, console.started_anew("evaluation"):
         raise KeyboardInterrupt
     said = " ".join(capsys.readouterr().err.split())
     assert done.value.code == 130 and "starts it anew" in said and "goes on" not in said
