@@ -119,6 +119,11 @@ class Comparison:
                 )
             if not self.base.fingerprint or not other.report.fingerprint:
                 said.append(f"{self.name} or {other.name} has no fingerprint: whether they ran on one machine is not known.")
+            if any(pair.base.noise != pair.other.noise for pair in other.pairs):
+                said.append(
+                    f"Above temperature 0, drafts of one of {self.name} and {other.name} drew from the target's noise, "
+                    "which keeps fewer: their acceptance can't be compared there."
+                )
             if other.unmatched:
                 said.append(f"In only one of {self.name} and {other.name}: {'; '.join(other.unmatched)}.")
         return said

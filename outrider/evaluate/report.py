@@ -249,6 +249,9 @@ class Row(Part):
     loop_overhead: float | None = None
     """Fraction of a step spent outside the calls into the two models."""
     plain_loop_overhead: float | None = None
+    noise: Literal["own"] | None = None
+    """Above temperature 0: drafts are drawn from noise of their own, as for requests without a seed.  Older reports do not say
+    so: their drafts shared the target's noise, and fewer of them were kept."""
     plain_exact: bool | None = None
     """The target alone, through the same loop, writes what transformers' generate does."""
     tpot_ms: Percentiles = Percentiles()

@@ -122,6 +122,7 @@ def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps
         "predicted_by_depth": predicted(entry.acceptance),
         **_speed(runs, plain),
         "generate_tokens_per_s": sum(map(len, measured.reference)) / sum(measured.generate_s),
+        "noise": None if is_greedy else "own",
         "exact": all(first is None for first in firsts) if is_greedy else None,
         "compared_tokens": sum(map(len, measured.reference)) if is_greedy else 0,
         "plain_exact": all(first is None for first in differences(measured, plain)) if is_greedy else None,

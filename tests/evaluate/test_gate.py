@@ -452,8 +452,9 @@ def test_a_policy_moves_limits_and_turns_stops_into_warnings_but_never_exactness
     assert judge(new, old, Policy(draws=2000, speed={"action": "warn"})).verdict == "warn"
     off = judge(new, old, Policy(draws=2000, speed={"action": "off"}))
     assert off.finding("speed").verdict == "not measured" and "off, by the policy" in off.finding("speed").reason
+    assert off.verdict == "pass"  # and what is off is not asked for
     one_text(new)
-    assert judge(new, old, Policy(draws=2000, speed={"action": "off"}, required=())).stops
+    assert judge(new, old, Policy(draws=2000, speed={"action": "off"})).stops
 
 
 def test_a_lossy_rule_that_the_policy_allows_warns_and_its_texts_may_differ() -> None:
@@ -466,6 +467,47 @@ def test_a_lossy_rule_that_the_policy_allows_warns_and_its_texts_may_differ() ->
     assert judge(new, old, allowed).verdict == "warn"
     one_row(new)
     assert judge(new, old, allowed).finding("exactness").verdict == "stop"
+
+
+def test_a_run_under_a_lossy_rule_that_the_policy_allows_may_pass() -> None:
+    """Catches exactness asked of a report of which every row is lossy, as any run under such a rule is."""
+    new, old = twins()
+    for row in new["rows"]:
+        row |= {"lossless": False, "rule": "typical", "distance": 0.01, "exact": False}
+    assert judge(new, old, Policy(draws=2000, lossy_rule="allow")).verdict == "warn"
+    assert judge(new, old, Policy(draws=2000)).verdict == "stop"
+
+
+def test_what_could_not_be_looked_for_is_neither_found_nor_clean() -> None:
+    """Catches one prompt found of one looked for told as all of them, and prompts nobody looked for taken for clean."""
+    new, old = twins()
+    for row in new["rows"]:
+        for prompt in row["per_prompt"]:
+            prompt["overlaps"] = None
+        row["clean"] |= {"overlapping": [], "checked": 0}
+    first = new["rows"][0]
+    first["per_prompt"][0]["overlaps"] = True
+    first["clean"] |= {"overlapping": [first["per_prompt"][0]["id"]], "checked": 1}
+    found = judge(new, old)
+    assert found.finding("contamination").verdict == "not measured"
+    assert "could not be looked for" in found.finding("contamination").reason
+    assert found.finding("clean figure").verdict == "not measured"
+    for row in new["rows"]:
+        row["clean"] |= {"overlapping": [prompt["id"] for prompt in row["per_prompt"][:12]], "checked": 12}
+    assert "at least 36 of" in judge(new, old).finding("contamination").reason
+
+
+def test_sampled_rows_drawn_from_other_noise_are_refused() -> None:
+    """Catches a loss hidden by a baseline whose drafts shared the target's noise and so kept fewer."""
+    new, old = twins()
+    for report in (new, old):
+        for row in report["rows"]:
+            row |= {"temperature": 1.0, "exact": None, "noise": "own"}
+    assert judge(new, old).finding("tokens per step").verdict == "pass"
+    for row in old["rows"]:
+        row["noise"] = None
+    with pytest.raises(DataError, match="measure the older one again"):
+        judge(new, old)
 
 
 def test_a_machine_that_was_slower_as_a_whole_is_not_the_drafts_fault() -> None:

@@ -282,6 +282,14 @@ def test_fingerprints_that_differ_and_rows_without_a_twin_are_said():
     assert "≠ torch" in page
 
 
+def test_sampled_rows_drawn_from_other_noise_are_said():
+    """A report of shared noise beside one of noise of its own, which keeps more for nothing."""
+    hot = row("dspark", "chat", temperature=1.0, exact=None)
+    found = [full_report(rows=[hot | {"noise": noise}]) for noise in (None, "own")]
+    assert "can't be compared there" in " ".join(Comparison.of([("a", found[0]), ("b", found[1])]).warnings())
+    assert Comparison.of([("a", found[1]), ("b", found[1])]).warnings() == []
+
+
 def test_reports_with_nothing_in_common_are_refused():
     """An empty table that reads as `no change`."""
     with pytest.raises(DataError, match="no row in common"):

@@ -61,7 +61,7 @@ def gate(
     findings = [found.eased() if rule.limit.action == "warn" else found for found, rule in zip(findings, rules, strict=True)]
     if _is_faster_paced(rules, tail):
         findings = [found.eased() if found.rule == "acceptance by depth" else found for found in findings]
-    verdict, headline = _together(findings, policy, TIMED if others else ())
+    verdict, headline = _together(findings, policy, [*_set_aside(new, rules, policy), *(TIMED if others else ())])
     seen = max(filter(None, (sigma, noise.sigma if noise else None)), default=None)
     needed = [(loss, prompts_needed(seen, loss, policy.false_stops / max(1, len(chances)))) for loss in LOSSES] if seen else []
     notes = (*comparison.notes, *_noise_said(noise, sigma, widened))
@@ -126,6 +126,13 @@ def _together(findings: Sequence[Finding], policy: Policy, excused: Sequence[str
     if warnings:
         return "warn", f"PASS with warnings by {', '.join(found.rule for found in warnings)}{unsaid}"
     return "pass", f"PASS: no rule found a loss{unsaid}"
+
+
+def _set_aside(new: Report, rules: Sequence[Open], policy: Policy) -> list[str]:
+    """Rules that the policy itself asks nothing of, so that their silence is no hole."""
+    off: list[str] = [rule.rule for rule in rules if rule.limit.action == "off"]
+    is_lossy = policy.lossy_rule == "allow" and all(row.lossless is False for row in new.rows)
+    return [*off, "exactness"] if is_lossy else off
 
 
 # ── noise ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -55,6 +55,11 @@ def compare(new: Report, old: Report, shared: float = 0.8) -> Comparison:
         mine = ours.get((names[drafter], task, temperature))
         if mine is None:
             raise DataError(f"the candidate lacks the baseline's row of {names[drafter]} on {where}; measure the same tasks")
+        if temperature > 0 and mine.noise != row.noise:
+            raise DataError(
+                f"{where}, drafts of one report drew from noise of their own and those of the other from the target's, which "
+                "keeps fewer; measure the older one again"
+            )
         found[drafter, temperature][task] = Pair(mine, row, _shared(mine, row, where, shared))
     matched = {(names[d], task, t) for (d, t), pairs in found.items() for task in pairs}
     lost = [f"{d} on {task} at temperature {t:g}" for d, task, t in ours if (d, task, t) not in matched]

@@ -228,21 +228,22 @@ def tokens_per_step(comparison: Comparison, policy: Policy) -> Open:
 
 
 def clean_figure(comparison: Comparison, policy: Policy) -> Open:
-    """Tokens per step again without the prompts that were found in a drafter's text."""
-    found: set[tuple[str, str]] = set()
-    checked = False
-    for group in comparison.groups:
-        for task, pair in group.pairs.items():
-            checked = checked or pair.new.clean is not None or any(p.overlaps is not None for p in pair.new.per_prompt)
-            for row in (pair.new, pair.old):
-                found |= {(task, name) for name in (row.clean.overlapping if row.clean else ())}
-                found |= {(task, prompt.id) for prompt in row.per_prompt if prompt.overlaps}
+    """Tokens per step again without the prompts that were found in a drafter's text, or could not be looked for."""
     rows = Open("clean figure", "new/old tokens per step over prompts that no drafter knew", "new/old", policy.clean_figure)
-    if not checked:
+    matched = [(task, pair) for group in comparison.groups for task, pair in group.pairs.items()]
+    by_prompt = any(prompt.overlaps is not None for _, pair in matched for prompt in pair.new.per_prompt)
+    if not by_prompt and all(pair.new.clean is None for _, pair in matched):
         return replace(rows, parts=(silent("", "the candidate was not checked for overlap"),))
+    strange: set[tuple[str, str]] = set()
+    for task, pair in matched:
+        for row in (pair.new, pair.old):
+            strange |= {(task, name) for name in (row.clean.overlapping if row.clean else ())}
+            strange |= {(task, prompt.id) for prompt in row.per_prompt if prompt.overlaps}
+        if by_prompt:
+            strange |= {(task, prompt.id) for prompt in pair.new.per_prompt if prompt.overlaps is None}
     clean = [
         replace(g, pairs={
-            task: pair._replace(prompts=tuple(both for both in pair.prompts if (task, both[0].id) not in found))
+            task: pair._replace(prompts=tuple(both for both in pair.prompts if (task, both[0].id) not in strange))
             for task, pair in g.pairs.items()
         })
         for g in comparison.groups
@@ -523,13 +524,17 @@ def contamination(comparison: Comparison, policy: Policy) -> Open:
         rows = [(pair.new, pair.old) for pair in group.pairs.values()]
         new, old = ([row.clean for row in side if row.clean is not None] for side in zip(*rows, strict=True))
         checked, known = sum(c.checked for c in new), sum(len(c.overlapping) for c in new)
-        if not checked or len(new) < len(rows):
-            parts.append(silent(group.name, "the candidate was not checked for overlap on every task"))
-            continue
-        share = known / checked
-        before = sum(len(c.overlapping) for c in old) / max(1, sum(c.checked for c in old)) if old else None
-        said = f"{known} of {checked} prompts stand in what the drafter was trained on or draws from"
+        every = sum(row.prompts for row, _ in rows)
+        is_whole = len(new) == len(rows) and checked >= policy.shared * every
+        share = known / max(1, checked if is_whole else every)
         is_past = share > policy.contamination.tolerated
+        if not is_past and not is_whole:
+            unsaid = f"{every - checked} of {every} prompts could not be looked for in all that is behind the candidate"
+            parts.append(silent(group.name, unsaid))
+            continue
+        before = sum(len(c.overlapping) for c in old) / max(1, sum(c.checked for c in old)) if old else None
+        said = f"{'' if is_whole else 'at least '}{known} of {checked if is_whole else every} prompts"
+        said += " stand in what the drafter was trained on or draws from"
         verdict: Verdict = "pass" if not is_past else "warn" if before is not None and share <= before else "stop"
         more = f", {policy.contamination.tolerated:.1%} tolerated{', as many as in the baseline' if verdict == 'warn' else ''}"
         parts.append(Part(group.name, verdict, said + (more if is_past else ""), share, prompts=checked))

@@ -55,7 +55,8 @@ def clean(report: Report, colours: Colours) -> str:
 
 
 def _line(row: Row, part: Clean) -> tuple[str, ...]:
-    overlap = f"{len(part.overlapping)} of {part.checked}" if part.checked else MISSING
+    unknown = f", {row.prompts - part.checked} not known" if part.checked < row.prompts else ""
+    overlap = f"{len(part.overlapping)} of {row.prompts}{unknown}" if part.checked else MISSING
     right, still = (None if score is None else score.drafted for score in (row.score, part.score))
     return (
         named(row), overlap, say(row.tokens_per_step), say(part.tokens_per_step), say(row.speedup, ".2f", "×"),
