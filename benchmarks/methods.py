@@ -49,6 +49,8 @@ HERE = Path(__file__).resolve().parent
 RECIPES, CELLS, RUNS = HERE.parent / "recipes", HERE / "results" / "methods", HERE.parent / "runs" / "methods"
 MINUTES, STEPS = 3.0, 160
 """Of one core, in the first column; optimiser steps, in the second."""
+BATCH = 8
+"""Texts a step, whatever a recipe says."""
 COLUMNS = ("minutes", "steps")
 TOGETHER = 8
 """Methods measured in one run, so that a sitting that ends leaves what it measured before."""
@@ -233,7 +235,8 @@ class Bench:
 
     def _fit(self, settings: RunConfig, folder: Path, steps: int) -> dict[str, Any]:
         assert settings.train is not None
-        config = settings.train.model_copy(update={"steps": steps, "save_every": steps, "log_every": max(1, steps // 4)})
+        given = {"steps": steps, "batch": BATCH, "save_every": steps, "log_every": max(1, steps // 4)}
+        config = settings.train.model_copy(update=given)
         shutil.rmtree(folder, ignore_errors=True)
         torch.manual_seed(config.seed)
         model = find(settings.drafter["kind"]).Model(settings.drafter_config, self.target)
@@ -259,7 +262,7 @@ class Bench:
             asked = list(conversations.read(settings.prepare))
             path = regenerate.prepare(self.target, self.target.tokenizer, asked, settings.answers, settings.prepare)
             self.sources[count] = LiveFeatures(
-                self.target, regenerate.read_answers(path), tuple(range(self.target.spec.layers)), batch=settings.train.batch,
+                self.target, regenerate.read_answers(path), tuple(range(self.target.spec.layers)), batch=BATCH,
                 length=settings.prepare.length, keep=1 << 33,
             )  # fmt: skip
             say("reading the texts once for all methods")

@@ -38,7 +38,7 @@ class LiveFeatures:
         self.target, self.taps, self.size, self.seed, self.dtype = target, taps, batch, seed, dtype
         cut = [_cut(answer, min(length, target.spec.context)) for answer in answers]
         self.texts = [answer for answer in cut if sum(end - start for start, end in answer.learn) >= MIN_LEARNT]
-        self._order: tuple[int, list[int]] = -1, []
+        self._order: tuple[tuple[int, int], list[int]] = (-1, seed), []
         self.left_out = len(answers) - len(self.texts)
         if not self.texts:
             raise DataError(
@@ -70,8 +70,8 @@ class LiveFeatures:
     def batch(self, step: int) -> Batch:
         """The batch of optimiser step `step`: its texts' tokens, and what the target's layers make of them."""
         turn, place = divmod(step, self.steps_per_pass)
-        if self._order[0] != turn:
-            self._order = turn, self._shuffled(turn)
+        if self._order[0] != (turn, self.seed):
+            self._order = (turn, self.seed), self._shuffled(turn)
         chosen = self._order[1][place * self.size : (place + 1) * self.size]
         tokens, loss_mask, documents = self._tokens(chosen)
         taps, hidden = self._remembered(chosen) if self.keeps else self._read(tokens)
