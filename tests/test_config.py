@@ -220,3 +220,23 @@ def test_what_only_a_later_stage_needs_is_checked_at_the_start_too(text: str, sa
     with pytest.raises((ConfigError, ValueError)) as caught:
         load(write(tmp_path / "a.yaml", "target: demo\n" + text))
     assert said in str(caught.value)
+
+
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("**/*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_recipe_that_ships_can_be_read(path: Path) -> None:
+    """Catches a key that a method no longer has, and a paper's loss that is not there."""
+    settings, _ = load(path, [])
+    assert path.stem in ("demo", f"demo-{settings.drafter['kind']}", settings.drafter["kind"])
+    assert settings.drafter_config is not None
+    assert settings.train is not None and settings.prepare.folder
+
+
+def test_every_method_that_trains_has_a_recipe_for_the_demo_and_its_paper_s() -> None:
+    """Catches a new method without recipes."""
+    kinds = {
+        of: {load(path, [])[0].drafter["kind"] for path in RECIPES if path.parent.name == of} for of in ("recipes", "paper")
+    }
+    assert kinds["recipes"] == kinds["paper"] and len(kinds["paper"]) == 11

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from outrider import checkpoint
 from outrider.config import Config as Base
+from outrider.config import nearest
 from outrider.decoding.accept import overlap
 from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.lock import held
@@ -226,7 +227,7 @@ def accumulate(
     for draft, target, part in predictions.chunks(_chunk(predictions)):
         weight = rows.weights(config.position, predictions, part, draft) * learnt[part] / total
         terms = {"divergence": losses.combine(config.loss, draft, target, predictions.labels[part])}
-        terms |= {name: config.extra.get(name, 1.0) * term for name, term in predictions.extra(part, draft, target).items()}
+        terms |= _weighted(predictions.extra(part, draft, target), config.extra)
         loss = torch.stack([(weight * term).sum() for term in terms.values()]).sum()
         loss.backward()
         sums["loss"] += loss.item()
@@ -239,6 +240,15 @@ def accumulate(
     accepted = (kept / rows_at.clamp(min=1)).tolist()
     expected = 1 + sum(math.prod(accepted[: k + 1]) for k in range(depths))
     return sums | {"acceptance": [round(a, 4) for a in accepted], "expected_tokens_per_step": round(expected, 4)}
+
+
+def _weighted(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> dict[str, Tensor]:
+    """The method's own terms times what `train.extra` says.  Raises ConfigError for a weight of no term."""
+    unknown = sorted(weights.keys() - terms.keys())
+    if unknown:
+        end = nearest(unknown[0], terms) if terms else "; it has none of its own, leave train.extra out"
+        raise ConfigError(f"train.extra: this draft model has no term {unknown[0]!r}{end}")
+    return {name: weights.get(name, 1.0) * term for name, term in terms.items()}
 
 
 def _chunk(predictions: Predictions) -> int:

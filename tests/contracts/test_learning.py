@@ -40,6 +40,46 @@ def test_every_trained_weight_gets_a_finite_gradient(case, target, workshop, tex
 
 
 @TRAINABLE
+def test_the_gradient_is_that_of_the_whole_pass(case, target, workshop, texts):
+    """Catches a step, a block or a head that is cut off from those before it: the gradient then lacks what they did to it.
+
+    Along one direction through all weights, beside the finite difference of the loss, in float64.
+    """
+    model = workshop.model(case, target)
+    batch = batch_of(target, model.taps, texts[:3])
+    train(model, batch, 2)
+    model.eval().zero_grad()
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    noise = torch.Generator().manual_seed(5)
+    ways = [torch.randn(weight.shape, dtype=weight.dtype, generator=noise) * 0.1 for weight in weights]
+
+    def loss(along: float) -> float:
+        with torch.no_grad():
+            for weight, way in zip(weights, ways, strict=True):
+                weight += along * way
+        torch.manual_seed(0)
+        rows, total = model.predict(batch), 0.0
+        for draft, _, part in rows.chunks(64):
+            terms = torch.nn.functional.cross_entropy(draft, rows.labels[part], reduction="none")
+            own = (terms * rows.weight[part]).sum() / rows.weight.sum()
+            if not along:
+                own.backward()
+            total += own.item()
+        if not along:
+            rows.backward()
+        with torch.no_grad():
+            for weight, way in zip(weights, ways, strict=True):
+                weight -= along * way
+        return total
+
+    loss(0.0)
+    slope = sum(float((weight.grad * way).sum()) for weight, way in zip(weights, ways, strict=True) if weight.grad is not None)
+    step = 1e-3  # norms of transformers' layers are taken in float32
+    found = (loss(step) - loss(-step)) / (2 * step)
+    assert slope == pytest.approx(found, rel=5e-3)
+
+
+@TRAINABLE
 def test_the_targets_weights_do_not_move(case, target, workshop, texts):
     """Catches borrowed weights that are trained, or saved, as the drafter's own."""
     before = {name: weight.clone() for name, weight in target.model.state_dict().items()}

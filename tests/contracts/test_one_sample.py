@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import batch_of, cases, train
+from conftest import Case, batch_of, cases, train
 
 from outrider.decoding.generate import advance
 from outrider.decoding.state import DecodeState, Request
@@ -16,12 +16,22 @@ from outrider.decoding.state import DecodeState, Request
 LENGTH, PROMPT = 44, 6
 
 
-@pytest.mark.parametrize("case", [case for case in cases() if case.trains and not case.is_variant], ids=str)
+LAYOUTS = [
+    Case("dflash", {"anchor_predicts": False}),
+    Case("medusa", {"sequential": True, "heads": 3}),
+    Case("eagle3", {"vocabulary": 48}),
+    Case("eagle3", {"fc_norm": True, "norm_output": True, "gated": True}),
+]
+"""Other layouts of a method that train and serve by code of their own."""
+
+
+@pytest.mark.parametrize("case", [*(case for case in cases() if case.trains and not case.is_variant), *LAYOUTS], ids=str)
 def test_every_block_of_a_text_learnt_by_heart_is_kept_whole(case, target, workshop, prompts, plain):
     """Catches whatever makes serving another game than training; the last block ends with the text."""
     model = workshop.model(case, target)
     prompt = prompts[0][:PROMPT]
     text = (prompt + plain(target, prompt, LENGTH))[:LENGTH]
+    model.begin(torch.bincount(torch.tensor(text), minlength=target.spec.vocabulary))
     batch = batch_of(target, model.taps, torch.tensor([text]))
     for _ in range(12):
         if train(model, batch, 50, lr=5e-3)[-1] < 0.02:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from outrider import checkpoint
-from outrider.errors import CheckpointError, TrainingError
+from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.lock import held
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.targets.transformers import TransformersTarget
@@ -372,3 +372,9 @@ def test_a_term_without_weight_is_not_learnt(talker: TransformersTarget, tmp_pat
     start = make_model(talker).confidence_head.proj.weight
     assert not torch.equal(heads[0].confidence_head.proj.weight, start)
     assert torch.equal(heads[1].confidence_head.proj.weight, start)
+
+
+def test_a_weight_of_no_term_is_refused(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a typo in `extra` that leaves the term it meant at weight 1."""
+    with pytest.raises(ConfigError, match="no term 'confidance'; did you mean 'confidence'"):
+        fit(tmp_path, talker, extra={"confidance": 0.0}, steps=2)
