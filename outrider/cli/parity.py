@@ -227,10 +227,15 @@ def lm_eval(
     allow_code_execution: Annotated[
         bool, typer.Option("--allow-code-execution", help="Run tasks that execute what the model wrote.")
     ] = False,
+    timeout_s: Annotated[
+        float | None, typer.Option("--timeout-s", min=1, help="Longest run of tasks that execute code; a day unless given.")
+    ] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Score tasks of lm-evaluation-harness without and with a drafter.  Exit code 1 where a score differs."""
+    """Score tasks of lm-evaluation-harness without and with a drafter.  Exit code 1 where greedy answers or scores differ."""
     quiet()
+    if timeout_s is not None and not allow_code_execution:
+        console.note.print("--timeout-s has no effect without --allow-code-execution", style="dim", highlight=False)
     os.environ.setdefault(
         "TQDM_DISABLE", "1"
     )  # read once, when lm-eval loads it; its bars and ours would write over each other
@@ -249,7 +254,7 @@ def lm_eval(
     job = Job(
         tasks=names, target=target, drafter=drafter, settings=override({}, settings or ()), dtype=dtype, limit=limit,
         include_path=include_path, slots=slots, chat=chat, margin=margin, max_gen_toks=max_gen_toks,
-        allow_code=allow_code_execution,
+        allow_code=allow_code_execution, **({} if timeout_s is None else {"timeout_s": timeout_s}),
     )  # fmt: skip
     console.out.print(
         f"lm-eval   {', '.join(names)} on {target}: plain, then with {drafter}; "
@@ -260,7 +265,7 @@ def lm_eval(
         found = both(job, lambda stage, done, of: update(0, f"{stage}: {done} of {of}"))
     _say_runs(found, margin)
     write_json(json_to, {"target": target, "drafter": drafter, "margin": margin, "tasks": [run.as_json() for run in found]})
-    if any(run.verdict == "different" for run in found):
+    if not all(run.holds for run in found):
         raise typer.Exit(1)
 
 
@@ -276,10 +281,16 @@ def _say_runs(found: list[TaskRun], margin: float) -> None:
             )  # fmt: skip
             table.add_row(
                 "" if i else run.task, score.metric, f"{score.plain:.4f}", f"{score.drafted:.4f}", *shared,
-                style=STYLES.get(run.verdict, "red"),
+                style=STYLES.get(run.verdict, "red") if run.holds else "red",
             )  # fmt: skip
     console.out.print(table)
     for run in found:
+        if not run.holds and not run.is_sampled:
+            console.out.print(
+                f"          {run.task}: {run.answers - run.equal} of {run.answers} greedy answers differ, and none may; "
+                "`outrider parity` tells a rounding tie from a fault",
+                style="red", highlight=False, soft_wrap=True, markup=False,
+            )  # fmt: skip
         needed = max((score.equivalence.needed for score in run.scores if score.equivalence), default=0)
         if run.verdict == "not enough prompts":
             console.out.print(

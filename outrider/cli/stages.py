@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import yaml
 from rich.table import Table
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, Overrides, Recipe, SkipBad, bar, counted, place_of_json, quiet, sized, write_json
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from outrider.evaluate.measure import Drawn
@@ -80,7 +82,8 @@ def evaluate(
 ) -> None:
     """Measure the trained drafter, and those beside it, against the target alone."""
     place_of_json(json_to)
-    said = [f"evaluate.data={data}"] if data is not None else []
+    # as YAML text: a folder may be called null, or 2024
+    said = [f"evaluate.data={yaml.safe_dump(str(data))}"] if data is not None else []
     said += ["evaluate.allow_code_execution=true", "evaluate.score=true"] if allow_code_execution else []
     settings = _load(recipe, [*(overrides or []), *said])
     if settings.evaluate is None:
@@ -324,8 +327,9 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
             target, drafters, config, provenance=facts, training=training, overlaps=overlaps, drawn=drawn,
             on_prompt=lambda kept, _, left_out: update(kept, f"{left_out} left out"),
         )  # fmt: skip
-    if target.spec.quantised and (settings.folder / "report.json").exists():
-        report = report.beside(Report.load(settings.folder))
+    if (settings.folder / "report.json").exists():
+        with suppress(DataError):  # a report that this version can't read says nothing of what a precision lost
+            report = report.beside(Report.load(settings.folder))
     report.save(settings.folder)
     if settings.train is not None:
         amend(mine, {}, {"report": report.brief(label)})

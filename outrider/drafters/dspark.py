@@ -4,7 +4,8 @@ A DFlash backbone gives logits for every slot at once; a low-rank Markov head ad
 later slots no longer guess alone, and a confidence head says how likely each slot is kept.  The loss of the paper:
 0.1 CE + 0.9 L1 (twice TV) + binary cross-entropy of the confidence against the expected acceptance.
 
-Differs from the paper: nothing known; its load-aware scheduler is a policy, not part of the drafter.
+Differs from the paper: the last token of a prompt is an anchor too, since serving drafts from there; W1 begins as a projection
+of the target's embedding.  Its load-aware scheduler is a policy, not part of the drafter.
 """
 
 from __future__ import annotations

@@ -12,9 +12,10 @@ of two blocks, q of each slot a softmax of its row.
 
 A slot counts in training where the slots of its block before it are right (the likeliest token is the text's), by 0.8^k.
 
-Differs from the paper: serving drafts at most two blocks; later blocks are trained from `anchors` positions instead of all;
-the rank's loss has the row's weight, 0.8^k too, and its class weights are scaled to a mean of 1; the head is the target's own,
-frozen, unless `vocabulary` is given; W begins as the identity on h_k; the bandit that learns online is not here.
+Differs from the paper: serving drafts, and training unrolls, two blocks and not three, M drawn once a batch; later blocks are
+trained from `anchors` positions instead of all; the rank's loss has the row's weight, 0.8^k too, and its class weights are
+scaled to a mean of 1; the head is the target's own, frozen, unless `vocabulary` is given; W begins as the identity on h_k; the
+bandit that learns online is not here.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Valid
 from torch import nn
 
 from outrider.config import Config as Base
+from outrider.config import nearest
 from outrider.decoding import lossy
 from outrider.decoding.accept import accept
 from outrider.decoding.draft import Draft
@@ -61,7 +62,7 @@ class Config(Base):
     data: str | None = None
     """Folder with files of tasks, taken instead of the hub's: gsm8k.jsonl and so on."""
     revisions: dict[str, str] = Field(default={})
-    """Commit of a task's data set on the hub, by task; the newest unless given."""
+    """Pins, by task as `tasks` names it: a commit of its data set, the newest unless given, or `sha256:...` of a file."""
     observed: NonNegativeInt = 4
     """Prompts of each task that are run once more, untimed, to note what was kept where and why; 0 notes nothing."""
     score: bool = False
@@ -82,7 +83,36 @@ class Config(Base):
     @field_validator("tasks")
     @classmethod
     def _known_tasks(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(check, tasks))
+        known: dict[str, str] = {}
+        for task in map(check, tasks):
+            name = task_name(task)
+            if name in known:
+                both = f"{task} stands there twice" if known[name] == task else f"{known[name]} and {task} are both {name!r}"
+                raise ConfigError(f"{both} in the report, and their rows would run together; leave one out, or rename its file")
+            known[name] = task
+        return tasks
+
+    @field_validator("temperatures")
+    @classmethod
+    def _different_temperatures(cls, temperatures: tuple[float, ...]) -> tuple[float, ...]:
+        if len(set(temperatures)) < len(temperatures):
+            raise ConfigError(f"{list(temperatures)} names a temperature twice, and its rows would run together; leave one out")
+        return temperatures
+
+    @field_validator("revisions")
+    @classmethod
+    def _known_pins(cls, revisions: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        measured = info.data.get("tasks", ())
+        for task, revision in revisions.items():
+            if task == "stdlib":
+                raise ConfigError("stdlib is the library of the Python that runs, and can't be pinned; leave it out")
+            if task not in measured and task not in tasks.TASKS:
+                raise ConfigError(f"{task!r} is no task{nearest(task, [*tasks.TASKS, *measured])}")
+            if task.endswith(tasks.FILES) and not revision.startswith(tasks.CONTENT):
+                raise ConfigError(f"{task} is a file and has no commit {revision!r}; pin its content, {tasks.CONTENT}...")
+            if measured and task not in measured:
+                log.warning("evaluate.revisions: %s has no effect, since evaluate.tasks does not name it", task)
+        return revisions
 
     @field_validator("rule")
     @classmethod
@@ -273,10 +303,17 @@ def _rule(config: Config, heat: float) -> Rule:
 
 
 def _warm_up(target: TransformersTarget, entries: Sequence[Entry], prompt: Prompt, config: Config) -> None:
-    """The first passes of a process pay for allocations and thread pools; they are nobody's measurement."""
-    tokens = as_tokens(target, prompt, thinking=config.thinking)[:64]
+    """The first passes of a process pay for allocations and thread pools; they are nobody's measurement.
+
+    Everybody who is timed runs: a baseline that pays for its own first passes would flatter the drafters.
+    """
+    new = min(16, target.spec.context - 2)
+    tokens = as_tokens(target, prompt, thinking=config.thinking)[: min(64, target.spec.context - new - 1)]
+    generate_once(target, tokens, new)
+    for heat in dict.fromkeys(entry.temperature for entry in entries):
+        run_once(target, Request(tokens, new, Sampling(heat, seed=0)), ends=False)
     for entry in entries:
-        request = Request(tokens, 16, Sampling(entry.temperature, seed=0))
+        request = Request(tokens, new, Sampling(entry.temperature, seed=0))
         run_once(target, request, entry.drafter, rule=_rule(config, entry.temperature))
 
 

@@ -22,16 +22,17 @@ from typing import Any, Literal, NamedTuple, cast, overload
 from outrider import demo
 from outrider.config import nearest
 from outrider.errors import DataError
+from outrider.evaluate.fields import Row, has, text, texts, word
 from outrider.prepare.conversations import Config as Source
 from outrider.prepare.conversations import read
-
-Row = Mapping[str, Any]
 
 STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 FILES = (".jsonl", ".txt")
 FOLDER_FILES = (".jsonl", ".json", ".parquet")
 GITHUB = "https://raw.githubusercontent.com/{repository}/{revision}/{file}"
 GITHUB_NEWEST = "https://api.github.com/repos/{repository}/commits/{revision}"
+CONTENT = "sha256:"
+"""Begins a revision that is the content of files, not a commit."""
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -124,56 +125,63 @@ class Later:
 
 
 def _gsm8k(row: Row) -> Prompt:
-    return Prompt("", (row["question"] + STEP_BY_STEP,), reference=row["answer"].rpartition("####")[2].strip())
+    answer = text(row, "answer").rpartition("####")[2].strip()
+    return Prompt("", (text(row, "question") + STEP_BY_STEP,), reference=answer)
 
 
 def _problem(row: Row) -> Prompt:
-    name = row.get("unique_id", row.get("problem_idx", ""))
-    return Prompt(str(name), (row["problem"] + STEP_BY_STEP,), reference=str(row["answer"]))
+    return Prompt(_name(row, "unique_id", "problem_idx"), (text(row, "problem") + STEP_BY_STEP,), reference=word(row, "answer"))
 
 
 def _humaneval(row: Row) -> Prompt:
-    asked = (
-        f"Write a solution to the following problem and make sure that it passes the tests:\n```python\n{row['prompt']}\n```"
-    )
-    tests = {"stub": row["prompt"], "name": row["entry_point"], "test": row["test"]}
-    return Prompt(row["task_id"], (asked,), reference=tests)
+    stub = text(row, "prompt")
+    asked = f"Write a solution to the following problem and make sure that it passes the tests:\n```python\n{stub}\n```"
+    tests = {"stub": stub, "name": text(row, "entry_point"), "test": text(row, "test")}
+    return Prompt(word(row, "task_id"), (asked,), reference=tests)
 
 
 def _mbpp(row: Row) -> Prompt:
-    tests = {"imports": list(row.get("test_imports") or ()), "asserts": list(row["test_list"])}
-    return Prompt(f"mbpp/{row['task_id']}", (row["prompt"],), reference=tests)
+    imports = texts(row, "test_imports") if has(row, "test_imports") else ()
+    tests = {"imports": list(imports), "asserts": list(texts(row, "test_list"))}
+    return Prompt(f"mbpp/{word(row, 'task_id')}", (text(row, "prompt"),), reference=tests)
 
 
 def _livecodebench(row: Row) -> Prompt:
-    starter = (row.get("starter_code") or "").strip("\n")
+    starter = text(row, "starter_code").strip("\n") if has(row, "starter_code") else ""
     if starter:
         form = f"Begin with this code and keep its names:\n```python\n{starter}\n```"
     else:
         form = "Read from standard input, write to standard output:\n```python\n# your program\n```"
     asked = (
         "You are an expert Python programmer. Answer the question below with one complete Python program that does what it "
-        f"says and passes all of its tests.\n\n### Question\n{row['question_content']}\n\n### Format\n{form}\n\n### Answer\n"
+        f"says and passes all of its tests.\n\n### Question\n{text(row, 'question_content')}\n\n### Format\n{form}\n\n"
+        "### Answer\n"
     )
-    return Prompt(str(row["question_id"]), (asked,))
+    return Prompt(word(row, "question_id"), (asked,))
 
 
 def _mt_bench(row: Row) -> Prompt:
-    return Prompt(str(row["prompt_id"]), tuple(row["prompt"]))
+    return Prompt(word(row, "prompt_id"), texts(row, "prompt"))
 
 
 def _alpaca(row: Row) -> Prompt:
-    return Prompt("", (row["instruction"] + (f"\n\n### Input:\n{row['input']}" if row.get("input") else ""),))
+    given = text(row, "input") if has(row, "input") else ""
+    return Prompt("", (text(row, "instruction") + (f"\n\n### Input:\n{given}" if given else ""),))
 
 
 def _arena_hard(row: Row) -> Prompt:
-    return Prompt(str(row["uid"]), (row["prompt"],))
+    return Prompt(word(row, "uid"), (text(row, "prompt"),))
 
 
 def _plain(row: Row) -> Prompt:
     """The plain layout, which is Spec-Bench's own too."""
-    name = row.get("id", row.get("question_id", ""))
-    return Prompt(str(name), tuple(row["turns"]), row.get("system"), row.get("reference"))
+    system = text(row, "system") if has(row, "system") else None
+    return Prompt(_name(row, "id", "question_id"), texts(row, "turns"), system, row.get("reference"))
+
+
+def _name(row: Row, *keys: str) -> str:
+    """What a row calls itself under one of these keys; empty where it does not."""
+    return word(row, *keys) if any(has(row, key) for key in keys) else ""
 
 
 # ── the list ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -233,9 +241,12 @@ def prompts(
 ) -> Iterator[Prompt]:
     """Up to `most` prompts: `stdlib` and named tasks drawn by seed, a file's in its order.  Raises DataError as `load` does."""
     if check(task) == "stdlib":
-        for name, text in demo.prompts("held_out", most, seed):
-            yield Prompt(name, (text,))
+        _refuse_other(None, "the interpreter's standard library", revision)
+        for name, said in demo.prompts("held_out", most, seed):
+            yield Prompt(name, (said,))
     elif task.endswith(FILES):
+        if revision is not None and Path(task).exists():  # where there is none, the reader says so
+            _refuse_other(_content([Path(task)]), task, revision)
         yield from _of_file(task, most)
     else:
         yield from load(task, data, revision).some(most, seed)
@@ -244,21 +255,20 @@ def prompts(
 def load(task: str, data: str | Path | None = None, revision: str | None = None) -> Loaded:
     """A whole prompt set: from the folder `data` where that holds it, else from where it is published, at one commit.
 
-    `revision` pins that commit, or, written `sha256:...`, the content of a file.  Raises DataError for an unknown task, for
-    rows in no known layout, for a file that is not the pinned one, and where there is neither a folder nor a network.
+    `revision` pins that commit, or, written `sha256:...`, the content of files.  Raises DataError for an unknown task, for
+    rows in no known layout, for what is not the pinned one, and where there is neither a folder nor a network.
     """
     if check(task) == "stdlib":
-        drawn = tuple(prompts(task, 10**6))
+        drawn = tuple(prompts(task, 10**6, revision=revision))
         return Loaded(drawn, "the interpreter's standard library", None, len(drawn))
     if task.endswith(FILES):
-        drawn = tuple(_of_file(task, 10**9))
+        drawn = tuple(prompts(task, 10**9, revision=revision))
         return Loaded(drawn, task, _content([Path(task)]), len(drawn))
     known = TASKS[task]
     paths = found(known, data) if data is not None else ()
     if paths:
         place, content = ", ".join(map(str, paths)), _content(paths)
-        if revision is not None and revision.startswith("sha256:") and revision != content:
-            raise DataError(f"{place} is {content}, not the pinned {revision}; pin the one you mean, or bring the other file")
+        _refuse_other(content, place, revision)
         rows, revision = _of_paths(paths), content
     else:
         rows, revision, place = _published(known, revision or known.revision)
@@ -266,6 +276,19 @@ def load(task: str, data: str | Path | None = None, revision: str | None = None)
     if not made:
         raise DataError(f"{place} holds no row of {task}; wanted {known.rows}")
     return Loaded(made, place, revision, len(made))
+
+
+def _refuse_other(content: str | None, place: str, revision: str | None) -> None:
+    """Raises DataError where a revision is pinned that is not this content; None is content that can't be pinned."""
+    if revision is None or revision == content:
+        return
+    if content is None:
+        raise DataError(f"{place} can't be pinned, and {revision} was; leave its revision out")
+    if revision.startswith(CONTENT):
+        raise DataError(f"{place} is {content}, not the pinned {revision}; pin the one you mean, or bring the other file")
+    raise DataError(
+        f"{place} is no commit, and {revision} is pinned; pin its content, {content}, or read the commit, without the folder"
+    )
 
 
 def found(task: Task, data: str | Path) -> tuple[Path, ...]:
@@ -324,9 +347,11 @@ class _Prompts(Sequence[Prompt]):
         plain = "turns" in row
         try:
             prompt = (_plain if plain else self.task.prompt)(row)
-            if not prompt.turns or not all(isinstance(turn, str) for turn in prompt.turns):
-                raise TypeError("its turns are not texts")
-        except (KeyError, TypeError, AttributeError) as error:
+            if not any(turn.strip() for turn in prompt.turns):
+                raise TypeError("it has no turn with text")
+            if plain and self.task.score == "answer" and has(row, "reference"):
+                word(row, "reference")
+        except (KeyError, TypeError) as error:
             problem = f"has no {error}" if isinstance(error, KeyError) else f"can't be read: {error}"
             where = self.rows.place(at) if isinstance(self.rows, Lines) else f"{self.place}, row {at + 1}"
             raise DataError(
@@ -371,7 +396,7 @@ class Lines(Sequence[Row]):
             line = file.readline()
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter of lists in lists in lists
             raise DataError(f"{self.place(index)} is not JSON: {error}; mend the line or take it out") from None
         return _mapping(row, self.place(index))
 
@@ -391,7 +416,7 @@ def _of_paths(paths: Sequence[Path]) -> Sequence[Row]:
         for path in paths:
             try:
                 value = json.loads(path.read_bytes())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path} is not JSON: {error}; a file of rows, one a line, is named .jsonl") from None
             if not isinstance(value, list):
                 raise DataError(f"{path} must hold a list of rows, not {type(value).__name__}")
@@ -414,7 +439,7 @@ def _content(paths: Sequence[Path]) -> str | None:
             return None
         with path.open("rb") as file:
             total.update(hashlib.file_digest(file, "sha256").digest())
-    return f"sha256:{total.hexdigest()[:16]}"
+    return f"{CONTENT}{total.hexdigest()[:16]}"
 
 
 # ── where sets are published ──────────────────────────────────────────────────────────────────────────────────────────
@@ -422,6 +447,11 @@ def _content(paths: Sequence[Path]) -> str | None:
 
 def _published(task: Task, revision: str | None) -> tuple[Sequence[Row], str, str]:
     """Its rows, the commit that was read, and where that is.  Nothing of the data set's own is executed."""
+    if revision is not None and revision.startswith(CONTENT):
+        raise DataError(
+            f"{task.name} is pinned to {revision}, the content of files, and no folder holds {task.name}; name one, "
+            f"evaluate.data=FOLDER, or pin a commit of {task.hub}"
+        )
     try:
         commit = revision if revision and _COMMIT.fullmatch(revision) else newest(task, revision)
         return _fetch(task, commit), commit, f"{task.source} at {commit[:12]}"

@@ -137,7 +137,7 @@ def parse(row: Any, name: str) -> Conversation:
         )
     if not any(message["role"] == "user" and message["content"].strip() for message in messages):
         raise DataError(f"{name}: the conversation has no user turn with text")
-    return Conversation(str(row.get("id", name)), messages)
+    return Conversation(name if row.get("id") is None else str(row["id"]), messages)
 
 
 def _message(message: Any, name: str) -> dict[str, str]:
@@ -187,7 +187,7 @@ def _jsonl(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[tuple[str, 
             continue
         try:
             yield f"{path.name}:{number}", json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             cut = " (the line is cut off)" if not line.endswith(b"\n") else ""
             problem = f"{path}, line {number} is not JSON{cut}: {error}; mend it, or leave such lines out with --skip-bad"
             if not skip_bad:

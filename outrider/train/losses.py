@@ -63,7 +63,8 @@ def lk_alpha(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
 
 
 def lk_lambda(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
-    """w KL + (1 - w) TV with w = exp(-3 alpha), held constant: KL while far, TV when near.  (arXiv 2602.23881.)"""
+    """w KL + (1 - w) TV with w = exp(-3 alpha), held constant, alpha a row's own: KL while far, TV when near.  (arXiv
+    2602.23881; SpecForge takes one w from a batch's mean alpha.)"""
     p, q = _logs(draft, target)  # once for both
     far = 1 - overlap(p.exp(), q.exp())
     weight = torch.exp(-3 * (1 - far.detach()))

@@ -363,6 +363,9 @@ def test_a_quantised_target_is_evaluated_and_decoded(made: Path, folder: Path, o
     assert (ngram["precision"], ngram["trained_on"], ngram["tokens_per_step_lost"]) == ("int8", None, None)
     assert (dspark["precision"], dspark["trained_on"], dspark["exact"]) == ("int8", "float32", True)
     assert isinstance(dspark["tokens_per_step_lost"], float)
+    # and the way back, once float's report was overwritten
+    assert outrider("evaluate", "tiny.yaml", "--json", "float.json").code == 0
+    assert [row["tokens_per_step_lost"] for row in json.loads(Path("float.json").read_text())["rows"]] == [None] * 3
     done = outrider("decode", "hello", "--target", folder, "--quantize", "int8", "--max-new-tokens", 12, "--no-compile")
     wanted = generate(load_target(folder, quantize="int8"), "hello", max_new_tokens=12)[0].text
     assert (done.code, done.out) == (0, wanted + "\n")

@@ -32,6 +32,7 @@ from outrider.errors import ConfigError, DrafterError
 from outrider.nn.draft_model import Batch
 from outrider.prepare.features import LiveFeatures
 from outrider.prepare.regenerate import Answer
+from outrider.targets.quantised import is_quantised
 from outrider.train import losses
 from outrider.train.trainer import Config as Training
 from outrider.train.trainer import train
@@ -229,6 +230,15 @@ def test_a_checkpoint_needs_no_folder_and_drafts_as_the_model_did(tied, talker, 
     served = loaded.model.model.state_dict()
     assert all(torch.equal(weight, served[name]) for name, weight in model.lm.state_dict().items())
     assert torch.equal(*[drafter.model.read(torch.tensor([prompts[2]]))[0] for drafter in (model.drafter(), loaded)])
+
+
+def test_a_trained_model_is_served_in_the_precision_its_settings_name(talker, tmp_path, target):
+    """Catches `quantize` that is saved with the checkpoint and not obeyed where it is loaded."""
+    pytest.importorskip("torchao")
+    checkpoint.save(tmp_path, MODULE.Model(build(MODULE.Config, {"new": NEW, "quantize": "int8"}), target))
+    served = load_drafter(tmp_path, target).model.model
+    linear = [part for part in served.modules() if type(part) is nn.Linear and part is not served.get_output_embeddings()]
+    assert linear and all(is_quantised(part.weight) for part in linear)
 
 
 def test_a_checkpoint_whose_folder_is_gone_and_whose_shape_is_unknown_is_refused(tmp_path, target):

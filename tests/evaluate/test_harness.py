@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -23,6 +24,7 @@ pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
+from outrider.evaluate.quality import harness
 from outrider.evaluate.quality.harness import Job, OutriderLM, both
 
 CONTEXTS = ("tell 1 xyxy", "a", "say abab 3 abab", "and so on " * 40)
@@ -127,12 +129,26 @@ def test_a_chat_template_is_the_targets_own(ours: TransformersTarget, tmp_path: 
 
 # ── tasks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-CODE = "import os\n\ndef score(doc, results):\n    return {'allowed': float(os.environ.get('HF_ALLOW_CODE_EVAL') == '1')}\n"
+CODE = """
+import os, resource
+
+def limited():
+    return resource.getrlimit(resource.RLIMIT_CPU)[1] != resource.RLIM_INFINITY
+
+def forked():
+    child = os.fork()
+    if child == 0:
+        os._exit(int(limited() and resource.getrlimit(resource.RLIMIT_AS)[1] != resource.RLIM_INFINITY))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+def score(doc, results):
+    return {'allowed': float(os.environ.get('HF_ALLOW_CODE_EVAL') == '1' and limited() and forked())}
+"""
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three tasks of our own: answers, choices, and one that says that it runs code."""
+    """Tasks of our own: greedy answers, choices, drawn answers, answers that name a temperature and draw none, and code."""
     place = tmp_path_factory.mktemp("tasks")
     rows = [{"text": f"tell {i} {'xy' * i}", "wanted": "x", "choices": ["ab", "xy"], "label": i % 2} for i in range(6)]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -146,7 +162,12 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     matched = {"metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]}
     chosen = {"doc_to_target": "{{label}}", "doc_to_choice": "{{choices}}", "output_type": "multiple_choice",
               "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]}  # fmt: skip
-    for name, own in (("tiny_answers", written | matched), ("tiny_choices", chosen)):
+    hot = {"until": ["zzz"], "max_gen_toks": 12, "temperature": 1.0}
+    drawn, cold = ({"generation_kwargs": hot | {"do_sample": sampled}} for sampled in (True, False))
+    for name, own in (
+        ("tiny_answers", written | matched), ("tiny_choices", chosen), ("tiny_drawn", written | matched | drawn),
+        ("tiny_cold", written | matched | cold),
+    ):  # fmt: skip
         (place / f"{name}.yaml").write_text(yaml.safe_dump({"task": name} | shared | own))
     unsafe = {"task": "tiny_code", "unsafe_code": True} | shared | written
     unsafe["metric_list"] = [{"metric": "allowed", "aggregation": "mean", "higher_is_better": True}]
@@ -205,6 +226,28 @@ def test_answers_that_differ_are_shown(tasks: Path, folder: Path) -> None:
     assert found.verdict == "not enough prompts"
     assert found.first_different is not None
     assert found.first_different["plain"] != found.first_different["drafted"]
+    assert (found.is_sampled, found.holds) == (False, False)
+
+
+def test_greedy_answers_that_differ_end_in_code_1(
+    tasks: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a difference of texts that passes because few prompts prove nothing of scores."""
+    monkeypatch.setattr(harness, "both", functools.partial(both, load=other_drafter))
+    words = ["lm-eval", "tiny_answers", "--target", str(folder), "--include-path", str(tasks)]
+    assert outrider_with(*words, "--limit", "4", "--json", str(tmp_path / "found.json")) == 1
+    (found,) = json.loads((tmp_path / "found.json").read_text())["tasks"]
+    assert (found["verdict"], found["holds"]) == ("not enough prompts", False)
+    assert f"tiny_answers: {4 - found['equal']} of 4 greedy answers differ" in capsys.readouterr().out
+
+
+def test_drawn_answers_are_judged_by_their_scores(tasks: Path, folder: Path) -> None:
+    """Catches luck taken for a fault, and a fault of greedy text taken for luck because its settings name a temperature."""
+    for name, is_sampled in (("tiny_drawn", True), ("tiny_cold", False)):
+        job = Job(tasks=(name,), target=str(folder), include_path=str(tasks), limit=3)
+        (found,) = both(job, load=other_drafter)
+        assert found.equal < found.answers and found.verdict == "not enough prompts"
+        assert (found.is_sampled, found.holds) == (is_sampled, is_sampled)
 
 
 def test_code_is_run_only_where_that_is_allowed(tasks: Path, folder: Path) -> None:
@@ -216,10 +259,11 @@ def test_code_is_run_only_where_that_is_allowed(tasks: Path, folder: Path) -> No
 
 @pytest.mark.slow
 def test_code_that_is_allowed_runs_in_a_process_of_its_own(tasks: Path, folder: Path) -> None:
-    """Catches leave to run code that stays behind.  Slow: a process that loads everything anew."""
+    """Catches leave to run code that stays behind, and code that runs without limits, in that process or in one that it forks.
+    Slow: a process that loads everything anew."""
     job = Job(tasks=("tiny_code",), target=str(folder), include_path=str(tasks), limit=2, allow_code=True)
     (found,) = both(job)
-    assert found.scores[0].drafted == 1.0, "the task saw HF_ALLOW_CODE_EVAL"
+    assert found.scores[0].drafted == 1.0, "the task saw HF_ALLOW_CODE_EVAL and its limits"
     assert "HF_ALLOW_CODE_EVAL" not in os.environ
 
 

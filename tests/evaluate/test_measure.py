@@ -281,6 +281,34 @@ def test_a_fault_of_plain_decoding_is_not_the_drafter_s(
     assert {prompt["first_difference"] for prompt in found.rows[0]["per_prompt"]} == {15}
 
 
+def test_nobody_who_is_timed_is_timed_cold(
+    talker: TransformersTarget, drafters: dict[str, Drafter], task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches first passes that the first prompt of the baseline pays for, which would flatter every drafter."""
+    run, said, one = measure.run_once, measure.generate_once, measure._one_prompt
+    heard: list[Any] = []
+
+    def ran(target: TransformersTarget, request: Any, drafter: Any = None, *rest: Any, **more: Any) -> summary.Run:
+        found = run(target, request, drafter, *rest, **more)
+        heard.append((request.sampling.temperature, drafter, len(found.tokens) > 4))
+        return found
+
+    monkeypatch.setattr(measure, "run_once", ran)
+    monkeypatch.setattr(measure, "generate_once", lambda *given: (heard.append("generate"), said(*given))[1])
+    monkeypatch.setattr(measure, "_one_prompt", lambda *given: (heard.append("timed"), one(*given))[1])
+    evaluate(talker, drafters, settings(task, observed=0))
+    cold, ngram, dspark = heard[: heard.index("timed")], drafters["ngram"], drafters["dspark"]
+    for timed in (
+        "generate",
+        (0.0, None, True),
+        (1.0, None, True),
+        (0.0, ngram, True),
+        (0.0, dspark, True),
+        (1.0, dspark, True),
+    ):
+        assert timed in cold
+
+
 # ── loops, and what can't be measured ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -364,6 +392,44 @@ def test_a_prompt_too_long_for_the_context_loses_its_beginning(
     path.write_text("".join(random.Random(1).choices("abcdefgh", k=500)) + "\n")
     (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, settings(str(path), prompts=1, temperatures=(0.0,))).rows
     assert (row.tokens, row.exact) == (16, True)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        (("stdlib", "gsm8k", "stdlib"), "evaluate.tasks: stdlib stands there twice"),
+        (("a/quiz.jsonl", "b/quiz.txt"), "evaluate.tasks: a/quiz.jsonl and b/quiz.txt are both 'quiz' in the report"),
+        (("gsm8k", "mine/gsm8k.jsonl"), "evaluate.tasks: gsm8k and mine/gsm8k.jsonl are both 'gsm8k'"),
+    ],
+)
+def test_two_tasks_of_one_name_are_refused(tasks: tuple[str, ...], said: str) -> None:
+    """Catches rows and tables of two tasks that run together under one name."""
+    with pytest.raises(ConfigError, match=said):
+        configs.build(Config, {"tasks": tasks}, "evaluate")
+
+
+@pytest.mark.parametrize(
+    ("revisions", "said"),
+    [
+        ({"gsm8": "0" * 40}, "evaluate.revisions: 'gsm8' is no task; did you mean 'gsm8k'"),
+        ({"q": "0" * 40}, "evaluate.revisions: 'q' is no task; known: .*gsm8k, .*x/quiz.jsonl"),
+        ({"quiz.jsonl": "sha256:0"}, "evaluate.revisions: 'quiz.jsonl' is no task; did you mean 'x/quiz.jsonl'"),
+        ({"x/quiz.jsonl": "main"}, "evaluate.revisions: x/quiz.jsonl is a file and has no commit 'main'"),
+        ({"stdlib": "0" * 40}, "evaluate.revisions: stdlib is .* can't be pinned"),
+    ],
+)
+def test_a_pin_that_nobody_looks_at_is_refused(revisions: dict[str, str], said: str) -> None:
+    """Catches a misspelt pin: the newest commit is measured and the run file says otherwise."""
+    with pytest.raises(ConfigError, match=said):
+        configs.build(Config, {"tasks": ("gsm8k", "x/quiz.jsonl"), "revisions": revisions}, "evaluate")
+
+
+def test_a_pin_of_a_task_that_is_not_measured_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a setting without effect that is ignored in silence."""
+    Config(tasks=("gsm8k",), revisions={"gsm8k": "0" * 40})
+    assert caplog.text == ""
+    Config(tasks=("gsm8k",), revisions={"alpaca": "0" * 40})
+    assert "evaluate.revisions: alpaca has no effect" in caplog.text
 
 
 # ── lossy rules ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -467,7 +533,7 @@ def test_every_party_is_asked_the_same_conversation(
         said.append({"role": "user", "content": turn})
         wanted.append(talker.encode(said))
         said.append({"role": "assistant", "content": talker.decode(generate_once(talker, wanted[-1], 8)[0])})
-    asked = asked[3:]  # the warm-up
+    asked = asked[5:]  # the warm-up
     parties = [(0.0, None), (0.0, drafters["ngram"]), (0.0, drafters["dspark"]), (1.0, None), (1.0, drafters["dspark"])]
     for heat, party in parties:
         own = [prompt for temperature, drafter, prompt, *_ in asked if (temperature, drafter) == (heat, party)]
@@ -479,6 +545,12 @@ def test_every_party_is_asked_the_same_conversation(
         assert row.exact is (True if row.temperature == 0 else None)
         steps = sum(n for heat, drafter, *_, n in asked if (heat, drafter) == (row.temperature, drafters[row.drafter]))
         assert row.steps == steps
+
+
+def test_a_temperature_that_stands_twice_is_refused() -> None:
+    """Catches two rows of one name, of which a comparison takes one."""
+    with pytest.raises(ConfigError, match="names a temperature twice"):
+        Config(temperatures=(0.0, 1.0, 0.0))
 
 
 def test_a_sampled_run_is_drawn_as_requests_without_a_seed_are_and_can_be_repeated(

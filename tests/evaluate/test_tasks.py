@@ -26,6 +26,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from outrider.cli import stages
 from outrider.cli import tasks as verb
 from outrider.errors import DataError
 from outrider.evaluate import tasks
@@ -321,6 +322,28 @@ def test_a_pinned_file_is_refused_when_it_is_another(tmp_path: Path) -> None:
         load("alpaca", tmp_path, pinned)
 
 
+def test_a_pin_that_can_not_hold_is_refused(tmp_path: Path) -> None:
+    """Catches a pin that is taken and dropped: of a file of one's own, of a commit beside a folder, of the library."""
+    path = tmp_path / "mine.jsonl"
+    write(path, [{"turns": ["a"]}])
+    pinned = load(str(path)).revision
+    assert load(str(path), None, pinned).revision == pinned
+    for other in ("sha256:0000000000000000", OLD):
+        with pytest.raises(DataError, match=f"{other}.*pin"):
+            load(str(path), None, other)
+        with pytest.raises(DataError, match=f"{other}.*pin"):
+            list(prompts(str(path), 1, revision=other))
+        with pytest.raises(DataError, match=f"can't be pinned, and {other} was"):
+            load("stdlib", None, other)
+    write(tmp_path / "gsm8k.jsonl", ROWS["gsm8k"])
+    with pytest.raises(DataError, match=f"gsm8k.jsonl is no commit, and {OLD} is pinned; pin its content, sha256:"):
+        load("gsm8k", tmp_path, OLD)
+    with pytest.raises(DataError, match="alpaca is pinned to sha256:0123, .* and no folder holds alpaca"):
+        load("alpaca", tmp_path, "sha256:0123")
+    with pytest.raises(DataError, match="does not exist"):
+        load(str(tmp_path / "none.jsonl"), None, "sha256:0123")
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -328,8 +351,10 @@ def test_a_pinned_file_is_refused_when_it_is_another(tmp_path: Path) -> None:
         ('\n[1]\n', "gsm8k.jsonl, line 2: a row must be a mapping"),
         ('{"question": "q"}\n', "gsm8k.jsonl, line 1 has no 'answer'; wanted the layout of openai/gsm8k.*it has question"),
         ('{"question": 5, "answer": "#### 1"}\n', "line 1 can't be read"),
-        ('{"turns": [1]}\n', "line 1 can't be read: its turns are not texts"),
+        ('{"turns": [1]}\n', "line 1 can't be read: turns must be a list of texts"),
         ('{"turns": []}\n', "line 1 can't be read"),
+        ('{"turns": [" "]}\n', "line 1 can't be read: it has no turn with text"),
+        ("[" * 100_000 + "\n", "line 1 is not JSON"),
         ("", "holds no row of gsm8k; wanted 1319"),
     ],
 )  # fmt: skip
@@ -337,6 +362,52 @@ def test_a_bad_row_is_named_before_anything_is_measured(content: str, problem: s
     """Catches a row that is found out in the middle of a run, and an error that does not say where it stands."""
     (tmp_path / "gsm8k.jsonl").write_text(content)
     with pytest.raises(DataError, match=problem):
+        load("gsm8k", tmp_path)
+
+
+WRONG: list[tuple[str, str, Any]] = [
+    *((name, "turns", "What is 2+2?") for name in (*NINE, "spec-bench-qa")),
+    ("gsm8k", "answer", 5), ("math500", "problem", ["x"]), ("math500", "answer", ["x"]), ("math500", "unique_id", True),
+    ("aime25", "answer", None), ("aime25", "answer", True),
+    ("humaneval", "prompt", None), ("humaneval", "entry_point", 5), ("humaneval", "test", None), ("humaneval", "task_id", None),
+    ("mbpp", "test_list", "assert x"), ("mbpp", "test_imports", "import math"), ("mbpp", "test_list", [1]),
+    ("mbpp", "task_id", None), ("mbpp", "prompt", None),
+    ("livecodebench", "question_content", None), ("livecodebench", "starter_code", 5), ("livecodebench", "question_id", None),
+    ("mt-bench", "prompt", "Hello there"), ("mt-bench", "prompt_id", None),
+    ("alpaca", "instruction", None), ("alpaca", "input", ["x"]),
+    ("arena-hard-v2", "prompt", None), ("arena-hard-v2", "uid", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "key", "value"), WRONG)
+def test_a_value_of_another_type_is_refused_by_every_reader(name: str, key: str, value: Any, tmp_path: Path) -> None:
+    """Catches a text read letter by letter, a null read as the word None, and both measured without a word."""
+    good = ROWS.get(name, SPEC_BENCH[3:])[0]  # the row of spec-bench-qa
+    write(tmp_path / f"{name}.jsonl", [good, good | {key: value}])
+    with pytest.raises(DataError, match=rf"{name}\.jsonl, line 2 (has no '{key}'|can't be read: {key} must be a )"):
+        list(load(name, tmp_path).prompts)
+
+
+@pytest.mark.parametrize(("key", "value"), [("id", ["x"]), ("id", True), ("system", 5), ("reference", {"a": 1})])
+def test_a_plain_row_is_held_to_its_types_too(key: str, value: Any, tmp_path: Path) -> None:
+    """Catches a system prompt that is a number, and a reference that no answer can equal."""
+    write(tmp_path / "gsm8k.jsonl", [{"turns": ["a"], key: value}])
+    with pytest.raises(DataError, match=f"line 1 can't be read: {key} must be a text"):
+        load("gsm8k", tmp_path)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet"])
+def test_null_is_a_key_that_is_missing(ending: str, tmp_path: Path) -> None:
+    """Catches an id of `None`, which several rows would share; Parquet has no other way to leave a key out."""
+    rows = [{"turns": ["a"], "id": None, "system": None, "reference": None}, {"turns": ["b"], "id": "own", "system": "s"}]
+    write(tmp_path / f"gsm8k{ending}", rows)
+    assert list(load("gsm8k", tmp_path).prompts) == [Prompt("gsm8k/0", ("a",)), Prompt("own", ("b",), "s")]
+
+
+def test_json_nested_without_end_is_refused(tmp_path: Path) -> None:
+    """Catches a RecursionError's traceback from a list of rows."""
+    (tmp_path / "gsm8k.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match="gsm8k.json is not JSON"):
         load("gsm8k", tmp_path)
 
 
@@ -411,6 +482,25 @@ def test_the_verb_lists_all_and_counts_what_a_folder_holds(app: typer.Typer, tmp
     listed = {entry["name"]: entry for entry in json.loads((tmp_path / "list.json").read_text())}
     assert list(listed) == list(TASKS)
     assert (listed["alpaca"]["found_rows"], listed["gsm8k"]["references"], listed["mbpp"]["found"]) == (2, False, None)
+
+
+class Told(Exception):
+    """Carries the settings that a verb has read."""
+
+
+@pytest.mark.parametrize("name", ["null", "2024", "a: b", 'it\'s "é" #1', "x" * 200 + " y", "plain/folder"])
+def test_a_folder_is_named_by_any_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches `--data null` read as no folder, so that the hub is asked without a word, and names that YAML takes apart."""
+
+    def told(settings: Any) -> None:
+        raise Told(settings.evaluate.data)
+
+    monkeypatch.setattr(stages, "_target", told)
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text("target: demo\ndrafter: ngram\nevaluate: {}\n")
+    with pytest.raises(Told) as found:
+        stages.evaluate(recipe, [], Path(name))
+    assert found.value.args == (name,)
 
 
 def test_the_verb_needs_no_network_and_no_torch(tmp_path: Path) -> None:

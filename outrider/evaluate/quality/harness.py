@@ -8,12 +8,11 @@ drafted there.  Needs lm-eval, the extra `eval`.
 
 from __future__ import annotations
 
+import functools
 import logging
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from outrider.decoding.parties import Drafter
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
 from outrider.errors import ConfigError, DataError
+from outrider.evaluate.quality import apart
 from outrider.evaluate.quality.equivalence import Equivalence, equivalence
 from outrider.targets.transformers import TransformersTarget, load_target
 
@@ -279,6 +279,8 @@ class Job:
     margin: float = 0.01
     max_gen_toks: int = 256
     allow_code: bool = False
+    timeout_s: float = 86_400.0
+    """Longest run of tasks that execute code, models loaded and all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +310,16 @@ class TaskRun:
     drafted_s: float
     tokens_per_step: float | None
     """Of the drafted run; None where nothing was generated."""
+    is_sampled: bool = False
+    """Whether any answer was drawn.  Greedy answers, and log-likelihoods, have one right text and no luck."""
+
+    @property
+    def holds(self) -> bool:
+        """Every answer is the same; where answers were drawn, no score is proven different.
+
+        Texts alone are known here, and no tokens: a rounding tie can't be told from a fault, and none is excused.
+        """
+        return self.verdict != "different" if self.is_sampled else self.equal == self.answers
 
     @property
     def speedup(self) -> float | None:
@@ -328,33 +340,44 @@ class TaskRun:
         scores = [
             asdict(score) | {"equivalence": score.equivalence.as_json() if score.equivalence else None} for score in self.scores
         ]
-        return asdict(self) | {"speedup": self.speedup, "verdict": self.verdict, "scores": scores}
+        return asdict(self) | {
+            "speedup": self.speedup, "verdict": self.verdict, "holds": self.holds, "scores": scores,
+        }  # fmt: skip
 
 
 def both(job: Job, on_request: Callable[[str, int, int], None] | None = None, load: Load = load_drafter) -> list[TaskRun]:
     """Run every task plain, then drafted.  load(name, target, **settings) makes the drafter.
 
     Tasks that run code which the model wrote are refused by name, before anything of them is loaded, unless job.allow_code;
-    then all happens in a process of its own, and only there is HF_ALLOW_CODE_EVAL set.  on_request(stage, done, of).
-    Raises ConfigError for such a task or one that does not exist, DataError where a task's data can't be had.
+    then all happens in a process of its own, under the limits of `apart` and for at most job.timeout_s seconds, and only there
+    is HF_ALLOW_CODE_EVAL set.  on_request(stage, done, of).  Raises ConfigError for such a task or one that does not exist,
+    DataError where a task's data can't be had or that process comes to no result.
     """
-    manager = manager_of(job)
-    unsafe = unsafe_tasks(manager, job.tasks)
-    if unsafe and not job.allow_code:
+    unsafe = unsafe_tasks(manager_of(job), job.tasks)
+    if not unsafe:
+        return _both(job, on_request, load)
+    if not job.allow_code:
         raise ConfigError(
             f"{', '.join(unsafe)}: runs code that the model wrote; give --allow-code-execution on a machine where that can do "
             "no harm, or leave it out"
         )
-    if unsafe and multiprocessing.parent_process() is None:
-        # started anew, not forked: what this process loaded stays out of reach of the code
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_allow_code) as child:
-            return child.submit(both, job, load=load).result()
+    return apart.run_apart(functools.partial(_both, job, None, load, runs_code=True), job.timeout_s)
+
+
+def _both(
+    job: Job, on_request: Callable[[str, int, int], None] | None, load: Load, runs_code: bool = False
+) -> list[TaskRun]:  # fmt: skip
     quiet()
+    if runs_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
+    manager = manager_of(job)
     target = load_target(job.target, dtype=job.dtype)
     drafter = load(job.drafter, target, **job.settings)
     for rider in (None, drafter):  # the first passes of a process pay for what is allocated once
         for _ in advance(target, [Request([0], 16)], rider):
             pass
+    if runs_code:  # not before: a model that comes from the hub is larger than any file that is written from here on
+        apart.confine(job.timeout_s)
     found: list[TaskRun] = []
     for task in job.tasks:
         pair = []
@@ -368,10 +391,6 @@ def both(job: Job, on_request: Callable[[str, int, int], None] | None = None, lo
 
 def _staged(heard: Callable[[str, int, int], None], stage: str) -> Callable[[int, int], None]:
     return lambda done, of: heard(stage, done, of)
-
-
-def _allow_code() -> None:
-    os.environ["HF_ALLOW_CODE_EVAL"] = "1"
 
 
 def quiet() -> None:
@@ -451,7 +470,17 @@ def _runs(pair: Sequence[tuple[dict[str, Any], Clock]], job: Job) -> Iterator[Ta
             tuple(_scores(task, plain, drafted, job.margin)),
             one.generating_s + one.reading_s, other.generating_s + other.reading_s,
             other.tokens / other.steps if other.steps else None,
+            any(_is_drawn(asked) for i in first for asked in samples[i]["arguments"]),
         )  # fmt: skip
+
+
+def _is_drawn(asked: Sequence[Any]) -> bool:
+    """Whether a request's settings ask for a draw; one for log-likelihoods has none."""
+    settings = asked[1] if len(asked) > 1 else None
+    if not isinstance(settings, Mapping):
+        return False
+    kwargs: Mapping[str, Any] = normalize_gen_kwargs(dict(settings))
+    return bool(kwargs["do_sample"] and kwargs.get("temperature"))
 
 
 def _same(one: Any, other: Any) -> bool:
