@@ -549,7 +549,7 @@ def test_every_party_is_asked_the_same_conversation(
 
 def test_a_temperature_that_stands_twice_is_refused() -> None:
     """Catches two rows of one name, of which a comparison takes one."""
-    with pytest.raises(ConfigError, match="names a temperature twice"):
+    with pytest.raises(ValueError, match="names a temperature twice"):
         Config(temperatures=(0.0, 1.0, 0.0))
 
 
