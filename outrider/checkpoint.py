@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,12 @@ VERSION = 1
 MANIFEST, WEIGHTS, TRAINING, GRAMS = "outrider.json", "model.safetensors", "training.safetensors", "training.grams"
 MEASURED = ("calibration", "report")
 """Keys of a manifest that speak of finished weights; training on leaves them out, export and import keep them."""
+SHAPE: Mapping[str, type] = {
+    "version": int, "kind": str, "config": dict, "target": dict, "taps": list, "facts": dict, "training": dict,
+}  # fmt: skip
+"""What a manifest's keys hold."""
+OPTIONAL = ("facts", "training")
+"""Keys that an older manifest may lack."""
 
 
 def save(
@@ -139,16 +145,42 @@ def manifest_of(folder: str | Path) -> dict[str, Any]:
     """The manifest of a checkpoint folder.  Raises CheckpointError where there is none, or none that this version reads."""
     path = whole(folder) / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        version = manifest["version"]
-        dict(**manifest["config"]), dict(**manifest["target"]), list(manifest["taps"]), manifest["kind"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        manifest = read_object(path)
+        for key, wanted in SHAPE.items():
+            found = manifest.get(key, wanted() if key in OPTIONAL else None)
+            if type(found) is not wanted:  # not isinstance: True is no version
+                raise ValueError(f"its {key} is of type {type(found).__name__}, not {wanted.__name__}")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is no checkpoint manifest ({error}); train or copy it again") from None
+    if manifest["version"] != VERSION:
         raise CheckpointError(
-            f"{path} is no checkpoint manifest ({type(error).__name__}: {error}); train or copy it again"
-        ) from None
-    if version != VERSION:
-        raise CheckpointError(f"{path} is of version {version}, this Outrider reads {VERSION}; use the release that wrote it")
+            f"{path} is of version {manifest['version']}, this Outrider reads {VERSION}; use the release that wrote it"
+        )
     return manifest
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.  Raises OSError or ValueError, saying why there is none, for all else that may stand there.
+
+    A key that stands twice is refused too: readers differ in which counts.
+    """
+    if path.exists() and not path.is_file():  # a pipe would be read for ever
+        raise ValueError("it is no file")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__}, not the mapping that was wanted")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice in it")
+    return found
 
 
 def whole(folder: str | Path) -> Path:
@@ -212,7 +244,7 @@ def check_facts(manifest: Mapping[str, Any], model: DraftModel, folder: str | Pa
 
 
 def load_weights(folder: str | Path, model: nn.Module) -> None:
-    """Fill a model.  Raises CheckpointError for missing, extra, misshapen or non-finite weights.
+    """Fill a model.  Raises CheckpointError for missing, extra or misshapen weights, and for numbers that it can't hold.
 
     What a module lists as its `defaults` may be missing, and stays as it is.
     """
@@ -224,14 +256,51 @@ def load_weights(folder: str | Path, model: nn.Module) -> None:
     expected = weights_of(model)
     weights = {name: expected[name] for name in _defaults(model)} | weights
     missing, extra = expected.keys() - weights.keys(), weights.keys() - expected.keys()
-    shapes = [name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape]
-    broken = [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
-    for problem, names in (("lacks", missing), ("has unknown", extra), ("has misshapen", shapes), ("has non-finite", broken)):
+    _refuse(path, {"lacks": missing, "has unknown": extra})
+    shapes = [name for name in expected if expected[name].shape != weights[name].shape]
+    _refuse(path, {"has misshapen": shapes, "has 8-bit": rounded(weights), "has wrongly typed": mistyped(weights, expected)})
+    cast = {name: weight.to(expected[name].dtype) for name, weight in weights.items()}
+    _refuse(path, {"has non-finite": not_finite(cast)})
+    model.load_state_dict(cast, strict=False)  # without the other names of tied ones
+
+
+def _refuse(path: Path, problems: Mapping[str, Collection[str]]) -> None:
+    for problem, names in problems.items():
         if names:
             raise CheckpointError(
                 f"{path} {problem} weights: {', '.join(sorted(names)[:4])}; it does not belong to its manifest"
             )
-    model.load_state_dict(weights, strict=False)  # without the other names of tied ones
+
+
+def rounded(weights: Mapping[str, Tensor]) -> list[str]:
+    """Names of fractions in 8 bits, which nothing here computes with."""
+    return [name for name, weight in weights.items() if weight.is_floating_point() and weight.element_size() == 1]
+
+
+def mistyped(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+    """Names of what is no fraction where `own` is one, or the other way; a mask may be stored as whole numbers."""
+    return [
+        name for name, weight in weights.items()
+        if weight.is_complex() or weight.is_floating_point() != own[name].is_floating_point()
+    ]  # fmt: skip
+
+
+def not_finite(weights: Mapping[str, Tensor]) -> list[str]:
+    """Names of fractions that hold infinity or what is no number; to be asked again after a cast."""
+    return [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
+
+
+def stale_map(model: nn.Module) -> str | None:
+    """What is wrong with a reduced vocabulary's two maps: they must say the same, within the target's tokens."""
+    head = getattr(model, "head", None)
+    if head is None or not hasattr(head, "d2t"):
+        return None
+    ids = head.ids
+    known = bool((ids >= 0).all() and (ids < len(head.t2d)).all())
+    if not known or len(ids.unique()) != len(ids):
+        return f"d2t names tokens outside the target's {len(head.t2d)}, or one twice; its map is stale"
+    agree = torch.equal(torch.zeros_like(head.t2d).index_fill(0, ids, True), head.t2d)
+    return None if agree else "d2t and t2d name different tokens; its map is stale"
 
 
 def _defaults(model: nn.Module) -> list[str]:
@@ -286,11 +355,12 @@ def load_drafter(
             lambda target: module.build(settings, target, **opens), target, device or getattr(settings, "device", None)
         )
     folder = _folder(name)
-    if quantize is not None:
-        library(quantize)
     if config:
         raise ConfigError(f"{name} is a checkpoint and brings its own settings; leave out {', '.join(config)}")
     manifest = manifest_of(folder)
+    quantize = quantize or manifest["config"].get("quantize")
+    if quantize is not None:
+        library(quantize)
     check_binding(manifest, target, folder, quantised=True)
     _tell_precision(manifest, target, name)
 
@@ -318,7 +388,16 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
     check_taps(manifest, model, folder)
     load_weights(folder, model)
     check_facts(manifest, model, folder)
-    return model.to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False)
+    problem = stale_map(model)
+    if problem is not None:
+        raise CheckpointError(f"{folder}: {problem}; copy or train it again")
+    model.to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False)
+    lost = not_finite(weights_of(model))
+    if lost:
+        raise CheckpointError(
+            f"{folder} has values in {', '.join(lost[:4])} that {target.spec.dtype} can't hold; load the target in float32"
+        )
+    return model
 
 
 def _tell_precision(manifest: Mapping[str, Any], target: Target, name: str) -> None:

@@ -4,7 +4,7 @@
 
 Compared are token ids of greedy texts: `generate` with the exported drafter as assistant, `generate` without, and ours with the
 same drafter.  Where two texts part, the gap between the target's two best logits there says whether rounding could do it.
-transformers counts no drafts, so its candidate generator is listened to.  No times are taken.  Exits with 1 on a difference.
+`outrider verify-export --engine transformers` does so with any small_model.  No times are taken.  Exits with 1 on a difference.
 """
 
 from __future__ import annotations
@@ -13,14 +13,10 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -30,13 +26,9 @@ from benchmarks.replay import progress_bar, provenance, publish  # noqa: E402
 from outrider import demo, generate, load_drafter, load_target  # noqa: E402
 from outrider.checkpoint import save  # noqa: E402
 from outrider.config import build  # noqa: E402
+from outrider.deploy.parity_transformers import continued, listening, loaded  # noqa: E402
 from outrider.drafters import find  # noqa: E402
 from outrider.export.formats import export  # noqa: E402
-
-
-class Round(NamedTuple):
-    drafted: int
-    kept: int
 
 
 def main() -> int:
@@ -52,10 +44,8 @@ def main() -> int:
     prompts = [target.encode(text) for _, text in demo.prompts("held_out", wanted.prompts)]
     with tempfile.TemporaryDirectory() as place:
         checkpoint, folder = written(target, Path(place))
-        assistant = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        assistant = loaded(folder, LENGTH)
         ours = generate(target, prompts, load_drafter(checkpoint, target), max_new_tokens=wanted.new)
-    assistant.generation_config.update(num_assistant_tokens=LENGTH, num_assistant_tokens_schedule="constant")
-    assistant.generation_config.assistant_confidence_threshold = 0.0
     parted: list[dict[str, Any]] = []
     with listening() as rounds, progress_bar() as bar:
         for number, prompt in enumerate(bar.track(prompts)):
@@ -85,41 +75,6 @@ def written(target: Any, place: Path) -> tuple[Path, Path]:
     settings = build(module.Config, {"kind": "small_model", "length": LENGTH}, "drafter")
     save(place / "checkpoint", module.Model(settings, target))
     return place / "checkpoint", export(place / "checkpoint", "transformers", place / "folder", target)
-
-
-@torch.inference_mode()
-def continued(target: Any, prompt: list[int], new: int, assistant: Any = None) -> list[int]:
-    """transformers' greedy text behind a prompt."""
-    inputs = torch.tensor([prompt])
-    extra = {} if assistant is None else {"assistant_model": assistant}
-    out = target.model.generate(
-        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=new, do_sample=False, pad_token_id=0, **extra
-    )  # fmt: skip
-    return list(out[0, len(prompt) :].tolist())
-
-
-@contextmanager
-def listening() -> Iterator[list[Round]]:
-    """What becomes of each draft."""
-    found: list[Round] = []
-    draft, told = AssistedCandidateGenerator.get_candidates, AssistedCandidateGenerator.update_candidate_strategy
-    last = 0
-
-    def drafts(self: Any, input_ids: Any, *others: Any, **named: Any) -> Any:
-        nonlocal last
-        candidates = draft(self, input_ids, *others, **named)
-        last = candidates[0].shape[1] - input_ids.shape[1]
-        return candidates
-
-    def hears(self: Any, input_ids: Any, scores: Any, num_matches: Any) -> Any:
-        found.append(Round(last, int(num_matches)))
-        return told(self, input_ids, scores, num_matches)
-
-    AssistedCandidateGenerator.get_candidates, AssistedCandidateGenerator.update_candidate_strategy = drafts, hears
-    try:
-        yield found
-    finally:
-        AssistedCandidateGenerator.get_candidates, AssistedCandidateGenerator.update_candidate_strategy = draft, told
 
 
 def difference(

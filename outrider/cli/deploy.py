@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from outrider.deploy.tune import Arm, Choice, Point
     from outrider.evaluate.traffic.traces import Trace
 
+    Starts = Callable[[Arm], AbstractContextManager[str]]
+    """A way to draft to a server that drafts so, at an address."""
+
 TargetOption = Annotated[str | None, typer.Option("--target", help="Hub id, folder or GGUF file, if not as in training.")]
 KindOption = Annotated[str | None, typer.Option("--kind", help="Kind of drafter, of a folder that comes from elsewhere.")]
 FormatOption = Annotated[str | None, typer.Option("--format", help="Format of a folder that comes from elsewhere.")]
@@ -89,15 +92,18 @@ def deploy(
 def _draft(place: str, target: str | None, kind: str | None, format: str | None) -> Draft:
     """A folder from elsewhere is recognised as `outrider import` does."""
     from outrider.deploy import engines
+    from outrider.deploy import folder as folders
 
     folder = Path(place)
-    if folder.is_dir() and not (folder / engines.MANIFEST).exists() and (kind is None or format is None):
-        from outrider.export.folder import read_json
+    if folder.is_dir() and (kind is None or format is None) and not folders.manifest(folder):
+        from outrider.export.folder import read_json, read_names
         from outrider.export.formats import candidates
 
-        config = read_json(folder / engines.CONFIG)
+        config, names = read_json(folder / folders.CONFIG), frozenset[str]()
+        with suppress(ExportError):  # pickles, which an engine may open
+            names = read_names(folder)
         with suppress(ExportError, ValueError):  # of several or none, or such as we can't read, an engine may know more
-            [(format, kind)] = candidates(config, format, kind)
+            [(format, kind)] = candidates(config, format, kind, names)
     return engines.draft_of(place, target, kind, format)
 
 
@@ -216,19 +222,13 @@ def tune(
     """Measure which draft length pays at which load, and write the tables that engines read."""
     quiet()
     place_of_json(json_to)
-    from outrider.deploy import tune as tuning
-    from outrider.evaluate.bootstrap import student
     from outrider.evaluate.traffic import traces
 
-    named = _named(url)
-    lengths = sorted(named) if named else _numbers("tokens", tokens)
-    shares = [None] if cutoffs is None else [float(share) for share in _numbers("cutoffs", cutoffs, float)]
-    arms = tuning.arms(lengths, _numbers("widths", widths), shares)
-    at = _numbers("loads", loads)
+    named, at, port = _named(url), _numbers("loads", loads), port or _free_port()
+    arms = _arms(sorted(named) if named else _numbers("tokens", tokens), widths, cutoffs)
     trace = traces.read(log)
-    port = port or _free_port()
     if named:
-        starts: Callable[[Arm], AbstractContextManager[str]] = lambda arm: nullcontext(named[arm.tokens])
+        starts: Starts = lambda arm: nullcontext(named[arm.tokens])
     elif start is not None:
         starts = _templates(start, port, health, ready, out)
     else:
@@ -239,16 +239,41 @@ def tune(
         "start": None if start is None else hashlib.sha256(start.encode()).hexdigest()[:16],
         "calls": calls, "max_tokens": max_tokens, "tensor_parallel": tensor_parallel,
     }  # fmt: skip
-    total = len(arms) * len(at) * rounds
     console.out.print(
-        f"tune      {len(arms)} ways to draft at {len(at)} loads, {rounds} times: {total} measurements of "
-        f"{calls} to {max(calls, 8 * max(at))} requests from {log}",
+        f"tune      {len(arms)} ways to draft at {len(at)} loads, {rounds} times: "
+        f"{len(arms) * len(at) * rounds} measurements of {calls} to {max(calls, 8 * max(at))} requests from {log}",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
     measure = _measures(trace, calls, max_tokens, completions, key_of(key_from))
-    shown = bar("measurements", total) if console.note.is_terminal else nullcontext(None)
-    with shown as update:
-        points = tuning.sweep(arms, at, rounds, starts, measure, out, about, update)
+    points = _measured(arms, at, rounds, starts, measure, out, about)
+    _choose(points, margin, largest, out, json_to)
+
+
+def _arms(lengths: list[int], widths: str, cutoffs: str | None) -> list[Arm]:
+    """Every way to draft that is tried."""
+    from outrider.deploy import tune as tuning
+
+    shares = [None] if cutoffs is None else [float(share) for share in _numbers("cutoffs", cutoffs, float)]
+    return tuning.arms(lengths, _numbers("widths", widths), shares)
+
+
+def _measured(
+    arms: list[Arm], loads: list[int], rounds: int, starts: Starts, measure: Callable[[str, int], float], out: Path,
+    about: dict[str, Any],
+) -> list[Point]:  # fmt: skip
+    """Every measurement, with a bar on a terminal."""
+    from outrider.deploy import tune as tuning
+
+    total = len(arms) * len(loads) * rounds
+    with bar("measurements", total) if console.note.is_terminal else nullcontext(None) as update:
+        return tuning.sweep(arms, loads, rounds, starts, measure, out, about, update)
+
+
+def _choose(points: list[Point], margin: float, largest: int, out: Path, json_to: str | None) -> None:
+    """Say and write the length for each load."""
+    from outrider.deploy import tune as tuning
+    from outrider.evaluate.bootstrap import student
+
     choice = tuning.choose(points, student, margin, largest)
     _report(points, choice)
     _tables(out, choice)
@@ -279,9 +304,7 @@ def _free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def _templates(
-    start: str, port: int, health: str, ready_s: float, out: Path
-) -> Callable[[Arm], AbstractContextManager[str]]:  # fmt: skip
+def _templates(start: str, port: int, health: str, ready_s: float, out: Path) -> Starts:
     """Servers of a command with places to fill in."""
     from outrider.deploy.tune import served
 
@@ -300,7 +323,7 @@ def _templates(
 def _engines(
     engine: str | None, draft: str | None, target: str | None, arms: list[Arm], tensor_parallel: int, port: int,
     ready_s: float, out: Path, python: str | None, version: str | None,
-) -> Callable[[Arm], AbstractContextManager[str]]:  # fmt: skip
+) -> Starts:  # fmt: skip
     """Servers of an engine; every arm's command is made once before the first runs, so that none is refused in the middle."""
     from outrider.deploy import engines
     from outrider.deploy.tune import served

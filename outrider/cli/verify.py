@@ -27,9 +27,9 @@ LOOKED_AT = 3
 def verify_export(
     folder: Annotated[Path, typer.Argument(help="Folder that `outrider export` wrote.", show_default=False)],
     engine: Annotated[
-        str, typer.Option("--engine", help="vllm, which is run; sglang or transformers: the folder is read.")
+        str, typer.Option("--engine", help="vllm or transformers, which are run; sglang: the folder is read.")
     ] = "vllm",
-    python: Annotated[str | None, typer.Option("--python", help="The python of the engine's own environment.")] = None,
+    python: Annotated[str | None, typer.Option("--python", help="The python of vLLM's own environment.")] = None,
     checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="What it was exported from; causes need it.")] = None,
     target: Annotated[
         str | None, typer.Option("--target", help="Where the target is, if not where it was in training.")
@@ -47,28 +47,46 @@ def verify_export(
     place_of_json(json_to)
     from outrider.deploy import parity
 
+    _check(folder, engine, python, checkpoint)
+    loaded, model = _sides(folder, checkpoint, target)
+    _check_kind(engine, model.config.kind)
+    ids = prompt_tokens(loaded, prompts, count)
+    found = verified(folder, engine, python, loaded, model, checkpoint is not None, ids, max_new_tokens)
+    _print(found)
+    write_json(json_to, asdict(found) | {"is_equal": found.is_equal, "texts_hold": found.texts_hold})
+    if engine in parity.RUN:
+        _write(folder, found)
+    if found.is_equal is False or found.causes or found.error:
+        raise typer.Exit(1)
+
+
+def _check(folder: Path, engine: str, python: str | None, checkpoint: Path | None) -> None:
+    """Refuse what can't be done before anything is loaded."""
+    from outrider.deploy import parity
+
     if engine not in parity.ENGINES:
         raise ConfigError(f"engine {engine!r} is not known; choose from {', '.join(parity.ENGINES)}")
     if engine == "vllm" and python is None:
         raise ConfigError("vLLM lives in an environment of its own: name its python with --python VENV/bin/python")
-    if engine != "vllm" and checkpoint is None:
+    if engine != "vllm" and python is not None:
+        console.note.print(f"          --python has no effect: {engine} needs no environment of its own here", highlight=False)
+    if engine not in parity.RUN and checkpoint is None:
         raise ConfigError(
             f"{engine} is not run here, its folder is read and compared: name the --checkpoint it was exported from"
         )
-    loaded, model = _sides(folder, checkpoint, target)
-    if engine != "vllm" and model.config.kind not in parity.READ[engine]:
-        kinds = ", ".join(parity.READ[engine])
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; name one that `outrider export` wrote")
+
+
+def _check_kind(engine: str, kind: str) -> None:
+    from outrider.deploy import parity
+
+    kinds = parity.READ.get(engine, ("small_model",) if engine == "transformers" else ())
+    if kinds and kind not in kinds:
         raise ConfigError(
-            f"of {engine}'s folders those of {kinds} are read; a {model.config.kind} can be run with --engine vllm"
+            f"of {engine}'s folders those of {', '.join(kinds)} are {'run' if engine in parity.RUN else 'read'}; "
+            f"a {kind} can be run with --engine vllm"
         )
-    ids = prompt_tokens(loaded, prompts, count)
-    found = verified(folder, engine, python, loaded, model, checkpoint is not None, ids, max_new_tokens)
-    if engine == "vllm":
-        parity.write_verified(folder, found)
-    _print(found, folder)
-    write_json(json_to, asdict(found) | {"is_equal": found.is_equal, "texts_hold": found.texts_hold})
-    if found.is_equal is False or found.causes or found.error:
-        raise typer.Exit(1)
 
 
 def _sides(folder: Path, checkpoint: Path | None, target: str | None) -> tuple[TransformersTarget, DraftModel]:
@@ -97,37 +115,95 @@ def verified(
     prompts: list[list[int]], max_new_tokens: int, mend: tuple[str, ...] = (), prefix_caching: bool = False,
 ) -> Parity:  # fmt: skip
     """The whole comparison.  known: `model` is what the folder was made from, not what was read from it."""
-    from outrider.deploy import parity
+    from outrider.deploy import parity, readers
 
     kind, length = model.config.kind, parity.length_of(model)
-    about = {"kind": kind, "format": _format(folder), "length": length}
-    if engine != "vllm":
+    about: dict[str, Any] = {"kind": kind, "format": _format(folder), "length": length}
+    if engine not in parity.RUN:
         own = parity.ours(target, parity.as_engine(model), prompts[:LOOKED_AT], [[]] * len(prompts[:LOOKED_AT]), 32, length)
         causes, stage = _causes(folder, engine, target, model, prompts, own.tokens, length)
         return parity.Parity(
             engine, None, **about, causes=causes, stage=stage, warnings=(f"{engine} was not run: the folder was read",)
         )
-    job = {
-        "target": place_of(target), "speculative": parity.speculative(folder, kind, length), "prompts": prompts,
-        "max_new_tokens": max_new_tokens, "slots": 8, "dtype": "float32", "mend": mend, "prefix_caching": prefix_caching,
-    }  # fmt: skip
-    said = f"running {engine} on {len(prompts)} prompts x {max_new_tokens} tokens: about a minute to load, then silence"
-    console.note.print(said, style="dim", highlight=False)
-    answer = parity.asked(str(python), job)
-    bad = tuple(parity.known_bad(engine, answer["version"], kind))
+    if engine == "transformers":
+        answer = _assisted(folder, target, prompts, max_new_tokens, length)
+    else:
+        answer = _served(folder, str(python), target, kind, prompts, max_new_tokens, length, mend, prefix_caching)
+    about["platform"], begun = answer.get("platform", ""), parity.RUN[engine]
+    bad = tuple(parity.known_bad(engine, answer["version"], kind, about["platform"]))
     if "error" in answer:
         return parity.Parity(engine, answer["version"], **about, error=answer["error"], warnings=bad)
     theirs = parity.side_of(answer)
-    own = parity.ours(target, parity.as_engine(model), prompts, [text[:1] for text in theirs.tokens], max_new_tokens, length)
-    found = parity.Parity(
-        engine, answer["version"], **about, **parity.compared(target, prompts, own, theirs, length), warnings=bad
-    )
-    look = (folder, engine, target, model, prompts, theirs.tokens, length)
-    causes, stage = _causes(*look) if known else ((), None)
-    guesses = _guesses(target, model, prompts, theirs, length) if found.is_equal is False and not causes else ()
+    first = [text[:begun] for text in theirs.tokens]
+    own = parity.ours(target, parity.as_engine(model), prompts, first, max_new_tokens, length)
+    same = parity.compared(target, prompts, own, theirs, length, begun)
+    found = parity.Parity(engine, answer["version"], **about, **same, warnings=bad)
+    return found if kind not in readers.KINDS else _explained(found, folder, target, model, known, prompts, theirs, answer)
+
+
+def _served(
+    folder: Path, python: str, target: TransformersTarget, kind: str, prompts: list[list[int]], max_new_tokens: int,
+    length: int, mend: tuple[str, ...], prefix_caching: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """vLLM's answer."""
+    from outrider.deploy import parity, readers
+
+    job = {
+        "target": place_of(target), "speculative": parity.speculative(folder, kind, length), "prompts": prompts,
+        "max_new_tokens": max_new_tokens, "slots": 8, "dtype": "float32", "mend": mend, "prefix_caching": prefix_caching,
+        # a cached prompt is not read again, and there would be nothing to hear
+        "stages": kind in readers.KINDS and not prefix_caching,
+    }  # fmt: skip
+    said = f"running vllm on {len(prompts)} prompts x {max_new_tokens} tokens: about a minute to load, then silence"
+    console.note.print(said, style="dim", highlight=False)
+    return parity.asked(python, job)
+
+
+def _assisted(
+    folder: Path, target: TransformersTarget, prompts: list[list[int]], max_new_tokens: int, length: int
+) -> dict[str, Any]:  # fmt: skip
+    """transformers' answer."""
+    from outrider.deploy import parity_transformers
+
+    said = f"running transformers on {len(prompts)} prompts x {max_new_tokens} tokens, one after the other"
+    console.note.print(said, style="dim", highlight=False)
+    return parity_transformers.answer(folder, target, prompts, max_new_tokens, length)
+
+
+def _explained(
+    found: Parity, folder: Path, target: TransformersTarget, model: DraftModel, known: bool, prompts: list[list[int]],
+    theirs: Any, answer: dict[str, Any],
+) -> Parity:  # fmt: skip
+    """What was measured, with causes.  What a reader can't do is a warning: the engine has run for minutes."""
     from dataclasses import replace
 
-    return replace(found, causes=causes, stage=stage, guesses=guesses)
+    from outrider.deploy import parity_causes, readers
+
+    length = found.length
+    try:
+        if known:
+            causes, stage = _causes(folder, found.engine, target, model, prompts, theirs.tokens, length)
+            found = replace(found, causes=causes, stage=stage)
+        if found.is_equal is False and not found.causes:
+            found = replace(found, guesses=_guesses(target, model, prompts, theirs, length))
+    except Exception as error:
+        found = _warned(found, f"causes not looked for: {error}")
+    said = answer.get("stages") or {}
+    if "rows" not in said:
+        return _warned(found, f"its modules were not heard: {said['error']}") if "error" in said else found
+    try:
+        read = readers.of_folder(folder, found.engine)
+        seen = readers.states(target, said["text"])
+        heard = parity_causes.heard(read, said["rows"], seen, len(prompts[0]), length)
+    except Exception as error:
+        return _warned(found, f"its modules were not compared: {error}")
+    return replace(found, stages=heard.stages, engine_stage=heard.first)
+
+
+def _warned(found: Parity, warning: str) -> Parity:
+    from dataclasses import replace
+
+    return replace(found, warnings=(*found.warnings, warning))
 
 
 def _causes(
@@ -137,8 +213,6 @@ def _causes(
     """What in the folder changes drafts, and the first stage that comes out otherwise."""
     from outrider.deploy import parity_causes, readers
 
-    if model.config.kind not in readers.KINDS:
-        return (), None
     pairs = list(zip(prompts, texts, strict=False))[:LOOKED_AT]
     seen = [(readers.states(target, [*prompt, *text]), len(prompt)) for prompt, text in pairs]
     read, own = readers.of_folder(folder, engine), readers.of_model(model)
@@ -152,8 +226,6 @@ def _guesses(
 ) -> tuple[tuple[str, str, float], ...]:
     from outrider.deploy import parity, parity_causes, readers
 
-    if model.config.kind not in readers.KINDS:
-        return ()
     steps = parity.engine_steps(prompts, theirs, length)
     some = list(zip(prompts, theirs.tokens, steps, strict=True))[:LOOKED_AT]
     texts = [(readers.states(target, [*prompt, *text]), kept) for prompt, text, kept in some]
@@ -176,11 +248,23 @@ def _format(folder: Path) -> str:
     return str(beside.get("format", "unknown"))
 
 
-def _print(found: Parity, folder: Path) -> None:
+def _write(folder: Path, found: Parity) -> None:
+    """Beside the weights; that this fails takes nothing of what was printed."""
+    from outrider.deploy.parity import write_verified
+
+    try:
+        place = write_verified(folder, found)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        console.note.print(f"          not noted in {folder}: {error}", style="yellow", highlight=False, markup=False)
+    else:
+        console.out.print(f"          written to {place}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _print(found: Parity) -> None:
     def say(text: str, style: str | None = None) -> None:
         console.out.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
 
-    where = f"{found.engine} {found.version or ''}".rstrip()
+    where = f"{found.engine} {found.version or ''}".rstrip() + (f" on {found.platform}" if found.platform else "")
     say(f"verify    {found.kind} as {found.format}, {found.length} tokens a step, in {where}")
     for warning in found.warnings:
         say(f"          {warning}", "yellow")
@@ -196,9 +280,15 @@ def _print(found: Parity, folder: Path) -> None:
         say("cause     not in the folder, which reads as it should; what would explain the engine's steps:", "yellow")
         for name, what, share in found.guesses:
             say(f"          {share:7.1%}  {name}: {what}")
-    if found.engine == "vllm":
-        say(f"          written to {folder / 'outrider.json'}")
-    elif not found.causes:
+    if found.engine_stage is not None:
+        name, away = found.engine_stage
+        say(
+            f"modules   the engine's own come out otherwise than the folder says from {name} on, by {away:.2g} of its size",
+            "red",
+        )
+    elif found.stages:
+        say(f"modules   {found.stages} stages of the engine's own first draft come out as the folder says")
+    if found.version is None and not found.causes:
         say("          nothing in the folder changes a drafted token; texts and acceptance: not measured")
 
 

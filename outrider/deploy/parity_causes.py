@@ -145,16 +145,48 @@ def _shifted_heads(folder: Draft, model: Draft) -> int:
 
 
 def first_difference(folder: Draft, model: Draft, seen: States, anchor: int, length: int) -> tuple[str, float] | None:
-    """The first stage whose outcome differs, and by how much of its size; None where none does."""
-    theirs, own = (readers.drafted(draft, seen, anchor, length).stages for draft in (folder, model))
+    """The first stage whose outcome differs, and by how much of its size; None where none does, or nothing can be drafted."""
+    own = readers.drafted(model, seen, anchor, length).stages
+    try:
+        theirs = readers.drafted(folder, seen, anchor, length).stages
+    except (KeyError, IndexError, RuntimeError):  # among the causes already
+        return None
     for name, value in own.items():
-        other = theirs.get(name)
-        if other is None or other.shape != value.shape:
-            return name, 1.0
-        away = float((other - value).norm() / value.norm().clamp(min=1e-9))
+        away = _away(value, theirs.get(name))
         if away > CLOSE:
             return name, away
     return None
+
+
+class Heard(NamedTuple):
+    """The engine's own modules beside our reading of the folder."""
+
+    stages: int
+    """How many were compared."""
+    first: tuple[str, float] | None
+    """The first that comes out otherwise, and by how much of its size; None where none does."""
+
+
+def heard(
+    folder: Draft, rows: Mapping[str, Sequence[Sequence[float]]], seen: States, anchor: int, length: int
+) -> Heard:  # fmt: skip
+    """What an engine's modules said while it drafted, against our reading.  rows: the last of each stage, as in its answer.
+
+    Of a stage of which the two have not equally many rows the last are compared.
+    """
+    both = [
+        (name, value.reshape(-1, value.shape[-1]), torch.tensor(rows[name]))
+        for name, value in readers.drafted(folder, seen, anchor, length).stages.items() if name in rows
+    ]  # fmt: skip
+    found = ((name, _away(own[-len(other) :], other[-len(own) :])) for name, own, other in both)
+    return Heard(len(both), next(((name, away) for name, away in found if away > CLOSE), None))
+
+
+def _away(value: Tensor, other: Tensor | None) -> float:
+    """How far another outcome of a stage lies, as a share of its size; 1 where it is of another shape."""
+    if other is None or other.shape != value.shape:
+        return 1.0
+    return float((other.to(value) - value).norm() / value.norm().clamp(min=1e-9))
 
 
 def _unequal(theirs: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:

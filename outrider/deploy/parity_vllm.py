@@ -3,9 +3,11 @@
     VENV/bin/python parity_vllm.py JOB.json ANSWER.json [JOB.json ANSWER.json ...]
 
 JOB: {target, speculative (None, or vLLM's speculative config), prompts [[id]], max_new_tokens, slots, prefix_caching, dtype,
-mend}.  mend: names of this engine's own faults to work around, as in `mend_dflash`.
-ANSWER: {engine, version, runner, tokens [[id]], accepted [[int]], drafted [[int]], counters, seconds}, a list a prompt; or
-{engine, version, error} where vLLM can't load the draft.  accepted and drafted: tokens of each verified step.
+mend, stages}.  mend: names of this engine's own faults to work around, as in `mend_dflash`.  stages: hear what the draft
+model's modules say of the first prompt.
+ANSWER: {engine, version, platform, tokens [[id]], accepted [[int]], drafted [[int]], counters, stages, seconds}, a list a
+prompt; or {engine, version, platform, error} where vLLM can't load the draft.  platform: cpu, cuda, …: faults differ by it.
+accepted and drafted: tokens of each verified step.  stages: {text [id], rows {stage: [[float]]}}, or {error}.
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ def forget() -> None:
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     import vllm
+    from vllm.platforms import current_platform
 
-    said = {"engine": "vllm", "version": vllm.__version__}
+    said = {"engine": "vllm", "version": vllm.__version__, "platform": current_platform.device_type}
     if "dflash context norm" in job.get("mend", ()):
         mend_dflash()
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
@@ -66,6 +69,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         found = model.generate(prompts, wanted, use_tqdm=False)
     except Exception as error:
         return {**said, "error": f"{type(error).__name__}: {error}"}
+    seconds, counted = round(time.perf_counter() - loaded, 2), counters(model)
     outputs = [each.outputs[0] for each in found]
     steps = [getattr(output, "spec_decode_metrics", None) for output in outputs]
     return {
@@ -74,10 +78,76 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "margins": [margins(output.logprobs) for output in outputs] if job.get("logprobs") else None,
         "accepted": [list(step.per_step_accepted) if step else [] for step in steps],
         "drafted": [list(step.per_step_drafted) if step else [] for step in steps],
-        "counters": counters(model),
+        "counters": counted,
+        "stages": stages(model, job) if job.get("stages") else None,
         "load_s": round(loaded - began, 2),
-        "seconds": round(time.perf_counter() - loaded, 2),
+        "seconds": seconds,
     }
+
+
+# ── what its modules say ──────────────────────────────────────────────────────────────────────────────────────────────
+
+HEARD = 8
+"""Last rows of a stage that are written down."""
+
+
+def stages(model: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Outcomes of the draft model's own modules, under our reader's names, when it drafts behind the first prompt alone.
+
+    Whatever stands in the way is the answer's `error`: what was measured before must not be lost.
+    """
+    import vllm
+
+    rows: dict[str, list[list[float]]] = {}
+    prompt, held = job["prompts"][0], []
+    try:
+        held = hooked(drafter_of(model), rows)
+        wanted = vllm.SamplingParams(temperature=0, max_tokens=2)
+        found = model.generate([{"prompt_token_ids": prompt}], wanted, use_tqdm=False)
+        text = [*prompt, *found[0].outputs[0].token_ids]
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        for handle in held:
+            handle.remove()
+    return {"text": text, "rows": rows} if rows else {"error": "no module of the draft model was called by its name"}
+
+
+def drafter_of(model: Any) -> Any:
+    """The draft model's module.  Raises AttributeError where this engine keeps it elsewhere, or in another process."""
+    return model.llm_engine.model_executor.driver_worker.worker.model_runner.drafter.model
+
+
+def hooked(draft: Any, rows: dict[str, list[list[float]]]) -> list[Any]:
+    """Note each stage's outcome the first time that it comes out.  Returns what takes the hooks away again.
+
+    vLLM adds a layer's residual within the next norm, so a norm's second outcome is the state before it.
+    """
+
+    def note(name: str, value: Any) -> None:
+        rows.setdefault(name, value.detach().reshape(-1, value.shape[-1])[-HEARD:].float().cpu().tolist())
+
+    def hear(part: Any, told: Any) -> None:
+        held.append(part.register_forward_hook(lambda _, given, out: told(given, out)))
+
+    held: list[Any] = []
+    inner = getattr(draft, "model", draft)
+    if hasattr(inner, "fc"):
+        hear(inner.fc, lambda given, out: note("fc", _first(out)))
+    for n, layer in enumerate(getattr(inner, "layers", ())):
+        name = f"layers.{n}"
+        hear(layer.self_attn.qkv_proj, lambda given, out, name=name: note(f"{name} norms", given[0]))
+        hear(layer.post_attention_layernorm, lambda given, out, name=name: note(f"{name} attention", out[1]))
+        hear(layer, lambda given, out, name=name: note(f"{name} out", out[0] + out[1]))
+    if hasattr(inner, "norm"):
+        hear(inner.norm, lambda given, out: note("norm", _first(out)))
+    for k, head in enumerate(getattr(inner, "blocks", ())):
+        hear(head, lambda given, out, k=k: note(f"head {k}", out))
+    return held
+
+
+def _first(out: Any) -> Any:
+    return out[0] if isinstance(out, tuple) else out
 
 
 def mend_dflash() -> None:

@@ -16,6 +16,7 @@ n tokens, K drafted, T taps, L target layers, H hidden size, V vocabulary, D dra
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +34,10 @@ from outrider.targets.transformers import TransformersTarget
 
 BLOCKS = ("dflash", "dspark", "domino")
 KINDS = ("eagle3", "peagle", "medusa", *BLOCKS)
+STRETCHES = ("linear", "llama3", "yarn")
+TRAINED = "original_max_position_embeddings"
+LONGEST = 32_768
+"""A context that no config names: transformers' for Qwen3, whose layers ours are."""
 
 
 class States(NamedTuple):
@@ -53,7 +58,7 @@ class Rotation(NamedTuple):
     share: float = 1.0
     """Of a head that turns."""
     scaling: str = ""
-    """Stretching, as the config says it."""
+    """Stretching, as `_stretch` writes it; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -168,13 +173,15 @@ def _block(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor], 
     own = {**(config.get("dflash_config") or {}), **config}  # SGLang reads a head's keys at the top, SpecForge below
     if "speculators_model_type" in config:
         taps = [int(k) - 1 for k in config["aux_hidden_state_layer_ids"]]
-        # vLLM's first model runner passes over this key for a DFlash, its second refuses it; it runs no DSpark
-        in_anchor = config.get("sample_from_anchor", kind == "dspark") and (engine != "vllm" or kind == "dspark")
-        # vLLM lets this key speak for all layers, not for those alone that see a window
-        causal = not config.get("sliding_window_non_causal", True)
+        # vLLM's first model runner passes over this key for a DFlash, its second refuses it; without it, it is false
+        in_anchor = config.get("sample_from_anchor", False) and (engine != "vllm" or kind == "dspark")
+        # vLLM lets this key speak for all layers, not for those alone that see a window; of a DSpark it doesn't read it
+        causal = kind != "dspark" and not config.get("sliding_window_non_causal", True)
     else:
         taps, causal = own["target_layer_ids"], bool(own.get("causal", False))
         in_anchor = kind == "dspark" or (kind == "domino" and own.get("shift_label", False))
+        if kind == "dspark" and engine == "vllm":  # where there is no speculators_model_type, it is true without the key
+            in_anchor = config.get("sample_from_anchor", True)
     return Draft(
         kind, tuple(taps), _heads(layers), _rotation(layers, 1e6), layers.get("rms_norm_eps", 1e-6), _norms(weights),
         _others(weights), ids=_ids(weights), head=weights.get("lm_head.weight"), mask=own["mask_token_id"],
@@ -193,9 +200,27 @@ def _rotation(layers: Mapping[str, Any], theta: float = 1e4) -> Rotation:
     rope = layers.get("rope_scaling" if "rope_scaling" in layers else "rope_parameters") or {}
     found = rope.get("rope_theta", layers.get("rope_theta", theta))
     share = rope.get("partial_rotary_factor", layers.get("partial_rotary_factor", 1.0))
-    kind = rope.get("rope_type", "default")
-    rest = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
-    return Rotation(float(found), float(share), "" if kind == "default" else json.dumps(rest, sort_keys=True))
+    return Rotation(float(found), float(share), _stretch(rope, layers.get("max_position_embeddings", LONGEST)))
+
+
+def _stretch(rope: Mapping[str, Any], longest: int) -> str:
+    """Stretching in one spelling, so that what turns alike reads alike.  Raises ExportError for a way that is not read here.
+
+    longest: what was trained on where the config doesn't say it, by the rule of transformers, which vLLM follows.
+    """
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return ""
+    if kind not in STRETCHES:
+        raise ExportError(f"rotary angles of type {kind!r} are not read here, those of {', '.join(STRETCHES)} are")
+    aside = ("rope_theta", "partial_rotary_factor", "type", "rope_type")
+    said = {key: float(value) if type(value) is int else value for key, value in rope.items() if key not in aside}
+    if kind != "linear":
+        said.setdefault(TRAINED, float(longest))
+    wanted = ["factor", *(("low_freq_factor", "high_freq_factor") if kind == "llama3" else ())]
+    if missing := [key for key in wanted if not isinstance(said.get(key), float)]:
+        raise ExportError(f"rotary angles of type {kind!r} lack {', '.join(missing)}")
+    return json.dumps({"rope_type": kind, **said}, sort_keys=True)
 
 
 def _ids(weights: Mapping[str, Tensor]) -> Tensor | None:
@@ -231,7 +256,7 @@ def of_model(model: DraftModel) -> Draft:
     if kind not in KINDS:
         raise ExportError(f"{kind} is not read here; known: {', '.join(KINDS)}")
     weights = {name.removeprefix("head."): weight for name, weight in weights.items()}
-    scaling = "" if config.rope_scaling is None else json.dumps(config.rope_scaling, sort_keys=True)
+    scaling = _stretch(config.rope_scaling or {}, LONGEST)
     rotation = Rotation(config.rope_theta, config.partial_rotary_factor, scaling)
     flags = frozenset(name for name in ("norm_before_residual", "fc_norm", "norm_output") if getattr(config, name, False))
     mask = getattr(getattr(model, "backbone", model), "mask_token", None)
@@ -286,7 +311,7 @@ def _eagle3_chain(draft: Draft, seen: States, anchor: int, length: int, stages: 
         note = stages if step == 0 else {}
         state = _layer(draft, 0, words, features, torch.arange(len(words)), None, note)
         normed = _norm(draft, "norm", state)
-        note["norm"] = normed[-1]
+        note["norm"] = normed[-1:]
         found.append(_choice(draft, seen, normed[-1], note))
         following = normed if "norm_output" in draft.flags else state
         words = torch.cat([words, _embedded(seen, found[-1:])])
@@ -303,7 +328,7 @@ def _peagle_chain(draft: Draft, seen: States, anchor: int, length: int, stages: 
     for layer in range(_depth(draft)):
         x = _layer(draft, layer, words if layer == 0 else None, x, torch.arange(len(x)), None, stages)
     x = _norm(draft, "norm", x)[-length:]
-    stages["norm"] = x[0]
+    stages["norm"] = x
     return [_choice(draft, seen, row, stages) for row in x]
 
 
@@ -319,7 +344,7 @@ def _block_chain(draft: Draft, seen: States, anchor: int, length: int, stages: d
     for layer in range(_depth(draft)):
         x = _layer(draft, layer, None, x, torch.arange(anchor + slots), (context, sight), stages)
     x = _norm(draft, "norm", x)[-length:]
-    stages["norm"] = x[0]
+    stages["norm"] = x
     if draft.kind == "dflash":
         return [_choice(draft, seen, row, stages) for row in x]
     found, memory = [seen.tokens[anchor]], torch.zeros(1)
@@ -443,14 +468,54 @@ def _headed(draft: Draft, norm: str, x: Tensor, heads: int) -> Tensor:
 
 def _turned(draft: Draft, x: Tensor, places: Tensor) -> Tensor:
     """Half-pairs [.., d / 2] turned by their places."""
-    if draft.rotation.scaling:
-        raise ExportError("stretched rotary angles are not read here; compare in the engine alone")
     turning = int(draft.heads[2] * draft.rotation.share)
-    speed = draft.rotation.theta ** -(torch.arange(0, turning, 2, dtype=torch.float32) / turning)
+    speed, scale = _speeds(draft.rotation, turning)
     angle = (places + draft.offset).float()[:, None] * speed
-    cos, sin = angle.cos().to(x.device), angle.sin().to(x.device)
+    cos, sin = (scale * angle.cos()).to(x.device), (scale * angle.sin()).to(x.device)
     first, second, rest = x[..., : turning // 2], x[..., turning // 2 : turning], x[..., turning:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def _speeds(rotation: Rotation, turning: int) -> tuple[Tensor, float]:
+    """By how much each pair turns a place, [turning / 2], and what cos and sin are multiplied by, as vLLM's layers have it."""
+    speed = rotation.theta ** -(torch.arange(0, turning, 2, dtype=torch.float32) / turning)
+    if not rotation.scaling:
+        return speed, 1.0
+    said = json.loads(rotation.scaling)
+    factor, kind = said["factor"], said["rope_type"]
+    if kind == "linear":
+        return speed / factor, 1.0
+    if kind == "llama3":
+        turns = said[TRAINED] * speed / (2 * math.pi)  # of the pair, in a text as long as those it was trained on
+        kept = ((turns - said["low_freq_factor"]) / (said["high_freq_factor"] - said["low_freq_factor"])).clamp(0, 1)
+        return speed * (kept + (1 - kept) / factor), 1.0
+    begin, end = _ramp(said, rotation.theta, turning)
+    slowed = ((torch.arange(turning // 2) - begin) / max(end - begin, 1e-3)).clamp(0, 1)
+    return speed * (1 - slowed + slowed / factor), _loudness(said)
+
+
+def _ramp(said: Mapping[str, Any], theta: float, turning: int) -> tuple[float, float]:
+    """YaRN: the pairs between which turning goes over from as it was to slowed."""
+    places = [
+        turning * math.log(said[TRAINED] / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (said.get("beta_fast") or 32, said.get("beta_slow") or 1)
+    ]
+    if said.get("truncate", True):
+        places = [math.floor(places[0]), math.ceil(places[1])]
+    return max(places[0], 0), min(places[1], turning - 1)
+
+
+def _loudness(said: Mapping[str, Any]) -> float:
+    """YaRN: what cos and sin are multiplied by."""
+
+    def by(weight: float) -> float:
+        return 0.1 * weight * math.log(said["factor"]) + 1 if said["factor"] > 1 else 1.0
+
+    if said.get("attention_factor") is not None:
+        return float(said["attention_factor"])
+    if said.get("mscale") and said.get("mscale_all_dim"):
+        return by(said["mscale"]) / by(said["mscale_all_dim"])
+    return by(1)
 
 
 def _choice(

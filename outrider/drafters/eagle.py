@@ -34,6 +34,8 @@ class Config(RecurrentConfig):
     """Steps unrolled in training; the paper trains on true features alone."""
     noise: NonNegativeFloat = 0.1
     """True features are moved by up to so much, uniformly, in training."""
+    bias: bool = True
+    """fc adds a vector of its own, as the paper's does; some released heads have none."""
 
 
 class FirstLayer(nn.Module):
@@ -61,7 +63,7 @@ class Model(DraftModel):
         super().__init__()
         self.config, self.target = config, target
         hidden = target.spec.hidden
-        self.fc = nn.Linear(2 * hidden, hidden)
+        self.fc = nn.Linear(2 * hidden, hidden, bias=config.bias)
         self.layers = nn.ModuleList([FirstLayer(hidden, config)])
 
     def features(self, seen: Tensor) -> Tensor:

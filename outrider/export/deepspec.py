@@ -7,6 +7,7 @@ counted from 0, as here.  EAGLE-3 there norms queries and keys and drafts all to
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from outrider.errors import ExportError
@@ -72,7 +73,7 @@ def read_dflash(config: Config, target: TransformersTarget) -> dict[str, Any]:
         "block": config["block_size"],
         "anchor_predicts": True,
         "taps": released.taps(config.get("target_layer_ids"), "target_layer_ids"),
-        "mask_token": config["mask_token_id"],
+        "mask_token": released.mask(config.get("mask_token_id"), "mask_token_id", target),
         "copies": None,
     }
 
@@ -95,7 +96,7 @@ def not_block(source: Source) -> str | None:
     return released.learnt_mask(source)
 
 
-def _kind(config: Config) -> str | None:
+def _kind(config: Config, names: Collection[str]) -> str | None:
     name = (config.get("architectures") or [""])[0]
     if name in EAGLE3:
         return "eagle3"
@@ -109,6 +110,7 @@ def _kind(config: Config) -> str | None:
 LAYOUTS = {
     "eagle3": Layout(released.EAGLE3, eagle3, read_eagle3, copies=released.both_copies, refuses=not_eagle3),
     "dflash": Layout(released.DFLASH, dflash, read_dflash, copies=released.both_copies, refuses=not_block),
-    "dspark": Layout(released.DSPARK, dspark, read_dspark, copies=released.both_copies, refuses=not_block),
-}
+    "dspark": Layout(released.DSPARK, dspark, read_dspark, copies=released.both_copies, refuses=not_block,
+                     notes=released.vanilla_alone),
+}  # fmt: skip
 FORMAT = Format(LAYOUTS, _kind)

@@ -1,12 +1,14 @@
 """SafeAILab's EAGLE and EAGLE-3, as their authors release them; read only, since engines take other folders.
 
-EAGLE-1/2's weights are ours by name.  EAGLE-3's layer is `midlayer`; its config says nothing of the taps: the authors' code
-takes the outputs of layers 1, n / 2 - 1 and n - 4 of n, counted from 0.  A folder that does say them, at its top, is one for
-vLLM, where layer k is the state after k layers.  An embedding is stored and must be the target's.
+EAGLE-1/2's weights are ours by name; its config often says no more than a Llama's, so it is known by its `fc`.  EAGLE-3's layer
+is `midlayer`; its config says nothing of the taps: the authors' code takes the outputs of layers 1, n / 2 - 1 and n - 4 of n,
+counted from 0.  A folder that does say them, at its top, is one for vLLM, where layer k is the state after k layers.  An
+embedding is stored and must be the target's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from outrider.export import released
@@ -34,15 +36,24 @@ def read_eagle3(config: Config, target: TransformersTarget) -> dict[str, Any]:
     }
 
 
-def _kind(config: Config) -> str | None:
+def bias(config: Config, names: Collection[str]) -> dict[str, Any]:
+    """The authors' code gives fc a bias unless config.json says otherwise, vLLM's never: where it is silent the file tells."""
+    return {"bias": config.get("bias", "fc.bias" in names)}
+
+
+def _kind(config: Config, names: Collection[str]) -> str | None:
     name = (config.get("architectures") or [""])[0]
     if name == "LlamaForCausalLMEagle3" and "eagle_config" not in config:
         return "eagle3"
-    return "eagle" if name in ("LlamaForCausalLMEagle", "EagleModel") else None
+    if name in ("LlamaForCausalLMEagle", "EagleModel"):
+        return "eagle"
+    # most are released as LlamaForCausalLM; fc over embedding and feature is what no plain model has
+    is_plain = name.endswith("ForCausalLM") and not {"dflash_config", "eagle_config"} & config.keys()
+    return "eagle" if is_plain and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(names) else None
 
 
 LAYOUTS = {
-    "eagle": Layout(EAGLE, None, read_eagle),
+    "eagle": Layout(EAGLE, None, read_eagle, told=bias),
     "eagle3": Layout(released.MIDLAYER, None, read_eagle3),
 }
 FORMAT = Format(LAYOUTS, _kind)

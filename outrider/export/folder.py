@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from outrider.checkpoint import not_finite, read_object, rounded
 from outrider.errors import ExportError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -25,22 +26,21 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object.  Raises ExportError where there is none, or where a key stands twice: readers differ in which counts."""
     try:
-        if path.exists() and not path.is_file():  # a pipe would be read for ever
-            raise ValueError("it is no file")
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
-    except (OSError, ValueError, RecursionError) as error:
+        return read_object(path)
+    except (OSError, ValueError) as error:
         raise ExportError(f"{path} can't be read: {error}; copy the folder again") from None
-    if not isinstance(found, dict):
-        raise ExportError(f"{path} holds {type(found).__name__}, not the mapping that a config is; copy the folder again")
-    return found
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice in it")
-    return found
+def read_names(folder: Path) -> frozenset[str]:
+    """The names of a folder's tensors, from the files' heads alone.  Raises ExportError for pickles and for what is torn."""
+    names: set[str] = set()
+    for path in _files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                names |= set(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise ExportError(f"{path} can't be read: {error}; copy it again") from None
+    return frozenset(names)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -55,10 +55,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         if twice:
             raise ExportError(f"{path} holds {min(twice)}, which another file of {folder} holds too; copy the folder again")
         weights |= found
-    rounded = [name for name, weight in weights.items() if weight.is_floating_point() and weight.element_size() == 1]
-    if rounded:
-        raise ExportError(f"{folder} is quantised to 8 bits in {_few(rounded)}; bring weights of 16 or 32 bits")
-    broken = [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
+    small = rounded(weights)
+    if small:
+        raise ExportError(f"{folder} is quantised to 8 bits in {_few(small)}; bring weights of 16 or 32 bits")
+    broken = not_finite(weights)
     if broken:
         raise ExportError(f"{folder} has weights that are no numbers: {_few(broken)}; the training that wrote it went wrong")
     return weights

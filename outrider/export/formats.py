@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,7 +24,18 @@ import torch
 from torch import Tensor
 
 from outrider import export as package
-from outrider.checkpoint import MANIFEST, MEASURED, VERSION, load_model, manifest_of, save, weights_of
+from outrider.checkpoint import (
+    MANIFEST,
+    MEASURED,
+    VERSION,
+    load_model,
+    manifest_of,
+    mistyped,
+    not_finite,
+    save,
+    stale_map,
+    weights_of,
+)
 from outrider.config import build, nearest
 from outrider.drafters import find as find_drafter
 from outrider.errors import ConfigError, ExportError
@@ -37,6 +49,8 @@ BORROWED = {"embed_tokens.weight": "embedding", "lm_head.weight": "head", "lm_he
 """The target's own matrices, as formats call them."""
 STALE = "*rotary_emb*"
 """Keys of theirs that hold nothing that was learnt."""
+BEGINNINGS = ("accuracies", "confidence_head.temperatures", "confidence_head.shifts")
+"""Weights of ours that begin with a value that serves, so that a folder may be silent of them; all others begin at random."""
 
 Config = Mapping[str, Any]
 
@@ -86,6 +100,10 @@ class Layout:
     """Makes older names of theirs those of `names`."""
     refuses: Callable[[Source], str | None] = lambda source: None
     """Why this drafter can't be said in the format; None where it can."""
+    told: Callable[[Config, Collection[str]], dict[str, Any]] = lambda config, names: {}
+    """Settings that the names of their weights tell; raises ExportError where config.json speaks of one that is not there."""
+    notes: Callable[[Source], str | None] = lambda source: None
+    """What is to be known of the folder although it can be written, such as which engine won't load it."""
     shift: int = 0
     """Their layer number less ours."""
 
@@ -96,8 +114,8 @@ class Format:
 
     layouts: Mapping[str, Layout]
     """By our kind of drafter."""
-    kind_of: Callable[[Config], str | None] = lambda config: None
-    """Which of our kinds a config.json is of; None where it is not of this format."""
+    kind_of: Callable[[Config, Collection[str]], str | None] = lambda config, names: None
+    """Which of our kinds a config.json is of, beside weights of these names; None where it is not of this format."""
     writes: Callable[[Path, Config, Mapping[str, Tensor], Source], None] = lambda folder, config, weights, source: (
         folders.write(folder, config, weights)
     )
@@ -130,8 +148,8 @@ def export(
     """Write a checkpoint in a format, whole or not at all, read it back and compare every weight.  Returns the folder.
 
     precision: type of number to round to, where the format has a choice; the target's unless given.
-    Raises ExportError where the format does not know the method or can't say its settings, or where `out` is there already;
-    ConfigError for a precision that the format has not.
+    A layout's note is logged as a warning.  Raises ExportError where the format does not know the method or can't say its
+    settings, or where `out` is there already; ConfigError for a precision that the format has not.
     """
     format, layout = find(to), _layout(to, manifest_of(checkpoint)["kind"], "write")
     if precision is not None and precision not in format.precisions:
@@ -152,6 +170,9 @@ def export(
         beside = {**manifest_of(checkpoint), "format": to, "tap_shift": layout.shift, "unsaid": unsaid}
         (part / MANIFEST).write_text(json.dumps(beside, indent=2) + "\n", encoding="utf-8")
         _compare(own, part, to, target)
+    note = layout.notes(source)
+    if note is not None:
+        logging.getLogger(__name__).warning("%s as %s: %s", out, to, note)
     return Path(out)
 
 
@@ -228,13 +249,14 @@ def imported(folder: Path, target: TransformersTarget, format: str | None = None
     if format is not None and all(layout.settings is None for layout in find(format).layouts.values()):
         raise ExportError(f"{folder} is of format {format}, which is written here and not read; import what it was made from")
     config = folders.read_json(folder / folders.CONFIG)
-    format, kind = _recognised(folder, config, format, kind)
+    format, kind = _recognised(folder, config, folders.read_names(folder), format, kind)
     layout = _layout(format, kind, "read")
     assert layout.settings is not None
     _check_target(folder, beside, target)
     weights = folders.read_weights(folder)
     try:
-        settings = {"kind": kind, **layout.assumed, **_unsaid(beside, kind), **layout.settings(config, target)}
+        settings = {"kind": kind, **layout.assumed, **_unsaid(beside, kind)}
+        settings |= {**layout.told(config, weights.keys()), **layout.settings(config, target)}
         module = find_drafter(kind)
         wanted = build(module.Config, settings, f"{folder} as {format}")
         _check_sizes(wanted, weights, target)
@@ -244,10 +266,10 @@ def imported(folder: Path, target: TransformersTarget, format: str | None = None
         raise ExportError(f"{folder} as {format}: {error}") from None
     except Exception as error:  # a config may say anything, and any reader or constructor may stumble over it
         raise ExportError(f"{folder} is no {kind} draft that can be read here: {_first_line(error)}") from error
-    fill(model, weights, layout, folder, target)
+    fill(model, weights, layout, folder, target, beside.get("unsaid", {}).keys())
     _fill_unsaid(model, beside, layout, folder)
     model.to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False)
-    lost = [name for name, weight in weights_of(model).items() if weight.is_floating_point() and not weight.isfinite().all()]
+    lost = not_finite(weights_of(model))
     if lost:
         raise ExportError(f"{folder} has values in {', '.join(lost[:4])} that {target.spec.dtype} can't hold; bring others")
     return model
@@ -277,14 +299,16 @@ def _whole_numbers(found: Mapping[str, Any]) -> dict[str, int]:
     return {key: value for key, value in found.items() if type(value) is int}
 
 
-def candidates(config: Config, format: str | None, kind: str | None) -> list[tuple[str, str]]:
-    """Formats and kinds that a config.json may be of, among what was asked for."""
+def candidates(config: Config, format: str | None, kind: str | None, weights: Collection[str] = ()) -> list[tuple[str, str]]:
+    """Formats and kinds that a config.json may be of, among what was asked for.  weights: names of those beside it."""
     names = formats() if format is None else [format]
-    return [(name, known) for name in names if (known := kind or _kind_of(name, config)) is not None]
+    return [(name, known) for name in names if (known := kind or _kind_of(name, config, weights)) is not None]
 
 
-def _recognised(folder: Path, config: Config, format: str | None, kind: str | None) -> tuple[str, str]:
-    found = candidates(config, format, kind)
+def _recognised(
+    folder: Path, config: Config, weights: Collection[str], format: str | None, kind: str | None
+) -> tuple[str, str]:
+    found = candidates(config, format, kind, weights)
     if kind is not None and format is None:
         raise ExportError(f"{kind} stands in several formats; name the one of {folder} with --format")
     if len(found) != 1:
@@ -294,10 +318,10 @@ def _recognised(folder: Path, config: Config, format: str | None, kind: str | No
     return found[0]
 
 
-def _kind_of(format: str, config: Config) -> str | None:
+def _kind_of(format: str, config: Config, weights: Collection[str]) -> str | None:
     """Of what kind a config is in a format; None where it is none, be it because nothing in it is of the right type."""
     try:
-        return find(format).kind_of(config)
+        return find(format).kind_of(config, weights)
     except (AttributeError, IndexError, KeyError, TypeError):
         return None
 
@@ -307,6 +331,7 @@ def _beside(folder: Path) -> dict[str, Any]:
     found = folders.read_json(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
     wrong = [key for key in ("target", "config", "unsaid", "training") if not isinstance(found.get(key, {}), dict)]
     wrong += [key for key in ("kind", "format") if not isinstance(found.get(key, ""), str)]
+    wrong += ["version"] * (type(found.get("version", VERSION)) is not int)  # True would pass for 1
     if wrong:
         raise ExportError(f"{folder / MANIFEST} has no {wrong[0]} that can be read; delete the file to import the rest")
     if found.get("version", VERSION) != VERSION:
@@ -330,35 +355,43 @@ def _unsaid(beside: Config, kind: str) -> dict[str, Any]:
     return dict(beside.get("config", {})) if beside.get("kind") == kind else {}
 
 
-def fill(model: DraftModel, weights: Mapping[str, Tensor], layout: Layout, folder: Path, target: TransformersTarget) -> None:
-    """Their weights into our model.  Raises ExportError unless every key of both sides is accounted for."""
+def fill(
+    model: DraftModel, weights: Mapping[str, Tensor], layout: Layout, folder: Path, target: TransformersTarget,
+    unsaid: Collection[str] = (),
+) -> None:  # fmt: skip
+    """Their weights into our model.  Raises ExportError unless every key of both sides is accounted for.
+
+    unsaid: names of ours that get their values from elsewhere.
+    """
     own = weights_of(model)
     names = renamed(own, layout.names)
     missing = [theirs for theirs in names.values() if theirs not in weights]
     if missing:
         raise ExportError(f"{folder} lacks {', '.join(missing[:4])}; it is not whole, or not of this format")
-    extra = weights.keys() - set(names.values())
-    for name in sorted(extra):
+    random = sorted(own.keys() - names.keys() - set(unsaid) - set(BEGINNINGS))
+    if random:
+        raise ExportError(f"{folder} has no values for {', '.join(random[:4])}, which would stay random; export it again")
+    for name in sorted(weights.keys() - set(names.values())):
         _account_for(name, weights[name], folder, target)
+    theirs = {ours: weights[name] for ours, name in names.items()}
+    _check_numbers(theirs, own, names, folder)
+    model.load_state_dict({ours: weight.to(own[ours].dtype) for ours, weight in theirs.items()}, strict=False)
+    problem = stale_map(model)
+    if problem is not None:
+        raise ExportError(f"{folder}: {problem}")
+
+
+def _check_numbers(theirs: Mapping[str, Tensor], own: Mapping[str, Tensor], names: Mapping[str, str], folder: Path) -> None:
+    """Refuse what has another shape than ours, or whole numbers for fractions.  names: ours to theirs, for the message."""
     shapes = [
-        f"{theirs} {tuple(weights[theirs].shape)} where {tuple(own[ours].shape)} belongs"
-        for ours, theirs in names.items() if weights[theirs].shape != own[ours].shape
+        f"{names[ours]} {tuple(weight.shape)} where {tuple(own[ours].shape)} belongs"
+        for ours, weight in theirs.items() if weight.shape != own[ours].shape
     ]  # fmt: skip
     if shapes:
         raise ExportError(f"{folder} does not fit its config: {', '.join(shapes[:3])}")
-    types = [
-        f"{theirs} is {weights[theirs].dtype}".replace("torch.", "") for ours, theirs in names.items()
-        if not _converts(weights[theirs], own[ours])
-    ]  # fmt: skip
+    types = [f"{names[ours]} is {theirs[ours].dtype}".replace("torch.", "") for ours in mistyped(theirs, own)]
     if types:
         raise ExportError(f"{folder} has numbers of the wrong type: {', '.join(types[:3])}; copy the folder again")
-    model.load_state_dict({ours: weights[theirs].to(own[ours].dtype) for ours, theirs in names.items()}, strict=False)
-    check_vocabulary(model, folder)
-
-
-def _converts(theirs: Tensor, own: Tensor) -> bool:
-    """Fractions for fractions, whole numbers for whole numbers; a mask may be stored as numbers."""
-    return theirs.is_floating_point() == own.is_floating_point() and not theirs.is_complex()
 
 
 def _account_for(name: str, weight: Tensor, folder: Path, target: TransformersTarget) -> None:
@@ -372,24 +405,22 @@ def _account_for(name: str, weight: Tensor, folder: Path, target: TransformersTa
     theirs = borrowed(target, name)
     if weight.shape != theirs.shape:
         raise ExportError(f"{folder}: {name} is {tuple(weight.shape)}, the target's {tuple(theirs.shape)}; it is not its draft")
-    # copies are often stored in 16 bits
-    if not torch.allclose(weight.float(), theirs.float(), rtol=1e-2, atol=1e-2):
+    if not _is_copy(weight, theirs, rounded=target.spec.quantised is not None):
         raise ExportError(
             f"{folder} brings a {kind} of its own in {name}, not the target's; one that was trained along can't be read here"
         )
 
 
-def check_vocabulary(model: DraftModel, folder: Path) -> None:
-    """A reduced vocabulary's two maps must say the same, within the target's tokens."""
-    head = getattr(model, "head", None)
-    if head is None or not hasattr(head, "d2t"):
-        return
-    ids = head.ids
-    known = bool((ids >= 0).all() and (ids < len(head.t2d)).all())
-    if not known or len(ids.unique()) != len(ids):
-        raise ExportError(f"{folder}: d2t names tokens outside the target's {len(head.t2d)}, or one twice; its map is stale")
-    if not torch.equal(torch.zeros_like(head.t2d).index_fill(0, ids, True), head.t2d):
-        raise ExportError(f"{folder}: d2t and t2d name different tokens; its map is stale")
+def _is_copy(weight: Tensor, theirs: Tensor, rounded: bool) -> bool:
+    """Whether one is the other, but for rounding to the coarser of their types.  rounded: the target's are of 8 bits here."""
+    if not weight.is_floating_point():
+        return False
+    if rounded:  # an 8-bit matrix is only near to the one that was copied
+        return torch.allclose(weight.float(), theirs.float(), rtol=1e-2, atol=1e-2)
+    if {weight.dtype, theirs.dtype} == {torch.float16, torch.bfloat16}:  # each rounded from what neither holds
+        return torch.allclose(weight.float(), theirs.float(), rtol=torch.finfo(torch.bfloat16).eps, atol=2**-24)
+    coarser = max(weight.dtype, theirs.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    return torch.equal(weight.to(coarser), theirs.to(coarser))
 
 
 def _fill_unsaid(model: DraftModel, beside: Config, layout: Layout, folder: Path) -> None:

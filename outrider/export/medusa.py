@@ -6,7 +6,7 @@ an output matrix of its own: where ours is the target's, each gets a copy.  Whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -65,7 +65,7 @@ def names() -> list[tuple[str, str]]:
     return found
 
 
-def _kind(config: Config) -> str | None:
+def _kind(config: Config, names: Collection[str]) -> str | None:
     is_medusa = config.get("model_type") == "medusa" or "medusa_num_heads" in config
     return "medusa" if is_medusa else None
 

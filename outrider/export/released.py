@@ -14,6 +14,7 @@ from outrider.decoding.parties import TargetSpec
 from outrider.errors import ExportError
 from outrider.export.formats import Config, Source
 from outrider.nn.shape import STRETCHES, LayerConfig
+from outrider.targets.transformers import TransformersTarget
 
 PLAIN: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "sliding_window": None}
 """What our layers are and a config may only agree with."""
@@ -73,30 +74,61 @@ def _number(config: Mapping[str, Any], key: str) -> int:
 
 
 def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Under transformers 5 in rope_parameters, before in rope_theta and rope_scaling; both, where they agree."""
-    rope = config.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+    """Under transformers 5 in rope_parameters, before in rope_theta and rope_scaling; where both stand there, they must agree.
+
+    Raises ExportError where engines, of which some read the one and some the other, would turn by other angles.
+    """
+    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if not isinstance(new, Mapping) or any(isinstance(value, Mapping) for value in new.values()):
         raise ExportError("rope_parameters differ by kind of layer; the layers of a draft here turn alike")
-    old = dict(config.get("rope_scaling") or {})
-    if "type" in old:
-        old.setdefault("rope_type", old.pop("type"))
-    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
-    if config.get("rope_theta", theta) != theta:
-        raise ExportError(
-            f"rope_theta is {config['rope_theta']}, but {theta} in rope_parameters; the config contradicts itself"
-        )
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")} or old
+    at_top = {key: float(config[key]) for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
+    found = _angles(new if new.keys() & {"rope_type", "type"} else {**old, **new}, config)
+    others = _angles(old, config) if "rope_scaling" in config or not new else found
+    for key, value in {**others, **at_top}.items():
+        if found[key] != value:
+            raise ExportError(
+                f"{key} is {value} in one place and {found[key]} in another, of rope_parameters, rope_scaling and keys at the "
+                "top; the config contradicts itself, and engines read either: make them agree, or leave one out"
+            )
+    scaling = found["rope_scaling"] or {}
     kind = scaling.get("rope_type", "default")
+    if kind in ("yarn", "llama3") and config.get("max_position_embeddings"):  # what transformers and engines take for it
+        scaling.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     if kind not in ("default", *STRETCHES):
         raise ExportError(f"rotary angles of type {kind!r} change with the length of the text; known: {', '.join(STRETCHES)}")
-    if not 0 < float(theta) < math.inf:
-        raise ExportError(f"rope_theta is {theta}; it must be a number above 0")
+    if not 0 < found["rope_theta"] < math.inf:
+        raise ExportError(f"rope_theta is {found['rope_theta']}; it must be a number above 0")
+    return found
+
+
+def _angles(said: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """What one of the two places says, with the keys at the top where it is silent."""
+    rest = dict(said)
+    if "type" in rest:
+        rest.setdefault("rope_type", rest.pop("type"))
+        rest.pop("type", None)
+    theta = rest.pop("rope_theta", config.get("rope_theta"))
+    share = rest.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
     return {
-        "rope_theta": float(theta),
-        "partial_rotary_factor": float(share),
-        "rope_scaling": None if kind == "default" else scaling,
+        "rope_theta": 10_000.0 if theta is None else float(theta),
+        "partial_rotary_factor": 1.0 if share is None else float(share),
+        "rope_scaling": None if rest.get("rope_type", "default") == "default" else rest,
     }
+
+
+def mask(token: Any, key: str, target: TransformersTarget) -> int:
+    """The token of masked slots, by its key in config.json; the target's own where that says none.
+
+    Raises ExportError where there is none either: what stood there in training can't be guessed.
+    """
+    token = target.mask_token if token is None else token
+    if token is None:
+        raise ExportError(
+            f"{key} is missing, and {target.spec.name} has no mask token of its own; write the id that stood in masked slots"
+        )
+    if type(token) is not int:
+        raise ExportError(f"{key} is {token!r}, and should be the id of a token")
+    return token
 
 
 def markov(config: Config) -> dict[str, Any]:
@@ -143,6 +175,14 @@ def learnt_mask(source: Source) -> str | None:
     if getattr(source.model, "backbone", source.model).mask_token is None:
         return "its mask is a learnt vector and the format wants a token; train with mask_token: ID of one that never occurs"
     return None
+
+
+def vanilla_alone(source: Source) -> str | None:
+    """A note: vLLM's DSpark has places for a vanilla head's weights only, and stops at others."""
+    kind = source.settings.markov
+    if kind == "vanilla":
+        return None
+    return f"vLLM 0.32 has no place for the weights of a {kind} head and stops there; train with markov: vanilla"
 
 
 def not_dflash(source: Source) -> str | None:

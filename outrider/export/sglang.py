@@ -7,6 +7,7 @@ Embedding and head are taken from the target, but for EAGLE-3's head.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from outrider.errors import ExportError
@@ -105,7 +106,7 @@ def _read_block(config: Config, target: TransformersTarget, anchor_predicts: boo
         "block": config["block_size"] - (not anchor_predicts),
         "anchor_predicts": anchor_predicts,
         "taps": released.taps(own.get("target_layer_ids"), "dflash_config.target_layer_ids"),
-        "mask_token": own["mask_token_id"],
+        "mask_token": released.mask(own.get("mask_token_id"), "dflash_config.mask_token_id", target),
         "copies": None,
     }
 
@@ -141,7 +142,7 @@ def not_dspark(source: Source) -> str | None:
     return whole_heads(source) or released.learnt_mask(source)
 
 
-def _kind(config: Config) -> str | None:
+def _kind(config: Config, names: Collection[str]) -> str | None:
     architectures, own = config.get("architectures") or [""], config.get("dflash_config")
     if architectures[0] == "LlamaForCausalLMEagle3" and isinstance(config.get("eagle_config"), dict):
         return "eagle3"

@@ -1,12 +1,16 @@
 """speculators, what vLLM loads: eagle3, peagle, dflash, dspark, mtp.
 
 config.json is flat but for `transformer_layer_config`, the draft layers, and `speculators_config`, how many tokens to draft and
-for which target.  EAGLE-3's embedding and head stand in the file although they are the target's.  Layer k there is the state
-after k layers, one more than ours.  No `model_type`: vLLM then takes the folder for another kind of model.
+for which target.  EAGLE-3 and P-EAGLE have a head in the file, be it the target's, and no embedding.  Layer k there is the
+state after k layers, one more than ours.  No `model_type`: vLLM then takes the folder for another kind of model.
+
+Keys that are missing mean what speculators 0.7.0 takes them for, even where vLLM's reader differs: it takes a DSpark's
+`sample_from_anchor` for false and an EAGLE-3's `norm_before_residual` for true, which are the other way round here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from outrider.errors import ExportError
@@ -16,6 +20,8 @@ from outrider.targets.transformers import TransformersTarget
 
 VERSION = "0.7.0"
 """Of the layout written here."""
+MARKOV = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
+"""What the library takes for granted in a DSpark whose config is silent."""
 SHIFT = 1
 
 
@@ -124,8 +130,25 @@ def read_eagle3(config: Config, target: TransformersTarget) -> dict[str, Any]:
 
 
 def read_peagle(config: Config, target: TransformersTarget) -> dict[str, Any]:
-    count = config["transformer_layer_config"]["num_hidden_layers"]
-    return {**read_fused(config, target), "layers": count, "mask_token": config["mask_token_id"], "copies": None}
+    shape = config["transformer_layer_config"]
+    if shape.get("model_type") != "qwen3":
+        raise ExportError(
+            f"its layers are of model_type {shape.get('model_type', 'llama')!r}; a P-EAGLE here has Qwen3's, which norm "
+            "queries and keys, so one of Llama's can't be read"
+        )
+    mask = released.mask(config.get("mask_token_id"), "mask_token_id", target)
+    return {**read_fused(config, target), "layers": shape["num_hidden_layers"], "mask_token": mask, "copies": None}
+
+
+def embedding(config: Config, names: Collection[str]) -> dict[str, Any]:
+    """An embedding that was trained along must be in the file, where it is held against the target's."""
+    along = config.get("embed_requires_grad", config["speculators_model_type"] == "peagle")
+    if along and "embed_tokens.weight" not in names:
+        raise ExportError(
+            "its embedding was trained along (embed_requires_grad, which is true for a P-EAGLE unless said) and is not in the "
+            "file; where it is the target's, write embed_requires_grad: false into config.json"
+        )
+    return {}
 
 
 def read_dflash(config: Config, target: TransformersTarget) -> dict[str, Any]:
@@ -138,13 +161,13 @@ def read_dflash(config: Config, target: TransformersTarget) -> dict[str, Any]:
         "block": config["block_size"] - (not anchor_predicts),
         "anchor_predicts": anchor_predicts,
         "taps": released.taps(config.get("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids", SHIFT),
-        "mask_token": config["mask_token_id"],
+        "mask_token": released.mask(config.get("mask_token_id"), "mask_token_id", target),
         "copies": None,
     }
 
 
 def read_dspark(config: Config, target: TransformersTarget) -> dict[str, Any]:
-    return read_dflash(config, target) | released.markov(config)
+    return read_dflash(config, target) | released.markov({**MARKOV, **config})
 
 
 def read_mtp(config: Config, target: TransformersTarget) -> dict[str, Any]:
@@ -161,6 +184,10 @@ def one_module(source: Source) -> str | None:
     return f"it has {source.settings.modules} modules, the format one" if source.settings.modules != 1 else None
 
 
+def no_engine(source: Source) -> str | None:
+    return "no engine loads it: of this format vLLM 0.32 takes eagle3, peagle, dflash, dflash2 and dspark"
+
+
 MODULE = [
     ("layers.0.eh_proj.weight", "mtp_layers.0.input_proj.weight"),
     ("layers.0.hnorm.weight", "mtp_layers.0.hidden_layernorm.weight"),
@@ -170,7 +197,7 @@ MODULE = [
 ]
 
 
-def _kind(config: Config) -> str | None:
+def _kind(config: Config, names: Collection[str]) -> str | None:
     found = config.get("speculators_model_type")
     return found if found in LAYOUTS else None
 
@@ -180,6 +207,7 @@ LAYOUTS = {
         released.EAGLE3,
         eagle3,
         read_eagle3,
+        told=embedding,
         copies=released.head_copy,
         refuses=released.not_eagle3,
         shift=SHIFT,
@@ -188,12 +216,20 @@ LAYOUTS = {
         released.PEAGLE,
         peagle,
         read_peagle,
+        told=embedding,
         copies=released.head_copy,
         refuses=released.learnt_mask,
         shift=SHIFT,
     ),
     "dflash": Layout(released.DFLASH, dflash, read_dflash, refuses=released.not_dflash, shift=SHIFT),
-    "dspark": Layout(released.DSPARK, dspark, read_dspark, refuses=released.learnt_mask, shift=SHIFT),
-    "mtp": Layout(MODULE, mtp, read_mtp, refuses=one_module, shift=SHIFT),
+    "dspark": Layout(
+        released.DSPARK,
+        dspark,
+        read_dspark,
+        refuses=released.learnt_mask,
+        notes=released.vanilla_alone,
+        shift=SHIFT,
+    ),
+    "mtp": Layout(MODULE, mtp, read_mtp, refuses=one_module, notes=no_engine, shift=SHIFT),
 }
 FORMAT = Format(LAYOUTS, _kind)

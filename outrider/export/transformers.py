@@ -5,6 +5,7 @@ The folder is what `from_pretrained` reads, with the target's tokenizer.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,11 @@ def other_vocabulary(source: Source) -> str | None:
     return None if source.settings.vocabulary == "same" else "it has a vocabulary of its own; export the model it was made from"
 
 
-def _kind(config: Config) -> str | None:
+def _kind(config: Config, names: Collection[str]) -> str | None:
     name = (config.get("architectures") or [""])[0]
     is_plain = name.endswith("ForCausalLM") and not {"dflash_config", "eagle_config"} & config.keys()
-    return "small_model" if is_plain else None
+    # EAGLE's heads are released under the same name; fc is what no plain model has
+    return "small_model" if is_plain and "fc.weight" not in names else None
 
 
 LAYOUTS = {"small_model": Layout([("lm.*", "*")], written, read, files=tokenizer, refuses=other_vocabulary)}

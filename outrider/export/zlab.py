@@ -1,15 +1,17 @@
-"""z-lab's DFlash, as its authors release it: read here, and loaded by vLLM, SGLang and transformers under the same names.
+"""z-lab's DFlash, as its authors release it: read here, and loaded by vLLM and SGLang under the same names.
 
 Masks predict what stands in their own place; a block of n slots drafts n - 1 tokens.  Layers are counted from 0, as here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from outrider.export import released, sglang
 from outrider.export.formats import Config, Format, Layout
 
 
-def _kind(config: Config) -> str | None:
+def _kind(config: Config, names: Collection[str]) -> str | None:
     # SpecForge writes the same folder; which of the two it is makes no difference, and sglang's reader takes both
     return None
 

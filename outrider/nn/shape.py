@@ -41,7 +41,13 @@ class LayerConfig(Base):
     def _known_scaling(cls, scaling: dict[str, Any] | None) -> dict[str, Any] | None:
         if scaling is not None and scaling.get("rope_type") not in STRETCHES:
             raise ValueError(f"rope_type must be one of {', '.join(STRETCHES)}, not {scaling.get('rope_type')!r}")
-        return scaling
+        if scaling is not None and scaling["rope_type"] != "linear" and "original_max_position_embeddings" not in scaling:
+            raise ValueError(
+                f"rope_type {scaling['rope_type']} needs original_max_position_embeddings, the context that is stretched; "
+                "engines take other numbers for it where none is given"
+            )
+        # vLLM takes a whole number for a fault
+        return scaling and {key: float(value) if key == "factor" else value for key, value in scaling.items()}
 
 
 def frequencies(shape: LayerConfig, device: torch.device) -> tuple[Tensor, float]:

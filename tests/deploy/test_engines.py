@@ -132,7 +132,8 @@ def test_a_misspelt_flag_would_be_found(tmp_path: Path) -> None:
     ("name", "kind", "format", "said"),
     [
         ("vllm", "medusa", "medusa", "only before 0.33"), ("vllm", "domino", "sglang", "sglang runs it"),
-        ("vllm", "eagle3", "sglang", "counted from 0 in SGLang and from 1 in vLLM"), ("vllm", "mtp", "speculators", "own MTP"),
+        ("vllm", "eagle3", "sglang", "counted from 0 in SGLang and from 1 in vLLM"),
+        ("vllm", "mtp", "speculators", "no engine loads"),
         ("sglang", "suffix", None, "use ngram"), ("sglang", "medusa", "medusa", "EAGLE-3"),
         ("trtllm", "peagle", "speculators", "vllm"),
         ("transformers", "eagle3", "speculators", "vllm, sglang, trtllm, llamacpp, triton can"),
@@ -262,6 +263,36 @@ def test_a_tree_is_never_larger_than_what_it_is_chosen_from(tokens: int, width: 
     assert found["speculative-num-draft-tokens"] - 1 <= width + (tokens - 1) * width**2
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_folder_of_mtp_is_refused_by_every_engine_and_the_sentence_says_so(name: str, tmp_path: Path) -> None:
+    """Catches advice to try another engine: vLLM 0.32 registers eagle3, peagle, dflash, dflash2 and dspark of speculators."""
+    with pytest.raises(ConfigError, match=rf"no engine loads an MTP module from a folder as it is.*deploy mtp --to {name}"):
+        command(name, replace(draft(tmp_path, "mtp", "speculators"), target="target.gguf"))
+    assert all(not engine.methods["mtp"].formats for engine in ENGINES.values())
+
+
+def test_the_page_lists_every_method_with_its_formats() -> None:
+    """Catches a table on docs/deploy.md that lags behind the engines'."""
+    shown = [name for name in ENGINES if name != "triton"]
+    lines = [f"| | {' | '.join(shown)} |", "|---|" + "---|" * len(shown)]
+    for kind in engines.TOKENS:
+        cells = [_cell(ENGINES[name].methods.get(kind)) for name in shown]
+        label = "mtp, the target's own" if kind == "mtp" else kind
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    wanted = "\n".join(re.sub(r" +", " ", line) for line in lines)
+    page = (Path(__file__).resolve().parents[2] / "docs" / "deploy.md").read_text()
+    assert page.partition("<!-- methods -->\n")[2].partition("\n<!-- /methods -->")[0] == wanted, wanted
+    assert {kind for engine in ENGINES.values() for kind in engine.methods} <= set(engines.TOKENS)
+
+
+def _cell(method: engines.Method | None) -> str:
+    if method is None:
+        return ""
+    versions = [(word, ".".join(map(str, at))) for word, at in (("since", method.since), ("before", method.until)) if at]
+    more = ["tree"] * method.trees + ["converted"] * (method.before is not None)
+    return ", ".join([*(method.formats or ("yes",)), *more, *(f"{word} {at}" for word, at in versions)])
+
+
 def test_vllm_is_not_given_a_dspark_whose_head_it_has_not(tmp_path: Path) -> None:
     gated = replace(draft(tmp_path, "dspark", "speculators"), settings={"markov": "gated"})
     with pytest.raises(ConfigError, match="vanilla head alone, this one is gated"):
@@ -383,6 +414,81 @@ def test_each_engine_has_its_older_flags_translated(text: str, has: str, not_: s
     assert has in found.shell and not_ not in found.shell and found.notes
 
 
+M = "--speculative-model M --num-speculative-tokens 5"
+NOW = """--speculative-config '{"num_speculative_tokens":5,"model":"M","method":"draft_model"}'"""
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (f"vllm serve T {M} && echo 'a ; b'", f"vllm serve T {NOW} && echo 'a ; b'"),
+        (f"export A=1; vllm serve T {M}", f"export A=1; vllm serve T {NOW}"),
+        (f"# it\ncd x\nvllm serve T \\\n  {M} # the draft\n", f"cd x\nvllm serve T {NOW}"),
+        (f"nohup vllm serve T > log 2>&1 {M} &", f"nohup vllm serve T {NOW} > log 2>&1 &"),
+        (f"(vllm serve T {M} | tee log)", f"(vllm serve T {NOW} | tee log)"),
+        (f"pip install vllm && vllm serve T {M}", f"pip install vllm && vllm serve T {NOW}"),
+        (f"""vllm serve $MODEL '$A' "${{B}} c" --port $(free 1) {M}""",
+         f"""vllm serve $MODEL '$A' "${{B}} c" --port $(free 1) {NOW}"""),
+        (f"docker run -p 8000:8000 vllm/vllm-openai --model T {M}",
+         f"docker run -p 8000:8000 vllm/vllm-openai --model T {NOW}"),
+        (f"docker run -e VLLM_USE_V1=0 docker.io/vllm/vllm-openai:v0.6 {M}",
+         f"docker run docker.io/vllm/vllm-openai:v0.6 {NOW}"),
+        ("podman run ghcr.io/ggml-org/llama.cpp:server -m a -md b --draft=$N",
+         "podman run ghcr.io/ggml-org/llama.cpp:server -m a -md b --spec-draft-n-max $N --spec-type draft-simple"),
+        ("docker run lmsysorg/sglang:v0.4 python3 -m sglang.launch_server --speculative-algo 'NGRAM'",
+         "docker run lmsysorg/sglang:v0.4 python3 -m sglang.launch_server --speculative-algorithm 'NGRAM'"),
+    ],
+)  # fmt: skip
+def test_what_stands_around_a_flag_stays_as_it_was_typed(text: str, wanted: str) -> None:
+    """Catches operators that become words of the engine, variables that become letters, and images that are not known."""
+    assert flags.translate(text).shell == wanted
+
+
+def test_a_variable_is_still_filled_in_within_the_config(tmp_path: Path) -> None:
+    """Catches a model that is called $DRAFT: a shell runs the line with a vllm that says what it was given."""
+    (tmp_path / "vllm").write_text(f"#!{sys.executable}\nimport sys\nprint(sys.argv[-1])\n")
+    (tmp_path / "vllm").chmod(0o755)
+    for typed, wanted in (("$DRAFT", "a b"), ('"${DRAFT}/c"', "a b/c"), ("'$DRAFT'", "$DRAFT"), (r"\$DRAFT", "$DRAFT")):
+        line = flags.translate(f"./vllm serve T --speculative-model {typed} --num-speculative-tokens 5").shell
+        done = subprocess.run(
+            ["sh", "-c", line], cwd=tmp_path, env={"DRAFT": "a b"}, capture_output=True, text=True, check=True
+        )
+        assert json.loads(done.stdout)["model"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "kept", "said"),
+    [
+        ("""-sc '{"tensor_parallel_size":1,"draft_tensor_parallel_size":2}'""", {"draft_tensor_parallel_size": 2},
+         "tensor_parallel_size 1 is left out: draft_tensor_parallel_size is 2 already"),
+        ("""--num-speculative-tokens 5 --speculative-config '{"num_speculative_tokens":3}'""", {"num_speculative_tokens": 3},
+         "--num-speculative-tokens 5 is left out: num_speculative_tokens is 3 already"),
+        ("""--speculative-model [ngram] --speculative-config '{"method":"eagle"}'""", {"method": "eagle"},
+         "method ngram is left out: method is eagle already"),
+        ("""--speculative-model org/eagle3 -sc '{"method":"eagle"}'""", {"method": "eagle", "model": "org/eagle3"},
+         "its name says method eagle3, the config eagle: check that"),
+        ("""--speculative-disable-by-batch-size 4 -sc '{"num_speculative_tokens":3,"disable_by_batch_size":8}'""",
+         {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 7, 3], [8, 512, 0]]},
+         "--speculative-disable-by-batch-size 4 is left out"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other_are_said(text: str, kept: dict[str, Any], said: str) -> None:
+    """Catches the older of two settings that replaces today's in silence."""
+    found = flags.translate(f"vllm serve T {text}")
+    assert config_in(found) == kept
+    assert any(said in note for note in found.notes)
+
+
+def test_a_note_says_of_the_method_what_the_command_says() -> None:
+    """Catches a note that calls a method draft_model where the config says eagle."""
+    found = flags.translate(f'vllm serve T {M} --speculative-config \'{{"method":"eagle"}}\'')
+    assert config_in(found)["method"] == "eagle" and "draft_model" not in " ".join(found.notes)
+    assert "makes it draft_model: check that" in " ".join(flags.translate(f"vllm serve T {M}").notes)
+    both = flags.translate("llama-server -m a -md b --draft 16 --spec-draft-n-max 8")
+    assert "--spec-draft-n-max 16" not in both.shell and "--draft 16 is left out" in both.notes[0]
+    assert "says nothing" in flags.translate("vllm serve T --speculative-config '{}'").notes[0]
+
+
 def test_a_command_of_today_stays_as_it_is(tmp_path: Path) -> None:
     """Catches a translator that changes what is right: every command of ours is today's."""
     for name in ("vllm", "sglang", "llamacpp"):
@@ -410,8 +516,10 @@ def test_older_keys_of_a_settings_file_are_renamed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["python train.py", "vllm serve T --num-speculative-tokens", "vllm serve T --num-speculative-tokens five", 'vllm "serve'],
-)
+    ["python train.py", "vllm serve T --num-speculative-tokens", "vllm serve T --num-speculative-tokens five", 'vllm "serve',
+     "vllm serve T --speculative-config '[]'", "vllm serve T -sc null", "vllm serve T -sc '{'", "vllm serve `pwd",
+     """vllm serve T -sc '{"disable_by_batch_size":8}'""", "vllm serve T --num-speculative-tokens $K"],
+)  # fmt: skip
 def test_what_is_no_command_is_refused(text: str) -> None:
     """Catches tracebacks on what people paste."""
     with pytest.raises(ConfigError):

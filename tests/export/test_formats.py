@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import pickle
 import shutil
 from collections.abc import Callable
@@ -20,7 +22,7 @@ from outrider.checkpoint import load_drafter, load_model, manifest_of, save, wei
 from outrider.config import build
 from outrider.drafters import find as find_drafter
 from outrider.errors import ExportError
-from outrider.export import formats
+from outrider.export import formats, released
 from outrider.export.formats import export, import_folder
 
 LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
@@ -45,6 +47,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     },
 }
 """Every pair that goes both ways, with options that leave traces in the files."""
+SETTINGS_KINDS = {kind for _, kind in SETTINGS}
 
 
 @pytest.fixture(scope="module")
@@ -244,10 +247,245 @@ def test_every_pair_that_goes_both_ways_is_tested():
     assert both == set(SETTINGS)
 
 
-def test_a_pair_that_there_is_not_is_refused_by_name(target, made, tmp_path):
-    with pytest.raises(ExportError, match="dspark can't be written as medusa; what can be: medusa"):
-        export(made("deepspec", "dspark"), "medusa", tmp_path / "there", target)
-    assert not list(tmp_path.iterdir())
+WRITTEN = {name: {kind for kind, one in formats.find(name).layouts.items() if one.config} for name in formats.formats()}
+ABSENT = [(name, kind) for name in WRITTEN for kind in sorted({*SETTINGS_KINDS, "eagle", "ngram"} - WRITTEN[name])]
+
+
+@pytest.mark.parametrize(("format", "kind"), ABSENT)
+def test_a_pair_that_there_is_not_is_refused_by_name(format, kind, target, tmp_path):
+    """Catches a pair that ends in a KeyError, or in a folder that no engine reads."""
+    checkpoint = {"version": 1, "kind": kind, "config": {}, "target": {}, "taps": []}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "outrider.json").write_text(json.dumps(checkpoint))
+    able = ", ".join(sorted(WRITTEN[format])) or "nothing"
+    with pytest.raises(ExportError, match=f"^{kind} can't be written as {format}; what can be: ") as caught:
+        export(tmp_path / "mine", format, tmp_path / "there", target)
+    assert sorted(str(caught.value).split("can be: ")[1].split(", ")) == able.split(", ")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+NOTED = [
+    ("speculators", "mtp", {}, "no engine loads it"),
+    ("speculators", "dspark", {}, "no place for the weights of a gated"),
+    ("speculators", "dspark", {"markov": "vanilla"}, None),
+    ("deepspec", "dspark", {}, "no place for the weights of a rnn"),
+    ("sglang", "dspark", {"markov": "gated"}, None),
+]
+
+
+@pytest.mark.parametrize(("format", "kind", "change", "said"), NOTED)
+def test_a_folder_that_an_engine_will_not_load_is_written_with_a_word(format, kind, change, said, target, tmp_path, caplog):
+    """Catches an export that succeeds and can't be served, of which the user learns from an engine's traceback."""
+    checkpoint = fresh(kind, SETTINGS[format, kind] | change, target, tmp_path / "checkpoint")
+    caplog.clear()
+    export(checkpoint, format, tmp_path / "there", target)
+    notes = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [said in note for note in notes] == [True] if said else notes == []
+
+
+# ── what a folder leaves unsaid ────────────────────────────────────────────────────────────────────────────────────────
+
+MASKS = [("speculators", "peagle"), ("speculators", "dflash"), ("speculators", "dspark"), ("sglang", "dflash"),
+         ("sglang", "dspark"), ("sglang", "domino"), ("deepspec", "dflash"), ("deepspec", "dspark")]  # fmt: skip
+
+
+def _changed(folder: Path, change: Callable[[dict[str, Any]], None], notes: bool = False) -> Path:
+    """A folder from elsewhere, with another config.json; with notes, that of our own export with other notes."""
+    path = folder / ("outrider.json" if notes else "config.json")
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))
+    if not notes:
+        (folder / "outrider.json").unlink()
+    return folder
+
+
+def _no_mask(config: dict[str, Any]) -> None:
+    for place in (config, config.get("dflash_config", {})):
+        if "mask_token_id" in place:
+            place["mask_token_id"] = None
+
+
+@pytest.mark.parametrize(("format", "kind"), MASKS)
+def test_a_mask_that_is_nowhere_is_not_made_up(format, kind, target, made, tmp_path):
+    """Catches a mask of random numbers: the import succeeds, and twice gives two drafters."""
+    there = _changed(export(made(format, kind), format, tmp_path / "there", target), _no_mask)
+    with pytest.raises(ExportError, match="mask_token_id is missing, and .* has no mask token"):
+        import_folder(there, tmp_path / "back", target, format)
+    masked = copy.copy(target)
+    masked.mask_token = 9
+    assert import_folder(there, tmp_path / "back", masked, format).config.mask_token == 9
+
+
+def test_weights_that_nothing_speaks_of_are_not_left_random(target, made, tmp_path):
+    """Catches a setting in our notes whose weights are in no file: learnt queries would be drawn anew in every import."""
+    there = export(made("sglang", "eagle3"), "sglang", tmp_path / "there", target)
+    _changed(there, lambda notes: notes["config"].update(aggregate="metaquery"), notes=True)
+    with pytest.raises(ExportError, match="no values for metaquery.* would stay random"):
+        import_folder(there, tmp_path / "back", target)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
+def test_a_copy_that_was_trained_along_is_refused(name, target, made, tmp_path):
+    """Catches an embedding that moved by little everywhere and is taken for the target's: acceptance falls, unexplained."""
+    there = export(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
+    for away in (0.009, 1e-5):
+        _edit(lambda w, away=away: w.update({name: formats.borrowed(target, name) + away}))(there)
+        with pytest.raises(ExportError, match=f"of its own in {name}, not the target's"):
+            import_folder(there, tmp_path / "back", target)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("loaded", ["float32", "bfloat16"])
+def test_a_copy_in_another_type_is_the_targets(dtype, loaded, folder, target, made, tmp_path):
+    """Catches a comparison too strict for what is released: copies of 16 bits, a target that is itself rounded when loaded."""
+    there = export(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
+    _edit(lambda w: w.update({name: formats.borrowed(target, name).to(dtype) for name in BOTH}))(there)
+    import_folder(there, tmp_path / "back", load_target(folder, dtype=loaded))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_an_embedding_that_was_trained_along_and_left_out_is_missed(kind, target, made, tmp_path):
+    """Catches a file without the embedding that its config says was trained; P-EAGLE's library trains it unless told not to."""
+    there = export(made("speculators", kind), "speculators", tmp_path / "there", target)
+    _changed(there, lambda config: config.update(embed_requires_grad=True) if kind == "eagle3"
+             else config.pop("embed_requires_grad"))  # fmt: skip
+    with pytest.raises(ExportError, match="embedding was trained along"):
+        import_folder(there, tmp_path / "back", target)
+    _edit(lambda w: w.update({"embed_tokens.weight": formats.borrowed(target, "embed_tokens.weight")}))(there)
+    import_folder(there, tmp_path / "back", target)
+
+
+SILENT = {
+    "sample_from_anchor": ("dspark", "anchor_predicts", True),
+    "enable_confidence_head": ("dspark", "confidence", True),
+    "norm_before_residual": ("eagle3", "norm_before_residual", False),
+}
+
+
+@pytest.mark.parametrize("key", SILENT)
+def test_a_key_that_is_missing_means_what_the_formats_own_library_says(key, target, made, tmp_path):
+    """Catches a default of vLLM's reader taken for speculators': a block that is read one slot off."""
+    kind, setting, value = SILENT[key]
+    there = export(made("speculators", kind), "speculators", tmp_path / "there", target)
+    model = import_folder(_changed(there, lambda config: config.pop(key) and None), tmp_path / "back", target)
+    assert getattr(model.config, setting) is value
+
+
+def test_a_p_eagle_of_llamas_layers_is_refused_by_name(target, made, tmp_path):
+    """Catches norms of queries and keys that are missed without a word of why."""
+    there = export(made("speculators", "peagle"), "speculators", tmp_path / "there", target)
+    _changed(there, lambda config: config["transformer_layer_config"].update(model_type="llama"))
+    with pytest.raises(ExportError, match="model_type 'llama'; a P-EAGLE here has Qwen3's"):
+        import_folder(there, tmp_path / "back", target)
+
+
+# ── formats that are only read ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _eagle(target: Any, place: Path, architecture: str, has_bias: bool, **said: Any) -> Path:
+    """EAGLE-1 as it is released, beside the checkpoint that it is made from."""
+    checkpoint = fresh("eagle", {**LAYER, "bias": has_bias}, target, place / "checkpoint")
+    config = released.written(load_model(checkpoint, target).config, 1, target.spec, "llama")
+    embedding = {"embed_tokens.weight": formats.borrowed(target, "embed_tokens.weight").half()}
+    formats.folders.write(
+        place / "there",
+        {**config, "architectures": [architecture], **said},
+        load_file(checkpoint / "model.safetensors") | embedding,
+    )
+    return place / "there"
+
+
+@pytest.mark.parametrize("said", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaForCausalLMEagle"])
+def test_eagle_is_read_as_its_authors_release_it(architecture, bias, said, target, tmp_path):
+    """Catches EAGLE-1 taken for a plain Llama, and a head without bias, which vLLM and most releases have, taken for torn."""
+    there = _eagle(target, tmp_path, architecture, bias, **({"bias": bias} if said else {}))
+    model = import_folder(there, tmp_path / "back", target)
+    assert (model.config.kind, model.config.bias) == ("eagle", bias)
+    own = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    assert own.keys() == weights_of(model).keys()
+    assert all(torch.equal(weight, own[name]) for name, weight in weights_of(model).items())
+    assert generate(target, [[1, 2, 3]], load_drafter(tmp_path / "back", target), max_new_tokens=6)
+
+
+def test_a_bias_that_the_config_speaks_of_is_missed(target, tmp_path):
+    """Catches a torn file that is read as a head without bias."""
+    with pytest.raises(ExportError, match="lacks fc.bias"):
+        import_folder(_eagle(target, tmp_path, "LlamaForCausalLM", False, bias=True), tmp_path / "back", target)
+
+
+def test_eagle3_without_numbers_reads_the_layers_that_its_authors_code_reads(tmp_path):
+    """Catches layers one off, or of another target's depth: of 10 layers those are 1, 10 / 2 - 1 and 10 - 4."""
+    deep = load_target(make_folder(tmp_path / "deep", num_hidden_layers=10))
+    checkpoint = fresh("eagle3", {**LAYER, "taps": [1, 4, 6], "vocabulary": 40}, deep, tmp_path / "checkpoint")
+    there = _changed(export(checkpoint, "sglang", tmp_path / "there", deep), lambda config: config.pop("eagle_config") and None)
+    model, own = import_folder(there, tmp_path / "back", deep), load_model(checkpoint, deep)
+    assert (model.config.kind, model.taps, model.config.qk_norm) == ("eagle3", (1, 4, 6), False)
+    assert all(torch.equal(weight, weights_of(own)[name]) for name, weight in weights_of(model).items())
+
+
+def test_zlabs_dflash_drafts_one_token_less_than_its_block_and_counts_layers_as_we_do(target, made, tmp_path):
+    """Catches vLLM's shift of layers laid over z-lab's numbers, and the anchor's slot taken for one that drafts."""
+    there = _changed(
+        export(made("sglang", "dflash"), "sglang", tmp_path / "there", target),
+        lambda config: config.update(block_size=4, dflash_config={"mask_token_id": 5, "target_layer_ids": [0, 2]}),
+    )
+    model, own = import_folder(there, tmp_path / "back", target, "zlab", "dflash"), load_model(made("sglang", "dflash"), target)
+    assert (model.taps, model.config.block, model.config.anchor_predicts) == ((0, 2), 3, False)
+    assert (model.config.mask_token, model.backbone.width) == (5, 4)
+    assert all(torch.equal(weight, weights_of(own)[name]) for name, weight in weights_of(model).items())
+
+
+# ── how heads turn ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "type": ({"rope_parameters": PLAIN, "rope_scaling": LINEAR}, "rope_scaling is .*linear"),
+    "type, none at the old place": ({"rope_parameters": {**PLAIN, **LINEAR}, "rope_scaling": None}, "rope_scaling is None"),
+    "factor": ({"rope_parameters": {**PLAIN, **LINEAR}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is"),
+    "share": ({"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}, "rope_scaling": None}, "rotary_factor is 1.0"),
+    "share at the top": (
+        {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}, "partial_rotary_factor": 0.25}, "rotary_factor is 0.25",
+    ),
+    "base": ({"rope_parameters": {**PLAIN, "rope_theta": 5e5}}, "rope_theta is 1000000.0"),
+}  # fmt: skip
+AGREEING: dict[str, tuple[dict[str, Any], Any]] = {
+    "new alone": ({"rope_parameters": {**PLAIN, **LINEAR}}, LINEAR),
+    "old alone": ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4}}, LINEAR),
+    "both": ({"rope_parameters": {**PLAIN, **LINEAR}, "rope_scaling": {"type": "linear", "factor": 4}}, LINEAR),
+    "both, the new of the base alone": ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": LINEAR}, LINEAR),
+    "none": ({"rope_parameters": PLAIN, "rope_scaling": None}, None),
+}
+
+
+def _turned(folder: Path, values: dict[str, Any]) -> Path:
+    def change(config: dict[str, Any]) -> None:
+        for key in ("rope_parameters", "rope_scaling", "partial_rotary_factor"):
+            config.pop(key, None)
+        config.update(values)
+
+    return _changed(folder, change)
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_a_config_that_turns_heads_in_two_ways_is_refused(case, target, made, tmp_path):
+    """Catches a draft that turns otherwise here than in the engine it was trained for: transformers lets the old key win."""
+    values, said = CONTRADICTIONS[case]
+    there = _turned(export(made("sglang", "dflash"), "sglang", tmp_path / "there", target), values)
+    with pytest.raises(ExportError, match=f"{said}.*contradicts itself"):
+        import_folder(there, tmp_path / "back", target)
+
+
+@pytest.mark.parametrize("case", AGREEING)
+def test_a_config_that_says_twice_the_same_is_read(case, target, made, tmp_path):
+    """Catches a guard that keeps out what transformers itself has written in its versions."""
+    values, scaling = AGREEING[case]
+    there = _turned(export(made("sglang", "dflash"), "sglang", tmp_path / "there", target), values)
+    config = import_folder(there, tmp_path / "back", target).config
+    assert (config.rope_scaling, config.rope_theta, config.partial_rotary_factor) == (scaling, 1e6, 1.0)
 
 
 # ── damaged folders ────────────────────────────────────────────────────────────────────────────────────────────────────

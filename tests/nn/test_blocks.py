@@ -97,6 +97,13 @@ def test_what_does_not_turn_stays_and_the_rest_is_a_smaller_heads():
     torch.testing.assert_close(turned[..., :8], rotate(x[..., :8], angles(positions, EIGHT)))
 
 
+def test_a_stretch_says_what_context_it_stretches_and_its_factor_is_a_float():
+    """Catches a number that transformers would guess one way and engines another, and a whole factor, at which vLLM ends."""
+    with pytest.raises(ValueError, match="yarn needs original_max_position_embeddings"):
+        LayerConfig(rope_scaling={"rope_type": "yarn", "factor": 4})
+    assert type(LayerConfig(rope_scaling={"rope_type": "linear", "factor": 4}).rope_scaling["factor"]) is float
+
+
 def test_a_stretch_that_depends_on_the_length_is_refused():
     with pytest.raises(ValueError, match="dynamic"):
         LayerConfig(rope_scaling={"rope_type": "dynamic", "factor": 2.0})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import make_folder
 
-from outrider import checkpoint, generate, load_drafter
+from outrider import checkpoint, drafters, generate, load_drafter
+from outrider.config import build
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Drafter
 from outrider.decoding.sampling import Sampling
@@ -225,6 +227,26 @@ def truncate(folder: Path) -> None:
     os.truncate(folder / checkpoint.WEIGHTS, 1000)
 
 
+def deep(folder: Path) -> None:
+    (folder / checkpoint.MANIFEST).write_text('{"a":' + "[" * 99_999 + "]" * 99_999 + "}")
+
+
+class Trap:
+    """Writes a file when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return open, ("/tmp/outrider-was-tricked-by-a-checkpoint", "w")
+
+
+def pickled(folder: Path) -> None:
+    for name in (checkpoint.WEIGHTS, "pytorch_model.bin"):
+        (folder / name).write_bytes(pickle.dumps(Trap()))
+
+
+def norm(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    return change_weights(lambda w: w.update({"backbone.norm.weight": make(w["backbone.norm.weight"])}))
+
+
 def spoil(weights: dict[str, torch.Tensor]) -> None:
     weights["backbone.norm.weight"][3] = float("nan")
 
@@ -254,6 +276,19 @@ DAMAGES = {
     "truncated weights": (truncate, "can't be read"),
     "no weights": (lambda folder: (folder / checkpoint.WEIGHTS).unlink(), "can't be read"),
     "empty weights": (lambda folder: (folder / checkpoint.WEIGHTS).write_bytes(b""), "can't be read"),
+    "version is true": (change_manifest(lambda m: m.update(version=True)), "its version is of type bool, not int"),
+    "kind is a list": (change_manifest(lambda m: m.update(kind=["dspark"])), "its kind is of type list, not str"),
+    "facts are a list": (change_manifest(lambda m: m.update(facts=[1])), "its facts is of type list, not dict"),
+    "training is text": (change_manifest(lambda m: m.update(training="x")), "its training is of type str, not dict"),
+    "deep nesting": (deep, "nested too deeply"),
+    "a key that stands twice": (
+        lambda folder: (folder / checkpoint.MANIFEST).write_text('{"version": 1, "version": 1}'), "'version' stands twice",
+    ),
+    "8 bits": (norm(lambda w: w.to(torch.float8_e4m3fn)), "has 8-bit weights: backbone.norm.weight"),
+    "whole numbers": (norm(lambda w: w.to(torch.int8)), "has wrongly typed weights: backbone.norm.weight"),
+    "imaginary numbers": (norm(lambda w: w.to(torch.complex64) * float("nan")), "has wrongly typed weights: backbone.norm"),
+    "numbers beyond 32 bits": (norm(lambda w: w.double().sign() * 1e300), "has non-finite weights: backbone.norm.weight"),
+    "a pickle": (pickled, "can't be read"),
     "text as weights": (lambda folder: (folder / checkpoint.WEIGHTS).write_text("<html>404</html>"), "can't be read"),
 }  # fmt: skip
 
@@ -267,6 +302,39 @@ def test_a_damaged_checkpoint_is_refused(damage: str, saved: Path, talker: Trans
         load_drafter(saved, talker)
     assert said in str(caught.value)
     assert saved.name in str(caught.value) or str(saved) in str(caught.value)
+    assert not Path("/tmp/outrider-was-tricked-by-a-checkpoint").exists()
+
+
+MAPS = {
+    "out of range": (lambda w: w["head.d2t"].__setitem__(-1, 10_000), "does not belong together"),
+    "twice": (lambda w: w["head.d2t"].__setitem__(1, w["head.d2t"][0] - 1), "does not belong together"),
+    "of fractions": (lambda w: w.update({"head.d2t": w["head.d2t"].double()}), "wrongly typed weights: head.d2t"),
+    "another t2d": (lambda w: w.update({"head.t2d": ~w["head.t2d"]}), "d2t and t2d name different tokens"),
+}
+
+
+@pytest.mark.parametrize("fault", MAPS)
+def test_a_stale_vocabulary_is_refused(fault: str, talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a map from another drafter: every draft would be another token than the head meant."""
+    change, said = MAPS[fault]
+    module = drafters.find("eagle3")
+    layer = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
+    model = module.Model(build(module.Config, {"kind": "eagle3", "vocabulary": 40, "taps": [0], **layer}, "drafter"), talker)
+    checkpoint.save(tmp_path / "c", model)
+    load_drafter(tmp_path / "c", talker)
+    change_weights(change)(tmp_path / "c")
+    with pytest.raises(CheckpointError, match=said):
+        load_drafter(tmp_path / "c", talker)
+
+
+def test_values_that_the_targets_type_cannot_hold_are_refused(folder: Path, tmp_path: Path) -> None:
+    """Catches infinities that come up after the check, when a model is moved to 16 bits."""
+    halves = load_target(folder, dtype="float16")
+    checkpoint.save(tmp_path / "c", make_model(halves))
+    load_drafter(tmp_path / "c", halves)
+    change_weights(lambda w: w["backbone.norm.weight"].fill_(1e6))(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="backbone.norm.weight that float16 can't hold"):
+        load_drafter(tmp_path / "c", halves)
 
 
 @pytest.mark.parametrize(

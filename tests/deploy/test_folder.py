@@ -1,0 +1,199 @@
+"""What a draft's folder says: checked before anything reads it, and read as `outrider import` reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from outrider.deploy import engines, folder
+from outrider.deploy.engines import Wish, command, draft_of
+from outrider.errors import ConfigError, ExportError
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+SGLANG = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {IDS: [3, 5, 9]}}
+ZLAB = {
+    "architectures": ["DFlashDraftModel"],
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 9]},
+}
+DOMINO = {"block_size": 8, "dflash_config": {"projector_type": "domino", "mask_token_id": 7, "target_layer_ids": [1]}}
+OURS = {"version": 1, "kind": "eagle3", "format": "sglang", "config": {}, "target": {"name": "T"}, "taps": [1, 2]}
+
+
+def lying(place: Path, config: Any, manifest: Any = None) -> Path:
+    """A folder that says this."""
+    (place / "config.json").write_text(json.dumps(config))
+    if manifest is not None:
+        (place / "outrider.json").write_text(json.dumps(manifest))
+    return place
+
+
+def test_a_manifest_without_a_kind_leaves_a_folder_to_those_who_know_it(tmp_path: Path) -> None:
+    """Catches a folder of others that is taken for a checkpoint once `verify-export` wrote its finding beside it."""
+    from outrider.cli.deploy import _draft
+
+    config = {"speculators_model_type": "dflash", "block_size": 16, "aux_hidden_state_layer_ids": [2, 10]}
+    lying(tmp_path, config, {"verified": {"vllm 0.32.0": {"is_equal": True}}})
+    found = draft_of(tmp_path, "T", "dflash", "speculators")
+    assert (found.length, found.taps) == (15, (1, 9))
+    assert _draft(str(tmp_path), "T", None, None) == found
+    with pytest.raises(ConfigError, match="name its --kind"):
+        draft_of(tmp_path, "T")
+
+
+def test_an_eagle_under_a_plain_name_is_told_by_its_weights(tmp_path: Path) -> None:
+    """Catches an EAGLE deployed as a small model: its config.json says no more than a Llama's."""
+    import torch
+    from safetensors.torch import save_file
+
+    from outrider.cli.deploy import _draft
+
+    lying(tmp_path, {"architectures": ["LlamaForCausalLM"]})
+    save_file({"fc.weight": torch.ones(1), "layers.0.self_attn.q_proj.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    found = _draft(str(tmp_path), "T", None, None)
+    assert (found.kind, found.format) == ("eagle", "eagle")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"kind": ["a"]}, "['a'] as kind, wanted a text"), ({"kind": None}, "None as kind"), ({"format": 3}, "3 as format"),
+        ({"config": [1]}, "[1] as config, wanted a mapping"), ({"config": "ab"}, "'ab' as config"),
+        ({"target": "T"}, "'T' as target"), ({"target": {"name": 7}}, "7 as target.name"),
+        ({"taps": 3}, "3 as taps, wanted a list"),
+        ({"taps": ["1"]}, "['1'] as taps, wanted a list of whole numbers"),
+        ({"version": 99}, "version 99, this Outrider reads 1"),
+        ({"version": True}, "version True"),
+    ],
+)  # fmt: skip
+def test_a_manifest_that_is_none_is_refused_in_a_sentence(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """Catches a traceback, and a newer manifest that is read as if it were of today."""
+    with pytest.raises(ExportError, match=re.escape(f"outrider.json {'is of' if 'version' in wrong else 'has'} {said}")):
+        draft_of(lying(tmp_path, SGLANG, OURS | wrong))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"eagle_config": [1]}, "[1] as eagle_config, wanted a mapping"), ({"eagle_config": "x"}, "'x' as eagle_config"),
+        ({"eagle_config": {IDS: "135"}}, f"'135' as eagle_config.{IDS}, wanted a list of whole numbers"),
+        ({IDS: [True]}, "[True]"), ({"dflash_config": [1], "block_size": 4}, "[1] as dflash_config"),
+        ({"dflash_config": {"mask_token_id": [7]}}, "[7] as dflash_config.mask_token_id"),
+        ({"block_size": 4.5}, "4.5 as block_size"),
+        ({"speculators_config": 1}, "1 as speculators_config"), ({"medusa_num_heads": "3"}, "'3' as medusa_num_heads"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_a_config_that_no_draft_has_is_refused_in_a_sentence(config: Any, said: str, kind: str, tmp_path: Path) -> None:
+    """Catches a traceback from a config.json of others, whatever it says."""
+    with pytest.raises(ExportError, match=re.escape(said)):
+        command("trtllm", draft_of(lying(tmp_path, config), "T", kind, "sglang"))
+
+
+@pytest.mark.parametrize("name", ["config.json", "outrider.json"])
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, '"a"'])
+def test_a_file_that_holds_no_mapping_is_refused(name: str, text: str, tmp_path: Path) -> None:
+    """Catches a traceback on a torn file, and on one that is nested without end."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ExportError, match=name):
+        draft_of(tmp_path, "T", "eagle3", "sglang")
+
+
+@pytest.mark.parametrize(
+    ("kind", "format", "config", "key", "taps"),
+    [
+        ("eagle3", "sglang", SGLANG, "eagle3_layers_to_capture", [3, 5, 9]),
+        ("eagle3", "eagle", {IDS: [2, 18, 33]}, "eagle3_layers_to_capture", [1, 17, 32]),
+        ("dflash", "zlab", ZLAB, "target_layer_ids", [1, 9]),
+    ],
+)  # fmt: skip
+def test_tensorrt_llm_is_told_the_layers_of_a_folder_from_elsewhere(
+    kind: str, format: str, config: Any, key: str, taps: list[int], tmp_path: Path
+) -> None:
+    """Catches a YAML without them: TensorRT-LLM reads layers of its own choice then, and nearly no draft is kept."""
+    found = command("trtllm", draft_of(lying(tmp_path, config), "T", kind, format))
+    assert yaml.safe_load(found.files["trtllm.yaml"])["speculative_config"][key] == taps
+
+
+def test_layers_that_nobody_tells_are_not_left_to_a_guess(tmp_path: Path) -> None:
+    """Catches the same where config.json says nothing; EAGLE-3 of its authors is guessed right."""
+    with pytest.raises(ConfigError, match=r"does not say which layers .* dflash_config.target_layer_ids"):
+        command("trtllm", draft_of(lying(tmp_path, {"block_size": 16}), "T", "dflash", "zlab"))
+    found = command("trtllm", draft_of(lying(tmp_path, {}), "T", "eagle3", "eagle"))
+    assert "eagle3_layers_to_capture" not in found.files["trtllm.yaml"]
+
+
+@pytest.mark.parametrize("name", ["num_heads", "medusa_num_heads"])
+def test_medusa_is_asked_for_as_many_tokens_as_it_has_heads(name: str, tmp_path: Path) -> None:
+    """Catches vLLM told to draft more than there are heads."""
+    medusa = draft_of(lying(tmp_path, {name: 3}), "T", "medusa", "medusa")
+    assert command("vllm", medusa, None, "0.32.0").settings["num_speculative_tokens"] == 3
+    with pytest.raises(ConfigError, match="it has 3 heads"):
+        command("vllm", medusa, Wish(tokens=4), "0.32.0")
+
+
+def test_a_block_is_not_asked_for_the_slot_of_its_anchor(tmp_path: Path) -> None:
+    """Catches a Domino of 8 slots asked for 8 tokens although the first slot is the anchor's."""
+    domino = draft_of(lying(tmp_path, DOMINO), "T", "domino", "sglang")
+    with pytest.raises(ConfigError, match="one block of 7"):
+        command("sglang", domino, Wish(tokens=8))
+    shifted = DOMINO | {"dflash_config": DOMINO["dflash_config"] | {"shift_label": True}}
+    assert draft_of(lying(tmp_path, shifted), "T", "domino", "sglang").length == 8
+
+
+def everything(kind: str, **more: Any) -> dict[str, Any]:
+    """A config.json that every format finds its own keys in."""
+    layer = {"hidden_size": 16, "vocab_size": 64, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"emb_dim": 4, "gru_hidden_dim": 4, "pure_draft_prefix_len": 1}
+    return {
+        **layer, "transformer_layer_config": {**layer, "model_type": "qwen3"}, "speculators_model_type": kind,
+        "markov_rank": 4, "mask_token_id": 5,
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]}, "block_size": 8, "num_heads": 3,
+        IDS: [1, 3, 5], "aux_hidden_state_layer_ids": [1, 4], "target_layer_ids": [0, 2], "eagle_config": {IDS: [0, 1, 3]},
+        "dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 2], **heads, **more}, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"sample_from_anchor": True}, {"sample_from_anchor": False}, {"shift_label": True}, {"shift_label": False}]
+)
+def test_layers_and_lengths_are_read_as_import_reads_them(more: dict[str, Any]) -> None:
+    """Catches a rule that changes on one side alone: an engine would draft from other layers than we do, or past the block."""
+    from outrider import checkpoint
+    from outrider.export import formats
+
+    target: Any = SimpleNamespace(spec=SimpleNamespace(hidden=16, vocabulary=64, layers=6, name="T"))
+    held = 0
+    for name in formats.formats():
+        for kind, layout in formats.find(name).layouts.items():
+            if layout.settings is None or kind == "small_model":  # which reads no layers and says no length
+                continue
+            config = everything(kind, **more)
+            ours = layout.settings(config, target)
+            assert folder.layers(kind, name, config) == tuple(ours.get("taps", ())), (name, kind)
+            for key in {"block", "heads"} & ours.keys() if kind in (*folder.BLOCKS, "medusa") else {"length"} & ours.keys():
+                if key == "heads" and kind != "medusa":
+                    continue
+                assert folder.length(kind, name, {}, config) == ours[key], (name, kind)
+                held += 1
+    assert held > 8
+    assert all(folder.LAYERS["trtllm", kind] == folder.LAYERS["sglang", kind] for kind in ("eagle3", "dflash"))
+    assert checkpoint.VERSION == folder.VERSION
+
+
+def test_a_checkpoint_is_not_sent_to_a_format_that_is_not_written(tmp_path: Path) -> None:
+    """Catches advice that `outrider export` refuses."""
+    from outrider.export import formats
+
+    writes = {name: any(layout.config for layout in formats.find(name).layouts.values()) for name in formats.formats()}
+    assert sorted(name for name, written in writes.items() if not written) == sorted(engines.READ_ONLY)
+    checkpoint = {key: value for key, value in OURS.items() if key != "format"} | {"kind": "eagle"}
+    with pytest.raises(ConfigError, match="is a checkpoint.*outrider decode") as caught:
+        draft_of(lying(tmp_path, {}, checkpoint))
+    assert "--to" not in str(caught.value)
