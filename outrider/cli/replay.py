@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,11 +17,12 @@ from outrider.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from outrider.evaluate.traffic.latencies import Endpoint
-    from outrider.evaluate.traffic.replay import Replayed
+    from outrider.evaluate.traffic.replay import Plan, Replayed
     from outrider.evaluate.traffic.traces import Trace
 
 
 def replay(
+    context: typer.Context,
     log: Annotated[Path, typer.Argument(help="Recorded requests; docs/replay.md lists the formats.", show_default=False)],
     against: Annotated[
         str | None, typer.Option(metavar="URL[,URL]", help="One server, or two to compare on the same requests.")
@@ -47,7 +49,7 @@ def replay(
         str | None, typer.Option("--key-from", metavar="VARIABLE", help="Environment variable that holds the key.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Gets calls.jsonl and replay.json.")] = None,
-    over: Annotated[bool, typer.Option("--over", help="Write over a folder that is there.")] = False,
+    over: Annotated[bool, typer.Option("--over", help="Write over what is there.")] = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the log in Outrider's format.")] = None,
     redact: Annotated[bool, typer.Option("--redact", help="What is written holds hashes and lengths, no text.")] = False,
     skip_bad: SkipBad = False,
@@ -56,26 +58,40 @@ def replay(
     """Send recorded traffic to a server, or to two side by side, and time the answers."""
     place_of_json(json_to)
     from outrider.evaluate.traffic import traces
-    from outrider.evaluate.traffic.replay import Plan
-    from outrider.evaluate.traffic.replay import replay as send
+    from outrider.evaluate.traffic.replay import Plan, check_servers
 
     urls = [url.strip() for url in (against or "").split(",") if url.strip()]
-    if not urls and save is None:
-        raise ConfigError("nothing to do; name a server with --against URL, or a file with --save FILE")
     plan = Plan(
         speed, rate, concurrency, split, calls, warmup, model, max_tokens, greedy, ignore_eos, completions, limits(slo),
         retries, timeout, seed, redact,
     )  # fmt: skip
+    plan.check()
+    if urls:
+        check_servers(urls)
+    elif save is None:
+        raise ConfigError("nothing to do; name a server with --against URL, or a file with --save FILE")
+    else:
+        _refuse_idle(context)
+    _refuse_places(log, save, out, json_to, over)
+    key = key_of(key_from)
     trace = traces.read(log, format, skip_bad)
     _describe(trace)
+    if urls:
+        plan.check(trace)
     if save is not None:
-        count = traces.write(save, trace.calls(), redact)
+        count = traces.write(save, islice(trace.calls(), calls), redact)
         _say(f"{count} calls written to {save}" + (", redacted" if redact else ""))
-    if not urls:
-        return
-    key = key_of(key_from)
-    plan.check(trace)
-    total = min(trace.size, calls or trace.size)
+    if urls:
+        _send(trace, urls, plan, out, over, key, json_to)
+
+
+def _send(
+    trace: Trace, urls: list[str], plan: Plan, out: Path | None, over: bool, key: str | None, json_to: str | None
+) -> None:  # fmt: skip
+    """Send the calls, say what came of them, and write it where it was asked for."""
+    from outrider.evaluate.traffic.replay import replay as send
+
+    total = min(trace.size, plan.limit or trace.size)
     _say(f"{total} calls by {plan.mode}, to {' and '.join(_shown(url) for url in urls)}{_length(trace, plan, total)}")
     shown = bar("calls", total) if console.note.is_terminal else nullcontext(None)
     with shown as update:
@@ -89,6 +105,36 @@ def replay(
         raise SystemExit(130)
     if not any(endpoint.answered for endpoint in result.endpoints):
         raise DataError("no call was answered; the table says why, and --out FOLDER keeps what each was told")
+
+
+SAVING = {"log", "format", "calls", "over", "save", "redact", "skip_bad"}
+"""What has an effect where nothing is sent."""
+
+
+def _refuse_idle(context: typer.Context) -> None:
+    """ConfigError where an option was given that has no effect with --save alone."""
+    given = lambda name: getattr(context.get_parameter_source(name or ""), "name", None) == "COMMANDLINE"
+    idle = [option.opts[0] for option in context.command.params if option.name not in SAVING and given(option.name)]
+    if idle:
+        has = "has" if len(idle) == 1 else "have"
+        named = ", ".join(idle)
+        raise ConfigError(f"{named} {has} no effect with --save alone; leave out, or name a server with --against URL")
+
+
+def _refuse_places(log: Path, save: Path | None, out: Path | None, json_to: str | None, over: bool) -> None:
+    """ConfigError where a result would be written onto the log that is read, DataError where onto what is there."""
+    places = [] if json_to is None or json_to == "-" else [("--json", Path(json_to))]
+    if save is not None:
+        places += [("--save", save), ("--save", save.with_name(save.name + ".part"))]
+    if out is not None:
+        names = ("calls.jsonl", "calls.jsonl.part", "replay.json", "replay.json.part")
+        places += [("--out", out / name) for name in names]
+    for option, place in places:
+        if place.exists() and log.exists() and place.samefile(log):
+            raise ConfigError(f"{option} would write {place}, which is the log that is read; name another place")
+    for kind, wanted in (("file", save), ("folder", out)):
+        if wanted is not None and wanted.exists() and not over:
+            raise DataError(f"{wanted} is there already; name another {kind}, or write over it with --over")
 
 
 def limits(text: str | None) -> dict[str, float]:
@@ -124,7 +170,7 @@ def _describe(trace: Trace) -> None:
         _say(f"{trace.num_synthetic} calls are synthetic text of the log's lengths: acceptance means nothing")
 
 
-def _length(trace: Trace, plan: Any, total: int) -> str:
+def _length(trace: Trace, plan: Plan, total: int) -> str:
     """How long it will take, where that is known before."""
     if plan.rate is not None:
         return f", about {total / plan.rate:.0f} s"

@@ -36,6 +36,10 @@ def watch(
     drafter: Annotated[
         str | None, typer.Option(help="Whose rows of the report; without it those it speaks of first.", show_default=False)
     ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Of the traffic: which rows of the report; without it those it speaks of first.", show_default=False),
+    ] = None,
     every: Annotated[float, typer.Option(help="Seconds between two readings.")] = 5.0,
     for_s: Annotated[float | None, typer.Option("--for", help="Stop after so many seconds.", show_default=False)] = None,
     once: Annotated[bool, typer.Option("--once", help="One reading: since the server started, or over --for seconds.")] = False,
@@ -56,9 +60,11 @@ def watch(
     if release is not None:
         from outrider.evaluate.report import Report
 
-        promised = release_of(Report.load(release), drafter)
+        promised = release_of(Report.load(release), drafter, temperature)
     elif drafter is not None:
         raise ConfigError(f"--drafter {drafter} has no effect without --release; name the report that holds it")
+    elif temperature is not None:
+        raise ConfigError(f"--temperature {temperature:g} has no effect without --release; name the report that holds it")
     found, is_outside = _once(url, promised, for_s) if once else _live(url, promised, every, for_s, log)
     write_json(json_to, found)
     if is_outside:
@@ -80,11 +86,17 @@ def _once(url: str, promised: Release | None, for_s: float | None) -> tuple[dict
     window = Window(time.monotonic() - began if for_s is not None else age, counters.since(before))
     over = f"the last {for_s:g} s" if for_s is not None else "since it started"
     console.out.print(f"watch     {counters.server} at {_address(url)}, {over}", highlight=False, soft_wrap=True)
+    _say_release(promised)
     console.out.print(_table([(over, window)], promised))
     side = None if promised is None else standing(window, promised)
     console.out.print(_loose(_standing_said(side, window, promised)))
     found = {"server": counters.server, "running": counters.running, "waiting": counters.waiting, "verdict": VERDICTS[side]}
     return found | {"window": window.json(), "release": _release_json(promised)}, side in (-1, 1)
+
+
+def _say_release(promised: Release | None) -> None:
+    if promised is not None:
+        console.out.print(f"release   {promised.said}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _standing_said(side: int | None, window: Window, promised: Release | None) -> Text:
@@ -117,6 +129,7 @@ def _live(
         first = scrape(url, client)  # who is not there at first is not waited for
         state.add(time.time(), first)
         console.out.print(f"watch     {first.server} at {_address(url)}, every {every:g} s; Ctrl-C ends it", highlight=False)
+        _say_release(promised)
         began = time.monotonic()
         end = began + for_s if for_s is not None else None
         with Live(console=console.out, auto_refresh=False, transient=False) as screen:
@@ -125,8 +138,10 @@ def _live(
                 while True:
                     looks += 1
                     due = began + looks * every
-                    if end is not None and due > end + every / 2:
-                        break
+                    if end is not None:
+                        if due > end + every / 2 and view is not None:
+                            break
+                        due = min(due, end)  # the last reading, and the only one where --for is shorter than --every
                     time.sleep(max(0.0, due - time.monotonic()))
                     try:
                         view = state.add(time.time(), scrape(url, client))
@@ -259,7 +274,7 @@ def _release_json(promised: Release | None) -> dict[str, Any] | None:
         return None
     center, low, high = promised.tokens_per_step
     return {
-        "drafter": promised.drafter, "prompts": promised.prompts,
+        "drafter": promised.drafter, "temperature": promised.temperature, "prompts": promised.prompts,
         "tokens_per_step": {"center": center, "low": low, "high": high},
         "by_depth": [interval._asdict() for interval in promised.by_depth],
     }  # fmt: skip

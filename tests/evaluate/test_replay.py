@@ -27,12 +27,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from benchmarks import traffic
 from outrider.cli.replay import limits
 from outrider.cli.replay import replay as verb
 from outrider.errors import ConfigError, DataError
 from outrider.evaluate.traffic import latencies, replay, traces
 from outrider.evaluate.traffic.latencies import Gaps, Outcome, Tally
-from outrider.evaluate.traffic.replay import Plan, Replayed, dues, first_difference, pause_s
+from outrider.evaluate.traffic.replay import Plan, Replayed, dues, first_difference, is_worth_another, pause_s
 from outrider.evaluate.traffic.stream import Answer, Client, Events, address_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -273,13 +274,35 @@ def test_a_fault_stops_the_replay_and_what_came_is_kept(concurrency: int | None,
         return real(row, name)
 
     trace, plan = dataclasses.replace(trace, parse=changed), Plan(concurrency=concurrency)
-    with pytest.raises(ValueError, match="not JSON any more"):
+    with pytest.raises(DataError, match=r"log\.jsonl:20: not JSON any more; .*changed"):
         replay.replay(trace, [plain.url], plan, folder=tmp_path / "out")
     kept = json.loads((tmp_path / "out" / "replay.json").read_text())
     lines = (tmp_path / "out" / "calls.jsonl").read_text().splitlines()
     # the last call before the fault may not have been sent yet
     assert not kept["is_whole"] and kept["not_sent"] in (11, 12)
     assert len(lines) == kept["endpoints"][0]["sent"] == 30 - kept["not_sent"]
+
+
+def test_a_log_that_changes_under_the_verb_is_one_sentence_and_no_traceback(plain: Stub, tmp_path: Path) -> None:
+    """Catches an error that main() does not know: a log that is cut short while it is sent, as one that is rotated."""
+    # longer than what a file reads ahead
+    rows = [{"prompt": "x" * 50_000, "timestamp": 5 * number} for number in range(3)]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(row | {"model": "stub"}) + "\n" for row in rows))
+    code = "import sys; from outrider.cli import main; sys.argv[0] = 'outrider'; main()"
+    command = [sys.executable, "-c", code, "replay", str(path), "--against", plain.url, "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        while "about 10 s" not in (line := process.stdout.readline()):
+            assert line, "it ended before it began"
+        os.truncate(path, path.read_text().index("\n") + 1)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 1 and "Traceback" not in said
+    assert f"error {path}:" in said and "use a copy" in said
+    assert not json.loads((tmp_path / "out" / "replay.json").read_text())["is_whole"]
 
 
 def test_a_full_disk_ends_the_replay_with_its_own_error(plain: Stub, tmp_path: Path) -> None:
@@ -433,6 +456,16 @@ def test_a_pause_doubles_and_does_what_the_server_says() -> None:
         assert 0.25 * attempt <= min(found) < max(found) <= 0.75 * attempt
     assert pause_s(Answer(0.0, retry_after_s=2.5), 1, noise) == 2.5
     assert pause_s(Answer(0.0, retry_after_s=3600), 1, noise) is None
+    assert pause_s(Answer(0.0, retry_after_s=30.5), 1, noise) is None
+
+
+def test_what_is_sent_again_is_what_the_page_says() -> None:
+    """Catches a page that names other statuses than the code does."""
+    page = (ROOT / "docs" / "replay.md").read_text()
+    again = [status for status in range(200, 600) if is_worth_another(Answer(0.0, status=status, failure=f"HTTP {status}"))]
+    assert again == [200, 408, 429, 500, 502, 503, 504]
+    assert "408, 429, 500, 502, 503, 504, or a 200 whose stream" in page and "Retry-After above 30 s is not" in page
+    assert is_worth_another(Answer(0.0, status=200, failure="the stream ended without a word"))
 
 
 def test_calls_that_warm_up_are_accounted_for_and_not_timed(plain: Stub, tmp_path: Path) -> None:
@@ -714,7 +747,15 @@ def test_a_server_that_answers_nothing_is_an_error_and_its_model_is_said(plain: 
         (("--against", "URL", "--slo", "ttft"), ConfigError, "milliseconds"),
         (("--against", "URL", "--slo", "mood=1"), ConfigError, "no limit 'mood'"),
         (("--against", "URL", "--key-from", "ABSENT_KEY"), ConfigError, "no such environment variable"),
-        (("--against", "URL,URL,URL"), ConfigError, "3 servers"),
+        (("--against", "URL", "--slo", "ttft=nan,tpot=5"), ConfigError, "--slo ttft=nan; wanted"),
+        (("--against", "URL", "--slo", "ttft=5,tpot=-1"), ConfigError, "--slo tpot=-1; wanted"),
+        (("--against", "URL", "--slo", "e2e=inf"), ConfigError, "above 0"),
+        (("--against", "URL", "--calls", "-3"), ConfigError, "--calls -3; wanted"),
+        (("--against", "URL", "--timeout", "0"), ConfigError, "--timeout 0"),
+        (("--against", "URL", "--retries", "-1"), ConfigError, "--retries -1"),
+        (("--against", "URL,URL,URL", "--save", "SAVED"), ConfigError, "3 servers; wanted one, or two"),
+        (("--against", "URL", "--rate", "0", "--save", "SAVED"), ConfigError, "above 0"),
+        (("--against", "URL", "--json", "LOG"), ConfigError, "--json would write LOG, which is the log"),
         (("--against", "127.0.0.1:9"), DataError, "is it running"),
         (("--against", "URL", "--json", "absent/x.json"), DataError, "no such folder"),
     ],
@@ -723,9 +764,82 @@ def test_what_can_not_be_done_is_said_before_anything_is_sent(
     arguments: tuple[str, ...], kind: type[Exception], said: str, plain: Stub, tmp_path: Path
 ) -> None:
     before = len(httpx.get(plain.url + "/received").json())
-    done = run(log(tmp_path, 3).path, *(part.replace("URL", plain.url) for part in arguments), "--out", tmp_path / "out")
-    assert isinstance(done.exception, kind) and said in str(done.exception)
-    assert not (tmp_path / "out").exists() and len(httpx.get(plain.url + "/received").json()) == before
+    path, saved = log(tmp_path, 3).path, tmp_path / "saved.jsonl"
+    named = lambda part: part.replace("URL", plain.url).replace("LOG", str(path)).replace("SAVED", str(saved))
+    done = run(path, *map(named, arguments), "--out", tmp_path / "out")
+    assert isinstance(done.exception, kind) and named(said) in str(done.exception)
+    assert not (tmp_path / "out").exists() and not saved.exists()
+    assert len(httpx.get(plain.url + "/received").json()) == before
+
+
+def test_a_file_that_is_there_is_written_over_only_with_over(tmp_path: Path) -> None:
+    """Catches a --save that takes what somebody kept."""
+    path, saved = log(tmp_path, 3).path, tmp_path / "saved.jsonl"
+    saved.write_text("precious")
+    done = run(path, "--save", saved)
+    assert isinstance(done.exception, DataError) and "--over" in str(done.exception) and saved.read_text() == "precious"
+    assert run(path, "--save", saved, "--over").exit_code == 0
+    assert traces.read(saved).size == 3
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "link.jsonl", "twin.jsonl", "part"])
+def test_the_log_that_is_read_is_never_written_onto(name: str, tmp_path: Path) -> None:
+    """Catches a log that its own copy replaces, redacted and cut to one call: by its name, by another, or on the way."""
+    path = log(tmp_path, 3).path
+    (tmp_path / "link.jsonl").symlink_to(path)
+    os.link(path, tmp_path / "twin.jsonl")
+    if name == "part":  # what is written stands there until it is whole
+        path = path.rename(tmp_path / "part.part")
+    before = path.read_bytes()
+    done = run(path, "--save", tmp_path / name, "--redact", "--calls", "1", "--over")
+    assert isinstance(done.exception, ConfigError) and "the log that is read" in str(done.exception)
+    assert path.read_bytes() == before
+
+
+def test_over_does_not_take_a_log_out_of_the_folder_that_is_written(plain: Stub, tmp_path: Path) -> None:
+    """Catches a log named as our own file is, which --over deletes before it is read."""
+    path = log(tmp_path, 3).path.rename(tmp_path / "calls.jsonl")
+    done = run(path, "--against", plain.url, "--out", tmp_path, "--over")
+    assert isinstance(done.exception, ConfigError) and traces.read(path).size == 3
+
+
+def test_saving_takes_as_many_calls_as_were_asked_for(tmp_path: Path) -> None:
+    """Catches --calls that sends a few and saves all."""
+    path, saved = log(tmp_path, 5).path, tmp_path / "saved.jsonl"
+    done = run(path, "--save", saved, "--calls", "2")
+    assert done.exit_code == 0 and "2 calls written" in done.output
+    assert [call.id for call in traces.read(saved).calls()] == ["call0", "call1"]
+
+
+def test_options_that_saving_alone_ignores_are_refused_by_name(tmp_path: Path) -> None:
+    """Catches a copy that is taken for greedy, cut or reported, and is none of it; --redact and --format do have an effect."""
+    path, saved = log(tmp_path, 2).path, tmp_path / "saved.jsonl"
+    idle = {
+        "--max-tokens": ["5"], "--greedy": [], "--out": [str(tmp_path / "out")], "--json": [str(saved)], "--speed": ["1"],
+        "--key-from": ["HOME"], "--slo": ["ttft=5"], "--split": [],
+    }  # fmt: skip
+    for option, value in idle.items():
+        done = run(path, "--save", saved, option, *value)
+        assert isinstance(done.exception, ConfigError) and f"{option} has no effect" in str(done.exception)
+    done = run(path, "--save", saved, "--greedy", "--max-tokens", "5")
+    assert "--max-tokens, --greedy have no effect" in str(done.exception)
+    assert not saved.exists()
+    assert run(path, "--save", saved, "--redact", "--format", "raw", "--skip-bad").exit_code == 0
+
+
+def test_a_log_that_changes_while_it_is_saved_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches half a copy that looks whole."""
+    path, saved, real = log(tmp_path, 3).path, tmp_path / "saved.jsonl", traces.read
+
+    def read_then_cut(*rest: Any) -> traces.Trace:
+        trace = real(*rest)
+        os.truncate(path, 10)
+        return trace
+
+    monkeypatch.setattr(traces, "read", read_then_cut)
+    done = run(path, "--save", saved)
+    assert isinstance(done.exception, DataError) and f"{path}:1: " in str(done.exception)
+    assert [file.name for file in tmp_path.iterdir()] == ["log.jsonl"]
 
 
 def test_a_log_without_times_wants_a_rate(plain: Stub, tmp_path: Path) -> None:
@@ -763,6 +877,33 @@ def test_no_torch_is_loaded() -> None:
     """Catches an import that makes a replay wait for torch, and hold its 300 MB."""
     code = "import outrider.evaluate.traffic.replay, outrider.cli.replay, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_benchmark_fails_when_a_promise_is_false(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a benchmark that prints "false" and exits 0; planted: a call that is lost, lateness, memory that grows."""
+    kept = json.loads((ROOT / "benchmarks" / "results" / "replay.json").read_text())
+    assert all(traffic.promises(kept).values())
+    for part, name, value in (
+        ("schedule", "memory_mib", {"after_a_quarter": 60, "at_the_end": 69}), ("schedule", "memory_mib", None),
+        ("death", "not_accounted_for", 1), ("schedule", "sent_after_due_ms", {"p99": 11.0}),
+    ):  # fmt: skip
+        found = kept | {part: kept[part] | {name: value}}
+        assert sum(not is_kept for is_kept in traffic.promises(found).values()) == 1
+        monkeypatch.setattr(traffic, "schedule", lambda *_, found=found: found["schedule"])
+        monkeypatch.setattr(traffic, "death", lambda *_, found=found: found["death"])
+        monkeypatch.setattr(traffic, "READERS", {})
+        monkeypatch.setattr(sys, "argv", ["traffic.py", "--out", str(tmp_path / "found.json")])
+        with pytest.raises(SystemExit, match="not kept: "):
+            traffic.main()
+        assert not all(json.loads((tmp_path / "found.json").read_text())["promises"].values())
+    monkeypatch.setattr(traffic, "schedule", lambda *_: kept["schedule"])
+    monkeypatch.setattr(traffic, "death", lambda *_: kept["death"])
+    traffic.main()
+
+
+def test_memory_is_read_after_a_quarter_and_at_the_end() -> None:
+    assert traffic.memory([2**20 * size for size in (10, 20, 30, 40)]) == {"after_a_quarter": 20, "at_the_end": 40}
+    assert traffic.memory([1, 2, 3]) is None
 
 
 def test_limits_are_in_milliseconds() -> None:

@@ -189,6 +189,45 @@ def test_a_bad_row_is_named_by_its_line_or_counted(said: str, tmp_path: Path) ->
     assert len(list(trace.calls())) == 2
 
 
+CHANGES = {
+    "not JSON": "{", "not JSON ": "", "without messages": json.dumps({"t": 1, "body": {}}), "no 'body'": json.dumps({"t": 1}),
+    "no call with a time": json.dumps({"body": CHAT}), "not UTF-8": '{"t": 1, "body": "\udcff"}',
+    "an answer that is no text": json.dumps({"t": 1, "body": CHAT, "meta": {"answer": 1}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", CHANGES)
+def test_a_row_that_changed_since_the_first_reading_is_named_by_its_line(said: str, tmp_path: Path) -> None:
+    """Catches a traceback in the middle of a replay, and a row that is sent though the first reading would have refused it."""
+    path = log(tmp_path, [{"t": 0, "body": CHAT}, {"t": 1, "body": CHAT}])
+    trace = read(path)
+    first = path.read_bytes().splitlines()[0]
+    path.write_bytes(first + b"\n" + CHANGES[said].encode("utf-8", "surrogateescape"))
+    calls = trace.calls()
+    assert next(calls).at_s == 0
+    with pytest.raises(DataError, match=rf"log\.jsonl:2: .*{said.strip()}.*changed meanwhile; use a copy"):
+        next(calls)
+
+
+def test_a_row_that_asks_nothing_any_more_or_a_log_that_is_gone_is_named_too(tmp_path: Path) -> None:
+    """Catches a call that is dropped in silence, and "no such file" without what to do."""
+    turns = [{"from": "human", "value": "Hi"}]
+    path = log(tmp_path, [{"conversations": turns}])
+    trace = read(path)
+    log(tmp_path, [{"conversations": []}])
+    with pytest.raises(DataError, match=r"log\.jsonl:1: no call in it; .*changed"):
+        list(trace.calls())
+    burst = tmp_path / "log.csv"
+    burst.write_text(BURST)
+    trace = read(burst)
+    burst.write_text(BURST.replace("600,20,620", "600,00,600"))
+    with pytest.raises(DataError, match=r"log\.csv:2: it failed in the log; .*changed"):
+        list(trace.calls())
+    burst.unlink()
+    with pytest.raises(DataError, match=r"log\.csv: No such file.*use a copy"):
+        list(trace.calls())
+
+
 @pytest.mark.parametrize(
     "bad",
     [

@@ -163,6 +163,26 @@ def test_the_release_is_read_from_all_tasks_of_the_drafter() -> None:
         release_of(Report(target="t"))
 
 
+HOT = dict(temperature=1, speedup=0.5)
+
+
+def test_the_temperature_says_which_rows_are_the_promise() -> None:
+    """Catches traffic that samples and is judged by greedy rows for ever: those are shown exact, so they come first."""
+    cold, hot = ([{"id": str(k), "tokens": tokens, "steps": 10} for k in range(9)] for tokens in (30, 20))
+    rows = (row(cold, exact=True), row(hot, **HOT), row(cold, drafter="other", temperature=0.7, speedup=3.0))
+    found = Report(target="t", rows=rows)
+    for asked, temperature, center in ((None, 0, 3), (0, 0, 3), (1, 1, 2)):
+        release = release_of(found, "ngram", asked)
+        assert (release.temperature, release.tokens_per_step.center) == (temperature, center)
+        assert release.other_temperatures == (1 - temperature,)
+    assert release_of(found).said == "ngram at temperature 0, 9 prompts; the report also has temperature 1"
+    assert release_of(found, temperature=0.7).said == "other at temperature 0.7, 9 prompts"
+    with pytest.raises(DataError, match=r"no row of ngram at temperature 0.7; it has: 0, 1; choose"):
+        release_of(found, "ngram", 0.7)
+    with pytest.raises(DataError, match=r"no row at temperature 2; it has: 0, 0.7, 1; choose"):
+        release_of(found, temperature=2)
+
+
 def test_depths_of_the_release_are_counted_as_servers_count_them() -> None:
     """Catches steps without a draft in the denominator, and short drafts left out of it: of 10 drafts 6 kept one, 2 two."""
     histogram = ((50,), (3, 2), (1, 2, 2))
@@ -378,6 +398,38 @@ def test_one_look_exits_with_one_when_outside_and_zero_inside(start: Any, tmp_pa
     assert json.loads((tmp_path / "found.json").read_text())["window"]["steps"] < over["steps"] / 2
 
 
+def test_a_server_that_samples_is_judged_by_rows_that_sample(start: Any, tmp_path: Path) -> None:
+    """Catches an alarm that never ends, a promise that the screen and the JSON do not name."""
+    cold, hot = report(400, exact=True).rows[0], report(400, seed=1, temperature=1, speedup=1.0).rows[0]
+    per_prompt = [prompt.model_dump() | {"tokens": round(prompt.steps * 1.6)} for prompt in hot.per_prompt]
+    place = Report(target="t", rows=(cold, row(per_prompt, **HOT))).save(tmp_path)
+    url, kept = start(1.6).url, tmp_path / "found.json"
+    words = (url, "--release", str(place), "--json", str(kept))
+    for more, code, temperature in ((["--once"], 1, 0), (["--once", "--temperature", "1"], 0, 1),
+                                    (["--for", "0.2", "--every", "0.1", "--temperature", "1"], 0, 1)):  # fmt: skip
+        found, said = run(*words, *more)
+        assert found == code and f"release   ngram at temperature {temperature}, 400 prompts" in said
+        release = json.loads(kept.read_text())["release"]
+        assert (release["drafter"], release["temperature"]) == ("ngram", temperature)
+        assert f"the report also has temperature {1 - temperature}" in said
+
+
+@pytest.mark.parametrize(("for_s", "every", "most"), [(0.3, 10, 1), (0.5, 0.2, 3)])
+def test_a_reading_is_taken_by_the_end_however_seldom_they_are(
+    for_s: float, every: float, most: int, start: Any, tmp_path: Path
+) -> None:
+    """Catches a watch that ends well and never looked, and one that goes on beyond its time."""
+    log, kept = tmp_path / "log.jsonl", tmp_path / "found.json"
+    began = time.monotonic()
+    words = ("--every", str(every), "--for", str(for_s), "--log", str(log), "--json", str(kept))
+    assert run(start(2.0).url, *words)[0] == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert 1 <= len(lines) <= most and lines[-1]["minute"]["steps"] > 0
+    assert json.loads(kept.read_text())["minute"] == lines[-1]["minute"]
+    assert sum(line["minute"]["seconds"] for line in lines[-1:]) == pytest.approx(for_s, abs=0.15)
+    assert time.monotonic() - began < for_s + 5
+
+
 def test_a_watch_outlives_the_server_and_goes_on_when_it_is_back(start: Any, tmp_path: Path) -> None:
     """Catches a dashboard that dies with what it watches; and a drop after the restart must still be noticed."""
     place, log = report(400).save(tmp_path), tmp_path / "log.jsonl"
@@ -414,7 +466,9 @@ def test_a_watch_outlives_the_server_and_goes_on_when_it_is_back(start: Any, tmp
 @pytest.mark.parametrize(
     ("words", "kind", "said"),
     [(["--every", "0"], ConfigError, "at least 0.1 s"), (["--once", "--log", "x"], ConfigError, "no effect"),
-     (["--drafter", "ngram"], ConfigError, "without --release"), (["--release", "nowhere"], DataError, "no report"),
+     (["--drafter", "ngram"], ConfigError, "without --release"),
+     (["--temperature", "1"], ConfigError, "--temperature 1 has no effect without --release"),
+     (["--release", "nowhere"], DataError, "no report"),
      (["--log", "/nowhere/x"], DataError, "can't write"), ([], DataError, "is the server running")],
 )  # fmt: skip
 def test_wrong_use_is_one_clear_sentence(words: list[str], kind: type[Exception], said: str) -> None:

@@ -6,8 +6,9 @@ server and then the other, the first place alternating again.  Texts go to a fil
 other server's answer takes; of every call only numbers stay.
 
 What was sent is always `answered + failed + cut off`, by server and by reason.  A call fails when nothing of its answer came,
-and is cut off when something did.  A failed call is sent again where that may help (no connection, 429, 500, 502, 503, 504),
-up to `retries` times, after what Retry-After says or after a pause that doubles; one that was cut off or timed out is not.
+and is cut off when something did.  A failed call is sent again where that may help (no connection, 408, 429, 500, 502, 503,
+504, a stream that ended before its first text), up to `retries` times, after what Retry-After says or after a pause that
+doubles; one that was cut off, timed out or is told to wait longer than `LONGEST_PAUSE_S` is not.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ from outrider.evaluate.traffic.stream import Address, Answer, Client, Stopped, a
 from outrider.evaluate.traffic.traces import Call, Trace, keyed
 
 LIMITS = ("ttft", "tpot", "e2e")
+OPTIONS = {
+    "speed": "--speed", "rate": "--rate", "concurrency": "--concurrency", "limit": "--calls", "max_tokens": "--max-tokens",
+    "timeout_s": "--timeout",
+}  # fmt: skip
+"""Numbers of a plan that are above 0, and what they are called on the command line."""
 PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 """A Retry-After beyond it is a refusal."""
@@ -86,23 +92,25 @@ class Plan:
     redact: bool = False
     """What is written of answers: a keyed hash and a length."""
 
-    def check(self, trace: Trace) -> None:
-        """ConfigError where the plan can't be followed."""
-        for name in ("speed", "rate", "concurrency", "limit", "max_tokens", "timeout_s"):
+    def check(self, trace: Trace | None = None) -> None:
+        """ConfigError where the plan can't be followed; without `trace`, with any log at all."""
+        for name, option in OPTIONS.items():
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{name} {value}; wanted a number above 0")
+                raise ConfigError(f"{option} {value}; wanted a number above 0")
         if self.warmup < 0 or self.retries < 0:
-            raise ConfigError(f"warmup {self.warmup}, retries {self.retries}; wanted 0 or more")
+            raise ConfigError(f"--warmup {self.warmup}, --retries {self.retries}; wanted 0 or more")
         if self.rate is not None and self.concurrency is not None:
             raise ConfigError("a rate and a concurrency were both given; a rate sends whatever is under way, choose one")
         if self.speed != 1 and (self.rate is not None or self.concurrency is not None):
             raise ConfigError("a speed was given beside a rate or a concurrency, which leave no time of the log; choose one")
-        if self.rate is None and self.concurrency is None and not trace.has_times:
-            raise ConfigError(f"{trace.path} has no times ({trace.format}); give a --rate or a --concurrency")
-        for name in self.slo:
+        for name, limit in self.slo.items():
             if name not in LIMITS:
                 raise ConfigError(f"no limit {name!r}; choose from {', '.join(LIMITS)}")
+            if not 0 < limit < math.inf:
+                raise ConfigError(f"--slo {name}={limit * 1e3:g}; wanted a number of milliseconds above 0")
+        if trace is not None and self.rate is None and self.concurrency is None and not trace.has_times:
+            raise ConfigError(f"{trace.path} has no times ({trace.format}); give a --rate or a --concurrency")
 
     @property
     def mode(self) -> str:
@@ -208,8 +216,7 @@ def replay(
     """
     plan = plan or Plan()
     plan.check(trace)
-    if not 1 <= len(urls) <= 2:
-        raise ConfigError(f"{len(urls)} servers; wanted one, or two to compare")
+    check_servers(urls)
     servers = [server_at(url, key) for url in urls]
     file = None if folder is None else _opened(folder, over)
     _allow_connections()
@@ -236,6 +243,14 @@ def replay(
     if run.fault is not None:
         raise run.fault
     return result
+
+
+def check_servers(urls: Sequence[str]) -> None:
+    """ConfigError unless they are the addresses of one server or of two."""
+    if not 1 <= len(urls) <= 2:
+        raise ConfigError(f"{len(urls)} servers; wanted one, or two to compare: replay more of them two by two")
+    for url in urls:
+        address_of(url)
 
 
 def server_at(url: str, key: str | None = None) -> Server:

@@ -82,19 +82,29 @@ class Trace:
     parse: Parse = field(default=lambda row, name: [], repr=False)
 
     def calls(self) -> Iterator[Call]:
-        """Every call, in the order of their times."""
+        """Every call, in the order of their times.  DataError names the line of a row that changed since the first reading."""
         if self.rows is not None:
             for place, line in zip(self.places, self.lines, strict=True):
-                yield from self._timed(self.parse(self.rows[place], str(line)))
+                yield from self._again(functools.partial(self.rows.__getitem__, place), line)
             return
-        with self.path.open("rb") as file:
+        try:
+            file = self.path.open("rb")
+        except OSError as error:
+            raise DataError(f"{self.path}: {error.strerror}; {CHANGED}") from None
+        with file:
             for place, line in zip(self.places, self.lines, strict=True):
                 file.seek(place)
-                row = _decoded(file.readline(), self.columns)
-                yield from self._timed(self.parse(row, str(line)))
+                yield from self._again(lambda: _decoded(file.readline(), self.columns), line)
 
-    def _timed(self, calls: list[Call]) -> list[Call]:
-        return [replace(call, at_s=None if call.at_s is None else call.at_s - self.start) for call in calls]
+    def _again(self, read: Callable[[], Any], line: int) -> list[Call]:
+        """What the row asks, its times counted from the first call."""
+        try:
+            calls = _parsed(self.parse, read(), line)
+            if not calls or (self.has_times and any(call.at_s is None for call in calls)):
+                raise ValueError("no call with a time" if calls else "no call in it")
+            return [replace(call, at_s=None if call.at_s is None else call.at_s - self.start) for call in calls]
+        except (*UNREADABLE, _Unanswered) as error:
+            raise DataError(f"{self.path}:{line}: {_said_of(error)}; {CHANGED}") from None
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -118,6 +128,18 @@ def read(path: Path, format: str | None = None, skip_bad: bool = False) -> Trace
 
 UNREADABLE = (DataError, LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What comes of a row that is not as its format says."""
+CHANGED = "the log could be read before, so it changed meanwhile; use a copy that nobody writes to"
+
+
+def _parsed(parse: Parse, row: Any, line: int) -> list[Call]:
+    calls = parse(row, str(line))
+    if not all(isinstance(call.answer, str | None) for call in calls):
+        raise ValueError("an answer that is no text")
+    return calls
+
+
+def _said_of(error: Exception) -> str:
+    return f"no {error} in it" if isinstance(error, KeyError) else str(error) or "it failed in the log"
 
 
 class _Index:
@@ -132,14 +154,12 @@ class _Index:
 
     def take(self, place: int, line: int, row: Any) -> None:
         try:
-            calls = self.parse(row, str(line))
-            if not all(isinstance(call.answer, str | None) for call in calls):
-                raise ValueError("an answer that is no text")
+            calls = _parsed(self.parse, row, line)
         except _Unanswered:
             self.left_out["failed in the log"] += 1
             return
         except UNREADABLE as error:
-            self.bad(line, f"no {error} in it" if isinstance(error, KeyError) else str(error))
+            self.bad(line, _said_of(error))
             return
         if not calls:
             self.left_out["nothing asked"] += 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ class Release(NamedTuple):
     """What a report promises of a drafter in service."""
 
     drafter: str
+    temperature: float
     prompts: int
     tokens_per_step: Interval
     spread: float
@@ -58,24 +59,31 @@ class Release(NamedTuple):
     """[k]: the same as a share of all steps, with a draft or without."""
     always_drafts: bool = False
     """All but a few steps had a draft; False where the report does not say."""
+    other_temperatures: tuple[float, ...] = ()
+    """At which the report has rows of the drafter too."""
+
+    @property
+    def said(self) -> str:
+        """Whose promise it is, in half a sentence."""
+        others = f"; the report also has temperature {_listed(self.other_temperatures)}" if self.other_temperatures else ""
+        return f"{self.drafter} at temperature {self.temperature:g}, {self.prompts} prompts{others}"
 
 
-def release_of(report: Report, drafter: str | None = None) -> Release:
-    """What `report` says of `drafter`, by default of the one it speaks of first, over all its tasks at that temperature.
+def release_of(report: Report, drafter: str | None = None, temperature: float | None = None) -> Release:
+    """What `report` says of `drafter` at `temperature`, over all its tasks; by default of the row it speaks of first, which is
+    one shown exact, so of temperature 0 wherever that was measured.
 
-    DataError where the report has no such drafter, or too few prompts for an interval.
+    DataError where the report has no such drafter, no row at that temperature, or too few prompts for an interval.
     """
-    rows = [row for row in report.rows if drafter in (None, row.drafter) and row.tokens_per_step is not None]
-    lead = report.model_copy(update={"rows": tuple(rows)}).lead
-    if lead is None:
-        known = ", ".join(sorted({row.drafter for row in report.rows})) or "none"
-        raise DataError(f"the report has no measured drafter {drafter or ''}; it has: {known}".replace("  ", " "))
+    rows, lead = _rows_at(report, drafter, temperature)
+    others = {row.temperature for row in rows if row.drafter == lead.drafter} - {lead.temperature}
     rows = [row for row in rows if (row.drafter, row.temperature) == (lead.drafter, lead.temperature)]
     pairs = [(float(p.tokens), float(p.steps)) for row in rows for p in row.per_prompt if p.tokens and p.steps]
     if len(pairs) < FEWEST_PROMPTS:
         raise DataError(
-            f"the report measured {lead.drafter} on {len(pairs)} prompts; an interval wants at least {FEWEST_PROMPTS}, and one "
-            "narrow enough to notice a drop of 10 % a few hundred; measure again with evaluate.prompts=400"
+            f"the report measured {lead.drafter} at temperature {lead.temperature:g} on {len(pairs)} prompts; an interval "
+            f"wants at least {FEWEST_PROMPTS}, and one narrow enough to notice a drop of 10 % a few hundred; measure again "
+            "with evaluate.prompts=400"
         )
     tokens, steps = np.array(pairs).T
     center = bootstrap.ratio_of_totals(list(tokens), list(steps), level=LEVEL)
@@ -88,9 +96,30 @@ def release_of(report: Report, drafter: str | None = None) -> Release:
     middle, low, high = center
     wide = Interval(middle, min(low, middle - half), max(high, middle + half))
     return Release(
-        lead.drafter, len(pairs), wide, spread, prompt_spread, _depths(rows, spread), _depths(rows, spread, of_steps=True),
-        _always_drafts(rows),
+        lead.drafter, lead.temperature, len(pairs), wide, spread, prompt_spread, _depths(rows, spread),
+        _depths(rows, spread, of_steps=True), _always_drafts(rows), tuple(sorted(others)),
     )  # fmt: skip
+
+
+def _rows_at(report: Report, drafter: str | None, temperature: float | None) -> tuple[list[Row], Row]:
+    """The measured rows of `drafter`, at every temperature, and the one at `temperature` to speak of first."""
+    rows = [row for row in report.rows if drafter in (None, row.drafter) and row.tokens_per_step is not None]
+    if not rows:
+        known = ", ".join(sorted({row.drafter for row in report.rows})) or "none"
+        raise DataError(f"the report has no measured drafter {drafter or ''}; it has: {known}".replace("  ", " "))
+    asked = tuple(row for row in rows if temperature in (None, row.temperature))
+    lead = report.model_copy(update={"rows": asked}).lead
+    if lead is None:
+        of = "" if drafter is None else f" of {drafter}"
+        raise DataError(
+            f"the report has no row{of} at temperature {temperature:g}; it has: {_listed({row.temperature for row in rows})}; "
+            "choose one of them, or measure again with that evaluate.temperatures"
+        )
+    return rows, lead
+
+
+def _listed(temperatures: Collection[float]) -> str:
+    return ", ".join(f"{temperature:g}" for temperature in sorted(temperatures))
 
 
 def _always_drafts(rows: Sequence[Row]) -> bool:
