@@ -346,6 +346,9 @@ def summary(name: str, column: str, own: Sequence[Mapping[str, Any]]) -> dict[st
     }  # fmt: skip
     for heat in (0.0, 1.0):
         rows = [row for cell in own for row in cell["rows"] if row["temperature"] == heat]
+        if not rows:
+            said[f"temperature_{heat:g}"] = None
+            continue
         per_step = [row["tokens_per_step"] for row in rows]
         said[f"temperature_{heat:g}"] = {
             "tokens_per_step": statistics.mean(per_step),

@@ -188,13 +188,18 @@ def methods(found: dict[str, Any]) -> str:
 def _method(row: dict[str, Any]) -> list[str]:
     cold, hot = row["temperature_0"], row["temperature_1"]
 
-    def mean(side: dict[str, Any]) -> str:
-        return f"{side['tokens_per_step']:.2f}" + (f" ± {side['spread']:.2f}" if side["spread"] is not None else "")
+    def both(side: dict[str, Any] | None) -> tuple[str, str]:
+        """Tokens per step, with their spread over seeds, and speed-up."""
+        if side is None:
+            return "not measured", "–"
+        spread = "" if side["spread"] is None else f" ± {side['spread']:.2f}"
+        return f"{side['tokens_per_step']:.2f}{spread}", f"{side['speedup']:.2f}"
 
+    per_step, speedup = both(cold)
     return [
         row["method"], str(row["seeds"]), f"{row['parameters'] / 1e6:.1f} M", str(row["training_steps"]),
-        str(row["training_cpu_seconds"]), mean(cold), " ".join(f"{share:.2f}" for share in cold["accepted_by_depth"]),
-        f"{cold['speedup']:.2f}", mean(hot), f"{hot['speedup']:.2f}",
+        str(row["training_cpu_seconds"]), per_step, " ".join(f"{share:.2f}" for share in cold["accepted_by_depth"]), speedup,
+        *both(hot),
     ]  # fmt: skip
 
 
