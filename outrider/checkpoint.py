@@ -45,7 +45,7 @@ SHAPE: Mapping[str, type] = {
 }  # fmt: skip
 """What a manifest's keys hold."""
 OPTIONAL = ("facts", "training")
-"""Keys that an older manifest may lack."""
+"""Keys that an older manifest may lack; they are empty then."""
 
 
 def save(
@@ -147,8 +147,8 @@ def manifest_of(folder: str | Path) -> dict[str, Any]:
     try:
         manifest = read_object(path)
         for key, wanted in SHAPE.items():
-            found = manifest.get(key, wanted() if key in OPTIONAL else None)
-            if type(found) is not wanted:  # not isinstance: True is no version
+            found = manifest.get(key)
+            if type(found) is not wanted and not (found is None and key in OPTIONAL):  # not isinstance: True is no version
                 raise ValueError(f"its {key} is of type {type(found).__name__}, not {wanted.__name__}")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is no checkpoint manifest ({error}); train or copy it again") from None
@@ -156,7 +156,7 @@ def manifest_of(folder: str | Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is of version {manifest['version']}, this Outrider reads {VERSION}; use the release that wrote it"
         )
-    return manifest
+    return manifest | {key: {} for key in OPTIONAL if manifest.get(key) is None}
 
 
 def read_object(path: Path) -> dict[str, Any]:

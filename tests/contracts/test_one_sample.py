@@ -25,7 +25,12 @@ LAYOUTS = [
 """Other layouts of a method that train and serve by code of their own."""
 
 
-@pytest.mark.parametrize("case", [*(case for case in cases() if case.trains and not case.is_variant), *LAYOUTS], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [case for case in cases() if case.trains and not case.is_variant]
+    + [pytest.param(case, marks=pytest.mark.slow, id=str(case)) for case in LAYOUTS],
+    ids=str,
+)
 def test_every_block_of_a_text_learnt_by_heart_is_kept_whole(case, target, workshop, prompts, plain):
     """Catches whatever makes serving another game than training; the last block ends with the text."""
     model = workshop.model(case, target)
