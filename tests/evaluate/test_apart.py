@@ -51,7 +51,7 @@ def confined() -> tuple[list[int], list[int], str]:
 def greedy(found: multiprocessing.SimpleQueue[tuple[list[int], str]]) -> None:
     limits = [resource.getrlimit(limit)[1] for limit in LIMITS]
     try:
-        bytearray(apart.ANSWER_BYTES)
+        bytearray(2 * apart.ANSWER_BYTES)
     except MemoryError:
         found.put((limits, "out of memory"))
     else:
