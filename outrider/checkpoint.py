@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from outrider.compiled import Graphs
-from outrider.config import build, nearest
+from outrider.config import build, nearest, read_object
 from outrider.decoding.abroad import Abroad
 from outrider.decoding.parties import Drafter, Target
 from outrider.drafters import find, kinds
@@ -157,30 +157,6 @@ def manifest_of(folder: str | Path) -> dict[str, Any]:
             f"{path} is of version {manifest['version']}, this Outrider reads {VERSION}; use the release that wrote it"
         )
     return manifest | {key: {} for key in OPTIONAL if manifest.get(key) is None}
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.  Raises OSError or ValueError, saying why there is none, for all else that may stand there.
-
-    A key that stands twice is refused too: readers differ in which counts.
-    """
-    if path.exists() and not path.is_file():  # a pipe would be read for ever
-        raise ValueError("it is no file")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__}, not the mapping that was wanted")
-    return found
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice in it")
-    return found
 
 
 def whole(folder: str | Path) -> Path:

@@ -6,11 +6,11 @@ rules of `outrider import`, which stands on the same floor and can't be called f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from outrider.config import read_object
 from outrider.errors import ExportError
 
 MANIFEST, CONFIG = "outrider.json", "config.json"
@@ -75,14 +75,9 @@ def config(folder: Path) -> Found:
 def read(path: Path) -> Found:
     """A JSON object.  Raises ExportError where there is none."""
     try:
-        if not path.is_file():  # a pipe would be read for ever
-            raise ValueError("it is no file")
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_object(path)
+    except (OSError, ValueError) as error:
         raise ExportError(f"{path} can't be read: {error}; copy the folder again") from None
-    if not isinstance(found, dict):
-        raise ExportError(f"{path} holds {type(found).__name__}, wanted a mapping; copy the folder again")
-    return found
 
 
 def _check_types(path: Path, found: Mapping[str, Any], types: Mapping[str, type], within: str = "") -> None:
