@@ -38,6 +38,8 @@ PROCESSES = 32
 SCRATCH_BYTES = 16 << 20
 START_S = 60.0
 """Longest start of the inner interpreter, on however busy a machine; the time limit counts from there."""
+END_S = 30.0
+"""Longest that is waited for the kernel to end the processes of an answer."""
 LOOK_S = 0.2
 """Between two looks at the memory of all processes of an answer."""
 SAID_BYTES = 16 << 10
@@ -83,9 +85,7 @@ def run(code: str, tests: str, timeout_s: float = 10.0, memory_bytes: int = 512 
                 held = functools.partial(_held_bytes, process.pid, 2 if start else 1)
                 return _outcome(said, token, timeout_s, held, memory_bytes)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _end(process, bool(start))
 
 
 def walls_missing() -> tuple[str, ...]:
@@ -120,14 +120,37 @@ def _outcome(said: IO[bytes], token: str, timeout_s: float, held: Callable[[], i
     return Outcome(False, "it wrote where only results are written", missing)
 
 
-def _held_bytes(top: int, levels: int) -> int:
-    """Memory of all descendants of a process but those of its first `levels`, pages that several share counted once."""
+def _end(process: subprocess.Popen[bytes], apart: bool) -> None:
+    """Kill it and what it left.  Where its processes are apart, none is left when this returns.
+
+    Of `unshare`'s processes the first inside is killed: the kernel then ends all others before `unshare` sees it gone.
+    """
+    inside = _children().get(process.pid, []) if apart else []
+    for first in inside:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(first, signal.SIGKILL)
+    if inside:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+            return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _children() -> dict[int, list[int]]:
+    """Every process that has children now, and these."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdecimal, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         with contextlib.suppress(OSError):  # gone meanwhile
             parent = Path("/proc", name, "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(name))
-    found, level = 0, [top]
+    return children
+
+
+def _held_bytes(top: int, levels: int) -> int:
+    """Memory of all descendants of a process but those of its first `levels`, pages that several share counted once."""
+    children, found, level = _children(), 0, [top]
     while level:
         if levels <= 0:
             found += sum(map(_bytes_of, level))
