@@ -1,4 +1,4 @@
-"""`outrider replay`: recorded traffic, sent again to one server or to two side by side."""
+"""`outrider replay`: recorded traffic, sent again to one server or to several side by side."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from outrider.cli.console import JsonTo, SkipBad, bar, counted, key_of, place_of
 from outrider.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from outrider.evaluate.bootstrap import Interval
     from outrider.evaluate.traffic.latencies import Endpoint
     from outrider.evaluate.traffic.replay import Plan, Replayed
     from outrider.evaluate.traffic.traces import Trace
@@ -25,7 +26,7 @@ def replay(
     context: typer.Context,
     log: Annotated[Path, typer.Argument(help="Recorded requests; docs/replay.md lists the formats.", show_default=False)],
     against: Annotated[
-        str | None, typer.Option(metavar="URL[,URL]", help="One server, or two to compare on the same requests.")
+        str | None, typer.Option(metavar="URL[,URL…]", help="A server, or several to compare on the same requests.")
     ] = None,
     format: Annotated[str | None, typer.Option(help="Of the log; recognised by its first row without it.")] = None,
     speed: Annotated[float, typer.Option(help="Times of the log are divided by it.")] = 1.0,
@@ -33,7 +34,7 @@ def replay(
     concurrency: Annotated[int | None, typer.Option(help="Callers that each wait for their answer, instead.")] = None,
     calls: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
     warmup: Annotated[int, typer.Option(help="First calls that are not timed.")] = 0,
-    split: Annotated[bool, typer.Option("--split", help="Each session to one of the servers instead of to both.")] = False,
+    split: Annotated[bool, typer.Option("--split", help="Each session to one of the servers instead of to all.")] = False,
     slo: Annotated[str | None, typer.Option(metavar="ttft=500,tpot=50", help="Limits in ms; answers within all count.")] = None,
     model: Annotated[str | None, typer.Option(help="Instead of the log's.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="The most tokens of an answer.")] = None,
@@ -55,7 +56,7 @@ def replay(
     skip_bad: SkipBad = False,
     json_to: JsonTo = None,
 ) -> None:
-    """Send recorded traffic to a server, or to two side by side, and time the answers."""
+    """Send recorded traffic to a server, or to several side by side, and time the answers."""
     place_of_json(json_to)
     from outrider.evaluate.traffic import traces
     from outrider.evaluate.traffic.replay import Plan, check_servers
@@ -183,8 +184,8 @@ def _length(trace: Trace, plan: Plan, total: int) -> str:
 
 
 def report(result: Replayed) -> None:
-    """One table: a column a server, and how they compare."""
-    names = ["first", "second"] if len(result.endpoints) == 2 else ["server"]
+    """One table: a column a server, and how each compares with the first."""
+    names = ["first", *map(_place, range(2, len(result.endpoints) + 1))] if result.beside else ["server"]
     for name, endpoint in zip(names, result.endpoints, strict=True):
         model = "" if endpoint.model is None else f", {endpoint.model}"
         console.out.print(f"{name:<10}{endpoint.url}{model}", highlight=False, markup=False, soft_wrap=True)
@@ -192,16 +193,17 @@ def report(result: Replayed) -> None:
     table.add_column("")
     for name in names:
         table.add_column(name, justify="right")
-    if len(names) == 2:
-        table.add_column("second / first", justify="right", no_wrap=True)
+    for name in names[1:]:
+        table.add_column(f"{name} / first", justify="right", no_wrap=True)
     for row in rows(result):
         table.add_row(*row[: len(table.columns)])
     console.out.print(table, highlight=False)
     if result.schedule_error_s is not None:
         late = [f"{value * 1e3:.1f} ms {name}" for name, value in result.schedule_error_s._asdict().items() if name in LATE]
         _say(f"sent after the time due: {', '.join(late)}")
-    if result.answers is not None:
-        _say(_compared("answers of the two", result.answers))
+    for name, one in zip(names[1:], result.beside, strict=True):
+        if one.answers is not None:
+            _say(_compared(f"answers of the {name} and of the first", one.answers))
     for url, compared in result.log_answers.items():
         _say(_compared(f"answers of {url} and of the log", compared))
     for endpoint in result.endpoints:
@@ -225,9 +227,8 @@ def rows(result: Replayed) -> list[list[str]]:
     found.append(_row("answers/s", result, lambda one: f"{one.answers_per_s:.2f}"))
     found.append(_row("tokens/s", result, lambda one: counted(one.tokens_per_s) if one.tokens else "not said"))
     for name, title in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("gap_s", "gap"), ("e2e_s", "E2E")):
-        compared = result.ratios.get(name)
-        ratio = "" if compared is None else f"{compared.center:.3f} [{compared.low:.3f}, {compared.high:.3f}]"
-        found.append([*_row(f"{title} ms, mean", result, lambda one, name=name: _ms(one, name, "mean")), ratio])
+        ratios = [_ratio(one.ratios.get(name)) for one in result.beside]
+        found.append([*_row(f"{title} ms, mean", result, lambda one, name=name: _ms(one, name, "mean")), *ratios])
         for share in ("p50", "p95", "p99"):
             found.append(_row(f"{'':{len(title)}} ms, {share}", result, lambda one, n=name, s=share: _ms(one, n, s)))
     if result.slo:
@@ -239,6 +240,14 @@ def rows(result: Replayed) -> list[list[str]]:
         if any((one.acceptance_said or {}).get(name) is not None for one in result.endpoints):
             found.append(_row(f"{title}, answers", result, lambda one, n=name: _count(one.acceptance_said, n)))
     return found
+
+
+def _place(number: int) -> str:
+    return {2: "second", 3: "third"}.get(number, f"{number}th")
+
+
+def _ratio(found: Interval | None) -> str:
+    return "" if found is None else f"{found.center:.3f} [{found.low:.3f}, {found.high:.3f}]"
 
 
 def _row(title: str, result: Replayed, of: Any) -> list[str]:

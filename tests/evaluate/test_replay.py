@@ -77,6 +77,14 @@ def other() -> Iterator[Stub]:
     stub.kill()
 
 
+@pytest.fixture(scope="module")
+def twin() -> Iterator[Stub]:
+    """Another server that answers what `plain` does."""
+    stub = Stub()
+    yield stub
+    stub.kill()
+
+
 def log(folder: Path, count: int, per_s: float = 100.0, wishes: dict[int, dict[str, Any]] | None = None) -> traces.Trace:
     """Calls at a steady rate, some of which ask the stub for trouble."""
     rows = []
@@ -315,19 +323,20 @@ def test_a_full_disk_ends_the_replay_with_its_own_error(plain: Stub, tmp_path: P
         asyncio.run(run.go())
 
 
-# ── two servers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── several servers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def misplaced(result: Replayed, folder: Path) -> list[str]:
     """Answers that stand under the wrong server: the other one says "other", and is slower by 40 ms or more."""
-    first, second = result.endpoints
+    first, second, *_ = result.endpoints
     found = []
     for line in map(json.loads, (folder / "calls.jsonl").open()):
         texts = [line["servers"][endpoint.url]["answer"] for endpoint in (first, second)]
         if "other" in texts[0] or "other" not in texts[1]:
             found.append(f"call {line['call']}")
-        if line["first_difference"] != texts[1].index("other"):
-            found.append(f"call {line['call']} differs at {line['first_difference']}")
+        at = line["servers"][second.url]["first_difference"]
+        if at != texts[1].index("other"):
+            found.append(f"call {line['call']} differs at {at}")
     if first.ttft_s is None or second.ttft_s is None or not second.ttft_s.p50 > first.ttft_s.p50:
         found.append("the slower server is the faster one")
     return found
@@ -339,8 +348,9 @@ def test_two_servers_get_every_call_and_keep_their_own_answers(plain: Stub, othe
     result = replay.replay(log(tmp_path, 24, per_s=60), [plain.url, other.url], plan, folder=tmp_path / "out")
     assert faults(result, tmp_path / "out") == misplaced(result, tmp_path / "out") == []
     assert [endpoint.sent for endpoint in result.endpoints] == [24, 24]
-    assert result.answers is not None and (result.answers.compared, result.answers.equal) == (24, 0)
-    assert result.ratios["ttft_s"].low > 1
+    [beside] = result.beside
+    assert beside.answers is not None and (beside.answers.compared, beside.answers.equal) == (24, 0)
+    assert beside.ratios["ttft_s"].low > 1
     firsts = []
     for line in map(json.loads, (tmp_path / "out" / "calls.jsonl").open()):
         sent = {url: row["sent_s"] for url, row in line["servers"].items()}
@@ -363,12 +373,22 @@ def test_swapped_servers_would_be_found(plain: Stub, other: Stub, tmp_path: Path
     assert any(endpoint.failed for endpoint in result.endpoints[:1])
 
 
-def test_a_server_is_the_same_as_itself(plain: Stub, tmp_path: Path) -> None:
-    """Catches a comparison that finds differences where there are none."""
-    trace = log(tmp_path, 20)
-    result = replay.replay(trace, [plain.url, plain.url + "/v1"], Plan(greedy=True))
-    assert result.answers is not None and result.answers.equal == 20 and not result.answers.first_differences
-    assert not any("sample" in note for note in result.notes)
+@pytest.mark.parametrize("plan", [Plan(greedy=True), Plan(greedy=True, concurrency=4)], ids=["clock", "callers"])
+def test_each_of_several_servers_is_compared_with_the_first(
+    plain: Stub, other: Stub, twin: Stub, plan: Plan, tmp_path: Path
+) -> None:
+    """Catches neighbours compared with one another, a third server that is left out, and differences where there are none."""
+    urls = [plain.url, other.url, twin.url]
+    result = replay.replay(log(tmp_path, 21), urls, plan, folder=tmp_path / "out")
+    assert faults(result, tmp_path / "out") == misplaced(result, tmp_path / "out") == []
+    assert [(one.url, one.answers and (one.answers.compared, one.answers.equal)) for one in result.beside] == [
+        (other.url, (21, 0)), (twin.url, (21, 21)),
+    ]  # fmt: skip
+    assert result.beside[0].ratios["ttft_s"].low > 1 and not result.beside[1].answers.first_differences
+    assert result.beside[1].ratios["ttft_s"].center < result.beside[0].ratios["ttft_s"].center
+    lines = [json.loads(line) for line in (tmp_path / "out" / "calls.jsonl").open()]
+    assert {(line["call"] % 3, urls.index(next(iter(line["servers"])))) for line in lines} == {(0, 0), (1, 1), (2, 2)}
+    assert not any(line["equal"] for line in lines) and not any("sample" in note for note in result.notes)
 
 
 def test_split_keeps_a_session_with_one_server(plain: Stub, other: Stub, tmp_path: Path) -> None:
@@ -721,7 +741,7 @@ def test_the_verb_prints_a_table_and_writes_what_it_says(plain: Stub, other: Stu
     ):
         assert word in done.output
     value = json.loads(kept.read_text())
-    assert value == json.loads((out / "replay.json").read_text()) and value["ratios"]["ttft_s"]["low"] > 1
+    assert value == json.loads((out / "replay.json").read_text()) and value["beside"][0]["ratios"]["ttft_s"]["low"] > 1
     again = run(*arguments)
     assert again.exit_code == 1 and isinstance(again.exception, DataError) and "--over" in str(again.exception)
     assert run(*arguments, "--over").exit_code == 0
@@ -753,7 +773,7 @@ def test_a_server_that_answers_nothing_is_an_error_and_its_model_is_said(plain: 
         (("--against", "URL", "--calls", "-3"), ConfigError, "--calls -3; wanted"),
         (("--against", "URL", "--timeout", "0"), ConfigError, "--timeout 0"),
         (("--against", "URL", "--retries", "-1"), ConfigError, "--retries -1"),
-        (("--against", "URL,URL,URL", "--save", "SAVED"), ConfigError, "3 servers; wanted one, or two"),
+        (("--against", "URL,URL/v1", "--save", "SAVED"), ConfigError, "URL twice; its counters"),
         (("--against", "URL", "--rate", "0", "--save", "SAVED"), ConfigError, "above 0"),
         (("--against", "URL", "--json", "LOG"), ConfigError, "--json would write LOG, which is the log"),
         (("--against", "127.0.0.1:9"), DataError, "is it running"),
@@ -869,7 +889,7 @@ def test_redacted_no_name_of_a_call_is_written_either(plain: Stub, other: Stub, 
     for redact in (True, False):
         folder = tmp_path / f"out {redact}"
         result = replay.replay(trace, [plain.url, other.url], Plan(redact=redact), folder=folder)
-        assert result.answers is not None and result.answers.first_differences and result.log_answers
+        assert result.beside[0].answers is not None and result.beside[0].answers.first_differences and result.log_answers
         assert any("call1" in path.read_text() for path in folder.iterdir()) != redact
 
 

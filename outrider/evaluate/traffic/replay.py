@@ -1,9 +1,9 @@
-"""Recorded traffic, sent again to one server or to two side by side, when it came or at a rate of one's own.  No torch.
+"""Recorded traffic, sent again to one server or to several side by side, when it came or at a rate of one's own.  No torch.
 
-Every call goes to every server (or, split, each session to one of them), so two servers answer the same requests under the
-same load.  At a call's time it is sent to both, the first place alternating; in a closed loop each of the callers asks one
-server and then the other, the first place alternating again.  Texts go to a file as they come and are held no longer than the
-other server's answer takes; of every call only numbers stay.
+Every call goes to every server (or, split, each session to one of them), so all answer the same requests under the same load.
+At a call's time it is sent to all, the first place going round; in a closed loop each of the callers asks one server after the
+other, the first place going round again.  Texts go to a file as they come and are held no longer than the slowest server's
+answer takes; of every call only numbers stay.
 
 What was sent is always `answered + failed + cut off`, by server and by reason.  A call fails when nothing of its answer came,
 and is cut off when something did.  A failed call is sent again where that may help (no connection, 408, 429, 500, 502, 503,
@@ -132,6 +132,17 @@ class Compared:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """A server, compared with the first one."""
+
+    url: str
+    ratios: Mapping[str, Interval]
+    """Of the mean TTFT, TPOT and E2E, this server / the first, with 95 % intervals."""
+    answers: Compared | None
+    """Of the calls that both answered."""
+
+
+@dataclass(frozen=True)
 class Replayed:
     """A replay, to keep."""
 
@@ -152,10 +163,8 @@ class Replayed:
     schedule_error_s: Spread | None
     """sent - due of all calls; None in a closed loop."""
     endpoints: tuple[Endpoint, ...]
-    ratios: Mapping[str, Interval]
-    """Second server / first, with 95 % intervals."""
-    answers: Compared | None
-    """Between the servers."""
+    beside: tuple[Beside, ...]
+    """Every further server, compared with the first."""
     log_answers: Mapping[str, Compared]
     """By server: with the answers of the log."""
     slo: Mapping[str, float]
@@ -207,7 +216,7 @@ def replay(
     trace: Trace, urls: Sequence[str], plan: Plan | None = None, *, folder: Path | None = None, over: bool = False,
     key: str | None = None, progress: Progress | None = None,
 ) -> Replayed:  # fmt: skip
-    """Send the calls of `trace` to each of one or two servers.  Ctrl-C stops it: what came until then is the result.
+    """Send the calls of `trace` to each server of `urls`.  Ctrl-C stops it: what came until then is the result.
 
     So does a fault, such as a log that changed meanwhile; it is raised once the result is written.
 
@@ -246,11 +255,15 @@ def replay(
 
 
 def check_servers(urls: Sequence[str]) -> None:
-    """ConfigError unless they are the addresses of one server or of two."""
-    if not 1 <= len(urls) <= 2:
-        raise ConfigError(f"{len(urls)} servers; wanted one, or two to compare: replay more of them two by two")
-    for url in urls:
-        address_of(url)
+    """ConfigError unless they are addresses of servers, each another."""
+    if not urls:
+        raise ConfigError("no server; wanted the address of one, or of several to compare")
+    seen = Counter(address_of(url).shown for url in urls)
+    twice = [url for url, count in seen.items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"{twice[0]} twice; its counters would hold both: name every server once, and replay twice to see noise"
+        )
 
 
 def server_at(url: str, key: str | None = None) -> Server:
@@ -427,7 +440,7 @@ class _Run:
         self.noise = random.Random(plan.seed + 1)
         self.mark = secrets.token_hex(4)
         self.secret = secrets.token_bytes(32)
-        self.between, self.with_log = _Comparison(), [_Comparison() for _ in servers]
+        self.with_first, self.with_log = [_Comparison() for _ in servers], [_Comparison() for _ in servers]
         self.num_sampled = 0
         self.renamed: Counter[tuple[str, int]] = Counter()
         """Calls whose model a server does not have: (model, server)."""
@@ -574,9 +587,7 @@ class _Run:
         """Compare the answers, write them, forget them."""
         name = keyed(call.id, self.secret) if self.plan.redact else call.id
         texts = {server: outcome.answer.text for server, outcome in outcomes.items() if outcome.kind == "answered"}
-        differs = None
-        if len(texts) == 2:
-            differs = self.between.take(name, texts[0], texts[1])
+        differs = {s: self.with_first[s].take(name, texts[0], text) for s, text in texts.items() if s and 0 in texts}
         if call.answer is not None:
             for server, text in texts.items():
                 self.with_log[server].take(name, text, call.answer)
@@ -584,12 +595,12 @@ class _Run:
             return
         row = {
             "call": number, "id": name, "at_s": call.at_s, "synthetic": call.synthetic or None,
-            "servers": {self.servers[server].url: self._row(number, outcome) for server, outcome in outcomes.items()},
-            "equal": differs is None if len(texts) == 2 else None, "first_difference": differs,
+            "servers": {self.servers[s].url: self._row(number, outcome, differs.get(s)) for s, outcome in outcomes.items()},
+            "equal": set(differs.values()) == {None} if differs else None,
         }  # fmt: skip
         self.file.write(json.dumps({key: value for key, value in row.items() if value is not None}) + "\n")
 
-    def _row(self, number: int, outcome: Outcome) -> dict[str, Any]:
+    def _row(self, number: int, outcome: Outcome, differs: int | None) -> dict[str, Any]:
         answer = outcome.answer
         text: Any = answer.text
         if self.plan.redact:
@@ -600,6 +611,7 @@ class _Run:
             "late_s": None if outcome.due_s is None else round(outcome.began_s - outcome.due_s, 6), "ttft_s": outcome.ttft_s,
             "tpot_s": outcome.tpot_s, "e2e_s": outcome.e2e_s, "tokens": answer.tokens, "prompt_tokens": answer.prompt_tokens,
             "pieces": answer.chunks, "finish": answer.finish, "acceptance": answer.acceptance, "answer": text,
+            "first_difference": differs,
         }  # fmt: skip
         return {key: value for key, value in row.items() if value is not None}
 
@@ -622,7 +634,6 @@ class _Run:
             notes += [f"{server.url}: {said}"] if said else []
             model = plan.model or server.model_for(None)
             endpoints.append(latencies.endpoint(tally, server.url, model, self.start_s, plan.slo, acceptance))
-        two = len(self.tallies) == 2
         late = latencies.spread([value for tally in self.tallies for value in tally.late_s])
         if late is not None and late.p99 > LATE_S:
             share = f"1 call in 100 was sent {late.p99 * 1e3:.0f} ms late or more"
@@ -631,17 +642,21 @@ class _Run:
             str(trace.path), trace.format, plan.mode, datetime.now(UTC).isoformat(timespec="seconds"), self.calls,
             self.calls - self.dealt, trace.left_out, trace.num_synthetic, not self.is_stopped, self.seconds,
             late, tuple(endpoints),
-            latencies.ratios(self.tallies[0], self.tallies[1], not plan.split) if two else {},
-            self.between.kept() if self.between.compared else None,
+            tuple(self._beside(place) for place in range(1, len(self.servers))),
             {server.url: log.kept() for server, log in zip(self.servers, self.with_log, strict=True) if log.compared},
             plan.slo, tuple(notes),
         )  # fmt: skip
+
+    def _beside(self, place: int) -> Beside:
+        answers = self.with_first[place]
+        ratios = latencies.ratios(self.tallies[0], self.tallies[place], not self.plan.split)
+        return Beside(self.servers[place].url, ratios, answers.kept() if answers.compared else None)
 
     def _notes(self) -> list[str]:
         notes = []
         if self.trace.num_synthetic:
             notes.append("synthetic text: acceptance means nothing, and neither do answers")
-        if self.num_sampled and (self.between.compared or any(log.compared for log in self.with_log)):
+        if self.num_sampled and any(one.compared for one in (*self.with_first, *self.with_log)):
             notes.append(f"{self.num_sampled} calls sample, so their answers may differ; --greedy asks at temperature 0")
         for (model, place), count in self.renamed.most_common(5):
             server = self.servers[place]
