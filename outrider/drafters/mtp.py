@@ -5,10 +5,10 @@ eh_proj [enorm(embedding); hnorm(state)], one decoder layer, a norm; the target'
 draft takes module min(k, modules - 1), so the last one goes on with its own output (FastMTP: one module shared over all steps).
 Training weighs step k by 0.6 ** k, which the trainer normalises; FastMTP's loss is cross entropy of the text's own tokens.
 
-`native` takes DeepSeek-V3's, GLM's, Qwen3-Next's and others' modules from the target's own checkpoint, as transformers builds
-them, and may tune them.  Otherwise they begin at random, with a dense layer, their weights named as DeepSeek-V3's:
-layers.m.{enorm, hnorm, eh_proj, input_layernorm, self_attn, post_attention_layernorm, mlp, shared_head.norm}, counted from 0;
-native ones as transformers does, layers.m.{enorm, hnorm, eh_proj, mtp_block, post_norm}.
+`native` takes DeepSeek-V3's, GLM's, Qwen3-Next's, MiMo-V2's and others' modules from the target's own checkpoint, as
+transformers builds them, and may tune them.  Otherwise they begin at random, with a dense layer, their weights named as
+DeepSeek-V3's: layers.m.{enorm, hnorm, eh_proj, input_layernorm, self_attn, post_attention_layernorm, mlp, shared_head.norm},
+counted from 0; native ones as transformers does, layers.m.{enorm, hnorm, eh_proj, mtp_block, post_norm}.
 
 Assumes that the state from which one token is read knows something of the next ones.
 
@@ -19,6 +19,7 @@ state after the norm, as in transformers; the target is frozen.  A draft may be 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 import math
@@ -172,6 +173,7 @@ def native_modules(target: Target, wanted: bool) -> Any:
         return None
     from transformers.modeling_layers import MtpModel  # seconds to import, and needed here alone
 
+    _teach_names()
     try:
         with told(text, count):
             return MtpModel.from_pretrained(model, device_map={"": model.device})
@@ -219,13 +221,30 @@ def _file(path: str, name: str) -> str | None:
     return None if found is None else str(found)
 
 
+NAMES = {"final_layernorm": "post_norm", "pre_mlp_layernorm": "post_attention_layernorm"}
+"""Norms as MiMo-V2's checkpoints call them, and as transformers does."""
+KINDS = {"mimo_v2_flash": ("sliding_attention", "dense")}
+"""Attention and MLP of a family's modules, where they are not full attention and the MLP of the last layer."""
+
+
+@functools.cache
+def _teach_names() -> None:
+    """Let transformers know the names that it does not."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    more = [WeightRenaming(source_patterns=rf"\.{own}\.", target_patterns=f".{name}.") for own, name in NAMES.items()]
+    register_checkpoint_conversion_mapping("MtpModel", [*more, *get_checkpoint_conversion_mapping("MtpModel")], overwrite=True)
+
+
 @contextmanager
 def told(text: Any, count: int) -> Iterator[None]:
-    """A config that says for the while what it leaves out: how many modules there are, and that theirs is full attention."""
-    said = {"num_mtp_layers": count, "mtp_layer_types": ["full_attention"] * count}
-    kinds = getattr(text, "mlp_layer_types", None)
-    if kinds:
-        said["mtp_mlp_layer_types"] = [kinds[-1]] * count
+    """A config that says for the while what it leaves out: how many modules there are, and of what kind."""
+    last = (getattr(text, "mlp_layer_types", None) or [None])[-1]
+    attends, feeds = KINDS.get(text.model_type, ("full_attention", last))
+    said = {"num_mtp_layers": count, "mtp_layer_types": [attends] * count}
+    if last is not None:
+        said["mtp_mlp_layer_types"] = [feeds] * count
     missing = {name: value for name, value in said.items() if getattr(text, name, None) is None}
     before = {name: vars(text)[name] for name in missing if name in vars(text)}
     for name, value in missing.items():
@@ -255,14 +274,14 @@ def limits_of(config: Any, count: int) -> tuple[Limit | None, ...]:
 
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    attend: Attend, scaling: float | None = None, **_given: object,
+    attend: Attend, scaling: float | None = None, s_aux: Tensor | None = None, **_given: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention as transformers' layers call it; keys, masks and positions are those of `attend`."""
     usual = query.shape[-1] ** -0.5
     if scaling is not None and not math.isclose(scaling, usual, rel_tol=1e-9):
         query = query * (scaling / usual)
     layer: Any = module.layer_idx
-    return attend(query, key, value, layer).transpose(1, 2).contiguous(), None
+    return attend(query, key, value, layer, s_aux).transpose(1, 2).contiguous(), None
 
 
 @torch.no_grad()

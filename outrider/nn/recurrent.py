@@ -42,11 +42,15 @@ READ = 512
 ROWS = 128
 """Rollouts that attend together in training: more of them see more of each other's keys in vain."""
 
-Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""(q [B, h, n, d], k and v [B, kv heads, n, d], layer) to the attention's output [B, h, n, d]; keys and values are noted.
 
-Layers are counted through all modules of a model.
-"""
+class Attend(Protocol):
+    """What a step module asks for its attention."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
+        """q [B, h, n, d], k and v [B, kv heads, n, d] to the attention's output [B, h, n, d]; keys and values are noted.
+
+        Layers are counted through all modules of a model.  sinks as in `attention`.
+        """
 
 
 class RecurrentConfig(LayerConfig):
@@ -147,8 +151,17 @@ class RecurrentAttention(nn.Module):
         return self.o_proj(out)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Scaled dot products, kv heads shared out over query heads."""
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> Tensor:
+    """Scaled dot products, kv heads shared out over query heads.
+
+    sinks [h]: logits of one more key of every head, whose value is nothing (gpt-oss, MiMo-V2).
+    """
+    if sinks is not None:
+        mask = q.new_zeros(1, 1, 1, k.shape[2]) if mask is None else mask
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
+        mask = mask.expand(len(q), q.shape[1], q.shape[2], -1)
+        mask = torch.cat([mask, sinks.to(mask.dtype).view(1, -1, 1, 1).expand_as(mask[..., :1])], -1)
+        k, v = (F.pad(one, (0, 0, 0, 1)) for one in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -419,8 +432,8 @@ class Rollout:
 def _looking(kept: Slots, mask: Tensor | None) -> Attend:
     """Attention over all that the open pass of `kept` may look at."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        return attention(q, *kept.update(k, v, layer), mask)
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
+        return attention(q, *kept.update(k, v, layer), mask, sinks)
 
     return attend
 
@@ -538,7 +551,7 @@ class Unrolled:
         self._ends = [[int(part.max()) + 1 for part in rows.split(ROWS, 1)] for rows in (pairs, at)]
         self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
         kept = self._kept.setdefault(layer, [])
         kept.append((k, v))
         limit, found = self._limit(layer), []
@@ -551,7 +564,7 @@ class Unrolled:
                 for first, *others in zip(*kept, strict=True)
             )
             mask = unrolled_mask(self.documents, asks, end, len(kept) - 1, None if limit is None else limit.size)
-            found.append(attention(q[:, :, begin : begin + ROWS], keys, values, mask))
+            found.append(attention(q[:, :, begin : begin + ROWS], keys, values, mask, sinks))
         return torch.cat(found, 2)
 
 

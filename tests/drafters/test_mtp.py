@@ -39,9 +39,14 @@ MELLUM = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "sliding_window": 6,
     "layer_types": ["full_attention", "sliding_attention"],
 }  # fmt: skip
+MIMO = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16, "v_head_dim": 8,
+    "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "sparse"],
+}  # fmt: skip
+"""Heads whose values are shorter than their keys, and a sink in windows."""
 QWEN = DELTA | {"layer_types": ["linear_attention", "full_attention"]}
 QWEN_NEXT = QWEN | EXPERTS | {"shared_expert_intermediate_size": 32}
-SILENT = ("qwen3-next", "qwen3.5")
+SILENT = ("qwen3-next", "qwen3.5", "mimo-2")
 """Families whose config says nothing of the modules in its checkpoint."""
 
 
@@ -59,6 +64,7 @@ FAMILIES = {
     "mellum": Family("mellum", 1, MELLUM),
     "qwen3-next": Family("qwen3_next", 1, QWEN_NEXT),
     "qwen3.5": Family("qwen3_5_text", 1, QWEN),
+    "mimo-2": Family("mimo_v2_flash", 2, MIMO),
 }
 EVERY = pytest.mark.parametrize("name", FAMILIES)
 NOISE = {"rtol": 1e-5, "atol": 5e-6}
@@ -67,6 +73,11 @@ NOISE = {"rtol": 1e-5, "atol": 5e-6}
 
 def released(name: str) -> list[tuple[str, str]]:
     """From the names of an MtpModel to those under which checkpoints hold them, as (pattern, replacement)."""
+    if name == "mimo-2":
+        return [
+            (r"\.mtp_block", ""), ("post_attention_layernorm", "pre_mlp_layernorm"), ("post_norm", "final_layernorm"),
+            ("sinks", "attention_sink_bias"), (r"^layers\.", "model.mtp.layers."),
+        ]  # fmt: skip
     if name in ("mellum", *SILENT):
         return [
             (r"^layers\.0\.eh_proj", "mtp.fc"), (r"^layers\.0\.enorm", "mtp.pre_fc_norm_embedding"),
@@ -152,7 +163,7 @@ def test_a_config_that_is_silent_stays_so(name, shipping):
     before = target.model.config.to_dict()
     assert native(target).native
     assert target.model.config.to_dict() == before
-    assert mtp.modules_on_disk(target.model) == 1
+    assert mtp.modules_on_disk(target.model) == FAMILIES[name].modules
     assert mtp.modules_on_disk(load_target(tiny_model()).model) == 0
 
 
@@ -233,7 +244,7 @@ def test_native_modules_draft_what_transformers_drafts(name, shipping, prompts, 
 
 
 @pytest.mark.parametrize("choices", [{"length": 5}, {"width": 2, "nodes": 8}], ids=["longer", "tree"])
-@pytest.mark.parametrize("name", ["deepseek-3", "mellum"])
+@pytest.mark.parametrize("name", ["deepseek-3", "mellum", "mimo-2"])
 def test_more_is_drafted_than_there_are_modules(name, choices, shipping, prompts, plain):
     """Catches a last module that does not go on, and branches that see each other: the text is still that of `generate`."""
     target, _ = shipping(name)
@@ -241,7 +252,7 @@ def test_more_is_drafted_than_there_are_modules(name, choices, shipping, prompts
     assert [generation.tokens for generation in found] == [plain(target, prompt, 10) for prompt in prompts[:5]]
 
 
-@pytest.mark.parametrize("name", ["deepseek-3", "mellum"])
+@pytest.mark.parametrize("name", ["deepseek-3", "mellum", "mimo-2"])
 def test_a_trees_likeliest_path_is_the_chain(name, shipping, prompts):
     """Catches a window or a module that a tree's nodes see otherwise than a chain's: positions are those of their depths."""
     target, _ = shipping(name)
@@ -273,7 +284,7 @@ def test_a_trees_likeliest_path_is_the_chain(name, shipping, prompts):
         assert beams[text] == chains[text][: len(beams[text])]
 
 
-@pytest.mark.parametrize("name", ["deepseek-3", "mellum"])
+@pytest.mark.parametrize("name", ["deepseek-3", "mellum", "mimo-2"])
 def test_native_modules_are_tuned_as_they_are_served(name, shipping, prompts, plain, monkeypatch):
     """Catches a module, a window or a step that training sees otherwise; drafts go two steps beyond the last module."""
     target, _ = shipping(name)
