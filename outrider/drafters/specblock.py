@@ -46,6 +46,8 @@ RANKS = (1, 4, 10)
 """The target's choice is in class 0 at rank 1, in 1 up to rank 4, in 2 up to rank 10, else in 3."""
 WIDTHS = (1, 4, 10, 0)
 """Tokens that go on into a second block, by the class of the slot they stand in."""
+PAIRS = 64
+"""First blocks that pass together in training: more of them see more of each other's keys in vain."""
 
 
 class Config(LayerConfig):
@@ -405,7 +407,8 @@ class Rows:
 
     def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
         for part in whole_blocks(self.block, rows):
-            yield self.model.logits(self.states[part]), self._target(part), part
+            target, back = self._target(part)
+            yield self.model.logits(self.states[part]), target[back], part
 
     def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         found = self.model.rank_head(self.states[rows].detach(), draft.detach())
@@ -417,8 +420,10 @@ class Rows:
             self._states.backward(self.states.grad)
 
     @torch.no_grad()
-    def _target(self, part: slice) -> Tensor:
-        return self.target.head(self._hidden[self._hidden_at[part]])
+    def _target(self, part: slice) -> tuple[Tensor, Tensor]:
+        """The target's logits [u, V], and which of them each row's are: blocks side by side share labels."""
+        which, back = self._hidden_at[part].unique(return_inverse=True)
+        return self.target.head(self._hidden[which]), back
 
     @torch.no_grad()
     def _looked_at(self) -> tuple[Tensor, Tensor]:
@@ -427,7 +432,8 @@ class Rows:
         for part in whole_blocks(self.block, max(1, 2**22 // self.vocabulary)):
             draft = self.model.logits(self.states[part])
             right.append(draft.argmax(-1) == self.labels[part])
-            ranks.append(rank_class(draft, self._target(part).argmax(-1)))
+            target, back = self._target(part)
+            ranks.append(rank_class(draft, target.argmax(-1)[back]))
         # in older torch the head's weights, as autocast cast them here without a gradient, would be used for the loss too
         torch.clear_autocast_cache()
         return torch.cat(right), torch.cat(ranks)
@@ -442,7 +448,12 @@ def rollout(model: Model, batch: Batch, drawn: Drawn, taken: Sequence[int]) -> T
     seen, tape = sight(batch.documents), Tape()
     features = model.fused(batch.taps[:, :-1])
     at = torch.arange(pairs, device=seen.device)[None]
-    states = model(features, batch.tokens[:, 1:], at, first_sight(seen, slots)[:, None], tape)
+    mask, parts = first_sight(seen, slots)[:, None], []
+    for begin in range(0, pairs, PAIRS):
+        part, end = slice(begin, begin + PAIRS), min(begin + PAIRS, pairs)
+        own = mask[:, :, slots * begin : slots * end, : slots * end]
+        parts.append(model(features[:, part], batch.tokens[:, 1:][:, part], at[:, part], own, tape))
+    states = torch.cat(parts, 1)
     texts = torch.arange(len(seen), device=seen.device)[:, None]
     found = [states[texts, drawn.at]]
     for b, count in enumerate(taken):

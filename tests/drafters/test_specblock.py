@@ -287,6 +287,17 @@ def test_served_logits_of_both_blocks_are_the_trained_ones(sampling, target, pro
     assert second < 1e-9
 
 
+def test_first_blocks_may_pass_in_parts(target, monkeypatch):
+    """Catches a part that sees less than all before it, or stands elsewhere, where texts are longer than a part."""
+    torch.manual_seed(0)
+    model = specblock.Model(specblock.Config(slots=2, taps=(0,)), target).double()
+    batch = batch_of(target, model.taps, torch.randint(0, 64, (2, 12)))
+    drawn = pairs.draw(batch, 4, 4)
+    whole = specblock.rollout(model, batch, drawn, [1])
+    monkeypatch.setattr(specblock, "PAIRS", 3)
+    torch.testing.assert_close(specblock.rollout(model, batch, drawn, [1]), whole, rtol=0, atol=1e-12)
+
+
 def late(model):
     """Second blocks stand one position too far."""
     forward = model.forward
