@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from outrider.evaluate.quality.harness import TaskRun
     from outrider.evaluate.quality.parity import Comparison, TextPair
     from outrider.evaluate.quality.two_samples import Samples
+    from outrider.evaluate.tasks import Prompt
     from outrider.targets.transformers import TransformersTarget
 
 LONGEST = 64
@@ -59,10 +60,8 @@ def parity(
     if texts:
         _texts(texts, json_to)
         return
-    from outrider.decoding.sampling import Sampling
     from outrider.evaluate import tasks
     from outrider.evaluate.measure import as_tokens
-    from outrider.evaluate.quality.parity import compare, compare_samples
 
     if not (recipe or drafter):
         raise ConfigError("nothing to compare; give a run file, or --drafter NAME with --target NAME, or --texts FILE twice")
@@ -77,32 +76,57 @@ def parity(
         f"{counted(2 * len(read[:count]) * max_new_tokens)} tokens to write",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
-    with bar("texts", 2 * len(read[:count])) as update:
-        greedy = compare(
-            loaded, read[:count], rider, max_new_tokens=max_new_tokens, slots=slots, ids=[p.id for p in asked[:count]],
-            on_prompt=update,
-        )  # fmt: skip
-    _say_greedy(greedy)
+    greedy = _greedily(loaded, rider, asked[:count], read[:count], max_new_tokens, slots)
     found: dict[str, Any] = {"target": loaded.spec.name, "drafter": name, "greedy": greedy.as_json(), "sampled": None}
     has_failed = greedy.verdict == "bug"
     if temperature:
         short = [tokens[-LONGEST:] for tokens in read[:sampled_prompts]]
-        console.out.print(
-            f"sampled   {samples} texts of each of {len(short)} prompts at temperature {temperature:g}, with and without; "
-            f"{counted(2 * samples * len(short) * sampled_tokens)} tokens to write",
-            highlight=False, soft_wrap=True,
+        drawn = _by_samples(
+            loaded, rider, short, temperature, samples=samples, max_new_tokens=sampled_tokens, slots=max(slots, 32),
+            alpha=alpha, seed=seed,
         )  # fmt: skip
-        with bar("texts", 2 * samples * len(short)) as update:
-            drawn = compare_samples(
-                loaded, short, rider, sampling=Sampling(temperature), samples=samples, max_new_tokens=sampled_tokens,
-                slots=max(slots, 32), alpha=alpha, seed=seed, on_text=update,
-            )  # fmt: skip
-        _say_samples(drawn)
         found["sampled"] = drawn.as_json()
         has_failed = has_failed or drawn.verdict == "different"
     write_json(json_to, found)
     if has_failed:
         raise typer.Exit(1)
+
+
+def _greedily(
+    target: TransformersTarget, drafter: Drafter, asked: list[Prompt], read: list[list[int]], max_new_tokens: int, slots: int
+) -> Comparison:  # fmt: skip
+    """Continue every prompt at temperature 0, with and without, and say what differs."""
+    from outrider.evaluate.quality.parity import compare
+
+    with bar("texts", 2 * len(read)) as update:
+        found = compare(
+            target, read, drafter, max_new_tokens=max_new_tokens, slots=slots, ids=[prompt.id for prompt in asked],
+            on_prompt=update,
+        )  # fmt: skip
+    _say_greedy(found)
+    return found
+
+
+def _by_samples(
+    target: TransformersTarget, drafter: Drafter, prompts: list[list[int]], temperature: float, *, samples: int,
+    max_new_tokens: int, **how: Any,
+) -> Samples:  # fmt: skip
+    """Draw texts of every prompt, with and without, and say whether they are of one law.  how: see `compare_samples`."""
+    from outrider.decoding.sampling import Sampling
+    from outrider.evaluate.quality.parity import compare_samples
+
+    console.out.print(
+        f"sampled   {samples} texts of each of {len(prompts)} prompts at temperature {temperature:g}, with and without; "
+        f"{counted(2 * samples * len(prompts) * max_new_tokens)} tokens to write",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    with bar("texts", 2 * samples * len(prompts)) as update:
+        found = compare_samples(
+            target, prompts, drafter, sampling=Sampling(temperature), samples=samples, max_new_tokens=max_new_tokens,
+            on_text=update, **how,
+        )  # fmt: skip
+    _say_samples(found)
+    return found
 
 
 def _named(target: str, drafter: str, settings: list[str] | None, dtype: str | None) -> tuple[TransformersTarget, Drafter, str]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 import yaml
@@ -17,6 +17,7 @@ from outrider.cli.console import JsonTo, Overrides, Recipe, SkipBad, bar, counte
 from outrider.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from outrider.decoding.parties import Drafter
     from outrider.evaluate.measure import Drawn
     from outrider.evaluate.summary import Overlaps
     from outrider.nn.draft_model import DraftModel
@@ -281,50 +282,29 @@ def _probe(settings: RunConfig, target: TransformersTarget) -> Callable[[DraftMo
 
 
 def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | None) -> None:
-    from outrider.checkpoint import amend, load_drafter, manifest_of, trained_on
-    from outrider.evaluate.measure import draw, training_of
+    from outrider.checkpoint import amend
+    from outrider.evaluate.measure import draw
     from outrider.evaluate.measure import evaluate as judge
     from outrider.evaluate.report import Report
     from outrider.run import write_provenance
 
-    config, mine = settings.evaluate, settings.folder / "checkpoint"
+    config = settings.evaluate
     assert config is not None
     drawn = {task: draw(task, config) for task in config.tasks}
-    drafters, training = {}, {}
-    overlaps: dict[str, Overlaps] = {}
-    own_choice = str(mine) if settings.train is not None else settings.drafter
-    for choice in (*config.beside, own_choice):
-        name, own = (choice, {}) if isinstance(choice, str) else _parted(choice)
-        if choice is own_choice and config.quantize:
-            own["quantize"] = config.quantize
-        drafter = load_drafter(name, target, **own)
-        if settings.target.compile:
-            compile_drafter(drafter)
-        is_checkpoint = isinstance(choice, str) and Path(name).exists()
-        label = manifest_of(name)["kind"] if is_checkpoint else name
-        if label in drafters:  # a second one of its kind
-            said = ", ".join(f"{key}={value}" for key, value in own.items())
-            label = (
-                name if is_checkpoint else f"{label} of {settings.name}" if choice is settings.drafter else f"{label} ({said})"
-            )
-        drafters[label] = drafter
-        overlaps |= _overlaps(label, choice, drawn)
-        if is_checkpoint:
-            found = training_of(manifest_of(name), _metrics(Path(name).parent))
-            training[label] = found | {"precision": trained_on(manifest_of(name), target)}
+    riders = _riders(settings, target, drawn)
     made = len(config.tasks) * config.prompts * config.max_new_tokens
     watched = len(config.tasks) * min(config.observed, config.prompts) * config.max_new_tokens
-    rounds = len(drafters) + 2 + 2 * (len(config.temperatures) - 1)
+    rounds = len(riders.drafters) + 2 + 2 * (len(config.temperatures) - 1)
     console.out.print(
-        f"evaluate  {', '.join(drafters)}: {config.prompts} prompts per task of {', '.join(config.tasks)}; about "
-        f"{counted(made * rounds + watched * (len(drafters) + len(config.temperatures) - 1))} tokens to write, one "
+        f"evaluate  {', '.join(riders.drafters)}: {config.prompts} prompts per task of {', '.join(config.tasks)}; about "
+        f"{counted(made * rounds + watched * (len(riders.drafters) + len(config.temperatures) - 1))} tokens to write, one "
         "interleaved run",
         highlight=False,
     )
-    facts = write_provenance(settings, {"drafters": list(drafters), "compiled": bool(target.step.graphs)})
+    facts = write_provenance(settings, {"drafters": list(riders.drafters), "compiled": bool(target.step.graphs)})
     with console.started_anew("evaluation"), bar("prompts", config.prompts * len(config.tasks)) as update:
         report = judge(
-            target, drafters, config, provenance=facts, training=training, overlaps=overlaps, drawn=drawn,
+            target, riders.drafters, config, provenance=facts, training=riders.training, overlaps=riders.overlaps, drawn=drawn,
             on_prompt=lambda kept, _, left_out: update(kept, f"{left_out} left out"),
         )  # fmt: skip
     if (settings.folder / "report.json").exists():
@@ -332,7 +312,7 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
             report = report.beside(Report.load(settings.folder))
     report.save(settings.folder)
     if settings.train is not None:
-        amend(mine, {}, {"report": report.brief(label)})
+        amend(settings.folder / "checkpoint", {}, {"report": report.brief(riders.own)})
     console.out.print(report.table())
     console.out.print(f"          {report.headline()}", highlight=False, soft_wrap=True, markup=False)
     tried = sum({row.task: row.prompts for row in report.rows}.values()) + len(report.left_out)
@@ -342,6 +322,49 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
     )
     console.out.print(f"          {settings.folder / 'report.json'}, {settings.folder / 'report.html'}", highlight=False)
     write_json(json_to, json.loads((settings.folder / "report.json").read_text()))
+
+
+class Riders(NamedTuple):
+    """The drafters that are measured together, by label."""
+
+    drafters: dict[str, Drafter]
+    training: dict[str, dict[str, Any]]
+    """What their training said, of those that were trained."""
+    overlaps: dict[str, Overlaps]
+    own: str
+    """Label of the run's own."""
+
+
+def _riders(settings: RunConfig, target: TransformersTarget, drawn: Mapping[str, Drawn]) -> Riders:
+    """Load the run's drafter and those beside it, and see which prompts each has seen before."""
+    from outrider.checkpoint import load_drafter, manifest_of, trained_on
+    from outrider.evaluate.measure import training_of
+
+    config = settings.evaluate
+    assert config is not None
+    found = Riders({}, {}, {}, "")
+    own_choice = str(settings.folder / "checkpoint") if settings.train is not None else settings.drafter
+    for choice in (*config.beside, own_choice):
+        name, own = (choice, {}) if isinstance(choice, str) else _parted(choice)
+        if choice is own_choice and config.quantize:
+            own["quantize"] = config.quantize
+        drafter = load_drafter(name, target, **own)
+        if settings.target.compile:
+            compile_drafter(drafter)
+        is_checkpoint = isinstance(choice, str) and Path(name).exists()
+        label = manifest_of(name)["kind"] if is_checkpoint else name
+        if label in found.drafters:  # a second one of its kind
+            said = ", ".join(f"{key}={value}" for key, value in own.items())
+            label = (
+                name if is_checkpoint else f"{label} of {settings.name}" if choice is settings.drafter else f"{label} ({said})"
+            )
+        found.drafters[label] = drafter
+        found.overlaps.update(_overlaps(label, choice, drawn))
+        if is_checkpoint:
+            manifest = manifest_of(name)
+            trained = training_of(manifest, _metrics(Path(name).parent))
+            found.training[label] = trained | {"precision": trained_on(manifest, target)}
+    return found._replace(own=label)
 
 
 def _overlaps(name: str, choice: str | dict[str, Any], drawn: Mapping[str, Drawn]) -> dict[str, Overlaps]:
