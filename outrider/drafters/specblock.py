@@ -140,18 +140,51 @@ class Model(DraftModel):
 
         mask is over the n * K rows, block by block, behind what `kept` holds.
         """
-        slots = self.config.slots
-        words = self.word_norm(self.target.embed(tokens).to(features.dtype))
-        given = torch.cat([self.cond_norm(features), words], -1)[:, :, None].expand(-1, -1, slots, -1)
-        queries = self.query_norm(self.queries.to(features.dtype)).expand(*given.shape[:-1], -1)
-        x = self.fuse(torch.cat([given, queries], -1)).flatten(1, 2)
-        places = (at[..., None] + 1 + torch.arange(slots, device=at.device)).flatten(1)
-        turn = angles(places, self.config)
+        x, turn = self._rows(features, tokens), angles(self._places(at), self.config)
         for i, layer in enumerate(self.layers):
-            if i:
-                x = self.shifts[i - 1](x.unflatten(1, (-1, slots))).flatten(1, 2)
+            x = self._shifted(i, x)
             x = layer(x, x[:, :0], turn, turn, mask, kept, i)
-        return self.norm(x).unflatten(1, (-1, slots))
+        return self.norm(x).unflatten(1, (-1, self.config.slots))
+
+    def first(self, features: Tensor, tokens: Tensor, mask: Tensor, asked: Tensor, kept: KeyValues) -> Tensor:
+        """States [B, A, K, H] of first blocks at the places `asked` [B, A], as `forward` gives them for blocks at every place.
+
+        The other blocks are seen by these, so they pass too, but for what the last layer does with its keys and values.
+        mask [B, 1, n * K, n * K] sees nothing behind its row.
+        """
+        x, every = self._rows(features, tokens), self._places(torch.arange(features.shape[1], device=mask.device)[None])
+        turn, step = angles(every, self.config), self.config.slots * PAIRS
+        *lower, last = self.layers
+        assert isinstance(last, ContextLayer)
+        for i, layer in enumerate(lower):
+            x, parts = self._shifted(i, x), []
+            for begin in range(0, x.shape[1], step):
+                end = min(begin + step, x.shape[1])
+                part, own = x[:, begin:end], turn[..., begin:end, :]
+                parts.append(layer(part, part[:, :0], own, own, mask[:, :, begin:end, :end], kept, i))
+            x = torch.cat(parts, 1)
+        x = self._shifted(len(lower), x)
+        rows = (self.config.slots * asked[..., None] + torch.arange(self.config.slots, device=asked.device)).flatten(1)
+        texts, own = torch.arange(len(rows), device=rows.device)[:, None], angles(self._places(asked), self.config)
+        normed = last.input_layernorm(x)
+        seen = last.self_attn(normed[texts, rows], normed, own, turn, mask[texts, 0, rows][:, None], kept, len(lower))
+        x = x[texts, rows] + seen
+        return self.norm(x + last.mlp(last.post_attention_layernorm(x))).unflatten(1, (-1, self.config.slots))
+
+    def _rows(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """What enters the first layer, [B, n * K, H]."""
+        words = self.word_norm(self.target.embed(tokens).to(features.dtype))
+        given = torch.cat([self.cond_norm(features), words], -1)[:, :, None].expand(-1, -1, self.config.slots, -1)
+        queries = self.query_norm(self.queries.to(features.dtype)).expand(*given.shape[:-1], -1)
+        return self.fuse(torch.cat([given, queries], -1)).flatten(1, 2)
+
+    def _places(self, at: Tensor) -> Tensor:
+        """Rotary positions [.., n * K] of blocks at `at` [.., n]."""
+        return (at[..., None] + 1 + torch.arange(self.config.slots, device=at.device)).flatten(1)
+
+    def _shifted(self, layer: int, x: Tensor) -> Tensor:
+        """x [B, n * K, H] as it enters this layer."""
+        return self.shifts[layer - 1](x.unflatten(1, (-1, self.config.slots))).flatten(1, 2) if layer else x
 
     def logits(self, states: Tensor) -> Tensor:
         """[..., V] of states [..., H]; -inf where a reduced vocabulary has no token."""
@@ -446,16 +479,8 @@ def rollout(model: Model, batch: Batch, drawn: Drawn, taken: Sequence[int]) -> T
     """
     slots, pairs = model.config.slots, batch.tokens.shape[1] - 1
     seen, tape = sight(batch.documents), Tape()
-    features = model.fused(batch.taps[:, :-1])
-    at = torch.arange(pairs, device=seen.device)[None]
-    mask, parts = first_sight(seen, slots)[:, None], []
-    for begin in range(0, pairs, PAIRS):
-        part, end = slice(begin, begin + PAIRS), min(begin + PAIRS, pairs)
-        own = mask[:, :, slots * begin : slots * end, : slots * end]
-        parts.append(model(features[:, part], batch.tokens[:, 1:][:, part], at[:, part], own, tape))
-    states = torch.cat(parts, 1)
-    texts = torch.arange(len(seen), device=seen.device)[:, None]
-    found = [states[texts, drawn.at]]
+    mask = first_sight(seen, slots)[:, None]
+    found = [model.first(model.fused(batch.taps[:, :-1]), batch.tokens[:, 1:], mask, drawn.at, tape)]
     for b, count in enumerate(taken):
         places = drawn.at + sum(taken[: b + 1])
         tokens = batch.tokens.gather(1, (places + 1).clamp(max=pairs))
