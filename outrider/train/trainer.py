@@ -32,6 +32,8 @@ from outrider.train.optimizers import Kind, Optimizers, pack, unpack
 
 CHUNK_ELEMENTS = {"cpu": 2**21}
 """Logits that exist at once, by device: 8 MiB in float32 stay near a CPU's cores; elsewhere 2**24, 64 MiB, fill the device."""
+LOOK_EVERY = 8
+"""Steps between two looks at the mean overlap, for losses that go by it."""
 
 
 class Config(Base):
@@ -126,7 +128,7 @@ def _train(
     model = model.float().train()
     optimizer = Optimizers(model, config.optimizer, model.target.spec.vocabulary, config.weight_decay)
     place = folder / "checkpoint"
-    facts: dict[str, Any] = {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0}
+    facts: dict[str, Any] = {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0, "overlap": 0.0}
     facts |= _resume(place, model, optimizer, facts["config"])
     given = _name_texts(facts, source)
     if not facts["step"]:
@@ -144,9 +146,11 @@ def _train(
     with _finish_the_step() as asked_to_stop, metrics:
         while facts["step"] < config.steps:
             is_logged = (facts["step"] + 1) % config.log_every == 0 or facts["step"] + 1 == config.steps
-            batch = source.batch(facts["step"])
-            found = optimise(model, optimizer, batch, config, facts["step"], is_logged, reference)
+            batch, looks = source.batch(facts["step"]), "lk_lambda" in config.loss and facts["step"] % LOOK_EVERY == 0
+            found = optimise(model, optimizer, batch, config, facts["step"], is_logged or looks, reference, facts["overlap"])
             facts["step"] += 1
+            if looks:
+                facts["overlap"] = found["overlap"]
             facts["tokens"] += int((batch.documents > 0).sum())
             if is_logged:
                 metrics.write(
@@ -171,18 +175,21 @@ def _train(
 
 
 def optimise(
-    model: DraftModel, optimizer: Optimizers, batch: Batch, config: Config, step: int, is_logged: bool,
-    reference: DraftModel | None = None,
+    model: DraftModel, optimizer: Optimizers, batch: Batch, config: Config, step: int, is_counted: bool,
+    reference: DraftModel | None = None, near: float = 0.0,
 ) -> dict[str, Any]:  # fmt: skip
-    """One step of the optimiser.  Returns its loss, terms and, where logged, expected acceptance by depth."""
+    """One step of the optimiser.  Returns its loss, terms and, where counted, expected acceptance by depth.
+
+    near: mean overlap of draft and target, as it was found of late.
+    """
     lr = config.lr * rate(step, config)
     model.progress = step / config.steps
     optimizer.zero_grad()
     with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
         noise = torch.get_rng_state()
         predictions = model.predict(batch)
-        chosen = None if reference is None else select(predictions, reference, batch, config, noise)
-        found = accumulate(predictions, config, is_logged, chosen)
+        chosen = None if reference is None else select(predictions, reference, batch, config, noise, near)
+        found = accumulate(predictions, config, is_counted, chosen, near)
     predictions.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
     if not (math.isfinite(found["loss"]) and bool(norm.isfinite())):
@@ -194,14 +201,16 @@ def optimise(
     return found | {"lr": lr, "gradient_norm": round(float(norm), 4)}
 
 
-def select(predictions: Predictions, reference: DraftModel, batch: Batch, config: Config, noise: Tensor) -> Tensor:
+def select(
+    predictions: Predictions, reference: DraftModel, batch: Batch, config: Config, noise: Tensor, near: float = 0.0
+) -> Tensor:  # fmt: skip
     """[M] bool, which rows train.  noise: the random state under which the rows were drawn; the reference draws the same."""
     after = torch.get_rng_state()
     torch.set_rng_state(noise)
     with torch.no_grad():
         theirs = reference.predict(batch)
     torch.set_rng_state(after)
-    loss = functools.partial(losses.combine, config.loss)
+    loss = functools.partial(losses.combine, config.loss, near=near)
     chosen = rows.most_learnable(predictions, theirs, config.select, loss, _chunk(predictions))
     # weights that were cast without a gradient would be taken from there by the passes that need one
     torch.clear_autocast_cache()
@@ -209,9 +218,10 @@ def select(predictions: Predictions, reference: DraftModel, batch: Batch, config
 
 
 def accumulate(
-    predictions: Predictions, config: Config, is_logged: bool = False, chosen: Tensor | None = None
+    predictions: Predictions, config: Config, is_counted: bool = False, chosen: Tensor | None = None, near: float = 0.0
 ) -> dict[str, Any]:
-    """Back-propagate every chunk's loss to its rows.  Returns the loss over all rows, its terms and acceptance by depth.
+    """Back-propagate every chunk's loss to its rows.  Returns the loss over all rows, and where counted its terms, acceptance
+    by depth and mean overlap.
 
     chosen [M] bool: the rows that train; acceptance is counted over all that are to be learnt.
     """
@@ -226,20 +236,23 @@ def accumulate(
     kept, rows_at = torch.zeros(depths), torch.zeros(depths)
     for draft, target, part in predictions.chunks(_chunk(predictions)):
         weight = rows.weights(config.position, predictions, part, draft) * learnt[part] / total
-        terms = {"divergence": losses.combine(config.loss, draft, target, predictions.labels[part])}
+        terms = {"divergence": losses.combine(config.loss, draft, target, predictions.labels[part], near)}
         terms |= _weighted(predictions.extra(part, draft, target), config.extra)
         loss = torch.stack([(weight * term).sum() for term in terms.values()]).sum()
         loss.backward()
         sums["loss"] += loss.item()
-        if is_logged:
+        if is_counted:
             for name, term in terms.items():
                 sums[name] = sums.get(name, 0.0) + float((weight * term.detach()).sum())
             _count(kept, rows_at, predictions, part, draft.detach(), target)
-    if not is_logged:
+    if not is_counted:
         return sums
     accepted = (kept / rows_at.clamp(min=1)).tolist()
     expected = 1 + sum(math.prod(accepted[: k + 1]) for k in range(depths))
-    return sums | {"acceptance": [round(a, 4) for a in accepted], "expected_tokens_per_step": round(expected, 4)}
+    return sums | {
+        "acceptance": [round(a, 4) for a in accepted], "expected_tokens_per_step": round(expected, 4),
+        "overlap": float(kept.sum() / rows_at.sum().clamp(min=1)),
+    }  # fmt: skip
 
 
 def _weighted(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> dict[str, Tensor]:
@@ -316,7 +329,7 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
             f"{place} was stopped at step {manifest['training']['step']} and lacks {checkpoint.TRAINING}, without which it "
             "can't go on as it was; put the file back, or name another run"
         )
-    known = {"grams": manifest["training"].get("grams", [None])}
+    known = {"grams": manifest["training"].get("grams", [None]), "overlap": manifest["training"].get("overlap", 0.0)}
     return {key: manifest["training"][key] for key in ("step", "seconds", "tokens")} | known
 
 

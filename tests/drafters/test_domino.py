@@ -253,7 +253,7 @@ def test_where_a_token_hangs_on_the_two_before_it_drafts_better_than_dflash():
             rows.backward()
             optimiser.step()
         model.progress = 1.0
-        kept.append(trainer.accumulate(model.predict(batch), trainer.Config(), is_logged=True)["acceptance"])
+        kept.append(trainer.accumulate(model.predict(batch), trainer.Config(), is_counted=True)["acceptance"])
     (first, *alone), (same, *together) = kept
     assert abs(first - same) < 0.05
     assert all(mine > theirs + 0.05 for mine, theirs in zip(together, alone, strict=True))

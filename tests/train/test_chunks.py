@@ -33,7 +33,7 @@ ones = torch.ones_like(tokens)
 rows = draft.predict(Batch(tokens, ones.bool(), ones, torch.randn(B, S, 1, 8), torch.randn(B, S, 8)))
 whole = len(rows.labels) * V * 4 / 2**20
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-found = trainer.accumulate(rows, trainer.Config(loss={"tv": 1.0}), is_logged=False)
+found = trainer.accumulate(rows, trainer.Config(loss={"tv": 1.0}), is_counted=False)
 rows.backward()
 grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 assert all(w.grad.isfinite().all() for w in draft.parameters()) and 0 < found["loss"] <= 1
@@ -57,7 +57,7 @@ def test_chunks_change_neither_loss_nor_gradients(
         torch.manual_seed(2)
         rows = model.predict(make_source(talker).batch(1))
         chunks = len(list(rows.chunks(max(1, size // rows.vocabulary))))
-        sums = trainer.accumulate(rows, trainer.Config(loss={"ce": 0.3, "tv": 1.0, "kl": 0.2}), is_logged=True)
+        sums = trainer.accumulate(rows, trainer.Config(loss={"ce": 0.3, "tv": 1.0, "kl": 0.2}), is_counted=True)
         rows.backward()
         found.append((chunks, sums, {name: weight.grad for name, weight in model.named_parameters()}))
     (one, whole, gradients), (many, parts, again) = found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -14,10 +15,12 @@ from outrider.errors import ConfigError
 from outrider.train import losses
 
 NAMES = sorted(losses.DIVERGENCES)
+NEAR = 0.6
+DIVERGENCES = losses.DIVERGENCES | {"lk_lambda": functools.partial(losses.lk_lambda, near=NEAR)}
 
 
-def brute_force(name: str, draft: list[float], target: list[float], label: int, alpha: float | None = None) -> float:
-    """One row by the definition, in Python's float64.  alpha: held constant where the definition says so."""
+def brute_force(name: str, draft: list[float], target: list[float], label: int) -> float:
+    """One row by the definition, in Python's float64."""
     q, p = softmax(draft), softmax(target)
     kept = sum(map(min, p, q))
     if name == "ce":
@@ -34,7 +37,7 @@ def brute_force(name: str, draft: list[float], target: list[float], label: int, 
     if name == "lk_alpha":
         return -math.log(kept)
     assert name == "lk_lambda"
-    w = math.exp(-3 * (kept if alpha is None else alpha))
+    w = math.exp(-NEAR)
     return w * brute_force("kl", draft, target, label) + (1 - w) * brute_force("tv", draft, target, label)
 
 
@@ -59,7 +62,7 @@ def test_the_losses_are_these_seven() -> None:
 def test_a_divergence_is_its_definition(name: str) -> None:
     """Catches p and q swapped, a missing half, or a wrong sum; float32 against float64, so to 1e-5."""
     draft, target, labels = rows()
-    found = losses.DIVERGENCES[name](draft, target, labels)
+    found = DIVERGENCES[name](draft, target, labels)
     wanted = [brute_force(name, *row) for row in zip(draft.tolist(), target.tolist(), labels.tolist(), strict=True)]
     assert found.shape == (6,)
     assert found.dtype == torch.float32
@@ -68,17 +71,14 @@ def test_a_divergence_is_its_definition(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gradient_is_the_slope(name: str) -> None:
-    """Catches a detach too many or too few; lk_lambda's weight is a constant and has no slope."""
+    """Catches a detach too many or too few."""
     draft, target, labels = rows()
     draft.requires_grad_()
-    losses.DIVERGENCES[name](draft, target, labels).sum().backward()
+    DIVERGENCES[name](draft, target, labels).sum().backward()
     step = 1e-5
     for m, (logits, wanted, label) in enumerate(zip(draft.tolist(), target.tolist(), labels.tolist(), strict=True)):
-        alpha = sum(map(min, softmax(wanted), softmax(logits)))
         for v in range(len(logits)):
-            ends = [
-                brute_force(name, [*logits[:v], logits[v] + s, *logits[v + 1 :]], wanted, label, alpha) for s in (step, -step)
-            ]
+            ends = [brute_force(name, [*logits[:v], logits[v] + s, *logits[v + 1 :]], wanted, label) for s in (step, -step)]
             assert float(draft.grad[m, v]) == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=2e-4)
 
 
@@ -95,7 +95,7 @@ def test_equal_laws_cost_nothing(name: str) -> None:
     """Catches a divergence that depends on the logits' common shift, or is not 0 at its minimum."""
     _, target, labels = rows()
     draft = (target + 3.0).requires_grad_()
-    found = losses.DIVERGENCES[name](draft, target, labels)
+    found = DIVERGENCES[name](draft, target, labels)
     assert found.abs().max() < 1e-5
     found.sum().backward()
     assert draft.grad.abs().max() < 0.5 if name in ("tv", "lk_alpha", "lk_lambda") else draft.grad.abs().max() < 1e-5
@@ -108,7 +108,7 @@ def test_a_hopeless_draft_has_a_finite_loss_and_gradient(name: str) -> None:
     target[0, 0] = 300.0
     for dtype in (torch.float32, torch.bfloat16):
         draft = target.flip(-1).to(dtype).requires_grad_()
-        found = losses.DIVERGENCES[name](draft, target.to(dtype), torch.tensor([0]))
+        found = DIVERGENCES[name](draft, target.to(dtype), torch.tensor([0]))
         found.sum().backward()
         assert found.dtype == torch.float32
         assert found.isfinite().all()
@@ -122,7 +122,7 @@ def test_what_can_not_be_drafted_counts_as_lost(name: str) -> None:
     reach = torch.tensor([0, 2, 3, 6])
     small = draft[:, reach].requires_grad_()
     whole = torch.full_like(draft, -torch.inf).index_copy(-1, reach, small)
-    found = losses.DIVERGENCES[name](whole, target, labels)
+    found = DIVERGENCES[name](whole, target, labels)
     found.sum().backward()
     assert bool(found.isfinite().all())
     assert bool(small.grad.isfinite().all())
@@ -131,7 +131,7 @@ def test_what_can_not_be_drafted_counts_as_lost(name: str) -> None:
     inside, middle = q > 0, (p + q) / 2
     ratio = torch.where(inside, p / q.clamp(min=1e-30), 1.0).log()
     forward = (p * ratio * inside).sum(-1) + 1 - (p * inside).sum(-1)
-    weight = torch.exp(-3 * alpha)
+    weight = math.exp(-NEAR)
     said = q.gather(-1, labels[:, None])[:, 0]
     wanted = {
         "ce": torch.where(said > 0, -said.clamp(min=1e-30).log(), losses.UNREACHABLE),
@@ -145,7 +145,16 @@ def test_what_can_not_be_drafted_counts_as_lost(name: str) -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
     if name in ("kl", "tv", "lk_alpha", "lk_lambda"):
         perfect = torch.full_like(draft, -torch.inf).index_copy(-1, reach, target[:, reach])
-        assert bool((losses.DIVERGENCES[name](perfect, target, labels) > 1e-3).all())
+        assert bool((DIVERGENCES[name](perfect, target, labels) > 1e-3).all())
+
+
+def test_lk_lambda_goes_from_kl_to_tv() -> None:
+    """Catches a mean overlap that does not arrive, and a weight that grows with it."""
+    draft, target, labels = rows()
+    far, near = losses.kl(draft, target, labels), losses.tv(draft, target, labels)
+    for overlap_found, weight in ((0.0, 1.0), (0.5, math.exp(-0.5)), (1.0, math.exp(-1.0))):
+        found = losses.combine({"lk_lambda": 2.0}, draft, target, labels, overlap_found)
+        torch.testing.assert_close(found, 2 * (weight * far + (1 - weight) * near))
 
 
 def test_a_combination_is_the_weighted_sum() -> None:

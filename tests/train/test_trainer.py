@@ -22,6 +22,7 @@ from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.lock import held
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.targets.transformers import TransformersTarget
+from outrider.train import losses, trainer
 from outrider.train.optimizers import Optimizers
 from outrider.train.trainer import Config, first_bad, rate, train
 from train.bench import SETTINGS, fit, make_model, make_source
@@ -119,15 +120,36 @@ def test_a_training_stopped_by_a_crash_goes_on_from_its_last_save_bit_for_bit(
     same_training(tmp_path, whole("vanilla"))
 
 
-@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"optimizer": "muon"}], ids=["bfloat16", "muon"])
+OTHERS = [{"dtype": "bfloat16"}, {"optimizer": "muon"}, {"loss": {"lk_lambda": 1.0}}]
+
+
+@pytest.mark.parametrize("settings", OTHERS, ids=["bfloat16", "muon", "lk_lambda"])
 def test_other_arithmetic_goes_on_bit_for_bit_too(
-    settings: dict[str, str], talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path
+    settings: dict[str, Any], talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Catches weights that are saved in the precision of the passes, and the moments of a second optimiser that are not."""
+    """Catches weights that are saved in the precision of the passes, the moments of a second optimiser and the mean overlap
+    that a loss goes by, where they are not."""
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, talker, on_step=stopper(3, interrupt), **settings)
     fit(tmp_path, talker, seed=99, **settings)
     same_training(tmp_path, whole("vanilla", **settings))
+
+
+def test_lk_lambda_goes_by_the_overlap_that_was_found_of_late(
+    talker: TransformersTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a loss that is never told, one that is told of another step, and looks that hang on what is logged."""
+    told: list[float] = []
+    real = losses.lk_lambda
+    heard = lambda draft, target, labels, near=0.0: told.append(near) or real(draft, target, labels, near)
+    monkeypatch.setitem(losses.DIVERGENCES, "lk_lambda", heard)
+    monkeypatch.setattr(trainer, "LOOK_EVERY", 2)
+    found: list[float | None] = []
+    note = lambda step, said: found.append(said.get("overlap"))
+    fit(tmp_path, talker, on_step=note, loss={"lk_lambda": 1.0}, log_every=5)
+    assert [value is None for value in found] == [False, True, False, True, False, False]
+    steps = list(dict.fromkeys(told))
+    assert steps == [0.0, found[0], found[2], found[4]] and 0 < found[0] < 1
 
 
 def test_muon_turns_inner_matrices_alone(talker: TransformersTarget) -> None:
