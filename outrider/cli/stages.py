@@ -342,7 +342,8 @@ def _riders(settings: RunConfig, target: TransformersTarget, drawn: Mapping[str,
 
     config = settings.evaluate
     assert config is not None
-    found = Riders({}, {}, {}, "")
+    drafters, training = {}, {}
+    overlaps: dict[str, Overlaps] = {}
     own_choice = str(settings.folder / "checkpoint") if settings.train is not None else settings.drafter
     for choice in (*config.beside, own_choice):
         name, own = (choice, {}) if isinstance(choice, str) else _parted(choice)
@@ -353,18 +354,18 @@ def _riders(settings: RunConfig, target: TransformersTarget, drawn: Mapping[str,
             compile_drafter(drafter)
         is_checkpoint = isinstance(choice, str) and Path(name).exists()
         label = manifest_of(name)["kind"] if is_checkpoint else name
-        if label in found.drafters:  # a second one of its kind
+        if label in drafters:  # a second one of its kind
             said = ", ".join(f"{key}={value}" for key, value in own.items())
             label = (
                 name if is_checkpoint else f"{label} of {settings.name}" if choice is settings.drafter else f"{label} ({said})"
             )
-        found.drafters[label] = drafter
-        found.overlaps.update(_overlaps(label, choice, drawn))
+        drafters[label] = drafter
+        overlaps |= _overlaps(label, choice, drawn)
         if is_checkpoint:
             manifest = manifest_of(name)
-            trained = training_of(manifest, _metrics(Path(name).parent))
-            found.training[label] = trained | {"precision": trained_on(manifest, target)}
-    return found._replace(own=label)
+            found = training_of(manifest, _metrics(Path(name).parent))
+            training[label] = found | {"precision": trained_on(manifest, target)}
+    return Riders(drafters, training, overlaps, label)
 
 
 def _overlaps(name: str, choice: str | dict[str, Any], drawn: Mapping[str, Drawn]) -> dict[str, Overlaps]:

@@ -91,6 +91,8 @@ def _finite(logs: Tensor) -> Tensor:
 
 
 DIVERGENCES: dict[str, Divergence] = {f.__name__: f for f in (ce, kl, rkl, jsd, tv, lk_alpha, lk_lambda)}
+BY_OVERLAP = frozenset({"lk_lambda"})
+"""Those that are told the mean overlap, too."""
 
 
 def check(loss: Mapping[str, float]) -> Mapping[str, float]:
@@ -104,9 +106,9 @@ def check(loss: Mapping[str, float]) -> Mapping[str, float]:
 
 
 def combine(loss: Mapping[str, float], draft: Tensor, target: Tensor, labels: Tensor, near: float = 0.0) -> Tensor:
-    """The weighted sum of divergences, [m].  near as in `lk_lambda`."""
+    """The weighted sum of divergences, [m].  near as in `lk_lambda`, for those of `BY_OVERLAP`."""
     found = draft.new_zeros(())
     for name, weight in loss.items():
-        own = (near,) if name == "lk_lambda" else ()
+        own = (near,) if name in BY_OVERLAP else ()
         found = found + weight * DIVERGENCES[name](draft, target, labels, *own)
     return found

@@ -128,7 +128,7 @@ def _train(
     model = model.float().train()
     optimizer = Optimizers(model, config.optimizer, model.target.spec.vocabulary, config.weight_decay)
     place = folder / "checkpoint"
-    facts: dict[str, Any] = {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0, "overlap": 0.0}
+    facts: dict[str, Any] = {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0}
     facts |= _resume(place, model, optimizer, facts["config"])
     given = _name_texts(facts, source)
     if not facts["step"]:
@@ -146,8 +146,9 @@ def _train(
     with _finish_the_step() as asked_to_stop, metrics:
         while facts["step"] < config.steps:
             is_logged = (facts["step"] + 1) % config.log_every == 0 or facts["step"] + 1 == config.steps
-            batch, looks = source.batch(facts["step"]), "lk_lambda" in config.loss and facts["step"] % LOOK_EVERY == 0
-            found = optimise(model, optimizer, batch, config, facts["step"], is_logged or looks, reference, facts["overlap"])
+            looks = not losses.BY_OVERLAP.isdisjoint(config.loss) and facts["step"] % LOOK_EVERY == 0
+            batch, near = source.batch(facts["step"]), facts.get("overlap", 0.0)
+            found = optimise(model, optimizer, batch, config, facts["step"], is_logged or looks, reference, near)
             facts["step"] += 1
             if looks:
                 facts["overlap"] = found["overlap"]
@@ -329,8 +330,8 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
             f"{place} was stopped at step {manifest['training']['step']} and lacks {checkpoint.TRAINING}, without which it "
             "can't go on as it was; put the file back, or name another run"
         )
-    known = {"grams": manifest["training"].get("grams", [None]), "overlap": manifest["training"].get("overlap", 0.0)}
-    return {key: manifest["training"][key] for key in ("step", "seconds", "tokens")} | known
+    before = {"grams": [None]} | manifest["training"]
+    return {key: before[key] for key in ("step", "seconds", "tokens", "overlap", "grams") if key in before}
 
 
 def _name_texts(facts: dict[str, Any], source: FeatureSource) -> dict[str, Path]:
