@@ -136,14 +136,6 @@ class Model(DraftModel):
         seen = [None if words is None else words[..., : k + 1, :] for k in range(heads)]
         return self.logits(torch.stack([self.state(k, hidden, seen[k]) for k in range(heads)], -2))
 
-    @torch.no_grad()
-    def ranks(self, batch: Batch) -> Tensor:
-        """[K, R] float32: how often the target's likeliest token was head k's choice of rank r, over a batch."""
-        rows = self.predict(batch)
-        for draft, target, part in rows.chunks(4096):
-            rows.count(part, draft, target)
-        return rows.hits / rows.seen.clamp(min=1)[:, None]
-
     def predict(self, batch: Batch) -> Rows:
         return Rows(self, batch)
 

@@ -308,7 +308,7 @@ def test_accuracies_are_left_alone_where_nothing_is_trained(target):
 
 
 @KINDS
-def test_ranks_of_a_batch_are_what_the_heads_said(sequential, target):
+def test_accuracies_of_a_batch_are_what_the_heads_said(sequential, target):
     """Catches an accuracy of other rows than those predicted: by looking every place up."""
     model, tokens = made(target, sequential=sequential), torch.randint(64, (1, 14), generator=torch.Generator().manual_seed(2))
     batch = batch_of(target, (), tokens)
@@ -321,7 +321,11 @@ def test_ranks_of_a_batch_are_what_the_heads_said(sequential, target):
             rank = order.index(choice[place - 1])
             if rank < 10:
                 hits[k, rank] += 1
-    torch.testing.assert_close(model.ranks(batch), hits / torch.tensor([[12.0], [11.0], [10.0]]))
+    rows = model.predict(batch)
+    for draft, target_own, part in rows.chunks(6):
+        rows.count(part, draft, target_own)
+    assert torch.equal(rows.hits, hits)
+    assert rows.seen.tolist() == [12, 11, 10]
 
 
 def test_a_checkpoint_brings_its_tree(target, tmp_path):
