@@ -157,6 +157,30 @@ def test_lk_lambda_goes_from_kl_to_tv() -> None:
         torch.testing.assert_close(found, 2 * (weight * far + (1 - weight) * near))
 
 
+def test_at_the_limit_of_a_drafter_these_losses_keep_more() -> None:
+    """Catches a TV term that does not pull: a drafter of rank 2 can't say 16 laws, and what it keeps hangs on what it gives up.
+    (The point of arXiv 2602.23881: KL spreads itself over what it can't hold.)
+    """
+    laws = 3 * torch.randn(16, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    kept = {name: at_its_limit(name, laws) for name in ("kl", "lk_lambda", "lk_alpha")}
+    assert kept["kl"] + 0.03 < kept["lk_lambda"] < kept["lk_alpha"] - 0.03, kept
+
+
+def at_its_limit(loss: str, target: Tensor, rank: int = 2, steps: int = 400) -> float:
+    """Mean overlap with the laws [m, V] of a drafter whose logits are a matrix of this rank and a bias, trained to its end."""
+    noise = torch.Generator().manual_seed(9)
+    weights = [0.1 * torch.randn(*size, generator=noise, dtype=target.dtype) for size in ((16, rank), (rank, 32), (1, 32))]
+    left, right, bias = (weight.requires_grad_() for weight in weights)
+    optimizer, labels, kept = torch.optim.Adam([left, right, bias], lr=0.05), torch.zeros(16, dtype=torch.long), 0.0
+    for _ in range(steps):
+        draft = left @ right + bias
+        kept = float(overlap(target.softmax(-1), draft.softmax(-1)).mean())
+        optimizer.zero_grad()
+        losses.combine({loss: 1.0}, draft, target, labels, kept).mean().backward()
+        optimizer.step()
+    return kept
+
+
 def test_a_combination_is_the_weighted_sum() -> None:
     """Catches a weight that is lost or used twice."""
     draft, target, labels = rows()
