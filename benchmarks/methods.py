@@ -106,6 +106,7 @@ METHODS: dict[str, Method] = {
     "mtp": Method("demo-mtp", (*SOFT, *TREE)),
     "small_model": Method("demo-small_model", TREE),
     "small_model, hard labels": Method("demo-small_model", (*TREE, "train.loss={ce: 1.0}")),
+    "small_model, adaspec": Method("demo-small_model", (*TREE, "train.select=0.4"), "small_model"),
     "tenth": Method("demo-small_model", (*TENTH, *TREE)),
     "tenth, adaspec": Method("demo-small_model", (*TENTH, *TREE, "train.select=0.4"), "tenth"),
     "limited, kl": Method("demo-dflash", (*SMALL, *SOFT)),
@@ -143,6 +144,7 @@ CLAIMS = [
     Claim("dspark", "dflash, 5 layers", 1.0, 1.0, "two layers with the head, five without"),
     Claim("limited, lk_lambda", "limited, kl", 1.0, 1.0, "acceptance as the loss of a drafter that can't learn all"),
     Claim("tenth, adaspec", "tenth", 1.0, 0.0, "only what can still be learnt"),
+    Claim("small_model, adaspec", "small_model", 1.0, 0.0, "the same, begun from a model that writes already"),
     Claim("eagle3", "eagle", 1.0, 0.0, "taps and unrolled training, no feature loss"),
     Claim("eagle3", "eagle", 1.0, 1.0, "taps and unrolled training, no feature loss"),
 ]
