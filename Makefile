@@ -9,8 +9,10 @@ demo: install  ## train a drafter for the demo target and prove it
 	$(BIN)/outrider run recipes/demo-dflash.yaml
 	$(BIN)/outrider run recipes/demo.yaml
 
+SHORT ?= demo-short
+
 demo-short: install  ## the same road for CI: fewer answers, steps and prompts
-	$(BIN)/outrider run recipes/demo.yaml name=demo-short prepare.folder=runs/demo-short/answers prepare.count=96 \
+	$(BIN)/outrider run recipes/demo.yaml name=$(SHORT) prepare.folder=runs/$(SHORT)/answers prepare.count=96 \
 		prepare.max_new_tokens=64 train.steps=40 evaluate.prompts=4 evaluate.max_new_tokens=64 \
 		'evaluate.beside=[ngram, small_model]'
 

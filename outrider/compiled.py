@@ -8,16 +8,16 @@ another size.  Without a C++ compiler there is no fast path, and nothing else is
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import logging
 import operator
 import os
-import platform
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from outrider import machine
 from outrider.errors import OutriderError
 
 log = logging.getLogger(__name__)
@@ -33,15 +34,20 @@ log = logging.getLogger(__name__)
 MOST_BYTES = 2**31
 """Models with more weights than this are not compiled on a CPU: the package holds a copy of them."""
 
+BUILDS: dict[str, dict[str, Any]] = {
+    "libraries": {},
+    "templates": {"max_autotune": True, "max_autotune_gemm_backends": "CPP"},
+}
+"""Where inductor's products come from: the libraries torch comes with, or C++ that it writes for each shape."""
+
 
 class NotCompiled(OutriderError):
     """There is no compiled step, and why; the plain path goes on."""
 
 
 def folder() -> Path:
-    """Where packages are kept: $OUTRIDER_CACHE, or the user's cache folder."""
-    root = os.environ.get("OUTRIDER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
-    return Path(root).expanduser() / "compiled"
+    """Where packages are kept."""
+    return machine.cache_folder() / "compiled"
 
 
 def has_compiler() -> bool:
@@ -50,11 +56,7 @@ def has_compiler() -> bool:
 
 def fingerprint(model: nn.Module, *more: object) -> str:
     """What a package hangs on, 16 hex digits: every weight, settings and code in `more`, torch, threads and the processor."""
-    digest = hashlib.sha256()
-    processor = Path("/proc/cpuinfo")
-    flags = [line for line in processor.read_text().splitlines() if line.startswith("flags")][:1] if processor.exists() else []
-    machine = (torch.__version__, torch.get_num_threads(), platform.machine(), torch.backends.cpu.get_cpu_capability(), flags)
-    digest.update(repr((machine, more)).encode())
+    digest = hashlib.sha256(repr((machine.identity(), more)).encode())
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
@@ -127,7 +129,7 @@ class Graphs:
         if not build and not (is_on_cpu and path.exists()):
             raise NotCompiled(f"{path} does not exist" if is_on_cpu else "on a GPU passes are captured only where asked for")
         if is_on_cpu and not path.exists():
-            seconds = build_package(path, *self.example(several))
+            seconds = self._build(path, several)
         graph = Graph(path) if is_on_cpu else self.captured()
         apart, allowed = self.apart(graph, several)
         if not apart <= allowed:
@@ -138,6 +140,38 @@ class Graphs:
             )
         self.graphs[several] = graph
         return seconds
+
+    def _build(self, path: Path, several: bool) -> float:
+        """Compile in the way whose products are fastest here; the first time on a machine in every way, timed."""
+        traced, arguments, dims = self.example(several)
+        size = sum(weight.nbytes for weight in self.model().parameters()).bit_length()
+        question = (
+            f"products in a compiled {self.name} of {'several' if several else 'one'}, {size} bits of bytes: {list(BUILDS)}"
+        )
+        parts = {way: path.with_name(f"{path.stem}.{way}.pt2") for way in BUILDS}
+        seconds = 0.0
+
+        def build(way: str) -> Graph:
+            nonlocal seconds
+            seconds += build_package(parts[way], traced, arguments, dims, BUILDS[way])
+            return Graph(parts[way])
+
+        def ways() -> dict[str, Callable[[], object]]:
+            return {way: functools.partial(_run_all, build(way), self.trials(several)) for way in BUILDS}
+
+        try:
+            chosen = machine.fastest(question, ways) if len(BUILDS) > 1 else next(iter(BUILDS))
+            if not parts[chosen].exists():
+                build(chosen)
+            parts[chosen].replace(path)
+        finally:
+            for part in parts.values():
+                part.unlink(missing_ok=True)
+        return seconds
+
+    def trials(self, several: bool) -> list[tuple[Any, ...]]:
+        """Arguments of the passes by which ways of compiling are compared."""
+        return [self.example(several)[1]]
 
     def captured(self) -> Replays:
         """What stands for a package on a GPU."""
@@ -184,9 +218,18 @@ class Graphs:
         raise NotImplementedError
 
 
-def build_package(path: Path, function: nn.Module, example: tuple[Any, ...], dims: Any) -> float:
+@torch.inference_mode()
+def _run_all(graph: Graph, trials: Sequence[tuple[Any, ...]]) -> None:
+    for arguments in trials:
+        graph.forward(*arguments)
+
+
+def build_package(
+    path: Path, function: nn.Module, example: tuple[Any, ...], dims: Any, options: Mapping[str, Any] = BUILDS["libraries"]
+) -> float:
     """Compile `function` on arguments like `example` into `path`; returns seconds.  NotCompiled where that can't be done.
 
+    options: one of `BUILDS`.
     dims: for every argument a mapping from dimension to `torch.export.Dim`, in the arguments' own structure.  Arguments that
     are written to are written to in the compiled function too.
     """
@@ -201,7 +244,8 @@ def build_package(path: Path, function: nn.Module, example: tuple[Any, ...], dim
             example = pytree.tree_map_only(Tensor, Tensor.clone, example)
             with contextlib.redirect_stderr(io.StringIO()):  # what it can't trace it prints whole, hundreds of lines
                 exported = torch.export.export(function, example, dynamic_shapes=dims, strict=False)
-            torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs={"freezing": True})
+            configs = {"freezing": True, **options}
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=configs)
         part.replace(path)
     except Exception as error:  # the compiler is a large program of others, and every family is a new text for it
         raise NotCompiled(f"can't be compiled: {type(error).__name__}: {_first_line(error)}") from error

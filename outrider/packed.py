@@ -1,46 +1,53 @@
-"""Linear layers whose weights lie in the order in which oneDNN reads them.
+"""Linear layers whose weights lie in the order in which oneDNN reads them, where that is measured to be faster.
 
-torch gives float32 products on a CPU to MKL, which on AMD's CPUs is slow with the few rows of a decoding step: one to eight
-rows through the demo target's weights take 4.3 to 5.5 ms, packed 3 to 4.  The packed copy takes as much memory as the weights.
-Elsewhere, and for other types, nothing changes.
+torch gives float32 products on a CPU to MKL, which on some CPUs is slow with the few rows of a decoding step: one to eight
+rows through the demo target's weights take 4.3 to 5.5 ms, packed 3 to 4.  On others, and for weights that fill the memory, it
+is the other way round, so both are timed on a few of the model's own layers.
+The packed copy takes as much memory as the weights.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider import machine
+
 MOST_BYTES = 2**31
 """Models with more weights than this are left as they are: the copy would cost more memory than the time is worth."""
 
 
-@functools.cache
-def helps() -> bool:
-    """Whether this is a machine on which the usual way is slow, and this torch can do otherwise."""
+SAMPLE_BYTES = 2**26
+"""Weights on which the two ways are timed: more than most caches hold."""
+SAMPLE_ROWS = (1, 8)
+
+
+def is_possible() -> bool:
+    """Whether this torch can multiply by packed weights, as it is set now."""
     try:
-        is_slow = torch.backends.mkl.is_available() and "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
-        if not is_slow or not torch.backends.mkldnn.is_available():
+        if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
             return False
         x, weight = torch.rand(2, 8), torch.rand(4, 8)
         return torch.allclose(_product(x, _packed(weight), None), F.linear(x, weight))
-    except (OSError, AttributeError, RuntimeError):  # the operators are torch's own, but not promised
+    except (AttributeError, RuntimeError):  # the operators are torch's own, but not promised
         return False
 
 
 def pack(model: nn.Module) -> None:
     """Give the linear layers of `model` packed weights, used while `products` is open; else they are as they were.
 
-    A layer whose weight changes afterwards multiplies the usual way again.
+    Nothing changes where that is not faster.  A layer whose weight changes afterwards multiplies the usual way again.
     """
     layers = [module for module in model.modules() if type(module) is nn.Linear and _fits(module)]
-    if not helps() or sum(layer.weight.nbytes for layer in layers) > MOST_BYTES:
+    if not layers or sum(layer.weight.nbytes for layer in layers) > MOST_BYTES or not is_possible() or not _is_faster(layers):
         return
     for layer in layers:
         _weights[layer] = _packed(layer.weight.detach()), _stamp(layer)
@@ -69,6 +76,29 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
     if usual or x.dtype != torch.float32 or not x.numel() or weight is None or stamp != _stamp(layer):
         return F.linear(x, layer.weight, layer.bias)
     return _product(x, weight, layer.bias)
+
+
+@torch.inference_mode()
+def _is_faster(layers: Sequence[nn.Linear]) -> bool:
+    """Whether a plain step and a verification read these layers faster packed, by timing some of them."""
+    shapes = sorted(Counter(tuple(layer.weight.shape) for layer in layers).items())
+
+    def multiply(product: Callable[[Tensor, Tensor], Tensor], weights: Sequence[Tensor]) -> None:
+        for rows in SAMPLE_ROWS:
+            for layer, weight in zip(sample, weights, strict=True):
+                product(inputs[rows, layer.in_features], weight)
+
+    def ways() -> dict[str, Callable[[], object]]:
+        plain = [layer.weight for layer in sample]
+        return {
+            "plain": functools.partial(multiply, F.linear, plain),
+            "packed": functools.partial(multiply, lambda x, weight: _product(x, weight, None), list(map(_packed, plain))),
+        }
+
+    sizes = list(itertools.accumulate(layer.weight.nbytes for layer in layers))
+    sample = [layer for layer, size in zip(layers, sizes, strict=True) if size <= SAMPLE_BYTES] or layers[:1]
+    inputs = {(rows, layer.in_features): torch.ones(rows, layer.in_features) for rows in SAMPLE_ROWS for layer in sample}
+    return machine.fastest(f"float32 products of linear layers {shapes}", ways) == "packed"
 
 
 def _fits(layer: nn.Linear) -> bool:

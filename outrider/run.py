@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from outrider import config as configs
 from outrider.config import Config as Base
 from outrider.drafters import find, kinds
 from outrider.errors import ConfigError
-from outrider.evaluate.fingerprint import cpu_name
 from outrider.evaluate.measure import Config as EvaluateConfig
 from outrider.prepare.conversations import Config as PrepareConfig
 from outrider.train.trainer import Config as TrainConfig
@@ -38,7 +37,7 @@ class TargetConfig(Base):
     device: str | None = None
     """cpu, cuda, cuda:1 …; the accelerator where there is one unless given."""
     dtype: str | None = None
-    """float32 on a CPU and the checkpoint's own elsewhere unless given."""
+    """float32 on a CPU and the checkpoint's own elsewhere unless given; auto: the checkpoint's own where that is fast."""
     quantize: Literal["int8"] | None = None
     """Round the weights of the linear layers; needs torchao.  The output is then the quantised model's own."""
     trust_remote_code: bool = False
@@ -59,6 +58,8 @@ class RunConfig(Base):
     """Left out: nothing is trained."""
     evaluate: EvaluateConfig | None = None
     """Left out: nothing is measured."""
+    usual_minutes: dict[Literal["prepare", "train", "evaluate"], PositiveFloat] = Field(default={})
+    """What a stage takes where the file was tried; one that will take three times as long says why."""
 
     @property
     def folder(self) -> Path:
@@ -142,6 +143,8 @@ def provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
     """What a result must say of itself: versions, machine, settings, target."""
     import torch
 
+    from outrider import machine
+
     return {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "outrider": version_of("outrider"),
@@ -153,7 +156,8 @@ def provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else machine.cpu_name(),
+        "products_ms": None if torch.cuda.is_available() else machine.products().ms,
         "command": " ".join(["outrider", *sys.argv[1:]]),
         "config": run.model_dump(mode="json"),
     } | facts

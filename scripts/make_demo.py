@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from outrider import demo  # noqa: E402  (a script beside the package, run without an install too)
+from outrider import demo, machine  # noqa: E402  (a script beside the package, run without an install too)
 
 VOCABULARY = 4096
 SPECIALS = ["<|endoftext|>", "<|pad|>", "<|mask|>", *(f"<|reserved_{i}|>" for i in range(13))]
@@ -213,7 +213,7 @@ def fit(
     """Train `model`, writing WORK/<shape>/model.safetensors at the end; goes on from WORK/<shape>.checkpoint."""
     torch.manual_seed(options.seed)
     device, out = options.device, options.work / shape
-    model = model.to(device, torch.bfloat16).train()
+    model = model.to(device, getattr(torch, machine.training_dtype(device))).train()
     masters = Masters(model, options)
     loss_of = batch_loss if options.no_compile else torch.compile(batch_loss, dynamic=False)
     steps = int(passes * len(ids) / options.step_tokens)
@@ -316,7 +316,7 @@ def write(model: Qwen3ForCausalLM, prompts: Tensor, new: int, temperature: float
 
 
 def load(path: Path, device: str) -> Qwen3ForCausalLM:
-    return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device).eval()
+    return Qwen3ForCausalLM.from_pretrained(path, dtype=getattr(torch, machine.training_dtype(device))).to(device).eval()
 
 
 def pieces(ids: np.ndarray, count: int, length: int, seed: int) -> Tensor:

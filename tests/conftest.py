@@ -23,7 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from outrider import drafters
+from outrider import compiled, drafters
 from outrider.decoding.parties import Drafter, Target
 from outrider.drafters.gemma4_assistant import keyless_layers
 from outrider.nn.draft_model import Batch, DraftModel
@@ -73,6 +73,8 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Compiled packages of the tests: the user's own are neither read nor added to."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTRIDER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        # compiling in every way to find the fastest takes twice as long; test_step.py does it once
+        patch.setattr(compiled, "BUILDS", {"libraries": {}})
         yield Path(os.environ["OUTRIDER_CACHE"])
 
 

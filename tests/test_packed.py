@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from outrider import packed
+from outrider import machine, packed
 
-pytestmark = pytest.mark.skipif(not packed.helps(), reason="this CPU multiplies fast the usual way, or torch can't pack")
+pytestmark = pytest.mark.skipif(not packed.is_possible(), reason="torch")
+
+
+@pytest.fixture(autouse=True)
+def is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine where packed weights were measured to be faster."""
+    monkeypatch.setattr(machine, "fastest", lambda question, ways, margin=1.1: "packed")
 
 
 @pytest.fixture
@@ -72,3 +79,20 @@ def test_large_models_and_wrapped_layers_are_left_alone(monkeypatch: pytest.Monk
     monkeypatch.setattr(packed, "MOST_BYTES", large.weight.nbytes - 1)
     packed.pack(nn.Sequential(large))
     assert "forward" not in vars(large)
+
+
+def test_layers_are_packed_only_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a copy of all weights for nothing; both ways are really run, on the layers' own shapes."""
+    asked: list[str] = []
+
+    def plain_wins(question: str, ways: Callable[[], Mapping[str, Callable[[], object]]], margin: float = 1.1) -> str:
+        asked.append(question)
+        for run in ways().values():
+            run()
+        return "plain"
+
+    monkeypatch.setattr(machine, "fastest", plain_wins)
+    layer = nn.Linear(48, 80)
+    packed.pack(nn.Sequential(layer, nn.ReLU()))
+    assert "forward" not in vars(layer)
+    assert asked == ["float32 products of linear layers [((80, 48), 1)]"]

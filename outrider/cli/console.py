@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from outrider.errors import ConfigError, DataError
+
+FAR = 3
+"""Times what is usual, from which on a stage says why it takes so long."""
+
+SEEN = 24
+"""Steps of a kind after which their time is known."""
 
 out = Console()
 note = Console(stderr=True)
@@ -38,9 +46,66 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+class Forecast:
+    """How long a stage will take, said once, as soon as its first steps tell."""
+
+    def __init__(self, unit: str, total: int, done: int, is_steady: bool, usual_minutes: float | None):
+        self.unit, self.total, self.done, self.is_steady, self.usual_minutes = unit, total, done, is_steady, usual_minutes
+        self.began = self.at = time.monotonic()
+        self.steps: list[float] = []
+        """Seconds of every step that was seen."""
+        self.is_said = False
+
+    def update(self, done: int) -> str | None:
+        """The line to say now, None where it is too early or was said."""
+        if self.is_steady and not self.steps:
+            self.done = done - 1  # where an earlier run stopped is known to the one that goes on
+        now, fresh = time.monotonic(), done - self.done
+        if self.is_said or fresh < 1:
+            return None
+        self.steps += [(now - self.at) / fresh] * fresh
+        self.done, self.at = done, now
+        spent, count = now - self.began, len(self.steps)
+        if not (spent > 30 or (spent > 5 and (count >= SEEN if self.is_steady else count >= 0.05 * self.total))):
+            return None
+        self.is_said = True
+        # a training's first steps read features too; answers written side by side end in bursts
+        each = statistics.median(self.steps) if self.is_steady else spent / count
+        whole = spent + each * (self.total - done)
+        line = f"about {lasting(whole)} for {count + self.total - done} {self.unit}, {lasting(each)} each"
+        if self.usual_minutes is None or whole < FAR * 60 * self.usual_minutes:
+            return line
+        return f"{line}; {lasting(60 * self.usual_minutes)} are usual. {why_slow()}"
+
+
+def why_slow() -> str:
+    """Why work takes long here, and what helps."""
+    from outrider import machine
+
+    if machine.is_busy():
+        return "Other programs keep this machine busy; end them, the run goes on where it was"
+    return f"This machine is slow: {machine.describe()}; fewer train.steps, prepare.count or evaluate.prompts help"
+
+
+def lasting(seconds: float) -> str:
+    """7265 as 2 h 1 min; 0.215 as 0.21 s."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
 @contextmanager
-def bar(unit: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
-    """A progress bar on standard error; gives update(done, note).  It goes when its work is done."""
+def bar(
+    unit: str, total: int, done: int = 0, *, is_steady: bool = False, usual_minutes: float | None = None
+) -> Iterator[Callable[..., None]]:
+    """A progress bar on standard error; gives update(done, note).  It goes when its work is done.
+
+    What the whole will take is printed after the first steps.  is_steady: steps come one by one and take alike.
+    """
+    forecast = Forecast(unit, total, done, is_steady, usual_minutes)
     columns = (
         TextColumn("          {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
@@ -54,6 +119,9 @@ def bar(unit: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
             if note is not None:
                 progress.update(task, note=note)
             progress.refresh()
+            line = forecast.update(done)
+            if line is not None:
+                out.print(f"          {line}", highlight=False, soft_wrap=True)
 
         yield update
 

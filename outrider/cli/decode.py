@@ -35,6 +35,7 @@ def decode(
 ) -> None:
     """Stream a continuation; tokens that were drafted and kept are underlined green, the target's own are plain."""
     quiet()
+    from outrider import machine
     from outrider.checkpoint import load_drafter
     from outrider.config import override
     from outrider.decoding.generate import stream
@@ -46,6 +47,7 @@ def decode(
         raise DataError("the prompt is empty; give it as an argument or on standard input")
     if settings and not drafter:
         raise ConfigError(f"--set {settings[0]} is a setting of no drafter; name one with --drafter")
+    machine.settle_threads()
     loaded = load_target(target, quantize=quantize, compile=said(compile))
     rider = load_drafter(drafter, loaded, **override({}, settings or ())) if drafter else None
     if compile and rider is not None:

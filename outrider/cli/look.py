@@ -7,13 +7,18 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+from rich.markup import escape
 from rich.table import Table
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, Overrides, Recipe, quiet, sized, write_json
 from outrider.errors import DataError
+
+if TYPE_CHECKING:
+    from outrider.run import RunConfig
 
 
 def show(recipe: Recipe, overrides: Overrides = None, json_to: JsonTo = None) -> None:
@@ -23,15 +28,27 @@ def show(recipe: Recipe, overrides: Overrides = None, json_to: JsonTo = None) ->
     from outrider.run import load
 
     settings, origins = load(recipe, overrides or [])
-    values = flatten(settings.model_dump(mode="json"))
+    values, chosen = flatten(settings.model_dump(mode="json")), _chosen(settings)
     if json_to != "-":
         table = Table(box=None, pad_edge=False)
         for column in ("setting", "value", "from"):
             table.add_column(column, overflow="fold")
         for key, value in values.items():
-            table.add_row(key, json.dumps(value), origins[key], style="" if origins[key] != "default" else "dim")
+            said = json.dumps(value) + (f" ({chosen[key]} here)" if key in chosen else "")
+            table.add_row(key, said, origins[key], style="" if origins[key] != "default" else "dim")
         console.out.print(table)
-    write_json(json_to, {key: {"value": value, "from": origins[key]} for key, value in values.items()})
+    found = {key: {"value": value, "from": origins[key]} for key, value in values.items()}
+    write_json(json_to, {key: own | ({"here": chosen[key]} if key in chosen else {}) for key, own in found.items()})
+
+
+def _chosen(settings: RunConfig) -> dict[str, str]:
+    """What this machine makes of settings that are left to it, by key path."""
+    from outrider.targets.transformers import default_device
+    from outrider.train.trainer import settled
+
+    if settings.train is None or settings.train.dtype != "auto":
+        return {}
+    return {"train.dtype": settled(settings.train, settings.folder, default_device(settings.target.device)).dtype}
 
 
 def drafters(json_to: JsonTo = None) -> None:
@@ -62,18 +79,41 @@ def drafter_list() -> list[dict[str, Any]]:
     return found
 
 
-def doctor(json_to: JsonTo = None) -> None:
-    """Say what this machine can do, and what to install for more."""
+def doctor(
+    json_to: JsonTo = None,
+    again: Annotated[bool, typer.Option("--again", help="Time this machine's products again.")] = False,
+) -> None:
+    """Say what this machine can do, how fast it multiplies, and what to install for more."""
     quiet()
+    if again:
+        from outrider import machine
+
+        machine.forget()
     checks = examine()
     if json_to != "-":
         table = Table(box=None, pad_edge=False)
         for column in ("what", "found", "what to do"):
             table.add_column(column, overflow="fold")
         for check in checks:
-            table.add_row(check["what"], check["found"], check["advice"], style="" if check["ok"] else "yellow")
+            table.add_row(check["what"], check["found"], escape(check["advice"]), style="" if check["ok"] else "yellow")
         console.out.print(table)
+        console.out.print(_products_table())
     write_json(json_to, checks)
+
+
+def _products_table() -> Table:
+    """What products take here, by type and rows, and in training."""
+    from outrider import machine
+
+    measured = machine.products().ms
+    columns = [*map(str, machine.ROWS), machine.TRAINING]
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"ms for {machine.LAYERS} products of {machine.WIDTH} x {machine.WIDTH}")
+    for column in columns:
+        table.add_column(column if column == machine.TRAINING else f"{column} row{'s' * (column != '1')}", justify="right")
+    for way, own in measured.items():
+        table.add_row(way, *(f"{own[column]:.3g}" if column in own else "" for column in columns))
+    return table
 
 
 def examine() -> list[dict[str, Any]]:
@@ -83,7 +123,7 @@ def examine() -> list[dict[str, Any]]:
 
     import torch
 
-    from outrider import compiled, demo
+    from outrider import compiled, demo, machine
     from outrider.run import version_of
 
     checks: list[dict[str, Any]] = []
@@ -99,6 +139,12 @@ def examine() -> list[dict[str, Any]]:
     add("accelerator", ", ".join(devices) or "none", True)
     add("cpu threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores")
     add("dtypes", ", ".join(_dtypes("cuda" if cuda else "cpu")))
+    if not cuda:
+        add("arithmetic", machine.describe())
+        add(
+            "a bfloat16 target",
+            f"dtype=auto multiplies in {str(machine.decoding_dtype(torch.bfloat16)).removeprefix('torch.')}",
+        )
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     add(
         "compiler",

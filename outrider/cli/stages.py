@@ -101,9 +101,12 @@ def _load(recipe: Path, overrides: list[str] | None, skip_bad: bool = False) -> 
 
 
 def _target(settings: RunConfig) -> TransformersTarget:
-    from outrider.targets.transformers import load_target
+    from outrider import machine
+    from outrider.targets.transformers import default_device, load_target
 
     chosen = settings.target
+    machine.settle_threads()
+    console.out.print(f"machine   {machine.describe(default_device(chosen.device))}", highlight=False, soft_wrap=True)
     target = load_target(
         chosen.name,
         device=chosen.device,
@@ -125,7 +128,9 @@ def _target(settings: RunConfig) -> TransformersTarget:
 def said(compile: bool | None) -> bool | None:
     """The choice as it is; what takes a minute is said before."""
     if compile:
-        console.note.print("compiling the step: about a minute, once", style="dim", highlight=False)
+        console.note.print(
+            "compiling the step: about a minute, once; two the first time on a machine", style="dim", highlight=False
+        )
     return compile
 
 
@@ -160,7 +165,7 @@ def _prepare(settings: RunConfig, target: TransformersTarget) -> None:
         f"to write, {sized(most * 6)} in {settings.answers}",
         highlight=False,
     )
-    with bar("answers", len(asked), there) as update:
+    with bar("answers", len(asked), there, usual_minutes=settings.usual_minutes.get("prepare")) as update:
         path = regenerate.prepare(
             target, target.tokenizer, asked, settings.answers, config, on_answer=lambda done, _: update(done)
         )
@@ -183,10 +188,12 @@ def _train(settings: RunConfig, target: TransformersTarget) -> None:
     from outrider.prepare.grams import named
     from outrider.prepare.regenerate import ANSWERS, read_answers
     from outrider.run import write_config, write_provenance
+    from outrider.train.trainer import settled
     from outrider.train.trainer import train as fit
 
-    config, kind = settings.train, settings.drafter["kind"]
-    assert config is not None
+    kind = settings.drafter["kind"]
+    assert settings.train is not None
+    config = settled(settings.train, settings.folder, target.device)
     module = find(kind)
     if not hasattr(module, "Model"):
         raise ConfigError(f"drafter {kind!r} has nothing to train; leave the `train:` section out")
@@ -209,7 +216,7 @@ def _train(settings: RunConfig, target: TransformersTarget) -> None:
         f"checkpoint {sized(weights * 12)}",
         highlight=False,
     )
-    with bar("steps", config.steps) as update:
+    with bar("steps", config.steps, is_steady=True, usual_minutes=settings.usual_minutes.get("train")) as update:
 
         def show(step: int, found: Any) -> None:
             reached = found.get("expected_tokens_per_step")
@@ -302,7 +309,8 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
         highlight=False,
     )
     facts = write_provenance(settings, {"drafters": list(riders.drafters), "compiled": bool(target.step.graphs)})
-    with console.started_anew("evaluation"), bar("prompts", config.prompts * len(config.tasks)) as update:
+    usual, count = settings.usual_minutes.get("evaluate"), config.prompts * len(config.tasks)
+    with console.started_anew("evaluation"), bar("prompts", count, usual_minutes=usual) as update:
         report = judge(
             target, riders.drafters, config, provenance=facts, training=riders.training, overlaps=riders.overlaps, drawn=drawn,
             on_prompt=lambda kept, _, left_out: update(kept, f"{left_out} left out"),

@@ -25,12 +25,14 @@ def fingerprint(target: Any = None, **more: Value) -> dict[str, Value]:
     """Names and values; `target` adds its number type, whether its steps are compiled, and what it is quantised to."""
     import torch
 
+    from outrider import machine
+
     device = torch.device("cpu") if target is None else target.device
     found: dict[str, Value] = {
-        "cpu": cpu_name(),
+        "cpu": machine.cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cpu_governor": _line("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
-        "cpu_share": _cpu_share(),
+        "cpu_share": machine.cpu_share(),
         "memory_gb": _memory_gb(),
         "threads": torch.get_num_threads(),
         "system": platform.system(),
@@ -69,20 +71,6 @@ def differences(a: Mapping[str, Value], b: Mapping[str, Value]) -> list[str]:
 def _said(values: Mapping[str, Value], name: str) -> str:
     value = values.get(name)
     return "unknown" if value is None else ("yes" if value else "no") if isinstance(value, bool) else str(value)
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _cpu_share() -> float | None:
-    """Cores' worth of time that the container is given; None where there is no such limit."""
-    quota, _, period = (_line("/sys/fs/cgroup/cpu.max") or "").partition(" ")
-    return round(int(quota) / int(period), 2) if quota.isdigit() and period.isdigit() else None
 
 
 def _memory_gb() -> int | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from outrider import machine
 from outrider.decoding.parties import Target
 from outrider.errors import DataError
 from outrider.nn.draft_model import Batch, Manifest
@@ -30,9 +31,10 @@ class LiveFeatures:
 
     def __init__(
         self, target: Target, answers: Sequence[Answer], taps: tuple[int, ...], *, batch: int, length: int, seed: int = 0,
-        dtype: Literal["float32", "bfloat16"] = "float32", template: str | None = None, keep: int = KEPT_BYTES,
+        dtype: Literal["auto", "float32", "bfloat16"] = "float32", template: str | None = None, keep: int = KEPT_BYTES,
         grams: Named | None = None,
     ):  # fmt: skip
+        dtype = machine.training_dtype(target.device) if dtype == "auto" else dtype
         self.grams = grams
         """Hashes of the texts, which a checkpoint keeps; None where there are none."""
         self.target, self.taps, self.size, self.seed, self.dtype = target, taps, batch, seed, dtype

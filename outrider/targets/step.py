@@ -74,6 +74,15 @@ class CompiledStep(Graphs):
         of_rows, of_buffers = {**r, 1: width}, [{**r, 2: length} for _ in given[-1]]
         return _Traced(self.target, kept.layers), given, (of_rows, of_rows, {**r, 1: width, 2: width}, r, {0: end}, of_buffers)
 
+    def trials(self, several: bool) -> list[tuple[Any, ...]]:
+        """The narrowest pass, which is a plain step, and the verification of a draft."""
+        kept, tokens = self._pass(several)
+        passes = []
+        for width in (2, tokens.shape[1]):
+            kept.open(range(len(tokens)), width)
+            passes.append(self._arguments(tokens[:, :width].contiguous(), kept, None, None))
+        return passes
+
     def captured(self) -> Replays:
         if self.target.device.type != "cuda":
             raise NotCompiled(

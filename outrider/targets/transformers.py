@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from outrider import demo, packed
+from outrider import demo, machine, packed
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Scores, Skip, TargetSpec
 from outrider.errors import DataError, TargetError
@@ -316,7 +316,8 @@ def load_target(
 ) -> TransformersTarget:
     """Load a causal LM as a target: `demo`, a Hugging Face id, a local folder, or a module that is already there.
 
-    dtype: float32 on a CPU and the checkpoint's own on an accelerator, unless given.  quantize: `int8` rounds the weights of
+    dtype: float32 on a CPU and the checkpoint's own on an accelerator, unless given; `auto` is the checkpoint's own where
+    its products are as fast as float32's, measured on this machine.  quantize: `int8` rounds the weights of
     the linear layers, those of a module that is given too; it needs torchao, and the steps stay plain.  quantization is handed
     to transformers as `quantization_config`, device_map as it is.  A bare module has no tokenizer: its prompts are token ids.
     compile: None takes a compiled step of this very model if one is on disk, True has one made (about a minute, once), False
@@ -328,15 +329,17 @@ def load_target(
         quantised.library(quantize)
     if isinstance(target, nn.Module):
         model: Any = target
-        model = model if dtype is None else model.to(dtype=_dtype(dtype))
         model = model if device is None else model.to(device)
+        model = model if dtype is None else model.to(dtype=_dtype(dtype, model.device, model.dtype))
         return _compiled(TransformersTarget(model, base_hash=_quantised(model, quantize)), compile)
     name = str(target)
     path = str(demo.TARGET) if name == "demo" else name
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = default_device(device)
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
-    wanted = _dtype(dtype) if dtype is not None else (torch.float32 if device.type == "cpu" else "auto")
     try:
+        wanted: Any = torch.float32 if device.type == "cpu" else "auto"
+        if dtype is not None:
+            wanted = _dtype(dtype, device, AutoConfig.from_pretrained(path, **options).get_text_config().dtype)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=wanted, device_map=device_map, output_loading_info=True, **options,
             # None would hide that a checkpoint comes quantised
@@ -365,6 +368,11 @@ def load_target(
     return _compiled(TransformersTarget(model, tokenizer, name, revision, _quantised(model, quantize)), compile)
 
 
+def default_device(asked: str | torch.device | None = None) -> torch.device:
+    """The device asked for; else the accelerator where there is one."""
+    return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def _quantised(model: Any, quantize: str | None) -> str | None:
     """Quantise all but the output layer, where that is asked for; returns the hash of the weights before, else None."""
     if quantize is None:
@@ -381,6 +389,7 @@ def _compiled(target: TransformersTarget, compile: bool | None) -> TransformersT
         target.compile()
     if compile is not False:
         target.step.look()
+    _warn_if_slow(target)
     return target
 
 
@@ -397,11 +406,29 @@ def _tokenizer(path: str, options: dict[str, Any]) -> Any:
     return tokenizer
 
 
-def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+def _dtype(dtype: str | torch.dtype, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
+    """The type asked for; for `auto` the one that the weights are stored in, where this device multiplies it fast."""
+    if dtype == "auto":
+        stored = stored or torch.float32
+        return machine.decoding_dtype(stored) if device.type == "cpu" else stored
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise TargetError(f"dtype {dtype!r} is not a floating-point type of torch; use float32, bfloat16, float16 or float64")
+        raise TargetError(
+            f"dtype {dtype!r} is not a floating-point type of torch; use float32, bfloat16, float16, float64 or auto"
+        )
     return found
+
+
+def _warn_if_slow(target: TransformersTarget) -> None:
+    """One line where this CPU multiplies the target's type much more slowly than another."""
+    spec = target.spec
+    if target.device.type != "cpu" or (spec.dtype == "float32" and spec.quantised is None):
+        return
+    way = spec.dtype if spec.quantised is None else machine.INT8
+    slow = machine.slow_type(way, column=str(machine.ROWS[1]))
+    if slow is not None:
+        advice = "dtype=float32 is faster" if spec.quantised is None else "it saves memory, not time"
+        logging.getLogger(__name__).warning("%s in %s: %s; %s", spec.name, spec.precision, slow, advice)
 
 
 def _first_line(error: Exception) -> str:

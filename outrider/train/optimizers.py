@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,14 +16,57 @@ APART = frozenset({"lm_head", "queries", "level", "rank_head"})
 """Names of heads over a part of the vocabulary or over classes, and of learnt rows: matrices by shape, not by use."""
 
 
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of Muon's quintic, with the steepest slope at 0 (Jordan et al. 2024); five rounds of it."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum made orthogonal, its step scaled to AdamW's size: torch.optim.Muon's own numbers where iterations are
+    in bfloat16.  Torch's has no other type, and on a CPU without bfloat16 units its iterations are two thirds of a step.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], weight_decay: float, dtype: torch.dtype, momentum: float = 0.95):
+        super().__init__(weights, {"lr": 1e-3, "weight_decay": weight_decay, "momentum": momentum})
+        self.dtype = dtype
+        """Type of the iterations; weights and momentum keep theirs."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(weight.grad)
+                kept = state["momentum_buffer"].lerp_(weight.grad, 1 - group["momentum"])
+                update = orthogonal(weight.grad.lerp(kept, group["momentum"]), self.dtype)
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(weight.shape)))
+
+
+def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix [m, n] with all its singular values near 1, by five Newton-Schulz iterations in `dtype`."""
+    a, b, c = NEWTON_SCHULZ
+    x = matrix.to(dtype, copy=True)
+    x = x.T if x.shape[0] > x.shape[1] else x
+    x.div_(x.norm().clamp(min=1e-7))
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
 class Optimizers:
-    """AdamW for all weights; or Muon (torch's, its step scaled to AdamW's size) for matrices that turn states into states.
+    """AdamW for all weights; or Muon for matrices that turn states into states, its iterations in `dtype`.
 
     Embeddings, output layers, norms and biases stay with AdamW: a matrix with the vocabulary as one side, or named in `APART`,
     is none of Muon's.
     """
 
-    def __init__(self, model: nn.Module, kind: Kind, vocabulary: int, weight_decay: float):
+    def __init__(
+        self, model: nn.Module, kind: Kind, vocabulary: int, weight_decay: float, dtype: torch.dtype = torch.float32
+    ):  # fmt: skip
         weights = dict(model.named_parameters())
         inner = [w for name, w in weights.items() if kind == "muon" and _is_inner(name, w, vocabulary)]
         taken = set(map(id, inner))
@@ -31,7 +75,7 @@ class Optimizers:
         if others:
             self.parts.append(torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=weight_decay))
         if inner:
-            self.parts.append(torch.optim.Muon(inner, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+            self.parts.append(Muon(inner, weight_decay, dtype))
 
     def step(self, lr: float) -> None:
         for part in self.parts:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import signal
 import time
@@ -20,7 +21,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 from torch import Tensor
 
-from outrider import checkpoint
+from outrider import checkpoint, machine
 from outrider.config import Config as Base
 from outrider.config import nearest
 from outrider.decoding.accept import overlap
@@ -29,6 +30,8 @@ from outrider.lock import held
 from outrider.nn.draft_model import Batch, DraftModel, FeatureSource, Predictions
 from outrider.train import losses, rows
 from outrider.train.optimizers import Kind, Optimizers, pack, unpack
+
+log = logging.getLogger(__name__)
 
 CHUNK_ELEMENTS = {"cpu": 2**21}
 """Logits that exist at once, by device: 8 MiB in float32 stay near a CPU's cores; elsewhere 2**24, 64 MiB, fill the device."""
@@ -61,8 +64,8 @@ class Config(Base):
     weight_decay: NonNegativeFloat = 0.0
     clip: PositiveFloat = 1.0
     """Largest gradient norm."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of the passes (autocast); weights and moments are float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number type of the passes (autocast) and of Muon's iterations; weights and moments are float32.  auto: the fastest."""
     seed: int = 0
     save_every: PositiveInt = 500
     log_every: PositiveInt = 20
@@ -93,6 +96,17 @@ OnStep = Callable[[int, Mapping[str, Any]], None]
 Probe = Callable[[DraftModel], Mapping[str, Any]]
 
 
+def settled(config: Config, folder: str | Path, device: torch.device) -> Config:
+    """`config` with its dtype chosen: that of the training in `folder` that is gone on with, else the device's fastest."""
+    if config.dtype != "auto":
+        return config
+    place = Path(folder) / "checkpoint"
+    before: dict[str, Any] = {}
+    if (checkpoint.whole(place) / checkpoint.MANIFEST).exists():
+        before = checkpoint.manifest_of(place)["training"].get("config") or {}
+    return config.model_copy(update={"dtype": before.get("dtype") or machine.training_dtype(device)})
+
+
 def train(
     model: DraftModel, source: FeatureSource, config: Config, folder: str | Path, *, on_step: OnStep | None = None,
     probe: Probe | None = None, reference: DraftModel | None = None,
@@ -116,8 +130,15 @@ def train(
             f"train.reference is a {reference.config.kind} with taps {reference.taps}, the drafter a {model.config.kind} with "
             f"taps {model.taps}; a selection compares two of one kind that see the same layers"
         )
+    _warn_if_slow(config, model.target.device)
     with held(folder, TrainingError(f"another process is training in {folder}; wait for it, or give this run another name")):
         return _train(model, source, config, folder, on_step, probe, reference)
+
+
+def _warn_if_slow(config: Config, device: torch.device) -> None:
+    slow = machine.slow_type(config.dtype, machine.TRAINING) if device.type == "cpu" else None
+    if slow is not None:
+        log.warning("train.dtype=%s: %s; train.dtype=auto takes that one", config.dtype, slow)
 
 
 def _train(
@@ -126,7 +147,9 @@ def _train(
 ) -> Path:  # fmt: skip
     torch.manual_seed(config.seed)
     model = model.float().train()
-    optimizer = Optimizers(model, config.optimizer, model.target.spec.vocabulary, config.weight_decay)
+    config = settled(config, folder, model.target.device)
+    dtype = getattr(torch, config.dtype)
+    optimizer = Optimizers(model, config.optimizer, model.target.spec.vocabulary, config.weight_decay, dtype)
     place = folder / "checkpoint"
     facts: dict[str, Any] = {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0}
     facts |= _resume(place, model, optimizer, facts["config"])

@@ -17,7 +17,7 @@ from conftest import tiny_model
 from contracts.parties import Oracle, Proposer
 
 from benchmarks.families import tiny
-from outrider import compiled
+from outrider import compiled, machine
 from outrider.compiled import NotCompiled
 from outrider.decoding.draft import Draft
 from outrider.decoding.generate import advance, generate
@@ -25,6 +25,7 @@ from outrider.decoding.state import Request
 from outrider.drafters.small_model import Config, SmallModel
 from outrider.targets.transformers import TransformersTarget, load_target
 
+TEMPLATES = compiled.BUILDS["templates"]
 V = 64
 COUNTS = (30, 17, 23, 9, 30)
 ROOT = Path(__file__).resolve().parents[2]
@@ -288,6 +289,28 @@ def test_a_damaged_package_is_refused(damage, package):
     with pytest.raises(NotCompiled, match="can't be loaded.*delete it"):
         target.compile()
     assert len(generate(target, [3, 4, 5], max_new_tokens=5)[0].tokens) == 5
+
+
+@pytest.mark.slow
+def test_the_faster_way_of_compiling_is_kept_and_the_next_model_is_compiled_in_it_alone(slow, monkeypatch, tmp_path):
+    """Catches ways that are never compared, a loser that is kept, and a comparison for every model again."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(machine, "_memory", {})
+    monkeypatch.setattr(machine, "is_busy", lambda: False)
+    monkeypatch.setattr(compiled, "BUILDS", {"libraries": {}, "templates": TEMPLATES})
+    built: list[dict[str, Any]] = []
+    real = compiled.build_package
+    monkeypatch.setattr(compiled, "build_package", lambda *given: built.append(given[-1]) or real(*given))
+    monkeypatch.setattr(machine, "_by_turns", lambda ways: {way: len(way) + 0 * bool(run()) for way, run in ways.items()})
+    first = load_target(model_of())
+    first.compile()
+    agree(first, slow, modes=(False,))
+    assert built == [{}, TEMPLATES]
+    other = load_target(model_of(initializer_range=0.2))
+    other.compile()
+    # `templates` and `libraries` are equally long words: the usual way wins a tie
+    assert built == [{}, TEMPLATES, {}]
+    assert len(list(compiled.folder().glob("*"))) == 2
 
 
 # ── where there is none ───────────────────────────────────────────────────────────────────────────────────────────────

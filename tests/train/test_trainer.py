@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from outrider import checkpoint
+from outrider.checkpoint import manifest_of
 from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.lock import held
 from outrider.nn.draft_model import Batch, DraftModel
@@ -133,6 +134,30 @@ def test_other_arithmetic_goes_on_bit_for_bit_too(
         fit(tmp_path, talker, on_step=stopper(3, interrupt), **settings)
     fit(tmp_path, talker, seed=99, **settings)
     same_training(tmp_path, whole("vanilla", **settings))
+
+
+def test_a_resumed_training_keeps_the_type_that_was_chosen_for_it(
+    talker: TransformersTarget, whole: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches `auto` that is chosen anew, where the machine is another or was measured again: half in each type is neither."""
+    monkeypatch.setattr(trainer.machine, "training_dtype", lambda device: "float32")
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, talker, on_step=stopper(3, interrupt), dtype="auto")
+    monkeypatch.setattr(trainer.machine, "training_dtype", lambda device: "bfloat16")
+    fit(tmp_path, talker, seed=99, dtype="auto")
+    same_training(tmp_path, whole("vanilla"))
+    assert manifest_of(tmp_path / "checkpoint")["training"]["config"]["dtype"] == "float32"
+
+
+def test_a_type_that_this_machine_is_slow_at_is_warned_of(
+    talker: TransformersTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a forced choice that costs hours and says nothing; it is obeyed all the same."""
+    slow = {"bfloat16": {"training": 90.0}, "float32": {"training": 3.0}}
+    monkeypatch.setattr(trainer.machine, "products", lambda: trainer.machine.Products(slow))
+    fit(tmp_path, talker, dtype="bfloat16", steps=1)
+    assert "train.dtype=bfloat16" in caplog.text and "30.0 times as long" in caplog.text and "train.dtype=auto" in caplog.text
+    assert manifest_of(tmp_path / "checkpoint")["training"]["config"]["dtype"] == "bfloat16"
 
 
 def test_lk_lambda_goes_by_the_overlap_that_was_found_of_late(

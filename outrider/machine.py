@@ -1,0 +1,305 @@
+"""What this machine is fast at: number types, kernels, threads.  Measured, not guessed; kept on disk; asked by all.
+
+One CPU multiplies bfloat16 four times as fast as float32, the next one fifty times as slowly, and neither its name nor torch
+says which.  So products of every type are timed once (under a second), and a choice between ways of doing the same thing is
+made by doing it (`fastest`).  Answers are kept in `$OUTRIDER_CACHE/machine` by processor, versions, settings and threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+Precision = Literal["float32", "bfloat16"]
+ROWS = (1, 8, 64)
+"""Rows of the timed products: a plain step, the verification of a draft, a batch or a prompt."""
+TRAINING = "training"
+"""The column of one training step's products: forward and backward in mixed precision, and an iteration of Muon."""
+WIDTH, LAYERS, TRAINED = 1024, 4, 256
+"""The timed products: LAYERS weights of WIDTH x WIDTH, read in turn; in training one of TRAINED x TRAINED."""
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TAKEN = "ms"
+INT8 = "int8 weights"
+LEAST_TURNS, MOST_TURNS, ENOUGH_S = 3, 12, 0.015
+"""A way is timed by turns with the others, until this much time is spent on it; its quickest turn counts."""
+BUSY = 1.5
+"""Running programs a thread, ours among them, from which on times are not kept."""
+HOPELESS = 10.0
+"""A type this many times as slow as float32 is not timed at more rows: its time grows with the rows."""
+
+
+@dataclass(frozen=True)
+class Products:
+    """What the same products take in each number type."""
+
+    ms: Mapping[str, Mapping[str, float]]
+    """By type, then by column: rows, or `training`."""
+
+    def slowdown(self, way: str, column: str) -> float:
+        """Times as slow as the quickest type of this column; 1 where it is the quickest, or was not timed."""
+        if way not in self.ms:
+            return 1.0
+        return self.ms[way][column] / min(own[column] for name, own in self.ms.items() if name in TYPES)
+
+    @property
+    def decoding(self) -> dict[str, float]:
+        """By type, what passes of several rows take: a verification and a batch, their geometric mean."""
+        return {way: statistics.geometric_mean([own[str(rows)] for rows in ROWS[1:]]) for way, own in self.ms.items()}
+
+    @property
+    def gflops(self) -> float:
+        """Billions of float32 operations a second in a product of many rows."""
+        return 2 * LAYERS * WIDTH**2 * ROWS[-1] / self.ms["float32"][str(ROWS[-1])] / 1e6
+
+
+def products() -> Products:
+    """The table of this machine; timed where it is not known yet."""
+    return Products(_kept("products", _time_products))
+
+
+def fastest(question: str, ways: Callable[[], Mapping[str, Callable[[], object]]], margin: float = 1.1) -> str:
+    """Name of the quickest way: the first one, unless another is `margin` times as quick.  Asked once a machine.
+
+    question: what is to be done, with all that the answer depends on besides the machine, such as shapes.  ways: called only
+    where the answer is not known yet.
+    """
+    ms = {
+        way: own[TAKEN] for way, own in _kept(question, lambda: {w: {TAKEN: ms} for w, ms in _by_turns(ways()).items()}).items()
+    }
+    usual, best = next(iter(ms)), min(ms, key=ms.__getitem__)
+    return best if ms[best] * margin <= ms[usual] else usual
+
+
+def is_known(question: str) -> bool:
+    """Whether `fastest` has an answer to this question already."""
+    path = _place(question)
+    return path in _memory or _read(path) is not None
+
+
+def training_dtype(device: torch.device | str = "cpu") -> Precision:
+    """Type of mixed-precision passes on this device: bfloat16 where that is no slower, else float32."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    if kind != "cpu":
+        return "float32"
+    return (
+        "bfloat16" if products().slowdown("float32", TRAINING) >= 1 >= products().slowdown("bfloat16", TRAINING) else "float32"
+    )
+
+
+def decoding_dtype(stored: torch.dtype) -> torch.dtype:
+    """Type in which weights stored as `stored` are multiplied on this CPU: their own unless float32 is faster."""
+    name, taken = str(stored).removeprefix("torch."), products().decoding
+    if name not in TYPES:
+        return stored if stored.itemsize > 2 else torch.float32
+    return torch.float32 if taken["float32"] < taken[name] else stored
+
+
+def slow_type(name: str, column: str) -> str | None:
+    """A line's worth of warning about number type `name` on this CPU, None where it is not far from the quickest."""
+    factor = products().slowdown(name, column)
+    if factor < 1.5:
+        return None
+    return f"{name} takes {factor:.1f} times as long as the quickest type on this CPU ({cpu_name()})"
+
+
+def settle_threads() -> int:
+    """Give torch no more threads than this container's share of the cores, where that multiplies faster; returns how many.
+
+    OMP_NUM_THREADS wins.  For programs; a library that is imported leaves the number alone.
+    """
+    given, share = torch.get_num_threads(), cpu_share()
+    fitting = given if share is None else max(1, math.ceil(share))
+    if fitting >= given or "OMP_NUM_THREADS" in os.environ:
+        return given
+
+    def multiply(threads: int) -> None:
+        torch.set_num_threads(threads)
+        _linear(torch.float32, ROWS[-1])()
+
+    ways = {str(threads): functools.partial(multiply, threads) for threads in (given, fitting)}
+    chosen = int(fastest(f"threads {given} or {fitting}", lambda: ways))
+    torch.set_num_threads(chosen)
+    return chosen
+
+
+def describe(device: torch.device | str = "cpu") -> str:
+    """This machine and what follows from its products, in one line."""
+    if torch.device(device).type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}; training in {training_dtype(device)}"
+    table, trains = products(), training_dtype()
+    other = next(name for name in ("bfloat16", "float32") if name != trains)
+    factor = table.ms[other][TRAINING] / table.ms[trains][TRAINING]
+    return (
+        f"{cpu_name()}, {torch.get_num_threads()} threads, {table.gflops:.0f} GFLOP/s in float32; training in {trains} "
+        f"({other} takes {factor:.1f} times as long)"
+    )
+
+
+# ── what is known of it ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def cache_folder() -> Path:
+    """Where all that can be made again is kept: $OUTRIDER_CACHE, or the user's cache folder."""
+    root = os.environ.get("OUTRIDER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+    return Path(root).expanduser()
+
+
+def identity() -> tuple[object, ...]:
+    """What speed depends on: processor, torch, its settings, threads."""
+    mkldnn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    chosen = {name: value for name, value in os.environ.items() if name.startswith(("ONEDNN_", "DNNL_", "MKL_ENABLE", "KMP_"))}
+    capability = torch.backends.cpu.get_cpu_capability()
+    machine = (platform.machine(), cpu_name(), _cpu_line("flags"), capability, mkldnn, sorted(chosen.items()), cpu_share())
+    return (torch.__version__, torch.get_num_threads(), *machine)
+
+
+def cpu_name() -> str:
+    return _cpu_line("model name") or platform.processor() or platform.machine()
+
+
+def cpu_share() -> float | None:
+    """Cores' worth of time that the container is given; None where there is no such limit."""
+    try:
+        quota, _, period = Path("/sys/fs/cgroup/cpu.max").read_text().strip().partition(" ")
+    except OSError:
+        return None
+    return round(int(quota) / int(period), 2) if quota.isdigit() and period.isdigit() else None
+
+
+@functools.cache
+def _cpu_line(name: str) -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
+
+
+def is_busy() -> bool:
+    """Whether other programs used most of the cores in the last minute; what is timed then may be wrong."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY * torch.get_num_threads()
+
+
+def forget() -> None:
+    """Measure again what is asked from now on."""
+    _memory.clear()
+    for path in _place("").parent.glob("*.json"):
+        path.unlink(missing_ok=True)
+
+
+_memory: dict[Path, dict[str, dict[str, float]]] = {}
+
+
+def _kept(question: str, measure: Callable[[], dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """What was measured before under this question, else what is measured now."""
+    path = _place(question)
+    if path not in _memory:
+        found = _read(path)
+        if found is None:
+            found = measure()
+            _write(path, found)
+        _memory[path] = found
+    return _memory[path]
+
+
+def _place(question: str) -> Path:
+    machine = hashlib.sha256(repr(identity()).encode()).hexdigest()[:16]
+    return cache_folder() / "machine" / machine / f"{hashlib.sha256(question.encode()).hexdigest()[:16]}.json"
+
+
+def _read(path: Path) -> dict[str, dict[str, float]] | None:
+    """None for a file that is missing, damaged, or was written by another version."""
+    try:
+        found = json.loads(path.read_text())
+        return {way: {column: float(ms) for column, ms in own.items()} for way, own in found["ms"].items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return None
+
+
+def _write(path: Path, ms: Mapping[str, Mapping[str, float]]) -> None:
+    if is_busy():
+        log.info("other programs are busy: what was timed is used now and timed again by the next process")
+        return
+    with suppress(OSError):  # a folder that can't be written costs a measurement a process
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as part:
+            json.dump({"cpu": cpu_name(), "torch": torch.__version__, "threads": torch.get_num_threads(), "ms": ms}, part)
+        Path(part.name).replace(path)
+
+
+# ── timing ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _time_products() -> dict[str, dict[str, float]]:
+    began = time.perf_counter()
+    found: dict[str, dict[str, float]] = {way: {} for way in (*TYPES, INT8)}
+    for rows, before in zip(ROWS, (None, *ROWS), strict=False):
+        ways: dict[str, Callable[[], object]] = {INT8: _int8(rows)}
+        for name, dtype in TYPES.items():
+            if before is not None and found[name][str(before)] > HOPELESS * found["float32"][str(before)]:
+                found[name][str(rows)] = found[name][str(before)] * rows / before
+            else:
+                ways[name] = _linear(dtype, rows)
+        for way, ms in _by_turns(ways).items():
+            found[way][str(rows)] = ms
+    for name, ms in _by_turns({name: _training_step(dtype) for name, dtype in TYPES.items()}).items():
+        found[name][TRAINING] = ms
+    log.info("timed the products of this machine in %.1f s: %s", time.perf_counter() - began, found)
+    return found
+
+
+def _linear(dtype: torch.dtype, rows: int) -> Callable[[], object]:
+    x, weights = torch.ones(rows, WIDTH, dtype=dtype), [torch.ones(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS)]
+    return torch.inference_mode()(lambda: [F.linear(x, weight) for weight in weights])
+
+
+def _int8(rows: int) -> Callable[[], object]:
+    """As torchao's weight-only int8: turned into floats in every pass."""
+    x, weights = torch.ones(rows, WIDTH), [torch.ones(WIDTH, WIDTH, dtype=torch.int8) for _ in range(LAYERS)]
+    return torch.inference_mode()(lambda: [F.linear(x, weight.to(x.dtype)) for weight in weights])
+
+
+def _training_step(dtype: torch.dtype) -> Callable[[], object]:
+    x, weight = torch.ones(TRAINED, TRAINED), torch.ones(TRAINED, TRAINED, requires_grad=True)
+    square = torch.ones(TRAINED, TRAINED, dtype=dtype)
+
+    def step() -> Tensor:
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32), torch.enable_grad():
+            F.linear(x, weight).float().sum().backward()
+        return square @ square
+
+    return step
+
+
+def _by_turns(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Milliseconds of each way's quickest turn; a busy neighbour slows all of them, and a long turn counts from the first."""
+    taken: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(MOST_TURNS):
+        for way, run in ways.items():
+            spent = sum(taken[way])
+            if spent < ENOUGH_S or (turn < LEAST_TURNS and spent < 5 * ENOUGH_S):
+                began = time.perf_counter()
+                run()
+                taken[way].append(time.perf_counter() - began)
+    return {way: 1e3 * min(own) for way, own in taken.items()}

@@ -1,0 +1,272 @@
+"""What a machine is fast at is measured, kept, and obeyed: on one without bfloat16 units all goes on in float32."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+
+from outrider import machine
+from outrider.cli import console
+from outrider.cli.console import Forecast, lasting
+from outrider.targets.transformers import load_target
+from outrider.train.optimizers import Muon, orthogonal
+
+SLOW = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+"""An AVX2 machine without bfloat16 units, as far as torch and oneDNN go by it."""
+QUICK = {"float32": {"1": 2.0, "8": 4.0, "64": 16.0, "training": 3.0}}
+TABLES = {
+    "with bfloat16 units": QUICK | {"bfloat16": {"1": 1.0, "8": 2.0, "64": 5.0, "training": 1.5}},
+    "without": QUICK | {"bfloat16": {"1": 1.0, "8": 12.0, "64": 90.0, "training": 105.0}},
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of this test's own, on a machine that is not busy."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(machine, "_memory", {})
+    monkeypatch.setattr(machine, "is_busy", lambda: False)
+    return tmp_path
+
+
+def given(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(machine, "products", lambda: machine.Products(TABLES[kind]))
+
+
+@pytest.mark.parametrize("way", ["environment", "switch"])
+def test_without_bfloat16_units_training_is_in_float32(way: str, tmp_path: Path) -> None:
+    """Catches a choice by name or flag: both ways of taking the units away leave the processor's name as it is.
+
+    The naive products that this brings are twenty to fifty times as slow, so that a busy machine does not matter.
+    """
+    program = (
+        "import json, torch; torch.set_num_threads(1)\n"
+        f"torch.backends.mkldnn.enabled = {way == 'environment'}\n"
+        "from outrider import machine\n"
+        "found = machine.products()\n"
+        "print(json.dumps([machine.training_dtype(), found.slowdown('bfloat16', 'training')]))"
+    )
+    environment = {**os.environ, "OUTRIDER_CACHE": str(tmp_path), "ATEN_CPU_CAPABILITY": "avx2"}
+    environment |= SLOW if way == "environment" else {}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    chosen, factor = json.loads(done.stdout)
+    assert chosen == "float32"
+    assert factor > 3, "the naive products were not brought about"
+
+
+@pytest.mark.parametrize(("kind", "chosen"), [("with bfloat16 units", "bfloat16"), ("without", "float32")])
+def test_what_was_measured_decides(kind: str, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a comparison that is turned round; one row alone, which bfloat16 wins on both, must not decide."""
+    given(monkeypatch, kind)
+    assert machine.training_dtype() == chosen
+    assert machine.decoding_dtype(torch.bfloat16) == getattr(torch, chosen)
+    assert machine.decoding_dtype(torch.float64) == torch.float64
+    assert chosen in machine.describe()
+
+
+def test_it_is_measured_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a table that every process times anew, and one that another number of threads takes over."""
+    calls: list[int] = []
+    monkeypatch.setattr(machine, "_time_products", lambda: calls.append(torch.get_num_threads()) or TABLES["without"])
+    for _ in range(2):
+        assert machine.products().ms == TABLES["without"]
+        machine._memory.clear()  # as in another process
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert machine.products().ms == TABLES["without"]
+    assert calls == [1, 3]
+    machine.forget()
+    machine.products()
+    assert calls == [1, 3, 3]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"ms": 3}', '{"ms": {"float32": 1}}', '{"ms": {"float32": {"1": "x"}}}'])
+def test_a_damaged_file_is_measured_again(text: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a half-written or foreign file that stops every command."""
+    monkeypatch.setattr(machine, "_time_products", lambda: TABLES["without"])
+    path = machine._place("products")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert machine.products().ms == TABLES["without"]
+    assert json.loads(path.read_text())["ms"] == TABLES["without"]
+
+
+def test_what_is_timed_on_a_busy_machine_is_not_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a choice made beside a compiler that holds for ever."""
+    monkeypatch.setattr(machine, "is_busy", lambda: True)
+    monkeypatch.setattr(machine, "_time_products", lambda: TABLES["without"])
+    assert machine.products().ms == TABLES["without"]
+    assert not machine._place("products").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a read-only home that stops every command."""
+    monkeypatch.setenv("OUTRIDER_CACHE", "/dev/null/nowhere")
+    monkeypatch.setattr(machine, "_time_products", lambda: TABLES["without"])
+    assert machine.products().ms == TABLES["without"]
+
+
+def test_the_table_has_every_type_and_column() -> None:
+    """Catches a type that is passed over, and a time that is none."""
+    found = machine.products().ms
+    for name in machine.TYPES:
+        assert set(found[name]) == {"1", "8", "64", "training"}
+        assert all(0 < ms < 60_000 for ms in found[name].values())
+
+
+def test_the_quickest_way_is_taken_and_asked_for_once(place: Path) -> None:
+    """Catches a slower way, ways that are built again though the answer is known, and a change for nothing."""
+    asked: list[str] = []
+
+    def ways(*names: str) -> Any:
+        asked.append(" ".join(names))
+        return {name: lambda name=name: time.sleep(0.02 if name == "slow" else 0.002) for name in names}
+
+    assert machine.fastest("a", lambda: ways("slow", "quick")) == "quick"
+    assert machine.fastest("a", lambda: ways("slow", "quick")) == "quick"
+    assert asked == ["slow quick"] and machine.is_known("a") and not machine.is_known("b")
+    # without a clear gain all stays as it is
+    assert machine.fastest("b", lambda: ways("usual", "quick"), margin=3.0) == "usual"
+
+
+def test_no_more_threads_than_the_containers_share(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches 64 threads on two cores' worth of time, and a number of the user's that is overruled."""
+    threads = [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(machine, "cpu_share", lambda: 1.5)
+    monkeypatch.setattr(machine, "_linear", lambda dtype, rows: lambda: time.sleep(0.002 * threads[-1]))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert machine.settle_threads() == 2 == threads[-1]
+    threads[:] = [8]
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert machine.settle_threads() == 8 and threads == [8]
+
+
+# ── who asks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_auto_is_the_checkpoints_own_type_where_that_is_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a bfloat16 target whose verification takes six times as long as in float32."""
+    folder = tmp_path / "target"
+    tiny_model().bfloat16().save_pretrained(folder)
+    for kind, dtype in (("with bfloat16 units", "bfloat16"), ("without", "float32")):
+        given(monkeypatch, kind)
+        assert load_target(tiny_model().bfloat16(), dtype="auto", compile=False).spec.dtype == dtype
+        assert load_target(folder, dtype="auto", compile=False).spec.dtype == dtype
+    assert load_target(folder, compile=False).spec.dtype == "float32"
+
+
+def test_a_slow_type_is_taken_as_asked_and_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches hours of naive products without a word; the factor is said, and what to do."""
+    given(monkeypatch, "without")
+    with caplog.at_level(logging.WARNING):
+        assert load_target(tiny_model(), dtype="bfloat16", compile=False).spec.dtype == "bfloat16"
+    assert "takes 3.0 times as long" in caplog.text and "dtype=float32" in caplog.text
+    caplog.clear()
+    given(monkeypatch, "with bfloat16 units")
+    load_target(tiny_model(), dtype="bfloat16", compile=False)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (12, 40), (40, 12)])
+def test_muon_in_bfloat16_is_torchs_own(shape: tuple[int, int]) -> None:
+    """Catches any difference from the published optimiser: weights after three steps are equal bit for bit."""
+    noise = torch.Generator().manual_seed(3)
+    start, gradients = torch.randn(shape, generator=noise), torch.randn(3, *shape, generator=noise)
+    made = []
+    for kind in (
+        lambda weight: Muon([weight], 0.1, torch.bfloat16),
+        lambda weight: torch.optim.Muon([weight], weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+    ):
+        weight = torch.nn.Parameter(start.clone())
+        optimizer = kind(weight)
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.param_groups[0]["lr"] = 0.02
+            optimizer.step()
+        made.append((weight.detach(), optimizer.state[weight]["momentum_buffer"]))
+    for ours, theirs in zip(*made, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (12, 40), (40, 12)])
+def test_muons_iterations_are_the_same_in_float32(shape: tuple[int, int]) -> None:
+    """Catches iterations that lose the matrix: singular vectors stay, values come near 1, bfloat16 agrees to its rounding."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    found = orthogonal(matrix, torch.float32)
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    inner = u.T @ found @ v.T
+    assert (inner - inner.diag().diag()).abs().max() < 1e-4
+    assert inner.diag().min() > 0.6 and inner.diag().max() < 1.3
+    assert (found - orthogonal(matrix, torch.bfloat16).float()).abs().max() < 0.05
+
+
+# ── what is said ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    return now
+
+
+def said(forecast: Forecast, clock: list[float], taken: list[float], done: int = 0) -> list[tuple[int, str]]:
+    """(step, line) of what is said while steps take these seconds."""
+    lines = []
+    for seconds in taken:
+        clock[0] += seconds
+        done += 1
+        if (line := forecast.update(done)) is not None:
+            lines.append((done, line))
+    return lines
+
+
+def test_how_long_a_stage_takes_is_said_after_its_first_steps(clock: list[float]) -> None:
+    """Catches a forecast by the first step, which reads features too, and one that is said at every step."""
+    [(step, line)] = said(Forecast("steps", 640, 0, True, None), clock, [9.0, *[0.5] * 60])
+    assert step == 24 and line == "about 5 min for 640 steps, 0.5 s each"
+
+
+def test_a_slow_stage_says_so_within_a_minute(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a first training that makes 20 of 140 steps in a quarter of an hour without a word; the cause stands with it."""
+    given(monkeypatch, "without")
+    monkeypatch.setattr(machine, "is_busy", lambda: False)
+    [(step, line)] = said(Forecast("steps", 140, 0, True, 1.0), clock, [23.0] * 20)
+    assert step == 2 and line.startswith("about 54 min for 140 steps, 23 s each; 60 s are usual.")
+    assert "float32" in line and "train.steps" in line
+    monkeypatch.setattr(machine, "is_busy", lambda: True)
+    [(_, line)] = said(Forecast("steps", 140, 0, True, 1.0), clock, [23.0] * 20)
+    assert "Other programs" in line
+    [(_, line)] = said(Forecast("steps", 140, 0, True, 30.0), clock, [23.0] * 20)
+    assert "usual" not in line
+
+
+def test_a_resumed_stage_counts_what_is_left(clock: list[float]) -> None:
+    """Catches steps of an earlier run that are taken for steps of no time."""
+    [(_, line)] = said(Forecast("steps", 640, 0, True, None), clock, [1.0] * 30, done=600)
+    assert line == "about 40 s for 40 steps, 1 s each"
+
+
+def test_answers_that_end_in_bursts_are_counted_by_their_share(clock: list[float]) -> None:
+    """Catches a forecast by the time between two answers that were written side by side."""
+    [(_, line)] = said(Forecast("answers", 100, 0, False, None), clock, [20.0, *[0.0] * 30])
+    assert line == "about 7 min for 100 answers, 4 s each"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2134, "0.21 s"), (9.9, "9.9 s"), (89, "89 s"), (100, "2 min"), (7265, "2 h 1 min")]
+)
+def test_durations_are_read_at_a_glance(seconds: float, text: str) -> None:
+    """Catches a rounding that says 0 min."""
+    assert lasting(seconds) == text
