@@ -32,7 +32,7 @@ SETTINGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not VLLM.exists(), reason="no vLLM here: benchmarks/engines/install.py puts it there")
+@pytest.mark.skipif(not VLLM.exists(), reason="vllm")
 def test_vllms_loader_fills_all_of_a_dspark_from_its_folder_and_reads_its_config_as_we_mean_it(tmp_path):
     """Catches a weight under a name that vLLM has no place for or passes over, one that is missing, a shape, a config key.
 

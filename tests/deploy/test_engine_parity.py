@@ -515,8 +515,8 @@ def test_the_verb_names_a_fault_and_says_what_it_needs(target, made, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not VLLM.exists(), reason="no vLLM here: benchmarks/engines/install.py puts it there")
-@pytest.mark.skipif(not TRAINED.exists(), reason="no trained drafter here: benchmarks/engines/parity.py says how to make it")
+@pytest.mark.skipif(not VLLM.exists(), reason="vllm")
+@pytest.mark.skipif(not TRAINED.exists(), reason="drafter")
 def test_vllm_drafts_what_we_draft_and_a_planted_fault_is_named(tmp_path):
     """The demo target and an EAGLE-3, sound and with its taps shifted, both in vLLM itself.
 

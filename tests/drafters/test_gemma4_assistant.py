@@ -155,7 +155,7 @@ def test_all_centroids_are_the_dense_head(folder):
     """Catches tokens that are given another's logits."""
     model = gemma4_assistant_model(folder)
     if model.masked_embedding is None:
-        pytest.skip("a dense head")
+        pytest.skip("dense")
     states = torch.randn(3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     model.masked_embedding.centroid_intermediate_top_k = 8
     torch.testing.assert_close(gemma4_assistant.by_centroids(model, states), model.lm_head(states))

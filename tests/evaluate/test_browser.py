@@ -17,9 +17,9 @@ from outrider.evaluate.page.cost import costs, said
 from outrider.evaluate.report import Report
 from tests.evaluate.examples import full_report, hostile_report, large_report, null_report, row
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright to drive a browser")
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium")
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",

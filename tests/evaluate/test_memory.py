@@ -22,7 +22,7 @@ def used(size: int) -> None:
 @pytest.fixture
 def forgets() -> None:
     if not memory.forget(CPU):
-        pytest.skip("this system does not let a process reset its peak")
+        pytest.skip("clear_refs")
 
 
 def test_a_peak_rises_with_what_is_used_and_is_forgotten(forgets: None) -> None:

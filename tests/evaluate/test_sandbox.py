@@ -18,7 +18,7 @@ MISSING = walls_missing()
 
 
 def wall(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(name in MISSING, reason=f"this machine can't build the wall of {name}")
+    return pytest.mark.skipif(name in MISSING, reason=f"unshare:{name}")
 
 
 @pytest.fixture(params=["walls", "none"])
@@ -114,7 +114,7 @@ def test_all_that_is_seen_is_read_only() -> None:
     assert run(code, "assert not os.statvfs('.').f_flag & os.ST_RDONLY").passed
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can take another user's place")
+@pytest.mark.skipif(os.geteuid() != 0, reason="root")
 @wall("files")
 @wall("network")
 def test_root_is_left_behind() -> None:

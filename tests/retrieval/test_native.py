@@ -16,7 +16,7 @@ from outrider.retrieval import trie as tries
 from outrider.retrieval.native import NotNative
 from outrider.retrieval.trie import NativeTrie, Trie
 
-COMPILED = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler here")
+COMPILED = pytest.mark.skipif(native.compiler() is None, reason="compiler")
 
 SOURCE = """
 extern "C" int outrider_one_version() { return 3; }
