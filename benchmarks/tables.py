@@ -356,10 +356,20 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], right: slice) -
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, ruler, *lines))
 
 
+def machines(found: dict[str, Any]) -> str:
+    lines = [
+        [way, own["turns"][0]["dtype"], f"{own['steps_per_s']:.2f}", f"{own['of_native']:.2f}", str(len(own["turns"]))]
+        for way, own in found["ways"].items()
+    ]
+    machine = found["machine"]
+    said = f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}; flags: {machine['flags']}."
+    return "\n\n".join([said, _table(["machine, train.dtype", "type", "steps/s", "of native", "turns"], lines, slice(2, 5))])
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "families": families, "soak": soak, "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch,
-    "retrieval": retrieval, "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip,
-    "methods": methods, "best": best, "calibration": calibration, "quantised": quantised,
+    "machines": machines, "families": families, "soak": soak, "versus_transformers": versus_transformers,
+    "overhead": overhead, "batch": batch, "retrieval": retrieval, "corpus": corpus, "corpus-100m": corpus, "trie": trie,
+    "layer_skip": layer_skip, "methods": methods, "best": best, "calibration": calibration, "quantised": quantised,
     "gate": gate, "replay": replay, "vllm_replay": vllm_replay, "lm_eval": lm_eval, "engines": engines,
 }  # fmt: skip
 """By the name of the result's file and of the marks."""

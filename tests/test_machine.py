@@ -270,3 +270,29 @@ def test_answers_that_end_in_bursts_are_counted_by_their_share(clock: list[float
 def test_durations_are_read_at_a_glance(seconds: float, text: str) -> None:
     """Catches a rounding that says 0 min."""
     assert lasting(seconds) == text
+
+
+def test_freed_memory_is_kept_and_can_be_released() -> None:
+    """Catches a page fault for every page of every step, and a peak that counts what was freed before."""
+    program = """
+import json, resource, torch
+from pathlib import Path
+from outrider import machine
+
+def faults(steps=20):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(steps):
+        parts = [torch.zeros(2**21) for _ in range(4)]
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // steps
+
+def resident():
+    return int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")).split()[1])
+
+faults(); machine.keep_freed_memory(); faults(); kept = faults()
+before = resident(); machine.release_freed_memory()
+print(json.dumps([kept, before - resident()]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    kept, released = json.loads(done.stdout)
+    assert kept < 100, "32 MiB of tensors a step are 8,192 pages"
+    assert released > 16 * 1024

@@ -47,7 +47,7 @@ def decode(
         raise DataError("the prompt is empty; give it as an argument or on standard input")
     if settings and not drafter:
         raise ConfigError(f"--set {settings[0]} is a setting of no drafter; name one with --drafter")
-    machine.settle_threads()
+    machine.settle()
     loaded = load_target(target, quantize=quantize, compile=said(compile))
     rider = load_drafter(drafter, loaded, **override({}, settings or ())) if drafter else None
     if compile and rider is not None:

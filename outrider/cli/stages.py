@@ -105,7 +105,7 @@ def _target(settings: RunConfig) -> TransformersTarget:
     from outrider.targets.transformers import default_device, load_target
 
     chosen = settings.target
-    machine.settle_threads()
+    machine.settle()
     console.out.print(f"machine   {machine.describe(default_device(chosen.device))}", highlight=False, soft_wrap=True)
     target = load_target(
         chosen.name,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from outrider import machine
+
 PEAK = "5"
 """What Linux takes in clear_refs as: set the peak of resident memory to what is resident now."""
 
@@ -18,6 +20,7 @@ def forget(device: torch.device, process: Path = Path("/proc/self")) -> bool:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
+    machine.release_freed_memory()
     try:
         (process / "clear_refs").write_text(PEAK)
     except OSError:
