@@ -95,8 +95,9 @@ class TransformersTarget:
         """Decoder layer `index`, counted from 0; its weights are for reading.  A copy where they are quantised."""
         return quantised.plain(self._decoder_layers[index])
 
-    def allocate(self, slots: int, length: int) -> SlotCache:
-        return SlotCache(slots, length, self.device, self.spec.layers)
+    def allocate(self, slots: int, length: int, undo: int = 0) -> SlotCache:
+        """A cache for `slots` texts of at most `length` tokens, of which `cut` takes back up to `undo` without loss."""
+        return SlotCache(slots, length, self.device, self.spec.layers, undo)
 
     @torch.inference_mode()
     def prefill(
@@ -107,7 +108,7 @@ class TransformersTarget:
             # padding would enter the state; and only what follows other text has to go in steps
             parts = []
             for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-                cache.open([row], length, in_steps=cache.lengths[row] > 0)
+                cache.open([row], length, in_steps=cache.lengths[row] > 0, noted=1 + cache.undo)
                 parts.append(self._states(tokens[b : b + 1, :length], cache, taps))
                 cache.append([length])
             hidden, tapped = _padded(parts)
