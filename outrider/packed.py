@@ -13,6 +13,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,22 +57,26 @@ def pack(model: nn.Module) -> None:
 
 @contextmanager
 def products() -> Iterator[None]:
-    """While this is open, layers with packed weights use them."""
-    global _is_open
-    before, _is_open = _is_open, True
+    """While this is open, layers with packed weights use them in this thread."""
+    token = _is_open.set(True)
     try:
         yield
     finally:
-        _is_open = before
+        _is_open.reset(token)
 
 
-_is_open = False
+def is_open() -> bool:
+    """Whether `products` is open in this thread."""
+    return _is_open.get()
+
+
+_is_open: ContextVar[bool] = ContextVar("is_open", default=False)
 _weights: WeakKeyDictionary[nn.Linear, tuple[Tensor, tuple[int, int]]] = WeakKeyDictionary()
 """Packed weights, and what was packed.  Not kept in the layers: they could not be copied or saved any more."""
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
-    usual = not _is_open or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    usual = not is_open() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
     weight, stamp = _weights.get(layer, (None, None))
     if usual or x.dtype != torch.float32 or not x.numel() or weight is None or stamp != _stamp(layer):
         return F.linear(x, layer.weight, layer.bias)

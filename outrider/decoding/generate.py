@@ -95,19 +95,22 @@ def generate(
     slots: int = 16,
     rule: str | None = None,
     allow_lossy: bool = False,
+    shared_noise: bool = True,
 ) -> list[Generation]:
     """Continue every prompt; the text is what the target alone would have written, unless a lossy rule is asked for.
 
     prompts: one or many of text, token ids, or chat messages.  A stop string ends `text` before itself and `tokens` at the
     token that completed it.  At most `slots` prompts share the batch, further ones wait.
     rule: `typical` or `relaxed` (see `lossy`), only with allow_lossy=True; each generation then says how far it strayed.
+    shared_noise: a seed fixes the text, whatever drafts for it; False keeps more of a sampled draft, and a seed then fixes the
+    noise alone, as it does under a lossy rule.
     Raises DataError for a prompt that is empty or does not fit the context, before anything is computed.
     """
-    law = lossy.choose(rule, allow_lossy)
+    law, is_shared = lossy.choose(rule, allow_lossy), shared_noise and rule is None
     requests = _requests(target, prompts, max_new_tokens, sampling, stop)
     found = [Generation(logprobs=None if sampling.logprobs is None else [], lossless=rule is None) for _ in requests]
     streams = [TextStream(target.decode, request.stop) for request in requests]
-    for progress in advance(target, requests, drafter, policy=policy, slots=slots, rule=law):
+    for progress in advance(target, requests, drafter, policy=policy, slots=slots, rule=law, shared_noise=is_shared):
         generation = found[progress.request]
         generation.tokens += progress.tokens
         generation.text += streams[progress.request].push(progress.tokens, progress.finish_reason is not None)
@@ -132,14 +135,15 @@ def stream(
     slots: int = 16,
     rule: str | None = None,
     allow_lossy: bool = False,
+    shared_noise: bool = True,
 ) -> Iterator[Piece]:
     """As `generate`, step by step: (prompt index, new tokens, new text, how many of the tokens were drafted)."""
-    law = lossy.choose(rule, allow_lossy)
+    law, is_shared = lossy.choose(rule, allow_lossy), shared_noise and rule is None
     requests = _requests(target, prompts, max_new_tokens, sampling, stop)
     streams = [TextStream(target.decode, request.stop) for request in requests]
 
     def pieces() -> Iterator[Piece]:
-        for progress in advance(target, requests, drafter, policy=policy, slots=slots, rule=law):
+        for progress in advance(target, requests, drafter, policy=policy, slots=slots, rule=law, shared_noise=is_shared):
             text = streams[progress.request].push(progress.tokens, progress.finish_reason is not None)
             distance = progress.strayed / len(progress.tokens)
             yield Piece(progress.request, progress.tokens, text, progress.accepted, progress.logprobs, rule is None, distance)
@@ -155,11 +159,12 @@ def advance(
     policy: Policy | None = None,
     slots: int = 16,
     rule: Rule = accept,
+    shared_noise: bool = True,
     state: DecodeState | None = None,
 ) -> Iterator[Progress]:
     """Serve requests over slots, a step at a time.  `state`, where given, is used and can be watched between the steps.
 
-    Under a `lossy.Meter` every piece of progress says how far its tokens strayed.
+    shared_noise: see `step`.  Under a `lossy.Meter` every piece of progress says how far its tokens strayed.
     """
     if slots < 1:
         raise ConfigError(f"slots {slots} can serve nobody; give 1 or more")
@@ -183,7 +188,7 @@ def advance(
             state.admit(row, request)
         prefill(target, drafter, cache, memory, state, fresh)
         rows, before = state.rows, [len(state.tokens[row]) for row in state.rows]
-        kept = step(target, drafter, policy, cache, memory, state, rule)
+        kept = step(target, drafter, policy, cache, memory, state, rule, shared_noise)
         for b, row in enumerate(rows):
             tokens = state.tokens[row][before[b] :]
             reported = tuple(state.logprobs[row][-len(tokens) :])

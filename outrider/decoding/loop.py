@@ -28,14 +28,16 @@ Rule = Callable[[Draft, Tensor, Streams], Verdict]
 
 
 def step(
-    target: Target, drafter: Drafter, policy: Policy, cache: Cache, memory: Any, state: DecodeState, rule: Rule = accept
-) -> Kept:
+    target: Target, drafter: Drafter, policy: Policy, cache: Cache, memory: Any, state: DecodeState, rule: Rule = accept,
+    shared_noise: bool = True,
+) -> Kept:  # fmt: skip
     """Advance every live slot by one verified step.  Returns what was committed, slots in the order of `state.rows`.
 
-    `rule` is the law or a twin of it.  Where every slot is greedy the law's greedy twin reads the logits themselves.  Under
-    the law a slot with a seed emits the target's own draws, whatever was drafted; under another rule a seed fixes the noise.
+    `rule` is the law or a twin of it.  Where every slot is greedy the law's greedy twin reads the logits themselves.
+    shared_noise: a slot with a seed drafts with the target's noise and emits the target's own draws, whatever was drafted;
+    without, its seed fixes the noise and no more, and its drafts are judged by their q as those of slots without a seed are.
     """
-    state.shares_noise = rule is accept
+    state.shares_noise = shared_noise
     timing, rows = state.timing, state.rows
     timing.start()
     draft = _proposal(target, drafter, policy, memory, state)

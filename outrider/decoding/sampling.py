@@ -352,6 +352,12 @@ class Streams:
         return _mix(seeds ^ _mix(counter))
 
 
+def salted(seeds: Tensor, part: int) -> Tensor:
+    """Seeds of one of several drafters that must draw independently.  Of a part's own parts they are salted again: parts on
+    another path have other seeds.  seeds [B]."""
+    return _mix(_mix(seeds + _STEP) ^ _wrap((part + 1) * _STEP))
+
+
 def race(weights: Tensor, key: Tensor, tokens: Tensor) -> Tensor:
     """The token with the largest weight / E, where E is exponential noise of this key.  weights [..., V], key [...].
 

@@ -19,7 +19,7 @@ from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.logprobs import TokenLogprob
 from outrider.decoding.penalties import Prefix
-from outrider.decoding.sampling import Sampling, Settings, Streams
+from outrider.decoding.sampling import Sampling, Settings, Streams, salted
 
 FinishReason = Literal["stop", "length", "context"]
 
@@ -78,7 +78,7 @@ class DecodeState:
         self.logprobs: list[list[TokenLogprob]] = [[] for _ in range(slots)]
         """Of the committed tokens, where the request asks for them."""
         self.shares_noise = True
-        """Slots with a seed draft with the target's own noise; a rule other than the law needs noise that is independent."""
+        """Slots with a seed draft with the target's own noise; else a seed fixes the noise and drafts have their own."""
         self.reached: list[int] = []
         """Depth of each live slot's draft in the last step."""
         self.unlawful = 0
@@ -127,6 +127,13 @@ class DecodeState:
         """Noise of the live slots from their next token on."""
         index = [len(self.tokens[row]) - len(self.requests[row].prompt) for row in self.rows]
         return Streams(self._row_seeds, torch.tensor(index, device=self.device), self.seeded)
+
+    def of_part(self, part: int) -> DecodeState:
+        """This state for one of several drafters that share a draft, with noise of its own; slots with a seed keep theirs."""
+        own = copy.copy(self)
+        fresh = salted(self._row_seeds, part)
+        own._row_seeds = fresh if self.seeded is None else torch.where(self.seeded, self._row_seeds, fresh)
+        return own
 
     @property
     def seeded(self) -> Tensor | None:

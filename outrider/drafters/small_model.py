@@ -1,8 +1,9 @@
 """A small language model drafts token by token; the classic pair.  (Leviathan 2211.17192, Chen 2302.01318.)
 
-Any causal LM, best with the target's own vocabulary.  Its cache follows the committed text: what was rejected is forgotten, and
-what it has not read yet (one token, or two after a block that was kept whole) it reads before it drafts.  `width` above 1
-grows a tree (see `nn.trees`): each level is a pass over the nodes read so far, of which the accepted path stays in the cache.
+Any causal LM, best with the target's own vocabulary.  Its cache follows the committed text: what was rejected is forgotten
+(recurrent layers go back to a state that was noted), and what it has not read yet (one token, or two after a block that was
+kept whole) it reads before it drafts.  `width` above 1 grows a tree (see `nn.trees`): each level is a pass over the nodes read
+so far, of which the accepted path stays in the cache.
 
 A model of another vocabulary reads the committed text in tokens of its own and drafts one of two ways (Timor et al.
 2502.05202).  `intersection`: it draws among the tokens that both have, from its law given that; this is q, over the target's
@@ -121,7 +122,7 @@ class SmallModel:
 
     def allocate(self, cache: Cache) -> Memory:
         read = self.config.width * (self.config.length - 1)
-        return Memory(self.model.allocate(cache.slots, cache.length + max(self.limit, read)))
+        return Memory(self.model.allocate(cache.slots, cache.length + max(self.limit, read), undo=self.limit))
 
     def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
         self._read(memory.cache, rows, [state.tokens[row][: state.prefilled[row]] for row in rows])
@@ -159,7 +160,7 @@ class SmallModel:
             return
         for b, row in enumerate(state.rows):
             agreed = len(state.tokens[row]) - (kept.next_tokens[b] >= 0)
-            memory.cache.lengths[row] = min(memory.cache.lengths[row], agreed)
+            memory.cache.cut(row, agreed)
 
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
         memory.cache.free(rows)
@@ -412,6 +413,11 @@ class Readings:
     slots: list[Reading]
 
 
+REWRITTEN = 8
+"""Tokens at the end of a text that may read otherwise in this vocabulary once the text goes on; more are read from the start
+where layers keep states."""
+
+
 class Translated:
     """Drafts a chain with a language model of another vocabulary."""
 
@@ -439,7 +445,8 @@ class Translated:
     def allocate(self, cache: Cache) -> Readings:
         # a text may have more tokens in this vocabulary than in the target's; of a longer one the end is read
         length = min(2 * cache.length, self.model.spec.context) + self.limit
-        return Readings(self.model.allocate(cache.slots, length), [self._blank() for _ in range(cache.slots)])
+        cache_of_own = self.model.allocate(cache.slots, length, undo=self.limit + REWRITTEN)
+        return Readings(cache_of_own, [self._blank() for _ in range(cache.slots)])
 
     def admit(self, memory: Readings, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
         if self.limit:
@@ -518,7 +525,7 @@ class Translated:
             reading = memory.slots[row]
             reading.transcript.push(text[reading.transcript.taken :])
             ids = self._ids(reading, memory.cache.length - self.limit)
-            memory.cache.lengths[row] = min(_agreement(reading.held, ids), len(ids) - 1)
+            memory.cache.cut(row, min(_agreement(reading.held, ids), len(ids) - 1))
             reading.held = ids
             wanted.append(ids)
         return self._small._read(memory.cache, rows, wanted)

@@ -30,7 +30,6 @@ from outrider.decoding.parties import Drafter, Scores
 from outrider.decoding.policy import Policy
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
-from outrider.decoding.twins import accept_chain
 from outrider.errors import ConfigError, DataError
 from outrider.evaluate import memory, tasks
 from outrider.evaluate.fingerprint import fingerprint
@@ -218,7 +217,7 @@ def measure(
     wanted = config.prompts * len(config.tasks)
     done = lost = 0
     for task in config.tasks:
-        rule = _rule(config, 0.0)
+        rule = _rule(config)
         named = rule.rule.name if isinstance(rule, lossy.Meter) else None
         table = [Measured(entry, task_name(task), rule=named) for entry in entries]
         kept = tried = 0
@@ -291,15 +290,9 @@ def _refuse_tests(task: str, prompts: Sequence[Prompt], config: Config) -> None:
             scoring.program(name, prompt, "")
 
 
-def _rule(config: Config, heat: float) -> Rule:
-    """A fresh meter of the lossy rule asked for, else the law.
-
-    Under its twin a seed fixes the noise and no more, so sampled runs can be repeated and are drawn as requests without a seed
-    are; under `accept` itself drafts would share the target's noise, for the text's sake, and fewer of them are kept.
-    """
-    if config.rule is not None:
-        return lossy.Meter(lossy.find(config.rule, config.allow_lossy)())
-    return accept if heat == 0 else accept_chain
+def _rule(config: Config) -> Rule:
+    """A fresh meter of the lossy rule asked for, else the law."""
+    return accept if config.rule is None else lossy.Meter(lossy.find(config.rule, config.allow_lossy)())
 
 
 def _warm_up(target: TransformersTarget, entries: Sequence[Entry], prompt: Prompt, config: Config) -> None:
@@ -314,7 +307,7 @@ def _warm_up(target: TransformersTarget, entries: Sequence[Entry], prompt: Promp
         run_once(target, Request(tokens, new, Sampling(heat, seed=0)), ends=False)
     for entry in entries:
         request = Request(tokens, new, Sampling(entry.temperature, seed=0))
-        run_once(target, request, entry.drafter, rule=_rule(config, entry.temperature))
+        run_once(target, request, entry.drafter, rule=_rule(config))
 
 
 def _one_prompt(
@@ -345,7 +338,7 @@ def _one_prompt(
         if heat not in plains:
             plains[heat] = _joined([run_once(target, request, ends=heat == 0) for request in requests(heat)])
         runs = [
-            run_once(target, request, entry.drafter, entry.policy, ends=heat == 0, rule=_rule(config, heat))
+            run_once(target, request, entry.drafter, entry.policy, ends=heat == 0, rule=_rule(config))
             for request in requests(heat)
         ]
         measured.ids.append(prompt.id)
@@ -388,7 +381,7 @@ def _observe(target: TransformersTarget, measured: Measured, config: Config) -> 
         for request in requests:
             found = judged(
                 target, request, entry.drafter, None if entry.policy is None else entry.policy(),
-                ends=entry.temperature == 0, rule=_rule(config, entry.temperature),
+                ends=entry.temperature == 0, rule=_rule(config), shared_noise=False,
             )  # fmt: skip
             places += found.tested
             measured.overlap += found.overlap
@@ -464,7 +457,10 @@ def run_once(
     with model_clock(target, drafter) as clock:
         began = last = time.perf_counter()
         chosen = policy() if policy else None
-        for progress in advance(listening, [request], drafter, policy=chosen, slots=1, rule=rule, state=state):
+        # a seed fixes the noise and no more: runs can be repeated, and are drawn as requests without a seed are.  Drafts that
+        # share the target's noise, for the text's sake, are kept less often
+        options: Any = {"slots": 1, "rule": rule, "shared_noise": False, "state": state}
+        for progress in advance(listening, [request], drafter, policy=chosen, **options):
             now = time.perf_counter()
             if run.steps:
                 run.gaps_s.append(now - last)

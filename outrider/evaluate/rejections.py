@@ -64,15 +64,15 @@ class Listening:
 
 def observe(
     target: TransformersTarget, request: Request, drafter: Drafter, policy: Policy | None = None, *, ends: bool = True,
-    rule: Rule = accept,
+    rule: Rule = accept, shared_noise: bool = True,
 ) -> list[Tested]:  # fmt: skip
     """Continue one request and note every token: what was proposed there, and what the target thought of it."""
-    return judged(target, request, drafter, policy, ends=ends, rule=rule).tested
+    return judged(target, request, drafter, policy, ends=ends, rule=rule, shared_noise=shared_noise).tested
 
 
 def judged(
     target: TransformersTarget, request: Request, drafter: Drafter, policy: Policy | None = None, *, ends: bool = True,
-    rule: Rule = accept,
+    rule: Rule = accept, shared_noise: bool = True,
 ) -> Judged:  # fmt: skip
     """As `observe`, with the tokens themselves.  ends False goes on past end-of-text, as timed runs above temperature 0 do."""
     found = Judged([], [], [])
@@ -85,7 +85,8 @@ def judged(
     words = _Words(target)
     state = DecodeState(1, target.spec.context, target.ends if ends else frozenset(), target.device)
     listening: Any = Listening(target, heard)
-    for progress in advance(listening, [request], drafter, policy=policy, slots=1, rule=rule, state=state):
+    options: Any = {"slots": 1, "rule": rule, "shared_noise": shared_noise, "state": state}
+    for progress in advance(listening, [request], drafter, policy=policy, **options):
         draft, logits = last
         for tested, chance in _places(draft, logits, state.settings, progress, words):
             found.tested.append(tested)

@@ -5,8 +5,8 @@ correction.  What others drafted behind that it sees as a second step, a chain t
 its own nodes, and misses no token.  A part with `watches = True` reads any draft and sees the step as it was.
 
 Parts must draw independently of each other, or a younger sibling's q is not what it was drawn from once the elder was
-rejected: every part but the first has noise of its own.  In slots with a seed all draw the target's; their nodes are
-deterministic to the law.
+rejected: every part has noise of its own, by its path where parts have parts.  In slots with a seed all draw the target's;
+their nodes are deterministic to the law.
 
 B live slots, N drafted nodes, T taps.
 """
@@ -29,9 +29,6 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Cache, Drafter, Scores, Target
 from outrider.decoding.state import DecodeState
 from outrider.errors import ConfigError
-
-NOISE = 0x2545F4914F6CDD1D
-"""Between the seeds of one part and the next."""
 
 
 @dataclass
@@ -66,7 +63,7 @@ class Parts:
         """One part's draft, at most budget[b] nodes.  budget [B] int64 on the CPU."""
         draft = Draft.empty(len(state.rows), state.device)
         if max(budget.tolist()):
-            draft = self.drafters[part].propose(memory.parts[part], _with_noise(state, part), budget)
+            draft = self.drafters[part].propose(memory.parts[part], state.of_part(part), budget)
             draft = draft.checked(len(state.rows)).first(budget)
         memory.drafts[part] = draft
         return draft
@@ -112,16 +109,6 @@ def certain(draft: Draft, seeded: Tensor | None) -> Draft:
     known = draft.tokens.clamp(0, draft.q.shape[-1] - 1)
     one_hot = torch.zeros_like(draft.q).scatter_(-1, known[..., None], 1.0)
     return replace(draft, q=torch.where(seeded[:, None, None], one_hot, draft.q))
-
-
-def _with_noise(state: DecodeState, part: int) -> DecodeState:
-    """The state with this part's noise; slots with a seed keep the target's."""
-    if not part:
-        return state
-    own = copy.copy(state)
-    fresh = state._row_seeds + (part * NOISE) % 2**62
-    own._row_seeds = fresh if state.seeded is None else torch.where(state.seeded, state._row_seeds, fresh)
-    return own
 
 
 # ── what a part is told ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -16,12 +17,14 @@ class ByTenant(Generic[T]):
         """most: tenants that are remembered; of more, the one that asked least recently goes."""
         self.make, self.most = make, most
         self.kept: OrderedDict[str, T] = OrderedDict()
+        self._lock = threading.Lock()
 
     def of(self, tenant: str) -> T:
-        if tenant in self.kept:
-            self.kept.move_to_end(tenant)
-            return self.kept[tenant]
-        self.kept[tenant] = made = self.make()
-        if len(self.kept) > self.most:
-            self.kept.popitem(last=False)
-        return made
+        with self._lock:
+            if tenant in self.kept:
+                self.kept.move_to_end(tenant)
+                return self.kept[tenant]
+            self.kept[tenant] = made = self.make()
+            if len(self.kept) > self.most:
+                self.kept.popitem(last=False)
+            return made

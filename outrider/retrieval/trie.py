@@ -18,15 +18,18 @@ import heapq
 import itertools
 import math
 import sys
+import threading
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from outrider.retrieval import native
 from outrider.retrieval.proposal import Proposal
+
+R = TypeVar("R")
 
 BREADTH = 8
 """Continuations of one n-gram that a proposal looks at, the most recent; in trees of 16 nodes more of them keep no more."""
@@ -54,15 +57,14 @@ class Node:
 
 
 class Trie:
-    """Windows of at most `depth` tokens, in at most `capacity` nodes: beyond it the leaves that were seen least recently go.
-
-    Not for several threads at once.
-    """
+    """Windows of at most `depth` tokens, in at most `capacity` nodes: beyond it the leaves that were seen least recently go."""
 
     def __init__(self, depth: int, capacity: int):
         assert depth >= 2 and capacity >= 2 * depth, f"a trie of depth {depth} needs more than {capacity} nodes"
         self.depth, self.capacity = depth, capacity
         self.epoch = -1
+        self.lock = threading.RLock()
+        """Held by a cursor while it reads or learns: texts of several threads may grow in one trie."""
         self.clear()
 
     def __len__(self) -> int:
@@ -154,6 +156,17 @@ class Trie:
         return node.children[token]
 
 
+def _locked(method: Callable[..., R]) -> Callable[..., R]:
+    """A cursor's method, no other thread in its trie meanwhile."""
+
+    @functools.wraps(method)
+    def alone(self: Cursor, *args: Any, **kwargs: Any) -> R:
+        with self.trie.lock:
+            return method(self, *args, **kwargs)
+
+    return alone
+
+
 class Cursor:
     """Where one text stands in a trie."""
 
@@ -163,16 +176,19 @@ class Cursor:
         self._place(trie.root)
 
     @property
+    @_locked
     def match(self) -> int:
         """Tokens of the text's end that the trie holds, at most `depth`."""
         return self._node().length
 
     @property
+    @_locked
     def followed(self) -> int:
         """Tokens of the longest match that something follows; 0 where there is none."""
         node = self._followed(self._node(), 1)
         return 0 if node is None else node.length
 
+    @_locked
     def append(self, tokens: Sequence[int]) -> None:
         """Read these tokens and learn every window that ends in them."""
         trie = self.trie
@@ -190,6 +206,7 @@ class Cursor:
             self.recent.append(token)
             self._place(longest)
 
+    @_locked
     def follow(self, tokens: Sequence[int]) -> None:
         """Read these tokens and learn nothing."""
         for token in tokens:
@@ -197,6 +214,7 @@ class Cursor:
             self.recent.append(token)
             self._place(node)
 
+    @_locked
     def chain(self, most: int, shortest: int = 1) -> list[int]:
         """What followed the longest match most recently, and so on.  No match below `shortest` tokens is believed."""
         tokens: list[int] = []
@@ -207,6 +225,7 @@ class Cursor:
             node = self._followed(node, shortest)
         return tokens
 
+    @_locked
     def tree(self, order: Literal["recency", "frequency"], budget: int, levels: int, shortest: int = 1) -> Proposal:
         """A tree of at most `budget` nodes and `levels` levels from all matches of at least `shortest` tokens.
 

@@ -5,13 +5,15 @@ A pass writes its rows behind each slot's length; `keep` moves the accepted ones
 window keep all keys too: their mask hides what lies too far back, so a tree, a cut and a slot re-used are the same to all.
 
 Recurrent layers keep a state in place of keys.  A pass in steps notes it after every position, and `append` puts the one
-behind the last kept token into the slot.
+behind the last kept token into the slot.  A cache that is to take back what it appended remembers a few of them a slot; `cut`
+goes back to one.
 
 R rows of a pass, n tokens a row, h heads, d head size.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -52,6 +54,13 @@ class Pass:
     def is_even(self) -> bool:
         """All rows stand at the same place and lie side by side: writing and reading are plain slices."""
         return len(set(self.starts)) == 1 and self.span is not None
+
+
+class States(NamedTuple):
+    """One slot's recurrent states behind its first `length` tokens."""
+
+    length: int
+    states: dict[Key, Tensor]
 
 
 class Sight(NamedTuple):
@@ -99,9 +108,10 @@ class SlotCache:
 
     is_compileable = False
 
-    def __init__(self, slots: int, length: int, device: torch.device | str = "cpu", layers: int = 1):
-        """layers: how many are likely to keep keys and values of one shape."""
-        self.stacked = layers
+    def __init__(self, slots: int, length: int, device: torch.device | str = "cpu", layers: int = 1, undo: int = 0):
+        """layers: how many are likely to keep keys and values of one shape.  undo: tokens of a slot that `cut` can take back
+        without loss where layers keep states; each costs a copy of the slot's states."""
+        self.stacked, self.undo = layers, undo
         self.slots = slots
         self.length = length
         self.device = torch.device(device)
@@ -115,6 +125,9 @@ class SlotCache:
         self._states: dict[Key, Tensor] = {}
         self._work: dict[Key, Tensor] = {}
         self._trail: dict[Key, list[Tensor]] = {}
+        self._noted: int | None = None
+        self._remembered: dict[int, deque[States]] = {}
+        """By slot, in the order of their lengths."""
         self._now = Pass([], [], 0, None)
         self.in_steps = False
         """Whether recurrent layers must pass position by position, so that any of their states can be kept."""
@@ -147,15 +160,18 @@ class SlotCache:
 
     # ── one pass ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def open(self, rows: Sequence[int], width: int, in_steps: bool = False) -> Pass:
-        """Begin a pass of `width` tokens a row; until the next, `update` writes there.  in_steps: states are noted at each."""
+    def open(self, rows: Sequence[int], width: int, in_steps: bool = False, noted: int | None = None) -> Pass:
+        """Begin a pass of `width` tokens a row; until the next, `update` writes there.
+
+        in_steps: states are noted at each position; of a pass whose last ones will be kept only the last `noted`, if given.
+        """
         rows = list(rows)
         lie_together = rows == list(range(rows[0], rows[0] + len(rows)))
         span = slice(rows[0], rows[0] + len(rows)) if lie_together else None
         now = Pass(rows, [self.lengths[row] for row in rows], width, span)
         assert now.end <= self.length, f"a pass up to {now.end} tokens in a cache of {self.length}"
         self._now, self._at, self.in_steps = now, None, in_steps
-        self._work, self._trail = {}, {}
+        self._work, self._trail, self._noted = {}, {}, noted
         if not now.is_even:
             columns = torch.tensor(now.starts).unsqueeze(-1) + torch.arange(width)
             self._at = torch.tensor(rows, device=self.device).unsqueeze(-1), columns.to(self.device)
@@ -268,7 +284,22 @@ class SlotCache:
             if key not in self._states:
                 self._states[key] = work.new_zeros(self.slots, *work.shape[1:])
             for b, (row, count) in enumerate(zip(self._now.rows, counts, strict=True)):
-                self._states[key][row] = self._trail[key][count - 1][b] if key in self._trail else work[b]
+                self._states[key][row] = self._state_behind(key, count, b)
+        if self.undo:
+            for b, count in enumerate(counts):
+                self._remember(b, count)
+
+    def _state_behind(self, key: Key, count: int, b: int) -> Tensor:
+        """A state of row b behind the first `count` tokens of the open pass."""
+        trail = self._trail.get(key)
+        return self._work[key][b] if trail is None else trail[count - 1 - self._now.width + len(trail)][b]
+
+    def _remember(self, b: int, count: int) -> None:
+        row, start = self._now.rows[b], self._now.starts[b]
+        places = self._remembered.setdefault(row, deque(maxlen=self.undo + 1))
+        first = max(1, count - self.undo) if self._trail else count
+        for n in range(first, count + 1):
+            places.append(States(start + n, {key: self._state_behind(key, n, b).clone() for key in self._work}))
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Each row's first token (the anchor) and the nodes on its path stay.  Node n is token n + 1."""
@@ -289,10 +320,30 @@ class SlotCache:
             state[list(rows)] = state[row]
         for other in rows:
             self.lengths[other] = length
+            self._remembered.pop(other, None)
+
+    @torch.inference_mode()
+    def cut(self, row: int, length: int) -> None:
+        """Forget what a slot holds behind its first `length` tokens.
+
+        Where layers keep states it goes back to the last place up to there whose states are remembered, at worst to its
+        beginning: `lengths` says where it stands, and what is missing is to be read again.
+        """
+        if length >= self.lengths[row]:
+            return
+        if self._states:
+            places = self._remembered.get(row, deque())
+            while places and places[-1].length > length:
+                places.pop()
+            length = places[-1].length if places else 0
+            for key, state in places[-1].states.items() if places else ():
+                self._states[key][row] = state
+        self.lengths[row] = length
 
     def free(self, rows: Sequence[int]) -> None:
         for row in rows:
             self.lengths[row] = 0
+            self._remembered.pop(row, None)
 
     # ── recurrent layers, as transformers' Cache has them ─────────────────────────────────────────────────────────────
 
@@ -329,7 +380,10 @@ class SlotCache:
         """Remember this layer's states as they are after one more position of the pass."""
         for key, state in self._work.items():
             if key[0] == layer_idx:
-                self._trail.setdefault(key, []).append(state.clone())
+                trail = self._trail.setdefault(key, [])
+                trail.append(state.clone())
+                if self._noted is not None:
+                    del trail[: -self._noted]
 
     @property
     def rows(self) -> list[int]:

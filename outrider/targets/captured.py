@@ -43,6 +43,11 @@ def cuda_graph(function: Callable[[], Outputs]) -> tuple[Callable[[], object], O
     return graph.replay, outputs
 
 
+_Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+_Key = tuple[int, int, int, tuple[_Layout, ...]]
+"""Rows, tokens a row, columns, and the layout of every buffer."""
+
+
 class _Capture(NamedTuple):
     given: tuple[Tensor, ...]
     """Tokens, depths, visible and starts, where the replay reads them."""
@@ -56,7 +61,7 @@ class Captured:
     def __init__(self, traced: nn.Module, recorder: Recorder = cuda_graph):
         """traced: of tokens, depths, visible, starts, columns and buffers; it must not look at any of their values."""
         self.traced, self.recorder = traced, recorder
-        self.captures: dict[tuple[int, ...], _Capture] = {}
+        self.captures: dict[_Key, _Capture] = {}
 
     def padded(self, width: int) -> int:
         """Tokens a row that a pass of `width` tokens writes."""
@@ -70,7 +75,7 @@ class Captured:
         wide = self.padded(width)
         given = pad(tokens, (0, wide - width)), pad(depths, (0, wide - width)), _seen(visible, wide), starts
         end = min(buffers[0].shape[2], -(-(len(columns) + wide - width) // COLUMNS) * COLUMNS)
-        key = (rows, wide, end, *(buffer.data_ptr() for buffer in buffers))
+        key = rows, wide, end, tuple(map(_layout, buffers))
         if key not in self.captures:
             if len(self.captures) >= MOST:
                 self.captures.clear()
@@ -88,6 +93,11 @@ class Captured:
         columns = torch.arange(end, device=fixed[0].device)
         replay, outputs = self.recorder(lambda: self.traced(*fixed, columns, list(buffers)))
         return _Capture(fixed, replay, flat(outputs))
+
+
+def _layout(buffer: Tensor) -> _Layout:
+    """Where a buffer lies and how it is read.  An allocator may give a cache of another shape the same address."""
+    return buffer.data_ptr(), tuple(buffer.shape), buffer.stride(), buffer.dtype
 
 
 def _seen(visible: Tensor, wide: int) -> Tensor:

@@ -130,8 +130,9 @@ def _teach_steps(model: nn.Module) -> bool:
     """Let every module that keeps a recurrent state pass position by position where the cache asks for it."""
     modules = [module for module in model.modules() if _reads_states(module)]
     for module in modules:
-        if not hasattr(module.forward, "passes_in_steps"):
-            module.forward = _in_steps(module, module.forward)
+        own = vars(module).get("forward")
+        if not (isinstance(own, functools.partial) and own.func is _in_steps):
+            module.forward = functools.partial(_in_steps, module, module.forward)
     return bool(modules)
 
 
@@ -140,31 +141,32 @@ def _reads_states(module: nn.Module) -> bool:
     return hasattr(module, "layer_idx") and ("get_conv_state" in names or "get_recurrent_state" in names)
 
 
-def _in_steps(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(forward)
-    layer: Any = module.layer_idx
-    cache_name = next(name for name in ("cache_params", "past_key_values") if name in signature.parameters)
+def _in_steps(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The module's `forward`, or position by position where the cache asks for it.
 
-    @functools.wraps(forward)
-    def stepping(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        cache = given.arguments.get(cache_name)
-        if not isinstance(cache, SlotCache) or not cache.in_steps:
-            return forward(*args, **kwargs)
-        hidden = given.arguments["hidden_states"]
-        if "attention_mask" in given.arguments:
-            given.arguments["attention_mask"] = None
-        outs = []
-        for n in range(hidden.shape[1]):
-            given.arguments["hidden_states"] = hidden[:, n : n + 1]
-            outs.append(forward(*given.args, **given.kwargs))
-            cache.note(layer)
-        if isinstance(outs[0], tuple):
-            return torch.cat([out[0] for out in outs], 1), *outs[0][1:]
-        return torch.cat(outs, 1)
+    Partial, not a closure: a model's copy then calls its own modules.
+    """
+    own: Any = module
+    signature = _signature(type(own).forward)
+    given = signature.bind(module, *args, **kwargs)
+    cache_name = "cache_params" if "cache_params" in signature.parameters else "past_key_values"
+    cache = given.arguments.get(cache_name)
+    if not isinstance(cache, SlotCache) or not cache.in_steps:
+        return forward(*args, **kwargs)
+    hidden, layer = given.arguments["hidden_states"], own.layer_idx
+    if "attention_mask" in given.arguments:
+        given.arguments["attention_mask"] = None
+    outs = []
+    for n in range(hidden.shape[1]):
+        given.arguments["hidden_states"] = hidden[:, n : n + 1]
+        outs.append(forward(*given.args[1:], **given.kwargs))
+        cache.note(layer)
+    if isinstance(outs[0], tuple):
+        return torch.cat([out[0] for out in outs], 1), *outs[0][1:]
+    return torch.cat(outs, 1)
 
-    stepping.passes_in_steps = True  # type: ignore[attr-defined]
-    return stepping
+
+_signature = functools.cache(inspect.signature)
 
 
 # ── embedding and logits ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,5 +1,7 @@
 """A model without some of its sublayers: while a set is left out, stand-ins answer in place of their modules.
 
+They answer the thread that leaves the set out; a pass of another thread meets the modules themselves, `model.generate` too.
+
 Which child of a decoder layer is its attention is seen by who writes to the cache; its MLP is the one other child with weight
 matrices.  An attention that is left out adds nothing and writes no keys; a layer of which both are left out hands its input on.
 A family whose layer without both is anything but the identity is refused: what it adds up would not be its residual stream.
@@ -7,9 +9,13 @@ A family whose layer without both is anything but the identity is refused: what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +23,7 @@ from torch import Tensor, nn
 
 from outrider.decoding.parties import Skip
 from outrider.errors import TargetError
+from outrider.targets import hooks
 
 Shape = int | None
 """Length of the tuple that a module returns; None for a bare tensor."""
@@ -57,18 +64,58 @@ class Sublayers:
 
 @contextmanager
 def _replaced(stand_ins: Mapping[nn.Module, StandIn]) -> Iterator[None]:
-    """While this is open, stand-ins answer for these modules; on every way out each is what it was."""
-    before = {module: vars(module).get("forward") for module in stand_ins}
+    """While this is open, stand-ins answer this thread for these modules; on every way out each is what it was."""
+    token = _stand_ins.set({**_stand_ins.get(), **stand_ins})
+    _divert(stand_ins)
     try:
-        for module, stand_in in stand_ins.items():
-            vars(module)["forward"] = stand_in
         yield
     finally:
-        for module, own in before.items():
+        _restore(stand_ins)
+        _stand_ins.reset(token)
+
+
+_stand_ins: ContextVar[Mapping[nn.Module, StandIn]] = ContextVar("stand_ins", default=MappingProxyType({}))
+"""Who answers for a module in this thread."""
+
+
+@dataclass
+class _Diverted:
+    """A module whose calls are looked up in `_stand_ins`."""
+
+    own: Any
+    """Its own attribute `forward`, None where it is its class's."""
+    users: int = 0
+
+
+_LOCK = threading.Lock()
+_diverted: dict[nn.Module, _Diverted] = {}
+
+
+def _divert(modules: Iterable[nn.Module]) -> None:
+    with _LOCK:
+        for module in modules:
+            if module not in _diverted:
+                _diverted[module] = _Diverted(vars(module).get("forward"))
+                vars(module)["forward"] = functools.partial(_answer, module, module.forward)
+            _diverted[module].users += 1
+
+
+def _restore(modules: Iterable[nn.Module]) -> None:
+    """The last that leaves makes each module what it was."""
+    with _LOCK:
+        for module in modules:
+            _diverted[module].users -= 1
+            if _diverted[module].users:
+                continue
+            own = _diverted.pop(module).own
             if own is None:
-                vars(module).pop("forward", None)
+                del vars(module)["forward"]
             else:
                 vars(module)["forward"] = own
+
+
+def _answer(module: nn.Module, forward: StandIn, *args: Any, **kwargs: Any) -> Any:
+    return _stand_ins.get().get(module, forward)(*args, **kwargs)
 
 
 def _answering(shape: Shape, answer: Callable[[Tensor], Tensor]) -> StandIn:
@@ -112,8 +159,10 @@ class _Watch:
         self.writers: set[nn.Module] = set()
         layers = list(target._decoder_layers)
         children = [child for layer in layers for child in (layer, *layer.children())]
-        hooks = [child.register_forward_pre_hook(lambda module, _args: self.open.append(module)) for child in children]
-        hooks += [child.register_forward_hook(self._close) for child in children]
+        enter = hooks.of_this_thread(lambda module, _args: self.open.append(module))
+        leave = hooks.of_this_thread(self._close)
+        handles = [child.register_forward_pre_hook(enter) for child in children]
+        handles += [child.register_forward_hook(leave) for child in children]
         cache = target.allocate(1, 2)
         update = cache.update
 
@@ -125,8 +174,8 @@ class _Watch:
         try:
             target.prefill(cache, [0], torch.zeros(1, 1, dtype=torch.int64, device=target.device), [1])
         finally:
-            for hook in hooks:
-                hook.remove()
+            for handle in handles:
+                handle.remove()
         for index, layer in enumerate(layers):
             self._sort(index, layer)
 
@@ -165,7 +214,8 @@ def _try(target: Any, found: Sublayers) -> None:
     def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         seen[module] = args[0] if args else kwargs["hidden_states"], output[0] if isinstance(output, tuple) else output
 
-    hooks = [found.layers[index][0].register_forward_hook(see, with_kwargs=True) for index in whole]
+    see = hooks.of_this_thread(see)
+    handles = [found.layers[index][0].register_forward_hook(see, with_kwargs=True) for index in whole]
     tokens = torch.arange(2, device=target.device)[None] % target.spec.vocabulary
     try:
         with _replaced(dict(found.silent())):
@@ -173,7 +223,7 @@ def _try(target: Any, found: Sublayers) -> None:
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise _refused(target, f"{type(error).__name__}: {error}") from error
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
     if not all(torch.allclose(before, after, rtol=1e-3, atol=1e-5) for before, after in seen.values()):
         raise _refused(target, "a layer without attention and MLP changes what passes through it")

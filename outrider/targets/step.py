@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ class CompiledStep(Graphs):
     def __init__(self, target: Any):
         super().__init__()
         self.target = target
+        self._lock = threading.Lock()
 
     def model(self) -> nn.Module:
         family = self.target.family
@@ -63,8 +65,11 @@ class CompiledStep(Graphs):
     def _run(
         self, graph: Any, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
     ) -> Scores:
-        logits, hidden, choice, *layers = graph.forward(*self._arguments(tokens, cache, visible, depths))
-        return Scores(logits, hidden, torch.stack([layers[tap] for tap in taps], 2) if taps else None, choice)
+        given = self._arguments(tokens, cache, visible, depths)
+        with self._lock:  # another thread's replay reads its arguments, and writes its layers, in the same place
+            logits, hidden, choice, *layers = graph.forward(*given)
+            tapped = torch.stack([layers[tap] for tap in taps], 2) if taps else None
+        return Scores(logits, hidden, tapped, choice)
 
     def example(self, several: bool) -> tuple[nn.Module, tuple[Any, ...], Any]:
         kept, tokens = self._pass(several)

@@ -13,7 +13,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from outrider import demo, machine, packed
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Scores, Skip, TargetSpec
 from outrider.errors import DataError, TargetError
-from outrider.targets import quantised
+from outrider.targets import hooks, quantised
 from outrider.targets.cache import SlotCache
 from outrider.targets.family import embedding_scale, head_law, learn, trunk
 from outrider.targets.selftest import selftest
@@ -53,9 +53,8 @@ class TransformersTarget:
         self._decoder_layers = _decoder_layers(model)
         self._embedding: Any = model.get_input_embeddings()
         self._head: Any = model.get_output_embeddings()
-        self._caught: dict[int | str, Tensor] = {}
-        self._hooked: set[int] = set()
-        self._head.register_forward_pre_hook(self._catch_hidden)
+        self._model_head: nn.Module = self._head  # which `lent` leaves in its place
+        hooks.watch_input(self._model_head)
         self.family = learn(model)
         self._trunk = trunk(model)
         self.spec = replace(_spec(model, tokenizer, name, revision), base_hash=base_hash)
@@ -96,8 +95,9 @@ class TransformersTarget:
         """Decoder layer `index`, counted from 0; its weights are for reading.  A copy where they are quantised."""
         return quantised.plain(self._decoder_layers[index])
 
-    def allocate(self, slots: int, length: int) -> SlotCache:
-        return SlotCache(slots, length, self.device, self.spec.layers)
+    def allocate(self, slots: int, length: int, undo: int = 0) -> SlotCache:
+        """A cache for `slots` texts of at most `length` tokens, of which `cut` takes back up to `undo` without loss."""
+        return SlotCache(slots, length, self.device, self.spec.layers, undo)
 
     @torch.inference_mode()
     def prefill(
@@ -108,7 +108,7 @@ class TransformersTarget:
             # padding would enter the state; and only what follows other text has to go in steps
             parts = []
             for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-                cache.open([row], length, in_steps=cache.lengths[row] > 0)
+                cache.open([row], length, in_steps=cache.lengths[row] > 0, noted=1 + cache.undo)
                 parts.append(self._states(tokens[b : b + 1, :length], cache, taps))
                 cache.append([length])
             hidden, tapped = _padded(parts)
@@ -219,31 +219,26 @@ class TransformersTarget:
     def _scores(
         self, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
     ) -> Scores:
-        self._tap(taps)
         given = self.family.arguments(cache, *self.family.seen(cache, visible, depths, self.model.dtype, self.spec.context))
-        with packed.products():
+        with packed.products(), self._catching(taps) as caught:
             logits = self.model(input_ids=tokens, **given).logits
-        return Scores(logits, self._caught["hidden"], self._tapped(taps))
+        return Scores(logits, caught[self._model_head], self._tapped(caught, taps))
 
     def pass_through(
         self, tokens: Tensor, cache: Any, masks: Mapping[str, Tensor], positions: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Logits, hidden and the output of every layer of one pass whose masks and positions are given: what is traced."""
-        layers = tuple(range(self.spec.layers))
-        self._tap(layers)
-        logits = self.model(input_ids=tokens, **self.family.arguments(cache, masks, positions)).logits
-        found = logits, self._caught["hidden"], [self._caught[layer] for layer in layers]
-        self._caught = {}
-        return found
+        with self._catching(tuple(range(self.spec.layers))) as caught:
+            logits = self.model(input_ids=tokens, **self.family.arguments(cache, masks, positions)).logits
+        return logits, caught[self._model_head], [caught[layer] for layer in self._decoder_layers]
 
     def _states(self, tokens: Tensor, cache: SlotCache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         def part(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-            self._tap(taps)
             context = max(self.spec.context, tokens.shape[1])
             given = self.family.arguments(cache, *self.family.seen(cache, None, None, self.model.dtype, context))
-            with packed.products():
+            with packed.products(), self._catching(taps) as caught:
                 hidden = self._trunk(input_ids=tokens, **given).last_hidden_state
-            return hidden, self._tapped(taps)
+            return hidden, self._tapped(caught, taps)
 
         return self._each(tokens, cache, part)
 
@@ -263,37 +258,29 @@ class TransformersTarget:
     def _what_the_ends_do(self) -> tuple[float, Callable[[Tensor], Tensor]]:
         """The factor on embeddings before the first layer, and what becomes of the output layer's values."""
         tokens = torch.arange(min(8, self.spec.vocabulary), device=self.device)[None]
-        caught: list[Tensor] = []
-        hook = self._decoder_layers[0].register_forward_pre_hook(
-            lambda _module, args, kwargs: caught.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
-        )
-        logits = self.model(input_ids=tokens, use_cache=False).logits
+        words: list[Tensor] = []
+        see = hooks.of_this_thread(lambda _module, args, kwargs: words.append(args[0] if args else kwargs["hidden_states"]))
+        hook = self._decoder_layers[0].register_forward_pre_hook(see, with_kwargs=True)
+        with self._catching(()) as caught:
+            logits = self.model(input_ids=tokens, use_cache=False).logits
         hook.remove()
-        finish = head_law(self._head.forward(self._caught["hidden"]), logits, self.model.config.get_text_config())
+        finish = head_law(self._head.forward(caught[self._model_head]), logits, self.model.config.get_text_config())
         if finish is None:
             logging.getLogger(__name__).warning(
                 "%s changes its logits after the output layer in a way that is not known here: drafters that use the target's "
                 "head guess worse; the output is the target's all the same", self.spec.name,
             )  # fmt: skip
-        return embedding_scale(self._embedding(tokens), caught[0]), finish or (lambda values: values)
+        return embedding_scale(self._embedding(tokens), words[0]), finish or (lambda values: values)
 
-    def _tap(self, taps: tuple[int, ...]) -> None:
-        for layer in taps:
-            if layer not in self._hooked:
-                self._decoder_layers[layer].register_forward_hook(self._catcher(layer))
-                self._hooked.add(layer)
+    def _catching(self, taps: tuple[int, ...]) -> AbstractContextManager[dict[nn.Module, Tensor]]:
+        """Catches what these layers give and what the output layer takes, in the passes that are run while it is open."""
+        layers = [self._decoder_layers[layer] for layer in taps]
+        for layer in layers:
+            hooks.watch_output(layer)
+        return hooks.catching([self._model_head, *layers])
 
-    def _catcher(self, layer: int) -> Any:
-        def catch(_module: nn.Module, _inputs: object, output: Any) -> None:
-            self._caught[layer] = output[0] if isinstance(output, tuple) else output
-
-        return catch
-
-    def _catch_hidden(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self._caught["hidden"] = inputs[0]
-
-    def _tapped(self, taps: tuple[int, ...]) -> Tensor | None:
-        return torch.stack([self._caught[layer] for layer in taps], 2) if taps else None
+    def _tapped(self, caught: Mapping[nn.Module, Tensor], taps: tuple[int, ...]) -> Tensor | None:
+        return torch.stack([caught[self._decoder_layers[layer]] for layer in taps], 2) if taps else None
 
     def _known(self, tokens: list[int]) -> list[int]:
         for token in tokens:

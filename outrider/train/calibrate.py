@@ -29,7 +29,6 @@ from outrider.decoding.generate import advance
 from outrider.decoding.parties import Drafter, Scores, Target
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
-from outrider.decoding.twins import accept_chain
 from outrider.errors import CheckpointError, DataError
 from outrider.nn.heads import ConfidenceHead
 
@@ -189,7 +188,7 @@ def watch(
         for i, prompt in enumerate(prompts)
     ]
     watched, done = _Watched(drafter, requests), 0
-    for progress in advance(target, requests, watched, slots=slots, rule=accept_chain):
+    for progress in advance(target, requests, watched, slots=slots, shared_noise=False):
         done += progress.finish_reason is not None
         if progress.finish_reason is not None and on_prompt is not None:
             on_prompt(done)

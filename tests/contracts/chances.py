@@ -42,7 +42,7 @@ def fits(counts: Tensor, p: Tensor, false_alarm: float = FALSE_ALARM) -> bool:
 
 def emitted(
     target: Any, drafter: Any, policy: Any = None, *, slots: int = 4000, prompt: Sequence[int] = (0,),
-    rule: Any = accepting.accept, sampling: dict | None = None, seeded: bool = False,
+    rule: Any = accepting.accept, sampling: dict | None = None, seeded: bool = False, shared_noise: bool = True,
 ) -> tuple[Tensor, DecodeState, int]:  # fmt: skip
     """First tokens [slots, TOKENS] of as many seeds, the state after, and how many drafted tokens were kept.
 
@@ -64,7 +64,7 @@ def emitted(
     prefill(target, drafter, cache, memory, state, range(slots))
     policy, kept = policy or Fixed(drafter.limit), 0
     for _ in range(TOKENS):
-        kept += sum(step(target, drafter, policy, cache, memory, state, rule).accepted)
+        kept += sum(step(target, drafter, policy, cache, memory, state, rule, shared_noise).accepted)
     begin = len(prompt)
     return torch.tensor([tokens[begin : begin + TOKENS] for tokens in state.tokens]), state, kept
 

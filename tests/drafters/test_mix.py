@@ -13,7 +13,6 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.generate import advance, generate
 from outrider.decoding.policy import Fixed
 from outrider.decoding.state import DecodeState, Request
-from outrider.nn import parts
 
 mix = drafters.find("mix")
 TARGET = TableTarget.random(5)
@@ -70,7 +69,7 @@ def test_mixed_trees_keep_the_law(pair, share):
 def test_drafters_that_share_their_noise_are_caught(monkeypatch):
     """Planted fault: the second part draws what the first drew, whatever its q says."""
     assert keeps_the_law(UNEVEN, made(Drawn(contrary, 2), Drawn(contrary, 2)), slots=1500)
-    monkeypatch.setattr(parts, "NOISE", 0)
+    monkeypatch.setattr(DecodeState, "of_part", lambda state, part: state)
     assert not keeps_the_law(UNEVEN, made(Drawn(contrary, 2), Drawn(contrary, 2)), slots=1500)
 
 

@@ -105,6 +105,34 @@ def test_no_more_captures_are_held_than_fit(fast, tape, monkeypatch):
     assert all(len(graph.captures) <= 3 for graph in fast.step.graphs.values())
 
 
+class Arena:
+    """An allocator whose memory is always the same bytes."""
+
+    def __init__(self) -> None:
+        self.bytes = torch.zeros(2**20, dtype=torch.uint8)
+
+    def zeros(self, shape, dtype, device=None):
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return self.bytes[:size].zero_().view(dtype).view(shape)
+
+
+def test_a_capture_is_not_taken_for_a_cache_of_another_shape_at_its_address(tape):
+    """Catches a replay that writes keys by the strides of a cache that lay there before: equal bytes, other slots."""
+    arena = Arena()
+
+    def add_up(tokens, depths, visible, starts, columns, buffers):
+        return tokens + buffers[0][:, 1, columns].sum(), tokens, tokens, []
+
+    passes, ones = Captured(add_up, tape), torch.ones(1, 2, dtype=torch.int64)
+    given = ones, ones, torch.ones(1, 2, 2, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), torch.arange(4)
+    for shape, dtype in (((1, 2, 32, 8), torch.float64), ((2, 2, 16, 8), torch.float64), ((1, 2, 64, 8), torch.float32)) * 2:
+        buffer = arena.zeros(shape, dtype)
+        buffer[0, 1] = 1  # of the first slot the second head, which lies elsewhere in each
+        logits, *_ = passes.forward(*given, [buffer[:1], buffer[:1]])
+        assert logits[0].tolist() == [1 + 16 * 8] * 2
+    assert len(passes.captures) == 3  # a cache of the same layout in its place shares one
+
+
 def test_another_device_says_why_it_stays_plain(slow, monkeypatch):
     """Catches a step that is captured where nothing can be."""
     step = CompiledStep(slow)

@@ -27,7 +27,6 @@ from outrider.decoding.parties import Drafter
 from outrider.decoding.policy import Policy
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import Request
-from outrider.decoding.twins import accept_chain
 from outrider.errors import DataError
 from outrider.evaluate.quality.two_samples import Samples, two_samples
 from outrider.targets.transformers import TransformersTarget
@@ -153,11 +152,12 @@ def _fits(target: TransformersTarget, prompts: Prompts, max_new_tokens: int) -> 
 def _texts(
     target: TransformersTarget, requests: Sequence[Request], drafter: Drafter | None, slots: int,
     policy: Policy | None = None, rule: Rule = accept, on_text: Callable[[int], None] | None = None,
+    shared_noise: bool = True,
 ) -> list[list[int]]:  # fmt: skip
     """The new tokens of every request."""
     found: list[list[int]] = [[] for _ in requests]
     done = 0
-    for progress in advance(target, requests, drafter, policy=policy, slots=slots, rule=rule):
+    for progress in advance(target, requests, drafter, policy=policy, slots=slots, rule=rule, shared_noise=shared_noise):
         found[progress.request] += progress.tokens
         if progress.finish_reason is not None:
             done += 1
@@ -286,16 +286,16 @@ def _free_bytes(device: torch.device) -> int:
 
 def compare_samples(
     target: TransformersTarget, prompts: Prompts, drafter: Drafter, *, sampling: Sampling, samples: int = 200,
-    max_new_tokens: int = 16, slots: int = 32, policy: Callable[[], Policy] | None = None, rule: Rule | None = None,
+    max_new_tokens: int = 16, slots: int = 32, policy: Callable[[], Policy] | None = None, rule: Rule = accept,
     alpha: float = 0.01, seed: int = 0, on_text: Callable[[int], None] | None = None,
 ) -> Samples:  # fmt: skip
     """Draw `samples` texts of every prompt with and without the drafter, from noise of their own, and test the two sets.
 
     With one seed for both the texts would be equal token for token, which says nothing of the ratio test that unseeded
-    requests go through; here seeds are noise alone, and a run can be repeated.  on_text(done) counts the texts of both sets.
+    requests go through; here they do not share their noise, and a run can be repeated.  on_text(done) counts the texts of both
+    sets.
     """
     _fits(target, prompts, max_new_tokens)
-    law = rule or accept_chain  # under `accept` itself a seed would give both sets the same texts
     found = []
     total = samples * len(prompts)
     for arm, rider in enumerate((None, drafter)):
@@ -304,7 +304,7 @@ def compare_samples(
             for i, prompt in enumerate(prompts) for n in range(samples)
         ]  # fmt: skip
         heard = None if on_text is None else lambda done, before=arm * total: on_text(before + done)
-        texts = _texts(target, requests, rider, slots, policy() if policy and rider else None, law, heard)
+        texts = _texts(target, requests, rider, slots, policy() if policy and rider else None, rule, heard, False)
         found.append([texts[start : start + samples] for start in range(0, total, samples)])
     return two_samples(found[0], found[1], places=min(8, max_new_tokens), alpha=alpha, seed=seed)
 

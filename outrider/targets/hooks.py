@@ -1,0 +1,69 @@
+"""What modules take and give during a pass, seen by that pass alone.
+
+Hooks stay on a module once they are there, however often it is loaded.  They write for the pass that is open in their own
+thread (its context), so passes of one model may run side by side.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+
+_LOCK = threading.Lock()
+_caught: ContextVar[dict[nn.Module, Tensor | None] | None] = ContextVar("caught", default=None)
+
+
+@contextmanager
+def catching(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Any]]:
+    """While this is open, what the hooks of these modules see in this thread is put under them."""
+    found: dict[nn.Module, Any] = dict.fromkeys(modules)
+    token = _caught.set(found)
+    try:
+        yield found
+    finally:
+        _caught.reset(token)
+
+
+def watch_input(module: nn.Module) -> None:
+    """Have the module's first argument caught."""
+    if _of_input not in module._forward_pre_hooks.values():
+        with _LOCK:
+            if _of_input not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_of_input)
+
+
+def watch_output(module: nn.Module) -> None:
+    """Have the module's output caught, of a tuple the first."""
+    if _of_output not in module._forward_hooks.values():
+        with _LOCK:
+            if _of_output not in module._forward_hooks.values():
+                module.register_forward_hook(_of_output)
+
+
+def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook for the calls of the thread that asks; it does nothing in those of others."""
+    own = threading.get_ident()
+
+    @functools.wraps(hook)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return hook(*args, **kwargs) if threading.get_ident() == own else None
+
+    return called
+
+
+def _of_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    found = _caught.get()
+    if found is not None and module in found:
+        found[module] = inputs[0]
+
+
+def _of_output(module: nn.Module, _inputs: object, output: Any) -> None:
+    found = _caught.get()
+    if found is not None and module in found:
+        found[module] = output[0] if isinstance(output, tuple) else output
