@@ -89,7 +89,7 @@ def generate(
     drafter: Drafter | None = None,
     *,
     max_new_tokens: int,
-    sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
+    sampling: Sampling | None = None,
     policy: Policy | None = None,
     stop: Sequence[str] = (),
     slots: int = 16,
@@ -100,12 +100,14 @@ def generate(
 
     prompts: one or many of text, token ids, or chat messages.  A stop string ends `text` before itself and `tokens` at the
     token that completed it.  At most `slots` prompts share the batch, further ones wait.
+    sampling: greedy by default, as the model's own generation_config says; one that is given takes the place of all of that but
+    its end tokens.
     rule: `typical` or `relaxed` (see `lossy`), only with allow_lossy=True; each generation then says how far it strayed.
     Raises DataError for a prompt that is empty or does not fit the context, before anything is computed.
     """
     law = lossy.choose(rule, allow_lossy)
     requests = _requests(target, prompts, max_new_tokens, sampling, stop)
-    found = [Generation(logprobs=None if sampling.logprobs is None else [], lossless=rule is None) for _ in requests]
+    found = [Generation(logprobs=None if r.sampling.logprobs is None else [], lossless=rule is None) for r in requests]
     streams = [TextStream(target.decode, request.stop) for request in requests]
     for progress in advance(target, requests, drafter, policy=policy, slots=slots, rule=law):
         generation = found[progress.request]
@@ -126,7 +128,7 @@ def stream(
     drafter: Drafter | None = None,
     *,
     max_new_tokens: int,
-    sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
+    sampling: Sampling | None = None,
     policy: Policy | None = None,
     stop: Sequence[str] = (),
     slots: int = 16,
@@ -210,14 +212,13 @@ def prefill(target: Target, drafter: Drafter, cache: Any, memory: Any, state: De
         drafter.admit(memory, rows, state, scores)
 
 
-def _requests(target: Target, prompts: Any, max_new_tokens: int, sampling: Sampling, stop: Sequence[str]) -> list[Request]:
+def _requests(
+    target: Target, prompts: Any, max_new_tokens: int, sampling: Sampling | None, stop: Sequence[str]
+) -> list[Request]:
     if max_new_tokens < 0:
         raise ConfigError(f"max_new_tokens {max_new_tokens} is negative")
-    if sampling.min_new_tokens > max_new_tokens > 0:
-        raise ConfigError(f"min_new_tokens {sampling.min_new_tokens} is more than max_new_tokens {max_new_tokens}; lower it")
-    sampling.check(target.spec.vocabulary)
-    if isinstance(sampling.grammar, Grammar):
-        sampling = replace(sampling, grammar=sampling.grammar.compiled(target))
+    if sampling is not None:
+        sampling = _settled(sampling, target, max_new_tokens)
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if "" in stops:
         raise ConfigError("an empty stop string would end every text at once; leave it out")
@@ -231,5 +232,16 @@ def _requests(target: Target, prompts: Any, max_new_tokens: int, sampling: Sampl
                 f"prompt {i} has {len(tokens)} tokens and leaves no room in the target's context of {target.spec.context}; "
                 "shorten it"
             )
-        requests.append(Request(tokens, max_new_tokens, sampling, stops, target.decode))
+        own = sampling or _settled(target.default_sampling(tokens, max_new_tokens), target, max_new_tokens)
+        requests.append(Request(tokens, max_new_tokens, own, stops, target.decode))
     return requests
+
+
+def _settled(sampling: Sampling, target: Target, max_new_tokens: int) -> Sampling:
+    """This sampling, checked against the target, its grammar compiled for it."""
+    if sampling.min_new_tokens > max_new_tokens > 0:
+        raise ConfigError(f"min_new_tokens {sampling.min_new_tokens} is more than max_new_tokens {max_new_tokens}; lower it")
+    sampling.check(target.spec.vocabulary)
+    if isinstance(sampling.grammar, Grammar):
+        sampling = replace(sampling, grammar=sampling.grammar.compiled(target))
+    return sampling

@@ -25,10 +25,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from outrider import demo, machine, packed
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Scores, Skip, TargetSpec
+from outrider.decoding.sampling import Sampling
 from outrider.errors import DataError, TargetError
 from outrider.targets import quantised
 from outrider.targets.cache import SlotCache
 from outrider.targets.family import embedding_scale, head_law, learn, trunk
+from outrider.targets.generation import ends_of, greedy_sampling
 from outrider.targets.selftest import selftest
 from outrider.targets.skip import Sublayers
 from outrider.targets.skip import learn as learn_sublayers
@@ -59,13 +61,29 @@ class TransformersTarget:
         self.family = learn(model)
         self._trunk = trunk(model)
         self.spec = replace(_spec(model, tokenizer, name, revision), base_hash=base_hash)
-        self.ends = _ends(model)
+        self._ends: frozenset[int] | None = None
         self._scale, self._finish = self._what_the_ends_do()
         self.step = CompiledStep(self)
         self.selftest = selftest(self)
         self.spec = replace(self.spec, mode=self.selftest.mode)
         self.mask_token: int | None = getattr(tokenizer, "mask_token_id", None)
         """Id that stands for a token yet to be drafted; None where the tokenizer has none."""
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Token ids that end a text: those of the model's generation_config as it is now, unless others were set here."""
+        return ends_of(self.model) if self._ends is None else self._ends
+
+    @ends.setter
+    def ends(self, ends: frozenset[int]) -> None:
+        self._ends = ends
+
+    def default_sampling(self, prompt: Sequence[int], max_new_tokens: int) -> Sampling:
+        """Greedy decoding of this prompt as `model.generate(do_sample=False)` does it, by the model's generation_config.
+
+        Raises ConfigError for a key of it that can't be done exactly.
+        """
+        return greedy_sampling(self.model, self.ends, self.spec.vocabulary, prompt, max_new_tokens)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[..., H], scaled as the family does."""
@@ -390,6 +408,7 @@ def _compiled(target: TransformersTarget, compile: bool | None) -> TransformersT
     if compile is not False:
         target.step.look()
     _warn_if_slow(target)
+    _warn_if_endless(target)
     return target
 
 
@@ -431,6 +450,16 @@ def _warn_if_slow(target: TransformersTarget) -> None:
         logging.getLogger(__name__).warning("%s in %s: %s; %s", spec.name, spec.precision, slow, advice)
 
 
+def _warn_if_endless(target: TransformersTarget) -> None:
+    """One line where the config names an end that `model.generate` does not stop at."""
+    named = target.model.config.get_text_config().eos_token_id
+    if named is not None and not target.ends:
+        logging.getLogger(__name__).warning(
+            "%s: its config names the end %s, its generation_config none, so texts go on to their limit, as with "
+            "model.generate; set model.generation_config.eos_token_id to end them there", target.spec.name, named,
+        )  # fmt: skip
+
+
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
@@ -461,12 +490,6 @@ def _padded(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tens
     hidden = nn.utils.rnn.pad_sequence([hidden[0] for hidden, _ in parts], batch_first=True)
     taps = [taps[0] for _, taps in parts if taps is not None]
     return hidden, nn.utils.rnn.pad_sequence(taps, batch_first=True) if taps else None
-
-
-def _ends(model: PreTrainedModel) -> frozenset[int]:
-    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ends = model.config.eos_token_id if ends is None else ends
-    return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
 
 
 def _spec(model: PreTrainedModel, tokenizer: Any, name: str | None, revision: str | None) -> TargetSpec:
