@@ -6,7 +6,7 @@ A few slots serve any number of prompts: a slot that ends is given to the next p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -20,12 +20,12 @@ from outrider.decoding.logprobs import TokenLogprob
 from outrider.decoding.loop import Rule, step
 from outrider.decoding.parties import Drafter, Plain, Target
 from outrider.decoding.policy import ByConfidence, Fixed, Policy
-from outrider.decoding.sampling import Sampling
+from outrider.decoding.prompts import Prompt, listed
+from outrider.decoding.sampling import Sampling, whole
 from outrider.decoding.state import DecodeState, FinishReason, Request
 from outrider.decoding.text import TextStream
 from outrider.errors import ConfigError, DataError
 
-Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 PREFILL_CHUNK = 512
 """Prompt tokens read in one pass."""
 
@@ -85,7 +85,7 @@ class Progress(NamedTuple):
 
 def generate(
     target: Target,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompt | Iterable[Prompt],
     drafter: Drafter | None = None,
     *,
     max_new_tokens: int,
@@ -98,8 +98,9 @@ def generate(
 ) -> list[Generation]:
     """Continue every prompt; the text is what the target alone would have written, unless a lossy rule is asked for.
 
-    prompts: one or many of text, token ids, or chat messages.  A stop string ends `text` before itself and `tokens` at the
-    token that completed it.  At most `slots` prompts share the batch, further ones wait.
+    prompts: one or many of text, token ids (in a list or an array, or as a tokenizer returns them), or chat messages.
+    A stop string ends `text` before itself and `tokens` at the token that completed it.  At most `slots` prompts share the
+    batch, further ones wait.
     sampling: greedy by default, as the model's own generation_config says; one that is given takes the place of all of that but
     its end tokens.
     rule: `typical` or `relaxed` (see `lossy`), only with allow_lossy=True; each generation then says how far it strayed.
@@ -124,7 +125,7 @@ def generate(
 
 def stream(
     target: Target,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompt | Iterable[Prompt],
     drafter: Drafter | None = None,
     *,
     max_new_tokens: int,
@@ -163,8 +164,10 @@ def advance(
 
     Under a `lossy.Meter` every piece of progress says how far its tokens strayed.
     """
-    if slots < 1:
-        raise ConfigError(f"slots {slots} can serve nobody; give 1 or more")
+    if whole("slots", slots) < 1:
+        raise ConfigError(f"slots must be at least 1, got {slots}")
+    if isinstance(drafter, str):
+        raise ConfigError(f"drafter must be a drafter, got {drafter!r}; give load_drafter({drafter!r}, target)")
     waiting = deque((i, request) for i, request in enumerate(requests) if request.max_new_tokens > 0)
     if not waiting:
         return
@@ -215,17 +218,17 @@ def prefill(target: Target, drafter: Drafter, cache: Any, memory: Any, state: De
 def _requests(
     target: Target, prompts: Any, max_new_tokens: int, sampling: Sampling | None, stop: Sequence[str]
 ) -> list[Request]:
-    if max_new_tokens < 0:
-        raise ConfigError(f"max_new_tokens {max_new_tokens} is negative")
+    if whole("max_new_tokens", max_new_tokens) < 0:
+        raise ConfigError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     if sampling is not None:
         sampling = _settled(sampling, target, max_new_tokens)
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
+    if not all(isinstance(text, str) for text in stops):
+        raise ConfigError(f"stop must be a text or several, got {stop!r}")
     if "" in stops:
         raise ConfigError("an empty stop string would end every text at once; leave it out")
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | dict)):
-        prompts = [prompts]
     requests = []
-    for i, prompt in enumerate(prompts):
+    for i, prompt in enumerate(listed(prompts)):
         tokens = target.encode(prompt)
         if len(tokens) >= target.spec.context:
             raise DataError(
@@ -239,6 +242,8 @@ def _requests(
 
 def _settled(sampling: Sampling, target: Target, max_new_tokens: int) -> Sampling:
     """This sampling, checked against the target, its grammar compiled for it."""
+    if not isinstance(sampling, Sampling):
+        raise ConfigError(f"sampling must be a Sampling, got {sampling!r}; write such as Sampling(temperature=0.7)")
     if sampling.min_new_tokens > max_new_tokens > 0:
         raise ConfigError(f"min_new_tokens {sampling.min_new_tokens} is more than max_new_tokens {max_new_tokens}; lower it")
     sampling.check(target.spec.vocabulary)

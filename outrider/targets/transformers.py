@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider import demo, machine, packed
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Scores, Skip, TargetSpec
+from outrider.decoding.prompts import single
 from outrider.decoding.sampling import Sampling
 from outrider.errors import DataError, TargetError
 from outrider.targets import quantised
@@ -203,27 +205,34 @@ class TransformersTarget:
             for row, start in zip(rows, starts, strict=True):
                 cache.lengths[row] = start
 
-    def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, str]], thinking: bool | None = None) -> list[int]:
+    def encode(self, prompt: Any, thinking: bool | None = None) -> list[int]:
         """Token ids of a text, of chat messages (through the chat template), or of ids given as they are.
 
+        Ids may stand in an array, or as a tokenizer returns them.
         thinking: handed to the template as `enable_thinking`, unless None; a template that knows no such thing ignores it.
-        Raises DataError for an empty prompt, ids outside the vocabulary, or text without a tokenizer.
+        Raises DataError for an empty prompt, ids outside the vocabulary, text without a tokenizer, or what is no prompt.
         """
-        if len(prompt) == 0:
-            raise DataError("the prompt is empty; give at least one token of text")
-        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
-            return self._known(list(prompt))  # type: ignore[arg-type]
-        if self.tokenizer is None:
+        given = single(prompt)
+        if len(given) and isinstance(given[0], int):
+            return self._known(given)  # type: ignore[arg-type]
+        if self.tokenizer is None and len(given):
             raise DataError("this target was loaded without a tokenizer: give prompts as lists of token ids")
-        if isinstance(prompt, str):
-            return self._known(self.tokenizer.encode(prompt, add_special_tokens=True))
+        try:
+            return self._known(self._encoded(given, thinking) if len(given) else [])
+        except (TypeError, ValueError, LookupError, TemplateError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"the tokenizer can't read the prompt {prompt!r}: {_first_line(error)}; correct it") from error
+
+    def _encoded(self, given: Any, thinking: bool | None) -> list[int]:
+        """Token ids of a text or of chat messages, by the tokenizer."""
+        if isinstance(given, str):
+            return list(self.tokenizer.encode(given, add_special_tokens=True))
         if self.tokenizer.chat_template is None:
             raise DataError("the tokenizer has no chat template: give the prompt as one text instead of chat messages")
         said = {} if thinking is None else {"enable_thinking": thinking}
-        return self._known(
-            self.tokenizer.apply_chat_template(
-                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False, **said
-            )
+        return list(
+            self.tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=True, return_dict=False, **said)
         )
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -287,6 +296,11 @@ class TransformersTarget:
         )
         logits = self.model(input_ids=tokens, use_cache=False).logits
         hook.remove()
+        if not bool((logits < torch.inf).all()):
+            raise TargetError(
+                f"{self.spec.name}'s logits hold NaN or infinity; load it in float32 or bfloat16, since float16 overflows, and "
+                "look for weights that are not finite"
+            )
         finish = head_law(self._head.forward(self._caught["hidden"]), logits, self.model.config.get_text_config())
         if finish is None:
             logging.getLogger(__name__).warning(
@@ -314,6 +328,8 @@ class TransformersTarget:
         return torch.stack([self._caught[layer] for layer in taps], 2) if taps else None
 
     def _known(self, tokens: list[int]) -> list[int]:
+        if not tokens:
+            raise DataError("the prompt is empty; give at least one token of text")
         for token in tokens:
             if not 0 <= token < self.spec.vocabulary:
                 raise DataError(f"token id {token} lies outside the target's vocabulary of {self.spec.vocabulary}")
