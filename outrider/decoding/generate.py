@@ -24,7 +24,7 @@ from outrider.decoding.prompts import Prompt, listed
 from outrider.decoding.sampling import Sampling, whole
 from outrider.decoding.state import DecodeState, FinishReason, Request
 from outrider.decoding.text import TextStream
-from outrider.errors import ConfigError, DataError
+from outrider.errors import ConfigError, DataError, DrafterError
 
 PREFILL_CHUNK = 512
 """Prompt tokens read in one pass."""
@@ -172,6 +172,12 @@ def advance(
     if not waiting:
         return
     drafter = Plain() if drafter is None else drafter
+    wrong = [tap for tap in drafter.taps if not 0 <= tap < target.spec.layers]
+    if wrong:
+        raise DrafterError(
+            f"the drafter taps layer {wrong[0]}, {target.spec.name} has layers 0 to {target.spec.layers - 1}; it was built for "
+            "another target, build it for this one"
+        )
     policy = Fixed(drafter.limit) if policy is None else policy
     if isinstance(policy, ByConfidence) and not getattr(drafter, "is_confident", False):
         drafter = OnlineConfidence(drafter)
