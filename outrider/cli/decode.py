@@ -56,9 +56,11 @@ def decode(
     colour = console.out.is_terminal and not console.out.no_color
     if colour:
         console.out.print(text, end="", style="dim", markup=False, highlight=False)
+    asked = Sampling(temperature, top_k, top_p, seed)
     pieces = stream(
         loaded, [[{"role": "user", "content": text}]] if chat else text, rider, max_new_tokens=max_new_tokens,
-        sampling=Sampling(temperature, top_k, top_p, seed), stop=stop or (),
+        # where nothing is asked for, the model's own generation_config speaks
+        sampling=None if asked == Sampling() else asked, stop=stop or (),
     )  # fmt: skip
     for piece in pieces:
         steps, tokens = steps + 1, tokens + len(piece.tokens)

@@ -201,8 +201,9 @@ def _train(settings: RunConfig, target: TransformersTarget) -> None:
     reference = load_model(config.reference, target) if config.reference is not None else None
     model = module.Model(settings.drafter_config, target).to(target.device)
     source = LiveFeatures(
-        target, read_answers(settings.answers / ANSWERS), model.taps, batch=config.batch, length=settings.prepare.length,
-        seed=config.seed, dtype=config.dtype, template=template_hash(target.tokenizer), grams=named(settings.answers),
+        target, read_answers(settings.answers / ANSWERS, target.spec.vocabulary), model.taps, batch=config.batch,
+        length=settings.prepare.length, seed=config.seed, dtype=config.dtype, template=template_hash(target.tokenizer),
+        grams=named(settings.answers),
     )  # fmt: skip
     facts = source.manifest
     weights = sum(p.numel() for p in model.parameters())

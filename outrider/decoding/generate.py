@@ -6,7 +6,7 @@ A few slots serve any number of prompts: a slot that ends is given to the next p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -20,12 +20,12 @@ from outrider.decoding.logprobs import TokenLogprob
 from outrider.decoding.loop import Rule, step
 from outrider.decoding.parties import Drafter, Plain, Target
 from outrider.decoding.policy import ByConfidence, Fixed, Policy
-from outrider.decoding.sampling import Sampling
+from outrider.decoding.prompts import Prompt, listed
+from outrider.decoding.sampling import Sampling, whole
 from outrider.decoding.state import DecodeState, FinishReason, Request
 from outrider.decoding.text import TextStream
-from outrider.errors import ConfigError, DataError
+from outrider.errors import ConfigError, DataError, DrafterError
 
-Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 PREFILL_CHUNK = 512
 """Prompt tokens read in one pass."""
 
@@ -85,11 +85,11 @@ class Progress(NamedTuple):
 
 def generate(
     target: Target,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompt | Iterable[Prompt],
     drafter: Drafter | None = None,
     *,
     max_new_tokens: int,
-    sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
+    sampling: Sampling | None = None,
     policy: Policy | None = None,
     stop: Sequence[str] = (),
     slots: int = 16,
@@ -99,8 +99,11 @@ def generate(
 ) -> list[Generation]:
     """Continue every prompt; the text is what the target alone would have written, unless a lossy rule is asked for.
 
-    prompts: one or many of text, token ids, or chat messages.  A stop string ends `text` before itself and `tokens` at the
-    token that completed it.  At most `slots` prompts share the batch, further ones wait.
+    prompts: one or many of text, token ids (in a list or an array, or as a tokenizer returns them), or chat messages.
+    A stop string ends `text` before itself and `tokens` at the token that completed it.  At most `slots` prompts share the
+    batch, further ones wait.
+    sampling: greedy by default, as the model's own generation_config says; one that is given takes the place of all of that but
+    its end tokens.
     rule: `typical` or `relaxed` (see `lossy`), only with allow_lossy=True; each generation then says how far it strayed.
     shared_noise: a seed fixes the text, whatever drafts for it; False keeps more of a sampled draft, and a seed then fixes the
     noise alone, as it does under a lossy rule.
@@ -108,7 +111,7 @@ def generate(
     """
     law, is_shared = lossy.choose(rule, allow_lossy), shared_noise and rule is None
     requests = _requests(target, prompts, max_new_tokens, sampling, stop)
-    found = [Generation(logprobs=None if sampling.logprobs is None else [], lossless=rule is None) for _ in requests]
+    found = [Generation(logprobs=None if r.sampling.logprobs is None else [], lossless=rule is None) for r in requests]
     streams = [TextStream(target.decode, request.stop) for request in requests]
     for progress in advance(target, requests, drafter, policy=policy, slots=slots, rule=law, shared_noise=is_shared):
         generation = found[progress.request]
@@ -125,11 +128,11 @@ def generate(
 
 def stream(
     target: Target,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompt | Iterable[Prompt],
     drafter: Drafter | None = None,
     *,
     max_new_tokens: int,
-    sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
+    sampling: Sampling | None = None,
     policy: Policy | None = None,
     stop: Sequence[str] = (),
     slots: int = 16,
@@ -166,12 +169,20 @@ def advance(
 
     shared_noise: see `step`.  Under a `lossy.Meter` every piece of progress says how far its tokens strayed.
     """
-    if slots < 1:
-        raise ConfigError(f"slots {slots} can serve nobody; give 1 or more")
+    if whole("slots", slots) < 1:
+        raise ConfigError(f"slots must be at least 1, got {slots}")
+    if isinstance(drafter, str):
+        raise ConfigError(f"drafter must be a drafter, got {drafter!r}; give load_drafter({drafter!r}, target)")
     waiting = deque((i, request) for i, request in enumerate(requests) if request.max_new_tokens > 0)
     if not waiting:
         return
     drafter = Plain() if drafter is None else drafter
+    wrong = [tap for tap in drafter.taps if not 0 <= tap < target.spec.layers]
+    if wrong:
+        raise DrafterError(
+            f"the drafter taps layer {wrong[0]}, {target.spec.name} has layers 0 to {target.spec.layers - 1}; it was built for "
+            "another target, build it for this one"
+        )
     policy = Fixed(drafter.limit) if policy is None else policy
     if isinstance(policy, ByConfidence) and not getattr(drafter, "is_confident", False):
         drafter = OnlineConfidence(drafter)
@@ -215,26 +226,38 @@ def prefill(target: Target, drafter: Drafter, cache: Any, memory: Any, state: De
         drafter.admit(memory, rows, state, scores)
 
 
-def _requests(target: Target, prompts: Any, max_new_tokens: int, sampling: Sampling, stop: Sequence[str]) -> list[Request]:
-    if max_new_tokens < 0:
-        raise ConfigError(f"max_new_tokens {max_new_tokens} is negative")
-    if sampling.min_new_tokens > max_new_tokens > 0:
-        raise ConfigError(f"min_new_tokens {sampling.min_new_tokens} is more than max_new_tokens {max_new_tokens}; lower it")
-    sampling.check(target.spec.vocabulary)
-    if isinstance(sampling.grammar, Grammar):
-        sampling = replace(sampling, grammar=sampling.grammar.compiled(target))
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+def _requests(
+    target: Target, prompts: Any, max_new_tokens: int, sampling: Sampling | None, stop: Sequence[str]
+) -> list[Request]:
+    if whole("max_new_tokens", max_new_tokens) < 0:
+        raise ConfigError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+    if sampling is not None:
+        sampling = _settled(sampling, target, max_new_tokens)
+    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
+    if not all(isinstance(text, str) for text in stops):
+        raise ConfigError(f"stop must be a text or several, got {stop!r}")
     if "" in stops:
         raise ConfigError("an empty stop string would end every text at once; leave it out")
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | dict)):
-        prompts = [prompts]
     requests = []
-    for i, prompt in enumerate(prompts):
+    for i, prompt in enumerate(listed(prompts)):
         tokens = target.encode(prompt)
         if len(tokens) >= target.spec.context:
             raise DataError(
                 f"prompt {i} has {len(tokens)} tokens and leaves no room in the target's context of {target.spec.context}; "
                 "shorten it"
             )
-        requests.append(Request(tokens, max_new_tokens, sampling, stops, target.decode))
+        own = sampling or _settled(target.default_sampling(tokens, max_new_tokens), target, max_new_tokens)
+        requests.append(Request(tokens, max_new_tokens, own, stops, target.decode))
     return requests
+
+
+def _settled(sampling: Sampling, target: Target, max_new_tokens: int) -> Sampling:
+    """This sampling, checked against the target, its grammar compiled for it."""
+    if not isinstance(sampling, Sampling):
+        raise ConfigError(f"sampling must be a Sampling, got {sampling!r}; write such as Sampling(temperature=0.7)")
+    if sampling.min_new_tokens > max_new_tokens > 0:
+        raise ConfigError(f"min_new_tokens {sampling.min_new_tokens} is more than max_new_tokens {max_new_tokens}; lower it")
+    sampling.check(target.spec.vocabulary)
+    if isinstance(sampling.grammar, Grammar):
+        sampling = replace(sampling, grammar=sampling.grammar.compiled(target))
+    return sampling

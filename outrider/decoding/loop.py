@@ -5,6 +5,7 @@ Decoding one prompt, scoring a benchmark and serving a hundred users are the sam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from outrider.decoding.prune import pruned
 from outrider.decoding.sampling import Streams, distribution
 from outrider.decoding.state import DecodeState
 from outrider.decoding.twins import accept_chain
+from outrider.errors import ConfigError, TargetError
 
 Rule = Callable[[Draft, Tensor, Streams], Verdict]
 
@@ -46,6 +48,7 @@ def step(
     timing.lap("verify")
     law = _law(draft, scores, state, rule)
     kept = state.commit(draft, _judge(draft, law, state, rule))
+    _refuse_no_numbers(scores, law, kept, state)
     _report(law, kept, state)
     # where a slot was cut its last node is the anchor again, not yet in the cache
     cache.keep([path if following >= 0 else path[:-1] for path, following in zip(kept.paths, kept.next_tokens, strict=True)])
@@ -92,6 +95,29 @@ def _law(draft: Draft, scores: Scores, state: DecodeState, rule: Rule) -> _Law:
         return _Law(logits, distribution(logits, state.settings), None)
     is_known = scores.choice is not None and logits is scores.logits
     return _Law(logits, None, scores.choice if is_known else logits.argmax(-1))
+
+
+def _refuse_no_numbers(scores: Scores, law: _Law, kept: Kept, state: DecodeState) -> None:
+    """Raise TargetError where a token was committed by logits that are no numbers, ConfigError where a setting made them so.
+
+    Looks at the largest logit of every row, which is NaN where any is.
+    """
+    best = law.logits.amax(-1) if law.choice is None else law.logits.gather(-1, law.choice.unsqueeze(-1))[..., 0]
+    if bool(best.isfinite().all()):
+        return
+    forbids = {b for b, prefix in state.prefixes if prefix.sampling.forbids}
+    for b, row in enumerate(state.rows):
+        for at in emitting_rows(kept, b):  # what stands behind a rejected token may be anything
+            value = float(best[b, at])
+            if math.isfinite(value) or (value == -math.inf and b in forbids):
+                continue
+            where = f"behind {len(state.tokens[row]) - len(emitting_rows(kept, b))} or more tokens"
+            if math.isfinite(float(scores.logits[b, at].amax())):
+                raise ConfigError(f"a penalty, logit_bias or a processor makes a logit {value} {where}; choose a smaller one")
+            raise TargetError(
+                f"the target's logits are {value} {where}, so no token follows; load it in float32 or bfloat16, since float16 "
+                "overflows, and look for weights that are not finite"
+            )
 
 
 def _judge(draft: Draft, law: _Law, state: DecodeState, rule: Rule) -> Kept:

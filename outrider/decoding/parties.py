@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
+from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState
 
 
@@ -115,6 +116,9 @@ class Target(Protocol):
 
     def read(self, tokens: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Hidden states [B, S, H] after the final norm and taps [B, S, T, H] of whole right-padded texts, without a cache."""
+
+    def default_sampling(self, prompt: Sequence[int], max_new_tokens: int) -> Sampling:
+        """How a prompt is continued where no `Sampling` is given: greedily, with what the model itself asks for."""
 
     def encode(self, prompt: Any) -> list[int]:
         """Token ids of a text, of chat messages, or of ids given as they are."""

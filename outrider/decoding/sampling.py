@@ -14,7 +14,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,15 +63,23 @@ class Sampling:
     """What the output must look like: `Grammar.json(schema)`, `Grammar.regex(pattern)`, `Grammar.lark(text)`."""
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "seed", "min_new_tokens", "logprobs"):
+            value = getattr(self, name)
+            if value is not None or name in ("top_k", "min_new_tokens"):
+                object.__setattr__(self, name, whole(name, value))
+        for name in REAL:
+            object.__setattr__(self, name, _real(name, getattr(self, name)))
         try:
-            bias = tuple(sorted((int(token), float(value)) for token, value in dict(self.logit_bias).items()))
-            words = tuple(tuple(map(int, word)) for word in self.bad_words)
-        except (TypeError, ValueError) as error:
+            pairs = dict(self.logit_bias).items()
+            bias = tuple(sorted((whole("a token of logit_bias", token), _real("logit_bias", value)) for token, value in pairs))
+            words = tuple(tuple(whole("a token of bad_words", token) for token in word) for word in self.bad_words)
+            processors = tuple(self.processors)
+        except TypeError as error:
             raise ConfigError(
-                f"logit_bias {self.logit_bias!r} or bad_words {self.bad_words!r} can't be read ({error}); "
-                "give {token id: bias} and lists of token ids"
+                f"logit_bias {self.logit_bias!r}, bad_words {self.bad_words!r} or processors {self.processors!r} can't be read "
+                f"({error}); give {{token id: bias}}, lists of token ids, and functions"
             ) from error
-        for name, value in (("logit_bias", bias), ("bad_words", words), ("processors", tuple(self.processors))):
+        for name, value in (("logit_bias", bias), ("bad_words", words), ("processors", processors)):
             object.__setattr__(self, name, value)
         self._check_draw()
         self._check_prefix()
@@ -148,6 +157,28 @@ class Sampling:
             )
         if len({word[0] for word in self.bad_words if len(word) == 1}) == vocabulary:
             raise ConfigError(f"bad_words forbids all {vocabulary} tokens of the vocabulary; leave at least one")
+
+
+REAL = (
+    "temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+
+
+def whole(name: str, value: Any) -> int:
+    """`value` as an int.  Raises ConfigError where it is no whole number, as True is none."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ConfigError(f"{name} must be a whole number, got {value!r}")
+    return int(value)
+
+
+def _real(name: str, value: Any) -> float:
+    """`value` as a float that is no infinity in float32, in which most laws are computed; NaN is left to the caller."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(f"{name} must be a number, got {value!r}")
+    most = torch.finfo(torch.float32).max
+    if value != math.inf and abs(value) > most:  # type: ignore[operator]
+        raise ConfigError(f"{name} must be at most {most:.2g} in size, which float32 holds, got {value}")
+    return float(value)
 
 
 FEW, SPARE = 1024, 64
@@ -259,6 +290,7 @@ def _keep_top_p(p: Tensor, top_p: Tensor) -> Tensor:
     """The most likely tokens until their sum reaches top_p, at least one, normalised again; 1 keeps all."""
     ranked, order = p.sort(dim=-1, descending=True, stable=True)
     before = ranked.cumsum(-1) - ranked
+    top_p = top_p.clamp(min=torch.finfo(top_p.dtype).tiny)  # what float32 rounds to 0 keeps one all the same
     kept = torch.zeros_like(p).scatter_(-1, order, ranked.masked_fill((before >= top_p) & (top_p < 1), 0.0))
     return kept / kept.sum(-1, keepdim=True)
 

@@ -2,8 +2,8 @@
 
 Any causal LM, best with the target's own vocabulary.  Its cache follows the committed text: what was rejected is forgotten
 (recurrent layers go back to a state that was noted), and what it has not read yet (one token, or two after a block that was
-kept whole) it reads before it drafts.  `width` above 1 grows a tree (see `nn.trees`): each level is a pass over the nodes read
-so far, of which the accepted path stays in the cache.
+kept whole) it reads before it drafts.  Of a text that is longer than its context it reads the end.  `width` above 1 grows a
+tree (see `nn.trees`): each level is a pass over the nodes read so far, of which the accepted path stays in the cache.
 
 A model of another vocabulary reads the committed text in tokens of its own and drafts one of two ways (Timor et al.
 2502.05202).  `intersection`: it draws among the tokens that both have, from its law given that; this is q, over the target's
@@ -102,6 +102,8 @@ class Memory:
     """The model's cache, and the tree it read in the pass that is still open."""
 
     cache: SlotCache
+    skipped: list[int]
+    """Tokens at the beginning of each slot's text that are read no longer: there were more than the model's context takes."""
     tree: Draft | None = None
 
 
@@ -115,6 +117,13 @@ class SmallModel:
         self.config = config
         self.parents = trees.shape(config.width, config.length, config.nodes) if config.width > 1 else ()
         self.limit = config.length if config.width == 1 else len(self.parents)
+        self.room = model.spec.context - config.length
+        """Tokens of a text that it can read and still draft behind."""
+        if self.room < 1:
+            raise ConfigError(
+                f"small_model.length {config.length} leaves no room in the drafting model's context of {model.spec.context}; "
+                "choose a smaller length"
+            )
 
     def compile(self, several: bool = False) -> float:
         """Have its own passes of one slot, or of several, compiled; returns the seconds it took.  NotCompiled says why not."""
@@ -122,14 +131,15 @@ class SmallModel:
 
     def allocate(self, cache: Cache) -> Memory:
         read = self.config.width * (self.config.length - 1)
-        return Memory(self.model.allocate(cache.slots, cache.length + max(self.limit, read), undo=self.limit))
+        own = self.model.allocate(cache.slots, cache.length + max(self.limit, read), undo=self.limit)
+        return Memory(own, [0] * cache.slots)
 
     def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
-        self._read(memory.cache, rows, [state.tokens[row][: state.prefilled[row]] for row in rows])
+        self._read(memory.cache, rows, [self._seen(memory, row, state.tokens[row][: state.prefilled[row]]) for row in rows])
 
     @torch.inference_mode()
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
-        logits = self._read(memory.cache, state.rows, [state.tokens[row] for row in state.rows])
+        logits = self._read(memory.cache, state.rows, [self._seen(memory, row, state.tokens[row]) for row in state.rows])
         if self.config.width == 1:
             return trees.chain(logits, lambda tokens: self._read_one(memory.cache, state.rows, tokens), budget, state)
         return self._tree(memory, state, budget, logits)
@@ -156,14 +166,27 @@ class SmallModel:
         """Forget what was rejected: of the committed tokens all but the last may stand in the cache, and no draft beyond."""
         if memory.tree is not None:
             tree, memory.tree = memory.tree, None
-            memory.cache.keep(trees.paths(tree, [state.tokens[row][memory.cache.lengths[row] + 1 : -1] for row in state.rows]))
+            read = [memory.skipped[row] + memory.cache.lengths[row] for row in state.rows]
+            memory.cache.keep(
+                trees.paths(tree, [state.tokens[row][at + 1 : -1] for row, at in zip(state.rows, read, strict=True)])
+            )
             return
         for b, row in enumerate(state.rows):
-            agreed = len(state.tokens[row]) - (kept.next_tokens[b] >= 0)
+            agreed = len(state.tokens[row]) - memory.skipped[row] - (kept.next_tokens[b] >= 0)
             memory.cache.cut(row, agreed)
 
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
         memory.cache.free(rows)
+        for row in rows:
+            memory.skipped[row] = 0
+
+    def _seen(self, memory: Memory, row: int, text: list[int]) -> list[int]:
+        """What is read of a text: its end, where all of it is more than the model's context takes."""
+        if len(text) - memory.skipped[row] > self.room:
+            # half of the room, so that all is read anew only once in a while
+            memory.skipped[row] = len(text) - max(1, self.room // 2)
+            memory.cache.free([row])
+        return text[memory.skipped[row] :]
 
     def _read(self, memory: SlotCache, rows: Sequence[int], texts: Sequence[list[int]]) -> Tensor:
         """Read what the cache lacks of these texts; logits [R, V] after the last token of each."""

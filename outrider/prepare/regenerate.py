@@ -56,7 +56,7 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
         with held(folder, busy):
             _claim(folder, target, tokenizer, config)
-            done = {answer.id for answer in _repair(path)}
+            done = {answer.id for answer in _repair(path, target.spec.vocabulary)}
             asked = list(conversations)
             waiting = [conversation for conversation in asked if conversation.id not in done]
             with path.open("a", encoding="utf-8") as file:
@@ -75,8 +75,8 @@ def prepare(
     return path
 
 
-def read_answers(path: str | Path) -> list[Answer]:
-    """All answers of a file.  Raises DataError with the line of one that can't be read."""
+def read_answers(path: str | Path, vocabulary: int | None = None) -> list[Answer]:
+    """All answers of a file.  Raises DataError with the line of one that can't be read, or has ids outside the vocabulary."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -87,6 +87,7 @@ def read_answers(path: str | Path) -> list[Answer]:
     for number, line in enumerate(lines, 1):
         try:
             answers.append(_answer(line))
+            _check_ids(answers[-1], vocabulary)
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{path}, line {number} is no answer ({error}); run `outrider prepare` again, it cuts a torn line off"
@@ -94,12 +95,24 @@ def read_answers(path: str | Path) -> list[Answer]:
     return answers
 
 
+def _check_ids(answer: Answer, vocabulary: int | None) -> None:
+    """Raise ValueError for tokens that are no ids of this vocabulary, and spans outside the text."""
+    if not answer.tokens or not all(type(token) is int for token in answer.tokens):
+        raise ValueError("its tokens are no list of whole numbers")
+    least, most = min(answer.tokens), max(answer.tokens)
+    if least < 0 or (vocabulary is not None and most >= vocabulary):
+        wrong = least if least < 0 else most
+        raise ValueError(f"token {wrong} lies outside the target's vocabulary" + f" of {vocabulary}" * (vocabulary is not None))
+    if not all(0 <= start <= end <= len(answer.tokens) for start, end in answer.learn):
+        raise ValueError(f"its spans {answer.learn} reach outside its {len(answer.tokens)} tokens")
+
+
 def answered(path: Path) -> int:
     """How many answers are there, whole; another process may be writing them."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _repair(path: Path) -> list[Answer]:
+def _repair(path: Path, vocabulary: int) -> list[Answer]:
     """The answers that are whole; a torn line at the end is cut off the file."""
     if not path.exists():
         return []
@@ -107,7 +120,7 @@ def _repair(path: Path) -> list[Answer]:
     whole = data[: data.rfind(b"\n") + 1]
     if len(whole) < len(data):
         os.truncate(path, len(whole))
-    return read_answers(path)
+    return read_answers(path, vocabulary)
 
 
 def _answer(line: str) -> Answer:

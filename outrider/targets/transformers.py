@@ -19,16 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from outrider import demo, machine, packed
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Scores, Skip, TargetSpec
+from outrider.decoding.prompts import single
+from outrider.decoding.sampling import Sampling
 from outrider.errors import DataError, TargetError
 from outrider.targets import hooks, quantised
 from outrider.targets.cache import SlotCache
 from outrider.targets.family import embedding_scale, head_law, learn, trunk
+from outrider.targets.generation import ends_of, greedy_sampling
 from outrider.targets.selftest import selftest
 from outrider.targets.skip import Sublayers
 from outrider.targets.skip import learn as learn_sublayers
@@ -58,13 +62,29 @@ class TransformersTarget:
         self.family = learn(model)
         self._trunk = trunk(model)
         self.spec = replace(_spec(model, tokenizer, name, revision), base_hash=base_hash)
-        self.ends = _ends(model)
+        self._ends: frozenset[int] | None = None
         self._scale, self._finish = self._what_the_ends_do()
         self.step = CompiledStep(self)
         self.selftest = selftest(self)
         self.spec = replace(self.spec, mode=self.selftest.mode)
         self.mask_token: int | None = getattr(tokenizer, "mask_token_id", None)
         """Id that stands for a token yet to be drafted; None where the tokenizer has none."""
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Token ids that end a text: those of the model's generation_config as it is now, unless others were set here."""
+        return ends_of(self.model) if self._ends is None else self._ends
+
+    @ends.setter
+    def ends(self, ends: frozenset[int]) -> None:
+        self._ends = ends
+
+    def default_sampling(self, prompt: Sequence[int], max_new_tokens: int) -> Sampling:
+        """Greedy decoding of this prompt as `model.generate(do_sample=False)` does it, by the model's generation_config.
+
+        Raises ConfigError for a key of it that can't be done exactly.
+        """
+        return greedy_sampling(self.model, self.ends, self.spec.vocabulary, prompt, max_new_tokens)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[..., H], scaled as the family does."""
@@ -185,27 +205,34 @@ class TransformersTarget:
             for row, start in zip(rows, starts, strict=True):
                 cache.lengths[row] = start
 
-    def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, str]], thinking: bool | None = None) -> list[int]:
+    def encode(self, prompt: Any, thinking: bool | None = None) -> list[int]:
         """Token ids of a text, of chat messages (through the chat template), or of ids given as they are.
 
+        Ids may stand in an array, or as a tokenizer returns them.
         thinking: handed to the template as `enable_thinking`, unless None; a template that knows no such thing ignores it.
-        Raises DataError for an empty prompt, ids outside the vocabulary, or text without a tokenizer.
+        Raises DataError for an empty prompt, ids outside the vocabulary, text without a tokenizer, or what is no prompt.
         """
-        if len(prompt) == 0:
-            raise DataError("the prompt is empty; give at least one token of text")
-        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
-            return self._known(list(prompt))  # type: ignore[arg-type]
-        if self.tokenizer is None:
+        given = single(prompt)
+        if len(given) and isinstance(given[0], int):
+            return self._known(given)  # type: ignore[arg-type]
+        if self.tokenizer is None and len(given):
             raise DataError("this target was loaded without a tokenizer: give prompts as lists of token ids")
-        if isinstance(prompt, str):
-            return self._known(self.tokenizer.encode(prompt, add_special_tokens=True))
+        try:
+            return self._known(self._encoded(given, thinking) if len(given) else [])
+        except (TypeError, ValueError, LookupError, TemplateError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"the tokenizer can't read the prompt {prompt!r}: {_first_line(error)}; correct it") from error
+
+    def _encoded(self, given: Any, thinking: bool | None) -> list[int]:
+        """Token ids of a text or of chat messages, by the tokenizer."""
+        if isinstance(given, str):
+            return list(self.tokenizer.encode(given, add_special_tokens=True))
         if self.tokenizer.chat_template is None:
             raise DataError("the tokenizer has no chat template: give the prompt as one text instead of chat messages")
         said = {} if thinking is None else {"enable_thinking": thinking}
-        return self._known(
-            self.tokenizer.apply_chat_template(
-                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False, **said
-            )
+        return list(
+            self.tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=True, return_dict=False, **said)
         )
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -264,6 +291,11 @@ class TransformersTarget:
         with self._catching(()) as caught:
             logits = self.model(input_ids=tokens, use_cache=False).logits
         hook.remove()
+        if not bool((logits < torch.inf).all()):
+            raise TargetError(
+                f"{self.spec.name}'s logits hold NaN or infinity; load it in float32 or bfloat16, since float16 overflows, and "
+                "look for weights that are not finite"
+            )
         finish = head_law(self._head.forward(caught[self._model_head]), logits, self.model.config.get_text_config())
         if finish is None:
             logging.getLogger(__name__).warning(
@@ -283,6 +315,8 @@ class TransformersTarget:
         return torch.stack([caught[self._decoder_layers[layer]] for layer in taps], 2) if taps else None
 
     def _known(self, tokens: list[int]) -> list[int]:
+        if not tokens:
+            raise DataError("the prompt is empty; give at least one token of text")
         for token in tokens:
             if not 0 <= token < self.spec.vocabulary:
                 raise DataError(f"token id {token} lies outside the target's vocabulary of {self.spec.vocabulary}")
@@ -377,6 +411,7 @@ def _compiled(target: TransformersTarget, compile: bool | None) -> TransformersT
     if compile is not False:
         target.step.look()
     _warn_if_slow(target)
+    _warn_if_endless(target)
     return target
 
 
@@ -418,6 +453,16 @@ def _warn_if_slow(target: TransformersTarget) -> None:
         logging.getLogger(__name__).warning("%s in %s: %s; %s", spec.name, spec.precision, slow, advice)
 
 
+def _warn_if_endless(target: TransformersTarget) -> None:
+    """One line where the config names an end that `model.generate` does not stop at."""
+    named = target.model.config.get_text_config().eos_token_id
+    if named is not None and not target.ends:
+        logging.getLogger(__name__).warning(
+            "%s: its config names the end %s, its generation_config none, so texts go on to their limit, as with "
+            "model.generate; set model.generation_config.eos_token_id to end them there", target.spec.name, named,
+        )  # fmt: skip
+
+
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
@@ -448,12 +493,6 @@ def _padded(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tens
     hidden = nn.utils.rnn.pad_sequence([hidden[0] for hidden, _ in parts], batch_first=True)
     taps = [taps[0] for _, taps in parts if taps is not None]
     return hidden, nn.utils.rnn.pad_sequence(taps, batch_first=True) if taps else None
-
-
-def _ends(model: PreTrainedModel) -> frozenset[int]:
-    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ends = model.config.eos_token_id if ends is None else ends
-    return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
 
 
 def _spec(model: PreTrainedModel, tokenizer: Any, name: str | None, revision: str | None) -> TargetSpec:

@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Scores, TargetSpec
 from outrider.decoding.policy import Fixed
-from outrider.decoding.sampling import Purpose, distribution
+from outrider.decoding.sampling import Purpose, Sampling, distribution
 from outrider.decoding.state import DecodeState
 
 HIDDEN = 8
@@ -99,6 +99,9 @@ class TableTarget:
         before = torch.cat([torch.zeros_like(tokens[:, :1]), tokens[:, :-1]], 1)
         scores = self._scores(before, tokens, taps)
         return scores.hidden, scores.taps
+
+    def default_sampling(self, prompt: Sequence[int], max_new_tokens: int) -> Sampling:
+        return Sampling()
 
     def encode(self, prompt: Any) -> list[int]:
         return list(prompt)

@@ -8,7 +8,7 @@ from contracts.parties import Oracle, TableTarget
 from outrider.decoding.generate import advance, generate, stream
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
-from outrider.errors import ConfigError, DataError
+from outrider.errors import ConfigError, DataError, DrafterError
 
 TABLE = TableTarget.random(6)
 
@@ -139,6 +139,13 @@ def test_no_slots_are_refused(target, slots):
     """Catches an index error, or a loop without end, where nobody can be served."""
     with pytest.raises(ConfigError, match="slots"):
         generate(target, [1], max_new_tokens=3, slots=slots)
+
+
+def test_a_drafter_of_another_shape_is_refused(target, oracle, monkeypatch):
+    """Catches an index error of a layer that the target does not have."""
+    monkeypatch.setattr(oracle, "taps", (1, 4), raising=False)
+    with pytest.raises(DrafterError, match="layer 4"):
+        generate(target, [1, 2], oracle, max_new_tokens=3)
 
 
 def test_a_seed_gives_the_same_text_again_and_none_does_not():

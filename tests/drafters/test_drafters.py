@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import Case, batch_of, cases, tiny_model
 from contracts.parties import OnAndOff
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from outrider import drafters
 from outrider.decoding.generate import advance, generate
@@ -146,6 +147,41 @@ def test_a_small_model_that_is_the_target_is_always_right(target, prompts, plain
     hot = generate(target, prompts, drafter, max_new_tokens=40, slots=3, sampling=Sampling(1.0, seed=0))
     # q equals p but for rounding: a rejection has odds below 1e-9
     assert all(generation.accepted == [4] * 8 for generation in hot)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("context", [20, 27])
+def test_a_small_model_reads_the_end_of_a_text_beyond_its_context(width, context, target, prompts, plain, tmp_path):
+    """Catches positions that the model has never seen, or does not have: GPT-2's are a table, and beyond it is a crash."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": None, "eos_token_id": None}
+    GPT2LMHeadModel(GPT2Config(n_positions=context, **shape)).double().save_pretrained(tmp_path)
+    module = drafters.find("small_model")
+    drafter = module.build(module.Config(model=str(tmp_path), length=4, width=width), target)
+    for slots in (1, 3):
+        found = generate(target, prompts, drafter, max_new_tokens=40, slots=slots)
+        assert [generation.tokens for generation in found] == [plain(target, prompt, 40) for prompt in prompts]
+    with pytest.raises(ConfigError, match="context"):
+        module.build(module.Config(model=str(tmp_path), length=context), target)
+
+
+def test_a_small_model_goes_on_being_right_beyond_its_context(target, plain, tmp_path):
+    """Catches a window whose positions or cache are off: what is read of the text is what a fresh model reads of it."""
+    model = tiny_model(max_position_embeddings=24)
+    model.save_pretrained(tmp_path)
+    module = drafters.find("small_model")
+    drafter = module.build(module.Config(model=str(tmp_path), length=4), target)
+    (found,) = generate(target, [7, 7, 3], drafter, max_new_tokens=60)
+    text, room, skipped = [7, 7, 3], 20, 0
+    for n, accepted in enumerate(found.accepted[:-1]):
+        skipped = len(text) - 10 if len(text) - skipped > room else skipped
+        window = torch.tensor([text[skipped:]])
+        alone = model.generate(window, attention_mask=torch.ones_like(window), max_new_tokens=4, do_sample=False)[0]
+        ahead = found.tokens[len(text) - 3 :][:4]
+        drafted = alone[window.shape[1] :].tolist()
+        agreed = next((i for i, (a, b) in enumerate(zip(drafted, ahead, strict=False)) if a != b), 4)
+        assert accepted == agreed, n
+        text = text + found.tokens[len(text) - 3 :][: accepted + 1]
 
 
 def test_a_small_model_of_another_vocabulary_is_refused(target, tmp_path):

@@ -238,6 +238,20 @@ def test_answers_that_are_not_there_or_damaged_are_named(talker: TransformersTar
         read_answers(path)
 
 
+@pytest.mark.parametrize("tokens", [[1, 5000], [-1], ["a"], [1.5], [True], "ab", []], ids=str)
+def test_an_answers_tokens_are_ids_of_the_target(tokens: object, tmp_path: Path) -> None:
+    """Catches an index error of the embedding, hours later, from an answer that was edited or is another target's."""
+    path = tmp_path / ANSWERS
+    path.write_text('{"id": "x", "tokens": [4999], "learn": [[0, 1]]}\n')
+    assert read_answers(path, 5000)[0].tokens == [4999]
+    path.write_text(path.read_text() + json.dumps({"id": "y", "tokens": tokens, "learn": []}) + "\n")
+    with pytest.raises(DataError, match="line 2"):
+        read_answers(path, 5000)
+    path.write_text(json.dumps({"id": "y", "tokens": [1, 2], "learn": [[1, 3]]}) + "\n")
+    with pytest.raises(DataError, match="line 1"):
+        read_answers(path)
+
+
 # ── one folder, one law ───────────────────────────────────────────────────────────────────────────────────────────────
 
 

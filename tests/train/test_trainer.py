@@ -7,9 +7,11 @@ import errno
 import itertools
 import json
 import os
+import resource
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +249,60 @@ def test_a_torn_line_of_metrics_is_cut_off(talker: TransformersTarget, whole: Ca
         file.write('{"step": 4, "loss": 1.0, "acceptance": [0.5')
     fit(tmp_path, talker)
     same_training(tmp_path, whole("vanilla"))
+
+
+@contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """The disk refuses whatever would make a file larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_lines_of_metrics_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a training that a full disk ends at a line of metrics, and a line that is torn, lost or written twice."""
+    monkeypatch.setattr(trainer, "_tensorboard", lambda folder: None)
+    with trainer.Metrics(tmp_path, 0) as written:
+        with files_of_at_most(50):
+            for step in range(1, 6):
+                written.write({"step": step, "loss": 0.5})
+        assert (tmp_path / "metrics.jsonl").stat().st_size == 50
+        written.write({"step": 6, "loss": 0.5})
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    with files_of_at_most(60), pytest.raises(TrainingError, match="lacks its last"), trainer.Metrics(tmp_path, 6) as written:
+        written.write({"step": 7, "loss": 0.5})
+
+
+def test_a_full_disk_does_not_take_the_metrics_that_were_there(tmp_path: Path) -> None:
+    """Catches a file that is emptied before its shorter self can be written."""
+    whole = "".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in range(1, 9))
+    (tmp_path / "metrics.jsonl").write_text(whole)
+    with files_of_at_most(20), pytest.raises(TrainingError, match="can't write"):
+        trainer.Metrics(tmp_path, 4)
+    assert (tmp_path / "metrics.jsonl").read_text() == whole
+
+
+@pytest.mark.parametrize("damage", [b"{}", b"{5}", b"[1]", b"\xff}", b"null", b'{"step": "a"}'], ids=str)
+def test_a_damaged_line_of_metrics_is_left_out_and_said(
+    damage: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a run that can't go on for one bad line of what nothing reads."""
+    good = [json.dumps({"step": step, "loss": 0.5}).encode() for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([good[0], damage, good[1], b'{"step": 3, "lo']))
+    trainer.Metrics(tmp_path, 2)
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2]
+    assert "line 2 can't be read" in caplog.text
+
+
+def test_a_run_folder_that_is_a_file_is_refused(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a FileExistsError that reaches the user."""
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(TrainingError, match="another name"):
+            fit(folder, talker)
 
 
 def test_other_answers_are_not_other_steps(talker: TransformersTarget, tmp_path: Path) -> None:

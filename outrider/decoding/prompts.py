@@ -1,0 +1,86 @@
+"""What a user gives as prompts, made plain: each a text, a list of token ids, or the messages of one chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any, Protocol, runtime_checkable
+
+from outrider.errors import DataError
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+WANTED = "give a text, token ids or chat messages, or many of these"
+
+
+@runtime_checkable
+class Array(Protocol):
+    """A tensor, or an array of numpy."""
+
+    ndim: int
+
+    def tolist(self) -> Any: ...
+
+
+def listed(given: Any) -> list[Prompt]:
+    """One prompt or many as a list of them; an iterator is read to its end.
+
+    An array [S] is one prompt, an array [B, S] is B of them; of what a tokenizer returned the padding is left out.
+    Raises DataError for what is no prompt.
+    """
+    plain = _plain(given)
+    if isinstance(plain, str) or _is_message(plain):
+        return [single(plain)]
+    items = [_plain(item) for item in _iterated(plain)]
+    if items and (_is_message(items[0]) or not isinstance(items[0], str | Iterable)):
+        return [single(items)]
+    return [single(item) for item in items]
+
+
+def single(given: Any) -> Prompt:
+    """One prompt, which may be an array, what a tokenizer returned, or one message.  Raises DataError for anything else."""
+    plain = _plain(given)
+    if isinstance(plain, str):
+        return plain
+    if _is_message(plain):
+        return [plain]
+    items = [_plain(item) for item in _iterated(plain)]
+    if len(items) == 1 and isinstance(items[0], list):  # a batch of one
+        items = items[0]
+    if items and all(map(_is_message, items)):
+        return items
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, Integral):
+            raise DataError(f"a prompt holds {item!r}, which is no token id; {WANTED}")
+    return list(map(int, items))
+
+
+def _plain(given: Any) -> Any:
+    """Arrays as lists, and of what a tokenizer returned the ids."""
+    if isinstance(given, Array):
+        return given.tolist()
+    if not isinstance(given, Mapping) or "input_ids" not in given:
+        return given
+    ids, mask = _plain(given["input_ids"]), _plain(given.get("attention_mask"))
+    if mask is None:
+        return ids
+    if ids and isinstance(ids[0], list):
+        return [_seen(*row) for row in zip(ids, mask, strict=True)]
+    return _seen(ids, mask)
+
+
+def _seen(ids: Sequence[int], mask: Sequence[int]) -> list[int]:
+    return [token for token, is_seen in zip(ids, mask, strict=True) if is_seen]
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, Mapping) and isinstance(item.get("role"), str)
+
+
+def _iterated(given: Any) -> Iterable[Any]:
+    if isinstance(given, Mapping):
+        raise DataError(
+            f"a prompt is a mapping of {', '.join(map(repr, given)) or 'nothing'}; a message has `role` and `content`"
+        )
+    if isinstance(given, bytes | bytearray) or not isinstance(given, Iterable):
+        raise DataError(f"a prompt is {given!r}; {WANTED}")
+    return given

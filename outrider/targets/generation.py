@@ -1,0 +1,187 @@
+"""What a model's generation_config asks of greedy decoding, as `model.generate(do_sample=False)` reads it.
+
+Keys that `Sampling` knows become its settings, of which drafters know too.  Beside a key that it does not know all are done
+by transformers' own processors, in transformers' order.  What is no greedy decoding of one text is refused by name; what
+concerns the draw, the cache or an assistant does not change greedy output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+from outrider.decoding.sampling import Processor, Sampling
+from outrider.errors import ConfigError
+
+IDLE: Mapping[str, tuple[Any, ...]] = {
+    "num_beams": (1,), "num_beam_groups": (1,), "num_return_sequences": (1,), "penalty_alpha": (0,), "dola_layers": (),
+    "guidance_scale": (1,), "watermarking_config": (), "token_healing": (False,), "stop_strings": (), "max_time": (),
+    "constraints": (), "force_words_ids": (), "is_assistant": (False,),
+}  # fmt: skip
+"""Keys that make `generate` something else than greedy decoding of one text, and the values that do not."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "sequence_bias": (), "encoder_repetition_penalty": (1,), "no_repeat_ngram_size": (0,), "encoder_no_repeat_ngram_size": (0,),
+    "forced_bos_token_id": (), "forced_eos_token_id": (), "remove_invalid_values": (False,),
+    "exponential_decay_length_penalty": (), "begin_suppress_tokens": (), "renormalize_logits": (False,),
+}  # fmt: skip
+"""Keys that `Sampling` does not know, and the values that change nothing."""
+
+INSTEAD = "take the key out, or give `sampling=`, which takes the place of all of generation_config but its ends"
+
+
+def ends_of(model: PreTrainedModel) -> frozenset[int]:
+    """The ids at which `model.generate` ends a text: the generation_config's as it is now, none where it names none."""
+    config = model.generation_config
+    ends = model.config.eos_token_id if config is None else config.eos_token_id
+    return frozenset() if ends is None else frozenset(torch.as_tensor(ends).flatten().tolist())
+
+
+def greedy_sampling(
+    model: PreTrainedModel, ends: frozenset[int], vocabulary: int, prompt: Sequence[int], max_new_tokens: int
+) -> Sampling:
+    """The `Sampling` under which this prompt is continued as `model.generate(do_sample=False)` continues it.
+
+    Raises ConfigError for a key of the model's generation_config that can't be done so, or can't be read.
+    """
+    config = model.generation_config
+    asked = {} if config is None else {key: value for key, value in vars(config).items() if value is not None}
+    for key, idle in IDLE.items():
+        if key in asked and asked[key] not in idle:
+            raise ConfigError(
+                f"the target's generation_config.{key} is {asked[key]!r}, which is not greedy decoding of one text; {INSTEAD}"
+            )
+    asked = {key: value for key, value in asked.items() if key not in NEUTRAL or value not in NEUTRAL[key]}
+    text = _Text(prompt, max_new_tokens, sorted(ends), vocabulary, str(model.device))
+    if "min_length" in asked:  # counts the prompt, and gives way to min_new_tokens
+        with _told("min_length", asked["min_length"]):
+            asked.setdefault("min_new_tokens", max(0, asked["min_length"] - len(prompt)))
+    return _by_processors(asked, text) if asked.keys() & NEUTRAL.keys() else _by_settings(asked, text)
+
+
+class _Text(NamedTuple):
+    """The text that is to be continued, and by what."""
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    ends: list[int]
+    vocabulary: int
+    device: str
+
+    @property
+    def ids(self) -> Any:
+        """[1, n], the prompt."""
+        return torch.tensor([[*self.prompt]], device=self.device)
+
+    def known(self, tokens: Iterable[int]) -> list[int]:
+        """These ids.  Raises ValueError for one outside the vocabulary."""
+        found = list(tokens)
+        wrong = [token for token in found if not 0 <= token < self.vocabulary]
+        if wrong:
+            raise ValueError(f"token {wrong[0]} lies outside the vocabulary of {self.vocabulary}")
+        return found
+
+    def no_ends(self, words: Iterable[list[int]]) -> list[list[int]]:
+        """These bad words without those that are an end and nothing else, which transformers does not forbid."""
+        return [self.known(word) for word in words if word not in [[end] for end in self.ends]]
+
+
+@contextmanager
+def _told(key: str, value: Any) -> Iterator[None]:
+    """What is wrong with a key's value, as a ConfigError that names it."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise ConfigError(f"the target's generation_config.{key} {value!r} can't be read ({error}); {INSTEAD}") from error
+
+
+SETTINGS: Mapping[str, Callable[[Any, _Text, Sampling], dict[str, Any]]] = {
+    "repetition_penalty": lambda value, text, found: {"repetition_penalty": value},
+    "bad_words_ids": lambda value, text, found: {"bad_words": text.no_ends(value)},
+    "suppress_tokens": lambda value, text, found: {
+        "bad_words": [*found.bad_words, *((token,) for token in value if 0 <= token < text.vocabulary)]
+    },
+    "min_new_tokens": lambda value, text, found: {"min_new_tokens": min(value, text.max_new_tokens)},
+}
+"""Keys that `Sampling` knows, and what becomes of them there."""
+
+
+def _by_settings(asked: Mapping[str, Any], text: _Text) -> Sampling:
+    found = Sampling()
+    for key, setting in SETTINGS.items():
+        if key in asked:
+            with _told(key, asked[key]):
+                found = replace(found, **setting(asked[key], text, found))
+    return found
+
+
+def _sequence_bias(value: Any, text: _Text) -> Any:
+    made: Any = SequenceBiasLogitsProcessor(value)
+    text.known(token for sequence in made.sequence_bias for token in sequence)
+    return made
+
+
+def _bad_words(value: Any, text: _Text) -> Any:
+    words = text.no_ends(value)
+    return NoBadWordsLogitsProcessor(words) if words else None
+
+
+def _forced_end(value: Any, text: _Text) -> Any:
+    ends = text.known([value] if isinstance(value, int) else value)
+    return ForcedEOSTokenLogitsProcessor(len(text.prompt) + text.max_new_tokens, ends, device=text.device)
+
+
+def _begin(value: Any, text: _Text) -> Any:
+    return SuppressTokensAtBeginLogitsProcessor(value, len(text.prompt), device=text.device)
+
+
+PROCESSORS: Mapping[str, Callable[[Any, _Text], Any]] = {
+    "sequence_bias": _sequence_bias,
+    "encoder_repetition_penalty": lambda value, text: EncoderRepetitionPenaltyLogitsProcessor(value, text.ids),
+    "repetition_penalty": lambda value, text: RepetitionPenaltyLogitsProcessor(value),
+    "no_repeat_ngram_size": lambda value, text: NoRepeatNGramLogitsProcessor(value),
+    "encoder_no_repeat_ngram_size": lambda value, text: EncoderNoRepeatNGramLogitsProcessor(value, text.ids),
+    "bad_words_ids": _bad_words,
+    "min_new_tokens": lambda value, text: MinNewTokensLengthLogitsProcessor(len(text.prompt), value, text.ends, text.device),
+    "forced_bos_token_id": lambda value, text: ForcedBOSTokenLogitsProcessor(*text.known([value])),
+    "forced_eos_token_id": _forced_end,
+    "remove_invalid_values": lambda value, text: InfNanRemoveLogitsProcessor(),
+    "exponential_decay_length_penalty": lambda value, text: ExponentialDecayLengthPenalty(value, text.ends, len(text.prompt)),
+    "suppress_tokens": lambda value, text: SuppressTokensLogitsProcessor(value, text.device),
+    "begin_suppress_tokens": _begin,
+    "renormalize_logits": lambda value, text: LogitNormalization(),
+}
+"""In the order in which `generate` applies them."""
+OF_ENDS = ("min_new_tokens", "exponential_decay_length_penalty")
+"""Keys that do nothing where the model names no end."""
+
+
+def _by_processors(asked: Mapping[str, Any], text: _Text) -> Sampling:
+    found: list[Processor] = []
+    for key, processor in PROCESSORS.items():
+        if key in asked and (text.ends or key not in OF_ENDS):
+            with _told(key, asked[key]):
+                made = processor(asked[key], text)
+            found += [] if made is None else [made]
+    return Sampling(processors=found)
