@@ -22,7 +22,6 @@ from outrider.decoding.parties import Drafter, Plain, Target
 from outrider.decoding.policy import ByConfidence, Fixed, Policy
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, FinishReason, Request
-from outrider.decoding.text import TextStream
 from outrider.errors import ConfigError, DataError
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
@@ -81,6 +80,8 @@ class Progress(NamedTuple):
     """One for each of the tokens, where the request asks for them."""
     strayed: float = 0.0
     """Total variation from the target's law, added over the tokens; 0 under the law."""
+    text: str = ""
+    """What has become certain of the text, where the request has a detokenizer."""
 
 
 def generate(
@@ -101,16 +102,16 @@ def generate(
     prompts: one or many of text, token ids, or chat messages.  A stop string ends `text` before itself and `tokens` at the
     token that completed it.  At most `slots` prompts share the batch, further ones wait.
     rule: `typical` or `relaxed` (see `lossy`), only with allow_lossy=True; each generation then says how far it strayed.
-    Raises DataError for a prompt that is empty or does not fit the context, before anything is computed.
+    Raises DataError for a prompt that is empty or does not fit the context, ConfigError for a stop string that can never match,
+    before anything is computed.
     """
     law = lossy.choose(rule, allow_lossy)
     requests = _requests(target, prompts, max_new_tokens, sampling, stop)
     found = [Generation(logprobs=None if sampling.logprobs is None else [], lossless=rule is None) for _ in requests]
-    streams = [TextStream(target.decode, request.stop) for request in requests]
     for progress in advance(target, requests, drafter, policy=policy, slots=slots, rule=law):
         generation = found[progress.request]
         generation.tokens += progress.tokens
-        generation.text += streams[progress.request].push(progress.tokens, progress.finish_reason is not None)
+        generation.text += progress.text
         generation.steps += 1
         generation.accepted.append(progress.accepted)
         generation.finish_reason = progress.finish_reason or "length"
@@ -136,13 +137,13 @@ def stream(
     """As `generate`, step by step: (prompt index, new tokens, new text, how many of the tokens were drafted)."""
     law = lossy.choose(rule, allow_lossy)
     requests = _requests(target, prompts, max_new_tokens, sampling, stop)
-    streams = [TextStream(target.decode, request.stop) for request in requests]
 
     def pieces() -> Iterator[Piece]:
         for progress in advance(target, requests, drafter, policy=policy, slots=slots, rule=law):
-            text = streams[progress.request].push(progress.tokens, progress.finish_reason is not None)
             distance = progress.strayed / len(progress.tokens)
-            yield Piece(progress.request, progress.tokens, text, progress.accepted, progress.logprobs, rule is None, distance)
+            yield Piece(
+                progress.request, progress.tokens, progress.text, progress.accepted, progress.logprobs, rule is None, distance
+            )
 
     return pieces()
 
@@ -188,7 +189,10 @@ def advance(
             tokens = state.tokens[row][before[b] :]
             reported = tuple(state.logprobs[row][-len(tokens) :])
             strayed = rule.strayed(b, len(tokens)) if isinstance(rule, lossy.Meter) else 0.0
-            yield Progress(serving[row], tokens, len(kept.paths[b]), state.reached[b], state.finished[row], reported, strayed)
+            yield Progress(
+                serving[row], tokens, len(kept.paths[b]), state.reached[b], state.finished[row], reported, strayed,
+                state.new_text[row],
+            )  # fmt: skip
         over = [row for row in rows if state.finished[row]]
         if over:
             drafter.free(memory, over)
@@ -231,5 +235,5 @@ def _requests(target: Target, prompts: Any, max_new_tokens: int, sampling: Sampl
                 f"prompt {i} has {len(tokens)} tokens and leaves no room in the target's context of {target.spec.context}; "
                 "shorten it"
             )
-        requests.append(Request(tokens, max_new_tokens, sampling, stops, target.decode))
+        requests.append(Request(tokens, max_new_tokens, sampling, stops, target.detokenizer))
     return requests

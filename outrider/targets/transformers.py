@@ -25,9 +25,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from outrider import demo, machine, packed
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Scores, Skip, TargetSpec
+from outrider.decoding.text import Detokenizer
 from outrider.errors import DataError, TargetError
 from outrider.targets import quantised
 from outrider.targets.cache import SlotCache
+from outrider.targets.detokenizer import detokenizer
 from outrider.targets.family import embedding_scale, head_law, learn, trunk
 from outrider.targets.selftest import selftest
 from outrider.targets.skip import Sublayers
@@ -213,6 +215,11 @@ class TransformersTarget:
         if self.tokenizer is None:
             return ""
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    @functools.cached_property
+    def detokenizer(self) -> Detokenizer | None:
+        """How its ids become text, as `decode` does it, for texts that grow; None without a tokenizer."""
+        return None if self.tokenizer is None else detokenizer(self.tokenizer, self.spec.vocabulary)
 
     # ── one forward pass ──────────────────────────────────────────────────────────────────────────────────────────────
 
