@@ -41,7 +41,7 @@ from outrider.decoding.grammar import Grammar
 from outrider.decoding.penalties import processed
 from outrider.decoding.sampling import Purpose, Sampling, distribution
 from outrider.decoding.state import DecodeState, Request
-from outrider.decoding.text import TextStream
+from outrider.decoding.text import Detokenizer
 from outrider.targets.transformers import TransformersTarget, load_target
 
 # ── a case ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -135,7 +135,7 @@ def _request(noise: random.Random, target: TransformersTarget, longest: int) -> 
     has_grammar = noise.random() < 0.1
     if has_grammar:
         sampling = _with_grammar(sampling, target)
-    request = Request(prompt, count, sampling, (), _letters if target.tokenizer is None else target.decode)
+    request = Request(prompt, count, sampling, (), target.detokenizer or Detokenizer(_letters, is_local=True))
     if noise.random() < 0.2 and not (has_grammar and target.tokenizer):
         request = replace_sampling(request, bad_words=_said(noise, target, request))
     if noise.random() < 0.2:
@@ -220,7 +220,7 @@ def _said(noise: random.Random, target: TransformersTarget, request: Request) ->
 
 def _stops(noise: random.Random, request: Request, tokens: list[int]) -> tuple[str, ...]:
     """Stop strings that stand in the text, or might."""
-    text = request.decode(tokens)
+    text = request.detokenizer.decode(tokens)
     at = noise.randrange(max(1, len(text)))
     return tuple({word for word in (text[at : at + noise.randint(1, 6)], "return", "\n\n") if word})
 
@@ -338,7 +338,6 @@ class Watched(Replay):
 def continued(case: Case, drafter: Replay | None, slots: int) -> list[Written]:
     target = case.target
     found = [Written() for _ in case.requests]
-    streams = [TextStream(request.decode, request.stop) for request in case.requests]
     state = DecodeState(slots, case.context, case.ends, target.device)
     policy = None if drafter is None else Moody(case.policy, drafter.limit, case.number)
     for progress in advance(target, case.requests, drafter, policy=policy, slots=slots, state=state):
@@ -346,7 +345,7 @@ def continued(case: Case, drafter: Replay | None, slots: int) -> list[Written]:
         written.tokens += progress.tokens
         written.reason = progress.finish_reason
         written.logprobs += progress.logprobs
-        written.text += streams[progress.request].push(progress.tokens, progress.finish_reason is not None)
+        written.text += progress.text
     return found
 
 

@@ -23,7 +23,6 @@ from outrider.decoding.policy import ByConfidence, Fixed, Policy
 from outrider.decoding.prompts import Prompt, listed
 from outrider.decoding.sampling import Sampling, whole
 from outrider.decoding.state import DecodeState, FinishReason, Request
-from outrider.decoding.text import TextStream
 from outrider.errors import ConfigError, DataError, DrafterError
 
 PREFILL_CHUNK = 512
@@ -81,6 +80,8 @@ class Progress(NamedTuple):
     """One for each of the tokens, where the request asks for them."""
     strayed: float = 0.0
     """Total variation from the target's law, added over the tokens; 0 under the law."""
+    text: str = ""
+    """What has become certain of the text, where the request has a detokenizer."""
 
 
 def generate(
@@ -107,16 +108,16 @@ def generate(
     rule: `typical` or `relaxed` (see `lossy`), only with allow_lossy=True; each generation then says how far it strayed.
     shared_noise: a seed fixes the text, whatever drafts for it; False keeps more of a sampled draft, and a seed then fixes the
     noise alone, as it does under a lossy rule.
-    Raises DataError for a prompt that is empty or does not fit the context, before anything is computed.
+    Raises DataError for a prompt that is empty or does not fit the context, ConfigError for a stop string that can never match,
+    before anything is computed.
     """
     law, is_shared = lossy.choose(rule, allow_lossy), shared_noise and rule is None
     requests = _requests(target, prompts, max_new_tokens, sampling, stop)
     found = [Generation(logprobs=None if r.sampling.logprobs is None else [], lossless=rule is None) for r in requests]
-    streams = [TextStream(target.decode, request.stop) for request in requests]
     for progress in advance(target, requests, drafter, policy=policy, slots=slots, rule=law, shared_noise=is_shared):
         generation = found[progress.request]
         generation.tokens += progress.tokens
-        generation.text += streams[progress.request].push(progress.tokens, progress.finish_reason is not None)
+        generation.text += progress.text
         generation.steps += 1
         generation.accepted.append(progress.accepted)
         generation.finish_reason = progress.finish_reason or "length"
@@ -143,13 +144,13 @@ def stream(
     """As `generate`, step by step: (prompt index, new tokens, new text, how many of the tokens were drafted)."""
     law, is_shared = lossy.choose(rule, allow_lossy), shared_noise and rule is None
     requests = _requests(target, prompts, max_new_tokens, sampling, stop)
-    streams = [TextStream(target.decode, request.stop) for request in requests]
 
     def pieces() -> Iterator[Piece]:
         for progress in advance(target, requests, drafter, policy=policy, slots=slots, rule=law, shared_noise=is_shared):
-            text = streams[progress.request].push(progress.tokens, progress.finish_reason is not None)
             distance = progress.strayed / len(progress.tokens)
-            yield Piece(progress.request, progress.tokens, text, progress.accepted, progress.logprobs, rule is None, distance)
+            yield Piece(
+                progress.request, progress.tokens, progress.text, progress.accepted, progress.logprobs, rule is None, distance
+            )
 
     return pieces()
 
@@ -204,7 +205,10 @@ def advance(
             tokens = state.tokens[row][before[b] :]
             reported = tuple(state.logprobs[row][-len(tokens) :])
             strayed = rule.strayed(b, len(tokens)) if isinstance(rule, lossy.Meter) else 0.0
-            yield Progress(serving[row], tokens, len(kept.paths[b]), state.reached[b], state.finished[row], reported, strayed)
+            yield Progress(
+                serving[row], tokens, len(kept.paths[b]), state.reached[b], state.finished[row], reported, strayed,
+                state.new_text[row],
+            )  # fmt: skip
         over = [row for row in rows if state.finished[row]]
         if over:
             drafter.free(memory, over)
@@ -247,7 +251,7 @@ def _requests(
                 "shorten it"
             )
         own = sampling or _settled(target.default_sampling(tokens, max_new_tokens), target, max_new_tokens)
-        requests.append(Request(tokens, max_new_tokens, own, stops, target.decode))
+        requests.append(Request(tokens, max_new_tokens, own, stops, target.detokenizer))
     return requests
 
 

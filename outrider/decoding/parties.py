@@ -18,6 +18,7 @@ from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState
+from outrider.decoding.text import Detokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,10 @@ class Target(Protocol):
     """Token ids that end a text."""
     mask_token: int | None
     """Id that stands for a token yet to be drafted; None where the tokenizer has none."""
+
+    @property
+    def detokenizer(self) -> Detokenizer | None:
+        """How its ids become text, as `decode` does it, for texts that grow; None without a tokenizer."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[..., H], the family's scale applied."""

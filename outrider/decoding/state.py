@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,6 +20,8 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.logprobs import TokenLogprob
 from outrider.decoding.penalties import Prefix
 from outrider.decoding.sampling import Sampling, Settings, Streams, salted
+from outrider.decoding.text import Detokenizer, TextStream
+from outrider.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "context"]
 
@@ -32,12 +34,30 @@ class Request:
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
-    """The text ends before the first of these; needs `decode`."""
-    decode: Callable[[Sequence[int]], str] = lambda tokens: ""
+    """The text ends before the first of these; needs `detokenizer`."""
+    detokenizer: Detokenizer | None = None
+    """How its tokens become text; None for a request that wants none."""
     tenant: str = ""
     """Whose text it is: what a drafter remembers across requests, where it does at all, stays within one tenant's."""
     drafter: str = ""
     """Which of several drafters it wants, where they take requests whole (see `mix`); any unless given."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a stop string that can never match."""
+        if not self.stop:
+            return
+        if self.detokenizer is None:
+            raise ConfigError(
+                f"stop strings {list(self.stop)} need a tokenizer, and this target was loaded without one; load it by a "
+                "name or a folder that has one, or leave them out"
+            )
+        for stop in self.stop:
+            held = next((name for name in self.detokenizer.skipped.values() if name and name in stop), None)
+            if held is not None:
+                raise ConfigError(
+                    f"stop string {stop!r} holds the special token {held!r}, which is left out of the text, so it can never "
+                    "match; give a string of plain text (a text ends at the target's end tokens without one)"
+                )
 
 
 @dataclass(slots=True)
@@ -77,6 +97,8 @@ class DecodeState:
         self.seeds = [0] * slots
         self.logprobs: list[list[TokenLogprob]] = [[] for _ in range(slots)]
         """Of the committed tokens, where the request asks for them."""
+        self.new_text = [""] * slots
+        """Text that the last commit made certain, where the request has a detokenizer; see `text`."""
         self.shares_noise = True
         """Slots with a seed draft with the target's own noise; else a seed fixes the noise and drafts have their own."""
         self.reached: list[int] = []
@@ -94,6 +116,7 @@ class DecodeState:
         self._row_seeds = torch.empty(0, dtype=torch.int64, device=self.device)
         self._seeded: Tensor | None = None
         self._prefixes: dict[int, Prefix] = {}
+        self._texts: dict[int, TextStream] = {}
 
     def admit(self, row: int, request: Request) -> None:
         """Put a request into a free slot."""
@@ -105,6 +128,8 @@ class DecodeState:
         self.finished[row] = None
         self.seeds[row] = secrets.randbits(63) if seed is None else seed
         self.logprobs[row] = []
+        if request.detokenizer is not None:
+            self._texts[row] = TextStream(request.detokenizer, request.stop)
         if request.sampling.is_processed:
             self._prefixes[row] = Prefix(request.sampling, request.prompt, self.ends, self.device)
         self._select()
@@ -112,6 +137,7 @@ class DecodeState:
     def free(self, row: int) -> None:
         del self.requests[row]
         self._prefixes.pop(row, None)
+        self._texts.pop(row, None)
         self._select()
 
     def on(self, device: torch.device) -> DecodeState:
@@ -205,28 +231,14 @@ class DecodeState:
             if token in self.ends:
                 kept, reason = i + 1, "stop"
                 break
-        if self.requests[row].stop:
-            hit = self._first_stop(row, block[:kept])
-            if hit is not None:
-                kept, reason = hit, "stop"
+        if row in self._texts:
+            self.new_text[row], kept, is_stopped = self._texts[row].push(block[:kept], is_last=reason is not None)
+            reason = "stop" if is_stopped else reason
         self.tokens[row] += block[:kept]
         if row in self._prefixes:
             self._prefixes[row].push(block[:kept])
         self.finished[row] = reason
         return kept
-
-    def _first_stop(self, row: int, block: list[int]) -> int | None:
-        """How many tokens of `block` complete the first stop string, or None."""
-        request = self.requests[row]
-        longest = max(map(len, request.stop))
-        # A token is a byte or more and a character at most four bytes: older tokens can't be part of a new match.
-        recent = self.new_tokens(row)[-4 * longest - 4 :]
-        if not any(stop in request.decode(recent + block) for stop in request.stop):
-            return None
-        for i in range(1, len(block) + 1):
-            if any(stop in request.decode(recent + block[:i]) for stop in request.stop):
-                return i
-        return None
 
     def _left(self, row: int) -> int:
         """Tokens the slot may still grow by."""

@@ -30,7 +30,7 @@ from outrider.config import Config as Base
 from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Cache, Drafter, Scores, Target
-from outrider.decoding.state import DecodeState
+from outrider.decoding.state import DecodeState, Request
 from outrider.drafters import find
 from outrider.nn import parts
 from outrider.nn.parts import Choice, Load, Parts, PartsMemory
@@ -127,7 +127,7 @@ class Mix:
             return memory.shares[row].split(most)
         if row not in memory.serving:
             request = state.requests[row]
-            memory.alike[row] = f"{request.tenant}\0{kind_of(request.decode(request.prompt[-512:]))}"
+            memory.alike[row] = f"{request.tenant}\0{_kind(request)}"
             memory.serving[row] = self._chosen(memory, state, row)
         return [most if part == memory.serving[row] else 0 for part in range(len(self.names))]
 
@@ -215,6 +215,11 @@ class Tally:
             return mean + self.explore * math.sqrt(2 * math.log(1 + total) / tries)
 
         return max(range(len(self.steps)), key=bound)
+
+
+def _kind(request: Request) -> Literal["code", "math", "chat"]:
+    tail = request.prompt[-512:]
+    return kind_of("" if request.detokenizer is None else request.detokenizer.decode(tail))
 
 
 def kind_of(text: str) -> Literal["code", "math", "chat"]:

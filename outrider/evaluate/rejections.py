@@ -158,16 +158,19 @@ class _Words:
     def __init__(self, target: TransformersTarget):
         self.tokenizer = target.tokenizer
         self.special = {*target.ends, *getattr(self.tokenizer, "all_special_ids", ())}
-        self.stream = TextStream(target.decode)
+        self.stream = None if target.detokenizer is None else TextStream(target.detokenizer)
 
     def of(self, token: int) -> str:
         return str(token) if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
 
     def next(self, token: int, is_last: bool) -> str:
         """What this token adds to the text: nothing yet where a character is not whole."""
-        if self.tokenizer is None or token in self.special:
+        if self.stream is None:
             return self.of(token)
-        return self.stream.push([token], is_last)
+        if token in self.special:
+            # text that waited for a token to follow it, where this is the last
+            return self.stream.push([], is_last).text + self.of(token)
+        return self.stream.push([token], is_last).text
 
     def kind(self, token: int) -> str | None:
         return None if self.tokenizer is None else "special" if token in self.special else kind_of(self.of(token))

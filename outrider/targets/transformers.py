@@ -28,9 +28,11 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Scores, Skip, TargetSpec
 from outrider.decoding.prompts import single
 from outrider.decoding.sampling import Sampling
+from outrider.decoding.text import Detokenizer
 from outrider.errors import DataError, TargetError
 from outrider.targets import hooks, quantised
 from outrider.targets.cache import SlotCache
+from outrider.targets.detokenizer import detokenizer
 from outrider.targets.family import embedding_scale, head_law, learn, trunk
 from outrider.targets.generation import ends_of, greedy_sampling
 from outrider.targets.selftest import selftest
@@ -240,6 +242,11 @@ class TransformersTarget:
         if self.tokenizer is None:
             return ""
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    @functools.cached_property
+    def detokenizer(self) -> Detokenizer | None:
+        """How its ids become text, as `decode` does it, for texts that grow; None without a tokenizer."""
+        return None if self.tokenizer is None else detokenizer(self.tokenizer, self.spec.vocabulary)
 
     # ── one forward pass ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -184,7 +184,7 @@ def watch(
             f"{target.spec.context}; give shorter prompts, or fewer tokens"
         )
     requests = [
-        Request(prompt, max_new_tokens, Sampling(temperature, seed=seed + i), decode=target.decode)
+        Request(prompt, max_new_tokens, Sampling(temperature, seed=seed + i), detokenizer=target.detokenizer)
         for i, prompt in enumerate(prompts)
     ]
     watched, done = _Watched(drafter, requests), 0

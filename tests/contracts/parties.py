@@ -16,6 +16,7 @@ from outrider.decoding.parties import Scores, TargetSpec
 from outrider.decoding.policy import Fixed
 from outrider.decoding.sampling import Purpose, Sampling, distribution
 from outrider.decoding.state import DecodeState
+from outrider.decoding.text import Detokenizer
 
 HIDDEN = 8
 
@@ -59,6 +60,7 @@ class TableTarget:
         self.device = torch.device("cpu")
         self.ends: frozenset[int] = frozenset()
         self.mask_token = None
+        self.detokenizer = Detokenizer(self.decode, is_local=True)
 
     @classmethod
     def random(cls, vocabulary: int, seed: int = 0) -> TableTarget:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from contracts.parties import Oracle, TableTarget
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from outrider.decoding.generate import advance, generate, stream
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.text import Detokenizer
 from outrider.errors import ConfigError, DataError, DrafterError
+from outrider.targets.transformers import TransformersTarget
 
 TABLE = TableTarget.random(6)
 
@@ -47,6 +53,64 @@ def test_a_streamed_text_ends_before_its_stop_string():
     assert stop not in TABLE.decode(cut.tokens[:-1])
     assert cut.text == TABLE.decode(whole.tokens)[:at]
     assert "".join(piece.text for piece in stream(TABLE, prompt, max_new_tokens=20, stop=stop)) == cut.text
+
+
+@pytest.fixture(scope="module")
+def talker(target) -> TransformersTarget:
+    """The tiny target with a tokenizer like Llama 2's: id 5 is special, most ids are bytes, of which few make whole letters."""
+    lead = [f"<0x{byte:02X}>" for byte in (0xC3, 0xC4, 0xC5, 0xD0, *range(0x80, 0x9C), 0x0A, 0x41)]
+    names = [*"abcde", "<s>", *lead, *(f"▁{letter}" for letter in "fghijklmnopqrstuvwxyz")]
+    tokenizer = Tokenizer(models.BPE({name: token for token, name in enumerate(names)}, []))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_tokens([AddedToken("<think>", special=False)])
+    return TransformersTarget(target.model, PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>"))
+
+
+def test_a_texts_pieces_are_its_tokens_decoded(talker, prompts, plain, oracle):
+    """Catches a text that is put together of parts, where bytes, special tokens and nameless ids stand between them."""
+    options = {"max_new_tokens": 40, "slots": 3}
+    text = [""] * len(prompts)
+    for piece in stream(talker, prompts, oracle, **options):
+        text[piece.prompt] += piece.text
+    wanted = [plain(talker, prompt, 40) for prompt in prompts]
+    assert text == [talker.decode(tokens) for tokens in wanted]
+    assert "\ufffd" in "".join(text)
+    whole = generate(talker, prompts, oracle, **options)
+    assert ([found.tokens for found in whole], [found.text for found in whole]) == (wanted, text)
+
+
+def test_a_stop_string_ends_drafted_and_plain_texts_at_the_same_token(talker, prompts, plain, oracle):
+    """Catches a stop string that only shows while a run of bytes is open: the block's end no longer holds it."""
+    wholes = [plain(talker, prompt, 40) for prompt in prompts]
+    for prompt, tokens in zip(prompts, wholes, strict=True):
+        for place in (3, 9, 20):
+            stop = talker.decode(tokens[: place + 1])[-2:]
+            last = next(n for n in range(1, 41) if stop in talker.decode(tokens[:n]))
+            for drafter in (None, oracle):
+                (found,) = generate(talker, prompt, drafter, max_new_tokens=40, stop=stop)
+                text = talker.decode(tokens[:last])
+                assert (found.tokens, found.text, found.finish_reason) == (tokens[:last], text[: text.find(stop)], "stop")
+
+
+def test_a_stop_string_that_can_never_match_is_refused(target, talker):
+    """Catches a text that runs to its limit, as nobody sees the stop string: no text at all, or none of a special token."""
+    with pytest.raises(ConfigError, match=r"stop strings \['END'\] need a tokenizer"):
+        generate(target, [1], max_new_tokens=3, stop=["END"])
+    for stop in ("<s>", "a<s>"):
+        with pytest.raises(ConfigError, match="holds the special token '<s>', which is left out of the text"):
+            stream(talker, [1], max_new_tokens=3, stop=stop)
+    assert generate(talker, [1], max_new_tokens=3, stop=["<think>", "</s>"])[0].finish_reason == "length"
+
+
+def test_a_request_without_a_detokenizer_is_not_decoded():
+    """Catches a measurement that pays for text nobody reads."""
+    calls = []
+    counting = Detokenizer(lambda tokens: calls.append(tokens) or "", is_local=True)
+    request = Request([1], 5)
+    assert [progress.text for progress in advance(TABLE, [request])] == [""] * 5
+    assert calls == []
+    list(advance(TABLE, [replace(request, detokenizer=counting)]))
+    assert calls
 
 
 def test_no_more_slots_are_live_than_were_given():

@@ -11,6 +11,7 @@ from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.text import Detokenizer
 
 
 def letters(tokens) -> str:
@@ -19,7 +20,7 @@ def letters(tokens) -> str:
 
 def one_slot(limit=100, context=1000, ends=(), stop=(), prompt=(0, 1)) -> DecodeState:
     state = DecodeState(1, context, frozenset(ends))
-    state.admit(0, Request(list(prompt), limit, Sampling(), tuple(stop), letters))
+    state.admit(0, Request(list(prompt), limit, Sampling(), tuple(stop), Detokenizer(letters, is_local=True)))
     return state
 
 

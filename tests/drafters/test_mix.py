@@ -13,6 +13,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.generate import advance, generate
 from outrider.decoding.policy import Fixed
 from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.text import Detokenizer
 
 mix = drafters.find("mix")
 TARGET = TableTarget.random(5)
@@ -201,7 +202,7 @@ def test_each_kind_of_text_has_the_part_that_kept_most_of_it():
             drafter.tallies.of(f"\0{kind}").learn(part, float(part == best))
 
     def steps(text: str) -> int:
-        request = Request([0], 20, decode=lambda _: text)
+        request = Request([0], 20, detokenizer=Detokenizer(lambda _: text))
         return sum(1 for _ in advance(counting(), [request], drafter, slots=1))
 
     # the counts lie: what is said to be best for code is always wrong

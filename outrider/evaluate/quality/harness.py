@@ -36,9 +36,11 @@ from outrider.decoding.generate import advance
 from outrider.decoding.parties import Drafter
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.text import Detokenizer
 from outrider.errors import ConfigError, DataError
 from outrider.evaluate.quality import apart
 from outrider.evaluate.quality.equivalence import Equivalence, equivalence
+from outrider.targets.detokenizer import detokenizer
 from outrider.targets.transformers import TransformersTarget, load_target
 
 DRAWN = ("top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
@@ -156,10 +158,11 @@ class OutriderLM(TemplateLM):
         prompt = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
         stops = tuple(term for term in until if term)
         # as the `hf` model looks for a stop: in the text with its special tokens
-        request = Request(
-            prompt, most, sampling, stops, lambda tokens: self.tokenizer.decode(tokens, skip_special_tokens=False)
-        )
-        return _Asked(request, until)
+        return _Asked(Request(prompt, most, sampling, stops, self._with_specials), until)
+
+    @functools.cached_property
+    def _with_specials(self) -> Detokenizer:
+        return detokenizer(self.tokenizer, self.target.spec.vocabulary, skip_special_tokens=False)
 
     def _sampling(self, kwargs: dict[str, Any], sampled: bool, number: int) -> Sampling:
         """What is not given is the target's generation config's, as it is for transformers' `generate`."""
