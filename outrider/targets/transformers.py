@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -189,7 +190,8 @@ class TransformersTarget:
         """Token ids of a text, of chat messages (through the chat template), or of ids given as they are.
 
         thinking: handed to the template as `enable_thinking`, unless None; a template that knows no such thing ignores it.
-        Raises DataError for an empty prompt, ids outside the vocabulary, or text without a tokenizer.
+        Raises DataError for an empty prompt, ids outside the vocabulary, text without a tokenizer, or messages that the
+        template refuses.
         """
         if len(prompt) == 0:
             raise DataError("the prompt is empty; give at least one token of text")
@@ -202,11 +204,15 @@ class TransformersTarget:
         if self.tokenizer.chat_template is None:
             raise DataError("the tokenizer has no chat template: give the prompt as one text instead of chat messages")
         said = {} if thinking is None else {"enable_thinking": thinking}
-        return self._known(
-            self.tokenizer.apply_chat_template(
+        try:
+            tokens = self.tokenizer.apply_chat_template(
                 list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False, **said
             )
-        )
+        except TemplateError as error:
+            raise DataError(
+                f"the target's chat template refuses these messages: {error}; ask with roles that it knows"
+            ) from error
+        return self._known(tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of these ids, special tokens left out; empty without a tokenizer."""
