@@ -95,6 +95,7 @@ def prepare(
                     done += 1
                     if on_answer is not None:
                         on_answer(done, answer)
+            _put_in_order(path, asked)
             if config.grams:
                 _keep_grams(folder, target, asked)
     except OSError as error:
@@ -215,6 +216,17 @@ def _repair(path: Path) -> list[Answer]:
     if len(whole) < len(data):
         os.truncate(path, len(whole))
     return read_answers(path)
+
+
+def _put_in_order(path: Path, asked: Sequence[Asked]) -> None:
+    """Sort answers as their prompts stand, others behind them: a run that was stopped leaves what an undisturbed one does."""
+    place = {one.prompt_hash: number for number, one in enumerate(asked)}
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    ordered = sorted(lines, key=lambda line: place.get(json.loads(line)["prompt_hash"], len(asked)))
+    if ordered != lines:
+        part = path.with_name(path.name + ".part")
+        part.write_text("".join(ordered), encoding="utf-8")
+        os.replace(part, path)
 
 
 def _answer(line: str) -> Answer:

@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -381,11 +382,13 @@ class Metrics:
 
     def __init__(self, folder: Path, step: int):
         self.path = folder / "metrics.jsonl"
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        # what a crash left beyond the checkpoint would otherwise stand there twice
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        # what a crash left beyond the checkpoint would otherwise stand there twice; a line without its end is torn
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
         self.is_probed = any("loss" not in json.loads(line) for line in kept)
-        self.path.write_text("".join(line + "\n" for line in kept))
+        part = self.path.with_name(self.path.name + ".part")  # a crash while it is written leaves the lines there are
+        part.write_text("".join(kept))
+        os.replace(part, self.path)
         self.board = _tensorboard(folder)
 
     def __enter__(self) -> Metrics:
