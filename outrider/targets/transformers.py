@@ -325,7 +325,8 @@ def load_target(
     dtype: float32 on a CPU and the checkpoint's own on an accelerator, unless given; `auto` is the checkpoint's own where
     its products are as fast as float32's, measured on this machine.  quantize: `int8` rounds the weights of
     the linear layers, those of a module that is given too; it needs torchao, and the steps stay plain.  quantization is handed
-    to transformers as `quantization_config`, device_map as it is.  A bare module has no tokenizer: its prompts are token ids.
+    to transformers as `quantization_config`, device_map as it is; without it the weights of a checkpoint whose method would
+    round activations are dequantised.  A bare module has no tokenizer: its prompts are token ids.
     compile: None takes a compiled step of this very model if one is on disk, True has one made (about a minute, once), False
     stays plain.
     Raises TargetError where it can't be found or loaded, where its plain decoding fails the self-test, or where it quantises
@@ -344,14 +345,19 @@ def load_target(
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         wanted: Any = torch.float32 if device.type == "cpu" else "auto"
+        config = AutoConfig.from_pretrained(path, **options)
         if dtype is not None:
-            wanted = _dtype(dtype, device, AutoConfig.from_pretrained(path, **options).get_text_config().dtype)
+            wanted = _dtype(dtype, device, config.get_text_config().dtype)
+        whole = None if quantization is not None else quantised.whole_weights(config, name, device, device_map)
+        read_as = quantization if whole is None else whole
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=wanted, device_map=device_map, output_loading_info=True, **options,
             # None would hide that a checkpoint comes quantised
-            **({} if quantization is None else {"quantization_config": quantization}),
+            **({} if read_as is None else {"quantization_config": read_as}),
         )  # fmt: skip
         model, found = loaded
+        if whole is not None and isinstance(wanted, torch.dtype):
+            model = model.to(wanted)  # what was not quantised has it already, the rest is in the type of its scales
         tokenizer = _tokenizer(path, options)
     except (ImportError, RuntimeError) as error:  # such as a quantisation's library or device that is not there
         raise TargetError(

@@ -147,5 +147,11 @@ def test_a_run_killed_at_three_moments_ends_as_an_undisturbed_one(folder: Path, 
 
 @pytest.mark.slow
 def test_a_run_killed_at_fifty_moments_ends_as_an_undisturbed_one(folder: Path, tmp_path: Path) -> None:
-    """The same from a shell, where a process also dies while it starts."""
-    check_moments(launch, folder, tmp_path, 50, seed=2)
+    """The same at moments that three do not meet, such as between two renames."""
+    check_moments(fork, folder, tmp_path, 50, seed=2)
+
+
+@pytest.mark.slow
+def test_a_command_killed_from_a_shell_ends_as_an_undisturbed_one(folder: Path, tmp_path: Path) -> None:
+    """Catches what a forked process has from its parent: modules that are imported, settings that are set."""
+    check_moments(launch, folder, tmp_path, 4, seed=3)
