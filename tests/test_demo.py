@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -56,6 +57,25 @@ def test_the_chat_template_is_the_turns_and_an_end():
     talk = [{"role": "user", "content": "import "}, {"role": "assistant", "content": "os"}]
     assert tokenizer.apply_chat_template(talk, tokenize=False) == "import os<|endoftext|>"
     assert tokenizer.apply_chat_template(talk[:1], tokenize=False, add_generation_prompt=True) == "import "
+
+
+@BOTH
+def test_the_chat_template_reads_tools_and_parts_as_text(folder):
+    """Catches None and a Python repr in a prompt: a call without content, a list of parts, a tool's mapping."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    talk = [
+        {"role": "user", "content": [{"type": "text", "text": "add "}, "one"]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": {"sum": 2}},
+        {"role": "tool", "content": "done"},
+        {"role": "assistant"},
+    ]
+    said = 'add one{"name": "add", "arguments": {"a": 1}}<|endoftext|>{"sum": 2}done<|endoftext|>'
+    assert tokenizer.apply_chat_template(talk, tokenize=False) == said
+    picture = [{"role": "user", "content": [{"type": "image", "url": "x"}]}]
+    with pytest.raises(TemplateError, match="content holds a part that is not text"):
+        tokenizer.apply_chat_template(picture, tokenize=False)
 
 
 def test_no_module_is_in_both_splits_and_none_is_a_test():

@@ -154,11 +154,7 @@ def _prepare(settings: RunConfig, target: TransformersTarget) -> None:
 
     config, skipped = settings.prepare, conversations.Skipped()
     asked = list(conversations.read(config, skipped))
-    if skipped:
-        console.out.print(
-            f"prepare   {len(skipped)} rows left out; the first: {skipped.reasons[0]}", highlight=False, soft_wrap=True
-        )
-    there = regenerate.answered(settings.answers / regenerate.ANSWERS)
+    there = regenerate.answered(settings.answers, asked, config)
     most = len(asked) * (config.max_new_tokens if config.regenerate else config.length)
     console.out.print(
         f"prepare   {len(asked)} prompts from {config.conversations}, {there} answered before; at most {counted(most)} tokens "
@@ -167,14 +163,26 @@ def _prepare(settings: RunConfig, target: TransformersTarget) -> None:
     )
     with bar("answers", len(asked), there, usual_minutes=settings.usual_minutes.get("prepare")) as update:
         path = regenerate.prepare(
-            target, target.tokenizer, asked, settings.answers, config, on_answer=lambda done, _: update(done)
+            target, target.tokenizer, asked, settings.answers, config, on_answer=lambda done, _: update(done), skipped=skipped
         )
+    if skipped:
+        console.out.print(f"          {len(skipped)} rows left out; the first: {skipped.reasons[0]}", highlight=False)
     answers = regenerate.read_answers(path)
     learnt = sum(end - start for answer in answers for start, end in answer.learn)
     console.out.print(f"          {len(answers)} answers, {counted(learnt)} tokens to learn, in {path}", highlight=False)
-    lost = {conversation.id for conversation in asked} - {answer.id for answer in answers}
-    if lost:
-        console.out.print(f"          {len(lost)} prompts left out: no room for an answer, or none given", highlight=False)
+    hashes = {one.prompt_hash for one in regenerate.as_asked(asked, config)}
+    if lost := len(hashes - {answer.prompt_hash for answer in answers}):
+        console.out.print(
+            f"          {lost} prompts without an answer: refused by the template, no room for an answer, or none given",
+            highlight=False,
+        )
+    if others := sum(answer.prompt_hash not in hashes for answer in answers):
+        console.out.print(
+            f"          {others} answers to prompts that are not asked here (edited since, or another run's); they train too: "
+            "name another prepare.folder to leave them out",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _train(settings: RunConfig, target: TransformersTarget) -> None:
@@ -186,7 +194,7 @@ def _train(settings: RunConfig, target: TransformersTarget) -> None:
     from outrider.prepare.conversations import template_hash
     from outrider.prepare.features import LiveFeatures
     from outrider.prepare.grams import named
-    from outrider.prepare.regenerate import ANSWERS, read_answers
+    from outrider.prepare.regenerate import answers_for
     from outrider.run import write_config, write_provenance
     from outrider.train.trainer import settled
     from outrider.train.trainer import train as fit
@@ -201,7 +209,7 @@ def _train(settings: RunConfig, target: TransformersTarget) -> None:
     reference = load_model(config.reference, target) if config.reference is not None else None
     model = module.Model(settings.drafter_config, target).to(target.device)
     source = LiveFeatures(
-        target, read_answers(settings.answers / ANSWERS, target.spec.vocabulary), model.taps, batch=config.batch,
+        target, answers_for(settings.answers, target, target.tokenizer), model.taps, batch=config.batch,
         length=settings.prepare.length, seed=config.seed, dtype=config.dtype, template=template_hash(target.tokenizer),
         grams=named(settings.answers),
     )  # fmt: skip

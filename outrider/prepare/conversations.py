@@ -1,18 +1,23 @@
 """Read conversations from wherever they are, render them as the target sees them, and mark the tokens that train.
 
 Sources: `stdlib:train` and `stdlib:held_out` (the demo's prompts), FILE.jsonl, FILE.txt (a prompt a line), or a data set's
-name on the Hugging Face hub.  A JSONL row has one of `messages`, `conversations`, `turns`, `prompt` (with `response`), `text`.
+name on the Hugging Face hub.  A JSONL row has one of `messages`, `conversations`, `turns`, `prompt` (with `response`),
+`instruction` (with `input` and `output`), `text`.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from jinja2 import TemplateError
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from outrider import demo
@@ -21,6 +26,9 @@ from outrider.errors import DataError
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
          "assistant": "assistant", "model": "assistant", "system": "system", "tool": "tool"}  # fmt: skip
+
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a character: JSON can hold it, no tokenizer can read it."""
 
 
 class Config(Base):
@@ -57,7 +65,14 @@ class Conversation:
     """One conversation, as it was given."""
 
     id: str
+    """The row's own, or its place where it has none."""
     messages: list[dict[str, str]]
+    place: str = ""
+    """File and line, for errors."""
+
+    @property
+    def has_own_id(self) -> bool:
+        return self.id != self.place
 
     @property
     def turns(self) -> int:
@@ -103,8 +118,8 @@ def read(config: Config, skipped: Skipped | None = None) -> Iterator[Conversatio
                 raise
             skipped.reasons.append(str(error))
             continue
-        if conversation.id in seen:  # answers are known again by their id: a second row of one id gets its place added
-            conversation = Conversation(f"{conversation.id} at {name}", conversation.messages)
+        if conversation.id in seen:  # reports list prompts by their id: a second row of one id gets its place added
+            conversation = replace(conversation, id=f"{conversation.id} at {name}")
         seen.add(conversation.id)
         yield conversation
         if len(seen) == config.count:
@@ -127,17 +142,42 @@ def parse(row: Any, name: str) -> Conversation:
     elif turns:
         messages = [{"role": "user", "content": turn} for turn in turns]
     elif row.get("prompt") or row.get("instruction") or row.get("text"):
-        messages = [{"role": "user", "content": str(row.get("prompt") or row.get("instruction") or row.get("text"))}]
-        answer = row.get("response") or row.get("completion") or row.get("output")
-        if answer:
-            messages.append({"role": "assistant", "content": str(answer)})
+        messages = _prompt_and_answer(row, name)
     else:
         raise DataError(
             f"{name}: none of messages, conversations, turns, prompt, text is there; keys: {', '.join(map(str, row)) or 'none'}"
         )
     if not any(message["role"] == "user" and message["content"].strip() for message in messages):
         raise DataError(f"{name}: the conversation has no user turn with text")
-    return Conversation(name if row.get("id") is None else str(row["id"]), messages)
+    conversation = Conversation(name if row.get("id") is None else str(row["id"]), messages, name)
+    for text in (conversation.id, *(message["content"] for message in messages)):
+        if broken := SURROGATE.search(text):
+            raise DataError(
+                f"{name}: the text holds {broken[0]!a}, one half of a surrogate pair, which is not a character; "
+                "write the character itself or leave it out"
+            )
+    return conversation
+
+
+def _prompt_and_answer(row: Mapping[str, Any], name: str) -> list[dict[str, str]]:
+    """The messages of a row that holds one prompt, with the answer given where there is one."""
+    asked = _text(row, ("prompt", "instruction", "text"), name)
+    given = "" if row.get("prompt") else _text(row, ("input",), name)
+    messages = [{"role": "user", "content": asked + (f"\n\n### Input:\n{given}" if given else "")}]
+    if answer := _text(row, ("response", "completion", "output"), name):
+        messages.append({"role": "assistant", "content": answer})
+    return messages
+
+
+def _text(row: Mapping[str, Any], keys: Sequence[str], name: str) -> str:
+    """The first of these fields that is filled in; empty where none is.  Raises DataError for one that is not text."""
+    key = next((key for key in keys if row.get(key) not in (None, "")), None)
+    if key is None:
+        return ""
+    text = row[key]
+    if not isinstance(text, str):
+        raise DataError(f"{name}: {key} must be text, not {text!r:.80}; a list of messages belongs in `messages`")
+    return text
 
 
 def _message(message: Any, name: str) -> dict[str, str]:
@@ -171,10 +211,13 @@ def _texts(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines as bytes: a torn character spoils its own line alone."""
+    """Lines as bytes: a torn character spoils its own line alone.  A byte order mark at the start is left out."""
     try:
         with path.open("rb") as file:
-            yield from enumerate(file, 1)
+            for number, line in enumerate(file, 1):
+                if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    raise DataError(f"{path}, line 1 begins with the mark of UTF-16; save the file as UTF-8")
+                yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; name a file of prompts, or stdlib:train for the demo's") from None
     except OSError as error:
@@ -214,10 +257,36 @@ def template_hash(tokenizer: Any) -> str | None:
 
 
 def prompt_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """What the target reads before it answers: the chat template's rendering, or the plain texts one after the other."""
+    """What the target reads before it answers: the chat template's rendering, or the plain texts one after the other.
+
+    Raises DataError where the template refuses the messages.
+    """
     if getattr(tokenizer, "chat_template", None) is None:
         return tokenizer.encode("".join(message["content"] for message in messages))
-    return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
+    return _templated(tokenizer, messages, add_generation_prompt=True)
+
+
+def check_template(tokenizer: Any, conversation: Conversation) -> None:
+    """Raises DataError with file and line where the chat template refuses a prompt of this conversation."""
+    said: list[Mapping[str, str]] = []
+    for message in conversation.messages:
+        if message["role"] == "assistant":
+            continue
+        if said and said[-1]["role"] == "user":  # the target's own answer, which is not known yet
+            said.append({"role": "assistant", "content": "yes"})
+        said.append(message)
+        if message["role"] == "user" and getattr(tokenizer, "chat_template", None) is not None:
+            with at_place(conversation):
+                _templated(tokenizer, said, add_generation_prompt=True, tokenize=False)
+
+
+@contextmanager
+def at_place(conversation: Conversation) -> Iterator[None]:
+    """A DataError from inside says which row it is about."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{conversation.place or conversation.id}: {error}") from error.__cause__
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], length: int) -> Rendered:
@@ -247,4 +316,14 @@ def _closed(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
     if getattr(tokenizer, "chat_template", None) is None:
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         return tokenizer.encode("".join(message["content"] for message in messages)) + end
-    return tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False)
+    return _templated(tokenizer, messages)
+
+
+def _templated(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, tokenize: bool = True, **choices: bool) -> Any:
+    """What the chat template makes of these messages: token ids, or with `tokenize=False` the text."""
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=tokenize, return_dict=False, **choices)
+    except (TemplateError, TypeError) as error:  # a template adds texts with +, and a tokenizer adds no number to one
+        raise DataError(
+            f"the target's chat template refuses these messages ({error}); mend the row, or leave such rows out with --skip-bad"
+        ) from error

@@ -1,19 +1,22 @@
 """Let the target answer the prompts itself, a batch of slots at a time; every finished conversation is on disk at once.
 
-    answers.jsonl   {"id", "tokens", "learn": [[start, end], ...], "finish_reason"} a line
+    answers.jsonl   {"id", "prompt_hash", "settings_hash", "tokens", "learn": [[start, end], ...], "finish_reason"} a line
     answers.json    the target, sampling and template they belong to, and which hashes are theirs
     prompts.grams   hashes of what stands in prompts and answers, to ask later whether a text was among them
 
-A crash loses the answers being written at that moment, and none is written twice: what is there is known by its id, and a
-torn last line is cut off.
+An answer is known by what was asked and who answered, never by where the prompt stood: `prompt_hash` is that of the prompt's
+content, `settings_hash` that of answers.json's target, template and settings.  A crash loses the answers being written at that
+moment, and none is written twice; a torn last line is cut off.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +29,20 @@ from outrider.errors import DataError
 from outrider.lock import held
 from outrider.nn.draft_model import binding
 from outrider.prepare import grams
-from outrider.prepare.conversations import Config, Conversation, prompt_tokens, render, template_hash
+from outrider.prepare.conversations import (
+    Config,
+    Conversation,
+    Skipped,
+    at_place,
+    check_template,
+    prompt_tokens,
+    render,
+    template_hash,
+)
 
 ANSWERS, MANIFEST, GRAMS = "answers.jsonl", "answers.json", "prompts.grams"
+SHAPING = {"regenerate", "length", "max_new_tokens", "temperature", "top_p", "top_k", "seed"}
+"""Settings on which the text of an answer depends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +53,28 @@ class Answer:
     tokens: list[int]
     learn: list[tuple[int, int]]
     finish_reason: str | None = None
+    prompt_hash: str | None = None
+    settings_hash: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A conversation to be answered, and the hash by which its answer is known again."""
+
+    conversation: Conversation
+    prompt_hash: str
 
 
 def prepare(
     target: Target, tokenizer: Any, conversations: Iterable[Conversation], folder: str | Path, config: Config,
-    drafter: Drafter | None = None, on_answer: Callable[[int, Answer], None] | None = None,
+    drafter: Drafter | None = None, on_answer: Callable[[int, Answer], None] | None = None, skipped: Skipped | None = None,
 ) -> Path:  # fmt: skip
     """Write the answers of all conversations that have none yet; returns the file.  `drafter` makes it faster, not different.
 
-    Raises DataError where the folder holds answers of another target, sampling or template, or another process writes there.
+    on_answer gets the number of these conversations that are answered, and the newest answer.  skipped gets what the chat
+    template refuses, where `config.skip_bad` asks for that.
+    Raises DataError where the folder holds answers of another target, sampling or template, or another process writes there,
+    and with file and line for a conversation that the chat template refuses.
     """
     folder = Path(folder)
     path = folder / ANSWERS
@@ -55,17 +82,20 @@ def prepare(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with held(folder, busy):
-            _claim(folder, target, tokenizer, config)
-            done = {answer.id for answer in _repair(path, target.spec.vocabulary)}
-            asked = list(conversations)
-            waiting = [conversation for conversation in asked if conversation.id not in done]
+            there, mine = _repair(path, target.spec.vocabulary), whose(target, tokenizer, config)
+            _claim(folder, mine, there)
+            asked = as_asked(conversations, config)
+            known = {answer.prompt_hash for answer in there}
+            waiting = _renderable(tokenizer, [one for one in asked if one.prompt_hash not in known], config, skipped)
+            done, settings_hash = sum(one.prompt_hash in known for one in asked), _hash(mine)
             with path.open("a", encoding="utf-8") as file:
-                for answer in _answers(target, tokenizer, waiting, config, drafter):
-                    file.write(json.dumps(asdict(answer)) + "\n")
+                for answer in _answers(target, tokenizer, waiting, config, drafter, skipped):
+                    file.write(_line(answer, settings_hash))
                     file.flush()
-                    done.add(answer.id)
+                    done += 1
                     if on_answer is not None:
-                        on_answer(len(done), answer)
+                        on_answer(done, answer)
+            _put_in_order(path, asked)
             if config.grams:
                 _keep_grams(folder, target, asked)
     except OSError as error:
@@ -107,9 +137,87 @@ def _check_ids(answer: Answer, vocabulary: int | None) -> None:
         raise ValueError(f"its spans {answer.learn} reach outside its {len(answer.tokens)} tokens")
 
 
-def answered(path: Path) -> int:
-    """How many answers are there, whole; another process may be writing them."""
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+def answers_for(folder: Path, target: Target, tokenizer: Any) -> list[Answer]:
+    """All answers of a folder, to train on.  Raises DataError where they are those of another target or template."""
+    answers = read_answers(folder / ANSWERS, target.spec.vocabulary)
+    mine = whose(target, tokenizer, Config())
+    del mine["config"]  # to train on shorter texts than were written, or with other prompts to come, is no harm
+    theirs = _manifest(folder)
+    if answers and not theirs:
+        raise DataError(f"{folder / MANIFEST} is missing or damaged; run `outrider prepare` again, it writes the file anew")
+    _check(folder, answers, mine, theirs)
+    return answers
+
+
+def answered(folder: Path, conversations: Iterable[Conversation], config: Config) -> int:
+    """How many of these conversations have their answer there; another process may be writing more."""
+    path = folder / ANSWERS
+    if not path.exists():
+        return 0
+    whole = path.read_bytes().decode("utf-8", "replace").split("\n")[:-1]
+    try:
+        known = {json.loads(line).get("prompt_hash") for line in whole}
+    except (ValueError, AttributeError):  # `prepare` says which line is damaged
+        return 0
+    return sum(one.prompt_hash in known for one in as_asked(conversations, config))
+
+
+def as_asked(conversations: Iterable[Conversation], config: Config) -> list[Asked]:
+    """Each conversation with the hash of what its answer depends on: its messages, and its own id, which draws the noise.
+
+    A text that is asked several times is known by its number among its equals as well.  Answers that the target is going to
+    replace do not count.
+    """
+    found, seen = [], Counter[str]()
+    for one in conversations:
+        messages = [m for m in one.messages if not config.regenerate or m["role"] != "assistant"]
+        content = _hash([one.id if one.has_own_id else None, messages])
+        seen[content] += 1
+        found.append(Asked(one, content if seen[content] == 1 else _hash([content, seen[content]])))
+    return found
+
+
+def whose(target: Target, tokenizer: Any, config: Config) -> dict[str, Any]:
+    """The target, template and settings on which answers depend, as answers.json has them."""
+    return {
+        "target": binding(target) | {"ends": sorted(target.ends)},
+        "template": template_hash(tokenizer),
+        "config": config.model_dump(mode="json", include=SHAPING),
+    }
+
+
+def _hash(value: Any) -> str:
+    """16 hex digits that tell two values apart."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _line(answer: Answer, settings_hash: str) -> str:
+    row = asdict(answer)
+    first = {"id": row.pop("id"), "prompt_hash": row.pop("prompt_hash"), "settings_hash": settings_hash}
+    return json.dumps(first | {key: value for key, value in row.items() if key not in first}) + "\n"
+
+
+def _renderable(tokenizer: Any, asked: list[Asked], config: Config, skipped: Skipped | None) -> list[Asked]:
+    """Those that the chat template takes, found before the first answer is written.  Raises DataError for one it refuses."""
+    if not config.regenerate:  # rendered once, when their turn comes
+        return asked
+    found = []
+    for one in asked:
+        try:
+            check_template(tokenizer, one.conversation)
+        except DataError as error:
+            _skip(error, config, skipped)
+            continue
+        found.append(one)
+    return found
+
+
+def _skip(error: DataError, config: Config, skipped: Skipped | None) -> None:
+    """Count a row that can't be used, where that is asked for; else raise."""
+    if not config.skip_bad:
+        raise error
+    if skipped is not None:
+        skipped.reasons.append(str(error))
 
 
 def _repair(path: Path, vocabulary: int) -> list[Answer]:
@@ -123,31 +231,59 @@ def _repair(path: Path, vocabulary: int) -> list[Answer]:
     return read_answers(path, vocabulary)
 
 
+def _put_in_order(path: Path, asked: Sequence[Asked]) -> None:
+    """Sort answers as their prompts stand, others behind them: a run that was stopped leaves what an undisturbed one does."""
+    place = {one.prompt_hash: number for number, one in enumerate(asked)}
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    ordered = sorted(lines, key=lambda line: place.get(json.loads(line)["prompt_hash"], len(asked)))
+    if ordered != lines:
+        part = path.with_name(path.name + ".part")
+        part.write_text("".join(ordered), encoding="utf-8")
+        os.replace(part, path)
+
+
 def _answer(line: str) -> Answer:
     row = json.loads(line)
-    return Answer(row["id"], row["tokens"], [(start, end) for start, end in row["learn"]], row.get("finish_reason"))
+    learn = [(start, end) for start, end in row["learn"]]
+    known_by = row.get("prompt_hash"), row.get("settings_hash")
+    return Answer(row["id"], row["tokens"], learn, row.get("finish_reason"), *known_by)
 
 
-def _claim(folder: Path, target: Target, tokenizer: Any, config: Config) -> None:
+def _claim(folder: Path, mine: dict[str, Any], there: Sequence[Answer]) -> None:
     """Say whose answers these are; refuse to mix them with others'."""
-    mine = {
-        "target": binding(target), "template": template_hash(tokenizer),
-        "config": config.model_dump(mode="json", exclude={"count", "slots", "skip_bad", "folder", "grams"}),
-    }  # fmt: skip
-    path = folder / MANIFEST
-    if not path.exists() or not (folder / ANSWERS).exists():
-        _write_manifest(folder, mine)
-        return
-    try:
-        theirs = json.loads(path.read_text())
-        theirs.pop("grams", None)
-    except (ValueError, AttributeError):
-        theirs = {}
+    theirs = _manifest(folder)
+    _check(folder, there, mine, theirs or mine)  # where answers.json is lost, the answers themselves say whose they are
     if theirs != mine:
-        differs = [key for key in mine if theirs.get(key) != mine[key]]
+        _write_manifest(folder, mine)
+
+
+def _check(folder: Path, answers: Sequence[Answer], mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Raises DataError for answers of another target, template or setting than `mine`, and for one that does not say."""
+    if any(answer.prompt_hash is None or answer.settings_hash is None for answer in answers):
+        raise DataError(
+            f"{folder / ANSWERS} does not say to which prompts its answers belong, because an older Outrider wrote it; name "
+            "another prepare.folder, or delete this one, and run `outrider prepare` again"
+        )
+    if answers and (differs := [key for key, value in mine.items() if theirs.get(key) != value]):
         raise DataError(
             f"{folder} holds answers made with another {' and '.join(differs)}; name another prepare.folder, or delete it"
         )
+    settings_hash = _hash(theirs)
+    for number, answer in enumerate(answers, 1):
+        if answer.settings_hash != settings_hash:
+            raise DataError(
+                f"{folder / ANSWERS}, line {number} was made with another target, template or config; name another "
+                "prepare.folder, or delete that line"
+            )
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """What answers.json says of whose the answers are; empty where it says nothing."""
+    try:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return {key: value for key, value in found.items() if key != "grams"}
+    except (FileNotFoundError, ValueError, AttributeError):
+        return {}
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -156,19 +292,19 @@ def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     os.replace(part, folder / MANIFEST)
 
 
-def _keep_grams(folder: Path, target: Target, asked: list[Conversation]) -> None:
+def _keep_grams(folder: Path, target: Target, asked: list[Asked]) -> None:
     """Write the hashes of all prompts and answers there are, and name them in the manifest; nothing where they are there."""
     there = grams.named(folder, MANIFEST)
     if there is not None and not there.facts["unknown"] and grams.is_whole(there):
         return
-    prompts = {one.id: [m["content"] for m in one.messages if m["role"] != "assistant"] for one in asked}
+    prompts = {one.prompt_hash: [m["content"] for m in one.conversation.messages if m["role"] != "assistant"] for one in asked}
     collected, unknown = grams.Collector("prompts", "answers"), 0
     with (folder / ANSWERS).open(encoding="utf-8") as lines:
         for line in lines:
             answer = _answer(line)
-            if answer.id in prompts:
-                collected.add("prompts", prompts[answer.id])
-            else:  # of an earlier run that was asked more, and stopped before it came here
+            if answer.prompt_hash in prompts:
+                collected.add("prompts", prompts[answer.prompt_hash])
+            else:  # of a row that was edited since, or of an earlier run that was asked more, and stopped before it came here
                 unknown += 1
             collected.add("answers", [target.decode(answer.tokens[start:end]) for start, end in answer.learn])
     facts = collected.save(folder / GRAMS) | {"unknown": unknown}
@@ -177,24 +313,34 @@ def _keep_grams(folder: Path, target: Target, asked: list[Conversation]) -> None
 
 
 def _answers(
-    target: Target, tokenizer: Any, waiting: list[Conversation], config: Config, drafter: Drafter | None
+    target: Target, tokenizer: Any, waiting: list[Asked], config: Config, drafter: Drafter | None, skipped: Skipped | None
 ) -> Iterator[Answer]:
     if not config.regenerate:
-        for conversation in waiting:
-            rendered = render(tokenizer, conversation.messages, config.length)
-            if rendered.learn:
-                yield Answer(conversation.id, rendered.tokens, rendered.learn)
+        yield from _given(tokenizer, waiting, config, skipped)
         return
-    talks = [_Talk(conversation) for conversation in waiting]
+    talks = [_Talk(one) for one in waiting]
     while talks:
         asked = []
         for talk in talks:
             if talk.ask(tokenizer, config, target.spec.context):
                 asked.append(talk)
             elif talk.learn:  # no room for a further turn: what was answered stays
-                yield Answer(talk.id, talk.tokens, talk.learn, "length")
+                yield talk.answer("length")
         yield from _round(target, asked, config, drafter)
         talks = [talk for talk in asked if not talk.over]
+
+
+def _given(tokenizer: Any, waiting: list[Asked], config: Config, skipped: Skipped | None) -> Iterator[Answer]:
+    """The answers that came with the conversations, rendered."""
+    for one in waiting:
+        try:
+            with at_place(one.conversation):
+                rendered = render(tokenizer, one.conversation.messages, config.length)
+        except DataError as error:
+            _skip(error, config, skipped)
+            continue
+        if rendered.learn:
+            yield Answer(one.conversation.id, rendered.tokens, rendered.learn, prompt_hash=one.prompt_hash)
 
 
 def _round(target: Target, talks: list[_Talk], config: Config, drafter: Drafter | None) -> Iterator[Answer]:
@@ -207,15 +353,15 @@ def _round(target: Target, talks: list[_Talk], config: Config, drafter: Drafter 
             talk = talks[progress.request]
             talk.hear(answers[progress.request], target.decode(answers[progress.request]))
             if talk.over:
-                yield Answer(talk.id, talk.tokens, talk.learn, progress.finish_reason)
+                yield talk.answer(progress.finish_reason)
 
 
 class _Talk:
     """A conversation on its way: the user's turns as given, the answers as the target writes them."""
 
-    def __init__(self, conversation: Conversation):
-        self.id = conversation.id
-        self._left = [message for message in conversation.messages if message["role"] != "assistant"]
+    def __init__(self, asked: Asked):
+        self._asked = asked
+        self._left = [message for message in asked.conversation.messages if message["role"] != "assistant"]
         self._said: list[dict[str, str]] = []
         self.tokens: list[int] = []
         self.learn: list[tuple[int, int]] = []
@@ -228,14 +374,17 @@ class _Talk:
         """Say everything up to the next user turn; False where no room is left for an answer."""
         while self._left and (not self._said or self._said[-1]["role"] != "user"):
             self._said.append(self._left.pop(0))
-        tokens = prompt_tokens(tokenizer, self._said)
+        with at_place(self._asked.conversation):
+            tokens = prompt_tokens(tokenizer, self._said)
         if not 0 < len(tokens) < min(config.length, context):
             return False
         self.tokens = tokens
         return True
 
     def request(self, config: Config) -> Request:
-        seed = zlib.crc32(f"{self.id} {len(self._said)}".encode()) ^ config.seed
+        # by content, not by place: a line that moved is answered as before
+        name = self._asked.conversation.id if self._asked.conversation.has_own_id else self._asked.prompt_hash
+        seed = zlib.crc32(f"{name} {len(self._said)}".encode()) ^ config.seed
         sampling = Sampling(config.temperature, config.top_k, config.top_p, seed)
         return Request(self.tokens, min(config.max_new_tokens, config.length - len(self.tokens)), sampling)
 
@@ -244,3 +393,7 @@ class _Talk:
         self.learn = [(len(self.tokens), len(self.tokens) + len(answer))]
         self.tokens = self.tokens + answer
         self._said.append({"role": "assistant", "content": text})
+
+    def answer(self, finish_reason: str | None) -> Answer:
+        """What was answered so far, as it is written down."""
+        return Answer(self._asked.conversation.id, self.tokens, self.learn, finish_reason, self._asked.prompt_hash)

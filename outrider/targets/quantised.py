@@ -12,16 +12,23 @@ tokens are 0.2 apart in logits of up to 15, where float32 and int8 are 1e-5 apar
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
 from outrider.errors import ConfigError, TargetError
 
 MODES = ("int8",)
+DEQUANTISED = {"compressed-tensors": (), "fp8": (), "mxfp8": (), "mxfp4": ("cpu",)}
+"""Methods whose checkpoints are read as whole weights, on these devices, or on all where none is named.  As they are meant to
+run they round activations, and in the first one's own way a pass of several tokens is not that of single ones."""
+ROUNDS_ACTIVATIONS = ("bitnet", "fbgemm_fp8", "fouroversix", "fp8", "fp_quant", "mxfp8", "nvfp4", "bitsandbytes_8bit")
+"""Methods that round activations wherever they run."""
 
 
 def quantise(model: nn.Module, mode: str, keep: Sequence[nn.Module | None] = ()) -> None:
@@ -67,20 +74,66 @@ def precision(model: nn.Module) -> str | None:
     found = {type(weight).__name__ for weight in model.parameters() if is_quantised(weight)}
     if found:
         return "int8" if found == {"Int8Tensor"} else "+".join(sorted(found))
-    method = _given(model).get("quant_method")
-    return None if method is None else str(getattr(method, "value", method))
+    return _method(_given(getattr(model, "config", None)))
+
+
+def whole_weights(config: Any, name: str, device: torch.device, device_map: Any = None) -> Any:
+    """What to hand to transformers so that a quantised checkpoint is read as whole weights; None to read it as it is.
+
+    config: the checkpoint's.  Looks at no weight.  Raises TargetError for a method that transformers does not know, that
+    rounds activations, or whose library or device is not there.
+    """
+    given = _given(config)
+    method = _method(given)
+    if method is None:
+        return None
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise TargetError(
+            f"{name} is quantised with {method!r}, which transformers does not know, so that it would take the stored numbers "
+            f"for the weights; take the checkpoint unquantised, or quantised with {', '.join(sorted(DEQUANTISED))} or torchao"
+        )
+    if method not in DEQUANTISED:
+        _refuse_activations(given, name)
+        _check_library(given, name, device_map)
+        return None
+    if DEQUANTISED[method] and device.type not in DEQUANTISED[method]:
+        return None
+    logging.getLogger(__name__).info("%s is quantised with %s; its weights are dequantised as they load", name, method)
+    return AUTO_QUANTIZATION_CONFIG_MAPPING[method](dequantize=True)
+
+
+def _check_library(given: dict[str, Any], name: str, device_map: Any) -> None:
+    try:
+        AutoHfQuantizer.from_config(given, pre_quantized=True).validate_environment(device_map=device_map, weights_only=True)
+    except (ImportError, RuntimeError, ValueError, TypeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise TargetError(
+            f"{name} is quantised with {_method(given)!r}, which can't be read here: {reason}; install what it names, use a "
+            "device that has it, or take the checkpoint unquantised"
+        ) from error
 
 
 def check(model: Any, name: str) -> None:
     """Raises TargetError for a model whose text would hang on how many tokens a pass has, or whose keys can't be taken back."""
+    given = _given(getattr(model, "config", None))
     generation = getattr(model, "generation_config", None)
-    if getattr(generation, "cache_implementation", None) == "quantized" or _given(model).get("kv_cache_scheme"):
+    if getattr(generation, "cache_implementation", None) == "quantized" or given.get("kv_cache_scheme"):
         raise TargetError(
             f"{name} asks for quantised keys and values (cache_implementation or kv_cache_scheme): they are rounded in groups, "
             "so a rejected token leaves its trace in its neighbours and can't be taken back exactly; take that setting out of "
             "generation_config.json or quantization_config, or quantise the weights with quantize='int8'"
         )
-    if any(getattr(weight, "act_quant_kwargs", None) is not None for weight in model.parameters()):
+    _refuse_activations(given, name, model.parameters())
+
+
+def _refuse_activations(given: Mapping[str, Any], name: str, weights: Iterable[Tensor] = ()) -> None:
+    """Raises TargetError where the method, its settings or a weight say that activations are rounded."""
+    groups = (given.get("config_groups") or {}).values()
+    if (
+        _method(given) in ROUNDS_ACTIVATIONS
+        or any(isinstance(group, Mapping) and group.get("input_activations") for group in groups)
+        or any(getattr(weight, key, None) is not None for weight in weights for key in _OF_ACTIVATIONS)
+    ):
         raise TargetError(f"{name} quantises activations: {_DYNAMIC}; take a weight-only quantisation, such as quantize='int8'")
 
 
@@ -116,10 +169,23 @@ _DYNAMIC = (
 )
 
 
-def _given(model: Any) -> dict[str, Any]:
-    """The quantization_config that a checkpoint came with."""
-    given = getattr(getattr(model, "config", None), "quantization_config", None)
+_OF_ACTIVATIONS = ("act_quant_kwargs", "activation_quantization")
+"""Where torchao's tensors keep how activations are rounded."""
+
+
+def _given(config: Any) -> dict[str, Any]:
+    """The quantization_config of a model's config; empty where there is none."""
+    given = getattr(config, "quantization_config", None)
     if given is None or isinstance(given, dict):
         return given or {}
     found: dict[str, Any] = given.to_dict()
     return found
+
+
+def _method(given: Mapping[str, Any]) -> str | None:
+    """The name by which transformers knows the method."""
+    for bits in (4, 8):
+        if given.get(f"load_in_{bits}bit"):
+            return f"bitsandbytes_{bits}bit"
+    method = given.get("quant_method")
+    return None if method is None else str(getattr(method, "value", method))

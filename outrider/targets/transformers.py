@@ -212,7 +212,8 @@ class TransformersTarget:
 
         Ids may stand in an array, or as a tokenizer returns them.
         thinking: handed to the template as `enable_thinking`, unless None; a template that knows no such thing ignores it.
-        Raises DataError for an empty prompt, ids outside the vocabulary, text without a tokenizer, or what is no prompt.
+        Raises DataError for an empty prompt, ids outside the vocabulary, text without a tokenizer, messages that the template
+        refuses, or what is no prompt.
         """
         given = single(prompt)
         if len(given) and isinstance(given[0], int):
@@ -221,7 +222,7 @@ class TransformersTarget:
             raise DataError("this target was loaded without a tokenizer: give prompts as lists of token ids")
         try:
             return self._known(self._encoded(given, thinking) if len(given) else [])
-        except (TypeError, ValueError, LookupError, TemplateError) as error:
+        except (TypeError, ValueError, LookupError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"the tokenizer can't read the prompt {prompt!r}: {_first_line(error)}; correct it") from error
@@ -233,9 +234,15 @@ class TransformersTarget:
         if self.tokenizer.chat_template is None:
             raise DataError("the tokenizer has no chat template: give the prompt as one text instead of chat messages")
         said = {} if thinking is None else {"enable_thinking": thinking}
-        return list(
-            self.tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=True, return_dict=False, **said)
-        )
+        try:
+            tokens = self.tokenizer.apply_chat_template(
+                given, add_generation_prompt=True, tokenize=True, return_dict=False, **said
+            )
+        except TemplateError as error:
+            raise DataError(
+                f"the target's chat template refuses these messages: {error}; ask with roles that it knows"
+            ) from error
+        return list(tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of these ids, special tokens left out; empty without a tokenizer."""
@@ -347,7 +354,8 @@ def load_target(
     dtype: float32 on a CPU and the checkpoint's own on an accelerator, unless given; `auto` is the checkpoint's own where
     its products are as fast as float32's, measured on this machine.  quantize: `int8` rounds the weights of
     the linear layers, those of a module that is given too; it needs torchao, and the steps stay plain.  quantization is handed
-    to transformers as `quantization_config`, device_map as it is.  A bare module has no tokenizer: its prompts are token ids.
+    to transformers as `quantization_config`, device_map as it is; without it the weights of a checkpoint whose method would
+    round activations are dequantised.  A bare module has no tokenizer: its prompts are token ids.
     compile: None takes a compiled step of this very model if one is on disk, True has one made (about a minute, once), False
     stays plain.
     Raises TargetError where it can't be found or loaded, where its plain decoding fails the self-test, or where it quantises
@@ -366,14 +374,19 @@ def load_target(
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         wanted: Any = torch.float32 if device.type == "cpu" else "auto"
+        config = AutoConfig.from_pretrained(path, **options)
         if dtype is not None:
-            wanted = _dtype(dtype, device, AutoConfig.from_pretrained(path, **options).get_text_config().dtype)
+            wanted = _dtype(dtype, device, config.get_text_config().dtype)
+        whole = None if quantization is not None else quantised.whole_weights(config, name, device, device_map)
+        read_as = quantization if whole is None else whole
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=wanted, device_map=device_map, output_loading_info=True, **options,
             # None would hide that a checkpoint comes quantised
-            **({} if quantization is None else {"quantization_config": quantization}),
+            **({} if read_as is None else {"quantization_config": read_as}),
         )  # fmt: skip
         model, found = loaded
+        if whole is not None and isinstance(wanted, torch.dtype):
+            model = model.to(wanted)  # what was not quantised has it already, the rest is in the type of its scales
         tokenizer = _tokenizer(path, options)
     except (ImportError, RuntimeError) as error:  # such as a quantisation's library or device that is not there
         raise TargetError(

@@ -392,8 +392,8 @@ class Metrics:
         self.path = folder / "metrics.jsonl"
         self.waiting = b""
         self.is_told = False
-        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
-        rows = [_row(line) for line in lines]
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        rows = [_row(line) if line.endswith(b"\n") else None for line in lines]
         damaged = [number for number, row in enumerate(rows, 1) if row is None]
         if damaged and damaged != [len(lines)]:  # a torn last line is what a crash leaves
             log.warning("%s, line %d can't be read, and %d in all; they are left out", self.path, damaged[0], len(damaged))
@@ -401,7 +401,7 @@ class Metrics:
         kept = [(line, row) for line, row in zip(lines, rows, strict=True) if row is not None and row["step"] <= step]
         self.is_probed = any("loss" not in row for _, row in kept)
         if len(kept) < len(lines):
-            self._keep(b"".join(line + b"\n" for line, _ in kept))
+            self._keep(b"".join(line for line, _ in kept))
         self.board = _tensorboard(folder)
 
     def __enter__(self) -> Metrics:

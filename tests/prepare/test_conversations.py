@@ -14,6 +14,7 @@ from outrider import demo
 from outrider.errors import DataError
 from outrider.evaluate import tasks
 from outrider.prepare.conversations import Config, Conversation, Skipped, prompt_tokens, read, render, template_hash
+from outrider.targets.transformers import TransformersTarget
 
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 
@@ -38,6 +39,11 @@ def read_all(path: Path, **settings: Any) -> list[Conversation]:
         ({"prompt": "hi"}, [USER]),
         ({"prompt": "hi", "response": "yo"}, [USER, REPLY]),
         ({"instruction": "hi", "output": "yo"}, [USER, REPLY]),
+        ({"instruction": "hi", "input": "", "output": "yo"}, [USER, REPLY]),
+        (
+            {"instruction": "add", "input": "1, 2", "output": "yo"},
+            [{"role": "user", "content": "add\n\n### Input:\n1, 2"}, REPLY],
+        ),
         ({"text": "hi"}, [USER]),
         ({"prompt": "hi", "completion": "yo", "other": 3}, [USER, REPLY]),
         (
@@ -49,7 +55,8 @@ def read_all(path: Path, **settings: Any) -> list[Conversation]:
 def test_every_layout_is_read(row: dict, messages: list, tmp_path: Path) -> None:
     """Catches a column name, a role name or an answer that gets lost."""
     (found,) = read_all(write(tmp_path / "a.jsonl", row))
-    assert found == Conversation("a.jsonl:1", messages)
+    assert found == Conversation("a.jsonl:1", messages, "a.jsonl:1")
+    assert not found.has_own_id
 
 
 @pytest.mark.parametrize(
@@ -62,6 +69,12 @@ def test_every_layout_is_read(row: dict, messages: list, tmp_path: Path) -> None
         ({"messages": [{"role": "user", "content": ["x"]}]}, "text as content"), ({"messages": [REPLY]}, "no user turn"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "needs a role"),
         ({"prompt": "  \n"}, "no user turn"), ({"messages": 5}, "messages"), ({"conversations": {"a": 1}}, "message"),
+        ({"prompt": [USER]}, "prompt must be text, not [{'role'"), ({"text": 7}, "a list of messages belongs in `messages`"),
+        ({"prompt": "a", "response": {"b": 1}}, "response must be text"),
+        ({"instruction": "a", "input": 3}, "input must be text, not 3"),
+        ({"prompt": "a \ud83d b"}, "holds '\\ud83d', one half of a surrogate pair"),
+        ({"id": "\udc00", "prompt": "a"}, "'\\udc00'"),
+        ({"messages": [USER, {"role": "assistant", "content": "\udfff"}]}, "surrogate"),
         ({"turns": 5}, "turns"), ({"turns": "hello"}, "turns"), ({"turns": [["hi"]]}, "turns"),
     ],
 )  # fmt: skip
@@ -103,6 +116,25 @@ def test_a_line_cut_inside_a_character_is_named_with_its_number(tmp_path: Path) 
     assert [conversation.messages[0]["content"] for conversation in read_all(path, skip_bad=True)] == ["a", "über"]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(name: str, tmp_path: Path) -> None:
+    """Catches a prompt that begins with an invisible character, and a mark of UTF-16 that becomes another error's cause."""
+    path, line = tmp_path / name, '{"prompt": "hi"}' if name == "a.jsonl" else "hi"
+    for mark in ("\ufeff", "\ufeff\n"):
+        path.write_text(f"{mark}{line}\n{line}\n", encoding="utf-8")
+        assert [conversation.messages for conversation in read_all(path)] == [[USER], [USER]]
+    for encoding in ("utf-16", "utf-16-be"):
+        path.write_bytes(f"\ufeff{line}\n".encode(encoding) if encoding == "utf-16-be" else line.encode(encoding))
+        with pytest.raises(DataError, match=rf"{name}, line 1 begins with the mark of UTF-16; save the file as UTF-8"):
+            read_all(path)
+
+
+def test_a_pair_of_surrogates_is_its_character(tmp_path: Path) -> None:
+    """Catches an escaped character beyond 16 bits being refused: JSON writes it as two halves."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "\\ud83d\\ude42"}\n')
+    assert read_all(tmp_path / "a.jsonl")[0].messages[0]["content"] == "🙂"
+
+
 def test_a_text_file_is_a_prompt_a_line(tmp_path: Path) -> None:
     """Catches empty lines as prompts, and ids that change when one is added at the end."""
     path = tmp_path / "a.txt"
@@ -139,7 +171,7 @@ def test_an_id_is_the_row_s_own_or_its_place(tmp_path: Path) -> None:
 
 
 def test_two_rows_of_one_id_are_told_apart(tmp_path: Path) -> None:
-    """Catches a row that is answered in a run that goes through and lost in one that is resumed: it is known by its id."""
+    """Catches a report in which two prompts stand under one name."""
     path = write(tmp_path / "a.jsonl", {"id": 1, "prompt": "a"}, {"id": 1, "prompt": "b"}, {"id": 2, "prompt": "c"})
     assert len({conversation.id for conversation in read_all(path)}) == 3
 
@@ -240,6 +272,26 @@ def test_spans_rise_and_do_not_touch_the_prompt() -> None:
     found = render(make_tokenizer(), TALKS["three turns"], 10_000)
     assert all(before[1] <= after[0] for before, after in pairwise(found.learn))
     assert found.learn[0][0] == len(prompt_tokens(make_tokenizer(), [USER]))
+
+
+STRICT = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}hi"
+
+
+@pytest.mark.parametrize("template", [STRICT, "{{ messages[0]['content'] + 1 }}", "{{ messages[0].no.such }}"])
+def test_what_the_template_refuses_is_a_data_error(template: str) -> None:
+    """Catches a traceback of jinja's where a target knows no system role, as Gemma does not."""
+    tokenizer = make_tokenizer(template)
+    messages = TALKS["a system"]
+    for call in (lambda: prompt_tokens(tokenizer, messages[:2]), lambda: render(tokenizer, messages, 99)):
+        with pytest.raises(DataError, match=r"the target's chat template refuses these messages \(.+\); mend the row"):
+            call()
+
+
+def test_messages_that_a_target_refuses_are_a_data_error(talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the same traceback where prompts are not prepared but decoded or measured."""
+    monkeypatch.setattr(talker.tokenizer, "chat_template", STRICT)
+    with pytest.raises(DataError, match="chat template refuses these messages: System role not supported"):
+        talker.encode(TALKS["a system"][:2])
 
 
 def test_templates_are_told_apart() -> None:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import make_folder, make_tokenizer
+from tiny import TEMPLATE, make_folder, make_tokenizer
 
 from outrider import generate, load_drafter
 from outrider.decoding.sampling import Sampling
 from outrider.errors import DataError
-from outrider.prepare.conversations import Config, Conversation, prompt_tokens, render
-from outrider.prepare.regenerate import ANSWERS, Answer, answered, prepare, read_answers
+from outrider.prepare.conversations import Config, Conversation, Skipped, prompt_tokens, read, render
+from outrider.prepare.regenerate import ANSWERS, MANIFEST, Answer, answered, answers_for, prepare, read_answers
 from outrider.targets.transformers import TransformersTarget, load_target
 
 
@@ -115,7 +115,7 @@ def test_a_stopped_run_goes_on_and_ends_the_same(
     steps: list[int] = []
     prepare(talker, talker.tokenizer, asked(), tmp_path, config(), on_answer=lambda done, _: steps.append(done))
     assert steps == list(range(count + 1, 9))
-    assert (tmp_path / ANSWERS).read_text().startswith(before)
+    assert set(before.splitlines()) < set((tmp_path / ANSWERS).read_text().splitlines())
     assert by_id(read_answers(tmp_path / ANSWERS)) == whole
 
 
@@ -125,7 +125,7 @@ def test_a_torn_last_line_is_written_again(cut: int, talker: TransformersTarget,
     path = prepare(talker, talker.tokenizer, asked(), tmp_path, config())
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:5]) + lines[5][:cut])
-    assert answered(path) == 5
+    assert answered(tmp_path, asked(), config()) == 5
     assert by_id(answer_all(talker, tmp_path)) == whole
 
 
@@ -178,7 +178,7 @@ def test_two_processes_do_not_answer_into_one_folder(talker: TransformersTarget,
     child.start()
     try:
         give_up = time.monotonic() + 20
-        while answered(tmp_path / ANSWERS) < 3 and time.monotonic() < give_up:
+        while answered(tmp_path, asked(), config()) < 3 and time.monotonic() < give_up:
             time.sleep(0.01)
         os.kill(child.pid, signal.SIGSTOP)  # so that it is still there when patience ends
         with pytest.raises(DataError, match="another process is writing answers to .*; wait for it, or name another"):
@@ -208,7 +208,7 @@ def test_a_full_disk_keeps_what_is_written(talker: TransformersTarget, whole: di
         pytest.raises(DataError, match=r"can't write answers to .*what is written is kept, make room and run again"),
     ):
         answer_all(talker, tmp_path)
-    there = answered(tmp_path / ANSWERS)
+    there = answered(tmp_path, asked(), config())
     assert 0 < there < 8
     seen: list[str] = []
     prepare(talker, talker.tokenizer, asked(), tmp_path, config(), on_answer=lambda _, answer: seen.append(answer.id))
@@ -277,6 +277,150 @@ def test_answers_of_another_target_or_template_are_not_mixed(talker: Transformer
         prepare(talker, make_tokenizer("{{ messages[0]['content'] }}"), asked(), tmp_path / "answers", config())
 
 
+def test_answers_whose_manifest_is_lost_are_still_their_targets(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches another target that adopts the answers of a folder because answers.json was not copied with them."""
+    path = prepare(talker, talker.tokenizer, asked(3), tmp_path / "answers", config())
+    whole, said = path.read_bytes(), (tmp_path / "answers" / MANIFEST).read_text()
+    other = load_target(make_folder(tmp_path / "other", seed=5), dtype="float64")
+    for damage in ("", "{", "[]"):
+        (tmp_path / "answers" / MANIFEST).write_text(damage)
+        with pytest.raises(DataError, match="line 1 was made with another target, template or config"):
+            answer_all(other, tmp_path / "answers")
+        with pytest.raises(DataError, match=r"answers\.json is missing or damaged; run `outrider prepare` again"):
+            answers_for(tmp_path / "answers", talker, talker.tokenizer)
+    (tmp_path / "answers" / MANIFEST).unlink()
+    answer_all(talker, tmp_path / "answers", asked(3))
+    assert path.read_bytes() == whole
+    assert json.loads((tmp_path / "answers" / MANIFEST).read_text()).keys() == json.loads(said).keys()
+    assert len(answers_for(tmp_path / "answers", talker, talker.tokenizer)) == 3
+
+
+def test_a_line_of_another_folder_is_refused(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches two files of answers joined by hand, one of which follows another law than answers.json says."""
+    path = prepare(talker, talker.tokenizer, asked(2), tmp_path / "one", config())
+    other = prepare(talker, talker.tokenizer, asked(2), tmp_path / "two", config(temperature=0.1))
+    path.write_text(path.read_text() + other.read_text())
+    for use in (lambda: answer_all(talker, tmp_path / "one"), lambda: answers_for(path.parent, talker, talker.tokenizer)):
+        with pytest.raises(DataError, match="line 3 was made with another target, template or config"):
+            use()
+
+
+def test_only_answers_of_this_target_and_template_are_trained_on(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches `train` alone, with another target in the run file, that learns the first target's text."""
+    prepare(talker, talker.tokenizer, asked(2), tmp_path / "answers", config())
+    other = load_target(make_folder(tmp_path / "other", seed=5), dtype="float64")
+    with pytest.raises(DataError, match="made with another target;"):
+        answers_for(tmp_path / "answers", other, other.tokenizer)
+    with pytest.raises(DataError, match="made with another template;"):
+        answers_for(tmp_path / "answers", talker, make_tokenizer("{{ messages[0]['content'] }}"))
+
+
+def test_answers_that_do_not_say_their_prompt_are_refused(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches answers that were known by file and line being taken for those of whatever stands there now."""
+    path = prepare(talker, talker.tokenizer, asked(2), tmp_path, config())
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({key: row[key] for key in row if "hash" not in key}) + "\n" for row in rows))
+    for use in (lambda: answer_all(talker, tmp_path), lambda: answers_for(tmp_path, talker, talker.tokenizer)):
+        with pytest.raises(DataError, match=r"does not say to which prompts.*older Outrider.*delete this one"):
+            use()
+
+
+# ── answers belong to their prompts ───────────────────────────────────────────────────────────────────────────────────
+
+
+def lines_of(path: Path, *prompts: str, **settings: Any) -> list[Conversation]:
+    """Conversations of a file with these lines; they have no ids but their places."""
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return list(read(Config(conversations=str(path), **settings)))
+
+
+def by_text(target: TransformersTarget, answers: list[Answer]) -> dict[str, str]:
+    """Prompt to answer."""
+    spans = [(answer.tokens[: answer.learn[0][0]], answer.tokens[answer.learn[0][0] :]) for answer in answers]
+    return {target.decode(prompt): target.decode(text) for prompt, text in spans}
+
+
+def test_an_edited_line_is_answered_anew_and_a_moved_one_is_not(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches answers known by file and line: an edited line kept its old one, a line put before lost all that follow."""
+    path, folder = tmp_path / "a.jsonl", tmp_path / "answers"
+    answer_all(talker, folder, lines_of(path, "one", "two", "three"))
+    seen: list[str] = []
+    edited = lines_of(path, "zero", "one", "2", "three")
+    prepare(talker, talker.tokenizer, edited, folder, config(), on_answer=lambda n, answer: seen.append(f"{n} {answer.id}"))
+    assert sorted(line.split()[1] for line in seen) == ["a.jsonl:1", "a.jsonl:3"]
+    assert [line.split()[0] for line in seen] == ["3", "4"]
+    assert answered(folder, edited, config()) == 4
+    found = by_text(talker, read_answers(folder / ANSWERS))
+    assert found.keys() == {"one", "two", "three", "zero", "2"}
+    fresh = by_text(talker, answer_all(talker, tmp_path / "fresh", edited))
+    assert fresh == {prompt: found[prompt] for prompt in fresh}
+
+
+def test_a_row_with_its_own_id_is_known_by_its_text_too(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches an edited row that keeps the answer of its id."""
+    answer_all(talker, tmp_path, asked(2))
+    edited = [Conversation("p0", [{"role": "user", "content": "other"}]), asked(2)[1]]
+    seen: list[str] = []
+    prepare(talker, talker.tokenizer, edited, tmp_path, config(), on_answer=lambda _, answer: seen.append(answer.id))
+    assert seen == ["p0"]
+
+
+def test_a_text_that_is_asked_twice_is_answered_twice(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches two equal rows that become one, or get one answer from the same noise; and a third that costs the first two."""
+    twice = lines_of(tmp_path / "a.jsonl", "same", "same")
+    first = answer_all(talker, tmp_path / "answers", twice)
+    assert len(first) == 2
+    assert first[0].tokens != first[1].tokens
+    thrice = lines_of(tmp_path / "a.jsonl", "before", "same", "same", "same")
+    found = answer_all(talker, tmp_path / "answers", thrice)
+    assert found[1:3] == first
+    assert len(found) == 4
+
+
+def test_answers_stand_in_the_order_of_their_prompts(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches an order in which the answers were finished: training after a stop would see other batches."""
+    whole = answer_all(talker, tmp_path / "one", slots=1)
+    assert [answer.id for answer in whole] == [f"p{i}" for i in range(8)]
+    answer_all(talker, tmp_path / "two", asked()[5:])
+    answer_all(talker, tmp_path / "two", asked(2))
+    found = answer_all(talker, tmp_path / "two", asked(6))
+    assert [answer.id for answer in found] == [f"p{i}" for i in range(8)]
+    assert found == whole
+
+
+def test_given_answers_that_are_edited_are_taken_anew(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches an answer that was mended in the file and is not trained on; where the target answers, it does not count."""
+    talk = [Conversation("t", TURNS[:3])]
+    edited = [Conversation("t", TURNS[:2] + [{"role": "assistant", "content": "mended"}])]
+    for regenerate, count in ((False, 2), (True, 1)):
+        folder = tmp_path / str(regenerate)
+        answer_all(talker, folder, talk, regenerate=regenerate)
+        assert len(answer_all(talker, folder, edited, regenerate=regenerate)) == count
+
+
+# ── what the template refuses ─────────────────────────────────────────────────────────────────────────────────────────
+
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + TEMPLATE
+
+
+@pytest.mark.parametrize("regenerate", [True, False])
+def test_a_row_that_the_template_refuses_is_named_or_counted(
+    regenerate: bool, talker: TransformersTarget, tmp_path: Path
+) -> None:
+    """Catches jinja's traceback, an hour of answers before it, or one row that can't be left out."""
+    rows = [[*TURNS[1:3]], [*TURNS[:3]], [TURNS[1], {"role": "assistant", "content": "two"}]]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"id": i, "messages": row}) + "\n" for i, row in enumerate(rows)))
+    talks, tokenizer = list(read(Config(conversations=str(path)))), make_tokenizer(NO_SYSTEM)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the target's chat template refuses.*System role not supported"):
+        prepare(talker, tokenizer, talks, tmp_path / "answers", config(regenerate=regenerate))
+    assert answered(tmp_path / "answers", talks, config(regenerate=regenerate)) == (0 if regenerate else 1)
+    skipped, settings = Skipped(), config(regenerate=regenerate, skip_bad=True)
+    found = read_answers(prepare(talker, tokenizer, talks, tmp_path / "answers", settings, skipped=skipped))
+    assert sorted(answer.id for answer in found) == ["0", "2"]
+    assert [reason.partition(": ")[0] for reason in skipped.reasons] == ["a.jsonl:2"]
+
+
 # ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 TURNS = [
@@ -328,6 +472,6 @@ def test_answers_are_token_ids_and_spans_a_line(talker: TransformersTarget, tmp_
     path = prepare(talker, talker.tokenizer, asked(2), tmp_path, config())
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        assert list(row) == ["id", "tokens", "learn", "finish_reason"]
+        assert list(row) == ["id", "prompt_hash", "settings_hash", "tokens", "learn", "finish_reason"]
         assert all(isinstance(token, int) for token in row["tokens"])
         assert row["learn"][0][1] == len(row["tokens"])
