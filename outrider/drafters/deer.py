@@ -32,7 +32,7 @@ from outrider.drafters.dflash import BlockRows
 from outrider.nn import trees
 from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
 from outrider.nn.draft_model import Batch, DraftModel, copy_layers, mask_token
-from outrider.nn.shape import LayerConfig
+from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.cache import SlotCache
 
 
@@ -59,10 +59,11 @@ class Model(DraftModel):
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
-        self.config, self.target, self.taps = config, target, ()
+        self.config, self.shape = resolved(config, target.spec)
+        self.target, self.taps = target, ()
         hidden = target.spec.hidden
-        self.layers = nn.ModuleList(ContextLayer(hidden, config) for _ in range(config.layers))
-        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.layers = nn.ModuleList(ContextLayer(hidden, self.shape) for _ in range(config.layers))
+        self.norm = RMSNorm(hidden, self.shape.rms_norm_eps)
         self.mask_token = mask_token(config.mask_token, target)
         if self.mask_token is None:
             self.mask = nn.Parameter(torch.randn(hidden) * 0.02)
@@ -74,12 +75,11 @@ class Model(DraftModel):
 
         places [B or 1, C + blocks * K], of tokens and then of masks; mask over as many columns, or over all that `kept` holds.
         """
-        config = self.config
         x = self._inputs(tokens, blocks)
-        turn = angles(places.expand(len(x), -1), config)
+        turn = angles(places.expand(len(x), -1), self.shape)
         for i, layer in enumerate(self.layers):
             x = layer(x, x[:, :0], turn, turn, mask, kept, i)
-        return self.norm(x[:, tokens.shape[1] :]).unflatten(1, (blocks, config.block))
+        return self.norm(x[:, tokens.shape[1] :]).unflatten(1, (blocks, self.config.block))
 
     def predict(self, batch: Batch) -> BlockRows:
         return BlockRows(self, batch, lambda states, _previous, _rows: self.target.head(states))

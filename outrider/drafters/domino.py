@@ -25,6 +25,7 @@ from outrider.drafters.dflash import Backbone, BackboneConfig, BlockDrafter, Blo
 from outrider.errors import DrafterError
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.heads import PrefixGRU
+from outrider.nn.shape import resolved
 from outrider.targets.cache import SlotCache
 
 
@@ -52,7 +53,7 @@ class Model(DraftModel):
                 f"pure_prefix {config.pure_prefix} leaves none of a block's {config.block} slots to correct; choose fewer, "
                 "or take dflash"
             )
-        self.config, self.target = config, target
+        self.config, self.target = resolved(config, target.spec)[0], target
         self.backbone = Backbone(config, target)
         self.taps = self.backbone.taps
         hidden = target.spec.hidden

@@ -23,6 +23,7 @@ from outrider.decoding.parties import Target
 from outrider.drafters.dflash import Backbone, BackboneConfig, BlockDrafter, BlockRows, Pick
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.heads import ConfidenceHead, MarkovHead, MarkovKind
+from outrider.nn.shape import resolved
 from outrider.targets.cache import SlotCache
 
 
@@ -41,7 +42,7 @@ class Model(DraftModel):
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
-        self.config, self.target = config, target
+        self.config, self.target = resolved(config, target.spec)[0], target
         self.backbone = Backbone(config, target)
         self.taps = self.backbone.taps
         self.markov_head = MarkovHead(config.markov, target.spec.vocabulary, target.spec.hidden, config.rank)

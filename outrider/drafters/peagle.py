@@ -30,7 +30,7 @@ from outrider.nn.blocks import ContextLayer, PairLayer, RMSNorm, SelfAttention, 
 from outrider.nn.draft_model import Batch, DraftModel, copy_layers, mask_token, resolve_taps
 from outrider.nn.heads import ReducedHead
 from outrider.nn.pairs import Waiting, draw, sight, whole_blocks
-from outrider.nn.shape import LayerConfig
+from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.cache import SlotCache
 
 
@@ -63,13 +63,14 @@ class Model(DraftModel):
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
-        self.config, self.target = config, target
+        self.config, self.shape = resolved(config, target.spec)
+        self.target, shape = target, self.shape
         self.taps = resolve_taps(config.taps, target.spec, 3)
         hidden = target.spec.hidden
         self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
-        first = PairLayer(hidden, config, SelfAttention(hidden, config, 2 * hidden), config.norm_before_residual)
-        self.layers = nn.ModuleList([first, *(ContextLayer(hidden, config) for _ in range(config.layers - 1))])
-        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        first = PairLayer(hidden, shape, SelfAttention(hidden, shape, 2 * hidden), config.norm_before_residual)
+        self.layers = nn.ModuleList([first, *(ContextLayer(hidden, shape) for _ in range(config.layers - 1))])
+        self.norm = RMSNorm(hidden, shape.rms_norm_eps)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, hidden * len(self.taps)) * 0.02)
         self.mask_token = mask_token(config.mask_token, target)
         if self.mask_token is None:
@@ -98,7 +99,7 @@ class Model(DraftModel):
             empty = self.fc(self.mask_hidden).to(features.dtype)
             features = torch.cat([features, empty.expand(len(tokens), masks, -1)], 1)
             words = torch.cat([words, self._mask_word(words).expand(len(tokens), masks, -1)], 1)
-        turn = angles(at, self.config)
+        turn = angles(at, self.shape)
         x = self.layers[0](words, features, turn, mask, kept, 0)
         for i, layer in enumerate(list(self.layers)[1:], 1):
             x = layer(x, x[:, :0], turn, turn, mask, kept, i)
