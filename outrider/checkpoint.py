@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -33,7 +33,7 @@ from outrider.decoding.abroad import Abroad
 from outrider.decoding.parties import Drafter, Target
 from outrider.drafters import find, kinds
 from outrider.errors import CheckpointError, ConfigError, TrainingError
-from outrider.nn.draft_model import DraftModel, binding
+from outrider.nn.draft_model import LEARNT, DraftModel, binding
 from outrider.targets.quantised import library, quantise
 
 VERSION = 1
@@ -359,7 +359,7 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
     module = find(manifest["kind"])
     if not hasattr(module, "Model"):
         raise CheckpointError(f"{folder} is of kind {manifest['kind']!r}, which has no weights to load; use the kind itself")
-    settings = build(module.Config, {"kind": manifest["kind"], **manifest["config"]}, "drafter")
+    settings = build(module.Config, {"kind": manifest["kind"], **_mask_named(manifest["config"], folder)}, "drafter")
     model: DraftModel = module.Model(settings, target)
     check_taps(manifest, model, folder)
     load_weights(folder, model)
@@ -374,6 +374,19 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
             f"{folder} has values in {', '.join(lost[:4])} that {target.spec.dtype} can't hold; load the target in float32"
         )
     return model
+
+
+def _mask_named(config: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:
+    """An older config leaves open what stands in masked slots: a learnt vector where the weights have one."""
+    if config.get("mask_token", LEARNT) is not None:
+        return dict(config)
+    path = whole(folder) / WEIGHTS
+    try:
+        with safe_open(path, framework="pt") as file:
+            has_own = any(name.split(".")[-1] == "mask" for name in file.keys())  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}; copy or train it again") from None
+    return {**config, "mask_token": LEARNT} if has_own else dict(config)
 
 
 def _tell_precision(manifest: Mapping[str, Any], target: Target, name: str) -> None:

@@ -172,8 +172,8 @@ def on_paper(run: RunConfig) -> OnPaper:
         return OnPaper(values, None, dtype, (*notes, str(error)))
     if model.taps and getattr(config, "taps", ()) is None:
         values["drafter.taps"] = list(model.taps)
-    if target.mask_token is not None and getattr(config, "mask_token", 0) is None:
-        values["drafter.mask_token"] = target.mask_token
+    if getattr(config, "mask_token", 0) is None:
+        values["drafter.mask_token"] = model.config.mask_token
     return OnPaper(values, sum(weight.numel() for weight in model.parameters()), dtype, tuple(notes))
 
 

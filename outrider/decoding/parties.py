@@ -58,6 +58,8 @@ class TargetSpec:
     """`weights_hash` of the weights that were quantised; None where nothing was, or where it came quantised."""
     sizes: LayerSizes | None = None
     """Of its own decoder layers, which a drafter's are like unless it is told otherwise; None where they are not known."""
+    unused: int | None = None
+    """First row of the embedding that is no token of the tokenizer; None where there is none."""
 
     @property
     def precision(self) -> str:

@@ -32,7 +32,17 @@ from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
 from outrider.nn import blocks, heads
 from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
-from outrider.nn.draft_model import Batch, DraftModel, copy_layers, drawn, mask_token, picked, resolve_taps
+from outrider.nn.draft_model import (
+    Batch,
+    DraftModel,
+    MaskToken,
+    copy_layers,
+    drawn,
+    mask_token,
+    picked,
+    resolve_taps,
+    with_mask,
+)
 from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets import cache
 from outrider.targets.cache import Columns, Sight, SlotCache, additive
@@ -56,8 +66,9 @@ class BackboneConfig(LayerConfig):
     """Target layers it sees, counted from 0; five spread over the depth unless given."""
     copies: tuple[NonNegativeInt, ...] | None = None
     """Target layers, one a draft layer and counted from 0, whose weights training begins with; random unless given."""
-    mask_token: NonNegativeInt | None = None
-    """The target's token whose embedding stands in masked slots; its tokenizer's own unless given, else one is learnt."""
+    mask_token: MaskToken = None
+    """The target's token whose embedding stands in masked slots, or learnt for a vector of its own.  Unless given, the
+    tokenizer's mask token, else the first row of the embedding that is no token, else learnt."""
     anchors: PositiveInt = 512
     """Most blocks trained per text and step."""
     decay: PositiveFloat = 4.0
@@ -66,6 +77,10 @@ class BackboneConfig(LayerConfig):
 
 class Config(BackboneConfig):
     kind: Literal["dflash"] = "dflash"
+    block: PositiveInt = 16
+    """Tokens drafted per step, one behind the other."""
+    decay: PositiveFloat = 7.0
+    """Draft k weighs exp(-k / decay) in training."""
 
 
 class Backbone(nn.Module):
@@ -159,8 +174,8 @@ class Model(DraftModel):
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
-        self.config, self.target = resolved(config, target.spec)[0], target
-        self.backbone = Backbone(config, target)
+        self.config, self.target = with_mask(resolved(config, target.spec)[0], target), target
+        self.backbone = Backbone(self.config, target)
         self.taps = self.backbone.taps
 
     def forward(

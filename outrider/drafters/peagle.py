@@ -27,7 +27,7 @@ from outrider.decoding.parties import Cache, Scores, Target
 from outrider.decoding.state import DecodeState
 from outrider.nn import trees
 from outrider.nn.blocks import ContextLayer, PairLayer, RMSNorm, SelfAttention, angles
-from outrider.nn.draft_model import Batch, DraftModel, copy_layers, mask_token, resolve_taps
+from outrider.nn.draft_model import Batch, DraftModel, MaskToken, copy_layers, mask_token, resolve_taps, with_mask
 from outrider.nn.heads import ReducedHead
 from outrider.nn.pairs import Waiting, draw, sight, whole_blocks
 from outrider.nn.shape import LayerConfig, resolved
@@ -36,7 +36,7 @@ from outrider.targets.cache import SlotCache
 
 class Config(LayerConfig):
     kind: Literal["peagle"] = "peagle"
-    length: PositiveInt = 5
+    length: PositiveInt = 8
     """Tokens drafted per step, and depths trained."""
     norm_before_residual: bool = False
     """The first layer adds to the normed feature, not to the feature itself."""
@@ -48,9 +48,10 @@ class Config(LayerConfig):
     """Tokens a draft may hold, the most frequent, with trained rows of their own; all, by the target's head, unless given."""
     copies: tuple[NonNegativeInt, ...] | None = None
     """Target layers, one a draft layer but the first and counted from 0, whose weights training begins with."""
-    mask_token: NonNegativeInt | None = None
-    """The target's token whose embedding stands in masked slots; its tokenizer's own unless given, else one is learnt."""
-    ratio: float = Field(0.8, gt=0, le=1)
+    mask_token: MaskToken = None
+    """The target's token whose embedding stands in masked slots, or learnt for a vector of its own.  Unless given, the
+    tokenizer's mask token, else the first row of the embedding that is no token, else learnt."""
+    ratio: float = Field(0.7, gt=0, le=1)
     """Share of the positions kept from one depth to the next in training."""
     floor: float = Field(0.2, ge=0, le=1)
     """Share that is kept at every depth."""
@@ -63,7 +64,7 @@ class Model(DraftModel):
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
-        self.config, self.shape = resolved(config, target.spec)
+        self.config, self.shape = resolved(with_mask(config, target), target.spec)
         self.target, shape = target, self.shape
         self.taps = resolve_taps(config.taps, target.spec, 3)
         hidden = target.spec.hidden

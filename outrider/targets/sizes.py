@@ -38,6 +38,11 @@ def layer_sizes(config: Any) -> LayerSizes | None:
     )  # fmt: skip
 
 
+def unused_row(tokenizer: Any, rows: int) -> int | None:
+    """First row of an embedding that no token of the tokenizer takes; None where all are taken, or nothing is known."""
+    return None if tokenizer is None or len(tokenizer) >= rows else len(tokenizer)
+
+
 def _whole_text_layer(text: Any) -> Any:
     """The config of the last layer that sees the whole text, in families whose layers have configs of their own."""
     layers = getattr(text, "per_layer_config", None)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from outrider import demo
 from outrider.decoding.parties import TargetSpec
 from outrider.errors import TargetError
-from outrider.targets.sizes import layer_sizes
+from outrider.targets.sizes import layer_sizes, unused_row
 
 
 class Sketch:
@@ -57,22 +57,24 @@ def sketch(name: str, revision: str | None = None, trust_remote_code: bool = Fal
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **options)
-        text = config.get_text_config(decoder=True)
+        text, tokenizer = config.get_text_config(decoder=True), _tokenizer(path, options)
         spec = TargetSpec(
             name, revision, text.num_hidden_layers, text.hidden_size, text.vocab_size,
             getattr(text, "max_position_embeddings", 0), str(text.dtype or torch.float32).removeprefix("torch."), None, "",
-            sizes=layer_sizes(config),
+            sizes=layer_sizes(config), unused=unused_row(tokenizer, text.vocab_size),
         )  # fmt: skip
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise TargetError(
             f"the config of target {name!r} can't be read: {str(error).strip().splitlines()[0]}; give `demo`, a folder with "
             "config.json, or a Hugging Face id (which needs the network the first time)"
         ) from error
-    return Sketch(text, spec, _mask_token(path, options))
+    return Sketch(text, spec, getattr(tokenizer, "mask_token_id", None))
 
 
-def _mask_token(path: str, options: dict[str, Any]) -> int | None:
+def _tokenizer(path: str, options: dict[str, Any]) -> Any:
     try:
-        return getattr(AutoTokenizer.from_pretrained(path, **options), "mask_token_id", None)
-    except (OSError, ValueError, KeyError):  # without its files, as without a mask token, one is learnt
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    except (OSError, ValueError, KeyError):
         return None
+    # without its files transformers makes up one of special tokens alone
+    return tokenizer if len(tokenizer.get_vocab()) > len(tokenizer.all_special_tokens) else None

@@ -30,7 +30,7 @@ from outrider.targets import quantised
 from outrider.targets.cache import SlotCache
 from outrider.targets.family import embedding_scale, head_law, learn, trunk
 from outrider.targets.selftest import selftest
-from outrider.targets.sizes import layer_sizes
+from outrider.targets.sizes import layer_sizes, unused_row
 from outrider.targets.skip import Sublayers
 from outrider.targets.skip import learn as learn_sublayers
 from outrider.targets.step import CompiledStep, passed
@@ -484,6 +484,7 @@ def _spec(model: PreTrainedModel, tokenizer: Any, name: str | None, revision: st
         weights_hash=hash_weights(model),
         quantised=quantised.precision(model),
         sizes=layer_sizes(config),
+        unused=unused_row(tokenizer, model.get_output_embeddings().weight.shape[0]),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_model
+from tiny import make_folder
+from transformers import Gemma4TextConfig
 
+from outrider.checkpoint import load_model, save
 from outrider.drafters import find
 from outrider.errors import DrafterError, TargetError
 from outrider.nn.draft_model import DraftModel
 from outrider.nn.shape import SIZES, LayerConfig, resolved
 from outrider.run import RunConfig, on_paper
-from outrider.targets.sizes import layer_sizes
+from outrider.targets.sizes import layer_sizes, unused_row
 from outrider.targets.sketch import Sketch, sketch
 from outrider.targets.transformers import load_target
 
@@ -131,6 +135,35 @@ def test_a_drafter_for_qwen3_4b_has_the_released_ones_weights(tmp_path):
     assert shapes == wanted
 
 
+def test_the_mask_is_a_token_that_no_text_has(tmp_path):
+    """Catches a learnt vector beside Qwen3, whose released drafts take the first unused row and engines want a token."""
+    folder = make_folder(tmp_path / "padded", vocab_size=280)
+    padded = load_target(folder)
+    count = len(padded.tokenizer)
+    assert padded.spec.unused == sketch(str(folder)).spec.unused == count < 280
+    assert unused_row(padded.tokenizer, count) is None is unused_row(None, count)
+    for kind in ("dflash", "dspark", "domino", "deer", "peagle"):
+        module, small = find(kind), {"layers": 1, "block": 2} if kind != "peagle" else {"layers": 1, "length": 2}
+        small |= {"gru": 4, "pure_prefix": 1} if kind == "domino" else {}
+        model = module.Model(module.Config(**small), padded)
+        assert (model.config.mask_token, getattr(model, "backbone", model).mask_token) == (count, count), kind
+        model = module.Model(module.Config(mask_token="learnt", **small), padded)
+        assert (model.config.mask_token, getattr(model, "backbone", model).mask_token) == ("learnt", None), kind
+
+
+def test_an_older_checkpoint_keeps_the_mask_it_learnt(tmp_path):
+    """Catches a manifest of before masks were named, whose learnt vector has no place in the model any more."""
+    padded = load_target(make_folder(tmp_path / "padded", vocab_size=280))
+    model = find("deer").Model(find("deer").Config(layers=1, block=2, mask_token="learnt"), padded)
+    save(tmp_path / "old", model)
+    manifest = json.loads((tmp_path / "old" / "outrider.json").read_text())
+    manifest["config"]["mask_token"] = None
+    (tmp_path / "old" / "outrider.json").write_text(json.dumps(manifest))
+    found = load_model(tmp_path / "old", padded)
+    assert torch.equal(found.mask, model.mask)
+    assert found.config == model.config
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_method_takes_its_sizes_from_the_target(kind, tmp_path):
     """Catches a method with sizes of its own, and a checkpoint whose config would leave them open."""
@@ -155,8 +188,6 @@ def test_a_size_that_is_named_is_kept_and_a_stretch_goes_with_its_base():
 
 def test_a_config_that_names_all_needs_no_target_that_does(target):
     """Catches an older checkpoint, whose config names every size, that no longer loads beside a target without heads."""
-    import dataclasses
-
     named = LayerConfig(
         heads=4, kv_heads=4, head_dim=64, intermediate=704, rms_norm_eps=1e-6, rope_theta=1e4, partial_rotary_factor=1.0
     )
@@ -168,8 +199,6 @@ def test_a_config_that_names_all_needs_no_target_that_does(target):
 
 def test_layers_that_differ_give_the_sizes_of_the_last_that_sees_all(tmp_path):
     """Catches the sizes of a window's layer: Gemma 4's global layers have other heads and another base (DeepSpec's too)."""
-    from transformers import Gemma4TextConfig
-
     config = Gemma4TextConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         global_head_dim=16, layer_types=["sliding_attention", "full_attention"], hidden_size_per_layer_input=0,
