@@ -34,6 +34,7 @@ from outrider.decoding.parties import Drafter, Target
 from outrider.drafters import find, kinds
 from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.nn.draft_model import LEARNT, DraftModel, binding
+from outrider.nn.shape import FORMER, LayerConfig
 from outrider.targets.quantised import library, quantise
 
 VERSION = 1
@@ -359,7 +360,7 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
     module = find(manifest["kind"])
     if not hasattr(module, "Model"):
         raise CheckpointError(f"{folder} is of kind {manifest['kind']!r}, which has no weights to load; use the kind itself")
-    settings = build(module.Config, {"kind": manifest["kind"], **_mask_named(manifest["config"], folder)}, "drafter")
+    settings = build(module.Config, {"kind": manifest["kind"], **config_of(manifest, folder, target)}, "drafter")
     model: DraftModel = module.Model(settings, target)
     check_taps(manifest, model, folder)
     load_weights(folder, model)
@@ -376,17 +377,25 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
     return model
 
 
-def _mask_named(config: Mapping[str, Any], folder: str | Path) -> dict[str, Any]:
-    """An older config leaves open what stands in masked slots: a learnt vector where the weights have one."""
-    if config.get("mask_token", LEARNT) is not None:
-        return dict(config)
-    path = whole(folder) / WEIGHTS
+def config_of(manifest: Mapping[str, Any], folder: str | Path, target: Target) -> dict[str, Any]:
+    """The drafter's settings as its weights mean them.  Older manifests leave open what newer ones name.
+
+    Sizes that they lack are those of before sizes came from the target; a mask that they do not name is the vector that the
+    weights have, or else the tokenizer's token.
+    """
+    schema = find(manifest["kind"]).Config
+    config = {**(FORMER if issubclass(schema, LayerConfig) else {}), **manifest["config"]}
+    if "mask_token" in schema.model_fields and config.get("mask_token") is None:
+        config["mask_token"] = LEARNT if _has_own_mask(whole(folder) / WEIGHTS) else target.mask_token
+    return config
+
+
+def _has_own_mask(path: Path) -> bool:
     try:
         with safe_open(path, framework="pt") as file:
-            has_own = any(name.split(".")[-1] == "mask" for name in file.keys())  # noqa: SIM118
+            return any(name.split(".")[-1] == "mask" for name in file.keys())  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} can't be read: {error}; copy or train it again") from None
-    return {**config, "mask_token": LEARNT} if has_own else dict(config)
 
 
 def _tell_precision(manifest: Mapping[str, Any], target: Target, name: str) -> None:

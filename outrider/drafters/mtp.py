@@ -39,7 +39,7 @@ from outrider.errors import DrafterError
 from outrider.nn.blocks import MLP, RMSNorm, angles
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, Unrolled, UnrolledRows
-from outrider.nn.shape import LayerConfig, resolved
+from outrider.nn.shape import FORMER, LayerConfig, resolved
 from outrider.targets.cache import Limit, SlotCache
 
 ATTENTION = "outrider"
@@ -341,16 +341,9 @@ def _strange(model: Model, number: int, reason: str) -> str:
     )
 
 
-ONCE_NAMED: Mapping[str, Any] = {
-    "heads": 4, "kv_heads": 4, "head_dim": 64, "intermediate": 704, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
-    "partial_rotary_factor": 1.0,
-}  # fmt: skip
-"""What older checkpoints of the target's modules say of layers though nobody asked for it."""
-
-
 def _warn_of_idle(config: Config) -> None:
     names = ("modules", "qk_norm", *(name for name in LayerConfig.model_fields if name != "device"))
-    idle = [name for name in names if getattr(config, name) not in (Config.model_fields[name].default, ONCE_NAMED.get(name))]
+    idle = [name for name in names if getattr(config, name) not in (Config.model_fields[name].default, FORMER.get(name))]
     if idle:
         logging.getLogger(__name__).warning(
             "mtp.%s has no effect on modules that the target ships; set native to no for modules of your own",

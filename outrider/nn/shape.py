@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -60,6 +61,11 @@ class LayerConfig(Base):
         return {key: float(value) if key == "factor" else value for key, value in scaling.items()}
 
 
+FORMER: Mapping[str, Any] = {
+    "heads": 4, "kv_heads": 4, "head_dim": 64, "intermediate": 704, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
+    "rope_scaling": None, "partial_rotary_factor": 1.0,
+}  # fmt: skip
+"""What a size was that nobody named, before sizes came from the target: older checkpoints are read by it."""
 L = TypeVar("L", bound=LayerConfig)
 
 

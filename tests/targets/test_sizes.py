@@ -151,13 +151,17 @@ def test_the_mask_is_a_token_that_no_text_has(tmp_path):
         assert (model.config.mask_token, getattr(model, "backbone", model).mask_token) == ("learnt", None), kind
 
 
-def test_an_older_checkpoint_keeps_the_mask_it_learnt(tmp_path):
-    """Catches a manifest of before masks were named, whose learnt vector has no place in the model any more."""
-    padded = load_target(make_folder(tmp_path / "padded", vocab_size=280))
-    model = find("deer").Model(find("deer").Config(layers=1, block=2, mask_token="learnt"), padded)
+def test_an_older_checkpoint_keeps_what_it_did_not_name(tmp_path):
+    """Catches a learnt vector without a place in the model, and a rotation that is the target's all of a sudden."""
+    turns = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    padded = load_target(make_folder(tmp_path / "padded", vocab_size=280, rope_parameters=turns))
+    assert padded.spec.sizes.partial_rotary_factor == 0.5
+    settings = {"layers": 1, "block": 2, "mask_token": "learnt", "partial_rotary_factor": 1.0}
+    model = find("deer").Model(find("deer").Config(**settings), padded)
     save(tmp_path / "old", model)
     manifest = json.loads((tmp_path / "old" / "outrider.json").read_text())
     manifest["config"]["mask_token"] = None
+    del manifest["config"]["partial_rotary_factor"]
     (tmp_path / "old" / "outrider.json").write_text(json.dumps(manifest))
     found = load_model(tmp_path / "old", padded)
     assert torch.equal(found.mask, model.mask)
