@@ -182,7 +182,7 @@ def _unlike(config: LayerConfig, spec: TargetSpec) -> list[str]:
     if spec.sizes is None or config.rope_theta is not None or config.rope_scaling is not None:
         return []
     kind = left_out(spec.sizes)
-    return [] if kind is None else [f"{spec.name} turns by {kind}, which depends on the length; the drafter turns without it"]
+    return [] if kind is None else [f"{spec.name} turns by {kind}, which a drafter can't; it turns by the base alone"]
 
 
 def write_config(run: RunConfig) -> None:

@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 import torch
@@ -61,6 +61,8 @@ class LayerConfig(Base):
         return {key: float(value) if key == "factor" else value for key, value in scaling.items()}
 
 
+SIZES = tuple(field.name for field in fields(LayerSizes))
+"""Fields of LayerConfig that a target can fill."""
 FORMER: Mapping[str, Any] = {
     "heads": 4, "kv_heads": 4, "head_dim": 64, "intermediate": 704, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
     "rope_scaling": None, "partial_rotary_factor": 1.0,
@@ -87,10 +89,6 @@ def resolved(config: L, spec: TargetSpec) -> tuple[L, LayerSizes]:
     return config.model_copy(update=asdict(sizes)), sizes
 
 
-SIZES = tuple(name for name in LayerSizes.__dataclass_fields__)
-"""Fields of LayerConfig that a target can fill."""
-
-
 def left_out(sizes: LayerSizes) -> str | None:
     """The target's stretch of rotary angles that a drafter's layers can't have, such as longrope; None where they can."""
     kind = (sizes.rope_scaling or PLAIN)["rope_type"]
@@ -103,7 +101,7 @@ def _taken(theirs: LayerSizes, given: dict[str, Any]) -> dict[str, Any]:
     if "rope_theta" in given:
         found["rope_scaling"] = None
     elif "rope_scaling" not in given and (kind := left_out(theirs)) is not None:
-        logging.getLogger(__name__).info("rope_type %s depends on the length of the text; the drafter turns without it", kind)
+        logging.getLogger(__name__).warning("a drafter can't turn by the target's rope_type %s, and turns without it", kind)
         found["rope_scaling"] = None
     return found
 
