@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -33,7 +33,8 @@ from outrider.decoding.abroad import Abroad
 from outrider.decoding.parties import Drafter, Target
 from outrider.drafters import find, kinds
 from outrider.errors import CheckpointError, ConfigError, TrainingError
-from outrider.nn.draft_model import DraftModel, binding
+from outrider.nn.draft_model import LEARNT, DraftModel, binding
+from outrider.nn.shape import FORMER, LayerConfig
 from outrider.targets.quantised import library, quantise
 
 VERSION = 1
@@ -359,7 +360,7 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
     module = find(manifest["kind"])
     if not hasattr(module, "Model"):
         raise CheckpointError(f"{folder} is of kind {manifest['kind']!r}, which has no weights to load; use the kind itself")
-    settings = build(module.Config, {"kind": manifest["kind"], **manifest["config"]}, "drafter")
+    settings = build(module.Config, {"kind": manifest["kind"], **config_of(manifest, folder, target)}, "drafter")
     model: DraftModel = module.Model(settings, target)
     check_taps(manifest, model, folder)
     load_weights(folder, model)
@@ -374,6 +375,27 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
             f"{folder} has values in {', '.join(lost[:4])} that {target.spec.dtype} can't hold; load the target in float32"
         )
     return model
+
+
+def config_of(manifest: Mapping[str, Any], folder: str | Path, target: Target) -> dict[str, Any]:
+    """The drafter's settings as its weights mean them.  Older manifests leave open what newer ones name.
+
+    Sizes that they lack are those of before sizes came from the target; a mask that they do not name is the vector that the
+    weights have, or else the tokenizer's token.
+    """
+    schema = find(manifest["kind"]).Config
+    config = {**(FORMER if issubclass(schema, LayerConfig) else {}), **manifest["config"]}
+    if "mask_token" in schema.model_fields and config.get("mask_token") is None:
+        config["mask_token"] = LEARNT if _has_own_mask(whole(folder) / WEIGHTS) else target.mask_token
+    return config
+
+
+def _has_own_mask(path: Path) -> bool:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return any(name.split(".")[-1] == "mask" for name in file.keys())  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}; copy or train it again") from None
 
 
 def _tell_precision(manifest: Mapping[str, Any], target: Target, name: str) -> None:

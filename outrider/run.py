@@ -14,17 +14,22 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import torch
 import yaml
 from pydantic import Field, PositiveFloat
 
 from outrider import config as configs
 from outrider.config import Config as Base
+from outrider.decoding.parties import TargetSpec
 from outrider.drafters import find, kinds
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, DrafterError, TargetError
 from outrider.evaluate.measure import Config as EvaluateConfig
+from outrider.nn.draft_model import DraftModel
+from outrider.nn.shape import LayerConfig, left_out, resolved
 from outrider.prepare.conversations import Config as PrepareConfig
+from outrider.targets.sketch import sketch
 from outrider.train.trainer import Config as TrainConfig
 
 
@@ -133,6 +138,53 @@ def _expand(values: dict[str, Any]) -> dict[str, Any]:
     return {key: {short[key]: value} if key in short and isinstance(value, str) else value for key, value in values.items()}
 
 
+class OnPaper(NamedTuple):
+    """What a run's drafter becomes beside its target, as far as the target's config tells."""
+
+    values: dict[str, Any]
+    """Settings that the target filled, by key path, such as drafter.heads."""
+    parameters: int | None = None
+    """Weights that are trained; None where they can't be counted."""
+    dtype: torch.dtype = torch.float32
+    """Of the target's checkpoint."""
+    notes: tuple[str, ...] = ()
+    """What is not known, or does not fit, and why."""
+
+
+def on_paper(run: RunConfig) -> OnPaper:
+    """The sizes of a run's drafter.  Reads the target's config and no weights."""
+    config, module = run.drafter_config, find(run.drafter["kind"])
+    if not hasattr(module, "Model") or "model" in module.Config.model_fields:  # a language model brings its own sizes
+        return OnPaper({})
+    try:
+        target = sketch(run.target.name, run.target.revision, run.target.trust_remote_code)
+    except TargetError as error:
+        return OnPaper({}, notes=(f"sizes that are null will be the target's, and are not known here: {error}",))
+    values, notes, dtype = {}, [], getattr(torch, target.spec.dtype)
+    try:
+        if isinstance(config, LayerConfig):
+            full, _ = resolved(config, target.spec)
+            values = {f"drafter.{key}": value for key, value in full if getattr(config, key) is None and value is not None}
+            notes = _unlike(config, target.spec)
+        with torch.device("meta"):
+            model: DraftModel = module.Model(config, target)
+    except DrafterError as error:
+        return OnPaper(values, None, dtype, (*notes, str(error)))
+    if model.taps and getattr(config, "taps", ()) is None:
+        values["drafter.taps"] = list(model.taps)
+    if getattr(config, "mask_token", 0) is None:
+        values["drafter.mask_token"] = model.config.mask_token
+    return OnPaper(values, sum(weight.numel() for weight in model.parameters()), dtype, tuple(notes))
+
+
+def _unlike(config: LayerConfig, spec: TargetSpec) -> list[str]:
+    """What of the target's rotation the drafter goes without, though nobody said so."""
+    if spec.sizes is None or config.rope_theta is not None or config.rope_scaling is not None:
+        return []
+    kind = left_out(spec.sizes)
+    return [] if kind is None else [f"{spec.name} turns by {kind}, which a drafter can't; it turns by the base alone"]
+
+
 def write_config(run: RunConfig) -> None:
     """The resolved run file into the run's folder."""
     run.folder.mkdir(parents=True, exist_ok=True)
@@ -141,8 +193,6 @@ def write_config(run: RunConfig) -> None:
 
 def provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
     """What a result must say of itself: versions, machine, settings, target."""
-    import torch
-
     from outrider import machine
 
     return {

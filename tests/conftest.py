@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from outrider import compiled, drafters
-from outrider.decoding.parties import Drafter, Target
+from outrider.decoding.parties import Drafter, LayerSizes, Target
 from outrider.drafters.gemma4_assistant import keyless_layers
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.targets.transformers import TransformersTarget, load_target
@@ -46,6 +46,10 @@ SMALL_OF = {
     "peagle": {"layers": 2}, "specblock": {"layers": 2, "nodes": 7, "slots": 3},
 }  # fmt: skip
 """Where a kind must be larger, or has a field whose name others have too."""
+
+
+SHAPE = LayerSizes(heads=4, kv_heads=4, head_dim=8, intermediate=32, rms_norm_eps=1e-6, rope_theta=10_000.0)
+"""A small decoder layer, for what is built without a drafter's Config."""
 
 
 def tiny_model(seed: int = 0, **overrides: object) -> PreTrainedModel:

@@ -18,27 +18,42 @@ from outrider.cli.console import JsonTo, Overrides, Recipe, quiet, sized, write_
 from outrider.errors import DataError
 
 if TYPE_CHECKING:
-    from outrider.run import RunConfig
+    from outrider.run import OnPaper, RunConfig
 
 
 def show(recipe: Recipe, overrides: Overrides = None, json_to: JsonTo = None) -> None:
-    """Print a run file with everything resolved, and where each value came from."""
+    """Print a run file with everything resolved, where each value came from, and how large its drafter will be."""
     quiet()
     from outrider.config import flatten
-    from outrider.run import load
+    from outrider.run import load, on_paper
 
     settings, origins = load(recipe, overrides or [])
-    values, chosen = flatten(settings.model_dump(mode="json")), _chosen(settings)
+    paper, chosen = on_paper(settings), _chosen(settings)
+    sizes = _sizes(paper)
+    values = flatten(settings.model_dump(mode="json")) | paper.values | sizes
+    origins |= dict.fromkeys(paper.values, "target") | dict.fromkeys(sizes, "counted")
+    beside = {key: f"{said} here" for key, said in chosen.items()}
+    beside |= {key: sized(value) for key, value in sizes.items() if key.endswith("bytes")}
     if json_to != "-":
         table = Table(box=None, pad_edge=False)
         for column in ("setting", "value", "from"):
             table.add_column(column, overflow="fold")
         for key, value in values.items():
-            said = json.dumps(value) + (f" ({chosen[key]} here)" if key in chosen else "")
+            said = json.dumps(value) + (f" ({beside[key]})" if key in beside else "")
             table.add_row(key, said, origins[key], style="" if origins[key] != "default" else "dim")
         console.out.print(table)
+    for note in paper.notes:
+        console.note.print(f"[yellow]{escape(note)}[/]", highlight=False, soft_wrap=True)
     found = {key: {"value": value, "from": origins[key]} for key, value in values.items()}
     write_json(json_to, {key: own | ({"here": chosen[key]} if key in chosen else {}) for key, own in found.items()})
+
+
+def _sizes(paper: OnPaper) -> dict[str, int]:
+    """The drafter's weights, and the memory they take: when it serves, and with gradients and two moments of float32."""
+    if paper.parameters is None:
+        return {}
+    serving = paper.parameters * paper.dtype.itemsize
+    return {"sizes.parameters": paper.parameters, "sizes.serving_bytes": serving, "sizes.training_bytes": 16 * paper.parameters}
 
 
 def _chosen(settings: RunConfig) -> dict[str, str]:

@@ -6,9 +6,9 @@ the order of `state.rows`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -19,6 +19,23 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState
 from outrider.decoding.text import Detokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """What a decoder layer measures, and how its heads turn by position."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    """Width of the MLP."""
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
+    """How rotary angles are stretched, as in the rope_parameters of a config.json; None where they are not."""
+    partial_rotary_factor: float = 1.0
+    """Share of a head that turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +58,10 @@ class TargetSpec:
     """What its weights are quantised to, such as int8; None where they are not."""
     base_hash: str | None = None
     """`weights_hash` of the weights that were quantised; None where nothing was, or where it came quantised."""
+    sizes: LayerSizes | None = None
+    """Of its own decoder layers, which a drafter's are like unless it is told otherwise; None where they are not known."""
+    unused: int | None = None
+    """First row of the embedding that is no token of the tokenizer; None where there is none."""
 
     @property
     def precision(self) -> str:

@@ -31,14 +31,14 @@ from outrider.decoding.state import DecodeState
 from outrider.drafters.dflash import BlockRows
 from outrider.nn import trees
 from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
-from outrider.nn.draft_model import Batch, DraftModel, copy_layers, mask_token
-from outrider.nn.shape import LayerConfig
+from outrider.nn.draft_model import Batch, DraftModel, MaskToken, copy_layers, mask_token, with_mask
+from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.cache import SlotCache
 
 
 class Config(LayerConfig):
     kind: Literal["deer"] = "deer"
-    block: PositiveInt = 7
+    block: PositiveInt = 32
     """Tokens drafted per step, one behind the other."""
     layers: PositiveInt = 5
     """Decoder layers of the draft model."""
@@ -46,8 +46,9 @@ class Config(LayerConfig):
     """Target layers, one a draft layer and counted from 0, whose weights training begins with; random unless given."""
     anchors: PositiveInt = 512
     """Most blocks trained per text and step."""
-    mask_token: NonNegativeInt | None = None
-    """The target's token whose embedding stands in masked slots; its tokenizer's own unless given, else one is learnt."""
+    mask_token: MaskToken = None
+    """The target's token whose embedding stands in masked slots, or learnt for a vector of its own.  Unless given, the
+    tokenizer's mask token, else the first row of the embedding that is no token, else learnt."""
     refine: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of the training behind which stage II begins."""
     alpha: PositiveFloat = 1.02
@@ -59,10 +60,11 @@ class Model(DraftModel):
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
-        self.config, self.target, self.taps = config, target, ()
+        self.config, self.shape = resolved(with_mask(config, target), target.spec)
+        self.target, self.taps = target, ()
         hidden = target.spec.hidden
-        self.layers = nn.ModuleList(ContextLayer(hidden, config) for _ in range(config.layers))
-        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.layers = nn.ModuleList(ContextLayer(hidden, self.shape) for _ in range(config.layers))
+        self.norm = RMSNorm(hidden, self.shape.rms_norm_eps)
         self.mask_token = mask_token(config.mask_token, target)
         if self.mask_token is None:
             self.mask = nn.Parameter(torch.randn(hidden) * 0.02)
@@ -74,12 +76,11 @@ class Model(DraftModel):
 
         places [B or 1, C + blocks * K], of tokens and then of masks; mask over as many columns, or over all that `kept` holds.
         """
-        config = self.config
         x = self._inputs(tokens, blocks)
-        turn = angles(places.expand(len(x), -1), config)
+        turn = angles(places.expand(len(x), -1), self.shape)
         for i, layer in enumerate(self.layers):
             x = layer(x, x[:, :0], turn, turn, mask, kept, i)
-        return self.norm(x[:, tokens.shape[1] :]).unflatten(1, (blocks, config.block))
+        return self.norm(x[:, tokens.shape[1] :]).unflatten(1, (blocks, self.config.block))
 
     def predict(self, batch: Batch) -> BlockRows:
         return BlockRows(self, batch, lambda states, _previous, _rows: self.target.head(states))

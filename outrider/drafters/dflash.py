@@ -32,8 +32,18 @@ from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
 from outrider.nn import blocks, heads
 from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
-from outrider.nn.draft_model import Batch, DraftModel, copy_layers, drawn, mask_token, picked, resolve_taps
-from outrider.nn.shape import LayerConfig
+from outrider.nn.draft_model import (
+    Batch,
+    DraftModel,
+    MaskToken,
+    copy_layers,
+    drawn,
+    mask_token,
+    picked,
+    resolve_taps,
+    with_mask,
+)
+from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets import cache
 from outrider.targets.cache import Columns, Sight, SlotCache, additive
 
@@ -56,8 +66,9 @@ class BackboneConfig(LayerConfig):
     """Target layers it sees, counted from 0; five spread over the depth unless given."""
     copies: tuple[NonNegativeInt, ...] | None = None
     """Target layers, one a draft layer and counted from 0, whose weights training begins with; random unless given."""
-    mask_token: NonNegativeInt | None = None
-    """The target's token whose embedding stands in masked slots; its tokenizer's own unless given, else one is learnt."""
+    mask_token: MaskToken = None
+    """The target's token whose embedding stands in masked slots, or learnt for a vector of its own.  Unless given, the
+    tokenizer's mask token, else the first row of the embedding that is no token, else learnt."""
     anchors: PositiveInt = 512
     """Most blocks trained per text and step."""
     decay: PositiveFloat = 4.0
@@ -66,6 +77,10 @@ class BackboneConfig(LayerConfig):
 
 class Config(BackboneConfig):
     kind: Literal["dflash"] = "dflash"
+    block: PositiveInt = 16
+    """Tokens drafted per step, one behind the other."""
+    decay: PositiveFloat = 7.0
+    """Draft k weighs exp(-k / decay) in training."""
 
 
 class Backbone(nn.Module):
@@ -78,15 +93,16 @@ class Backbone(nn.Module):
                 f"runners_up {config.runners_up} asks for more than a block of {config.block} slots and a vocabulary of "
                 f"{target.spec.vocabulary} have; give at most one number a slot"
             )
-        self.config, self.target = config, target
+        self.config, self.shape = resolved(config, target.spec)
+        self.target = target
         self.width = config.block if config.anchor_predicts else config.block + 1
         """Input slots of a block: the anchor and the masks."""
         self.taps = resolve_taps(config.taps, target.spec)
         hidden = target.spec.hidden
         self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
-        self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps)
-        self.layers = nn.ModuleList(ContextLayer(hidden, config) for _ in range(config.layers))
-        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(hidden, self.shape.rms_norm_eps)
+        self.layers = nn.ModuleList(ContextLayer(hidden, self.shape) for _ in range(config.layers))
+        self.norm = RMSNorm(hidden, self.shape.rms_norm_eps)
         self.mask_token = mask_token(config.mask_token, target)
         if self.mask_token is None:
             self.mask = nn.Parameter(torch.randn(hidden) * 0.02)
@@ -102,15 +118,14 @@ class Backbone(nn.Module):
         taps [B, C, T, H] at positions taps_at [B, C]; anchors [B, A] ids at positions anchors_at [B, A]; mask over C +
         A * width columns, or over all that `kept` holds.
         """
-        config = self.config
         context = self._context(taps)
         x = self._inputs(anchors).to(context.dtype)
         x_at = (anchors_at[..., None] + torch.arange(self.width, device=anchors.device)).flatten(1)
-        k_angles = angles(torch.cat([taps_at.expand(x_at.shape[0], -1), x_at], 1), config)
+        k_angles = angles(torch.cat([taps_at.expand(x_at.shape[0], -1), x_at], 1), self.shape)
         q_angles = k_angles[..., taps_at.shape[1] :, :]
         for i, layer in enumerate(self.layers):
             x = layer(x, context, q_angles, k_angles, mask, kept, i)
-        return self.norm(x).unflatten(1, (*anchors.shape[1:], self.width))[:, :, self.width - config.block :]
+        return self.norm(x).unflatten(1, (*anchors.shape[1:], self.width))[:, :, self.width - self.config.block :]
 
     def drafted(self, batch: Batch, at: Tensor, live: Tensor) -> Tensor:
         """The same for blocks under the tokens at places `at` [B, A] of a batch's texts, as `BlockRows` asks for them."""
@@ -125,7 +140,7 @@ class Backbone(nn.Module):
     def remember(self, taps: Tensor, taps_at: Tensor, kept: SlotCache) -> None:
         """Take context in without drafting: every layer's keys and values of it go into `kept`'s open pass."""
         context = self._context(taps)
-        k_angles = angles(taps_at, self.config)
+        k_angles = angles(taps_at, self.shape)
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, ContextLayer)
             kept.update(*layer.self_attn.keys_values(context, k_angles), i)
@@ -159,8 +174,8 @@ class Model(DraftModel):
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
-        self.config, self.target = config, target
-        self.backbone = Backbone(config, target)
+        self.config, self.target = with_mask(resolved(config, target.spec)[0], target), target
+        self.backbone = Backbone(self.config, target)
         self.taps = self.backbone.taps
 
     def forward(

@@ -23,13 +23,16 @@ from torch import Tensor, nn
 from outrider.decoding.parties import Target
 from outrider.drafters.dflash import Backbone, BackboneConfig, BlockDrafter, BlockRows, Pick
 from outrider.errors import DrafterError
-from outrider.nn.draft_model import Batch, DraftModel
+from outrider.nn.draft_model import Batch, DraftModel, with_mask
 from outrider.nn.heads import PrefixGRU
+from outrider.nn.shape import resolved
 from outrider.targets.cache import SlotCache
 
 
 class Config(BackboneConfig):
     kind: Literal["domino"] = "domino"
+    block: PositiveInt = 16
+    """Tokens drafted per step, one behind the other."""
     gru: PositiveInt = 1024
     """Size of the state that reads the block's tokens."""
     rank: PositiveInt = 256
@@ -52,8 +55,8 @@ class Model(DraftModel):
                 f"pure_prefix {config.pure_prefix} leaves none of a block's {config.block} slots to correct; choose fewer, "
                 "or take dflash"
             )
-        self.config, self.target = config, target
-        self.backbone = Backbone(config, target)
+        self.config, self.target = with_mask(resolved(config, target.spec)[0], target), target
+        self.backbone = Backbone(self.config, target)
         self.taps = self.backbone.taps
         hidden = target.spec.hidden
         self.prefix_gru = PrefixGRU(hidden, config.gru)

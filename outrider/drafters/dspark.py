@@ -21,8 +21,9 @@ from torch import Tensor
 from outrider.decoding.accept import overlap
 from outrider.decoding.parties import Target
 from outrider.drafters.dflash import Backbone, BackboneConfig, BlockDrafter, BlockRows, Pick
-from outrider.nn.draft_model import Batch, DraftModel
+from outrider.nn.draft_model import Batch, DraftModel, with_mask
 from outrider.nn.heads import ConfidenceHead, MarkovHead, MarkovKind
+from outrider.nn.shape import resolved
 from outrider.targets.cache import SlotCache
 
 
@@ -41,8 +42,8 @@ class Model(DraftModel):
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
-        self.config, self.target = config, target
-        self.backbone = Backbone(config, target)
+        self.config, self.target = with_mask(resolved(config, target.spec)[0], target), target
+        self.backbone = Backbone(self.config, target)
         self.taps = self.backbone.taps
         self.markov_head = MarkovHead(config.markov, target.spec.vocabulary, target.spec.hidden, config.rank)
         self.markov_head.begin(target.embed(torch.arange(target.spec.vocabulary, device=target.device)))

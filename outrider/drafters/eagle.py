@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from pydantic import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
-from outrider.decoding.parties import Target
+from outrider.decoding.parties import LayerSizes, Target
 from outrider.nn.blocks import MLP, RMSNorm
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, UnrolledRows
+from outrider.nn.shape import resolved
 from outrider.targets.cache import SlotCache
 
 
@@ -41,11 +42,11 @@ class Config(RecurrentConfig):
 class FirstLayer(nn.Module):
     """A decoder layer whose attention reads its input as it is."""
 
-    def __init__(self, hidden: int, config: Config):
+    def __init__(self, hidden: int, shape: LayerSizes):
         super().__init__()
-        self.self_attn = RecurrentAttention(hidden, hidden, config)
-        self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps)
-        self.mlp = MLP(hidden, config.intermediate)
+        self.self_attn = RecurrentAttention(hidden, hidden, shape)
+        self.post_attention_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
+        self.mlp = MLP(hidden, shape.intermediate)
 
     def forward(self, x: Tensor, angle: Tensor, attend: Attend) -> Tensor:
         """x [B, n, H]; returns [B, n, H]."""
@@ -61,10 +62,11 @@ class Model(DraftModel):
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
-        self.config, self.target = config, target
+        self.config, self.shape = resolved(config, target.spec)
+        self.target = target
         hidden = target.spec.hidden
         self.fc = nn.Linear(2 * hidden, hidden, bias=config.bias)
-        self.layers = nn.ModuleList([FirstLayer(hidden, config)])
+        self.layers = nn.ModuleList([FirstLayer(hidden, self.shape)])
 
     def features(self, seen: Tensor) -> Tensor:
         return seen.to(self.fc.weight.dtype)

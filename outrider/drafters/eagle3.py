@@ -26,11 +26,12 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from outrider.decoding.parties import Target
+from outrider.decoding.parties import LayerSizes, Target
 from outrider.nn.blocks import PairLayer, RMSNorm
 from outrider.nn.draft_model import Batch, DraftModel, resolve_taps
 from outrider.nn.heads import ReducedHead
 from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, UnrolledRows
+from outrider.nn.shape import resolved
 from outrider.targets.cache import SlotCache
 
 
@@ -59,17 +60,17 @@ class Config(RecurrentConfig):
 class MetaQuery(nn.Module):
     """Learned queries attend to the taps of one token; what they find, side by side, is projected.  Begins as nothing."""
 
-    def __init__(self, hidden: int, taps: int, config: Config):
+    def __init__(self, hidden: int, taps: int, queries: int, shape: LayerSizes):
         super().__init__()
-        width = config.heads * config.head_dim
-        self.heads = config.heads
-        self.queries = nn.Parameter(torch.randn(config.queries, width))
+        width = shape.heads * shape.head_dim
+        self.heads = shape.heads
+        self.queries = nn.Parameter(torch.randn(queries, width))
         self.level = nn.Parameter(torch.randn(taps, hidden) * 0.02)
         """[T, H]: which tap a key is of."""
-        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.norm = RMSNorm(hidden, shape.rms_norm_eps)
         self.k_proj = nn.Linear(hidden, width, bias=False)
         self.v_proj = nn.Linear(hidden, width, bias=False)
-        self.o_proj = nn.Linear(config.queries * width, hidden, bias=False)
+        self.o_proj = nn.Linear(queries * width, hidden, bias=False)
         nn.init.zeros_(self.o_proj.weight)
 
     def forward(self, taps: Tensor) -> Tensor:
@@ -88,15 +89,16 @@ class Model(DraftModel):
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
-        self.config, self.target = config, target
+        self.config, self.shape = resolved(config, target.spec)
+        self.target, shape = target, self.shape
         hidden = target.spec.hidden
         self.taps = resolve_taps(three(target.spec.layers) if config.taps is None else config.taps, target.spec)
         self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
-        self.fc_norm = nn.ModuleList(RMSNorm(hidden, config.rms_norm_eps) for _ in self.taps) if config.fc_norm else None
-        self.metaquery = MetaQuery(hidden, len(self.taps), config) if config.aggregate == "metaquery" else None
-        attention = RecurrentAttention(2 * hidden, hidden, config, config.qk_norm, config.gated)
-        self.layers = nn.ModuleList([PairLayer(hidden, config, attention, config.norm_before_residual)])
-        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.fc_norm = nn.ModuleList(RMSNorm(hidden, shape.rms_norm_eps) for _ in self.taps) if config.fc_norm else None
+        self.metaquery = MetaQuery(hidden, len(self.taps), config.queries, shape) if config.aggregate == "metaquery" else None
+        attention = RecurrentAttention(2 * hidden, hidden, shape, config.qk_norm, config.gated)
+        self.layers = nn.ModuleList([PairLayer(hidden, shape, attention, config.norm_before_residual)])
+        self.norm = RMSNorm(hidden, shape.rms_norm_eps)
         self.head = None if config.vocabulary is None else ReducedHead(target, config.vocabulary)
 
     def begin(self, counts: Tensor) -> None:

@@ -50,7 +50,7 @@ KEEP = 0.95
 
 class Config(Base):
     kind: Literal["medusa"] = "medusa"
-    heads: PositiveInt = 4
+    heads: PositiveInt = 5
     """Heads, and so tokens that a draft reaches ahead."""
     layers: PositiveInt = 1
     """Residual blocks of a head."""

@@ -34,12 +34,12 @@ from pydantic import Field, PositiveInt
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from outrider.decoding.parties import Target
+from outrider.decoding.parties import LayerSizes, Target
 from outrider.errors import DrafterError
 from outrider.nn.blocks import MLP, RMSNorm, angles
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, Unrolled, UnrolledRows
-from outrider.nn.shape import LayerConfig
+from outrider.nn.shape import FORMER, LayerConfig, resolved
 from outrider.targets.cache import Limit, SlotCache
 
 ATTENTION = "outrider"
@@ -65,16 +65,16 @@ class Config(RecurrentConfig):
 class Module(nn.Module):
     """One module of our own, its weights named as in DeepSeek-V3's checkpoints."""
 
-    def __init__(self, hidden: int, config: Config):
+    def __init__(self, hidden: int, shape: LayerSizes, qk_norm: bool):
         super().__init__()
-        self.enorm = RMSNorm(hidden, config.rms_norm_eps)
-        self.hnorm = RMSNorm(hidden, config.rms_norm_eps)
+        self.enorm = RMSNorm(hidden, shape.rms_norm_eps)
+        self.hnorm = RMSNorm(hidden, shape.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
-        self.input_layernorm = RMSNorm(hidden, config.rms_norm_eps)
-        self.self_attn = RecurrentAttention(hidden, hidden, config, config.qk_norm)
-        self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps)
-        self.mlp = MLP(hidden, config.intermediate)
-        self.shared_head = nn.ModuleDict({"norm": RMSNorm(hidden, config.rms_norm_eps)})
+        self.input_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
+        self.self_attn = RecurrentAttention(hidden, hidden, shape, qk_norm)
+        self.post_attention_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
+        self.mlp = MLP(hidden, shape.intermediate)
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(hidden, shape.rms_norm_eps)})
 
     def forward(self, words: Tensor, states: Tensor, angle: Tensor, attend: Attend, number: int) -> Tensor:
         """words, states [B, n, H]; returns [B, n, H], which the head reads."""
@@ -87,6 +87,8 @@ class Model(DraftModel):
     """The modules; embedding and head are the target's."""
 
     taps: tuple[int, ...] = ()
+    shape: LayerSizes
+    """Of modules of our own."""
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
@@ -95,7 +97,8 @@ class Model(DraftModel):
         self.config, self.target = config.model_copy(update={"native": self.native}), target
         self.shared_post_norm: nn.Module | None = None
         if shipped is None:
-            self.layers = nn.ModuleList(Module(target.spec.hidden, config) for _ in range(config.modules))
+            self.config, self.shape = resolved(self.config, target.spec)
+            self.layers = nn.ModuleList(Module(target.spec.hidden, self.shape, config.qk_norm) for _ in range(config.modules))
             self.limits: tuple[Limit | None, ...] = (None,) * config.modules
         else:
             self._adopt(shipped)
@@ -123,7 +126,7 @@ class Model(DraftModel):
         """angle: positions [B or 1, n], as `turn` gives them."""
         words = words.to(features.dtype)
         if not self.native:
-            turns = angles(angle, self.config)
+            turns = angles(angle, self.shape)
             return self.layers[module](words, features, turns, attend, module)
         found = self.layers[module](
             words, features, position_embeddings=self._turns(module, words, angle), attention_mask=None, position_ids=angle,
@@ -340,7 +343,7 @@ def _strange(model: Model, number: int, reason: str) -> str:
 
 def _warn_of_idle(config: Config) -> None:
     names = ("modules", "qk_norm", *(name for name in LayerConfig.model_fields if name != "device"))
-    idle = [name for name in names if getattr(config, name) != Config.model_fields[name].default]
+    idle = [name for name in names if getattr(config, name) not in (Config.model_fields[name].default, FORMER.get(name))]
     if idle:
         logging.getLogger(__name__).warning(
             "mtp.%s has no effect on modules that the target ships; set native to no for modules of your own",

@@ -27,16 +27,16 @@ from outrider.decoding.parties import Cache, Scores, Target
 from outrider.decoding.state import DecodeState
 from outrider.nn import trees
 from outrider.nn.blocks import ContextLayer, PairLayer, RMSNorm, SelfAttention, angles
-from outrider.nn.draft_model import Batch, DraftModel, copy_layers, mask_token, resolve_taps
+from outrider.nn.draft_model import Batch, DraftModel, MaskToken, copy_layers, mask_token, resolve_taps, with_mask
 from outrider.nn.heads import ReducedHead
 from outrider.nn.pairs import Waiting, draw, sight, whole_blocks
-from outrider.nn.shape import LayerConfig
+from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.cache import SlotCache
 
 
 class Config(LayerConfig):
     kind: Literal["peagle"] = "peagle"
-    length: PositiveInt = 5
+    length: PositiveInt = 8
     """Tokens drafted per step, and depths trained."""
     norm_before_residual: bool = False
     """The first layer adds to the normed feature, not to the feature itself."""
@@ -48,9 +48,10 @@ class Config(LayerConfig):
     """Tokens a draft may hold, the most frequent, with trained rows of their own; all, by the target's head, unless given."""
     copies: tuple[NonNegativeInt, ...] | None = None
     """Target layers, one a draft layer but the first and counted from 0, whose weights training begins with."""
-    mask_token: NonNegativeInt | None = None
-    """The target's token whose embedding stands in masked slots; its tokenizer's own unless given, else one is learnt."""
-    ratio: float = Field(0.8, gt=0, le=1)
+    mask_token: MaskToken = None
+    """The target's token whose embedding stands in masked slots, or learnt for a vector of its own.  Unless given, the
+    tokenizer's mask token, else the first row of the embedding that is no token, else learnt."""
+    ratio: float = Field(0.7, gt=0, le=1)
     """Share of the positions kept from one depth to the next in training."""
     floor: float = Field(0.2, ge=0, le=1)
     """Share that is kept at every depth."""
@@ -63,13 +64,14 @@ class Model(DraftModel):
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
-        self.config, self.target = config, target
+        self.config, self.shape = resolved(with_mask(config, target), target.spec)
+        self.target, shape = target, self.shape
         self.taps = resolve_taps(config.taps, target.spec, 3)
         hidden = target.spec.hidden
         self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
-        first = PairLayer(hidden, config, SelfAttention(hidden, config, 2 * hidden), config.norm_before_residual)
-        self.layers = nn.ModuleList([first, *(ContextLayer(hidden, config) for _ in range(config.layers - 1))])
-        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        first = PairLayer(hidden, shape, SelfAttention(hidden, shape, 2 * hidden), config.norm_before_residual)
+        self.layers = nn.ModuleList([first, *(ContextLayer(hidden, shape) for _ in range(config.layers - 1))])
+        self.norm = RMSNorm(hidden, shape.rms_norm_eps)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, hidden * len(self.taps)) * 0.02)
         self.mask_token = mask_token(config.mask_token, target)
         if self.mask_token is None:
@@ -98,7 +100,7 @@ class Model(DraftModel):
             empty = self.fc(self.mask_hidden).to(features.dtype)
             features = torch.cat([features, empty.expand(len(tokens), masks, -1)], 1)
             words = torch.cat([words, self._mask_word(words).expand(len(tokens), masks, -1)], 1)
-        turn = angles(at, self.config)
+        turn = angles(at, self.shape)
         x = self.layers[0](words, features, turn, mask, kept, 0)
         for i, layer in enumerate(list(self.layers)[1:], 1):
             x = layer(x, x[:, :0], turn, turn, mask, kept, i)

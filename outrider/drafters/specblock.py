@@ -39,7 +39,7 @@ from outrider.nn.blocks import ContextLayer, KeyValues, RMSNorm, angles
 from outrider.nn.draft_model import Batch, DraftModel, copy_layers, resolve_taps
 from outrider.nn.heads import ReducedHead
 from outrider.nn.pairs import Drawn, Waiting, draw, sight, whole_blocks
-from outrider.nn.shape import LayerConfig
+from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.cache import SlotCache
 
 RANKS = (1, 4, 10)
@@ -109,16 +109,17 @@ class Model(DraftModel):
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
-        self.config, self.target = config, target
+        self.config, self.shape = resolved(config, target.spec)
+        self.target, shape = target, self.shape
         self.taps = resolve_taps(config.taps, target.spec, 3)
         hidden = target.spec.hidden
         self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
-        self.cond_norm, self.word_norm, self.query_norm = (RMSNorm(hidden, config.rms_norm_eps) for _ in range(3))
+        self.cond_norm, self.word_norm, self.query_norm = (RMSNorm(hidden, shape.rms_norm_eps) for _ in range(3))
         self.queries = nn.Parameter(torch.randn(config.slots, hidden))
         self.fuse = nn.Linear(3 * hidden, hidden, bias=False)
-        self.layers = nn.ModuleList(ContextLayer(hidden, config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(ContextLayer(hidden, shape) for _ in range(config.layers))
         self.shifts = nn.ModuleList(Shift(hidden) for _ in range(config.layers - 1))
-        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.norm = RMSNorm(hidden, shape.rms_norm_eps)
         self.head = None if config.vocabulary is None else ReducedHead(target, config.vocabulary)
         self.rank_head = RankHead(hidden)
         if config.copies is not None:
@@ -140,7 +141,7 @@ class Model(DraftModel):
 
         mask is over the n * K rows, block by block, behind what `kept` holds.
         """
-        x, turn = self._rows(features, tokens), angles(self._places(at), self.config)
+        x, turn = self._rows(features, tokens), angles(self._places(at), self.shape)
         for i, layer in enumerate(self.layers):
             x = self._shifted(i, x)
             x = layer(x, x[:, :0], turn, turn, mask, kept, i)
@@ -153,7 +154,7 @@ class Model(DraftModel):
         mask [B, 1, n * K, n * K] sees nothing behind its row.
         """
         x, every = self._rows(features, tokens), self._places(torch.arange(features.shape[1], device=mask.device)[None])
-        turn, step = angles(every, self.config), self.config.slots * PAIRS
+        turn, step = angles(every, self.shape), self.config.slots * PAIRS
         *lower, last = self.layers
         assert isinstance(last, ContextLayer)
         for i, layer in enumerate(lower):
@@ -165,7 +166,7 @@ class Model(DraftModel):
             x = torch.cat(parts, 1)
         x = self._shifted(len(lower), x)
         rows = (self.config.slots * asked[..., None] + torch.arange(self.config.slots, device=asked.device)).flatten(1)
-        texts, own = torch.arange(len(rows), device=rows.device)[:, None], angles(self._places(asked), self.config)
+        texts, own = torch.arange(len(rows), device=rows.device)[:, None], angles(self._places(asked), self.shape)
         normed = last.input_layernorm(x)
         seen = last.self_attn(normed[texts, rows], normed, own, turn, mask[texts, 0, rows][:, None], kept, len(lower))
         x = x[texts, rows] + seen

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.decoding.parties import LayerSizes
 from outrider.errors import DrafterError
-from outrider.nn.shape import LayerConfig, frequencies
+from outrider.nn.shape import frequencies
 
 
 class KeyValues(Protocol):
@@ -32,7 +33,7 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-def check_heads(shape: LayerConfig) -> None:
+def check_heads(shape: LayerSizes) -> None:
     """Raises DrafterError for heads that don't fit together."""
     if shape.heads % shape.kv_heads:
         raise DrafterError(f"heads {shape.heads} is no multiple of kv_heads {shape.kv_heads}")
@@ -47,7 +48,7 @@ def check_heads(shape: LayerConfig) -> None:
 class Attention(nn.Module):
     """Queries from the block alone; keys and values from context and block, in that order."""
 
-    def __init__(self, hidden: int, shape: LayerConfig, width: int | None = None):
+    def __init__(self, hidden: int, shape: LayerSizes, width: int | None = None):
         """width: size of the rows it reads, where they are not of the hidden size that it writes.
 
         Raises DrafterError for heads that don't fit together.
@@ -113,7 +114,7 @@ class MLP(nn.Module):
 class ContextLayer(nn.Module):
     """One decoder layer of a draft model.  The context enters as keys and values only, without this layer's input norm."""
 
-    def __init__(self, hidden: int, shape: LayerConfig):
+    def __init__(self, hidden: int, shape: LayerSizes):
         super().__init__()
         self.input_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
         self.self_attn = Attention(hidden, shape)
@@ -134,7 +135,7 @@ class PairLayer(nn.Module):
     """The first layer of EAGLE-3 (arXiv 2503.01840): its attention reads embedding and feature side by side, each with a norm
     of its own; the residual is the feature's."""
 
-    def __init__(self, hidden: int, shape: LayerConfig, self_attn: nn.Module, norm_before_residual: bool = False):
+    def __init__(self, hidden: int, shape: LayerSizes, self_attn: nn.Module, norm_before_residual: bool = False):
         super().__init__()
         self.norm_before_residual = norm_before_residual
         self.input_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
@@ -151,7 +152,7 @@ class PairLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def angles(positions: Tensor, shape: LayerConfig) -> Tensor:
+def angles(positions: Tensor, shape: LayerSizes) -> Tensor:
     """cos and sin of the rotary angles, float32: [2, B, 1, n, pairs of a head that turn] for positions [B, n]."""
     each, scale = frequencies(shape, positions.device)
     turn = positions[:, None, :, None].float() * each

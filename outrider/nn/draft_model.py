@@ -11,11 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
+from pydantic import NonNegativeInt
 from torch import Tensor, nn
 
+from outrider.config import Config as Base
 from outrider.decoding.parties import Drafter, Target, TargetSpec
 from outrider.errors import DrafterError
 
@@ -147,13 +149,31 @@ def resolve_taps(taps: Sequence[int] | None, spec: TargetSpec, count: int = 5) -
     return tuple(taps)
 
 
-def mask_token(asked: int | None, target: Target) -> int | None:
-    """The token that stands in masked slots: the one asked for, checked, or the tokenizer's own; None where there is none."""
+C = TypeVar("C", bound=Base)
+LEARNT: Literal["learnt"] = "learnt"
+"""What a config says of a mask that is a vector of the draft model's own."""
+MaskToken = NonNegativeInt | Literal["learnt"] | None
+
+
+def mask_token(asked: MaskToken, target: Target) -> int | None:
+    """The token that stands in masked slots: the one asked for, checked, the tokenizer's own, or one that is no text.
+
+    None where a vector is learnt in its place: that was asked for, or there is no such token.
+    """
+    if asked == LEARNT:
+        return None
     if asked is not None and not 0 <= asked < target.spec.vocabulary:
         raise DrafterError(
             f"mask_token {asked} is no token of {target.spec.name}, which has {target.spec.vocabulary}; choose one below that"
         )
-    return target.mask_token if asked is None else asked
+    given = target.mask_token if asked is None else asked
+    return target.spec.unused if given is None else given
+
+
+def with_mask(config: C, target: Target) -> C:
+    """The config with what stands in masked slots named, so that a checkpoint says it."""
+    token = mask_token(config.mask_token, target)  # type: ignore[attr-defined]
+    return config.model_copy(update={"mask_token": LEARNT if token is None else token})
 
 
 @torch.no_grad()

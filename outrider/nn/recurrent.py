@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from outrider import packed
 from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Cache, Scores, Target
+from outrider.decoding.parties import Cache, LayerSizes, Scores, Target
 from outrider.decoding.state import DecodeState
 from outrider.nn import trees
 from outrider.nn.blocks import KeyValues, RMSNorm, angles, check_heads, rotate
@@ -78,6 +78,7 @@ class RecurrentModel(Protocol):
     @property
     def config(self) -> RecurrentConfig: ...
 
+    shape: LayerSizes
     target: Target
     taps: tuple[int, ...]
     """Target layers its features are made of; () takes the hidden state after the final norm."""
@@ -109,7 +110,7 @@ def turned(model: RecurrentModel, positions: Tensor) -> Tensor:
     """What the steps at these positions [B or 1, n] turn by."""
     if isinstance(model, OwnRotation):
         return model.turn(positions)
-    return angles(positions, model.config)
+    return angles(positions, model.shape)
 
 
 def limit_of(model: RecurrentModel, module: int) -> Any:
@@ -128,7 +129,7 @@ class RecurrentAttention(nn.Module):
     gated: sigmoid(W x + b) scales every number of every head before o_proj, x being the layer's input.
     """
 
-    def __init__(self, width: int, hidden: int, shape: LayerConfig, qk_norm: bool = False, gated: bool = False):
+    def __init__(self, width: int, hidden: int, shape: LayerSizes, qk_norm: bool = False, gated: bool = False):
         """width: of the input; hidden: of the output."""
         super().__init__()
         check_heads(shape)

@@ -1,10 +1,13 @@
-"""Sizes of a draft model's decoder layers and how they turn by position: what models that come from elsewhere differ in."""
+"""Sizes of a draft model's decoder layers and how they turn by position: the target's own, unless a config names others."""
 
 from __future__ import annotations
 
 import functools
 import json
-from typing import Any
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any, TypeVar
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
@@ -13,25 +16,31 @@ from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.config import Config as Base
+from outrider.decoding.parties import LayerSizes, TargetSpec
+from outrider.errors import DrafterError
 
 STRETCHES = ("linear", "llama3", "yarn")
 """Ways of stretching rotary angles that do not depend on how long the text is."""
+PLAIN = {"rope_type": "default"}
+"""What a config says to leave the target's stretch out."""
 
 
 class LayerConfig(Base):
-    """What every drafter with decoder layers of its own can set."""
+    """What every drafter with decoder layers of its own can set.  Sizes that are not given are those of the target's layers."""
 
-    heads: PositiveInt = 4
-    kv_heads: PositiveInt = 4
-    head_dim: PositiveInt = 64
-    intermediate: PositiveInt = 704
+    heads: PositiveInt | None = None
+    kv_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    intermediate: PositiveInt | None = None
     """Width of the MLP."""
-    rms_norm_eps: PositiveFloat = 1e-6
-    rope_theta: PositiveFloat = 10_000.0
+    rms_norm_eps: PositiveFloat | None = None
+    rope_theta: PositiveFloat | None = None
+    """Base of the rotary angles.  Unless given, the target's, and its rope_scaling with it; longrope and other stretches that
+    depend on the length of the text are left out."""
     rope_scaling: dict[str, Any] | None = None
     """How rotary angles are stretched, as in the rope_parameters of a config.json: rope_type linear, llama3 or yarn, and its
-    numbers; not at all unless given."""
-    partial_rotary_factor: float = Field(1.0, gt=0, le=1)
+    numbers; default for not at all, as beside a rope_theta that is given."""
+    partial_rotary_factor: float | None = Field(None, gt=0, le=1)
     """Share of a head that turns by position; the rest stays as it is."""
     device: str | None = None
     """Where it drafts, such as cuda:1; the target's device unless given."""
@@ -39,18 +48,65 @@ class LayerConfig(Base):
     @field_validator("rope_scaling")
     @classmethod
     def _known_scaling(cls, scaling: dict[str, Any] | None) -> dict[str, Any] | None:
-        if scaling is not None and scaling.get("rope_type") not in STRETCHES:
+        if scaling is None or scaling == PLAIN:
+            return scaling
+        if scaling.get("rope_type") not in STRETCHES:
             raise ValueError(f"rope_type must be one of {', '.join(STRETCHES)}, not {scaling.get('rope_type')!r}")
-        if scaling is not None and scaling["rope_type"] != "linear" and "original_max_position_embeddings" not in scaling:
+        if scaling["rope_type"] != "linear" and "original_max_position_embeddings" not in scaling:
             raise ValueError(
                 f"rope_type {scaling['rope_type']} needs original_max_position_embeddings, the context that is stretched; "
                 "engines take other numbers for it where none is given"
             )
         # vLLM takes a whole number for a fault
-        return scaling and {key: float(value) if key == "factor" else value for key, value in scaling.items()}
+        return {key: float(value) if key == "factor" else value for key, value in scaling.items()}
 
 
-def frequencies(shape: LayerConfig, device: torch.device) -> tuple[Tensor, float]:
+SIZES = tuple(field.name for field in fields(LayerSizes))
+"""Fields of LayerConfig that a target can fill."""
+FORMER: Mapping[str, Any] = {
+    "heads": 4, "kv_heads": 4, "head_dim": 64, "intermediate": 704, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
+    "rope_scaling": None, "partial_rotary_factor": 1.0,
+}  # fmt: skip
+"""What a size was that nobody named, before sizes came from the target: older checkpoints are read by it."""
+L = TypeVar("L", bound=LayerConfig)
+
+
+def resolved(config: L, spec: TargetSpec) -> tuple[L, LayerSizes]:
+    """The config with every size a number, and these sizes.  What it does not name is taken from the target's layers.
+
+    A config that names all comes back as it is.  Raises DrafterError where the target does not say what is missing.
+    """
+    given = {name: getattr(config, name) for name in SIZES if getattr(config, name) is not None}
+    missing = [name for name in SIZES if name not in given and name != "rope_scaling"]
+    if missing and spec.sizes is None:
+        raise DrafterError(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, and the config of {spec.name} does not say "
+            "how large its layers are; set them under drafter"
+        )
+    sizes = LayerSizes(**(({} if spec.sizes is None else _taken(spec.sizes, given)) | given))
+    if sizes.rope_scaling == PLAIN:
+        sizes = LayerSizes(**(asdict(sizes) | {"rope_scaling": None}))
+    return config.model_copy(update=asdict(sizes)), sizes
+
+
+def left_out(sizes: LayerSizes) -> str | None:
+    """The target's stretch of rotary angles that a drafter's layers can't have, such as longrope; None where they can."""
+    kind = (sizes.rope_scaling or PLAIN)["rope_type"]
+    return None if kind in (*STRETCHES, "default") else kind
+
+
+def _taken(theirs: LayerSizes, given: dict[str, Any]) -> dict[str, Any]:
+    """What a config that names `given` takes from the target.  A stretch belongs to its base."""
+    found = asdict(theirs)
+    if "rope_theta" in given:
+        found["rope_scaling"] = None
+    elif "rope_scaling" not in given and (kind := left_out(theirs)) is not None:
+        logging.getLogger(__name__).warning("a drafter can't turn by the target's rope_type %s, and turns without it", kind)
+        found["rope_scaling"] = None
+    return found
+
+
+def frequencies(shape: LayerSizes, device: torch.device) -> tuple[Tensor, float]:
     """By how much each pair of a head turns per position, float32 [turning / 2], and what cos and sin are multiplied by."""
     scaling = json.dumps(shape.rope_scaling, sort_keys=True)
     return _frequencies(shape.head_dim, shape.partial_rotary_factor, shape.rope_theta, scaling, device)

@@ -36,6 +36,7 @@ from outrider.targets.detokenizer import detokenizer
 from outrider.targets.family import embedding_scale, head_law, learn, trunk
 from outrider.targets.generation import ends_of, greedy_sampling
 from outrider.targets.selftest import selftest
+from outrider.targets.sizes import layer_sizes, unused_row
 from outrider.targets.skip import Sublayers
 from outrider.targets.skip import learn as learn_sublayers
 from outrider.targets.step import CompiledStep, passed
@@ -528,6 +529,8 @@ def _spec(model: PreTrainedModel, tokenizer: Any, name: str | None, revision: st
         tokenizer_hash=None if tokenizer is None else hash_tokenizer(tokenizer),
         weights_hash=hash_weights(model),
         quantised=quantised.precision(model),
+        sizes=layer_sizes(config),
+        unused=unused_row(tokenizer, model.get_output_embeddings().weight.shape[0]),
     )
 
 

@@ -339,8 +339,9 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
         "train": {key: value for key, value in settings.items() if key not in free},
     }
     own = type(model.config)().model_dump(mode="json")
+    config = checkpoint.config_of(manifest, place, model.target) if manifest["kind"] == own["kind"] else manifest["config"]
     theirs = {
-        "drafter": (own if manifest["kind"] == own["kind"] else {}) | {"kind": manifest["kind"], **manifest["config"]},
+        "drafter": (own if manifest["kind"] == own["kind"] else {}) | {"kind": manifest["kind"], **config},
         "train": Config().model_dump(mode="json") | (manifest["training"].get("config") or {}),
     }
     differs = [f"{part}.{key}" for part in mine for key in mine[part] if mine[part][key] != theirs[part].get(key)]

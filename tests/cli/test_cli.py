@@ -230,6 +230,36 @@ def test_show_gives_every_value_and_its_origin(folder: Path, outrider: Outrider,
     assert not (tmp_path / "runs").exists()
 
 
+def test_show_says_how_large_a_drafter_becomes_beside_its_target(outrider: Outrider, tmp_path: Path) -> None:
+    """Catches sizes that are open until training begins: a folder with a config.json tells them, each with its origin."""
+    layers = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 36}
+    sizes = {"model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728, "vocab_size": 151936, **layers}
+    (tmp_path / "qwen").mkdir()
+    config = {**sizes, "rope_theta": 1000000, "torch_dtype": "bfloat16"}
+    (tmp_path / "qwen" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "four.yaml").write_text("target: qwen\ndrafter: {kind: dspark, heads: 16}\n")
+    done = outrider("show", "four.yaml", "drafter.kv_heads=4", "--json", "shown.json")
+    assert done.code == 0, done.err
+    found = {key: (own["value"], own["from"]) for key, own in json.loads((tmp_path / "shown.json").read_text()).items()}
+    assert found["drafter.heads"] == (16, "file")
+    assert found["drafter.kv_heads"] == (4, "override")
+    assert found["drafter.intermediate"] == (9728, "target")
+    assert found["drafter.rope_theta"] == (1e6, "target")
+    assert found["drafter.taps"] == ([1, 9, 17, 25, 33], "target")
+    assert found["drafter.mask_token"] == ("learnt", "target")
+    assert found["drafter.rank"] == (256, "default")
+    layer = 2560 * 128 * (2 * 16 + 2 * 4) + 2 * 128 + 3 * 2560 * 9728 + 2 * 2560
+    count = 5 * layer + 5 * 2560 * 2560 + 2 * 2560 + 2560 + 2 * 151936 * 256 + 2560 + 256 + 1
+    assert found["sizes.parameters"] == (count, "counted")
+    assert found["sizes.serving_bytes"] == (2 * count, "counted")
+    lines = [line.split() for line in done.out.splitlines()]
+    assert ["drafter.intermediate", "9728", "target"] in lines
+    (tmp_path / "far.yaml").write_text("target: ./nowhere\ndrafter: {kind: dspark}\n")
+    done = outrider("show", "far.yaml")
+    assert done.code == 0, done.err
+    assert "not known here" in done.err and "drafter.rank" in done.out
+
+
 def test_the_list_of_drafters_is_the_folder_s(outrider: Outrider) -> None:
     """Catches a drafter that is missing from the list, or a column that says the wrong thing of one."""
     done = outrider("drafters", "--json", "-")

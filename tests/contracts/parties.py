@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from conftest import SHAPE
 from torch import Tensor
 
 from outrider.decoding.draft import Draft
@@ -56,7 +57,7 @@ class TableTarget:
         self.features = torch.randn(vocabulary, vocabulary, HIDDEN, dtype=torch.float64, generator=generator)
         self.embedding = torch.randn(vocabulary, HIDDEN, dtype=torch.float64, generator=generator)
         self.weight = torch.randn(vocabulary, HIDDEN, dtype=torch.float64, generator=generator)
-        self.spec = TargetSpec("table", None, 4, HIDDEN, vocabulary, 1000, "float64", None, "")
+        self.spec = TargetSpec("table", None, 4, HIDDEN, vocabulary, 1000, "float64", None, "", sizes=SHAPE)
         self.device = torch.device("cpu")
         self.ends: frozenset[int] = frozenset()
         self.mask_token = None

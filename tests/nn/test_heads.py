@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import SHAPE
 
-from outrider.drafters.dflash import BackboneConfig
 from outrider.errors import DrafterError
 from outrider.nn.blocks import ContextLayer
 from outrider.nn.draft_model import binding, copy_layers, resolve_taps
@@ -127,7 +127,7 @@ def test_a_vocabulary_that_does_not_fit_is_refused(size, target):
 @pytest.mark.parametrize("lacks", [(), ("self_attn.q_norm.weight", "self_attn.k_norm.weight")], ids=["qwen3", "llama"])
 def test_a_copied_layer_is_the_targets(lacks, target, monkeypatch):
     """Catches layers in another order, a copy that shares memory with the target, and a family without query norms."""
-    shape = BackboneConfig(heads=4, kv_heads=2, head_dim=8, intermediate=64)
+    shape = replace(SHAPE, heads=4, kv_heads=2, head_dim=8, intermediate=64)
     layers = [ContextLayer(target.spec.hidden, shape).double() for _ in range(2)]
     theirs = [dict(target.layer(i).state_dict()) for i in (3, 1)]
     for weights in theirs:

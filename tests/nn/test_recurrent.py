@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from conftest import Case, batch_of, cases
+from conftest import SHAPE, Case, batch_of, cases
 from torch import nn
 
 from outrider.decoding.draft import Draft
@@ -273,7 +275,7 @@ def test_a_tree_is_read_as_the_chains_it_is_made_of(target, workshop):
         for row in rows:  # unequal texts
             count = 4 - row
             kept.open([row], count)
-            angle = angles(kept.positions(), model.config)
+            angle = angles(kept.positions(), model.shape)
             words = target.embed(torch.tensor([[1, 2, 3, 4]]))[:, :count]
             given = words, model.features(taps[row : row + 1, :count])
             last = model.step(0, *given, angle, recurrent._looking(kept, kept.mask(None, torch.float64)))[:, -1]
@@ -412,8 +414,8 @@ class Several(nn.Module):
         super().__init__()
         torch.manual_seed(4)
         self.target = target
-        self.config = RecurrentConfig(heads=2, kv_heads=1, head_dim=8, ttt=4, length=4)
-        self.attention = nn.ModuleList(RecurrentAttention(64, 32, self.config) for _ in range(2))
+        self.config, self.shape = RecurrentConfig(ttt=4, length=4), replace(SHAPE, heads=2, kv_heads=1)
+        self.attention = nn.ModuleList(RecurrentAttention(64, 32, self.shape) for _ in range(2))
         self.double()
 
     def features(self, seen):

@@ -407,7 +407,7 @@ def test_a_kind_takes_its_settings(talker: TransformersTarget) -> None:
         ("dspark", {"layers": 2, "copies": (0,)}, DrafterError, "one target layer for each of 2 draft layers"),
         ("dspark", {"layers": 1, "copies": (4,)}, DrafterError, "each from 0 to 3"),
         ("dspark", {"layers": 1, "copies": (-1,)}, ConfigError, "drafter.copies"),
-        ("dspark", {"layers": 1, "copies": (3,)}, DrafterError, "give the draft the target's heads"),
+        ("dspark", {"layers": 1, "copies": (3,), "head_dim": 16}, DrafterError, "give the draft the target's heads"),
         ("small_model", {"model": "/no/such/folder"}, OutriderError, "can't load target '/no/such/folder'"),
     ],
 )  # fmt: skip

@@ -1,0 +1,79 @@
+"""How large a model's decoder layers are and how they turn by position, from its config alone.
+
+Where layers differ, the last that sees the whole text speaks for all: a drafter's layers see the whole text too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.decoding.parties import LayerSizes
+
+WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
+"""What families call the width of the MLP; four times the hidden size where it is called nothing."""
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+"""What families call the number that keeps a norm from dividing by 0."""
+OF_THEIR_OWN = ("rope_theta", "partial_rotary_factor", "type")
+"""Keys of rope_parameters that are no part of the stretch."""
+
+
+def layer_sizes(config: Any) -> LayerSizes | None:
+    """Sizes of a transformers config's decoder layers; None where it names no heads, as recurrent models may not.
+
+    Of experts the width is `intermediate_size`, as the config says it.
+    """
+    text = config.get_text_config(decoder=True)
+    own = _whole_text_layer(text)
+    heads = _first(own, ("num_attention_heads",))
+    if not isinstance(heads, int):
+        return None
+    kv_heads = _first(own, ("num_key_value_heads", "num_kv_heads")) or heads
+    # with a compressed cache (MLA) head_dim is that of the turning part alone
+    head_dim = _first(own, ("v_head_dim", "head_dim")) or text.hidden_size // heads
+    theta, scaling, share = _rotation(text)
+    return LayerSizes(
+        heads, kv_heads, head_dim, _last(_first(own, WIDTHS)) or 4 * text.hidden_size,
+        float(_first(own, EPSILONS) or 1e-6), theta, scaling, share,
+    )  # fmt: skip
+
+
+def unused_row(tokenizer: Any, rows: int) -> int | None:
+    """First row of an embedding that no token of the tokenizer takes; None where all are taken, or nothing is known."""
+    return None if tokenizer is None or len(tokenizer) >= rows else len(tokenizer)
+
+
+def _whole_text_layer(text: Any) -> Any:
+    """The config of the last layer that sees the whole text, in families whose layers have configs of their own."""
+    layers = getattr(text, "per_layer_config", None)
+    if not layers:
+        return text
+    kinds = getattr(text, "layer_types", None) or ["full_attention"]
+    last = max((i for i, kind in enumerate(kinds) if kind == "full_attention"), default=len(kinds) - 1)
+    return layers[last]
+
+
+def _first(config: Any, names: tuple[str, ...]) -> Any:
+    return next((found for name in names if (found := getattr(config, name, None)) is not None), None)
+
+
+def _last(width: Any) -> Any:
+    """Of widths given layer by layer, the last layer's."""
+    return width[-1] if isinstance(width, (list, tuple)) else width
+
+
+def _rotation(text: Any) -> tuple[float, dict[str, Any] | None, float]:
+    """Base, stretch and the share of a head that turns, of layers that see the whole text."""
+    found: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
+    by_kind = [value for value in found.values() if isinstance(value, Mapping)]
+    if by_kind:
+        found = found.get("full_attention", by_kind[-1])
+    stretch = {key: value for key, value in found.items() if key not in OF_THEIR_OWN}
+    kind = stretch.get("rope_type", "default")
+    if "factor" in stretch:
+        stretch["factor"] = float(stretch["factor"])
+    if kind in ("yarn", "llama3") and stretch.get("original_max_position_embeddings") is None:
+        stretch["original_max_position_embeddings"] = text.max_position_embeddings  # as transformers takes it
+    # of a proportional stretch the share is of frequencies, and all of a head turns
+    share = 1.0 if kind == "proportional" else found.get("partial_rotary_factor", 1.0)
+    return float(found.get("rope_theta", 10_000.0)), None if kind == "default" else stretch, float(share)

@@ -1,0 +1,80 @@
+"""A target known by its config alone: enough to build a drafter without weights, and to say how large it is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from outrider import demo
+from outrider.decoding.parties import TargetSpec
+from outrider.errors import TargetError
+from outrider.targets.sizes import layer_sizes, unused_row
+
+
+class Sketch:
+    """Stands for a target where a draft model is built on the meta device.  It has shapes, and no values."""
+
+    device = torch.device("meta")
+
+    def __init__(self, config: Any, spec: TargetSpec, mask_token: int | None):
+        self.config, self.spec, self.mask_token = config, spec, mask_token
+        self.ends: frozenset[int] = frozenset()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return torch.empty(*tokens.shape, self.spec.hidden, device=self.device)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return torch.empty(*hidden.shape[:-1], self.spec.vocabulary, device=self.device)
+
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        return self.embed(tokens)
+
+    def embedding_rows(self, tokens: Tensor) -> Tensor:
+        return self.embed(tokens)
+
+    def layer(self, index: int) -> nn.Module:
+        return self._layers[index]
+
+    @functools.cached_property
+    def _layers(self) -> Sequence[nn.Module]:
+        with torch.device(self.device):
+            model = AutoModelForCausalLM.from_config(self.config)
+        found = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == self.spec.layers)
+        return list(next(found, []))
+
+
+def sketch(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Sketch:
+    """A target's sketch: `demo`, a folder that may hold a config.json alone, or a Hugging Face id.  No weights are read.
+
+    Raises TargetError where its config can't be reached or read.
+    """
+    path = str(demo.TARGET) if name == "demo" else name
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(path, **options)
+        text, tokenizer = config.get_text_config(decoder=True), _tokenizer(path, options)
+        spec = TargetSpec(
+            name, revision, text.num_hidden_layers, text.hidden_size, text.vocab_size,
+            getattr(text, "max_position_embeddings", 0), str(text.dtype or torch.float32).removeprefix("torch."), None, "",
+            sizes=layer_sizes(config), unused=unused_row(tokenizer, text.vocab_size),
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise TargetError(
+            f"the config of target {name!r} can't be read: {str(error).strip().splitlines()[0]}; give `demo`, a folder with "
+            "config.json, or a Hugging Face id (which needs the network the first time)"
+        ) from error
+    return Sketch(text, spec, getattr(tokenizer, "mask_token_id", None))
+
+
+def _tokenizer(path: str, options: dict[str, Any]) -> Any:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    except (OSError, ValueError, KeyError):
+        return None
+    # without its files transformers makes up one of special tokens alone
+    return tokenizer if len(tokenizer.get_vocab()) > len(tokenizer.all_special_tokens) else None

@@ -1,0 +1,244 @@
+"""A drafter's layers are as large as the target's, read from its config alone.  The configs are those on the hub, in short."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+from tiny import make_folder
+from transformers import Gemma4TextConfig
+
+from outrider.checkpoint import load_model, save
+from outrider.drafters import find
+from outrider.errors import DrafterError, TargetError
+from outrider.nn.draft_model import DraftModel
+from outrider.nn.shape import SIZES, LayerConfig, resolved
+from outrider.run import RunConfig, on_paper
+from outrider.targets.sizes import layer_sizes, unused_row
+from outrider.targets.sketch import Sketch, sketch
+from outrider.targets.transformers import load_target
+
+QWEN3 = {
+    "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
+    "rope_scaling": None, "vocab_size": 151936, "max_position_embeddings": 40960, "torch_dtype": "bfloat16",
+}  # fmt: skip
+LLAMA3 = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}  # fmt: skip
+YARN = {
+    "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn",
+    "truncate": False,
+}  # fmt: skip
+LINEAR = {"factor": 8.0, "rope_type": "linear"}
+
+
+def qwen3(hidden: int, intermediate: int, heads: int, layers: int) -> dict[str, Any]:
+    return QWEN3 | {
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads, "num_hidden_layers": layers,
+    }  # fmt: skip
+
+
+# config.json; heads, kv heads, head size, MLP, epsilon, base, stretch, share; taps of five and of three
+REAL: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[int, ...], tuple[int, ...]]] = {
+    "Qwen3-0.6B": (qwen3(1024, 3072, 16, 28), (16, 8, 128, 3072, 1e-6, 1e6, None, 1.0), (1, 7, 13, 19, 25), (1, 13, 24)),
+    "Qwen3-1.7B": (qwen3(2048, 6144, 16, 28), (16, 8, 128, 6144, 1e-6, 1e6, None, 1.0), (1, 7, 13, 19, 25), (1, 13, 24)),
+    "Qwen3-4B": (qwen3(2560, 9728, 32, 36), (32, 8, 128, 9728, 1e-6, 1e6, None, 1.0), (1, 9, 17, 25, 33), (1, 17, 32)),
+    "Qwen3-8B": (qwen3(4096, 12288, 32, 36), (32, 8, 128, 12288, 1e-6, 1e6, None, 1.0), (1, 9, 17, 25, 33), (1, 17, 32)),
+    "Qwen3-14B": (qwen3(5120, 17408, 40, 40), (40, 8, 128, 17408, 1e-6, 1e6, None, 1.0), (1, 10, 19, 28, 37), (1, 19, 36)),
+    "Qwen3-32B": (qwen3(5120, 25600, 64, 64), (64, 8, 128, 25600, 1e-6, 1e6, None, 1.0), (1, 16, 31, 46, 61), (1, 31, 60)),
+    "Llama-3.1-8B": (
+        {
+            "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+            "rope_scaling": LLAMA3, "vocab_size": 128256, "max_position_embeddings": 131072,
+        },
+        (32, 8, 128, 14336, 1e-5, 5e5, LLAMA3, 1.0), (1, 8, 15, 22, 29), (1, 15, 28),
+    ),
+    "gemma-3-12b": (
+        {
+            "model_type": "gemma3",
+            "text_config": {
+                "model_type": "gemma3_text", "hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16,
+                "num_hidden_layers": 48, "num_key_value_heads": 8, "rope_scaling": LINEAR, "sliding_window": 1024,
+            },
+            "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_hidden_layers": 27},
+        },
+        (16, 8, 256, 15360, 1e-6, 1e6, LINEAR, 1.0), (1, 12, 23, 34, 45), (1, 23, 44),
+    ),
+    "gpt-oss-20b": (
+        {
+            "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "head_dim": 64,
+            "num_hidden_layers": 24, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150000,
+            "rope_scaling": YARN, "vocab_size": 201088, "max_position_embeddings": 131072, "num_local_experts": 32,
+        },
+        (64, 8, 64, 2880, 1e-5, 1.5e5, YARN, 1.0), (1, 6, 11, 16, 21), (1, 11, 20),
+    ),
+    "Phi-4-mini": (
+        {
+            "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75, "vocab_size": 200064, "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "rope_scaling": {"type": "longrope", "long_factor": [1.5] * 48, "short_factor": [1.0] * 48},
+        },
+        (24, 8, 128, 8192, 1e-5, 1e4, None, 0.75), (1, 8, 15, 22, 29), (1, 15, 28),
+    ),
+}  # fmt: skip
+KINDS = ("dflash", "dspark", "domino", "deer", "eagle", "eagle3", "peagle", "specblock", "mtp")
+
+
+def folder_of(path: Path, config: dict[str, Any]) -> str:
+    """A folder with a config.json and nothing else."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def on_meta(kind: str, target: Sketch, **settings: Any) -> DraftModel:
+    module = find(kind)
+    with torch.device("meta"):
+        return module.Model(module.Config(**settings), target)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_sizes_and_taps_are_those_of_the_real_target(name, tmp_path):
+    """Catches the demo's sizes beside a real target: a toy trained for days.  Qwen3's taps are those of DeepSpec's drafts."""
+    config, wanted, five, three = REAL[name]
+    target = sketch(folder_of(tmp_path, config))
+    full, sizes = resolved(LayerConfig(), target.spec)
+    assert tuple(getattr(sizes, key) for key in SIZES) == wanted
+    assert tuple(getattr(full, key) for key in SIZES) == wanted
+    assert (on_meta("dspark", target).taps, on_meta("eagle3", target).taps) == (five, three)
+
+
+def test_a_drafter_for_qwen3_4b_has_the_released_ones_weights(tmp_path):
+    """Catches a size that is resolved and not used: shapes of DeepSpec's own DSpark for Qwen3-4B, tensor by tensor."""
+    target = sketch(folder_of(tmp_path, REAL["Qwen3-4B"][0]))
+    shapes = {name: tuple(weight.shape) for name, weight in on_meta("dspark", target, mask_token=151669).named_parameters()}
+    layer = {
+        "self_attn.q_proj": (4096, 2560), "self_attn.k_proj": (1024, 2560), "self_attn.v_proj": (1024, 2560),
+        "self_attn.o_proj": (2560, 4096), "self_attn.q_norm": (128,), "self_attn.k_norm": (128,),
+        "mlp.gate_proj": (9728, 2560), "mlp.up_proj": (9728, 2560), "mlp.down_proj": (2560, 9728),
+        "input_layernorm": (2560,), "post_attention_layernorm": (2560,),
+    }  # fmt: skip
+    wanted = {f"backbone.layers.{i}.{part}.weight": shape for i in range(5) for part, shape in layer.items()}
+    wanted |= {"backbone.fc.weight": (2560, 12800), "backbone.hidden_norm.weight": (2560,), "backbone.norm.weight": (2560,)}
+    wanted |= {f"markov_head.markov_w{i}.weight": (151936, 256) for i in (1, 2)}
+    wanted |= {"confidence_head.proj.weight": (1, 2816), "confidence_head.proj.bias": (1,)}
+    assert shapes == wanted
+
+
+def test_the_mask_is_a_token_that_no_text_has(tmp_path):
+    """Catches a learnt vector beside Qwen3, whose released drafts take the first unused row and engines want a token."""
+    folder = make_folder(tmp_path / "padded", vocab_size=280)
+    padded = load_target(folder)
+    count = len(padded.tokenizer)
+    assert padded.spec.unused == sketch(str(folder)).spec.unused == count < 280
+    assert unused_row(padded.tokenizer, count) is None is unused_row(None, count)
+    for kind in ("dflash", "dspark", "domino", "deer", "peagle"):
+        module, small = find(kind), {"layers": 1, "block": 2} if kind != "peagle" else {"layers": 1, "length": 2}
+        small |= {"gru": 4, "pure_prefix": 1} if kind == "domino" else {}
+        model = module.Model(module.Config(**small), padded)
+        assert (model.config.mask_token, getattr(model, "backbone", model).mask_token) == (count, count), kind
+        model = module.Model(module.Config(mask_token="learnt", **small), padded)
+        assert (model.config.mask_token, getattr(model, "backbone", model).mask_token) == ("learnt", None), kind
+
+
+def test_an_older_checkpoint_keeps_what_it_did_not_name(tmp_path):
+    """Catches a learnt vector without a place in the model, and a rotation that is the target's all of a sudden."""
+    turns = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    padded = load_target(make_folder(tmp_path / "padded", vocab_size=280, rope_parameters=turns))
+    assert padded.spec.sizes.partial_rotary_factor == 0.5
+    settings = {"layers": 1, "block": 2, "mask_token": "learnt", "partial_rotary_factor": 1.0}
+    model = find("deer").Model(find("deer").Config(**settings), padded)
+    save(tmp_path / "old", model)
+    manifest = json.loads((tmp_path / "old" / "outrider.json").read_text())
+    manifest["config"]["mask_token"] = None
+    del manifest["config"]["partial_rotary_factor"]
+    (tmp_path / "old" / "outrider.json").write_text(json.dumps(manifest))
+    found = load_model(tmp_path / "old", padded)
+    assert torch.equal(found.mask, model.mask)
+    assert found.config == model.config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_method_takes_its_sizes_from_the_target(kind, tmp_path):
+    """Catches a method with sizes of its own, and a checkpoint whose config would leave them open."""
+    model = on_meta(kind, sketch(folder_of(tmp_path, REAL["Llama-3.1-8B"][0])))
+    assert tuple(getattr(model.config, key) for key in SIZES) == REAL["Llama-3.1-8B"][1]
+    weights = {tuple(weight.shape) for name, weight in model.named_parameters() if "mlp.gate_proj" in name}
+    assert weights == {(14336, 4096)}
+
+
+def test_a_size_that_is_named_is_kept_and_a_stretch_goes_with_its_base():
+    """Catches a target that overrules a config, and Llama's stretch of a base that is not Llama's."""
+    target = load_target(tiny_model(rope_parameters={"rope_theta": 5e5, **LLAMA3}))
+    _, sizes = resolved(LayerConfig(heads=2, kv_heads=1, intermediate=7), target.spec)
+    assert (sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.intermediate) == (2, 1, 8, 7)
+    assert (sizes.rope_theta, sizes.rope_scaling) == (5e5, LLAMA3)
+    assert resolved(LayerConfig(rope_theta=5e5), target.spec)[1].rope_scaling is None
+    assert resolved(LayerConfig(rope_scaling=LINEAR), target.spec)[1].rope_scaling == LINEAR
+    full, sizes = resolved(LayerConfig(rope_scaling={"rope_type": "default"}), target.spec)
+    assert (sizes.rope_theta, sizes.rope_scaling) == (5e5, None)
+    assert resolved(full, target.spec) == (full, sizes)
+
+
+def test_a_config_that_names_all_needs_no_target_that_does(target):
+    """Catches an older checkpoint, whose config names every size, that no longer loads beside a target without heads."""
+    named = LayerConfig(
+        heads=4, kv_heads=4, head_dim=64, intermediate=704, rms_norm_eps=1e-6, rope_theta=1e4, partial_rotary_factor=1.0
+    )
+    silent = dataclasses.replace(target.spec, sizes=None)
+    assert resolved(named, silent)[0] == named == resolved(named, target.spec)[0]
+    with pytest.raises(DrafterError, match="heads, kv_heads, .* are not set, and the config of Qwen3ForCausalLM does not say"):
+        resolved(LayerConfig(), silent)
+
+
+def test_layers_that_differ_give_the_sizes_of_the_last_that_sees_all(tmp_path):
+    """Catches the sizes of a window's layer: Gemma 4's global layers have other heads and another base (DeepSpec's too)."""
+    config = Gemma4TextConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        global_head_dim=16, layer_types=["sliding_attention", "full_attention"], hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0, vocab_size=64, vocab_size_per_layer_input=64,
+    )  # fmt: skip
+    sizes = layer_sizes(config)
+    assert (sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.intermediate) == (4, 2, 16, 48)
+    assert sizes.rope_theta == config.rope_parameters["full_attention"]["rope_theta"]
+    assert sizes.partial_rotary_factor == 1.0
+
+
+def test_a_stretch_that_is_left_out_is_said(tmp_path, caplog):
+    """Catches a drafter that turns otherwise than its target, in silence."""
+    path = folder_of(tmp_path / "phi", REAL["Phi-4-mini"][0])
+    run = RunConfig(name="x", target={"name": path}, drafter={"kind": "dspark"})
+    with caplog.at_level(logging.INFO):
+        found = on_paper(run)
+    assert "longrope" in caplog.text
+    assert [note for note in found.notes if "turns by longrope" in note]
+
+
+def test_a_target_out_of_reach_leaves_the_rest_known(tmp_path):
+    """Catches `show` that fails where the target is not here, or that makes sizes up."""
+    with pytest.raises(TargetError, match="the config of target .*nowhere.* can't be read"):
+        sketch(str(tmp_path / "nowhere"))
+    found = on_paper(RunConfig(name="x", target={"name": str(tmp_path / "nowhere")}, drafter={"kind": "dspark"}))
+    assert (found.values, found.parameters) == ({}, None)
+    assert "not known here" in found.notes[0]
+
+
+def test_the_count_on_paper_is_the_models(target, tmp_path):
+    """Catches a count of shapes that are not those of the model which is trained."""
+    target.model.save_pretrained(tmp_path)
+    for kind in (*KINDS, "medusa"):
+        settings = {"kind": kind, "layers": 1, "copies": [2]} if kind in ("dflash", "deer") else {"kind": kind}
+        module = find(kind)
+        model = module.Model(module.Config(**settings), target)
+        found = on_paper(RunConfig(name="x", target={"name": str(tmp_path)}, drafter=settings))
+        assert found.parameters == sum(weight.numel() for weight in model.parameters()), kind
