@@ -6,7 +6,8 @@
     ├── training.grams        hashes of the texts it was trained on, where they are known; the manifest names it by its content
     └── training.safetensors  optimiser moments and random state; may be deleted once training is done
 
-A checkpoint is written beside the old one and then takes its place, so there is always a whole one.
+A checkpoint is written beside the old one, forced to the disk, and then takes its place, so there is always a whole one,
+also after a crash or a power cut.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ def amend(folder: str | Path, weights: Mapping[str, Tensor], facts: Mapping[str,
         with _told(folder):
             try:
                 part.write_text(said)
+                _sync(part)
                 os.replace(part, source / MANIFEST)
+                _sync(source)
             finally:
                 part.unlink(missing_ok=True)
         return
@@ -119,14 +122,36 @@ def _instead_of(folder: Path) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
             yield part
-            if folder.exists():  # where it does not, a crash came in between, and .old is the last whole one
-                shutil.rmtree(old, ignore_errors=True)
+            for path in (*part.rglob("*"), part):
+                _sync(path)
+            if (folder / MANIFEST).exists():
+                _discard(old)
                 folder.rename(old)
+            else:  # a crash came in between, and .old is the last whole one
+                _discard(folder)
             part.rename(folder)
-            shutil.rmtree(old, ignore_errors=True)
+            _sync(folder.parent)
+            _discard(old)
     except TrainingError:
         shutil.rmtree(part, ignore_errors=True)
         raise
+
+
+def _sync(path: Path) -> None:
+    """Return once the disk holds this file, or this folder's names."""
+    if path.is_dir() and os.name != "posix":  # elsewhere a folder can't be opened
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _discard(folder: Path) -> None:
+    """Delete a folder, its manifest first: what a crash leaves of it is no checkpoint."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -33,6 +33,12 @@ Key = tuple[int, str, int]
 """Layer, `conv` or `recurrent`, number of the state within the layer."""
 
 
+STAIR = 64
+"""Tokens a row up to which passes share one mask."""
+VIEWS = 64
+"""Spans of slots whose views of all layers are held; then all are dropped."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pass:
     """Where the rows of one forward pass stand."""
@@ -121,7 +127,7 @@ class SlotCache:
         self._spare: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
         self._line = torch.arange(length, device=self.device)
         self._views: dict[tuple[int, int, int], list[Tensor]] = {}
-        self._stairs: dict[tuple[int, torch.dtype, Limit | None], Tensor] = {}
+        self._stairs: dict[tuple[torch.dtype, Limit | None], Tensor] = {}
         self._states: dict[Key, Tensor] = {}
         self._work: dict[Key, Tensor] = {}
         self._trail: dict[Key, list[Tensor]] = {}
@@ -145,6 +151,8 @@ class SlotCache:
         assert span is not None
         key = span.start, span.stop, len(self._layers)
         if key not in self._views:
+            if len(self._views) >= VIEWS:
+                self._views.clear()
             self._views[key] = [buffer[span] for _, kept in sorted(self._layers.items()) for buffer in kept]
         return self._views[key]
 
@@ -223,15 +231,21 @@ class SlotCache:
         }
 
     def _stair(self, dtype: torch.dtype, limit: Limit | None) -> Tensor:
-        """The mask of a chain in rows that stand together: cut from one that is made once for all places of this width."""
+        """The mask of a chain in rows that stand together.  Steps cut theirs from one that is held for all widths and places; a
+        chunk of a prompt makes its own."""
         width, start = self._now.width, self._now.starts[0]
-        key = width, dtype, limit
+        if width > STAIR:
+            return self._new_stair(start, width, dtype, limit)
+        key = dtype, limit
         if key not in self._stairs:
-            asks = torch.arange(width, device=self.device)[:, None]
-            stands = torch.arange(-self.length, width, device=self.device)
-            seen = (stands <= asks) & (True if limit is None else stands > asks - limit.size)
-            self._stairs[key] = additive(seen[None], dtype)
-        return self._stairs[key][..., self.length - start :]
+            self._stairs[key] = self._new_stair(self.length, STAIR, dtype, limit)
+        return self._stairs[key][..., :width, self.length - start : self.length + width]
+
+    def _new_stair(self, start: int, width: int, dtype: torch.dtype, limit: Limit | None) -> Tensor:
+        asks = torch.arange(width, device=self.device)[:, None]
+        stands = torch.arange(-start, width, device=self.device)
+        seen = (stands <= asks) & (True if limit is None else stands > asks - limit.size)
+        return additive(seen[None], dtype)
 
     def _seen(self, visible: Tensor | None) -> Tensor:
         """What every query may look at but for limits, [R or 1, Q, end] bool."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +129,86 @@ def test_a_crash_between_the_renames_loses_nothing(saved: Path, talker: Transfor
     checkpoint.save(saved, make_model(talker, seed=2), {"step": 2})
     assert [path.name for path in saved.parent.iterdir()] == ["c"]
     assert not torch.equal(load_file(saved / checkpoint.WEIGHTS)["backbone.fc.weight"], weights["backbone.fc.weight"])
+
+
+class Stop(BaseException):
+    """The process ends here."""
+
+
+STEPS = [
+    (Path, "mkdir"), (Path, "write_text"), (Path, "rename"), (Path, "unlink"), (os, "fsync"), (os, "unlink"), (os, "rmdir"),
+    (os, "replace"), (checkpoint, "save_file"),
+]  # fmt: skip
+
+
+def stopping(monkeypatch: pytest.MonkeyPatch, at: int) -> list[str]:
+    """Every step of a save is noted, and the process ends before step `at`, counted from 0."""
+    taken: list[str] = []
+
+    def stopped(name: str, real: Any) -> Any:
+        def step(*given: Any, **more: Any) -> Any:
+            if len(taken) == at:
+                raise Stop
+            taken.append(name)
+            return real(*given, **more)
+
+        return step
+
+    for place, name in STEPS:
+        monkeypatch.setattr(place, name, stopped(name, getattr(place, name)))
+    return taken
+
+
+@pytest.mark.parametrize("how", ["over a whole one", "over remains", "amend", "amend weights"])
+def test_a_reader_finds_a_whole_checkpoint_wherever_a_save_was_stopped(
+    how: str, saved: Path, talker: TransformersTarget
+) -> None:
+    """Catches a step behind which no manifest, or a manifest without its weights, stands where a reader looks."""
+    whole = saved.with_name("whole")
+    saved.rename(whole)
+    new = make_model(talker, seed=2)
+    weights = {name: weight.detach() for name, weight in checkpoint.weights_of(new).items()}
+    for at in itertools.count():
+        for name in ("c", "c.old", "c.part"):
+            shutil.rmtree(saved.with_name(name), ignore_errors=True)
+        shutil.copytree(whole, saved.with_name("c.old") if how == "over remains" else saved)
+        if how == "over remains":
+            shutil.copytree(whole, saved, ignore=shutil.ignore_patterns(checkpoint.MANIFEST))
+        with pytest.MonkeyPatch.context() as patch:
+            taken, is_stopped = stopping(patch, at), False
+            try:
+                if how.startswith("amend"):
+                    checkpoint.amend(saved, weights if how == "amend weights" else {}, {"training": {"step": 2}})
+                else:
+                    checkpoint.save(saved, new, {"step": 2})
+            except Stop:
+                is_stopped = True
+        step = checkpoint.manifest_of(saved)["training"]["step"]
+        found = load_file(checkpoint.whole(saved) / checkpoint.WEIGHTS)["backbone.fc.weight"]
+        assert torch.equal(found, weights["backbone.fc.weight"].float()) == (step == 2 and how != "amend"), taken
+        if not is_stopped:
+            break
+    assert at >= 4 and step == 2
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_takes_its_place(
+    saved: Path, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a rename that a power cut leaves behind with empty files in the folder."""
+    synced: list[int] = []
+    missing: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def checked(self: Path, to: Path) -> Path:
+        if to == saved:
+            missing.extend(path.name for path in (self, *self.iterdir()) if path.stat().st_ino not in synced)
+        return rename(self, to)
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(os.fstat(descriptor).st_ino), fsync(descriptor)))
+    monkeypatch.setattr(Path, "rename", checked)
+    checkpoint.save(saved, make_model(talker, seed=2), {"step": 2}, {"moment": torch.zeros(2)})
+    assert not missing
+    assert synced[-1] == saved.parent.stat().st_ino
 
 
 def test_a_training_goes_on_after_a_crash_between_the_renames(talker: TransformersTarget, tmp_path: Path) -> None:

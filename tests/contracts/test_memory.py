@@ -1,0 +1,102 @@
+"""What is held across requests has a bound: after ten thousand of them it is no more than after a few.  Counted, not measured.
+
+No test here is random but by fixed seeds.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from conftest import Case
+from contracts.parties import TableTarget
+
+from outrider.decoding.generate import advance
+from outrider.decoding.sampling import Sampling
+from outrider.decoding.state import DecodeState, Request
+from outrider.targets.cache import Limit, SlotCache
+
+REQUESTS = 10_000
+TARGET = TableTarget.random(5)
+
+
+def tensor_bytes(cache: SlotCache) -> int:
+    """Of all tensors that a cache holds, each storage once."""
+    waiting, sizes = list(vars(cache).values()), {}
+    while waiting:
+        held = waiting.pop()
+        if isinstance(held, torch.Tensor):
+            sizes[held.untyped_storage().data_ptr()] = held.untyped_storage().nbytes()
+        elif isinstance(held, dict):
+            waiting += held.values()
+        elif isinstance(held, list | tuple):
+            waiting += held
+    return sum(sizes.values())
+
+
+def opened(cache: SlotCache, rows: list[int], width: int, limits: dict[str, Limit | None]) -> dict[str, torch.Tensor]:
+    cache.open(rows, width)
+    return cache.masks(None, torch.float32, limits)
+
+
+def test_masks_of_many_prompt_lengths_take_no_more_than_those_of_one():
+    """Catches a mask that is held for every prompt length: 2.5 GiB after 400 prompts beside one of 8,000 tokens."""
+    cache, limits = SlotCache(2, 2048), {"full_attention": None, "sliding_attention": Limit("window", 24)}
+    opened(cache, [0], 8, limits)
+    before = tensor_bytes(cache)
+    for request in range(REQUESTS):
+        width = 1 + (request * 37) % 512 if request % 10 == 0 else 1 + request % 16
+        opened(cache, [request % 2], width, limits)
+    assert tensor_bytes(cache) <= before
+
+
+@pytest.mark.parametrize("width", [1, 5, 64, 65, 200])
+@pytest.mark.parametrize("start", [0, 1, 30, 300])
+@pytest.mark.parametrize("limit", [None, Limit("window", 24)])
+def test_a_mask_that_is_cut_from_a_shared_one_says_what_its_own_says(width, start, limit):
+    """Catches a cut that is off by one, or by the width of whoever came first."""
+    cache = SlotCache(1, 512)
+    opened(cache, [0], 64, {"any": limit})
+    cache.lengths[0] = start
+    found = opened(cache, [0], width, {"any": limit})["any"]
+    columns, rows = torch.arange(start + width), start + torch.arange(width)[:, None]
+    seen = (columns <= rows) & (columns > rows - (limit.size if limit else 10_000))
+    assert torch.equal(found[0, 0] == 0, seen)
+    assert bool(found[0, 0][~seen].eq(-torch.inf).all())
+
+
+def test_views_of_many_spans_of_slots_are_not_all_held():
+    """Catches views of every layer for every span of slots that was ever live at once."""
+    cache = SlotCache(200, 4)
+    for begin in range(0, 200, 2):
+        for end in range(begin + 1, 201, 3):
+            cache.open(range(begin, end), 1)
+            cache.update(*[torch.zeros(end - begin, 1, 1, 1)] * 2, layer_idx=0)
+            assert len(cache.buffers) == 2
+    assert len(cache._views) <= 64
+
+
+MEMORIES = [
+    Case("ngram"), Case("ngram", {"shared": "tenant", "capacity": 1000, "tenants": 4}), Case("recycle", {"shared": True}),
+    Case("suffix", {"shared": "tenant", "capacity": 1000, "tenants": 4}), Case("graft"),
+]  # fmt: skip
+KINDS = [Case("mix", {"share": "request"}), *(pytest.param(case, marks=pytest.mark.slow) for case in MEMORIES)]
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_a_drafters_memory_does_not_grow_with_requests(case, workshop):
+    """Catches a slot, a tenant or a table that stays when its request is over: objects after 10,000 against after half."""
+    drafter, held = workshop.build(case, TARGET), []
+    noise = torch.Generator().manual_seed(1)
+    prompts = torch.randint(5, (500, 6), generator=noise).tolist()
+    requests = [Request(prompts[n % 500], 2, Sampling(), tenant=f"tenant {n}") for n in range(REQUESTS)]
+    state = DecodeState(40, TARGET.spec.context)
+    done = 0
+    for progress in advance(TARGET, requests, drafter, slots=40, state=state):
+        done += progress.finish_reason is not None
+        if progress.finish_reason is not None and done in (REQUESTS // 2, REQUESTS - 100):
+            gc.collect()
+            held.append(len(gc.get_objects()))
+    assert done == REQUESTS
+    assert held[1] < held[0] + 2000
