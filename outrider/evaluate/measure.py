@@ -290,6 +290,11 @@ def _refuse_tests(task: str, prompts: Sequence[Prompt], config: Config) -> None:
             scoring.program(name, prompt, "")
 
 
+SHARED_NOISE = False
+"""Here a seed fixes the noise and no more, so sampled runs can be repeated and are drawn as requests without a seed are; drafts
+that share the target's noise, for the text's sake, are kept less often."""
+
+
 def _rule(config: Config) -> Rule:
     """A fresh meter of the lossy rule asked for, else the law."""
     return accept if config.rule is None else lossy.Meter(lossy.find(config.rule, config.allow_lossy)())
@@ -307,7 +312,7 @@ def _warm_up(target: TransformersTarget, entries: Sequence[Entry], prompt: Promp
         run_once(target, Request(tokens, new, Sampling(heat, seed=0)), ends=False)
     for entry in entries:
         request = Request(tokens, new, Sampling(entry.temperature, seed=0))
-        run_once(target, request, entry.drafter, rule=_rule(config))
+        run_once(target, request, entry.drafter, rule=_rule(config), shared_noise=SHARED_NOISE)
 
 
 def _one_prompt(
@@ -338,7 +343,9 @@ def _one_prompt(
         if heat not in plains:
             plains[heat] = _joined([run_once(target, request, ends=heat == 0) for request in requests(heat)])
         runs = [
-            run_once(target, request, entry.drafter, entry.policy, ends=heat == 0, rule=_rule(config))
+            run_once(
+                target, request, entry.drafter, entry.policy, ends=heat == 0, rule=_rule(config), shared_noise=SHARED_NOISE
+            )
             for request in requests(heat)
         ]
         measured.ids.append(prompt.id)
@@ -381,7 +388,7 @@ def _observe(target: TransformersTarget, measured: Measured, config: Config) -> 
         for request in requests:
             found = judged(
                 target, request, entry.drafter, None if entry.policy is None else entry.policy(),
-                ends=entry.temperature == 0, rule=_rule(config), shared_noise=False,
+                ends=entry.temperature == 0, rule=_rule(config), shared_noise=SHARED_NOISE,
             )  # fmt: skip
             places += found.tested
             measured.overlap += found.overlap
@@ -443,7 +450,7 @@ def as_tokens(
 
 def run_once(
     target: TransformersTarget, request: Request, drafter: Drafter | None = None, policy: Callable[[], Policy] | None = None,
-    ends: bool = True, rule: Rule = accept,
+    ends: bool = True, rule: Rule = accept, shared_noise: bool = True,
 ) -> Run:  # fmt: skip
     """Continue one request alone and note every step.  ends False goes on past end-of-text, for equal lengths."""
     run = Run()
@@ -457,9 +464,7 @@ def run_once(
     with model_clock(target, drafter) as clock:
         began = last = time.perf_counter()
         chosen = policy() if policy else None
-        # a seed fixes the noise and no more: runs can be repeated, and are drawn as requests without a seed are.  Drafts that
-        # share the target's noise, for the text's sake, are kept less often
-        options: Any = {"slots": 1, "rule": rule, "shared_noise": False, "state": state}
+        options: Any = {"slots": 1, "rule": rule, "shared_noise": shared_noise, "state": state}
         for progress in advance(listening, [request], drafter, policy=chosen, **options):
             now = time.perf_counter()
             if run.steps:
