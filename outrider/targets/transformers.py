@@ -28,11 +28,12 @@ from outrider.decoding.parties import Scores, Skip, TargetSpec
 from outrider.errors import DataError, TargetError
 from outrider.targets import quantised
 from outrider.targets.cache import SlotCache
-from outrider.targets.family import embedding_scale, head_law, learn, trunk
-from outrider.targets.selftest import selftest
+from outrider.targets.family import embedding_scale, head_law, learn, media_tokens, sizes, trunk
+from outrider.targets.selftest import BROKEN, SelfTest, agreed, refusal, selftest
 from outrider.targets.skip import Sublayers
 from outrider.targets.skip import learn as learn_sublayers
 from outrider.targets.step import CompiledStep, passed
+from outrider.targets.trust import Trust, trust
 
 
 class TransformersTarget:
@@ -40,8 +41,9 @@ class TransformersTarget:
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any = None, name: str | None = None, revision: str | None = None,
-        base_hash: str | None = None,
+        base_hash: str | None = None, tested: bool = True,
     ):  # fmt: skip
+        """tested: False for a model of which nothing is asked, since it is about to be tested itself."""
         quantised.check(model, name or type(model).__name__)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -53,17 +55,28 @@ class TransformersTarget:
         self._decoder_layers = _decoder_layers(model)
         self._embedding: Any = model.get_input_embeddings()
         self._head: Any = model.get_output_embeddings()
+        if self._head is None:
+            raise TargetError(refusal(model, "it has no output layer that tells the odds of tokens"))
+        self._media = media_tokens(model.config)
         self._caught: dict[int | str, Tensor] = {}
         self._hooked: set[int] = set()
         self._head.register_forward_pre_hook(self._catch_hidden)
-        self.family = learn(model)
+        known = trust(model, functools.partial(TransformersTarget, tested=False)) if tested else None
+        try:
+            self.family = learn(model, None if known is None else known.masks)
+        except BROKEN as error:
+            raise TargetError(refusal(model, f"a plain pass over text fails ({type(error).__name__}: {error})")) from error
         self._trunk = trunk(model)
         self.spec = replace(_spec(model, tokenizer, name, revision), base_hash=base_hash)
         self.ends = _ends(model)
-        self._scale, self._finish = self._what_the_ends_do()
         self.step = CompiledStep(self)
-        self.selftest = selftest(self)
-        self.spec = replace(self.spec, mode=self.selftest.mode)
+        try:
+            self._scale, self._finish = self._what_the_ends_do()
+        except BROKEN as error:
+            raise TargetError(refusal(model, f"a plain pass over text fails ({type(error).__name__}: {error})")) from error
+        if tested:
+            self.selftest = self._trusted(known)
+            self.spec = replace(self.spec, mode=self.selftest.mode)
         self.mask_token: int | None = getattr(tokenizer, "mask_token_id", None)
         """Id that stands for a token yet to be drafted; None where the tokenizer has none."""
 
@@ -131,7 +144,7 @@ class TransformersTarget:
             return self.step.run(tokens, cache, visible, depths, taps).first(width)
         tokens, visible, depths = passed(anchor, draft, self.spec.vocabulary)
         cache.open(rows, tokens.shape[1], in_steps=self.family.is_recurrent)
-        return self._each(tokens, cache, lambda part: self._scores(part, cache, visible, depths, taps))
+        return self._each(tokens, cache, self._scores, visible, depths, taps)
 
     def compile(self, several: bool = False) -> float:
         """Have verify passes of one slot, or of several, compiled; returns the seconds it took, 0 where that was done before.
@@ -169,7 +182,7 @@ class TransformersTarget:
         @torch.inference_mode()
         def read(tokens: Tensor) -> Tensor:
             cache.open(rows, tokens.shape[1])
-            scores = self._each(tokens, cache, lambda part: self._scores(part, cache, None, None, ()))
+            scores = self._each(tokens, cache, self._scores, None, None, ())
             cache.append([tokens.shape[1]] * len(rows))
             logits: Tensor = scores.logits
             return logits
@@ -199,6 +212,7 @@ class TransformersTarget:
             raise DataError("this target was loaded without a tokenizer: give prompts as lists of token ids")
         if isinstance(prompt, str):
             return self._known(self.tokenizer.encode(prompt, add_special_tokens=True))
+        _refuse_media(prompt)  # type: ignore[arg-type]
         if self.tokenizer.chat_template is None:
             raise DataError("the tokenizer has no chat template: give the prompt as one text instead of chat messages")
         said = {} if thinking is None else {"enable_thinking": thinking}
@@ -237,24 +251,31 @@ class TransformersTarget:
         return found
 
     def _states(self, tokens: Tensor, cache: SlotCache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-        def part(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-            self._tap(taps)
-            context = max(self.spec.context, tokens.shape[1])
-            given = self.family.arguments(cache, *self.family.seen(cache, None, None, self.model.dtype, context))
-            with packed.products():
-                hidden = self._trunk(input_ids=tokens, **given).last_hidden_state
-            return hidden, self._tapped(taps)
+        return self._each(tokens, cache, self._hidden, None, None, taps)
 
-        return self._each(tokens, cache, part)
+    def _hidden(
+        self, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        self._tap(taps)
+        context = max(self.spec.context, tokens.shape[1])
+        given = self.family.arguments(cache, *self.family.seen(cache, visible, depths, self.model.dtype, context))
+        with packed.products():
+            hidden = self._trunk(input_ids=tokens, **given).last_hidden_state
+        return hidden, self._tapped(taps)
 
-    def _each(self, tokens: Tensor, cache: SlotCache, run: Callable[[Tensor], Any]) -> Any:
-        """Run all rows of the open pass at once; one by one where they stand unevenly and the family takes no masks."""
-        if self.family.masks != "none" or cache.is_even:
-            return run(tokens)
+    def _each(
+        self, tokens: Tensor, cache: SlotCache, run: Callable[..., Any], visible: Tensor | None, depths: Tensor | None,
+        taps: tuple[int, ...],
+    ) -> Any:  # fmt: skip
+        """Run all rows of the open pass at once; one by one where they stand unevenly and the family can't be told so."""
+        # a state alone does not ask where its row stands
+        if self.family.takes_uneven_rows or cache.is_even or (self.family.is_recurrent and not cache.layers):
+            return run(tokens, cache, visible, depths, taps)
         rows, parts = cache.rows, []
         for b, row in enumerate(rows):
             cache.open([row], tokens.shape[1])
-            parts.append(run(tokens[b : b + 1]))
+            sight = (None if values is None else values[b : b + 1] for values in (visible, depths))
+            parts.append(run(tokens[b : b + 1], cache, *sight, taps))
         cache.open(rows, tokens.shape[1])
         joined: Any = [None if values[0] is None else torch.cat(values) for values in zip(*parts, strict=True)]
         return Scores(*joined) if isinstance(parts[0], Scores) else tuple(joined)
@@ -276,6 +297,14 @@ class TransformersTarget:
                 "head guess worse; the output is the target's all the same", self.spec.name,
             )  # fmt: skip
         return embedding_scale(self._embedding(tokens), caught[0]), finish or (lambda values: values)
+
+    def _trusted(self, known: Trust | None) -> SelfTest:
+        """What is known of models like this one, where this one agrees; else what a test of it finds."""
+        found = known and known.found and agreed(self, known.found)
+        found = found or selftest(self)
+        reason = f" ({found.failed})" if found.failed else ""
+        logging.getLogger(__name__).info("self-test of %s: %s%s", self.spec.name, found.mode, reason)
+        return found
 
     def _tap(self, taps: tuple[int, ...]) -> None:
         for layer in taps:
@@ -299,6 +328,11 @@ class TransformersTarget:
         for token in tokens:
             if not 0 <= token < self.spec.vocabulary:
                 raise DataError(f"token id {token} lies outside the target's vocabulary of {self.spec.vocabulary}")
+            if token in self._media:
+                raise DataError(
+                    f"token id {token} stands for an image, a video or sound ({self._media[token]}), and targets read text "
+                    "alone; leave it out"
+                )
         return tokens
 
 
@@ -449,11 +483,15 @@ def _copied(module: nn.Module, device: torch.device) -> Any:
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    count = model.config.num_hidden_layers
-    for module in trunk(model).modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise TargetError(f"{type(model).__name__} has no list of {count} decoder layers to tap")
+    count = sizes(model).layers
+    # the text part first: a vision tower may have as many layers
+    for part in (model.get_decoder(), trunk(model)):
+        for module in part.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                return module
+    raise TargetError(
+        f"{type(model).__name__} has no list of {count} decoder layers to tap; use transformers' own generate for it"
+    )
 
 
 def _padded(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
@@ -465,24 +503,33 @@ def _padded(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tens
 
 def _ends(model: PreTrainedModel) -> frozenset[int]:
     ends = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ends = model.config.eos_token_id if ends is None else ends
+    ends = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None) if ends is None else ends
     return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
 
 
 def _spec(model: PreTrainedModel, tokenizer: Any, name: str | None, revision: str | None) -> TargetSpec:
-    config: Any = model.config
+    found = sizes(model)
     return TargetSpec(
         name=name or type(model).__name__,
-        revision=revision or getattr(config, "_commit_hash", None),
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
+        revision=revision or getattr(model.config, "_commit_hash", None),
+        layers=found.layers,
+        hidden=found.hidden,
         vocabulary=model.get_output_embeddings().weight.shape[0],
-        context=config.max_position_embeddings,
+        context=found.context,
         dtype=str(model.dtype).removeprefix("torch."),
         tokenizer_hash=None if tokenizer is None else hash_tokenizer(tokenizer),
         weights_hash=hash_weights(model),
         quantised=quantised.precision(model),
     )
+
+
+def _refuse_media(messages: Sequence[Mapping[str, Any]]) -> None:
+    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
+    for part in parts:
+        if isinstance(part, Mapping) and (kind := part.get("type", "text")) != "text":
+            raise DataError(
+                f"a chat message has a part of type {kind!r}, and targets read text alone; give parts of type 'text'"
+            )
 
 
 def hash_tokenizer(tokenizer: Any) -> str:
