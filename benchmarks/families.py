@@ -1,9 +1,16 @@
 """Every family of models: what the self-test finds, and that speculation writes what `generate` writes.
 
-    python benchmarks/families.py [--family NAME …] [--tokens 2000] [--out benchmarks/results/families.json]
+    python benchmarks/families.py [--form NAME …] [--tokens 64] [--out benchmarks/results/every_family.json]
+    python benchmarks/families.py --settings [--family NAME …] [--tokens 2000] [--out benchmarks/results/families.json]
 
-Tiny models with random weights, sdpa and eager where the family has both.  A tree drafter proposes what the model itself
-wrote before, with wrong branches beside it and wrong tokens now and then, so that every depth is accepted and rejected.
+Without --settings: every causal family that transformers knows, in its causal form and in the one that also reads images,
+each built from its config class alone with its sizes made small.  A prompt that crosses every limit of its config while it is
+continued is read alone and beside a longer one; so is one beyond all limits.  A family is exact, or refused with a reason.
+With --out, forms that the file has already are not tried again.
+
+With --settings: tiny models with random weights, sdpa and eager where the family has both.  A tree drafter proposes what the
+model itself wrote before, with wrong branches beside it and wrong tokens now and then, so that every depth is accepted and
+rejected.
 Twenty prompts of unequal length share three slots.  --tokens counts those of float64 with the first attention a family has; its
 other settings compare a quarter of them.
 In float64 a token that differs is a mismatch; in float32 it is a tie if the model's two best logits lie within four times the
@@ -14,21 +21,29 @@ Prints JSON; exits with 1 on a mismatch.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import math
 import sys
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as WITH_IMAGES
 
 from benchmarks.replay import Replay, progress_bar, provenance, publish, spread
 from outrider.decoding.generate import advance
 from outrider.decoding.state import Request
 from outrider.errors import TargetError
+from outrider.targets.selftest import plain_words
 from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.twin import LIMIT, enlivened, small
 
 BASE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -109,15 +124,120 @@ def tiny(name: str, attention: str = "eager", dtype: torch.dtype = torch.float64
     """A random model of a family, its weights large enough that its text moves.  ValueError: it has no such attention."""
     kind, own = SMALL[name]
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **{**BASE, **own})
+    config = AutoConfig.for_model(kind, **{**own_sizes(kind), **own})
     # the grouped products of torch know no float64
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, experts_implementation="eager")
-    with torch.no_grad():
-        for weight_name, weight in model.named_parameters():
-            if weight.dim() == 2 and "embed" not in weight_name and "A_log" not in weight_name:
-                weight.mul_(4.0)
-    model.generation_config.eos_token_id = None
-    return model.to(dtype).eval()
+    return enlivened(model).to(dtype).eval()
+
+
+def own_sizes(kind: str) -> dict[str, Any]:
+    """Those of BASE that configs of this kind have: one that is handed a size keeps it, whether it is its own or not."""
+    of_class = CONFIG_MAPPING[kind]
+    known = {field.name for field in dataclasses.fields(of_class)} | set(of_class.attribute_map)
+    return {key: value for key, value in BASE.items() if key in known}
+
+
+# ── every form ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+ZAMBA = ["linear_attention"] * 2 + ["hybrid"] + ["linear_attention"] * 5 + ["hybrid"]
+SHAPES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"n_group": 1, "topk_group": 1},
+    "bamba": {"attn_layer_indices": [1]},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "gemma3n_text": {"hidden_size": 128},
+    "glm46v": {"text_config": {"rope_parameters": MROPE}},
+    "glm4v": {"text_config": {"rope_parameters": MROPE}},
+    "glm4v_moe": {"text_config": {"head_dim": 128, "rope_parameters": MROPE}},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "hunyuan_v1_dense": {"head_dim": 32},
+    "hunyuan_v1_moe": {"head_dim": 32},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "ministral": {"head_dim": 32},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen3_omni_moe_thinker": {"text_config": {"head_dim": 128}},
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [20, 64]},
+    "rwkv": {"attention_hidden_size": 64},
+    "step3p7": {"text_config": {"sliding_window": 24}},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 9, "layers_block_type": ZAMBA},
+    "zamba2": {"mamba_headdim": 80, "attention_hidden_size": 640, "attention_head_dim": 160},
+}
+"""What configs on the hub name and the class leaves open, or sizes that must fit others made small."""
+CAUSAL, NESTED = "causal", "with images"
+
+
+def forms() -> list[tuple[str, str]]:
+    """Every (config kind, form) that transformers maps to a model that writes text."""
+    nested = [(kind, NESTED) for kind, name in WITH_IMAGES.items() if CAUSAL_LMS.get(kind) != name]
+    return sorted([(kind, CAUSAL) for kind in CAUSAL_LMS] + nested)
+
+
+def built(kind: str, form: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """A random model of this kind from its config class alone, its sizes made small.  Raises what transformers raises."""
+    try:
+        return _built(kind, form, dtype, narrow=True)
+    except Exception:
+        return _built(kind, form, dtype, narrow=False)
+
+
+def _built(kind: str, form: str, dtype: torch.dtype, narrow: bool) -> PreTrainedModel:
+    config = small(CONFIG_MAPPING[kind](), narrow, **SHAPES.get(kind, {}))
+    auto = AutoModelForCausalLM if form == CAUSAL else AutoModelForImageTextToText
+    torch.manual_seed(3)
+    model = enlivened(auto.from_config(config, experts_implementation="eager")).to(dtype).eval()
+    with torch.inference_mode():
+        model(input_ids=torch.arange(3, 20)[None])
+    return model
+
+
+def try_form(kind: str, form: str, tokens: int) -> dict[str, Any]:
+    """One row of the table of all forms: exact, refused, wrong, or not built."""
+    row: dict[str, Any] = {"family": kind, "form": form}
+    for dtype in (torch.float64, torch.float32):
+        try:
+            model = built(kind, form, dtype)
+            break
+        except Exception as error:  # whatever transformers says of its own class
+            reason = f"{type(error).__name__}: {error}"
+    else:
+        return row | {"outcome": "not built", "reason": reason[:300]}
+    row |= {"model": type(model).__name__, "dtype": str(dtype).removeprefix("torch.")}
+    began = time.perf_counter()
+    try:
+        target = load_target(model)
+    except TargetError as error:
+        return row | {"outcome": "refused", "reason": str(error)[:400]}
+    target.ends = frozenset()
+    row |= {"mode": target.spec.mode, "reason": target.selftest.failed, "loaded_s": round(time.perf_counter() - began, 1)}
+    words = plain_words(target, 2, LIMIT + 10)
+    texts = [continued(model, words[0][: LIMIT - 14], tokens), continued(model, words[1], tokens)]
+    differ = 0
+    for slots in (1, 2):
+        drafter = Replay(texts, target.spec.vocabulary, eldest=target.spec.mode == "chain")
+        requests = [Request(text[:-tokens], tokens) for text in texts]
+        found: list[list[int]] = [[] for _ in requests]
+        for progress in advance(target, requests, drafter, slots=slots):
+            found[progress.request] += progress.tokens
+        differ += sum(a != b for text, got in zip(texts, found, strict=True) for a, b in zip(text[-tokens:], got, strict=False))
+        differ += sum(tokens - len(got) for got in found)
+    return row | {
+        "outcome": "wrong" if differ else "exact", "tokens": 4 * tokens, "mismatches": differ,
+        "prompts": [len(text) - tokens for text in texts], "seconds": round(time.perf_counter() - began, 1),
+    }  # fmt: skip
+
+
+def continued(model: PreTrainedModel, prompt: list[int], tokens: int) -> list[int]:
+    """The prompt and what transformers' own greedy generate writes behind it."""
+    given = torch.tensor([prompt])
+    found: list[int] = model.generate(
+        given, attention_mask=torch.ones_like(given), max_new_tokens=tokens, do_sample=False, pad_token_id=0
+    )[0].tolist()
+    return found
 
 
 # ── the comparison ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -209,17 +329,58 @@ def judged(target: TransformersTarget, text: list[int], prompt: int, at: int, to
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", action="append", choices=list(SMALL), help="may be given again; all without it")
-    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--settings", action="store_true", help="compare some families in every attention and type")
+    parser.add_argument("--family", action="append", choices=list(SMALL), help="with --settings; may be given again")
+    parser.add_argument("--form", action="append", help="a config kind, such as gemma3; may be given again; all without it")
+    parser.add_argument("--tokens", type=int, help="64, or 2000 with --settings, unless given")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()
+    if options.settings:
+        sys.exit(compare_settings(options))
+    sys.exit(compare_forms(options))
+
+
+def compare_forms(options: argparse.Namespace) -> bool:
+    """Every form, or those asked for; returns whether one is wrong."""
+    began, tokens = time.perf_counter(), options.tokens or 64
+    kept = json.loads(options.out.read_text()) if options.out is not None and options.out.exists() else {"rows": []}
+    rows = {(row["family"], row["form"]): row for row in kept["rows"]}
+    before = kept.get("provenance", {}).get("seconds", 0.0)
+    asked = [form for form in forms() if not options.form or form[0] in options.form]
+    with progress_bar() as bar:
+        task = bar.add_task("families", total=len(asked))
+        for kind, form in asked:
+            bar.update(task, description=f"{kind} {form}")
+            if (kind, form) not in rows or options.form:
+                try:
+                    rows[kind, form] = try_form(kind, form, tokens)
+                except Exception as error:  # one row of many; it counts as wrong
+                    traceback.print_exc()
+                    rows[kind, form] = {"family": kind, "form": form, "outcome": "wrong", "reason": repr(error)[:300]}
+                spent = before + time.perf_counter() - began
+                publish(
+                    every(sorted(rows.values(), key=lambda row: (row["family"], row["form"])), spent), options.out, quiet=True
+                )
+            bar.advance(task)
+    found = every(rows, before + time.perf_counter() - began)
+    publish(found, options.out)
+    return bool(found["totals"].get("wrong"))
+
+
+def every(found: dict[tuple[str, str], dict[str, Any]], seconds: float) -> dict[str, Any]:
+    rows = [row for _, row in sorted(found.items())]
+    return {"provenance": provenance(seconds), "totals": dict(Counter(row["outcome"] for row in rows)), "rows": rows}
+
+
+def compare_settings(options: argparse.Namespace) -> bool:
+    """Some families in every attention and type; returns whether a token differs."""
     began, rows = time.perf_counter(), []
     names = options.family or list(SMALL)
     with progress_bar() as bar:
         task = bar.add_task("families", total=len(names))
         for family in names:
             bar.update(task, description=family)
-            rows += every_setting(family, options.tokens)
+            rows += every_setting(family, options.tokens or 2000)
             bar.advance(task)
     totals = {
         "tokens": sum(row["tokens"] for row in rows),
@@ -228,7 +389,7 @@ def main() -> None:
         "modes": dict(Counter(row["mode"] for row in rows)),
     }
     publish({"provenance": provenance(time.perf_counter() - began), "totals": totals, "rows": rows}, options.out)
-    sys.exit(totals["mismatches"] > 0)
+    return totals["mismatches"] > 0
 
 
 def every_setting(family: str, tokens: int) -> list[dict[str, Any]]:

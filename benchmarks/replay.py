@@ -160,9 +160,11 @@ def provenance(seconds: float) -> dict[str, Any]:
     }
 
 
-def publish(found: dict[str, Any], out: Path | None) -> None:
+def publish(found: dict[str, Any], out: Path | None, quiet: bool = False) -> None:
+    """Print a result, unless `quiet`, and write it to `out`, where that is given."""
     text = json.dumps(found, indent=1)
-    print(text)
+    if not quiet:
+        print(text)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text + "\n")

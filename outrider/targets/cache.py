@@ -123,6 +123,7 @@ class SlotCache:
         self.device = torch.device(device)
         self.lengths = [0] * slots
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._indexers: dict[int, Tensor] = {}
         self._stacks: list[Tensor] = []
         self._spare: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
         self._line = torch.arange(length, device=self.device)
@@ -191,6 +192,13 @@ class SlotCache:
             self._layers[layer_idx] = self._buffer(keys), self._buffer(values)
         kept = self._layers[layer_idx]
         return self._write(kept[0], keys), self._write(kept[1], values)
+
+    def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
+        """Write this layer's keys of a sparse attention's index [R, n, d]; returns all up to the longest, [R, end, d]."""
+        keys = keys.unsqueeze(1)
+        if layer_idx not in self._indexers:
+            self._indexers[layer_idx] = self._buffer(keys)
+        return self._write(self._indexers[layer_idx], keys)[:, 0]
 
     def kept(self, layer: int, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer for these slots, for reading: [R, h, n, d], n what the longest of them holds."""

@@ -10,24 +10,37 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from outrider.errors import TargetError
 from outrider.targets.cache import Limit, SlotCache
 
-KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "mamba", "attention")
+KINDS = (
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "linear_attention",
+    "conv",
+    "mamba",
+    "attention",
+    "indexed_attention",
+)
 """Keys under which families look for the mask of a kind of layer; a key too many does no harm."""
+
+
+Masks = Literal["by kind", "one", "none"]
 
 
 @dataclass(frozen=True)
 class Family:
     """What a model takes, and what it does."""
 
-    masks: Literal["by kind", "one", "none"]
+    masks: Masks
     """A mask for every kind of layer, one for all, or none: then rows pass one by one and the family masks them itself."""
     limits: Mapping[str, Limit | None]
     """Kinds of attention among its layers, and how far they see."""
@@ -35,6 +48,11 @@ class Family:
     """Name of the argument that takes the cache."""
     has_positions: bool
     is_recurrent: bool
+
+    @property
+    def takes_uneven_rows(self) -> bool:
+        """Rows that stand at different places may share a pass: it is told what each sees, and where each stands."""
+        return self.masks != "none" and self.has_positions
 
     def seen(
         self, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, dtype: torch.dtype, context: int
@@ -46,6 +64,8 @@ class Family:
         bare = self.masks == "none" or self.needs_no_mask(cache, visible)
         masks = {} if bare else cache.masks(visible, dtype, self.limits, depths)
         # padding may reach behind the context
+        rows = len(cache.rows)  # some families refuse one mask for all rows
+        masks = {kind: mask.expand(rows, -1, -1, -1) for kind, mask in masks.items()}
         return masks, cache.positions(depths).clamp(max=context - 1) if self.has_positions else None
 
     def arguments(self, cache: Any, masks: Mapping[str, Tensor], positions: Tensor | None) -> dict[str, Any]:
@@ -65,12 +85,15 @@ class Family:
         return cache.is_single and visible is None and cache.is_even and not limited
 
 
-def learn(model: PreTrainedModel) -> Family:
-    """Look at the model, and try what can be tried on one token.  Modules with a recurrent state learn to pass in steps."""
+def learn(model: PreTrainedModel, masks: Masks | None = None) -> Family:
+    """Look at the model, and try what can be tried on two tokens.  Modules with a recurrent state learn to pass in steps.
+
+    masks: which it takes, where that is known.
+    """
     config = model.config.get_text_config(decoder=True)
     kinds, _ = get_layer_types_and_kwargs(config)
     asked = {*inspect.signature(model.forward).parameters, *inspect.signature(trunk(model).forward).parameters}
-    masks = _masks(model, "position_ids" in asked)
+    masks = masks or _masks(model, "position_ids" in asked)
     limits = {kind: _limit(kind, config) for kind in _attention_kinds(kinds)} or {"full_attention": None}
     if masks == "one" and len(limits) > 1:
         masks = "none"
@@ -81,6 +104,40 @@ def learn(model: PreTrainedModel) -> Family:
         has_positions="position_ids" in asked,
         is_recurrent=_teach_steps(model),
     )
+
+
+UNBOUNDED = 2**20
+"""Context of a family that names none: its positions are a bias or a state."""
+CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "max_target_positions")
+
+
+class Sizes(NamedTuple):
+    """Those of the text part."""
+
+    layers: int
+    hidden: int
+    context: int
+
+
+def sizes(model: PreTrainedModel) -> Sizes:
+    """Sizes of the part that reads text.  Raises TargetError where the config does not name them."""
+    config = model.config.get_text_config(decoder=True)
+    layers, hidden = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
+    if not isinstance(layers, int) or not isinstance(hidden, int):
+        raise TargetError(
+            f"{type(model).__name__}: its {type(config).__name__} names no num_hidden_layers and hidden_size; use "
+            "transformers' own generate for it"
+        )
+    # some families have positions of which the config says -1: none that would end
+    contexts = [value for name in CONTEXTS if isinstance(value := getattr(config, name, None), int) and value > 0]
+    return Sizes(layers, hidden, contexts[0] if contexts else UNBOUNDED)
+
+
+def media_tokens(config: Any) -> dict[int, str]:
+    """Ids that stand for images, videos or sound, and what the config calls them."""
+    names = [f"{kind}_token_{ending}" for kind in ("image", "video", "audio") for ending in ("id", "index")]
+    found = {getattr(config, name, None): name for name in names}
+    return {word: name for word, name in found.items() if isinstance(word, int)}
 
 
 def trunk(model: PreTrainedModel) -> nn.Module:
@@ -105,7 +162,7 @@ def _limit(kind: str, config: Any) -> Limit | None:
 
 
 @torch.inference_mode()
-def _masks(model: PreTrainedModel, has_positions: bool) -> Literal["by kind", "one", "none"]:
+def _masks(model: PreTrainedModel, has_positions: bool) -> Masks:
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     given: dict[str, Any] = {"input_ids": token, "use_cache": False}
     if has_positions:
@@ -137,7 +194,8 @@ def _teach_steps(model: nn.Module) -> bool:
 
 
 def _reads_states(module: nn.Module) -> bool:
-    names = inspect.unwrap(type(module).forward).__code__.co_names
+    methods = [inspect.unwrap(method) for method in vars(type(module)).values() if inspect.isfunction(method)]
+    names = {name for method in methods for name in method.__code__.co_names}
     return hasattr(module, "layer_idx") and ("get_conv_state" in names or "get_recurrent_state" in names)
 
 

@@ -1,126 +1,204 @@
-"""What a loaded model can be trusted with, found by doing it on random tokens and comparing with whole passes.
+"""What a model can be trusted with, found by doing it on random tokens and comparing with passes that have no cache at all.
 
-Checked in order: single steps, a chain verified in one pass, going on after a cut, a tree, going on after one of its paths;
-always two slots of unequal length, and beyond the window or across a chunk's border where that is near.  The first failure
-decides the mode; a model whose single steps fail is refused.
+Asked first: does the model say the same twice, and does what follows leave the beginning alone?  How far passes of other
+lengths and rows are apart is the rounding that is allowed.  Then, in order: single steps, `generate`'s own text across every
+limit, a chain verified in one pass, going on after a cut, a tree, going on after one of its paths; on slots of unequal and of
+equal length.  The first failure decides the mode; a model whose single steps or texts fail is refused.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from outrider.decoding.draft import Draft
 from outrider.errors import TargetError
 
+Mode = Literal["tree", "chain", "off"]
 PARENTS = (-1, 0, -1, 0, 1, 2)
 """A tree in which children stand apart from their parents and one path is three deep."""
 PATH = (0, 1, 4)
+CHECKS: tuple[tuple[str, Mode | None], ...] = (
+    ("steps", None), ("text", "off"), ("chain", "off"), ("cut", "chain"), ("tree", "chain"), ("path", "tree"),
+)  # fmt: skip
+"""The checks in order, and the mode that a model has earned with each; None is refused."""
+BROKEN = (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What a family raises that can't do what it was asked for."""
+WRITTEN = 14
+"""Tokens of `generate` that are compared."""
 
 
 @dataclass(frozen=True)
 class SelfTest:
     """What was found."""
 
-    mode: Literal["tree", "chain", "off"]
+    mode: Mode
     failed: str | None
     """The check that stopped it there."""
     errors: dict[str, float]
     """Largest difference of a logit, by check."""
     allowed: float
-    """Five times the difference between single steps and a whole pass, both transformers' own; or 16 units of
-    rounding, of float32 at least."""
+    """Five times the difference between passes without a cache of other lengths and rows; or 16 units of rounding, of float32
+    at least."""
 
 
 @torch.inference_mode()
 def selftest(target: Any) -> SelfTest:
     """Try a target and say what it may be used for.  Raises TargetError where even single steps are wrong."""
     trial = _Trial(target)
-    modes: list[tuple[str, Literal["tree", "chain", "off"]]] = [
-        ("steps", "off"), ("chain", "off"), ("cut", "chain"), ("tree", "chain"), ("path", "tree"),
-    ]  # fmt: skip
     errors: dict[str, float] = {}
-    reached: Literal["tree", "chain", "off"] = "off"
+    reached: Mode | None = None
     failed = None
-    for check, mode in modes:
+    for check, mode in CHECKS:
         if check == "tree" and target.family.is_recurrent:
             failed = "tree: a recurrent state follows one path"
             break
         try:
             errors[check] = getattr(trial, check)()
-        except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        except BROKEN as error:
             failed = f"{check}: {type(error).__name__}: {error}"
             break
         if not errors[check] <= trial.allowed:
             failed = f"{check}: logits differ by {errors[check]:.1e}, allowed are {trial.allowed:.1e}"
             break
         reached = mode
-    if "steps" not in errors or not errors["steps"] <= trial.allowed:
-        raise TargetError(
-            f"{target.spec.name} ({target.model.config.model_type}) can't be decoded here: single steps with our cache differ "
-            f"from a whole pass ({failed}); use transformers' own generate for it"
+    if reached is None:
+        raise TargetError(refusal(target.model, f"single steps with our cache differ from a pass without one ({failed})"))
+    return SelfTest(reached, failed, errors, trial.allowed)
+
+
+@torch.inference_mode()
+def agreed(target: Any, found: SelfTest) -> SelfTest | None:
+    """What was found for models like this one, with what rounding explains in this one; None where this one does not agree.
+
+    Three passes: a short text without a cache, its beginning, and the rest of it behind that as a draft.
+    """
+    [text], half = plain_words(target, 1, 8), 4
+    try:
+        whole = target.model(input_ids=torch.tensor([text], device=target.device), use_cache=False).logits[0]
+        cache = target.allocate(1, len(text) + 8)
+        head, rest = (torch.tensor([part], device=target.device) for part in (text[:half], text[half:]))
+        last = target.prefill(cache, [0], head, [half]).logits[0, -1]
+        draft = (
+            Draft.chain(rest[:, 1:], torch.tensor([rest.shape[1] - 1]))
+            if found.mode != "off"
+            else Draft.empty(1, target.device)
         )
-    found = SelfTest(reached, failed, errors, trial.allowed)
-    logging.getLogger(__name__).info("self-test of %s: %s%s", target.spec.name, reached, f" ({failed})" if failed else "")
+        logits = target.verify(cache, [0], rest[:, 0], draft).logits[0]
+    except BROKEN:
+        return None
+    # the beginning was read without anything before it: what rounding does between passes of different lengths
+    floor = _apart(last, whole[half - 1])
+    least = rounding(target, whole)
+    allowed = max(5 * min(floor, least), least)
+    error = _apart(logits, whole[half : half + len(logits)])
+    return replace(found, errors={**found.errors, "agreed": error}, allowed=allowed) if error <= allowed else None
+
+
+def refusal(model: Any, reason: str) -> str:
+    """The sentence that refuses a model."""
+    name = f"{type(model).__name__} ({model.config.model_type})"
+    return f"{name} can't be decoded here: {reason}; use transformers' own generate for it"
+
+
+def rounding(target: Any, logits: Tensor) -> float:
+    """16 units of rounding of the largest logit."""
+    # families compute softmax, routers and states in float32 whatever their type
+    return 16 * max(torch.finfo(dtype).eps for dtype in (target.model.dtype, torch.float32)) * float(logits.abs().max())
+
+
+def plain_words(target: Any, rows: int, count: int) -> list[list[int]]:
+    """Random texts [rows][count] without special tokens."""
+    configs = target.model.config, target.model.config.get_text_config(decoder=True)
+    named = [value for config in configs for key, value in vars(config).items() if key.endswith(("_token_id", "_token_index"))]
+    special = {word for value in named for word in (value if isinstance(value, list | tuple) else [value])}
+    words = torch.tensor([word for word in range(target.spec.vocabulary) if word not in special])
+    noise = torch.Generator().manual_seed(7)
+    found: list[list[int]] = words[torch.randint(len(words), (rows, count), generator=noise)].tolist()
     return found
 
 
 class _Trial:
-    """Two slots of unequal length with random text, and what the model itself says of any text."""
+    """Two slots with random text, and what the model itself says of any text."""
 
     def __init__(self, target: Any):
         self.target = target
-        noise = torch.Generator().manual_seed(7)
-        self.length = _length(target)
-        self.texts = torch.randint(target.spec.vocabulary, (2, self.length + 16), generator=noise).tolist()
-        self.nodes = torch.randint(target.spec.vocabulary, (2, len(PARENTS)), generator=noise)
-        self.lengths = [self.length, self.length - 3]
-        scale, floor = self._floor()
-        # families compute softmax, routers and states in float32 whatever their type
-        self.allowed = max(5 * floor, 16 * max(torch.finfo(dtype).eps for dtype in (target.model.dtype, torch.float32)) * scale)
+        self.length, self.around = _length(target), _around(target)
+        *self.texts, nodes = plain_words(target, 3, max(self.length, *self.around) + 16)
+        self.nodes = torch.tensor([nodes[: len(PARENTS)], nodes[-len(PARENTS) :]])
+        self.uneven = [self.length, self.length - 3]
+        self.even = [self.length, self.length]
+        self.passes: list[tuple[list[int], Tensor]] = []
+        self.allowed = self._allowed()
+        for text in self.texts:
+            self.expected(text[: self.length + 8])
+
+    def expected(self, text: list[int]) -> Tensor:
+        """Logits [V] behind a text, from a pass without a cache over it or over a longer one that begins so."""
+        for known, logits in self.passes:
+            if known[: len(text)] == text:
+                return logits[len(text) - 1]
+        self.passes.append((text, self.whole(text)))
+        return self.passes[-1][1][-1]
 
     def whole(self, text: list[int]) -> Tensor:
         """Logits [S, V] of one pass without a cache."""
-        return self.target.model(input_ids=torch.tensor([text], device=self.target.device), use_cache=False).logits[0]
+        return self.wholes([text])[0]
 
-    def _floor(self) -> tuple[float, float]:
-        """Largest logit, and how far transformers' own single steps are from its own whole pass."""
-        model, text = self.target.model, self.texts[0][: self.length + 4]
-        whole, cache = self.whole(text), DynamicCache(config=self.target.model.config)
-        worst, given = 0.0, {self.target.family.cache: cache, "use_cache": True}
-        for end in range(self.length, len(text) + 1):
-            part = text[: self.length] if end == self.length else [text[end - 1]]
-            logits = model(input_ids=torch.tensor([part], device=self.target.device), **given).logits[0, -1]
-            worst = max(worst, float((logits - whole[end - 1]).abs().max()))
-        return float(whole.abs().max()), worst
+    def wholes(self, texts: Sequence[list[int]]) -> Tensor:
+        """Logits [R, S, V] of one pass over rows of equal length without a cache."""
+        logits: Tensor = self.target.model(input_ids=torch.tensor(texts, device=self.target.device), use_cache=False).logits
+        return logits
 
-    def _filled(self) -> Any:
+    def _allowed(self) -> float:
+        """How far logits may differ.  Raises TargetError where the same text has other logits for no reason of rounding."""
+        texts = [text[: self.length + 4] for text in self.texts]
+        try:
+            whole, again = self.whole(texts[0]), self.whole(texts[0])
+            shorter = [self.whole(texts[0][:end]) for end in (self.length - 3, self.length)]
+            beside = self.wholes(texts)[0]
+        except BROKEN as error:
+            reason = f"a plain pass over text fails ({type(error).__name__}: {error})"
+            raise TargetError(refusal(self.target.model, reason)) from error
+        least = rounding(self.target, whole)
+        most = min(16 * least, float(whole.abs().max()) / 4)
+        if not _apart(whole, again) <= most:
+            raise TargetError(refusal(self.target.model, "it is random: the same text has other logits in every pass"))
+        floor = max(_apart(part, whole[: len(part)]) for part in shorter)
+        if not floor <= most:
+            raise TargetError(refusal(self.target.model, "it is not causal: what follows a text changes the logits before it"))
+        return max(5 * max(floor, min(most, _apart(whole, beside))), least)
+
+    def _filled(self, lengths: Sequence[int]) -> Any:
         """Both texts read up to their anchors."""
         cache = self.target.allocate(2, self.length + 32)
-        for row, length in enumerate(self.lengths):
-            head = torch.tensor([self.texts[row][: length - 1]], device=self.target.device)
-            self.target.prefill(cache, [row], head, [length - 1])
+        for row, length in enumerate(lengths):
+            self._read(cache, row, self.texts[row][:length])
         return cache
+
+    def _read(self, cache: Any, row: int, text: list[int]) -> None:
+        if len(text) > 1:
+            head = torch.tensor([text[:-1]], device=self.target.device)
+            self.target.prefill(cache, [row], head, [len(text) - 1])
 
     def _verify(self, cache: Any, texts: list[list[int]], draft: Draft, paths: Callable[[int], list[list[int]]]) -> float:
         """Verify `draft` behind these texts; how far any row is from a whole pass over the text and that row's path."""
-        anchor = torch.tensor([text[-1] for text in texts], device=self.target.device)
-        logits = self.target.verify(cache, [0, 1], anchor, draft).logits
-        worst = 0.0
-        for b, text in enumerate(texts):
-            for n, path in enumerate([[], *paths(b)]):
-                wanted = self.whole(text + path)[-1]
-                worst = max(worst, float((logits[b, n] - wanted).abs().max()))
-        return worst
+        logits = self._logits(cache, texts, draft)
+        rows = [(text + path, logits[b, n]) for b, text in enumerate(texts) for n, path in enumerate([[], *paths(b)])]
+        # the longest first: a pass over it answers for all that it begins with
+        return max(_apart(found, self.expected(text)) for text, found in sorted(rows, key=lambda row: -len(row[0])))
 
-    def _begun(self) -> list[list[int]]:
-        return [text[:length] for text, length in zip(self.texts, self.lengths, strict=True)]
+    def _logits(self, cache: Any, texts: list[list[int]], draft: Draft) -> Tensor:
+        anchor = torch.tensor([text[-1] for text in texts], device=self.target.device)
+        logits: Tensor = self.target.verify(cache, [0, 1], anchor, draft).logits
+        return logits
+
+    def _begun(self, lengths: Sequence[int]) -> list[list[int]]:
+        return [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
 
     def _chain(self, texts: list[list[int]], nodes: int) -> tuple[Draft, Callable[[int], list[list[int]]]]:
         """The texts' own next tokens as a draft, and the path to each."""
@@ -129,22 +207,53 @@ class _Trial:
         return draft, lambda b: [following[b][: n + 1] for n in range(nodes)]
 
     def steps(self) -> float:
-        cache, worst = self._filled(), 0.0
-        for n in range(4):
-            texts = [text[: length + n] for text, length in zip(self.texts, self.lengths, strict=True)]
-            worst = max(worst, self._verify(cache, texts, Draft.empty(2, self.target.device), lambda b: []))
+        worst = 0.0
+        for lengths, count in ((self.uneven, 4), (self.even, 2)):
+            cache = self._filled(lengths)
+            for n in range(count):
+                texts = self._begun([length + n for length in lengths])
+                worst = max(worst, self._verify(cache, texts, Draft.empty(2, self.target.device), lambda b: []))
+                cache.keep([[], []])
+        return worst
+
+    def text(self) -> float:
+        """What `generate` writes behind a prompt before every limit and behind one beyond, beside each other.
+
+        Returns by how much the likeliest token beats the one written.
+        """
+        prompts = [text[:length] for text, length in zip(self.texts, self.around, strict=True)]
+        written = [self._generated(prompt) for prompt in prompts]
+        count = min(len(text) - len(prompt) for text, prompt in zip(written, prompts, strict=True))
+        cache, worst = self.target.allocate(2, max(self.around) + 2 * WRITTEN), 0.0
+        for row, prompt in enumerate(prompts):
+            self._read(cache, row, prompt)
+        for at in range(count):
+            texts = [text[: len(prompt) + at] for text, prompt in zip(written, prompts, strict=True)]
+            logits = self._logits(cache, texts, Draft.empty(2, self.target.device))[:, 0]
+            wanted = torch.tensor([text[len(begun)] for text, begun in zip(written, texts, strict=True)], device=logits.device)
+            worst = max(worst, float((logits.max(-1).values - logits.gather(-1, wanted[:, None])[:, 0]).max()))
             cache.keep([[], []])
         return worst
 
+    def _generated(self, prompt: list[int]) -> list[int]:
+        given = torch.tensor([prompt], device=self.target.device)
+        found: list[int] = self.target.model.generate(
+            given, attention_mask=torch.ones_like(given), max_new_tokens=WRITTEN, do_sample=False, pad_token_id=0
+        )[0].tolist()
+        return found
+
     def chain(self) -> float:
-        return self._verify(self._filled(), self._begun(), *self._chain(self._begun(), 5))
+        return max(
+            self._verify(self._filled(lengths), self._begun(lengths), *self._chain(self._begun(lengths), 5))
+            for lengths in (self.uneven, self.even)
+        )
 
     def cut(self) -> float:
         """One slot keeps two tokens of five, the other none."""
-        cache = self._filled()
-        self._verify(cache, self._begun(), *self._chain(self._begun(), 5))
+        cache, begun = self._filled(self.uneven), self._begun(self.uneven)
+        self._logits(cache, begun, self._chain(begun, 5)[0])
         cache.keep([[0, 1], []])
-        texts = [self.texts[0][: self.lengths[0] + 3], self.texts[1][: self.lengths[1] + 1]]
+        texts = self._begun([self.uneven[0] + 3, self.uneven[1] + 1])
         return self._verify(cache, texts, *self._chain(texts, 4))
 
     def _tree(self) -> tuple[Draft, Callable[[int], list[list[int]]]]:
@@ -157,27 +266,44 @@ class _Trial:
         return draft, lambda b: [path(b, n) for n in range(len(PARENTS))]
 
     def tree(self) -> float:
-        return self._verify(self._filled(), self._begun(), *self._tree())
+        return max(
+            self._verify(self._filled(lengths), self._begun(lengths), *self._tree()) for lengths in (self.uneven, self.even)
+        )
 
     def path(self) -> float:
         """One slot keeps the tree's longest path, the other a younger child of the anchor."""
-        cache = self._filled()
-        self._verify(cache, self._begun(), *self._tree())
+        cache, begun = self._filled(self.uneven), self._begun(self.uneven)
+        self._logits(cache, begun, self._tree()[0])
         cache.keep([PATH, [2]])
         kept = [[*self.nodes[0, list(PATH)].tolist()], [int(self.nodes[1, 2])]]
-        texts = [text + path + [0] for text, path in zip(self._begun(), kept, strict=True)]
-        following = torch.ones(2, 3, dtype=torch.int64, device=self.target.device)
+        texts = [text + path + [self.texts[0][0]] for text, path in zip(begun, kept, strict=True)]
+        following = torch.tensor([self.texts[1][:3]] * 2, device=self.target.device)
         return self._verify(
-            cache, texts, Draft.chain(following, torch.full((2,), 3)), lambda b: [[1] * (n + 1) for n in range(3)]
+            cache, texts, Draft.chain(following, torch.full((2,), 3)), lambda b: [self.texts[1][: n + 1] for n in range(3)]
         )
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+def _limits(target: Any) -> list[int]:
+    """Windows and chunks that are near."""
+    most = 512 if target.device.type == "cpu" else 4096
+    return [limit.size for limit in target.family.limits.values() if limit is not None and limit.size <= most]
 
 
 def _length(target: Any) -> int:
     """Beyond the window, and just before a chunk's border, where that is near; always within the context."""
-    most = 512 if target.device.type == "cpu" else 4096
-    sizes = [limit.size for limit in target.family.limits.values() if limit is not None and limit.size <= most]
+    sizes = _limits(target)
     wanted = max([24, *(size + 12 for size in sizes)])
     for limit in target.family.limits.values():
-        if limit is not None and limit.kind == "chunk" and limit.size <= most:
+        if limit is not None and limit.kind == "chunk" and limit.size in sizes:
             wanted += -wanted % limit.size - 1
     return max(6, min(wanted, target.spec.context - 24))
+
+
+def _around(target: Any) -> list[int]:
+    """Lengths of a prompt before every limit that is near and of one beyond."""
+    farthest = min(max([16, *_limits(target)]), target.spec.context - 2 * WRITTEN)
+    return [max(2, farthest - 6), max(3, farthest + 6)]

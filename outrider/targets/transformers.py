@@ -33,13 +33,14 @@ from outrider.errors import DataError, TargetError
 from outrider.targets import hooks, quantised
 from outrider.targets.cache import SlotCache
 from outrider.targets.detokenizer import detokenizer
-from outrider.targets.family import embedding_scale, head_law, learn, trunk
+from outrider.targets.family import embedding_scale, head_law, learn, media_tokens, sizes, trunk
 from outrider.targets.generation import ends_of, greedy_sampling
-from outrider.targets.selftest import selftest
+from outrider.targets.selftest import BROKEN, SelfTest, agreed, refusal, selftest
 from outrider.targets.sizes import layer_sizes, unused_row
 from outrider.targets.skip import Sublayers
 from outrider.targets.skip import learn as learn_sublayers
 from outrider.targets.step import CompiledStep, passed
+from outrider.targets.trust import Trust, trust
 
 
 class TransformersTarget:
@@ -47,8 +48,9 @@ class TransformersTarget:
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any = None, name: str | None = None, revision: str | None = None,
-        base_hash: str | None = None,
+        base_hash: str | None = None, tested: bool = True,
     ):  # fmt: skip
+        """tested: False for a model of which nothing is asked, since it is about to be tested itself."""
         quantised.check(model, name or type(model).__name__)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -60,16 +62,27 @@ class TransformersTarget:
         self._decoder_layers = _decoder_layers(model)
         self._embedding: Any = model.get_input_embeddings()
         self._head: Any = model.get_output_embeddings()
+        if self._head is None:
+            raise TargetError(refusal(model, "it has no output layer that tells the odds of tokens"))
         self._model_head: nn.Module = self._head  # which `lent` leaves in its place
+        self._media = media_tokens(model.config)
         hooks.watch_input(self._model_head)
-        self.family = learn(model)
+        known = trust(model, functools.partial(TransformersTarget, tested=False)) if tested else None
+        try:
+            self.family = learn(model, None if known is None else known.masks)
+        except BROKEN as error:
+            raise TargetError(refusal(model, f"a plain pass over text fails ({type(error).__name__}: {error})")) from error
         self._trunk = trunk(model)
         self.spec = replace(_spec(model, tokenizer, name, revision), base_hash=base_hash)
         self._ends: frozenset[int] | None = None
-        self._scale, self._finish = self._what_the_ends_do()
         self.step = CompiledStep(self)
-        self.selftest = selftest(self)
-        self.spec = replace(self.spec, mode=self.selftest.mode)
+        try:
+            self._scale, self._finish = self._what_the_ends_do()
+        except BROKEN as error:
+            raise TargetError(refusal(model, f"a plain pass over text fails ({type(error).__name__}: {error})")) from error
+        if tested:
+            self.selftest = self._trusted(known)
+            self.spec = replace(self.spec, mode=self.selftest.mode)
         self.mask_token: int | None = getattr(tokenizer, "mask_token_id", None)
         """Id that stands for a token yet to be drafted; None where the tokenizer has none."""
 
@@ -154,7 +167,7 @@ class TransformersTarget:
             return self.step.run(tokens, cache, visible, depths, taps).first(width)
         tokens, visible, depths = passed(anchor, draft, self.spec.vocabulary)
         cache.open(rows, tokens.shape[1], in_steps=self.family.is_recurrent)
-        return self._each(tokens, cache, lambda part: self._scores(part, cache, visible, depths, taps))
+        return self._each(tokens, cache, self._scores, visible, depths, taps)
 
     def compile(self, several: bool = False) -> float:
         """Have verify passes of one slot, or of several, compiled; returns the seconds it took, 0 where that was done before.
@@ -192,7 +205,7 @@ class TransformersTarget:
         @torch.inference_mode()
         def read(tokens: Tensor) -> Tensor:
             cache.open(rows, tokens.shape[1])
-            scores = self._each(tokens, cache, lambda part: self._scores(part, cache, None, None, ()))
+            scores = self._each(tokens, cache, self._scores, None, None, ())
             cache.append([tokens.shape[1]] * len(rows))
             logits: Tensor = scores.logits
             return logits
@@ -232,6 +245,7 @@ class TransformersTarget:
         """Token ids of a text or of chat messages, by the tokenizer."""
         if isinstance(given, str):
             return list(self.tokenizer.encode(given, add_special_tokens=True))
+        _refuse_media(given)
         if self.tokenizer.chat_template is None:
             raise DataError("the tokenizer has no chat template: give the prompt as one text instead of chat messages")
         said = {} if thinking is None else {"enable_thinking": thinking}
@@ -275,23 +289,30 @@ class TransformersTarget:
         return logits, caught[self._model_head], [caught[layer] for layer in self._decoder_layers]
 
     def _states(self, tokens: Tensor, cache: SlotCache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-        def part(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-            context = max(self.spec.context, tokens.shape[1])
-            given = self.family.arguments(cache, *self.family.seen(cache, None, None, self.model.dtype, context))
-            with packed.products(), self._catching(taps) as caught:
-                hidden = self._trunk(input_ids=tokens, **given).last_hidden_state
-            return hidden, self._tapped(caught, taps)
+        return self._each(tokens, cache, self._hidden, None, None, taps)
 
-        return self._each(tokens, cache, part)
+    def _hidden(
+        self, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        context = max(self.spec.context, tokens.shape[1])
+        given = self.family.arguments(cache, *self.family.seen(cache, visible, depths, self.model.dtype, context))
+        with packed.products(), self._catching(taps) as caught:
+            hidden = self._trunk(input_ids=tokens, **given).last_hidden_state
+        return hidden, self._tapped(caught, taps)
 
-    def _each(self, tokens: Tensor, cache: SlotCache, run: Callable[[Tensor], Any]) -> Any:
-        """Run all rows of the open pass at once; one by one where they stand unevenly and the family takes no masks."""
-        if self.family.masks != "none" or cache.is_even:
-            return run(tokens)
+    def _each(
+        self, tokens: Tensor, cache: SlotCache, run: Callable[..., Any], visible: Tensor | None, depths: Tensor | None,
+        taps: tuple[int, ...],
+    ) -> Any:  # fmt: skip
+        """Run all rows of the open pass at once; one by one where they stand unevenly and the family can't be told so."""
+        # a state alone does not ask where its row stands
+        if self.family.takes_uneven_rows or cache.is_even or (self.family.is_recurrent and not cache.layers):
+            return run(tokens, cache, visible, depths, taps)
         rows, parts = cache.rows, []
         for b, row in enumerate(rows):
             cache.open([row], tokens.shape[1])
-            parts.append(run(tokens[b : b + 1]))
+            sight = (None if values is None else values[b : b + 1] for values in (visible, depths))
+            parts.append(run(tokens[b : b + 1], cache, *sight, taps))
         cache.open(rows, tokens.shape[1])
         joined: Any = [None if values[0] is None else torch.cat(values) for values in zip(*parts, strict=True)]
         return Scores(*joined) if isinstance(parts[0], Scores) else tuple(joined)
@@ -326,6 +347,14 @@ class TransformersTarget:
             hooks.watch_output(layer)
         return hooks.catching([self._model_head, *layers])
 
+    def _trusted(self, known: Trust | None) -> SelfTest:
+        """What is known of models like this one, where this one agrees; else what a test of it finds."""
+        found = known and known.found and agreed(self, known.found)
+        found = found or selftest(self)
+        reason = f" ({found.failed})" if found.failed else ""
+        logging.getLogger(__name__).info("self-test of %s: %s%s", self.spec.name, found.mode, reason)
+        return found
+
     def _tapped(self, caught: Mapping[nn.Module, Tensor], taps: tuple[int, ...]) -> Tensor | None:
         return torch.stack([caught[self._decoder_layers[layer]] for layer in taps], 2) if taps else None
 
@@ -335,6 +364,11 @@ class TransformersTarget:
         for token in tokens:
             if not 0 <= token < self.spec.vocabulary:
                 raise DataError(f"token id {token} lies outside the target's vocabulary of {self.spec.vocabulary}")
+            if token in self._media:
+                raise DataError(
+                    f"token id {token} stands for an image, a video or sound ({self._media[token]}), and targets read text "
+                    "alone; leave it out"
+                )
         return tokens
 
 
@@ -502,11 +536,15 @@ def _copied(module: nn.Module, device: torch.device) -> Any:
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    count = model.config.num_hidden_layers
-    for module in trunk(model).modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise TargetError(f"{type(model).__name__} has no list of {count} decoder layers to tap")
+    count = sizes(model).layers
+    # the text part first: a vision tower may have as many layers
+    for part in (model.get_decoder(), trunk(model)):
+        for module in part.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                return module
+    raise TargetError(
+        f"{type(model).__name__} has no list of {count} decoder layers to tap; use transformers' own generate for it"
+    )
 
 
 def _padded(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
@@ -517,21 +555,30 @@ def _padded(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tens
 
 
 def _spec(model: PreTrainedModel, tokenizer: Any, name: str | None, revision: str | None) -> TargetSpec:
-    config: Any = model.config
+    found = sizes(model)
     return TargetSpec(
         name=name or type(model).__name__,
-        revision=revision or getattr(config, "_commit_hash", None),
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
+        revision=revision or getattr(model.config, "_commit_hash", None),
+        layers=found.layers,
+        hidden=found.hidden,
         vocabulary=model.get_output_embeddings().weight.shape[0],
-        context=config.max_position_embeddings,
+        context=found.context,
         dtype=str(model.dtype).removeprefix("torch."),
         tokenizer_hash=None if tokenizer is None else hash_tokenizer(tokenizer),
         weights_hash=hash_weights(model),
         quantised=quantised.precision(model),
-        sizes=layer_sizes(config),
+        sizes=layer_sizes(model.config),
         unused=unused_row(tokenizer, model.get_output_embeddings().weight.shape[0]),
     )
+
+
+def _refuse_media(messages: Sequence[Mapping[str, Any]]) -> None:
+    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
+    for part in parts:
+        if isinstance(part, Mapping) and (kind := part.get("type", "text")) != "text":
+            raise DataError(
+                f"a chat message has a part of type {kind!r}, and targets read text alone; give parts of type 'text'"
+            )
 
 
 def hash_tokenizer(tokenizer: Any) -> str:

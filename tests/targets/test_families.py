@@ -119,19 +119,25 @@ def test_deep_paths_are_the_models_own(family, attention):
 # ── planted faults: what the self-test must find ──────────────────────────────────────────────────────────────────────
 
 
+@pytest.fixture
+def unknown(monkeypatch, tmp_path):
+    """Nothing is known of any family: a planted fault is not among what answers are kept under."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+
+
 def failing(family: str) -> str:
     """The check at which a fresh target of this family stops."""
     found = load_target(tiny(family)).selftest
     return found.failed.split(":")[0] if found.failed else "none"
 
 
-def test_a_window_that_is_one_too_wide_is_found(monkeypatch):
+def test_a_window_that_is_one_too_wide_is_found(monkeypatch, unknown):
     monkeypatch.setattr("outrider.targets.family._limit", lambda kind, config: Limit("window", config.sliding_window + 1))
     with pytest.raises(TargetError, match="single steps"):
         load_target(tiny("mistral-window"))
 
 
-def test_a_tree_whose_nodes_stand_where_they_were_drawn_is_found(monkeypatch):
+def test_a_tree_whose_nodes_stand_where_they_were_drawn_is_found(monkeypatch, unknown):
     """Positions by order instead of depth: right for every chain."""
     rows = Draft.rows
     by_order = lambda draft: torch.arange(draft.tokens.shape[1] + 1).expand(len(draft.tokens), -1)
@@ -140,7 +146,7 @@ def test_a_tree_whose_nodes_stand_where_they_were_drawn_is_found(monkeypatch):
     assert load_target(tiny("qwen3")).spec.mode == "chain"
 
 
-def test_a_window_that_counts_columns_is_found(monkeypatch):
+def test_a_window_that_counts_columns_is_found(monkeypatch, unknown):
     """A tree's nodes stand where their depth says: by columns a window is too narrow for younger branches."""
 
     def by_columns(sight, limit, depths):
@@ -151,12 +157,12 @@ def test_a_window_that_counts_columns_is_found(monkeypatch):
     assert failing("mistral-window") == "tree"
 
 
-def test_a_path_that_is_not_moved_together_is_found(monkeypatch):
+def test_a_path_that_is_not_moved_together_is_found(monkeypatch, unknown):
     monkeypatch.setattr(SlotCache, "_move", lambda cache, row, places, to: None)
     assert failing("qwen3") == "path"
 
 
-def test_a_state_that_is_not_noted_is_found(monkeypatch):
+def test_a_state_that_is_not_noted_is_found(monkeypatch, unknown):
     """The state behind the last position, whatever was kept: right for all that is accepted whole."""
     monkeypatch.setattr(SlotCache, "note", lambda cache, layer: None)
     assert failing("mamba2") == "cut"

@@ -1,0 +1,240 @@
+"""The small twin of a config: every switch and every kind of layer as it is there, only sizes and limits made small.
+
+What a family does with masks, positions and caches does not depend on how wide it is.  So the self-test asks a twin of a few
+narrow layers in float64 what it would take minutes to ask of the model; and windows, chunks and the context of the first
+training are so short in the twin that a text of a few tokens crosses them.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+BROKEN = (AttributeError, ImportError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What a class raises that can't be built or run like this."""
+VOCABULARY = 128
+LIMIT = 32
+"""Tokens of a window, a chunk, or the context of the first training."""
+LAYERS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers", "encoder_layers",
+    "num_encoder_layers", "num_blocks", "depth",
+)  # fmt: skip
+NUMBERS = (
+    "moe_layers",
+    "only_layers",
+    "source_layers",
+    "cross_attention_layers",
+    "scaling_layers",
+    "_ids",
+    "_idxs",
+    "_indexes",
+)
+"""Lists of the numbers of layers."""
+HEADS = (
+    ("num_attention_heads", "num_key_value_heads"), ("n_head", "n_head_kv"), ("n_heads", "n_kv_heads"),
+    ("num_heads", "num_kv_heads"), ("decoder_attention_heads", ""), ("encoder_attention_heads", ""),
+    ("attention_heads", ""), ("num_decoder_attention_heads", ""), ("num_encoder_attention_heads", ""),
+    ("swa_num_attention_heads", "swa_num_key_value_heads"), ("num_sliding_attention_heads", ""),
+    ("linear_num_value_heads", "linear_num_key_heads"),
+)  # fmt: skip
+"""Query heads, and the heads of keys that they share."""
+WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "emb_dim", "embedding_dim", "n_embed")
+STATES = (("mamba_n_heads", "mamba_d_head", "mamba_expand"), ("num_heads", "head_dim", "expand"))
+"""Heads of a state, their size, and how many times as wide as the hidden state they are together."""
+SMALL = {
+    "intermediate_size": 96, "n_inner": 96, "ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "d_inner": 96,
+    "d_ff": 96, "ffn_hidden_size": 96, "moe_intermediate_size": 32, "feed_forward_size": 96, "intermediate_size_mlp": 96,
+    "shared_expert_intermediate_size": 32, "shared_intermediate_size": 32, "expert_ffn_hidden_size": 32, "block_ff_dim": 96,
+    "dense_intermediate_size": 96, "mlp_dim": 96, "share_expert_dim": 32, "moe_hidden_size": 64, "router_hidden_size": 32,
+    "num_experts": 8, "n_routed_experts": 8, "num_local_experts": 8, "moe_num_experts": 8, "num_experts_per_tok": 2,
+    "moe_topk": 2, "moe_k": 2, "n_group": 2, "topk_group": 1, "zero_expert_num": 2,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "mamba_n_groups": 1, "n_groups": 1, "mamba_ngroups": 1, "mamba_d_state": 16,
+    "ssm_state_size": 16, "state_size": 16, "chunk_size": 16, "mamba_chunk_size": 16, "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 16, "lru_width": 64, "image_size": 56, "audio_vocab_size": VOCABULARY,
+}  # fmt: skip
+"""The most that is left of these sizes."""
+LIMITS = (
+    "sliding_window", "attention_chunk_size", "window_size", "local_attention", "attention_window_size", "sliding_window_size",
+    "original_max_position_embeddings", "index_topk",
+)  # fmt: skip
+TEXTS = ("text_config", "language_config", "llm_config", "decoder", "thinker_config")
+"""Parts of a config that are about text."""
+NOT_ARGUMENTS = ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype")
+
+
+def small(config: PreTrainedConfig, narrow: bool = True, **changes: Any) -> PreTrainedConfig:
+    """A config of the same class with its sizes made small.  changes: values that are set whatever they were.
+
+    narrow: hidden states are narrower than all heads together, which some classes with heads of their own size do not take.
+    """
+    return type(config)(**_merged(_arguments(config, narrow, is_text=True), changes))
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel | None:
+    """A small random model of the same class and switches, float64 where the family knows it; None where none can be built."""
+    dtypes = dict.fromkeys((torch.float64, torch.float32, model.dtype))
+    for dtype, narrow in itertools.product(dtypes, (True, False)):
+        try:
+            found = _built(model, dtype, narrow)
+            # the experts of some families are multiplied by kernels that know no float64
+            found(input_ids=torch.ones(1, 2, dtype=torch.int64, device=found.device), use_cache=False)
+        except BROKEN:
+            continue
+        return found
+    return None
+
+
+def _built(model: PreTrainedModel, dtype: torch.dtype, narrow: bool) -> PreTrainedModel:
+    config = small(model.config, narrow)
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    build: Any = type(model)._from_config
+    with torch.random.fork_rng(), torch.device("cpu"):
+        torch.manual_seed(3)
+        found: Any = build(config, attn_implementation=attention, experts_implementation="eager")
+    enlivened(found)
+    built: PreTrainedModel = found.to(model.device, dtype).eval()
+    return built
+
+
+def enlivened(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with random weights so large that what it reads moves what it says; it never ends a text."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2 and "embed" not in name and "A_log" not in name:
+                weight.mul_(4.0)
+    model.generation_config = GenerationConfig()  # some classes come with tokens that are forced
+    return model
+
+
+def _merged(found: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """What is changed within a part leaves the rest of the part as it is."""
+    parts = {
+        key: _merged(found[key], value) for key, value in changes.items()
+        if isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
+    }  # fmt: skip
+    return {**found, **changes, **parts}
+
+
+def _arguments(config: PreTrainedConfig, narrow: bool, is_text: bool) -> dict[str, Any]:
+    """What makes the config small: what it has set otherwise than its class, and its sizes."""
+    sizes, set_there = config.to_dict(), config.to_diff_dict()
+    found = {key: value for key, value in set_there.items() if not key.startswith("_") and key not in NOT_ARGUMENTS}
+    made_small = _small(sizes, narrow, is_text)
+    found |= {key: value for key, value in made_small.items() if value != sizes[key]}
+    for key in sizes:
+        part = vars(config).get(key)
+        if isinstance(part, PreTrainedConfig):
+            found[key] = _arguments(part, narrow, is_text=is_text and key in TEXTS)
+            if part.model_type:
+                found[key]["model_type"] = part.model_type
+    return found
+
+
+def _small(sizes: Mapping[str, Any], narrow: bool, is_text: bool) -> dict[str, Any]:
+    """The same values, small."""
+    found = {key: copy.deepcopy(value) for key, value in sizes.items() if not key.startswith("_")}
+    _fewer_layers(found)
+    _narrower(found, narrow and is_text)
+    for key, most in SMALL.items():
+        if key in found:
+            found[key] = _at_most(found[key], most)
+    for key in LIMITS:
+        if key in found:
+            found[key] = _at_most(found[key], LIMIT)
+    _shorter_rotary(found.get("rope_parameters"))
+    if is_text:
+        _fewer_words(found)
+    return found
+
+
+def _at_most(value: Any, most: int) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_at_most(each, most) for each in value)
+    return min(value, most) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _fewer_layers(found: dict[str, Any]) -> None:
+    """As many as it takes to have one of every kind, two at least; lists by layer are cut to fit."""
+    for key in LAYERS:
+        count = found.get(key)
+        if not isinstance(count, int):
+            continue
+        lists = {name: value for name, value in found.items() if isinstance(value, list | tuple) and len(value) == count}
+        periods = [
+            value for name, value in found.items()
+            if name.endswith(("_period", "_pattern", "_interval")) and isinstance(value, int) and value < count
+        ]  # fmt: skip
+        periods += [
+            len(value)
+            for name, value in found.items()
+            if name.endswith("_types") and isinstance(value, list | tuple) and len(value) < count
+        ]
+        dense, shared = (found.get(name) or 0 for name in ("first_k_dense_replace", "num_kv_shared_layers"))
+        kinds = [_until_all_seen(value) for name, value in lists.items() if not name.endswith(NUMBERS)]
+        fewest = max([2, *kinds, *periods, 1 + dense])
+        found[key] = min(count, 2 * fewest if shared else fewest)
+        if shared:  # they read the keys of layers before them, one of every kind
+            found["num_kv_shared_layers"] = min(shared, fewest)
+        for name, value in found.items():
+            if name.endswith(NUMBERS) and isinstance(value, list | tuple):
+                found[name] = type(value)(layer for layer in value if isinstance(layer, int) and layer < found[key])
+            elif name in lists:
+                found[name] = value[: found[key]]
+        if isinstance(by_layer := found.get("per_layer_config"), dict):
+            found["per_layer_config"] = {layer: own for layer, own in by_layer.items() if int(layer) < found[key]}
+
+
+def _until_all_seen(values: Sequence[Any]) -> int:
+    """Length of the shortest beginning in which each different value stands."""
+    first = {repr(value): at for at, value in reversed(list(enumerate(values)))}
+    return max(first.values()) + 1
+
+
+def _narrower(found: dict[str, Any], narrow: bool) -> None:
+    """Few heads of the same size in the same groups, and hidden states as much narrower as there are fewer heads, or more."""
+    before, factor = dict(found), None
+    for many, few in HEADS:
+        heads, shared = before.get(many), before.get(few)
+        if not isinstance(heads, int) or not heads:
+            continue
+        keys = shared if isinstance(shared, int) and 0 < shared < heads and heads % shared == 0 else heads
+        fewer = min(keys, 4 if keys == heads else 2)
+        found[many] = fewer * min(2, heads // keys)
+        if isinstance(shared, int) and shared:
+            found[few] = fewer
+        factor = factor or (heads, found[many])
+    for key in WIDTHS:
+        if isinstance(found.get(key), int):
+            per_head = 64 if factor is None else found[key] // factor[0]
+            if narrow and isinstance(found.get("head_dim"), int):
+                per_head = min(per_head, 32)
+            found[key] = min(found[key], per_head * (1 if factor is None else factor[1]))
+    for heads, size, expand in STATES:
+        width = found.get("hidden_size", 0)
+        has_all = all(isinstance(found.get(key), int) for key in (heads, size, expand))
+        if has_all and before[heads] * before[size] == before[expand] * before["hidden_size"]:
+            found[heads] = found[expand] * width // found[size]
+
+
+def _shorter_rotary(rotary: Any) -> None:
+    """The context of the first training, where the factors change at its end."""
+    if isinstance(rotary, dict):
+        if rotary.get("rope_type") == "longrope":
+            rotary["original_max_position_embeddings"] = LIMIT
+        for own in rotary.values():
+            _shorter_rotary(own)
+
+
+def _fewer_words(found: dict[str, Any]) -> None:
+    """A small vocabulary; ids of special tokens lie at its end, where none of them is asked for by chance."""
+    if isinstance(found.get("vocab_size"), int):
+        found["vocab_size"] = min(found["vocab_size"], VOCABULARY)
+    spare = iter(range(VOCABULARY - 1, 0, -1))
+    for key, value in found.items():
+        if key.endswith(("_token_id", "_token_index", "_token_ids")):
+            found[key] = value if not isinstance(value, int) or value < VOCABULARY else next(spare)

@@ -1,0 +1,181 @@
+"""The self-test can't be fooled by a model that ignores its cache, costs a twin's passes once, and keeps its answer on disk."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.families import CAUSAL, NESTED, built
+from outrider import machine
+from outrider.decoding.generate import generate
+from outrider.errors import DataError, TargetError
+from outrider.targets import selftest, trust, twin
+from outrider.targets.transformers import load_target
+
+
+def continued(model, prompt: list[int], count: int) -> list[int]:
+    """What `generate` writes."""
+    given = torch.tensor([prompt])
+    return model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=count, do_sample=False, pad_token_id=0)[
+        0, len(prompt) :
+    ].tolist()
+
+
+def assert_exact(model, count: int = 12) -> None:
+    """Alone, beside a longer prompt, and beside one of the same length."""
+    target = load_target(model)
+    target.ends = frozenset()
+    prompts = [[5, 9, 11], [7] * 40, [3, 8, 4]]
+    wanted = [continued(model, prompt, count) for prompt in prompts]
+    for slots in (1, 3):
+        assert [found.tokens for found in generate(target, prompts, max_new_tokens=count, slots=slots)] == wanted
+
+
+# ── real configs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mamba2", "mpt", "bart", "deepseek_v32"])
+def test_a_config_of_the_class_alone_is_enough(kind):
+    """Catches a size that is read under a name that the class does not have, and rows at one place that can't share a mask."""
+    assert_exact(built(kind, CAUSAL))
+
+
+def test_a_family_that_refuses_one_mask_for_all_rows_is_given_one_for_each():
+    """Catches rows of equal length, which share a mask: XGLM, which also knows no float64, refuses it."""
+    assert_exact(built("xglm", CAUSAL, torch.float32))
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+def test_the_text_part_of_a_model_that_reads_images_is_a_target(kind):
+    """Catches sizes that stand in a nested config, and a vision tower that is taken for the decoder."""
+    model = built(kind, NESTED)
+    target = load_target(model)
+    text = model.config.get_text_config(decoder=True)
+    assert (target.spec.layers, target.spec.hidden, target.spec.vocabulary) == (
+        text.num_hidden_layers, text.hidden_size, text.vocab_size,
+    )  # fmt: skip
+    assert_exact(model)
+
+
+def test_images_are_refused_by_name():
+    """Catches an image that is dropped in silence, or a tensor error deep in the model."""
+    model = built("gemma3", NESTED)
+    target = load_target(model)
+    with pytest.raises(DataError, match="image"):
+        target.encode([3, model.config.image_token_id])
+
+    class Chat:
+        chat_template = ""
+
+    target.tokenizer = Chat()
+    with pytest.raises(DataError, match="'image'"):
+        target.encode([{"role": "user", "content": [{"type": "text", "text": "what is this"}, {"type": "image", "url": "x"}]}])
+
+
+# ── what can't be decoded ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("rwkv", "single steps"), ("reformer", "single steps"), ("openai-gpt", "single steps"), ("minimax", "cache of its own"),
+        ("xlnet", "not causal"), ("bert", "not causal"),
+    ],
+)  # fmt: skip
+def test_a_model_without_a_cache_or_that_is_not_causal_is_refused_by_name(kind, reason):
+    """Catches a reference that is measured through the cache under test: a model that ignores it then allows its own error."""
+    with pytest.raises(TargetError, match=rf"{kind}.*can't be decoded here.*{reason}"):
+        load_target(built(kind, CAUSAL))
+
+
+def test_a_model_that_is_random_is_refused(monkeypatch):
+    """Catches noise that is taken for rounding and allows all that comes after it."""
+    model = tiny_model()
+    head = model.lm_head.forward
+    monkeypatch.setattr(model.lm_head, "forward", lambda hidden: head(hidden) + torch.randn(1))
+    with pytest.raises(TargetError, match="it is random"):
+        selftest.selftest(load_untested(model))
+
+
+def load_untested(model):
+    return type(load_target(tiny_model()))(model, tested=False)
+
+
+# ── a twin, once ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    return machine.cache_folder() / "selftest"
+
+
+def passes(model) -> int:
+    """Forward passes that a load costs the model itself."""
+    counted = []
+    handle = model.register_forward_pre_hook(lambda *_: counted.append(1))
+    load_target(model)
+    handle.remove()
+    return len(counted)
+
+
+def test_the_model_itself_is_asked_a_few_passes(folder):
+    """Catches a test that is asked of the model again: 107 passes of a large one take minutes."""
+    assert passes(tiny_model()) <= 5
+    assert passes(tiny_model(seed=1)) <= 5
+    assert len(list(folder.glob("*.json"))) == 1
+
+
+def test_a_twin_is_asked_once(folder, monkeypatch):
+    """Catches an answer that is not found again, and one that another config is given."""
+    load_target(tiny_model())
+    asked = []
+    monkeypatch.setattr(twin, "twin", lambda model: asked.append(model))
+    load_target(tiny_model(seed=1))
+    assert not asked
+    load_target(tiny_model(rms_norm_eps=1e-5))
+    load_target(tiny_model().float())
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"masks": "by kind"}', '{"masks": "x", "found": null, "refused": "no"}'])
+def test_a_damaged_answer_is_asked_again(folder, damage):
+    """Catches a file that was cut off, or is of another version, and is believed."""
+    whole = load_target(tiny_model()).selftest
+    [path] = folder.glob("*.json")
+    path.write_text(damage)
+    assert load_target(tiny_model()).selftest.mode == whole.mode
+    assert json.loads(path.read_text())["found"]["mode"] == whole.mode
+
+
+def test_a_model_that_does_not_agree_is_asked_all(folder, monkeypatch):
+    """Catches an answer on disk that outweighs what the model itself says."""
+    target = load_target(tiny_model())
+    [path] = folder.glob("*.json")
+    found = trust._read(path)
+    trust._write(path, replace(found, masks="one", found=replace(found.found, mode="chain")))
+    assert load_target(tiny_model()).spec.mode == "chain"
+    monkeypatch.setattr("outrider.targets.transformers.agreed", lambda target, found: None)
+    assert load_target(tiny_model()).spec.mode == target.spec.mode == "tree"
+
+
+def test_a_twin_has_every_kind_of_layer_and_short_limits():
+    """Catches a twin that is small because it lacks what the model has."""
+    config = AutoConfig.for_model("gemma3_text", num_hidden_layers=26, sliding_window=4096)
+    small = twin.small(config)
+    assert set(small.layer_types) == set(config.layer_types)
+    assert small.num_hidden_layers < 8
+    assert small.sliding_window == twin.LIMIT
+    assert small.num_attention_heads // small.num_key_value_heads == config.num_attention_heads // config.num_key_value_heads
+    assert small.head_dim == config.head_dim
+    state = torch.random.get_rng_state()
+    model = AutoModelForCausalLM.from_config(small)
+    after = torch.random.get_rng_state()
+    assert not torch.equal(state, after)
+    assert twin.twin(model) is not None
+    assert torch.equal(torch.random.get_rng_state(), after)
