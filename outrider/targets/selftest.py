@@ -297,6 +297,8 @@ def _length(target: Any) -> int:
     """Beyond the window, and just before a chunk's border, where that is near; always within the context."""
     sizes = _limits(target)
     wanted = max([24, *(size + 12 for size in sizes)])
+    if target.family.rotary is not None:  # beyond, a pass without a cache gives all tokens the factors of the last
+        return max(2, min(wanted, target.family.rotary.original - 9))
     for limit in target.family.limits.values():
         if limit is not None and limit.kind == "chunk" and limit.size in sizes:
             wanted += -wanted % limit.size - 1
@@ -305,5 +307,7 @@ def _length(target: Any) -> int:
 
 def _around(target: Any) -> list[int]:
     """Lengths of a prompt before every limit that is near and of one beyond."""
-    farthest = min(max([16, *_limits(target)]), target.spec.context - 2 * WRITTEN)
+    rotary = target.family.rotary
+    limits = [*_limits(target), *([rotary.original] if rotary is not None and rotary.original <= 512 else [])]
+    farthest = min(max([16, *limits]), target.spec.context - 2 * WRITTEN)
     return [max(2, farthest - 6), max(3, farthest + 6)]
