@@ -167,7 +167,7 @@ def _fewer_layers(found: dict[str, Any]) -> None:
         lists = {name: value for name, value in found.items() if isinstance(value, list | tuple) and len(value) == count}
         periods = [
             value for name, value in found.items()
-            if name.endswith(("_period", "_pattern", "_interval")) and isinstance(value, int) and value < count
+            if name.endswith(("_period", "_pattern", "_interval")) and isinstance(value, int) and value <= count
         ]  # fmt: skip
         periods += [
             len(value)
