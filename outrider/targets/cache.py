@@ -136,6 +136,14 @@ class SlotCache:
         self._remembered: dict[int, deque[States]] = {}
         """By slot, in the order of their lengths."""
         self._now = Pass([], [], 0, None)
+        self.texts: list[list[int]] = [[] for _ in range(slots)]
+        """What each slot has read, where the target says what a pass reads: by `reads`."""
+        self.prompts = [0] * slots
+        """Length of text by which the rotary factors of a slot's prompt were chosen, -1 where it was read in parts; 0 behind
+        the first verified pass."""
+        self.long = [False] * slots
+        """Whether a slot was read as a text longer than the context of the first training."""
+        self._reads: list[list[int]] | None = None
         self.in_steps = False
         """Whether recurrent layers must pass position by position, so that any of their states can be kept."""
         self._at: tuple[Tensor, Tensor] | None = None
@@ -180,11 +188,15 @@ class SlotCache:
         now = Pass(rows, [self.lengths[row] for row in rows], width, span)
         assert now.end <= self.length, f"a pass up to {now.end} tokens in a cache of {self.length}"
         self._now, self._at, self.in_steps = now, None, in_steps
-        self._work, self._trail, self._noted = {}, {}, noted
+        self._work, self._trail, self._noted, self._reads = {}, {}, noted, None
         if not now.is_even:
             columns = torch.tensor(now.starts).unsqueeze(-1) + torch.arange(width)
             self._at = torch.tensor(rows, device=self.device).unsqueeze(-1), columns.to(self.device)
         return now
+
+    def reads(self, tokens: Tensor) -> None:
+        """The open pass reads tokens [R, n]: those that stay are remembered in `texts`."""
+        self._reads = tokens.tolist()
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
         """Write this layer's keys and values [R, h, n, d]; returns all of the rows' up to the longest, [R, h, end, d]."""
@@ -297,6 +309,9 @@ class SlotCache:
         """The first counts[r] tokens of each row of the pass stay."""
         for row, start, count in zip(self._now.rows, self._now.starts, counts, strict=True):
             self.lengths[row] = start + count
+        if self._reads is not None:
+            for row, start, count, read in zip(self._now.rows, self._now.starts, counts, self._reads, strict=True):
+                self.texts[row][start:] = read[:count]
         if self._work:
             self._append_states(counts)
 
@@ -329,6 +344,8 @@ class SlotCache:
             straight = next((i for i, node in enumerate(path) if node != i), len(path))
             if straight < len(path):
                 self._move(row, [start + 1 + node for node in path[straight:]], start + 1 + straight)
+        if self._reads is not None:
+            self._reads = [[read[0], *(read[node + 1] for node in path)] for read, path in zip(self._reads, paths, strict=True)]
         self.append([len(path) + 1 for path in paths])
 
     @torch.inference_mode()
@@ -343,6 +360,8 @@ class SlotCache:
         for other in rows:
             self.lengths[other] = length
             self._remembered.pop(other, None)
+            self.texts[other] = self.texts[row][:length]
+            self.prompts[other], self.long[other] = self.prompts[row], self.long[row]
 
     @torch.inference_mode()
     def cut(self, row: int, length: int) -> None:

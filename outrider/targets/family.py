@@ -19,6 +19,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from outrider.errors import TargetError
 from outrider.targets.cache import Limit, SlotCache
+from outrider.targets.rotary import Rotary, learn_rotary
 
 KINDS = (
     "full_attention",
@@ -48,6 +49,8 @@ class Family:
     """Name of the argument that takes the cache."""
     has_positions: bool
     is_recurrent: bool
+    rotary: Rotary | None = None
+    """Where rotary factors depend on how long a text is."""
 
     @property
     def takes_uneven_rows(self) -> bool:
@@ -103,6 +106,7 @@ def learn(model: PreTrainedModel, masks: Masks | None = None) -> Family:
         cache="past_key_values" if "past_key_values" in asked else "cache_params",
         has_positions="position_ids" in asked,
         is_recurrent=_teach_steps(model),
+        rotary=learn_rotary(model),
     )
 
 
@@ -130,7 +134,11 @@ def sizes(model: PreTrainedModel) -> Sizes:
         )
     # some families have positions of which the config says -1: none that would end
     contexts = [value for name in CONTEXTS if isinstance(value := getattr(config, name, None), int) and value > 0]
-    return Sizes(layers, hidden, contexts[0] if contexts else UNBOUNDED)
+    context = contexts[0] if contexts else UNBOUNDED
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "dynamic" in str(rope.get("rope_type")):  # what the config names is then the context of the first training
+        context = int(context * rope["factor"])
+    return Sizes(layers, hidden, context)
 
 
 def media_tokens(config: Any) -> dict[int, str]:

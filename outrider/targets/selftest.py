@@ -42,8 +42,8 @@ class SelfTest:
     errors: dict[str, float]
     """Largest difference of a logit, by check."""
     allowed: float
-    """Five times the difference between passes without a cache of other lengths and rows; or 16 units of rounding, of float32
-    at least."""
+    """Five times the difference between passes without a cache of other lengths and rows; or 16 units of rounding, 64
+    of float32 at least."""
 
 
 @torch.inference_mode()
@@ -106,9 +106,10 @@ def refusal(model: Any, reason: str) -> str:
 
 
 def rounding(target: Any, logits: Tensor) -> float:
-    """16 units of rounding of the largest logit."""
-    # families compute softmax, routers and states in float32 whatever their type
-    return 16 * max(torch.finfo(dtype).eps for dtype in (target.model.dtype, torch.float32)) * float(logits.abs().max())
+    """16 units of rounding of the largest logit, 64 of float32 at least."""
+    # families compute softmax, routers and states in float32 whatever their type, some without scaling their scores
+    unit = max(16 * torch.finfo(target.model.dtype).eps, 64 * torch.finfo(torch.float32).eps)
+    return unit * float(logits.abs().max())
 
 
 def plain_words(target: Any, rows: int, count: int) -> list[list[int]]:
@@ -297,6 +298,8 @@ def _length(target: Any) -> int:
     """Beyond the window, and just before a chunk's border, where that is near; always within the context."""
     sizes = _limits(target)
     wanted = max([24, *(size + 12 for size in sizes)])
+    if target.family.rotary is not None:  # beyond, a pass without a cache gives all tokens the factors of the last
+        return max(2, min(wanted, target.family.rotary.original - 9))
     for limit in target.family.limits.values():
         if limit is not None and limit.kind == "chunk" and limit.size in sizes:
             wanted += -wanted % limit.size - 1
@@ -305,5 +308,7 @@ def _length(target: Any) -> int:
 
 def _around(target: Any) -> list[int]:
     """Lengths of a prompt before every limit that is near and of one beyond."""
-    farthest = min(max([16, *_limits(target)]), target.spec.context - 2 * WRITTEN)
+    rotary = target.family.rotary
+    limits = [*_limits(target), *([rotary.original] if rotary is not None and rotary.original <= 512 else [])]
+    farthest = min(max([16, *limits]), target.spec.context - 2 * WRITTEN)
     return [max(2, farthest - 6), max(3, farthest + 6)]

@@ -46,6 +46,10 @@ class CompiledStep(Graphs):
             raise NotCompiled(
                 f"{self.target.spec.name}'s family takes no masks or keeps a recurrent state; its steps stay plain"
             )
+        if family.rotary is not None:
+            raise NotCompiled(
+                f"the rotary factors of {self.target.spec.name} go by the length of each text; its steps stay plain"
+            )
         model: nn.Module = self.target.model
         return model
 

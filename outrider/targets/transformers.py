@@ -35,6 +35,7 @@ from outrider.targets.cache import SlotCache
 from outrider.targets.detokenizer import detokenizer
 from outrider.targets.family import embedding_scale, head_law, learn, media_tokens, sizes, trunk
 from outrider.targets.generation import ends_of, greedy_sampling
+from outrider.targets.rotary import deciding
 from outrider.targets.selftest import BROKEN, SelfTest, agreed, refusal, selftest
 from outrider.targets.sizes import layer_sizes, unused_row
 from outrider.targets.skip import Sublayers
@@ -150,7 +151,8 @@ class TransformersTarget:
             hidden, tapped = _padded(parts)
         else:
             cache.open(rows, tokens.shape[1])
-            hidden, tapped = self._states(tokens, cache, taps)
+            with self._prompt(cache, tokens, lengths):
+                hidden, tapped = self._states(tokens, cache, taps)
             cache.append(lengths)
         last = torch.tensor([length - 1 for length in lengths], device=self.device)
         rows_of_hidden = hidden[torch.arange(len(last), device=self.device), last].unsqueeze(1)
@@ -166,6 +168,8 @@ class TransformersTarget:
             cache.open(rows, tokens.shape[1])
             return self.step.run(tokens, cache, visible, depths, taps).first(width)
         tokens, visible, depths = passed(anchor, draft, self.spec.vocabulary)
+        if self.family.rotary is not None:
+            return self._verify_by_length(cache, list(rows), tokens, visible, depths, taps)
         cache.open(rows, tokens.shape[1], in_steps=self.family.is_recurrent)
         return self._each(tokens, cache, self._scores, visible, depths, taps)
 
@@ -269,6 +273,72 @@ class TransformersTarget:
     def detokenizer(self) -> Detokenizer | None:
         """How its ids become text, as `decode` does it, for texts that grow; None without a tokenizer."""
         return None if self.tokenizer is None else detokenizer(self.tokenizer, self.spec.vocabulary)
+
+    # ── rotary factors that go by the length of a text ────────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def _prompt(self, cache: SlotCache, tokens: Tensor, lengths: Sequence[int]) -> Iterator[None]:
+        """A pass over part of a prompt: as far as is known, the text ends with one token behind it."""
+        if self.family.rotary is None:
+            yield
+            return
+        cache.reads(tokens)
+        ends = [cache.lengths[row] + length + 1 for row, length in zip(cache.rows, lengths, strict=True)]
+        for row, end in zip(cache.rows, ends, strict=True):
+            cache.prompts[row] = -1 if cache.lengths[row] else end
+            cache.long[row] = end > self.family.rotary.original
+        with deciding(torch.tensor(ends, device=self.device)[:, None].expand(-1, tokens.shape[1])):
+            yield
+
+    def _verify_by_length(
+        self, cache: SlotCache, rows: list[int], tokens: Tensor, visible: Tensor | None, depths: Tensor | None,
+        taps: tuple[int, ...],
+    ) -> Scores:  # fmt: skip
+        """As `verify`: each token has the factors that `generate` gives it."""
+        rotary = self.family.rotary
+        assert rotary is not None
+        for row in rows:
+            length = cache.lengths[row] + 1
+            is_prompt_in_parts = cache.prompts[row] not in (0, length) and length > rotary.original
+            if is_prompt_in_parts or (rotary.rereads and length > rotary.original and not cache.long[row]):
+                self._reread(cache, row, length if is_prompt_in_parts else rotary.original + 1)
+            cache.prompts[row] = 0
+        cache.open(rows, tokens.shape[1])
+        cache.reads(tokens)
+        ends = cache.positions(depths).expand_as(tokens) + 1
+        with deciding(ends):
+            scores: Scores = self._each(tokens, cache, self._scores, visible, depths, taps)
+        if rotary.rereads:
+            for b, row in enumerate(rows):
+                if not cache.long[row] and int(ends[b].max()) > rotary.original:
+                    seen, deep = (None if values is None else values[b : b + 1] for values in (visible, depths))
+                    found = self._as_long(cache.texts[row][: cache.lengths[row]], tokens[b : b + 1], seen, deep, taps)
+                    for values, others in zip(scores, found, strict=True):
+                        if values is not None and others is not None:
+                            values[b, ends[b] > rotary.original] = others[0, ends[b] > rotary.original]
+        return scores
+
+    def _reread(self, cache: SlotCache, row: int, length: int) -> None:
+        """Read a slot's text again, as part of a text so long."""
+        text = torch.tensor([cache.texts[row][: cache.lengths[row]]], device=self.device)
+        cache.lengths[row], cache.long[row] = 0, True
+        cache.open([row], text.shape[1])
+        cache.reads(text)
+        with deciding(torch.full_like(text, length)):
+            self._states(text, cache, ())
+        cache.append([text.shape[1]])
+
+    def _as_long(
+        self, text: list[int], tokens: Tensor, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
+    ) -> Scores:
+        """Scores of tokens [1, n] behind a text that is read again as part of a longer one."""
+        again = self.allocate(1, len(text) + tokens.shape[1] + 1)
+        again.lengths, again.texts = [len(text)], [text]
+        if text:
+            self._reread(again, 0, len(text) + 1 + tokens.shape[1])
+        again.open([0], tokens.shape[1])
+        with deciding(again.positions(depths).expand_as(tokens) + 1):
+            return self._scores(tokens, again, visible, depths, taps)
 
     # ── one forward pass ──────────────────────────────────────────────────────────────────────────────────────────────
 

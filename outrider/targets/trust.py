@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from outrider import compiled, machine
 from outrider.decoding import draft
 from outrider.errors import TargetError
-from outrider.targets import cache, family, selftest, twin
+from outrider.targets import cache, family, rotary, selftest, twin
 from outrider.targets.family import Masks
 from outrider.targets.selftest import SelfTest
 
@@ -77,7 +77,9 @@ def _place(model: PreTrainedModel) -> Path:
     config = {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
     own = model.config.get_text_config(decoder=True)
     kernels = own._attn_implementation, getattr(own, "_experts_implementation", None)
-    sources = compiled.code(draft, cache, family, selftest, twin, sys.modules[__name__], sys.modules[type(model).__module__])
+    sources = compiled.code(
+        draft, cache, family, rotary, selftest, twin, sys.modules[__name__], sys.modules[type(model).__module__]
+    )
     asked = (
         torch.__version__,
         transformers.__version__,

@@ -146,7 +146,7 @@ def _small(sizes: Mapping[str, Any], narrow: bool, is_text: bool) -> dict[str, A
     for key in LIMITS:
         if key in found:
             found[key] = _at_most(found[key], LIMIT)
-    _shorter_rotary(found.get("rope_parameters"))
+    _shorter_rotary(found, found.get("rope_parameters"))
     if is_text:
         _fewer_words(found)
     return found
@@ -167,7 +167,7 @@ def _fewer_layers(found: dict[str, Any]) -> None:
         lists = {name: value for name, value in found.items() if isinstance(value, list | tuple) and len(value) == count}
         periods = [
             value for name, value in found.items()
-            if name.endswith(("_period", "_pattern", "_interval")) and isinstance(value, int) and value < count
+            if name.endswith(("_period", "_pattern", "_interval")) and isinstance(value, int) and value <= count
         ]  # fmt: skip
         periods += [
             len(value)
@@ -221,13 +221,15 @@ def _narrower(found: dict[str, Any], narrow: bool) -> None:
             found[heads] = found[expand] * width // found[size]
 
 
-def _shorter_rotary(rotary: Any) -> None:
+def _shorter_rotary(found: dict[str, Any], rotary: Any) -> None:
     """The context of the first training, where the factors change at its end."""
     if isinstance(rotary, dict):
+        if "dynamic" in str(rotary.get("rope_type")) and isinstance(found.get("max_position_embeddings"), int):
+            found["max_position_embeddings"] = LIMIT
         if rotary.get("rope_type") == "longrope":
             rotary["original_max_position_embeddings"] = LIMIT
         for own in rotary.values():
-            _shorter_rotary(own)
+            _shorter_rotary(found, own)
 
 
 def _fewer_words(found: dict[str, Any]) -> None:

@@ -1,0 +1,86 @@
+"""Rotary factors that look at the length of a text: each text has its own, alone and beside others, as in `generate`."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from contracts.parties import Oracle
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from outrider.decoding import generate as decoding
+from outrider.decoding.generate import generate
+from outrider.targets import rotary
+from outrider.targets.transformers import load_target
+from outrider.targets.twin import enlivened
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [1.0 + 2.0 * n for n in range(8)],
+    "original_max_position_embeddings": 24,
+}  # fmt: skip
+FAMILIES = {
+    "longrope, read again": ("phi3", {"max_position_embeddings": 128, "original_max_position_embeddings": 24}, LONGROPE),
+    "longrope": ("llama", {"max_position_embeddings": 128}, LONGROPE),
+    "dynamic": ("llama", {"max_position_embeddings": 24}, {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}),
+}
+PROMPTS = [list(range(2, 12)), [(7 * n) % 60 + 2 for n in range(40)], [9, 3, 5], [(5 * n) % 60 + 2 for n in range(24)]]
+"""Before the limit and crossing it, beyond, too short to reach it, and ending at it."""
+COUNTS = 24
+
+
+def model_of(name: str):
+    kind, sizes, rope = FAMILIES[name]
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(kind, **SIZES, **sizes, rope_parameters=dict(rope))
+    return enlivened(AutoModelForCausalLM.from_config(config)).double().eval()
+
+
+@functools.cache
+def texts_of(name: str) -> list[list[int]]:
+    """Each by a model of its own: factors of a long text stay in it."""
+    return [
+        model_of(name)
+        .generate(torch.tensor([prompt]), max_new_tokens=COUNTS, do_sample=False, attention_mask=torch.ones(1, len(prompt)))[0]
+        .tolist()
+        for prompt in PROMPTS
+    ]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_text_that_crosses_the_limit_is_the_models_own(name, slots):
+    """Catches factors of the longest row given to all, and keys that were made with others than `generate` made them with."""
+    target = load_target(model_of(name))
+    assert target.spec.mode == "tree"
+    for drafter in (None, Oracle(texts_of(name), SIZES["vocab_size"], true_is_eldest=False)):
+        found = generate(target, PROMPTS, drafter, max_new_tokens=COUNTS, slots=slots)
+        for prompt, text, generation in zip(PROMPTS, texts_of(name), found, strict=True):
+            assert generation.tokens == text[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prompt_read_in_parts_has_the_factors_of_the_whole(name, monkeypatch):
+    """Catches a chunk that goes by its own end: its keys would be those of a shorter text."""
+    monkeypatch.setattr(decoding, "PREFILL_CHUNK", 7)
+    found = generate(load_target(model_of(name)), PROMPTS, max_new_tokens=COUNTS, slots=4)
+    assert [generation.tokens for generation in found] == [
+        text[len(prompt) :] for prompt, text in zip(PROMPTS, texts_of(name), strict=True)
+    ]
+
+
+def test_whether_generate_reads_again_is_asked_of_the_family():
+    """Catches a list of names."""
+    found = {name: rotary.learn_rotary(model_of(name)) for name in FAMILIES}
+    assert {name: (own.original, own.rereads) for name, own in found.items()} == {
+        "longrope, read again": (24, True), "longrope": (24, False), "dynamic": (24, False),
+    }  # fmt: skip
+
+
+def test_a_family_with_fixed_factors_is_left_alone(target):
+    """Catches a detour that every model pays for."""
+    assert target.family.rotary is None
