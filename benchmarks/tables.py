@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,41 @@ def families(found: dict[str, Any]) -> str:
     heads = ["family", "attention", "mode", "float64", "float32", "mismatches", "ties", "deepest path", "stopped at"]
     said = f"{totals['tokens']:,} tokens compared, {totals['mismatches']} mismatches, {totals['ties']} ties."
     return f"{said} {_source(found)}\n\n{_table(heads, lines, right=slice(3, 8))}"
+
+
+def every_family(found: dict[str, Any]) -> str:
+    """Two counts, then one line a form: what was tried, and what became of it."""
+    tried = [row for row in found["rows"] if row["outcome"] != "not built"]
+    exact = [row for row in tried if row["outcome"] == "exact"]
+    refused = [row for row in tried if row["outcome"] == "refused"]
+    kinds = {row["family"] for row in exact}
+    said = (
+        f"{len(tried)} forms of {len({row['family'] for row in tried})} config classes could be built: {len(exact)} "
+        f"({len(exact) / len(tried):.0%}) exact, of {len(kinds)} classes, {len(refused)} refused by name, "
+        f"{len(tried) - len(exact) - len(refused)} wrong; {sum(row['tokens'] for row in exact):,} tokens compared. "
+        f"{len(found['rows']) - len(tried)} forms are not built from their class alone. {_source(found)}"
+    )
+    lines = [
+        [row["family"], row["form"], row.get("dtype", "–"), row.get("mode", "–"), row["outcome"], _short(row)]
+        for row in found["rows"]
+    ]
+    return f"{said}\n\n{_table(['family', 'form', 'type', 'mode', 'outcome', 'why'], lines, right=slice(0, 0))}"
+
+
+def _short(row: dict[str, Any]) -> str:
+    """The reason of a row in a table's cell."""
+    reason = (row.get("reason") or "–").split("; use transformers")[0].split("decoded here: ")[-1]
+    return " ".join(reason.replace("|", "/").split())[:110]
+
+
+def loading(found: dict[str, Any]) -> str:
+    lines = [
+        [row["dtype"], *(f"{statistics.median(row[f'{way}_s']):.2f}" for way in ("transformers", "first", "again")),
+         f"{row['first_more_s']:.2f}", f"{row['again_more_s']:.2f}"]
+        for row in found["rows"]
+    ]  # fmt: skip
+    heads = ["type", "from_pretrained, s", "first load, s", "again, s", "first, more s", "again, more s"]
+    return f"{_source(found)}\n\n{_table(heads, lines, right=slice(1, 6))}"
 
 
 def soak(found: dict[str, Any]) -> str:
@@ -367,9 +403,10 @@ def machines(found: dict[str, Any]) -> str:
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "machines": machines, "families": families, "soak": soak, "versus_transformers": versus_transformers,
-    "overhead": overhead, "batch": batch, "retrieval": retrieval, "corpus": corpus, "corpus-100m": corpus, "trie": trie,
-    "layer_skip": layer_skip, "methods": methods, "best": best, "calibration": calibration, "quantised": quantised,
+    "machines": machines, "families": families, "every_family": every_family, "loading": loading, "soak": soak,
+    "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch, "retrieval": retrieval,
+    "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip,
+    "methods": methods, "best": best, "calibration": calibration, "quantised": quantised,
     "gate": gate, "replay": replay, "vllm_replay": vllm_replay, "lm_eval": lm_eval, "engines": engines,
 }  # fmt: skip
 """By the name of the result's file and of the marks."""

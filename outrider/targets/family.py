@@ -51,11 +51,13 @@ class Family:
     is_recurrent: bool
     rotary: Rotary | None = None
     """Where rotary factors depend on how long a text is."""
+    one_by_one: bool = False
+    """Rows that stand at different places pass one by one, since the family counts columns of the longest for all."""
 
     @property
     def takes_uneven_rows(self) -> bool:
         """Rows that stand at different places may share a pass: it is told what each sees, and where each stands."""
-        return self.masks != "none" and self.has_positions
+        return self.masks != "none" and self.has_positions and not self.one_by_one
 
     def seen(
         self, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, dtype: torch.dtype, context: int
@@ -88,10 +90,10 @@ class Family:
         return cache.is_single and visible is None and cache.is_even and not limited
 
 
-def learn(model: PreTrainedModel, masks: Masks | None = None) -> Family:
+def learn(model: PreTrainedModel, masks: Masks | None = None, one_by_one: bool = False) -> Family:
     """Look at the model, and try what can be tried on two tokens.  Modules with a recurrent state learn to pass in steps.
 
-    masks: which it takes, where that is known.
+    masks: which it takes, where that is known; one_by_one as in Family.
     """
     config = model.config.get_text_config(decoder=True)
     kinds, _ = get_layer_types_and_kwargs(config)
@@ -107,6 +109,7 @@ def learn(model: PreTrainedModel, masks: Masks | None = None) -> Family:
         has_positions="position_ids" in asked,
         is_recurrent=_teach_steps(model),
         rotary=learn_rotary(model),
+        one_by_one=one_by_one,
     )
 
 

@@ -70,7 +70,7 @@ class TransformersTarget:
         hooks.watch_input(self._model_head)
         known = trust(model, functools.partial(TransformersTarget, tested=False)) if tested else None
         try:
-            self.family = learn(model, None if known is None else known.masks)
+            self.family = learn(model) if known is None else learn(model, known.masks, known.one_by_one)
         except BROKEN as error:
             raise TargetError(refusal(model, f"a plain pass over text fails ({type(error).__name__}: {error})")) from error
         self._trunk = trunk(model)

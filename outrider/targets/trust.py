@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Trust:
     masks: Masks
     """Which masks the family takes."""
     found: SelfTest | None
+    one_by_one: bool = False
+    """Whether rows that stand at different places must pass one by one."""
     refused: str | None = None
     """Why it can't be decoded; then nothing was found."""
 
@@ -65,9 +67,21 @@ def _asked(model: PreTrainedModel, untested: Callable[[PreTrainedModel], Any]) -
         return None
     try:
         target = untested(small)
-        return Trust(target.family.masks, selftest.selftest(target))
+        found = selftest.selftest(target)
     except TargetError as error:
-        return Trust("none", None, str(error))
+        # some families count columns of the longest row for all
+        alone = _one_by_one(small, untested)
+        return alone or Trust("none", None, refused=str(error))
+    return Trust(target.family.masks, found)
+
+
+def _one_by_one(small: PreTrainedModel, untested: Callable[[PreTrainedModel], Any]) -> Trust | None:
+    try:
+        target = untested(small)
+        target.family = replace(target.family, one_by_one=True)
+        return Trust(target.family.masks, selftest.selftest(target), one_by_one=True)
+    except TargetError:
+        return None
 
 
 # ── on disk ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -102,7 +116,7 @@ def _read(path: Path) -> Trust | None:
         assert kept["masks"] in ("by kind", "one", "none")
         assert found is None or (found.mode in ("tree", "chain", "off") and isinstance(found.errors, dict))
         assert (found is None) == isinstance(kept["refused"], str)
-        return Trust(kept["masks"], found, kept["refused"])
+        return Trust(kept["masks"], found, bool(kept["one_by_one"]), kept["refused"])
     except (AssertionError, AttributeError, KeyError, OSError, TypeError, ValueError):
         return None
 

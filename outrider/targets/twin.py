@@ -55,14 +55,15 @@ SMALL = {
     "moe_topk": 2, "moe_k": 2, "n_group": 2, "topk_group": 1, "zero_expert_num": 2,
     "q_lora_rank": 32, "kv_lora_rank": 32, "mamba_n_groups": 1, "n_groups": 1, "mamba_ngroups": 1, "mamba_d_state": 16,
     "ssm_state_size": 16, "state_size": 16, "chunk_size": 16, "mamba_chunk_size": 16, "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 16, "lru_width": 64, "image_size": 56, "audio_vocab_size": VOCABULARY,
+    "hidden_size_per_layer_input": 16, "encoder_hash_byte_group_vocab": 512, "lru_width": 64, "image_size": 56,
+    "audio_vocab_size": VOCABULARY,
 }  # fmt: skip
 """The most that is left of these sizes."""
 LIMITS = (
     "sliding_window", "attention_chunk_size", "window_size", "local_attention", "attention_window_size", "sliding_window_size",
     "original_max_position_embeddings", "index_topk",
 )  # fmt: skip
-TEXTS = ("text_config", "language_config", "llm_config", "decoder", "thinker_config")
+TEXTS = ("text_config", "language_config", "llm_config", "decoder", "thinker_config", "vlm_config")
 """Parts of a config that are about text."""
 NOT_ARGUMENTS = ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype")
 

@@ -100,3 +100,30 @@ def test_the_families_benchmark_sees_a_text_that_is_not_the_models():
     one, difference = replay.spread(target, texts[0][:20], 3)
     torch.testing.assert_close(one, target.model(torch.tensor([texts[0][:20]])).logits[0, -1].detach(), rtol=1e-9, atol=1e-9)
     assert difference < 1e-12
+
+
+def table(monkeypatch, path, *forms: tuple[str, str]) -> dict[tuple[str, str], dict]:
+    """The rows that the table of all forms has when it has tried these."""
+    monkeypatch.setattr(families, "forms", lambda: list(forms))
+    monkeypatch.setattr("sys.argv", ["families.py", "--tokens", "8", "--out", str(path)])
+    with pytest.raises(SystemExit):
+        families.main()
+    return {(row["family"], row["form"]): row for row in json.loads(path.read_text())["rows"]}
+
+
+def test_a_table_of_every_family_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
+    """Catches rows that are lost or tried again, and a family whose outcome is another than its kind's."""
+    causal, path = families.CAUSAL, tmp_path / "out.json"
+    first = table(monkeypatch, path, ("qwen2", causal), ("bert", causal), ("blip", families.NESTED))
+    assert [row["outcome"] for row in first.values()] == ["refused", "not built", "exact"]
+    monkeypatch.setattr(families, "try_form", lambda kind, form, tokens: {"family": kind, "form": form, "outcome": "exact"})
+    second = table(monkeypatch, path, *first, ("llama", causal))
+    assert second == {**first, ("llama", causal): {"family": "llama", "form": causal, "outcome": "exact"}}
+
+
+def test_a_text_that_is_not_generates_is_wrong_in_the_table(monkeypatch):
+    """Catches a comparison that compares nothing."""
+    true = families.continued
+    monkeypatch.setattr(families, "continued", lambda *given: [*true(*given)[:-1], (true(*given)[-1] + 1) % 128])
+    row = families.try_form("qwen2", families.CAUSAL, 8)
+    assert (row["outcome"], row["mismatches"]) == ("wrong", 4)

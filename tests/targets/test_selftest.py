@@ -39,7 +39,7 @@ def assert_exact(model, count: int = 12) -> None:
 # ── real configs ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kind", ["bloom", "mamba2", "mpt", "bart", "deepseek_v32"])
+@pytest.mark.parametrize("kind", ["bloom", "mamba2", "mpt", "bart", "deepseek_v32", "gpt_neo"])
 def test_a_config_of_the_class_alone_is_enough(kind):
     """Catches a size that is read under a name that the class does not have, and rows at one place that can't share a mask."""
     assert_exact(built(kind, CAUSAL))
