@@ -43,7 +43,7 @@ from outrider.decoding.state import Request
 from outrider.errors import TargetError
 from outrider.targets.selftest import plain_words
 from outrider.targets.transformers import TransformersTarget, load_target
-from outrider.targets.twin import LIMIT, enlivened, small
+from outrider.targets.twin import FIRST_CONTEXT, LIMIT, enlivened, small
 
 BASE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -216,8 +216,8 @@ def try_form(kind: str, form: str, tokens: int) -> dict[str, Any]:
         return row | {"outcome": "refused", "reason": str(error)[:400]}
     target.ends = frozenset()
     row |= {"mode": target.spec.mode, "reason": target.selftest.failed, "loaded_s": round(time.perf_counter() - began, 1)}
-    words = plain_words(target, 2, LIMIT + 10)
-    texts = [continued(model, words[0][: LIMIT - 14], tokens), continued(model, words[1], tokens)]
+    words = plain_words(target, 2, FIRST_CONTEXT + 10)
+    texts = [continued(model, words[0][: LIMIT // 2], tokens), continued(model, words[1], tokens)]
     differ = 0
     for slots in (1, 2):
         drafter = Replay(texts, target.spec.vocabulary, eldest=target.spec.mode == "chain")

@@ -113,6 +113,11 @@ def learn(model: PreTrainedModel, masks: Masks | None = None, one_by_one: bool =
     )
 
 
+WINDOWS = (
+    "sliding_window", "attention_chunk_size", "window_size", "local_attention", "attention_window_size",
+    "sliding_window_size", "index_topk",
+)  # fmt: skip
+"""Names under which configs say how far a layer sees."""
 UNBOUNDED = 2**20
 """Context of a family that names none: its positions are a bias or a state."""
 CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "max_target_positions")
@@ -154,7 +159,13 @@ def media_tokens(config: Any) -> dict[int, str]:
 def trunk(model: PreTrainedModel) -> nn.Module:
     """The model without its output layer; some families name it otherwise than they declare."""
     base = model.base_model
-    return base if base is not model else model.model
+    if base is not model:
+        return base
+    if hasattr(model, "model"):
+        return model.model
+    part = model.get_decoder()
+    # models that read images may hold a whole causal LM
+    return trunk(part) if part is not model and part.get_output_embeddings() is not None else part
 
 
 def _attention_kinds(kinds: list[str]) -> list[str]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outrider.decoding.draft import Draft
 from outrider.errors import TargetError
+from outrider.targets.family import WINDOWS
 
 Mode = Literal["tree", "chain", "off"]
 PARENTS = (-1, 0, -1, 0, 1, 2)
@@ -289,9 +290,12 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 def _limits(target: Any) -> list[int]:
-    """Windows and chunks that are near."""
+    """Windows and chunks that are near, those too that the family keeps to itself."""
     most = 512 if target.device.type == "cpu" else 4096
-    return [limit.size for limit in target.family.limits.values() if limit is not None and limit.size <= most]
+    config = target.model.config.get_text_config(decoder=True)
+    named = [getattr(config, name, None) for name in WINDOWS]
+    sizes = [*named, *(limit.size for limit in target.family.limits.values() if limit is not None)]
+    return [size for size in sizes if isinstance(size, int) and 0 < size <= most]
 
 
 def _length(target: Any) -> int:

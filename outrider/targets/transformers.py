@@ -59,28 +59,26 @@ class TransformersTarget:
         if self.device.type == "cpu":
             # or transformers copies keys and values to every query head of a group, a fifth of a masked pass
             os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
-            packed.pack(model)
-        self._decoder_layers = _decoder_layers(model)
-        self._embedding: Any = model.get_input_embeddings()
-        self._head: Any = model.get_output_embeddings()
+            if tested:
+                packed.pack(model)
+        with _refused(model):
+            self._decoder_layers = _decoder_layers(model)
+            self._embedding: Any = model.get_input_embeddings()
+            self._head: Any = model.get_output_embeddings()
         if self._head is None:
             raise TargetError(refusal(model, "it has no output layer that tells the odds of tokens"))
         self._model_head: nn.Module = self._head  # which `lent` leaves in its place
         self._media = media_tokens(model.config)
         hooks.watch_input(self._model_head)
         known = trust(model, functools.partial(TransformersTarget, tested=False)) if tested else None
-        try:
+        with _refused(model):
             self.family = learn(model) if known is None else learn(model, known.masks, known.one_by_one)
-        except BROKEN as error:
-            raise TargetError(refusal(model, f"a plain pass over text fails ({type(error).__name__}: {error})")) from error
         self._trunk = trunk(model)
         self.spec = replace(_spec(model, tokenizer, name, revision), base_hash=base_hash)
         self._ends: frozenset[int] | None = None
         self.step = CompiledStep(self)
-        try:
+        with _refused(model):
             self._scale, self._finish = self._what_the_ends_do()
-        except BROKEN as error:
-            raise TargetError(refusal(model, f"a plain pass over text fails ({type(error).__name__}: {error})")) from error
         if tested:
             self.selftest = self._trusted(known)
             self.spec = replace(self.spec, mode=self.selftest.mode)
@@ -440,6 +438,15 @@ class TransformersTarget:
                     "alone; leave it out"
                 )
         return tokens
+
+
+@contextmanager
+def _refused(model: PreTrainedModel) -> Iterator[None]:
+    """What a family raises that is not spoken to as others are becomes a TargetError."""
+    try:
+        yield
+    except BROKEN as error:
+        raise TargetError(refusal(model, f"a plain pass over text fails ({type(error).__name__}: {error})")) from error
 
 
 def load_target(

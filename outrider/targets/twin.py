@@ -15,11 +15,15 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from outrider.targets.family import WINDOWS
+
 BROKEN = (AttributeError, ImportError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What a class raises that can't be built or run like this."""
 VOCABULARY = 128
-LIMIT = 32
-"""Tokens of a window, a chunk, or the context of the first training."""
+LIMIT = 16
+"""Tokens of a window or a chunk."""
+FIRST_CONTEXT = 48
+"""Tokens of the context of the first training, where the rotary factors change: beyond what a window's test needs."""
 LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers", "encoder_layers",
     "num_encoder_layers", "num_blocks", "depth",
@@ -59,10 +63,6 @@ SMALL = {
     "audio_vocab_size": VOCABULARY,
 }  # fmt: skip
 """The most that is left of these sizes."""
-LIMITS = (
-    "sliding_window", "attention_chunk_size", "window_size", "local_attention", "attention_window_size", "sliding_window_size",
-    "original_max_position_embeddings", "index_topk",
-)  # fmt: skip
 TEXTS = ("text_config", "language_config", "llm_config", "decoder", "thinker_config", "vlm_config")
 """Parts of a config that are about text."""
 NOT_ARGUMENTS = ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype")
@@ -144,10 +144,12 @@ def _small(sizes: Mapping[str, Any], narrow: bool, is_text: bool) -> dict[str, A
     for key, most in SMALL.items():
         if key in found:
             found[key] = _at_most(found[key], most)
-    for key in LIMITS:
+    for key in WINDOWS:
         if key in found:
             found[key] = _at_most(found[key], LIMIT)
     _shorter_rotary(found, found.get("rope_parameters"))
+    if isinstance(first := found.get("original_max_position_embeddings"), int):
+        found["original_max_position_embeddings"] = min(first, FIRST_CONTEXT)
     if is_text:
         _fewer_words(found)
     return found
@@ -226,9 +228,9 @@ def _shorter_rotary(found: dict[str, Any], rotary: Any) -> None:
     """The context of the first training, where the factors change at its end."""
     if isinstance(rotary, dict):
         if "dynamic" in str(rotary.get("rope_type")) and isinstance(found.get("max_position_embeddings"), int):
-            found["max_position_embeddings"] = LIMIT
+            found["max_position_embeddings"] = FIRST_CONTEXT
         if rotary.get("rope_type") == "longrope":
-            rotary["original_max_position_embeddings"] = LIMIT
+            rotary["original_max_position_embeddings"] = FIRST_CONTEXT
         for own in rotary.values():
             _shorter_rotary(found, own)
 

@@ -179,3 +179,8 @@ def test_a_twin_has_every_kind_of_layer_and_short_limits():
     assert not torch.equal(state, after)
     assert twin.twin(model) is not None
     assert torch.equal(torch.random.get_rng_state(), after)
+
+
+def test_a_window_that_a_family_keeps_to_itself_is_crossed():
+    """Catches GPT-Neo taken for a tree: its local layers count columns, which is right only before its window is full."""
+    assert load_target(built("gpt_neo", CAUSAL)).spec.mode == "chain"
