@@ -70,7 +70,7 @@ class Forecast:
             return None
         self.is_said = True
         # a training's first steps read features too; answers written side by side end in bursts
-        each = statistics.median(self.steps) if self.is_steady else spent / count
+        each = statistics.median(self.steps[-SEEN // 3 :]) if self.is_steady else spent / count
         whole = spent + each * (self.total - done)
         line = f"about {lasting(whole)} for {count + self.total - done} {self.unit}, {lasting(each)} each"
         if self.usual_minutes is None or whole < FAR * 60 * self.usual_minutes:
