@@ -56,13 +56,13 @@ def every_family(found: dict[str, Any]) -> str:
         f"{len(found['rows']) - len(tried)} forms are not built from their class alone. {_source(found)}"
     )
     lines = [
-        [row["family"], row["form"], row.get("dtype", "–"), row.get("mode", "–"), row["outcome"], _short(row)]
+        [row["family"], row["form"], row.get("dtype", "–"), row.get("mode", "–"), row["outcome"], _why(row)]
         for row in found["rows"]
     ]
     return f"{said}\n\n{_table(['family', 'form', 'type', 'mode', 'outcome', 'why'], lines, right=slice(0, 0))}"
 
 
-def _short(row: dict[str, Any]) -> str:
+def _why(row: dict[str, Any]) -> str:
     """The reason of a row in a table's cell."""
     reason = (row.get("reason") or "–").split("; use transformers")[0].split("decoded here: ")[-1]
     return " ".join(reason.replace("|", "/").split())[:110]

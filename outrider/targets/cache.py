@@ -427,6 +427,11 @@ class SlotCache:
                     del trail[: -self._noted]
 
     @property
+    def is_initialized(self) -> bool:
+        """Asked by some families for whether a pass goes on behind other text."""
+        return not self.begins
+
+    @property
     def rows(self) -> list[int]:
         """Slots of the open pass."""
         return self._now.rows

@@ -74,7 +74,7 @@ class TransformersTarget:
         with _refused(model):
             self.family = learn(model) if known is None else learn(model, known.masks, known.one_by_one)
         self._trunk = trunk(model)
-        self.spec = replace(_spec(model, tokenizer, name, revision), base_hash=base_hash)
+        self.spec = replace(_spec(model, tokenizer, name, revision), layers=len(self._decoder_layers), base_hash=base_hash)
         self._ends: frozenset[int] | None = None
         self.step = CompiledStep(self)
         with _refused(model):
@@ -619,6 +619,10 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         for module in part.modules():
             if isinstance(module, nn.ModuleList) and len(module) == count:
                 return module
+    # a layer of some families is two of those that a config counts
+    found: Any = getattr(model.get_decoder(), "layers", None)
+    if isinstance(found, nn.ModuleList):
+        return found
     raise TargetError(
         f"{type(model).__name__} has no list of {count} decoder layers to tap; use transformers' own generate for it"
     )

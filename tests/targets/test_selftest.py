@@ -84,13 +84,16 @@ def test_images_are_refused_by_name():
     ("kind", "reason"),
     [
         ("rwkv", "single steps"), ("reformer", "single steps"), ("openai-gpt", "single steps"), ("minimax", "cache of its own"),
-        ("xlnet", "not causal"), ("bert", "not causal"),
+        ("xlnet", "not causal"), ("bert", "not causal"), ("phi4_multimodal", "its own `generate`"),
     ],
 )  # fmt: skip
 def test_a_model_without_a_cache_or_that_is_not_causal_is_refused_by_name(kind, reason):
-    """Catches a reference that is measured through the cache under test: a model that ignores it then allows its own error."""
+    """Catches a reference that is measured through the cache under test: a model that ignores it then allows its own error.
+
+    Phi-4-multimodal's generate drops its cache at the end of the first context and goes on from one token.
+    """
     with pytest.raises(TargetError, match=rf"{kind}.*can't be decoded here.*{reason}"):
-        load_target(built(kind, CAUSAL))
+        load_target(built(kind, CAUSAL, torch.float32))  # XLNet writes no text in float64
 
 
 def test_a_model_that_is_random_is_refused(monkeypatch):
