@@ -127,7 +127,7 @@ class DecodeState:
         self.prefilled[row] = 0
         self.finished[row] = None
         self.seeds[row] = secrets.randbits(63) if seed is None else seed
-        self.logprobs[row] = []
+        self.logprobs[row], self.new_text[row] = [], ""
         if request.detokenizer is not None:
             self._texts[row] = TextStream(request.detokenizer, request.stop)
         if request.sampling.is_processed:

@@ -149,3 +149,11 @@ def test_room_leaves_a_place_for_the_targets_own_token():
     assert one_slot(limit=5).room.tolist() == [4]
     assert one_slot(limit=1).room.tolist() == [0]
     assert one_slot(context=6).room.tolist() == [3]
+
+
+def test_a_slot_used_again_tells_no_text_of_the_request_before():
+    """Catches a request without a detokenizer that is given the last piece of text of the slot's former one."""
+    state = DecodeState(1, 64)
+    state.new_text[0] = "left"
+    state.admit(0, Request([1, 2], 4))
+    assert state.new_text[0] == ""
