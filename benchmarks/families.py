@@ -140,6 +140,9 @@ def own_sizes(kind: str) -> dict[str, Any]:
 # ── every form ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+INDEXER = {
+    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 16, "indexer_compress_ratio": 4,
+}  # fmt: skip
 ZAMBA = ["linear_attention"] * 2 + ["hybrid"] + ["linear_attention"] * 5 + ["hybrid"]
 SHAPES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"n_group": 1, "topk_group": 1},
@@ -148,6 +151,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "dots3_note": {"vision_config": {"adapter_out_dim": 128}, "audio_config": {"adapter_out_dim": 128}},
     "gemma3n_text": {"hidden_size": 128},
     "glm46v": {"text_config": {"rope_parameters": MROPE}},
     "glm4v": {"text_config": {"rope_parameters": MROPE}},
@@ -161,6 +165,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 32},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp": {"text_config": INDEXER},
+    "qwen4_exp_text": INDEXER,
     "qwen3_omni_moe_thinker": {"text_config": {"head_dim": 128}},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [20, 64]},
     "rwkv": {"attention_hidden_size": 64},

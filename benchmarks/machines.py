@@ -18,6 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.replay import processor
+from outrider.evaluate.fingerprint import fingerprint
+
 ROOT = Path(__file__).resolve().parent.parent
 EMULATED = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 WAYS: dict[str, tuple[dict[str, str], str, int]] = {
@@ -59,17 +62,8 @@ def compare(rounds: int) -> dict[str, Any]:
         "ways": {
             way: {"steps_per_s": rates[way], "of_native": rates[way] / rates[native], "turns": turns[way]} for way in WAYS
         },
-        "machine": machine_facts(),
+        "machine": fingerprint() | processor(),
     }
-
-
-def machine_facts() -> dict[str, Any]:
-    from outrider.evaluate.fingerprint import fingerprint
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
-    wide = [flag for flag in flags if flag.startswith(("avx", "amx", "fma", "f16c"))]
-    return fingerprint() | {"flags": " ".join(wide)}
 
 
 def turn(dtype: str, steps: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
+from outrider import machine
 from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState
@@ -148,16 +149,34 @@ def provenance(seconds: float) -> dict[str, Any]:
     """What a result must say of itself."""
     return {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
+        "command": command(),
         "seconds": round(seconds, 1),
         "outrider": version("outrider"),
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "python": platform.python_version(),
-        "machine": platform.machine(),
+        **processor(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
+
+
+def command() -> str:
+    """What was typed, without the folders of this machine."""
+    given = [Path(arg).name if Path(arg).is_absolute() else arg for arg in sys.argv[1:]]
+    return " ".join([f"python benchmarks/{Path(sys.argv[0]).name}", *given])
+
+
+def processor() -> dict[str, str]:
+    """Name of the processor, and its units that products are fast with."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+    return {
+        "cpu": machine.cpu_name(), "flags": " ".join(flag for flag in flags if flag.startswith(("avx", "amx", "fma", "f16c"))),
+    }  # fmt: skip
 
 
 def publish(found: dict[str, Any], out: Path | None, quiet: bool = False) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.replay import command, processor
 from outrider import demo, load_drafter, load_target
 from outrider.compiled import NotCompiled
 from outrider.decoding.generate import advance
@@ -106,10 +107,10 @@ def prompts_of(target: TransformersTarget, count: int) -> list[list[int]]:
 def write(found: dict[str, Any], out: Path | None) -> None:
     """Print the result with what it was measured on, and keep it where asked."""
     found = {
-        "command": "python " + " ".join(["benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command(),
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
-            "processor": platform.processor() or platform.machine(), "cpus": os.cpu_count(), "threads": torch.get_num_threads(),
+            **processor(), "cpus": os.cpu_count(), "threads": torch.get_num_threads(),
             "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "torch": torch.__version__,
             "transformers": transformers.__version__, "python": platform.python_version(),
         },

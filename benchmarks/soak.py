@@ -1,12 +1,15 @@
 """Speculation over random settings: with a seed every text is that of plain decoding, token for token, at any temperature.
 
-    python benchmarks/soak.py [--tokens 200000] [--seed 0] [--case NUMBER | --resume FILE …] [--out FILE]
+    python benchmarks/soak.py [--tokens 1000000] [--seed 0] [--case NUMBER | --resume FILE …] [--out FILE]
 
-A case draws a family of tiny random models (or the demo target), its type, a batch of requests with settings of their own,
-a grammar over ids or over text among them, ends, a context, a drafter that replays the text to come with wrong tokens in it,
-and a policy.  The requests are continued twice by the same engine: without a drafter, and with it in other slots.  Requests
-above temperature 0 without a seed keep them company and are not compared.  What ends a text, and the log probabilities, must
-be equal too.
+A case draws a family of tiny random models in one of its real forms (or the demo target), its type, a batch of requests with
+settings of their own, a grammar over ids or over text among them, ends, a context, a drafter that replays the text to come
+with wrong tokens in it, and a policy.  In a third of the cases ids become text by byte fallback, in a third the model comes
+with a random generation_config, and in a tenth four threads share the target, each with requests and a drafter of its own.
+The requests are continued twice by the same engine: without a drafter, and with it in other slots.  Requests above temperature
+0 without a seed keep them company and are not compared.  What ends a text, and the log probabilities, must be equal too; a text
+must be that of all its tokens, up to its first stop string; and what a generation_config asks for must be what `generate`
+writes.
 In float64 a difference is a mismatch; in float32 it is a tie if logits within four times the measured difference between the
 one-row and the n-row pass draw both tokens from the same noise.  Prints JSON; exits with 1 on a mismatch.  A case hangs on
 --seed and its number alone.
@@ -23,16 +26,21 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers.utils import logging
 
-from benchmarks.families import SMALL, tiny
+from benchmarks.families import SMALL, built, forms, tiny
+from benchmarks.families import continued as generated
 from benchmarks.replay import Replay, progress_bar, provenance, publish, spread
 from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
@@ -42,7 +50,12 @@ from outrider.decoding.penalties import processed
 from outrider.decoding.sampling import Purpose, Sampling, distribution
 from outrider.decoding.state import DecodeState, Request
 from outrider.decoding.text import Detokenizer
+from outrider.errors import TargetError
+from outrider.targets.detokenizer import detokenizer
 from outrider.targets.transformers import TransformersTarget, load_target
+
+FORMS = {f"{kind}, {form}": (kind, form) for kind, form in forms()}
+THREADS = 4
 
 # ── a case ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -61,10 +74,19 @@ class Case:
     ends: frozenset[int]
     drafter: dict[str, Any]
     policy: str
+    has_bytes: bool = False
+    """Ids become text by byte fallback."""
+    generation: dict[str, Any] = field(default_factory=dict)
+    """What the model's generation_config says."""
+    defaults: frozenset[int] = frozenset()
+    """Requests that ask for what it says and no more."""
+    threads: int = 1
 
     @property
     def target(self) -> TransformersTarget:
-        return target_of(self.family, self.dtype)
+        found = target_of(self.family, self.dtype)
+        assert found is not None
+        return found
 
     @property
     def settings(self) -> list[str]:
@@ -80,9 +102,12 @@ class Case:
             "drafts longer than budget and room": not self.drafter["obeys"],
             f"policy {self.policy}": True,
             "end tokens": bool(self.ends),
-            "a context that ends the text": self.context < self.target.spec.context,
+            "a context that ends the text": self.context < min(self.target.spec.context, LONGEST),
             "more requests than slots": len(self.requests) > self.slots,
             "greedy beside sampled beside a grammar": self.is_mixed,
+            "byte fallback": self.has_bytes,
+            "a generation_config": bool(self.generation),
+            "four threads share the target": self.threads > 1,
         }
         return [name for name, holds in named.items() if holds]
 
@@ -93,10 +118,20 @@ class Case:
         return len(kinds) == 3
 
 
-@functools.cache
-def target_of(family: str, dtype: str) -> TransformersTarget:
+@functools.lru_cache(96)
+def target_of(family: str, dtype: str) -> TransformersTarget | None:
+    """None where a form can't be built in this type, or is refused."""
     if family == "demo":
         return load_target("demo", dtype=dtype)
+    if family in FORMS:
+        try:
+            model = built(*FORMS[family], getattr(torch, dtype))
+        except Exception:  # whatever transformers says of its own class
+            return None
+        try:
+            return load_target(model)
+        except TargetError:
+            return None
     try:
         return load_target(tiny(family, "sdpa", getattr(torch, dtype)))
     except ValueError:
@@ -106,16 +141,20 @@ def target_of(family: str, dtype: str) -> TransformersTarget:
 def drawn(seed: int, number: int) -> Case:
     """Case `number` of this seed."""
     noise = random.Random(f"{seed} {number}")
-    # the demo target is a hundred times the size: rare
-    family = "demo" if noise.random() < 0.03 else noise.choice(list(SMALL))
-    dtype = noise.choice(["float64", "float64", "float32"])
-    target = target_of(family, dtype)
+    family, dtype, target = _target(noise)
     vocabulary = target.spec.vocabulary
-    context = noise.choice([target.spec.context] * 3 + [64, 128])
-    ends = frozenset(noise.sample(range(vocabulary), noise.choice([0, 1, 3, 6]))) | target.ends
-    requests = [_request(noise, target, min(context - 2, 40)) for _ in range(noise.randint(5, 14))]
-    if noise.random() < 0.15:
-        requests[:3] = _mixed(noise, target, requests[0])
+    context = noise.choice([min(target.spec.context, LONGEST)] * 3 + [64, 128])
+    has_bytes = family != "demo" and noise.random() < 1 / 3
+    generation = _generation(noise, vocabulary) if noise.random() < 1 / 3 else {}
+    with configured(target, generation):
+        ends = frozenset(() if generation else noise.sample(range(vocabulary), noise.choice([0, 1, 3, 6]))) | target.ends
+        requests = [_request(noise, target, min(context - 2, 40), has_bytes) for _ in range(noise.randint(5, 14))]
+        if noise.random() < 0.15:
+            requests[:3] = _mixed(noise, target, requests[0])
+        defaults = frozenset(n for n in range(len(requests)) if generation and noise.random() < 0.5)
+        for n in defaults:
+            sampling = target.default_sampling(requests[n].prompt, requests[n].max_new_tokens)
+            requests[n] = replace(requests[n], sampling=sampling)
     return Case(
         number, family, dtype, requests, noise.choice([1, 3, 4, 6, 8, 10]), noise.choice([12, 16]), context, ends,
         {
@@ -123,11 +162,78 @@ def drawn(seed: int, number: int) -> Case:
             "eldest": noise.random() < 0.5, "soft": noise.random() < 0.4, "obeys": noise.random() < 0.8,
             "seed": noise.randrange(2**31),
         },
-        noise.choice(["whole", "whole", "on and off", "small"]),
+        noise.choice(["whole", "whole", "on and off", "small"]), has_bytes, generation, defaults,
+        THREADS if noise.random() < 0.1 else 1,
     )  # fmt: skip
 
 
-def _request(noise: random.Random, target: TransformersTarget, longest: int) -> Request:
+LONGEST = 2048
+"""Tokens that a cache has room for; beyond the limits of every config made small."""
+
+
+def _target(noise: random.Random) -> tuple[str, str, TransformersTarget]:
+    while True:
+        # the demo target is a hundred times the size: rare
+        family = "demo" if noise.random() < 0.01 else noise.choice([*SMALL, *FORMS])
+        dtype = noise.choice(["float64", "float64", "float32"])
+        target = target_of(family, dtype)
+        if target is not None:
+            return family, dtype, target
+
+
+@contextmanager
+def configured(target: TransformersTarget, generation: dict[str, Any]) -> Iterator[None]:
+    """While this is open the model comes with this generation_config."""
+    before = target.model.generation_config
+    if generation:
+        target.model.generation_config = GenerationConfig(**generation)
+    try:
+        yield
+    finally:
+        target.model.generation_config = before
+
+
+def _generation(noise: random.Random, vocabulary: int) -> dict[str, Any]:
+    def some(count: int) -> list[int]:
+        return noise.sample(range(vocabulary), count)
+
+    chances: dict[str, Any] = {
+        "repetition_penalty": lambda: noise.uniform(0.8, 1.6),
+        "no_repeat_ngram_size": lambda: noise.choice([2, 3]),
+        "encoder_repetition_penalty": lambda: noise.uniform(0.9, 1.3),
+        "encoder_no_repeat_ngram_size": lambda: 3,
+        "suppress_tokens": lambda: some(4),
+        "begin_suppress_tokens": lambda: some(3),
+        "bad_words_ids": lambda: [some(1), some(2)],
+        "sequence_bias": lambda: [[some(1), noise.uniform(-3, 3)], [some(2), 4.0]],
+        "min_new_tokens": lambda: noise.randint(1, 30),
+        "min_length": lambda: noise.randint(1, 60),
+        "forced_bos_token_id": lambda: some(1)[0],
+        "forced_eos_token_id": lambda: some(1)[0],
+        "exponential_decay_length_penalty": lambda: (noise.randint(1, 20), 1.1),
+        "renormalize_logits": lambda: True,
+        "remove_invalid_values": lambda: True,
+        "temperature": lambda: 0.5,
+        "top_p": lambda: 0.8,
+        "top_k": lambda: 5,
+    }
+    asked = {key: draw() for key, draw in chances.items() if noise.random() < 0.25}
+    return asked | {"eos_token_id": noise.choice([None, some(1)[0], some(4)]), "pad_token_id": 0}
+
+
+@functools.cache
+def byte_fallback(vocabulary: int) -> Detokenizer:
+    """As Llama 2's: half of the ids are bytes, of which two in a row are often a letter."""
+    bytes_ = [*range(0xC2, 0xCA), 0xE3, 0xE4, 0xE5, 0xF0, *range(0x80, 0xB4)]
+    names = [f"<0x{byte:02X}>" for byte in bytes_] + ["▁", "▁a", "\n", "。", "é", "▁the"]
+    names = [*names, *(f"▁w{token}" if token % 3 else f"v{token}" for token in range(len(names), vocabulary))][:vocabulary]
+    tokenizer = Tokenizer(models.BPE({name: token for token, name in enumerate(names)}, [], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return detokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), vocabulary)
+
+
+def _request(noise: random.Random, target: TransformersTarget, longest: int, has_bytes: bool = False) -> Request:
     prompt = [noise.randrange(target.spec.vocabulary) for _ in range(noise.choice([1, 2, noise.randint(3, longest)]))]
     count = noise.choice([1, 6, 60, 90, 120, 160])
     sampling = _sampling(noise, target.spec.vocabulary)
@@ -135,10 +241,11 @@ def _request(noise: random.Random, target: TransformersTarget, longest: int) -> 
     has_grammar = noise.random() < 0.1
     if has_grammar:
         sampling = _with_grammar(sampling, target)
-    request = Request(prompt, count, sampling, (), target.detokenizer or Detokenizer(_letters, is_local=True))
+    own = byte_fallback(target.spec.vocabulary) if has_bytes else target.detokenizer
+    request = Request(prompt, count, sampling, (), own or Detokenizer(_letters, is_local=True))
     if noise.random() < 0.2 and not (has_grammar and target.tokenizer):
         request = replace_sampling(request, bad_words=_said(noise, target, request))
-    if noise.random() < 0.2:
+    if noise.random() < (0.5 if has_bytes else 0.2):
         request.stop = _stops(noise, request, _written(target, request))
     return request
 
@@ -286,15 +393,34 @@ class Outcome:
 
 def run(case: Case) -> Outcome:
     """Continue the requests both ways and compare."""
-    plain = continued(case, None, case.plain_slots)
-    texts = [request.prompt + written.tokens for request, written in zip(case.requests, plain, strict=True)]
-    drafter = Watched(texts, case.target.spec.vocabulary, **case.drafter)
-    drafted = continued(case, drafter, case.slots)
-    outcome = Outcome(events=drafter.events())
-    for n, request in enumerate(case.requests):
-        if request.sampling.temperature == 0 or request.sampling.seed is not None:
-            _compare(case, n, plain[n], drafted[n], outcome)
+    with configured(case.target, case.generation):
+        plain = continued(case, case.requests, None, case.plain_slots)
+        texts = [request.prompt + written.tokens for request, written in zip(case.requests, plain, strict=True)]
+        outcome = Outcome()
+        drafted: list[Written] = []
+        for found, drafter in _in_threads(case, texts):
+            drafted += found
+            outcome.events.update(drafter.events())
+        for n, request in enumerate(case.requests):
+            if request.sampling.temperature == 0 or request.sampling.seed is not None:
+                _compare(case, n, plain[n], drafted[n], outcome)
+        for n in case.defaults:
+            _compare_generated(case, n, plain[n], outcome)
     return outcome
+
+
+def _in_threads(case: Case, texts: list[list[int]]) -> list[tuple[list[Written], Watched]]:
+    """What threads that share the target write, each a part of the requests with a drafter of its own."""
+
+    def thread(n: int) -> tuple[list[Written], Watched]:
+        drafter = Watched(texts, case.target.spec.vocabulary, **case.drafter | {"seed": case.drafter["seed"] + n})
+        return continued(case, case.requests[cuts[n] : cuts[n + 1]], drafter, case.slots), drafter
+
+    cuts = [len(case.requests) * n // case.threads for n in range(case.threads + 1)]
+    if case.threads == 1:
+        return [thread(0)]
+    with ThreadPoolExecutor(case.threads) as pool:
+        return list(pool.map(thread, range(case.threads)))
 
 
 def tried(case: Case) -> Outcome:
@@ -335,12 +461,12 @@ class Watched(Replay):
         })  # fmt: skip
 
 
-def continued(case: Case, drafter: Replay | None, slots: int) -> list[Written]:
+def continued(case: Case, requests: list[Request], drafter: Replay | None, slots: int) -> list[Written]:
     target = case.target
-    found = [Written() for _ in case.requests]
+    found = [Written() for _ in requests]
     state = DecodeState(slots, case.context, case.ends, target.device)
     policy = None if drafter is None else Moody(case.policy, drafter.limit, case.number)
-    for progress in advance(target, case.requests, drafter, policy=policy, slots=slots, state=state):
+    for progress in advance(target, requests, drafter, policy=policy, slots=slots, state=state):
         written = found[progress.request]
         written.tokens += progress.tokens
         written.reason = progress.finish_reason
@@ -367,6 +493,32 @@ def _compare(case: Case, n: int, plain: Written, drafted: Written, outcome: Outc
         outcome.mismatches.append(what | {"ends": ends})
     elif case.dtype == "float64" and not _close(plain.logprobs, drafted.logprobs):
         outcome.mismatches.append(what | {"logprobs": "differ"})
+    elif drafted.text != (whole := _text(request, drafted)):
+        outcome.mismatches.append(what | {"text": drafted.text[-40:], "of_all_tokens": whole[-40:]})
+
+
+def _text(request: Request, written: Written) -> str:
+    """The text of all tokens at once, up to its first stop string."""
+    whole = request.detokenizer.decode(written.tokens)
+    return whole[: min((at for stop in request.stop if (at := whole.find(stop)) >= 0), default=len(whole))]
+
+
+def _compare_generated(case: Case, n: int, plain: Written, outcome: Outcome) -> None:
+    """A request that asks for what generation_config says with what `model.generate` writes."""
+    request = case.requests[n]
+    wanted = generated(case.target.model, request.prompt, request.max_new_tokens)[len(request.prompt) :]
+    if request.stop or case.context < len(request.prompt) + request.max_new_tokens:  # which `generate` was not told
+        wanted = wanted[: len(plain.tokens)]
+    at = next((i for i, (a, b) in enumerate(zip(wanted, plain.tokens, strict=False)) if a != b), None)
+    if at is None and len(wanted) == len(plain.tokens):
+        outcome.by_setting["as generate writes it"] += len(wanted)
+        return
+    what: dict[str, Any] = {"case": case.number, "request": n, "family": case.family, "dtype": case.dtype, "of": "generate"}
+    at = min(len(wanted), len(plain.tokens)) if at is None else at
+    place = {"at": at, "wanted": wanted[at : at + 1], "found": plain.tokens[at : at + 1]}
+    is_tie = case.dtype == "float32" and place["wanted"] and place["found"]
+    tie = is_tie and audit(case, request, plain.tokens[:at], *place["wanted"], *place["found"])
+    (outcome.ties if tie else outcome.mismatches).append(what | place | (tie or {}))
 
 
 def _close(one: list[Any], other: list[Any]) -> bool:
@@ -450,7 +602,8 @@ class Sum:
 
     def as_json(self, seed: int, seconds: float) -> dict[str, Any]:
         found = self.found
-        kinds = Counter(next(key for key in ("wanted", "ends", "logprobs", "crash") if key in one) for one in found.mismatches)
+        names = ("of", "wanted", "ends", "logprobs", "text", "crash")
+        kinds = Counter(next(key for key in names if key in one) for one in found.mismatches)
         counts = {"seed": seed, "cases": sum(end - first for first, end in self.spans), "tokens": found.tokens}
         return {
             "provenance": provenance(self.seconds + seconds),
@@ -465,14 +618,15 @@ class Sum:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=200_000, help="tokens to compare, at least")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens to compare, at least")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="only this one, with its settings on stderr")
     parser.add_argument("--first", type=int, help="number of the first case; behind the last of --resume without it")
     parser.add_argument("--resume", type=Path, action="append", default=[], help="count in what this file found; repeatable")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()
-    began, total = time.perf_counter(), Sum()
+    logging.set_verbosity_error()  # of keys that greedy decoding has no use for
+    began, kept, total = time.perf_counter(), time.perf_counter(), Sum()
     for path in options.resume:
         total.add_file(path, options.seed)
     first = max((end for _, end in total.spans), default=0) if options.first is None else options.first
@@ -490,6 +644,9 @@ def main() -> None:
             total.add(case, tried(case))
             what = f"case {number}, {len(total.found.mismatches)} mismatches"
             bar.update(task, completed=total.found.tokens, description=what)
+            if time.perf_counter() - kept > 60:
+                kept = time.perf_counter()
+                publish(total.as_json(options.seed, kept - began), options.out, quiet=True)
     publish(total.as_json(options.seed, time.perf_counter() - began), options.out)
     sys.exit(bool(total.found.mismatches))
 

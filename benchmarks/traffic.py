@@ -33,6 +33,7 @@ import h11
 import httpx
 import numpy as np
 
+from benchmarks.replay import command
 from outrider.evaluate.traffic import replay, traces
 from outrider.evaluate.traffic.replay import Plan
 
@@ -61,7 +62,7 @@ def main() -> None:
         }
         found["promises"] = promises(found)
     found = {
-        "command": "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command(),
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
             "cpus": os.cpu_count(),

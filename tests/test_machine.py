@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import tiny_model
 
+from benchmarks import machines
 from outrider import machine
 from outrider.cli import console
 from outrider.cli.console import Forecast, lasting
@@ -62,6 +63,16 @@ def test_without_bfloat16_units_training_is_in_float32(way: str, tmp_path: Path)
     chosen, factor = json.loads(done.stdout)
     assert chosen == "float32"
     assert factor > 3, "the naive products were not brought about"
+
+
+@pytest.mark.slow
+def test_without_bfloat16_units_the_demo_trains_a_third_as_fast_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a training that goes on in the slow type, or an optimiser that multiplies in it: a hundredth of the steps."""
+    ways = {way: one for way, one in machines.WAYS.items() if one[1] == "auto"}
+    monkeypatch.setattr(machines, "WAYS", ways)
+    native, emulated = machines.compare(rounds=1)["ways"].values()
+    assert emulated["turns"][0]["dtype"] == "float32"
+    assert emulated["steps_per_s"] >= native["steps_per_s"] / 3
 
 
 @pytest.mark.parametrize(("kind", "chosen"), [("with bfloat16 units", "bfloat16"), ("without", "float32")])

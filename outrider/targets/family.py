@@ -53,11 +53,18 @@ class Family:
     """Where rotary factors depend on how long a text is."""
     one_by_one: bool = False
     """Rows that stand at different places pass one by one, since the family counts columns of the longest for all."""
+    past: str | None = None
+    """Name of the argument that hands on a cache of the family's own kind, where slots can't hold what it keeps."""
+
+    @property
+    def follows_one_path(self) -> bool:
+        """What it keeps is that of one text: no tree can be verified, and padding would enter it."""
+        return self.is_recurrent or self.past is not None
 
     @property
     def takes_uneven_rows(self) -> bool:
         """Rows that stand at different places may share a pass: it is told what each sees, and where each stands."""
-        return self.masks != "none" and self.has_positions and not self.one_by_one
+        return self.masks != "none" and self.has_positions and not self.one_by_one and self.past is None
 
     def seen(
         self, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, dtype: torch.dtype, context: int
@@ -90,10 +97,10 @@ class Family:
         return cache.is_single and visible is None and cache.is_even and not limited
 
 
-def learn(model: PreTrainedModel, masks: Masks | None = None, one_by_one: bool = False) -> Family:
+def learn(model: PreTrainedModel, masks: Masks | None = None, one_by_one: bool = False, past: str | None = None) -> Family:
     """Look at the model, and try what can be tried on two tokens.  Modules with a recurrent state learn to pass in steps.
 
-    masks: which it takes, where that is known; one_by_one as in Family.
+    masks: which it takes, where that is known; the others as in Family.
     """
     config = model.config.get_text_config(decoder=True)
     kinds, _ = get_layer_types_and_kwargs(config)
@@ -110,12 +117,13 @@ def learn(model: PreTrainedModel, masks: Masks | None = None, one_by_one: bool =
         is_recurrent=_teach_steps(model),
         rotary=learn_rotary(model),
         one_by_one=one_by_one,
+        past=past,
     )
 
 
 WINDOWS = (
     "sliding_window", "attention_chunk_size", "window_size", "local_attention", "attention_window_size",
-    "sliding_window_size", "index_topk",
+    "sliding_window_size", "index_topk", "local_attn_chunk_length", "lsh_attn_chunk_length",
 )  # fmt: skip
 """Names under which configs say how far a layer sees."""
 UNBOUNDED = 2**20
@@ -168,6 +176,12 @@ def trunk(model: PreTrainedModel) -> nn.Module:
     return trunk(part) if part is not model and part.get_output_embeddings() is not None else part
 
 
+def output_layer(model: PreTrainedModel) -> Any:
+    """What turns hidden states into logits; where the model does not say, that of a causal LM within it."""
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return next((found for part in parts if (found := part.get_output_embeddings()) is not None), None)
+
+
 def _attention_kinds(kinds: list[str]) -> list[str]:
     """Kinds of mask that these layer types ask for."""
     found = {"hybrid": "full_attention", "attention": "full_attention", "hybrid_sliding": "sliding_attention"}
@@ -195,7 +209,7 @@ def _masks(model: PreTrainedModel, has_positions: bool) -> Masks:
     for name, mask in tries.items():
         try:
             masked = model(**given, attention_mask=mask).logits
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             continue
         if torch.equal(masked, plain):
             return name

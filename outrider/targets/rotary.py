@@ -11,6 +11,7 @@ R rows of a pass, n tokens a row.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 
 from outrider.errors import TargetError
 
+_LOCK = threading.Lock()
 _deciding: ContextVar[Tensor | None] = ContextVar("deciding", default=None)
 
 
@@ -55,8 +57,9 @@ def learn_rotary(model: PreTrainedModel) -> Rotary | None:
     if len(originals) > 1:
         raise TargetError(f"{type(model).__name__} has rotary factors that change at several lengths: {sorted(originals)}")
     for module in modules:
-        if not hasattr(module.forward, "goes_by_tokens"):
-            module.forward = _by_tokens(module, module.forward)
+        own = vars(module).get("forward")
+        if not (isinstance(own, functools.partial) and own.func is _by_tokens):
+            module.forward = functools.partial(_by_tokens, module, module.forward)
     [original] = originals
     return Rotary(original, _rereads(model, original))
 
@@ -75,15 +78,18 @@ def _original(module: Any, kind: str | None) -> int:
     return int(module.original_max_seq_len)
 
 
-def _by_tokens(module: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def rotary(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        lengths = _deciding.get()
-        if lengths is None:
-            return forward(x, position_ids, *args, **kwargs)
-        positions = position_ids.expand_as(lengths)
-        original = _original(module, _kinds(module)[0])
-        turned: list[Tensor] = []
+def _by_tokens(module: Any, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The module's `forward`, with the factors that each token's own length of text decides.
+
+    Partial, not a closure: a model's copy then calls its own modules.
+    """
+    lengths = _deciding.get()
+    if lengths is None:
+        return forward(x, position_ids, *args, **kwargs)
+    positions = position_ids.expand_as(lengths)
+    original = _original(module, _kinds(module)[0])
+    turned: list[Tensor] = []
+    with _LOCK:  # the module holds the factors that it used last, for whoever asks next
         for length in lengths.clamp(min=original).unique().tolist():
             # transformers forgets the factors of a longer text only when a pass stays below the original length
             forward(x, position_ids.new_zeros(1, 1), *args, **kwargs)
@@ -93,10 +99,7 @@ def _by_tokens(module: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
             own = (lengths.clamp(min=original) == length)[..., None]
             parts = [part[:, :-1] for part in found]
             turned = [torch.where(own, *pair) for pair in zip(parts, turned or parts, strict=True)]
-        return tuple(turned)
-
-    rotary.goes_by_tokens = True  # type: ignore[attr-defined]
-    return rotary
+    return tuple(turned)
 
 
 class _Read:

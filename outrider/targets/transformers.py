@@ -33,15 +33,16 @@ from outrider.errors import DataError, TargetError
 from outrider.targets import hooks, quantised
 from outrider.targets.cache import SlotCache
 from outrider.targets.detokenizer import detokenizer
-from outrider.targets.family import embedding_scale, head_law, learn, media_tokens, sizes, trunk
+from outrider.targets.family import embedding_scale, head_law, learn, media_tokens, output_layer, sizes, trunk
 from outrider.targets.generation import ends_of, greedy_sampling
+from outrider.targets.own_cache import OwnCache
 from outrider.targets.rotary import deciding
-from outrider.targets.selftest import BROKEN, SelfTest, agreed, refusal, selftest
+from outrider.targets.selftest import BROKEN, SelfTest, agreed, refusal
 from outrider.targets.sizes import layer_sizes, unused_row
 from outrider.targets.skip import Sublayers
 from outrider.targets.skip import learn as learn_sublayers
 from outrider.targets.step import CompiledStep, passed
-from outrider.targets.trust import Trust, trust
+from outrider.targets.trust import Trust, tested, trust
 
 
 class TransformersTarget:
@@ -64,7 +65,7 @@ class TransformersTarget:
         with _refused(model):
             self._decoder_layers = _decoder_layers(model)
             self._embedding: Any = model.get_input_embeddings()
-            self._head: Any = model.get_output_embeddings()
+            self._head: Any = output_layer(model)
         if self._head is None:
             raise TargetError(refusal(model, "it has no output layer that tells the odds of tokens"))
         self._model_head: nn.Module = self._head  # which `lent` leaves in its place
@@ -72,7 +73,7 @@ class TransformersTarget:
         hooks.watch_input(self._model_head)
         known = trust(model, functools.partial(TransformersTarget, tested=False)) if tested else None
         with _refused(model):
-            self.family = learn(model) if known is None else learn(model, known.masks, known.one_by_one)
+            self.family = learn(model) if known is None else learn(model, known.masks, known.one_by_one, known.past)
         self._trunk = trunk(model)
         self.spec = replace(_spec(model, tokenizer, name, revision), layers=len(self._decoder_layers), base_hash=base_hash)
         self._ends: frozenset[int] | None = None
@@ -130,8 +131,13 @@ class TransformersTarget:
         """Decoder layer `index`, counted from 0; its weights are for reading.  A copy where they are quantised."""
         return quantised.plain(self._decoder_layers[index])
 
-    def allocate(self, slots: int, length: int, undo: int = 0) -> SlotCache:
-        """A cache for `slots` texts of at most `length` tokens, of which `cut` takes back up to `undo` without loss."""
+    def allocate(self, slots: int, length: int, undo: int = 0) -> Any:
+        """A SlotCache for `slots` texts of at most `length` tokens, of which `cut` takes back up to `undo` without loss.
+
+        An OwnCache where the family keeps what slots can't hold.
+        """
+        if self.family.past is not None:
+            return OwnCache(self.model, self.family.past, slots, length)
         return SlotCache(slots, length, self.device, self.spec.layers, undo)
 
     @torch.inference_mode()
@@ -139,7 +145,7 @@ class TransformersTarget:
         self, cache: SlotCache, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int], taps: tuple[int, ...] = ()
     ) -> Scores:
         """Read one chunk [R, S], right-padded, behind what each slot holds.  `logits` [R, 1, V] follow the last real token."""
-        if self.family.is_recurrent:
+        if self.family.follows_one_path:
             # padding would enter the state; and only what follows other text has to go in steps
             parts = []
             for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -195,6 +201,8 @@ class TransformersTarget:
             raise TargetError(
                 f"{self.spec.name} can't draft for itself on another device; leave the drafter on {self.model.device}"
             )
+        if self.family.past is not None:
+            raise TargetError(f"{self.spec.name} keeps texts in a cache of its own kind, and no sublayer of it can be left out")
         return self._sublayers.all
 
     @contextmanager
@@ -343,10 +351,8 @@ class TransformersTarget:
     def _scores(
         self, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
     ) -> Scores:
-        given = self.family.arguments(cache, *self.family.seen(cache, visible, depths, self.model.dtype, self.spec.context))
-        with packed.products(), self._catching(taps) as caught:
-            logits = self.model(input_ids=tokens, **given).logits
-        return Scores(logits, caught[self._model_head], self._tapped(caught, taps))
+        out, caught = self._passed(self.model, tokens, cache, visible, depths, taps, self.spec.context)
+        return Scores(out.logits, caught[self._model_head], self._tapped(caught, taps))
 
     def pass_through(
         self, tokens: Tensor, cache: Any, masks: Mapping[str, Tensor], positions: Tensor
@@ -363,10 +369,23 @@ class TransformersTarget:
         self, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         context = max(self.spec.context, tokens.shape[1])
-        given = self.family.arguments(cache, *self.family.seen(cache, visible, depths, self.model.dtype, context))
+        out, caught = self._passed(self._trunk, tokens, cache, visible, depths, taps, context)
+        return out.last_hidden_state, self._tapped(caught, taps)
+
+    def _passed(
+        self, module: nn.Module, tokens: Tensor, cache: SlotCache | OwnCache, visible: Tensor | None, depths: Tensor | None,
+        taps: tuple[int, ...], context: int,
+    ) -> tuple[Any, dict[nn.Module, Any]]:  # fmt: skip
+        """What the model or its trunk gives back for the open pass, and what was caught on the way."""
+        if isinstance(cache, OwnCache):
+            given = cache.given()
+        else:
+            given = self.family.arguments(cache, *self.family.seen(cache, visible, depths, self.model.dtype, context))
         with packed.products(), self._catching(taps) as caught:
-            hidden = self._trunk(input_ids=tokens, **given).last_hidden_state
-        return hidden, self._tapped(caught, taps)
+            out = module(input_ids=tokens, **given)
+        if isinstance(cache, OwnCache):
+            cache.took(tokens, out)
+        return out, caught
 
     def _each(
         self, tokens: Tensor, cache: SlotCache, run: Callable[..., Any], visible: Tensor | None, depths: Tensor | None,
@@ -374,7 +393,8 @@ class TransformersTarget:
     ) -> Any:  # fmt: skip
         """Run all rows of the open pass at once; one by one where they stand unevenly and the family can't be told so."""
         # a state alone does not ask where its row stands
-        if self.family.takes_uneven_rows or cache.is_even or (self.family.is_recurrent and not cache.layers):
+        is_state = self.family.is_recurrent and self.family.past is None and not cache.layers
+        if self.family.takes_uneven_rows or cache.is_even or is_state:
             return run(tokens, cache, visible, depths, taps)
         rows, parts = cache.rows, []
         for b, row in enumerate(rows):
@@ -418,9 +438,15 @@ class TransformersTarget:
     def _trusted(self, known: Trust | None) -> SelfTest:
         """What is known of models like this one, where this one agrees; else what a test of it finds."""
         found = known and known.found and agreed(self, known.found)
-        found = found or selftest(self)
+        found = found or tested(self)
         reason = f" ({found.failed})" if found.failed else ""
-        logging.getLogger(__name__).info("self-test of %s: %s%s", self.spec.name, found.mode, reason)
+        log = logging.getLogger(__name__)
+        log.info("self-test of %s: %s%s", self.spec.name, found.mode, reason)
+        if self.family.past is not None:
+            log.warning(
+                "%s keeps of a text what slots can't hold: every pass copies its own cache, and rows pass one by one; exact, "
+                "and slow", self.spec.name,
+            )  # fmt: skip
         return found
 
     def _tapped(self, caught: Mapping[nn.Module, Tensor], taps: tuple[int, ...]) -> Tensor | None:
@@ -533,7 +559,7 @@ def _quantised(model: Any, quantize: str | None) -> str | None:
     if (already := quantised.precision(model)) is not None:
         raise TargetError(f"the target's weights are {already} as they are; leave quantize={quantize!r} out")
     base = hash_weights(model)
-    quantised.quantise(model, quantize, keep=[model.get_output_embeddings()])
+    quantised.quantise(model, quantize, keep=[output_layer(model)])
     return base
 
 
@@ -615,10 +641,11 @@ def _copied(module: nn.Module, device: torch.device) -> Any:
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     count = sizes(model).layers
     # the text part first: a vision tower may have as many layers
-    for part in (model.get_decoder(), trunk(model)):
-        for module in part.modules():
-            if isinstance(module, nn.ModuleList) and len(module) == count:
-                return module
+    parts = (module for part in (model.get_decoder(), trunk(model)) for module in part.modules())
+    lists = list(dict.fromkeys(part for part in parts if isinstance(part, nn.ModuleList) and len(part) == count))
+    for layers in lists:
+        if len(lists) == 1 or _reads_text(model, layers[0]):
+            return layers
     # a layer of some families is two of those that a config counts
     found: Any = getattr(model.get_decoder(), "layers", None)
     if isinstance(found, nn.ModuleList):
@@ -626,6 +653,18 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise TargetError(
         f"{type(model).__name__} has no list of {count} decoder layers to tap; use transformers' own generate for it"
     )
+
+
+@torch.inference_mode()
+def _reads_text(model: PreTrainedModel, layer: nn.Module) -> bool:
+    """Whether a pass over text runs this layer."""
+    seen: list[bool] = []
+    hook = layer.register_forward_pre_hook(hooks.of_this_thread(lambda *_: seen.append(True)))
+    try:
+        model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
+    finally:
+        hook.remove()
+    return bool(seen)
 
 
 def _padded(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
@@ -636,20 +675,20 @@ def _padded(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tens
 
 
 def _spec(model: PreTrainedModel, tokenizer: Any, name: str | None, revision: str | None) -> TargetSpec:
-    found = sizes(model)
+    found, words = sizes(model), output_layer(model).weight.shape[0]
     return TargetSpec(
         name=name or type(model).__name__,
         revision=revision or getattr(model.config, "_commit_hash", None),
         layers=found.layers,
         hidden=found.hidden,
-        vocabulary=model.get_output_embeddings().weight.shape[0],
+        vocabulary=words,
         context=found.context,
         dtype=str(model.dtype).removeprefix("torch."),
         tokenizer_hash=None if tokenizer is None else hash_tokenizer(tokenizer),
         weights_hash=hash_weights(model),
         quantised=quantised.precision(model),
         sizes=layer_sizes(model.config),
-        unused=unused_row(tokenizer, model.get_output_embeddings().weight.shape[0]),
+        unused=unused_row(tokenizer, words),
     )
 
 

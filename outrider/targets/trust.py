@@ -24,9 +24,10 @@ from transformers import PreTrainedModel
 from outrider import compiled, machine
 from outrider.decoding import draft
 from outrider.errors import TargetError
-from outrider.targets import cache, family, rotary, selftest, twin
+from outrider.targets import selftest, twin
 from outrider.targets.family import Masks
-from outrider.targets.selftest import SelfTest
+from outrider.targets.own_cache import past_name
+from outrider.targets.selftest import SelfTest, WrongText
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ class Trust:
     found: SelfTest | None
     one_by_one: bool = False
     """Whether rows that stand at different places must pass one by one."""
+    past: str | None = None
+    """Name of the argument that takes a cache of the family's own kind, where it needs that."""
     refused: str | None = None
     """Why it can't be decoded; then nothing was found."""
 
@@ -67,21 +70,38 @@ def _asked(model: PreTrainedModel, untested: Callable[[PreTrainedModel], Any]) -
         return None
     try:
         target = untested(small)
-        found = selftest.selftest(target)
+        found = tested(target)
     except TargetError as error:
-        # some families count columns of the longest row for all
-        alone = _one_by_one(small, untested)
-        return alone or Trust("none", None, refused=str(error))
-    return Trust(target.family.masks, found)
+        return Trust("none", None, refused=str(error))
+    return Trust(target.family.masks, found, target.family.one_by_one, target.family.past)
 
 
-def _one_by_one(small: PreTrainedModel, untested: Callable[[PreTrainedModel], Any]) -> Trust | None:
+def tested(target: Any) -> SelfTest:
+    """What the self-test finds for the first way of holding texts that the family takes; `target.family` is then of that way.
+
+    Raises TargetError, which names what is wrong, where it takes none.
+    """
+    model, family = target.model, target.family
     try:
-        target = untested(small)
-        target.family = replace(target.family, one_by_one=True)
-        return Trust(target.family.masks, selftest.selftest(target), one_by_one=True)
-    except TargetError:
-        return None
+        return selftest.selftest(target)
+    except WrongText as error:
+        wrong: TargetError = error
+    past = past_name(model)
+    # some families count columns of the longest row for all; some keep more than slots can hold
+    ways: list[dict[str, Any]] = [{"one_by_one": True}]
+    if past is not None and family.rotary is None:
+        ways.append({"past": past})
+    for way in ways:
+        target.family = replace(family, **way)
+        try:
+            return selftest.selftest(target)
+        except WrongText as error:
+            wrong = error
+    raise (
+        wrong
+        if past is not None
+        else TargetError(selftest.refusal(model, "it has no cache: nothing that a pass gives back is taken by the next"))
+    )
 
 
 # ── on disk ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -91,9 +111,10 @@ def _place(model: PreTrainedModel) -> Path:
     config = {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
     own = model.config.get_text_config(decoder=True)
     kernels = own._attn_implementation, getattr(own, "_experts_implementation", None)
-    sources = compiled.code(
-        draft, cache, family, rotary, selftest, twin, sys.modules[__name__], sys.modules[type(model).__module__]
-    )
+    sources = [
+        *compiled.code(draft, sys.modules[type(model).__module__]),
+        *(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))),
+    ]
     asked = (
         torch.__version__,
         transformers.__version__,
@@ -116,7 +137,7 @@ def _read(path: Path) -> Trust | None:
         assert kept["masks"] in ("by kind", "one", "none")
         assert found is None or (found.mode in ("tree", "chain", "off") and isinstance(found.errors, dict))
         assert (found is None) == isinstance(kept["refused"], str)
-        return Trust(kept["masks"], found, bool(kept["one_by_one"]), kept["refused"])
+        return Trust(kept["masks"], found, bool(kept["one_by_one"]), kept["past"], kept["refused"])
     except (AssertionError, AttributeError, KeyError, OSError, TypeError, ValueError):
         return None
 

@@ -16,6 +16,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.generate import advance, generate
 from outrider.decoding.state import Request
 from outrider.errors import TargetError
+from outrider.targets import selftest
 from outrider.targets.cache import Limit, Sight, SlotCache
 from outrider.targets.transformers import TransformersTarget, load_target
 
@@ -134,7 +135,8 @@ def failing(family: str) -> str:
 def test_a_window_that_is_one_too_wide_is_found(monkeypatch, unknown):
     monkeypatch.setattr("outrider.targets.family._limit", lambda kind, config: Limit("window", config.sliding_window + 1))
     with pytest.raises(TargetError, match="single steps"):
-        load_target(tiny("mistral-window"))
+        selftest.selftest(TransformersTarget(tiny("mistral-window"), tested=False))
+    assert load_target(tiny("mistral-window")).family.past == "past_key_values", "the family's own cache masks rightly"
 
 
 def test_a_tree_whose_nodes_stand_where_they_were_drawn_is_found(monkeypatch, unknown):

@@ -83,8 +83,9 @@ def test_images_are_refused_by_name():
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("rwkv", "single steps"), ("reformer", "single steps"), ("openai-gpt", "single steps"), ("minimax", "cache of its own"),
-        ("xlnet", "not causal"), ("bert", "not causal"), ("phi4_multimodal", "its own `generate`"),
+        ("openai-gpt", "it has no cache"), ("recurrent_gemma", "it has no cache"), ("reformer", "with its own cache differ"),
+        ("moshi", "with its own cache differ"), ("xlnet", "not causal"), ("bert", "not causal"), ("xlm", "not causal"),
+        ("phi4_multimodal", "its own `generate`"),
     ],
 )  # fmt: skip
 def test_a_model_without_a_cache_or_that_is_not_causal_is_refused_by_name(kind, reason):

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +150,13 @@ class OutriderLM(TemplateLM):
             kwargs.pop("until", None), eos=self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
         )
         most, sampled = int(kwargs.pop("max_gen_toks")), kwargs.pop("do_sample", False)
-        room, sampling = self.max_length - most, self._sampling(kwargs, bool(sampled), number)
+        room = self.max_length - most
         if room <= 0:
             raise ConfigError(
                 f"a task asks for {most} new tokens, and the context is {self.max_length}; set max_gen_toks lower"
             )
         prompt = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
+        sampling = self._sampled(kwargs, number) if sampled else self._greedy(kwargs, prompt, most)
         stops = tuple(term for term in until if term)
         # as the `hf` model looks for a stop: in the text with its special tokens
         return _Asked(Request(prompt, most, sampling, stops, self._with_specials), until)
@@ -164,10 +165,30 @@ class OutriderLM(TemplateLM):
     def _with_specials(self) -> Detokenizer:
         return detokenizer(self.tokenizer, self.target.spec.vocabulary, skip_special_tokens=False)
 
-    def _sampling(self, kwargs: dict[str, Any], sampled: bool, number: int) -> Sampling:
+    def _sampled(self, kwargs: dict[str, Any], number: int) -> Sampling:
         """What is not given is the target's generation config's, as it is for transformers' `generate`."""
-        heat = float(kwargs.pop("temperature", 0.0) or 0.0)
+        heat, given = self._given(kwargs)
         own = getattr(self.target.model, "generation_config", None)
+        values = {key: getattr(own, key, None) if value is None else value for key, value in given.items()}
+        named: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
+        return Sampling(heat, seed=self.seed + number if heat else None, **named)
+
+    def _greedy(self, kwargs: dict[str, Any], prompt: list[int], most: int) -> Sampling:
+        """As `generate(do_sample=False)` does by the target's generation config, but for a penalty that the task names."""
+        found = self.target.default_sampling(prompt, most)
+        penalty = self._given(kwargs)[1]["repetition_penalty"]
+        if penalty is None:
+            return found
+        if found.processors:
+            raise ConfigError(
+                "a task asks for a repetition_penalty beside keys of the target's generation_config that have an order of "
+                "their own; set model.generation_config.repetition_penalty, and leave it out of the task"
+            )
+        return replace(found, repetition_penalty=penalty)
+
+    def _given(self, kwargs: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+        """The temperature and the settings of DRAWN that a task names.  Raises ConfigError for one that is not known."""
+        heat = float(kwargs.pop("temperature", 0.0) or 0.0)
         given = {key: kwargs.pop(key, None) for key in DRAWN}
         unknown = sorted(key for key, value in kwargs.items() if key not in IDLE or IDLE[key] != value)
         if unknown:
@@ -175,14 +196,7 @@ class OutriderLM(TemplateLM):
                 f"a task's generation_kwargs ask for {', '.join(unknown)}, which this model does not know; it knows until, "
                 f"max_gen_toks, do_sample, temperature, {', '.join(DRAWN)}"
             )
-        values = {key: getattr(own, key, None) if value is None else value for key, value in given.items()}
-        if not sampled:  # of all of them, greedy text is moved by penalties alone
-            values, heat = {"repetition_penalty": values["repetition_penalty"]}, 0.0
-        return Sampling(
-            heat,
-            seed=self.seed + number if heat else None,
-            **{key: value for key, value in values.items() if value is not None},
-        )
+        return heat, given
 
     def _answer(self, tokens: Sequence[int], until: list[str]) -> str:
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)

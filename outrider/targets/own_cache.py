@@ -1,0 +1,107 @@
+"""Slots whose past a family keeps in a cache of its own kind, of which nothing is known but how it is handed on.
+
+Some families keep more than keys, values and states: blocks that they compress, matrices, classes that refuse any cache but
+theirs.  There every pass of a slot works on a copy.  What stays of it, if that is not all, is read again before the next: a
+step that rejects costs one pass more, and none of these families is refused for what its cache is.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+PASTS = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states", "cache")
+"""Names by which families take what a pass before gave back."""
+
+
+class OwnCache:
+    """Texts of at most `length` tokens in `slots` slots, which pass one by one."""
+
+    is_even = False
+    layers: Sequence[int] = ()
+    undo = 0
+
+    def __init__(self, model: PreTrainedModel, name: str, slots: int, length: int):
+        """name: of the argument that takes the past, and of what hands it on."""
+        self.model, self.name = model, name
+        self.slots, self.length = slots, length
+        self.lengths = [0] * slots
+        self.rows: list[int] = []
+        self._starts: list[int] = []
+        self._pasts: list[Any] = [None] * slots
+        self._unread: list[list[int]] = [[] for _ in range(slots)]
+        """Last tokens of a slot that its past lacks."""
+        self._open: dict[int, tuple[list[int], Any]] = {}
+        """By slot, what the open pass reads and the past behind it."""
+
+    def open(self, rows: Sequence[int], width: int, in_steps: bool = False, noted: int | None = None) -> None:
+        """Begin a pass of `width` tokens a row; how its layers pass is the family's own matter."""
+        self.rows = list(rows)
+        self._starts = [self.lengths[row] for row in rows]
+        assert max(self._starts, default=0) + width <= self.length
+
+    def given(self) -> dict[str, Any]:
+        """Arguments of a pass over the open row, but for its tokens."""
+        [row] = self.rows
+        if self._unread[row]:
+            tokens = torch.tensor([self._unread[row]], device=self.model.device)
+            out = self.model(input_ids=tokens, **self._arguments(self._pasts[row]))
+            self._pasts[row], self._unread[row] = out[self.name], []
+        return self._arguments(copy.deepcopy(self._pasts[row]))
+
+    def _arguments(self, past: Any) -> dict[str, Any]:
+        return {"use_cache": True} if past is None else {"use_cache": True, self.name: past}
+
+    def took(self, tokens: Tensor, out: Any) -> None:
+        """The open row's pass over tokens [1, n] gave this back."""
+        self._open[self.rows[0]] = tokens[0].tolist(), out[self.name]
+
+    def append(self, counts: Sequence[int]) -> None:
+        """The first counts[r] tokens of each row of the pass stay."""
+        for row, start, count in zip(self.rows, self._starts, counts, strict=True):
+            read, past = self._open.pop(row)
+            self.lengths[row] = start + count
+            if count == len(read):
+                self._pasts[row] = past
+            else:
+                self._unread[row] = read[:count]
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Each row's first token (the anchor) and the nodes on its path, the first of a chain, stay."""
+        assert all(list(path) == list(range(len(path))) for path in paths)
+        self.append([len(path) + 1 for path in paths])
+
+    def fork(self, row: int, rows: Sequence[int], length: int) -> None:
+        """Give `rows` all that `row` holds."""
+        assert length == self.lengths[row], "a cache of the family's own is that of the whole text"
+        for other in rows:
+            self.lengths[other], self._unread[other] = length, [*self._unread[row]]
+            self._pasts[other] = copy.deepcopy(self._pasts[row])
+
+    def cut(self, row: int, length: int) -> None:
+        """Forget what a slot holds behind its first `length` tokens: all of it, to be read again."""
+        if length < self.lengths[row]:
+            self.free([row])
+
+    def free(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self.lengths[row], self._pasts[row], self._unread[row] = 0, None, []
+            self._open.pop(row, None)
+
+
+@torch.inference_mode()
+def past_name(model: PreTrainedModel) -> str | None:
+    """Under which name a pass gives back what the next takes; None where there is no such thing, or it can't be asked."""
+    taken = inspect.signature(model.forward).parameters
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    try:
+        out = model(input_ids=token, use_cache=True)
+    except (RuntimeError, TypeError):
+        return None
+    return next((name for name in PASTS if name in taken and out.get(name) is not None), None)
