@@ -198,7 +198,8 @@ def _built(kind: str, form: str, dtype: torch.dtype, narrow: bool) -> PreTrained
     auto = AutoModelForCausalLM if form == CAUSAL else AutoModelForImageTextToText
     torch.manual_seed(3)
     model = enlivened(auto.from_config(config, experts_implementation="eager")).to(dtype).eval()
-    continued(model, list(range(3, 20)), 2)  # what its own generate can't write is nothing to equal
+    # what its own generate can't write is nothing to equal
+    continued(model, list(range(3, FIRST_CONTEXT + 12)), 2)
     return model
 
 

@@ -148,7 +148,7 @@ def drawn(seed: int, number: int) -> Case:
     generation = _generation(noise, vocabulary) if noise.random() < 1 / 3 else {}
     with configured(target, generation):
         ends = frozenset(() if generation else noise.sample(range(vocabulary), noise.choice([0, 1, 3, 6]))) | target.ends
-        requests = [_request(noise, target, min(context - 2, 40), has_bytes) for _ in range(noise.randint(5, 14))]
+        requests = [_request(noise, target, min(context - 2, 40), has_bytes) for _ in range(noise.randint(6, 24))]
         if noise.random() < 0.15:
             requests[:3] = _mixed(noise, target, requests[0])
         defaults = frozenset(n for n in range(len(requests)) if generation and noise.random() < 0.5)
@@ -156,7 +156,7 @@ def drawn(seed: int, number: int) -> Case:
             sampling = target.default_sampling(requests[n].prompt, requests[n].max_new_tokens)
             requests[n] = replace(requests[n], sampling=sampling)
     return Case(
-        number, family, dtype, requests, noise.choice([1, 3, 4, 6, 8, 10]), noise.choice([12, 16]), context, ends,
+        number, family, dtype, requests, noise.choice([1, 3, 4, 6, 8, 10, 16]), noise.choice([12, 16, 24]), context, ends,
         {
             "depth": noise.randint(1, 6), "width": noise.choice([1, 2, 2, 3]), "right": noise.choice([0.3, 0.6, 0.8, 0.95]),
             "eldest": noise.random() < 0.5, "soft": noise.random() < 0.4, "obeys": noise.random() < 0.8,
@@ -218,7 +218,10 @@ def _generation(noise: random.Random, vocabulary: int) -> dict[str, Any]:
         "top_k": lambda: 5,
     }
     asked = {key: draw() for key, draw in chances.items() if noise.random() < 0.25}
-    return asked | {"eos_token_id": noise.choice([None, some(1)[0], some(4)]), "pad_token_id": 0}
+    ends = noise.choice([None, some(1)[0], some(4)])
+    if ends is None:  # without ends `generate` itself fails at it
+        asked.pop("exponential_decay_length_penalty", None)
+    return asked | {"eos_token_id": ends, "pad_token_id": 0}
 
 
 @functools.cache

@@ -275,7 +275,8 @@ def embedding_scale(words: Tensor, states: Tensor) -> float:
 def head_law(raw: Tensor, logits: Tensor, config: Any) -> Callable[[Tensor], Tensor] | None:
     """What the family does to the output layer's values: nothing, a factor, or a soft cap; None where it is none of these."""
     cap = getattr(config, "final_logit_softcapping", None)
-    if cap and torch.allclose(cap * torch.tanh(raw / cap), logits, rtol=1e-3, atol=1e-5):
+    # some families return logits of another type than the layer's
+    if cap and torch.allclose((cap * torch.tanh(raw / cap)).double(), logits.double(), rtol=1e-3, atol=1e-5):
         return lambda values: cap * torch.tanh(values / cap)
     scale = _ratio(raw, logits)
     if scale is None:

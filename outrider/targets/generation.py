@@ -54,7 +54,7 @@ INSTEAD = "take the key out, or give `sampling=`, which takes the place of all o
 def ends_of(model: PreTrainedModel) -> frozenset[int]:
     """The ids at which `model.generate` ends a text: the generation_config's as it is now, none where it names none."""
     config = model.generation_config
-    ends = model.config.eos_token_id if config is None else config.eos_token_id
+    ends = getattr(model.config, "eos_token_id", None) if config is None else config.eos_token_id
     return frozenset() if ends is None else frozenset(torch.as_tensor(ends).flatten().tolist())
 
 

@@ -67,7 +67,7 @@ def _rotation(text: Any) -> tuple[float, dict[str, Any] | None, float]:
     found: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
     by_kind = [value for value in found.values() if isinstance(value, Mapping)]
     if by_kind:
-        found = found.get("full_attention", by_kind[-1])
+        found = found.get("full_attention") or by_kind[-1]  # those without any rotation are named with None
     stretch = {key: value for key, value in found.items() if key not in OF_THEIR_OWN}
     kind = stretch.get("rope_type", "default")
     if "factor" in stretch:

@@ -613,7 +613,7 @@ def _warn_if_slow(target: TransformersTarget) -> None:
 
 def _warn_if_endless(target: TransformersTarget) -> None:
     """One line where the config names an end that `model.generate` does not stop at."""
-    named = target.model.config.get_text_config().eos_token_id
+    named = getattr(target.model.config.get_text_config(), "eos_token_id", None)
     if named is not None and not target.ends:
         logging.getLogger(__name__).warning(
             "%s: its config names the end %s, its generation_config none, so texts go on to their limit, as with "

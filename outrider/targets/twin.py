@@ -93,8 +93,8 @@ def twin(model: PreTrainedModel) -> PreTrainedModel | None:
     for dtype, narrow in itertools.product(dtypes, (True, False)):
         try:
             found = _built(model, dtype, narrow)
-            # the experts of some families are multiplied by kernels that know no float64
-            found(input_ids=torch.ones(1, 2, dtype=torch.int64, device=found.device), use_cache=False)
+            # the experts of some families are multiplied by kernels that know no float64, the masks of some by windows
+            found(input_ids=torch.ones(1, FIRST_CONTEXT + 2, dtype=torch.int64, device=found.device), use_cache=False)
         except BROKEN:
             continue
         return found

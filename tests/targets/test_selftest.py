@@ -39,18 +39,22 @@ def assert_exact(model, count: int = 12) -> None:
 # ── real configs ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kind", ["bloom", "mamba2", "mpt", "bart", "deepseek_v32", "gpt_neo"])
+@pytest.mark.parametrize("kind", ["bloom", "mamba2", "mpt", "bart", "deepseek_v32", "gpt_neo", "git"])
 def test_a_config_of_the_class_alone_is_enough(kind):
     """Catches a size that is read under a name that the class does not have, and rows at one place that can't share a mask."""
     assert_exact(built(kind, CAUSAL))
 
 
-def test_a_family_that_refuses_one_mask_for_all_rows_is_given_one_for_each():
-    """Catches rows of equal length, which share a mask: XGLM, which also knows no float64, refuses it."""
-    assert_exact(built("xglm", CAUSAL, torch.float32))
+@pytest.mark.parametrize("kind", ["xglm", "beam"])
+def test_a_family_that_refuses_one_mask_for_all_rows_is_given_one_for_each(kind):
+    """Catches rows of equal length, which share a mask: XGLM refuses it; and factors that full attention does not have: Beam.
+
+    Both know no float64.
+    """
+    assert_exact(built(kind, CAUSAL, torch.float32))
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "cosmos3_omni"])
 def test_the_text_part_of_a_model_that_reads_images_is_a_target(kind):
     """Catches sizes that stand in a nested config, and a vision tower that is taken for the decoder."""
     model = built(kind, NESTED)
