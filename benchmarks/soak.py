@@ -148,15 +148,16 @@ def drawn(seed: int, number: int) -> Case:
     generation = _generation(noise, vocabulary) if noise.random() < 1 / 3 else {}
     with configured(target, generation):
         ends = frozenset(() if generation else noise.sample(range(vocabulary), noise.choice([0, 1, 3, 6]))) | target.ends
-        requests = [_request(noise, target, min(context - 2, 40), has_bytes) for _ in range(noise.randint(6, 24))]
+        requests = _requests(noise, target, min(context - 2, 40), has_bytes)
         if noise.random() < 0.15:
             requests[:3] = _mixed(noise, target, requests[0])
-        defaults = frozenset(n for n in range(len(requests)) if generation and noise.random() < 0.5)
+        defaults = frozenset(n for n in range(min(10, len(requests))) if generation and noise.random() < 0.6)
         for n in defaults:
             sampling = target.default_sampling(requests[n].prompt, requests[n].max_new_tokens)
             requests[n] = replace(requests[n], sampling=sampling)
     return Case(
-        number, family, dtype, requests, noise.choice([1, 3, 4, 6, 8, 10, 16]), noise.choice([12, 16, 24]), context, ends,
+        number, family, dtype, requests, noise.choice([1, 3, 4, 6, 8, 12, 16, 24, 32]), noise.choice([12, 24, 40]), context,
+        ends,
         {
             "depth": noise.randint(1, 6), "width": noise.choice([1, 2, 2, 3]), "right": noise.choice([0.3, 0.6, 0.8, 0.95]),
             "eldest": noise.random() < 0.5, "soft": noise.random() < 0.4, "obeys": noise.random() < 0.8,
@@ -241,16 +242,22 @@ def _request(noise: random.Random, target: TransformersTarget, longest: int, has
     count = noise.choice([1, 6, 60, 90, 120, 160])
     sampling = _sampling(noise, target.spec.vocabulary)
     sampling = replace(sampling, min_new_tokens=min(sampling.min_new_tokens, count))
-    has_grammar = noise.random() < 0.1
-    if has_grammar:
+    if noise.random() < 0.1:
         sampling = _with_grammar(sampling, target)
     own = byte_fallback(target.spec.vocabulary) if has_bytes else target.detokenizer
-    request = Request(prompt, count, sampling, (), own or Detokenizer(_letters, is_local=True))
-    if noise.random() < 0.2 and not (has_grammar and target.tokenizer):
-        request = replace_sampling(request, bad_words=_said(noise, target, request))
-    if noise.random() < (0.5 if has_bytes else 0.2):
-        request.stop = _stops(noise, request, _written(target, request))
-    return request
+    return Request(prompt, count, sampling, (), own or Detokenizer(_letters, is_local=True))
+
+
+def _requests(noise: random.Random, target: TransformersTarget, longest: int, has_bytes: bool) -> list[Request]:
+    """Some with bad words and stop strings that stand in what they would write otherwise."""
+    found = [_request(noise, target, longest, has_bytes) for _ in range(noise.randint(6, 40))]
+    written = _written(target, found)
+    for n, text in enumerate(written):
+        if noise.random() < 0.2 and not (found[n].sampling.grammar and target.tokenizer):
+            found[n] = replace_sampling(found[n], bad_words=_said(noise, text))
+        if noise.random() < (0.5 if has_bytes else 0.2):
+            found[n].stop = _stops(noise, found[n], text)
+    return found
 
 
 def _letters(tokens: Sequence[int]) -> str:
@@ -321,9 +328,8 @@ def _no_double(tokens: Tensor, scores: Tensor) -> Tensor:
     return scores.index_fill(-1, tokens[0, -1:], -torch.inf)
 
 
-def _said(noise: random.Random, target: TransformersTarget, request: Request) -> list[tuple[int, ...]]:
+def _said(noise: random.Random, text: list[int]) -> list[tuple[int, ...]]:
     """Bad words that the text would hold otherwise: one, two and three tokens long."""
-    text = _written(target, request)
     places = [noise.randrange(max(1, len(text) - 3)) for _ in range(3)]
     return [tuple(text[at : at + length]) for length, at in enumerate(places, start=1)]
 
@@ -335,9 +341,16 @@ def _stops(noise: random.Random, request: Request, tokens: list[int]) -> tuple[s
     return tuple({word for word in (text[at : at + noise.randint(1, 6)], "return", "\n\n") if word})
 
 
-def _written(target: TransformersTarget, request: Request) -> list[int]:
-    alone = replace_sampling(replace(request, max_new_tokens=40), min_new_tokens=0, seed=request.sampling.seed or 0)
-    return [token for progress in advance(target, [alone], slots=1) for token in progress.tokens]
+def _written(target: TransformersTarget, requests: Sequence[Request]) -> list[list[int]]:
+    """The first 40 tokens of each."""
+    short = [
+        replace_sampling(replace(request, max_new_tokens=40), min_new_tokens=0, seed=request.sampling.seed or 0)
+        for request in requests
+    ]
+    found: list[list[int]] = [[] for _ in short]
+    for progress in advance(target, short, slots=len(short)):
+        found[progress.request] += progress.tokens
+    return found
 
 
 def _mixed(noise: random.Random, target: TransformersTarget, like: Request) -> list[Request]:

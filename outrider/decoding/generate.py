@@ -18,7 +18,7 @@ from outrider.decoding.confidence import OnlineConfidence
 from outrider.decoding.grammar import Grammar
 from outrider.decoding.logprobs import TokenLogprob
 from outrider.decoding.loop import Rule, step
-from outrider.decoding.parties import Drafter, Plain, Target
+from outrider.decoding.parties import Drafter, Plain, Target, TargetSpec
 from outrider.decoding.policy import ByConfidence, Fixed, Policy
 from outrider.decoding.prompts import Prompt, listed
 from outrider.decoding.sampling import Sampling, whole
@@ -155,6 +155,22 @@ def stream(
     return pieces()
 
 
+def _fitting(drafter: Drafter, spec: TargetSpec) -> None:
+    """Raises DrafterError for a drafter that was built for a target of another shape."""
+    wrong = [tap for tap in drafter.taps if not 0 <= tap < spec.layers]
+    if wrong:
+        raise DrafterError(
+            f"the drafter taps layer {wrong[0]}, {spec.name} has layers 0 to {spec.layers - 1}; it was built for another "
+            "target, build it for this one"
+        )
+    hidden = getattr(drafter, "hidden", None)
+    if hidden not in (None, spec.hidden):
+        raise DrafterError(
+            f"the drafter reads hidden states of {hidden} numbers, {spec.name}'s have {spec.hidden}; it was built for another "
+            "target, build it for this one"
+        )
+
+
 def advance(
     target: Target,
     requests: Sequence[Request],
@@ -178,12 +194,7 @@ def advance(
     if not waiting:
         return
     drafter = Plain() if drafter is None else drafter
-    wrong = [tap for tap in drafter.taps if not 0 <= tap < target.spec.layers]
-    if wrong:
-        raise DrafterError(
-            f"the drafter taps layer {wrong[0]}, {target.spec.name} has layers 0 to {target.spec.layers - 1}; it was built for "
-            "another target, build it for this one"
-        )
+    _fitting(drafter, target.spec)
     policy = Fixed(drafter.limit) if policy is None else policy
     if isinstance(policy, ByConfidence) and not getattr(drafter, "is_confident", False):
         drafter = OnlineConfidence(drafter)

@@ -179,6 +179,7 @@ class Drafter(Protocol):
     """Proposes.  Holds weights, never a request: everything per slot lives in `memory`.
 
     One whose confidences a policy may stop by as they are says so by an attribute `is_confident`, True; see `confidence`.
+    One that reads hidden states may say of which size by an attribute `hidden`.
     """
 
     taps: tuple[int, ...]

@@ -219,7 +219,7 @@ class BlockDrafter:
         packed.pack(model)
         self.model = model
         self.backbone = model.backbone
-        self.taps = model.backbone.taps
+        self.taps, self.hidden = model.backbone.taps, model.backbone.target.spec.hidden
         self.block = model.backbone.config.block
         self.tree = Tree(self.block, model.backbone.config.runners_up)
         self.limit = len(self.tree.slots)

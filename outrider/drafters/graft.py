@@ -68,7 +68,7 @@ class Graft:
 
     def __init__(self, base: Drafter, retriever: Drafter, config: Config):
         self.parts, self.config = Parts([base, retriever]), config
-        self.taps, self.compile = self.parts.taps, self.parts.compile
+        self.taps, self.hidden, self.compile = self.parts.taps, self.parts.hidden, self.parts.compile
         self.limit = config.nodes or base.limit
 
     def allocate(self, cache: Cache) -> Memory:

@@ -255,7 +255,7 @@ class MedusaDrafter:
 
     def __init__(self, model: Model):
         packed.pack(model)
-        self.model = model
+        self.model, self.hidden = model, model.target.spec.hidden
         self.tree = Tree(_paths(model))
         self.limit = len(self.tree.paths)
 

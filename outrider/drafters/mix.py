@@ -74,7 +74,7 @@ class Mix:
 
     def __init__(self, drafters: Sequence[Drafter], names: Sequence[str], config: Config):
         self.parts, self.names, self.config = Parts(drafters), list(names), config
-        self.taps = self.parts.taps
+        self.taps, self.hidden = self.parts.taps, self.parts.hidden
         self.limit = min(config.nodes, sum(self.parts.limits))
         self.compile = self.parts.compile
         self.tallies = ByTenant(lambda: Tally(len(self.names), config.explore), TENANTS)

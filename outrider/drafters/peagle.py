@@ -143,7 +143,7 @@ class PEagle:
     def __init__(self, model: Model):
         packed.pack(model)
         self.model = model
-        self.taps = model.taps
+        self.taps, self.hidden = model.taps, model.target.spec.hidden
         self.limit = model.config.length
 
     def allocate(self, cache: Cache) -> Memory:

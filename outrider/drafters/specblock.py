@@ -228,7 +228,7 @@ class SpecBlock:
     def __init__(self, model: Model):
         packed.pack(model)
         self.model, self.config = model, model.config
-        self.taps = model.taps
+        self.taps, self.hidden = model.taps, model.target.spec.hidden
         self.longest = self.config.slots * min(2, self.config.blocks)
         self.has_trees = model.target.spec.mode == "tree"
         self.limit = self.config.nodes if self.has_trees else min(self.longest, self.config.nodes)

@@ -45,6 +45,7 @@ class Parts:
     def __init__(self, drafters: Sequence[Drafter]):
         self.drafters = tuple(drafters)
         self.taps: tuple[int, ...] = tuple(sorted({layer for drafter in drafters for layer in drafter.taps}))
+        self.hidden = next((drafter.hidden for drafter in drafters if hasattr(drafter, "hidden")), None)
         self.limits = [drafter.limit for drafter in drafters]
 
     def compile(self, several: bool = False) -> float:

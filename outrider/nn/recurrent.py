@@ -226,7 +226,7 @@ class RecurrentDrafter:
         assert isinstance(model, nn.Module)
         packed.pack(model)
         self.model, self._make = model, make
-        self.taps = model.taps
+        self.taps, self.hidden = model.taps, model.target.spec.hidden
         self.width = _allowed_width(model)
         config = model.config
         self.parents = trees.shape(self.width, config.length, config.nodes) if self.width > 1 else ()

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from conftest import tiny_model
 from contracts.parties import Oracle, TableTarget
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from outrider.checkpoint import load_drafter
 from outrider.decoding.generate import advance, generate, stream
 from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
 from outrider.decoding.text import Detokenizer
 from outrider.errors import ConfigError, DataError, DrafterError
-from outrider.targets.transformers import TransformersTarget
+from outrider.targets.transformers import TransformersTarget, load_target
 
 TABLE = TableTarget.random(6)
 
@@ -210,6 +212,14 @@ def test_a_drafter_of_another_shape_is_refused(target, oracle, monkeypatch):
     monkeypatch.setattr(oracle, "taps", (1, 4), raising=False)
     with pytest.raises(DrafterError, match="layer 4"):
         generate(target, [1, 2], oracle, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "eagle3", "peagle", "medusa", "specblock", "mtp"])
+def test_a_drafter_built_for_another_hidden_size_is_refused(kind):
+    """Catches torch's own error of a product, in the first step, where the taps exist in both."""
+    small, large = load_target(tiny_model()), load_target(tiny_model(hidden_size=64))
+    with pytest.raises(DrafterError, match="hidden states of 32 numbers.*have 64"):
+        generate(large, [1, 2], load_drafter(kind, small), max_new_tokens=3)
 
 
 def test_a_seed_gives_the_same_text_again_and_none_does_not():

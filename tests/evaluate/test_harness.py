@@ -12,6 +12,7 @@ import pytest
 import yaml
 from tiny import folder as folder
 from tiny import make_folder
+from transformers import GenerationConfig
 from verbs import outrider_with
 
 from outrider.checkpoint import load_drafter
@@ -79,6 +80,21 @@ def test_answers_are_cut_and_stopped_as_by_the_hf_model(ours: TransformersTarget
     assert len(set(wanted)) > 10
     for rider in (None, drafter):
         assert OutriderLM(ours, rider, slots=5).generate_until(requests) == wanted
+
+
+def test_greedy_answers_obey_the_generation_config_as_the_hf_model(ours: TransformersTarget, theirs: Any, monkeypatch) -> None:
+    """Catches keys that greedy tasks read past, and a penalty of the task that is lost beside them."""
+    requests = asked("generate_until", *((context, {"until": [], "max_gen_toks": 20}) for context in CONTEXTS))
+    before, own = OutriderLM(ours).generate_until(requests), ours.model.generation_config.to_dict()
+    for asks in ({"no_repeat_ngram_size": 2, "min_new_tokens": 20}, {"suppress_tokens": list(range(3, 20))}):
+        config = GenerationConfig(**own | asks)
+        for model in (ours.model, theirs.model):
+            monkeypatch.setattr(model, "generation_config", config)
+        wanted = theirs.generate_until(requests, disable_tqdm=True)
+        assert OutriderLM(ours).generate_until(requests) == wanted != before
+    penalised = asked("generate_until", (CONTEXTS[0], {"until": [], "max_gen_toks": 20, "repetition_penalty": 1.9}))
+    wanted = theirs.generate_until(penalised, disable_tqdm=True)
+    assert OutriderLM(ours).generate_until(penalised) == wanted != before[:1]
 
 
 def test_log_likelihoods_are_those_of_the_hf_model(ours: TransformersTarget, theirs: Any) -> None:

@@ -150,13 +150,13 @@ class OutriderLM(TemplateLM):
             kwargs.pop("until", None), eos=self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
         )
         most, sampled = int(kwargs.pop("max_gen_toks")), kwargs.pop("do_sample", False)
-        room = self.max_length - most
+        (heat, given), room = self._given(kwargs), self.max_length - most
         if room <= 0:
             raise ConfigError(
                 f"a task asks for {most} new tokens, and the context is {self.max_length}; set max_gen_toks lower"
             )
         prompt = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
-        sampling = self._sampled(kwargs, number) if sampled else self._greedy(kwargs, prompt, most)
+        sampling = self._sampled(heat, given, number) if sampled else self._greedy(given, prompt, most)
         stops = tuple(term for term in until if term)
         # as the `hf` model looks for a stop: in the text with its special tokens
         return _Asked(Request(prompt, most, sampling, stops, self._with_specials), until)
@@ -165,18 +165,17 @@ class OutriderLM(TemplateLM):
     def _with_specials(self) -> Detokenizer:
         return detokenizer(self.tokenizer, self.target.spec.vocabulary, skip_special_tokens=False)
 
-    def _sampled(self, kwargs: dict[str, Any], number: int) -> Sampling:
+    def _sampled(self, heat: float, given: dict[str, Any], number: int) -> Sampling:
         """What is not given is the target's generation config's, as it is for transformers' `generate`."""
-        heat, given = self._given(kwargs)
         own = getattr(self.target.model, "generation_config", None)
         values = {key: getattr(own, key, None) if value is None else value for key, value in given.items()}
         named: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
         return Sampling(heat, seed=self.seed + number if heat else None, **named)
 
-    def _greedy(self, kwargs: dict[str, Any], prompt: list[int], most: int) -> Sampling:
+    def _greedy(self, given: dict[str, Any], prompt: list[int], most: int) -> Sampling:
         """As `generate(do_sample=False)` does by the target's generation config, but for a penalty that the task names."""
         found = self.target.default_sampling(prompt, most)
-        penalty = self._given(kwargs)[1]["repetition_penalty"]
+        penalty = given["repetition_penalty"]
         if penalty is None:
             return found
         if found.processors:
