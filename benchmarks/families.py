@@ -145,7 +145,6 @@ INDEXER = {
 }  # fmt: skip
 ZAMBA = ["linear_attention"] * 2 + ["hybrid"] + ["linear_attention"] * 5 + ["hybrid"]
 SHAPES: dict[str, dict[str, Any]] = {
-    "bailing_hybrid": {"n_group": 1, "topk_group": 1},
     "bamba": {"attn_layer_indices": [1]},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}},

@@ -250,7 +250,10 @@ def _request(noise: random.Random, target: TransformersTarget, longest: int, has
 
 def _requests(noise: random.Random, target: TransformersTarget, longest: int, has_bytes: bool) -> list[Request]:
     """Some with bad words and stop strings that stand in what they would write otherwise."""
-    found = [_request(noise, target, longest, has_bytes) for _ in range(noise.randint(6, 40))]
+    # rows that pass one by one, or in steps, cost as much each as many together
+    is_fast = target.family.takes_uneven_rows and not target.family.is_recurrent
+    count = noise.randint(*((12, 48) if is_fast else (4, 10)))
+    found = [_request(noise, target, longest, has_bytes) for _ in range(count)]
     written = _written(target, found)
     for n, text in enumerate(written):
         if noise.random() < 0.2 and not (found[n].sampling.grammar and target.tokenizer):
