@@ -39,14 +39,19 @@ def test_a_soak_finds_nothing_where_nothing_is_wrong(two_families):
     assert soak.drawn(3, 2).drafter == soak.drawn(3, 2).drafter != soak.drawn(4, 2).drafter
 
 
-def test_a_soak_that_was_stopped_goes_on_with_what_it_had(tmp_path):
-    """Catches counts that are lost or doubled when a run is taken up again."""
+def test_a_soak_that_was_stopped_goes_on_with_what_it_had(tmp_path, monkeypatch):
+    """Catches counts that are lost or doubled when a run is taken up again, and a fault that stays when it was mended."""
+    monkeypatch.setattr(soak, "drawn", lambda seed, number: number)
+    monkeypatch.setattr(soak, "tried", lambda case: soak.Outcome(9, mismatches=[{"case": case, "crash": "x"}] * (case == 1)))
     first = soak.Sum(spans=[[0, 3]], seconds=2.0)
     first.found = soak.Outcome(70, soak.Counter(top_k=30), [{"case": 1, "crash": "x"}], [{"case": 2}], soak.Counter(cut=4))
+    mended = {"case": 0, "crash": "y"}
+    first.found.mismatches.append(mended)
     first.cases.update(top_k=2)
     (tmp_path / "soak.json").write_text(json.dumps(first.as_json(5, 1.0)))
     again = soak.Sum()
     again.add_file(tmp_path / "soak.json", 5)
+    first.found.mismatches.remove(mended)
     told = [total.as_json(5, 0.0) for total in (first, again)]
     assert again.seconds == 3.0
     for name in ("totals", "spans", "settings", "events", "mismatches", "ties"):
