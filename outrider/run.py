@@ -109,6 +109,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, di
 
 def _check_stages(run: RunConfig) -> None:
     """What a later stage would refuse, before an earlier one has worked for hours."""
+    for folder in (run.folder, run.answers):
+        if file := next((place for place in (folder, *folder.parents) if place.exists() and not place.is_dir()), None):
+            raise ConfigError(f"{file} is a file where a folder is wanted; move it, or choose another name or prepare.folder")
     if run.train is not None and not hasattr(find(run.drafter["kind"]), "Model"):
         raise ConfigError(f"drafter {run.drafter['kind']!r} has nothing to train; leave the `train:` section out")
     if run.train is not None and run.train.calibrate:

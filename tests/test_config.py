@@ -222,6 +222,18 @@ def test_what_only_a_later_stage_needs_is_checked_at_the_start_too(text: str, sa
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("place", ["runs", "runs/a", "answers"])
+def test_a_file_where_a_folder_is_wanted_is_said_before_anything_loads(place: str, tmp_path: Path, monkeypatch) -> None:
+    """Catches "File exists" after hours of work, and advice to make room."""
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path / "a.yaml", "target: demo\ndrafter: ngram\nprepare: {folder: answers/of/a}\n")
+    load(path)
+    Path(place).parent.mkdir(exist_ok=True)
+    Path(place).touch()
+    with pytest.raises(ConfigError, match=f"^{place} is a file where a folder is wanted"):
+        load(path)
+
+
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("**/*.yaml"))
 
 
