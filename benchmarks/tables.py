@@ -80,13 +80,23 @@ def loading(found: dict[str, Any]) -> str:
 
 def soak(found: dict[str, Any]) -> str:
     totals = found["totals"]
-    lines = [[name, f"{counts['cases']:,}", f"{counts['tokens']:,}"] for name, counts in found["settings"].items()]
+    families = [counts for name, counts in found["settings"].items() if name.startswith("family ")]
+    lines = [
+        [name, f"{counts['cases']:,}", f"{counts['tokens']:,}"]
+        for name, counts in found["settings"].items() if not name.startswith("family ")
+    ]  # fmt: skip
+    lines.append(
+        [f"families, in {len(families)} forms", *(f"{sum(one[of] for one in families):,}" for of in ("cases", "tokens"))]
+    )
     events = [[name, f"{times:,}"] for name, times in found["events"].items()]
     said = (
         f"{totals['tokens']:,} tokens compared in {totals['cases']:,} cases (seed {totals['seed']}), "
         f"{totals['of_these'].get('wanted', 0)} differ, {totals['ties']} ties. {_source(found)}"
     )
-    others = {"ends": "other ends", "logprobs": "other log probabilities", "crash": "crashes"}
+    others = {
+        "of": "other texts than `generate`'s", "ends": "other ends", "logprobs": "other log probabilities",
+        "text": "other texts than those of all tokens", "crash": "crashes",
+    }  # fmt: skip
     told = [f"{totals['of_these'][kind]} {name}" for kind, name in others.items() if kind in totals["of_these"]]
     cases = ", ".join(str(one["case"]) for one in found["mismatches"])
     said += f" Besides: {', '.join(told)} (cases {cases})." if told else ""
