@@ -286,7 +286,7 @@ def _letters(tokens: Sequence[int]) -> str:
 
 def _with_grammar(sampling: Sampling, target: TransformersTarget) -> Sampling:
     """One over ids; or of text, beside which nothing else may forbid a token: often only one is possible."""
-    if target.tokenizer is None:
+    if target.tokenizer is None or not target.ends:  # a grammar over text has to end
         return replace(sampling, grammar=Turns(target.spec.vocabulary))
     grammar = Grammar.regex(r"(def [a-z_]+\(\):\n    return [0-9]+\n)+").compiled(target)
     return replace(sampling, grammar=grammar, processors=(), min_new_tokens=0)
