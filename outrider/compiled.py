@@ -138,16 +138,31 @@ class Graphs:
             raise NotCompiled(
                 f"compiled logits are {apart:.1e} from plain ones, allowed are {allowed:.1e}; its steps stay plain"
             )
+        if is_on_cpu and not self._pays(graph, several):
+            raise NotCompiled("compiled it is slower than plain on this machine; its steps stay plain")
         self.graphs[several] = graph
         return seconds
+
+    def _pays(self, graph: Replays, several: bool) -> bool:
+        """Whether the graph is as quick as the plain path; timed once a machine."""
+
+        def ways() -> dict[str, Callable[[], object]]:
+            trials = self.trials(several)
+            return {
+                "compiled": functools.partial(_run_all, graph.forward, trials),
+                "plain": functools.partial(_run_all, self.plain(several), trials),
+            }
+
+        return machine.fastest(f"a plain {self._described(several)}", ways) == "compiled"
+
+    def _described(self, several: bool) -> str:
+        size = sum(weight.nbytes for weight in self.model().parameters()).bit_length()
+        return f"{self.name} of {'several' if several else 'one'}, {size} bits of bytes"
 
     def _build(self, path: Path, several: bool) -> float:
         """Compile in the way whose products are fastest here; the first time on a machine in every way, timed."""
         traced, arguments, dims = self.example(several)
-        size = sum(weight.nbytes for weight in self.model().parameters()).bit_length()
-        question = (
-            f"products in a compiled {self.name} of {'several' if several else 'one'}, {size} bits of bytes: {list(BUILDS)}"
-        )
+        question = f"products in a compiled {self._described(several)}: {list(BUILDS)}"
         parts = {way: path.with_name(f"{path.stem}.{way}.pt2") for way in BUILDS}
         seconds = 0.0
 
@@ -157,7 +172,7 @@ class Graphs:
             return Graph(parts[way])
 
         def ways() -> dict[str, Callable[[], object]]:
-            return {way: functools.partial(_run_all, build(way), self.trials(several)) for way in BUILDS}
+            return {way: functools.partial(_run_all, build(way).forward, self.trials(several)) for way in BUILDS}
 
         try:
             chosen = machine.fastest(question, ways) if len(BUILDS) > 1 else next(iter(BUILDS))
@@ -172,6 +187,10 @@ class Graphs:
     def trials(self, several: bool) -> list[tuple[Any, ...]]:
         """Arguments of the passes by which ways of compiling are compared."""
         return [self.example(several)[1]]
+
+    def plain(self, several: bool) -> Callable[..., Any]:
+        """The traced function as it is."""
+        return self.example(several)[0]
 
     def captured(self) -> Replays:
         """What stands for a package on a GPU."""
@@ -219,9 +238,9 @@ class Graphs:
 
 
 @torch.inference_mode()
-def _run_all(graph: Graph, trials: Sequence[tuple[Any, ...]]) -> None:
+def _run_all(run: Callable[..., Any], trials: Sequence[tuple[Any, ...]]) -> None:
     for arguments in trials:
-        graph.forward(*arguments)
+        run(*arguments)
 
 
 def build_package(

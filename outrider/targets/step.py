@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 from torch.export import Dim
 
-from outrider import compiled
+from outrider import compiled, packed
 from outrider.compiled import Graphs, NotCompiled, Replays, dense
 from outrider.decoding.draft import Draft
 from outrider.decoding.parties import Scores
@@ -91,6 +91,9 @@ class CompiledStep(Graphs):
             kept.open(range(len(tokens)), width)
             passes.append(self._arguments(tokens[:, :width].contiguous(), kept, None, None))
         return passes
+
+    def plain(self, several: bool) -> Callable[..., Any]:
+        return packed.products()(super().plain(several))
 
     def captured(self) -> Replays:
         if self.target.device.type != "cuda":

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import PAYS, tiny_model
 from contracts.parties import Oracle, Proposer
 
 from benchmarks.families import tiny
@@ -311,6 +311,27 @@ def test_the_faster_way_of_compiling_is_kept_and_the_next_model_is_compiled_in_i
     # `templates` and `libraries` are equally long words: the usual way wins a tie
     assert built == [{}, TEMPLATES, {}]
     assert len(list(compiled.folder().glob("*"))) == 2
+
+
+@pytest.mark.parametrize("quicker", ["compiled", "plain"])
+def test_a_graph_is_used_where_it_is_quicker_than_the_plain_path(quicker, fast, monkeypatch):
+    """Catches a compiled step that is taken for the faster one on a machine where it is not."""
+    monkeypatch.setattr(compiled.Graphs, "_pays", PAYS)
+    asked = []
+
+    def fastest(question, ways, margin=1.1):
+        asked.append([question, *(way for way, run in ways().items() if run() is None)])
+        return quicker
+
+    monkeypatch.setattr(machine, "fastest", fastest)
+    target = load_target(model_of())
+    assert asked[0][1:] == ["compiled", "plain"]
+    assert "step of one" in asked[0][0]
+    assert bool(target.step.graphs) == (quicker == "compiled")
+    if quicker == "plain":
+        with pytest.raises(NotCompiled, match="slower than plain on this machine"):
+            target.compile()
+    assert len(list(compiled.folder().glob("step-of-one-*"))) == 1, "it is not compiled again either way"
 
 
 # ── where there is none ───────────────────────────────────────────────────────────────────────────────────────────────
