@@ -52,7 +52,7 @@ from outrider.decoding.penalties import processed
 from outrider.decoding.sampling import Purpose, Sampling, distribution
 from outrider.decoding.state import DecodeState, Request
 from outrider.decoding.text import Detokenizer
-from outrider.errors import TargetError
+from outrider.errors import ConfigError, TargetError
 from outrider.targets.detokenizer import detokenizer
 from outrider.targets.transformers import TransformersTarget, load_target
 
@@ -463,6 +463,9 @@ def tried(case: Case) -> Outcome:
     try:
         return run(case)
     except Exception as error:
+        if isinstance(error, ConfigError) and case.generation and "makes a logit" in str(error):
+            # such as a length penalty on an end that a least length forbids: `generate` goes on with NaN
+            return Outcome(events=Counter({"cases whose generation_config is refused": 1}))
         frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
         where = next((frame for frame in reversed(frames) if "/outrider/" in frame), frames[-1])
         what = {"case": case.number, "family": case.family, "dtype": case.dtype}

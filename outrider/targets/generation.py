@@ -73,7 +73,8 @@ def greedy_sampling(
                 f"the target's generation_config.{key} is {asked[key]!r}, which is not greedy decoding of one text; {INSTEAD}"
             )
     asked = {key: value for key, value in asked.items() if key not in NEUTRAL or value not in NEUTRAL[key]}
-    text = _Text(prompt, max_new_tokens, sorted(ends), vocabulary, str(model.device))
+    forces_first = asked.get("forced_bos_token_id") is not None
+    text = _Text(prompt, max_new_tokens, sorted(ends), vocabulary, str(model.device), forces_first)
     if "min_length" in asked:  # counts the prompt, and gives way to min_new_tokens
         with _told("min_length", asked["min_length"]):
             asked.setdefault("min_new_tokens", max(0, asked["min_length"] - len(prompt)))
@@ -88,6 +89,8 @@ class _Text(NamedTuple):
     ends: list[int]
     vocabulary: int
     device: str
+    forces_first: bool = False
+    """Whether a forced_bos_token_id is asked for."""
 
     @property
     def ids(self) -> Any:
@@ -153,7 +156,9 @@ def _forced_end(value: Any, text: _Text) -> Any:
 
 
 def _begin(value: Any, text: _Text) -> Any:
-    return SuppressTokensAtBeginLogitsProcessor(value, len(text.prompt), device=text.device)
+    # behind a prompt of one token the first is the one that is forced, where there is such a one
+    begin = len(text.prompt) + (len(text.prompt) == 1 and text.forces_first)
+    return SuppressTokensAtBeginLogitsProcessor(value, begin, device=text.device)
 
 
 PROCESSORS: Mapping[str, Callable[[Any, _Text], Any]] = {

@@ -32,6 +32,7 @@ OBEYED = {
     "min_length": {"min_length": 14},
     "both lengths": {"min_length": 30, "min_new_tokens": 12},
     "forced_bos_token_id": {"forced_bos_token_id": 11},
+    "forced_bos_token_id, suppressed": {"forced_bos_token_id": 8, "begin_suppress_tokens": list(range(0, 64, 2))},
     "forced_eos_token_id": {"forced_eos_token_id": 13},
     "forced_eos_token_id, several": {"forced_eos_token_id": [13, 4], "min_new_tokens": 40},
     "sequence_bias": {"sequence_bias": [[[5], 2.0], [[9, 3], 7.0]], "repetition_penalty": 1.3},
