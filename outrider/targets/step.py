@@ -42,9 +42,10 @@ class CompiledStep(Graphs):
 
     def model(self) -> nn.Module:
         family = self.target.family
-        if family.masks == "none" or family.is_recurrent:
+        if family.masks == "none" or family.follows_one_path:
             raise NotCompiled(
-                f"{self.target.spec.name}'s family takes no masks or keeps a recurrent state; its steps stay plain"
+                f"{self.target.spec.name}'s family takes no masks, or keeps a recurrent state or a cache of its own; its steps "
+                "stay plain"
             )
         if family.rotary is not None:
             raise NotCompiled(

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.families import CAUSAL, NESTED, built, continued
 from benchmarks.replay import Replay
+from outrider.compiled import NotCompiled
 from outrider.decoding.draft import Draft
 from outrider.decoding.generate import generate
 from outrider.drafters import layer_skip
@@ -89,9 +90,12 @@ def test_a_slot_is_cut_forked_and_used_again():
     assert torch.equal(logits(target, cache, 1, [4, 5, 6]), wanted)
 
 
-def test_it_says_that_it_is_slow_and_what_it_can_not(caplog):
+@pytest.mark.parametrize("kind", ["rwkv", "mllama"])
+def test_it_says_that_it_is_slow_and_what_it_can_not(kind, caplog):
     caplog.set_level("WARNING")
-    target = load_target(model_of("rwkv"))
+    target = load_target(model_of(kind))
+    with pytest.raises(NotCompiled, match="a cache of its own"):
+        target.compile()
     assert "every pass copies its own cache" in caplog.text
     with pytest.raises(DrafterError, match="no sublayer of it can be left out"):
         layer_skip.build(layer_skip.Config(), target)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -84,3 +87,26 @@ def test_whether_generate_reads_again_is_asked_of_the_family():
 def test_a_family_with_fixed_factors_is_left_alone(target):
     """Catches a detour that every model pays for."""
     assert target.family.rotary is None
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_threads_that_share_a_target_keep_their_own_factors(name):
+    """Catches factors that another thread's pass left in the module: it holds those that were used last."""
+    target = load_target(model_of(name))
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            asked = [PROMPTS[n % len(PROMPTS)] for n in range(8)]
+            found = list(pool.map(lambda prompt: generate(target, prompt, max_new_tokens=COUNTS)[0].tokens, asked))
+    finally:
+        sys.setswitchinterval(5e-3)
+    wanted = dict(zip(map(tuple, PROMPTS), texts_of(name), strict=True))
+    assert [prompt + tokens for prompt, tokens in zip(asked, found, strict=True)] == [wanted[tuple(one)] for one in asked]
+
+
+def test_a_copy_of_a_loaded_model_calls_its_own_modules():
+    """Catches a closure, which a copy shares with the original: its factors would be the original's."""
+    copied = copy.deepcopy(load_target(model_of("longrope")).model)
+    taught = [module for module in copied.modules() if isinstance(vars(module).get("forward"), functools.partial)]
+    assert taught
+    assert all(module.forward.args[0] is module for module in taught)
