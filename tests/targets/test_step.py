@@ -301,7 +301,7 @@ def test_the_faster_way_of_compiling_is_kept_and_the_next_model_is_compiled_in_i
     built: list[dict[str, Any]] = []
     real = compiled.build_package
     monkeypatch.setattr(compiled, "build_package", lambda *given: built.append(given[-1]) or real(*given))
-    monkeypatch.setattr(machine, "_by_turns", lambda ways: {way: len(way) + 0 * bool(run()) for way, run in ways.items()})
+    monkeypatch.setattr(machine, "_by_turns", lambda ways: {way: len(way) + 0 * (run() is None) for way, run in ways.items()})
     first = load_target(model_of())
     first.compile()
     agree(first, slow, modes=(False,))
