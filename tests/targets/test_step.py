@@ -293,7 +293,7 @@ def test_a_damaged_package_is_refused(damage, package):
 
 @pytest.mark.slow
 def test_the_faster_way_of_compiling_is_kept_and_the_next_model_is_compiled_in_it_alone(slow, monkeypatch, tmp_path):
-    """Catches ways that are never compared, a loser that is kept, a comparison for every model again, one that fails them all."""
+    """Catches ways that are never compared, a loser that is kept, a comparison for every model again, one that fails all."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setattr(machine, "_memory", {})
     monkeypatch.setattr(machine, "is_busy", lambda: False)
