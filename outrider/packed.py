@@ -91,7 +91,7 @@ def _is_faster(layers: Sequence[nn.Linear]) -> bool:
     def multiply(product: Callable[[Tensor, Tensor], Tensor], weights: Sequence[Tensor]) -> None:
         for rows in SAMPLE_ROWS:
             for layer, weight in zip(sample, weights, strict=True):
-                product(inputs[rows, layer.in_features], weight)
+                product(inputs[rows, layer.weight.shape[1]], weight)
 
     def ways() -> dict[str, Callable[[], object]]:
         plain = [layer.weight for layer in sample]
@@ -102,7 +102,9 @@ def _is_faster(layers: Sequence[nn.Linear]) -> bool:
 
     sizes = list(itertools.accumulate(layer.weight.nbytes for layer in layers))
     sample = [layer for layer, size in zip(layers, sizes, strict=True) if size <= SAMPLE_BYTES] or layers[:1]
-    inputs = {(rows, layer.in_features): torch.ones(rows, layer.in_features) for rows in SAMPLE_ROWS for layer in sample}
+    # tied to another's weight, a layer may be wider than it says
+    widths = {layer.weight.shape[1] for layer in sample}
+    inputs = {(rows, width): torch.ones(rows, width) for rows in SAMPLE_ROWS for width in widths}
     return machine.fastest(f"float32 products of linear layers {shapes}", ways) == "packed"
 
 

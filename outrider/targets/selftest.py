@@ -82,14 +82,14 @@ def selftest(target: Any) -> SelfTest:
 
 
 @torch.inference_mode()
-def agreed(target: Any, found: SelfTest) -> SelfTest | None:
+def agreed(target: Any, found: SelfTest, text: list[int], whole: Tensor) -> SelfTest | None:
     """What was found for models like this one, with what rounding explains in this one; None where this one does not agree.
 
-    Three passes: a short text without a cache, its beginning, and the rest of it behind that as a draft.
+    text: a short one, and whole [S, V] what a pass over it without a cache says.  Two passes more: its beginning, and the rest
+    of it behind that as a draft.
     """
-    [text], half = plain_words(target, 1, 8), 4
+    half = len(text) // 2
     try:
-        whole = target.model(input_ids=torch.tensor([text], device=target.device), use_cache=False).logits[0]
         cache = target.allocate(1, len(text) + 8)
         head, rest = (torch.tensor([part], device=target.device) for part in (text[:half], text[half:]))
         last = target.prefill(cache, [0], head, [half]).logits[0, -1]

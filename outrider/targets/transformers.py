@@ -37,7 +37,7 @@ from outrider.targets.family import embedding_scale, head_law, learn, media_toke
 from outrider.targets.generation import ends_of, greedy_sampling
 from outrider.targets.own_cache import OwnCache
 from outrider.targets.rotary import deciding
-from outrider.targets.selftest import BROKEN, SelfTest, agreed, refusal
+from outrider.targets.selftest import BROKEN, SelfTest, agreed, plain_words, refusal
 from outrider.targets.sizes import layer_sizes, unused_row
 from outrider.targets.skip import Sublayers
 from outrider.targets.skip import learn as learn_sublayers
@@ -79,9 +79,10 @@ class TransformersTarget:
         self._ends: frozenset[int] | None = None
         self.step = CompiledStep(self)
         with _refused(model):
-            self._scale, self._finish = self._what_the_ends_do()
+            [text] = plain_words(self, 1, 8)
+            self._scale, self._finish, said = self._what_the_ends_do(text)
         if tested:
-            self.selftest = self._trusted(known)
+            self.selftest = self._trusted(known, text, said)
             self.spec = replace(self.spec, mode=self.selftest.mode)
         self.mask_token: int | None = getattr(tokenizer, "mask_token_id", None)
         """Id that stands for a token yet to be drafted; None where the tokenizer has none."""
@@ -406,9 +407,9 @@ class TransformersTarget:
         return Scores(*joined) if isinstance(parts[0], Scores) else tuple(joined)
 
     @torch.inference_mode()
-    def _what_the_ends_do(self) -> tuple[float, Callable[[Tensor], Tensor]]:
-        """The factor on embeddings before the first layer, and what becomes of the output layer's values."""
-        tokens = torch.arange(min(8, self.spec.vocabulary), device=self.device)[None]
+    def _what_the_ends_do(self, text: list[int]) -> tuple[float, Callable[[Tensor], Tensor], Tensor]:
+        """The factor on embeddings before the first layer, what becomes of the output layer's values, and the logits [S, V]."""
+        tokens = torch.tensor([text], device=self.device)
         words: list[Tensor] = []
         see = hooks.of_this_thread(lambda _module, args, kwargs: words.append(args[0] if args else kwargs["hidden_states"]))
         hook = self._decoder_layers[0].register_forward_pre_hook(see, with_kwargs=True)
@@ -426,7 +427,7 @@ class TransformersTarget:
                 "%s changes its logits after the output layer in a way that is not known here: drafters that use the target's "
                 "head guess worse; the output is the target's all the same", self.spec.name,
             )  # fmt: skip
-        return embedding_scale(self._embedding(tokens), words[0]), finish or (lambda values: values)
+        return embedding_scale(self._embedding(tokens), words[0]), finish or (lambda values: values), logits[0]
 
     def _catching(self, taps: tuple[int, ...]) -> AbstractContextManager[dict[nn.Module, Tensor]]:
         """Catches what these layers give and what the output layer takes, in the passes that are run while it is open."""
@@ -435,9 +436,9 @@ class TransformersTarget:
             hooks.watch_output(layer)
         return hooks.catching([self._model_head, *layers])
 
-    def _trusted(self, known: Trust | None) -> SelfTest:
-        """What is known of models like this one, where this one agrees; else what a test of it finds."""
-        found = known and known.found and agreed(self, known.found)
+    def _trusted(self, known: Trust | None, text: list[int], said: Tensor) -> SelfTest:
+        """What is known of models like this one, where it agrees on the logits of a text; else what a test of it finds."""
+        found = known and known.found and agreed(self, known.found, text, said)
         found = found or tested(self)
         reason = f" ({found.failed})" if found.failed else ""
         log = logging.getLogger(__name__)
