@@ -549,7 +549,7 @@ def _compare_generated(case: Case, n: int, plain: Written, outcome: Outcome) -> 
         wanted = wanted[: len(plain.tokens)]
     at = next((i for i, (a, b) in enumerate(zip(wanted, plain.tokens, strict=False)) if a != b), None)
     if at is None and len(wanted) == len(plain.tokens):
-        outcome.by_setting["as generate writes it"] += len(wanted)
+        outcome.events["tokens that `generate` writes too"] += len(wanted)
         return
     what: dict[str, Any] = {"case": case.number, "request": n, "family": case.family, "dtype": case.dtype, "of": "generate"}
     at = min(len(wanted), len(plain.tokens)) if at is None else at

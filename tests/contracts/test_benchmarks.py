@@ -34,7 +34,7 @@ def test_a_soak_finds_nothing_where_nothing_is_wrong(two_families):
     found = soaked(6)
     assert (found.mismatches, found.ties) == ([], [])
     assert found.tokens > 500
-    assert found.by_setting["as generate writes it"] > 50
+    assert found.events["tokens that `generate` writes too"] > 50
     assert found.events["paths that are no prefix of their tree"] > 10
     assert soak.drawn(3, 2).drafter == soak.drawn(3, 2).drafter != soak.drawn(4, 2).drafter
 
