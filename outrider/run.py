@@ -41,7 +41,7 @@ class TargetConfig(Base):
     revision: str | None = None
     device: str | None = None
     """cpu, cuda, cuda:1 …; the accelerator where there is one unless given."""
-    dtype: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] | None = None
     """float32 on a CPU and the checkpoint's own elsewhere unless given; auto: the checkpoint's own where that is fast."""
     quantize: Literal["int8"] | None = None
     """Round the weights of the linear layers; needs torchao.  The output is then the quantised model's own."""
