@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from outrider.errors import TargetError
+from outrider.targets import hooks
 from outrider.targets.cache import Limit, SlotCache
 from outrider.targets.rotary import Rotary, learn_rotary
 
@@ -223,9 +224,7 @@ def _teach_steps(model: nn.Module) -> bool:
     """Let every module that keeps a recurrent state pass position by position where the cache asks for it."""
     modules = [module for module in model.modules() if _reads_states(module)]
     for module in modules:
-        own = vars(module).get("forward")
-        if not (isinstance(own, functools.partial) and own.func is _in_steps):
-            module.forward = functools.partial(_in_steps, module, module.forward)
+        hooks.wrap(module, _in_steps)
     return bool(modules)
 
 
@@ -236,10 +235,7 @@ def _reads_states(module: nn.Module) -> bool:
 
 
 def _in_steps(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The module's `forward`, or position by position where the cache asks for it.
-
-    Partial, not a closure: a model's copy then calls its own modules.
-    """
+    """The module's `forward`, or position by position where the cache asks for it."""
     own: Any = module
     signature = _signature(type(own).forward)
     given = signature.bind(module, *args, **kwargs)

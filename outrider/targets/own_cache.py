@@ -35,9 +35,9 @@ class OwnCache:
         self.rows: list[int] = []
         self._starts: list[int] = []
         self._pasts: list[Any] = [None] * slots
-        self._unread: list[list[int]] = [[] for _ in range(slots)]
-        """Last tokens of a slot that its past lacks."""
-        self._open: dict[int, tuple[list[int], Any]] = {}
+        self._unread: list[Tensor | None] = [None] * slots
+        """Last tokens [1, n] of a slot that its past lacks."""
+        self._open: dict[int, tuple[Tensor, Any]] = {}
         """By slot, what the open pass reads and the past behind it."""
 
     def open(self, rows: Sequence[int], width: int, in_steps: bool = False, noted: int | None = None) -> None:
@@ -49,10 +49,9 @@ class OwnCache:
     def given(self) -> dict[str, Any]:
         """Arguments of a pass over the open row, but for its tokens."""
         [row] = self.rows
-        if self._unread[row]:
-            tokens = torch.tensor([self._unread[row]], device=self.model.device)
-            out = self.model(input_ids=tokens, **self._arguments(self._pasts[row]))
-            self._pasts[row], self._unread[row] = out[self.name], []
+        if self._unread[row] is not None:
+            out = self.model(input_ids=self._unread[row], **self._arguments(self._pasts[row]))
+            self._pasts[row], self._unread[row] = out[self.name], None
         return self._arguments(copy.deepcopy(self._pasts[row]))
 
     def _arguments(self, past: Any) -> dict[str, Any]:
@@ -60,17 +59,17 @@ class OwnCache:
 
     def took(self, tokens: Tensor, out: Any) -> None:
         """The open row's pass over tokens [1, n] gave this back."""
-        self._open[self.rows[0]] = tokens[0].tolist(), out[self.name]
+        self._open[self.rows[0]] = tokens, out[self.name]
 
     def append(self, counts: Sequence[int]) -> None:
         """The first counts[r] tokens of each row of the pass stay."""
         for row, start, count in zip(self.rows, self._starts, counts, strict=True):
             read, past = self._open.pop(row)
             self.lengths[row] = start + count
-            if count == len(read):
+            if count == read.shape[1]:
                 self._pasts[row] = past
-            else:
-                self._unread[row] = read[:count]
+            elif count:
+                self._unread[row] = read[:, :count]
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Each row's first token (the anchor) and the nodes on its path, the first of a chain, stay."""
@@ -81,7 +80,7 @@ class OwnCache:
         """Give `rows` all that `row` holds."""
         assert length == self.lengths[row], "a cache of the family's own is that of the whole text"
         for other in rows:
-            self.lengths[other], self._unread[other] = length, [*self._unread[row]]
+            self.lengths[other], self._unread[other] = length, self._unread[row]
             self._pasts[other] = copy.deepcopy(self._pasts[row])
 
     def cut(self, row: int, length: int) -> None:
@@ -91,7 +90,7 @@ class OwnCache:
 
     def free(self, rows: Sequence[int]) -> None:
         for row in rows:
-            self.lengths[row], self._pasts[row], self._unread[row] = 0, None, []
+            self.lengths[row], self._pasts[row], self._unread[row] = 0, None, None
             self._open.pop(row, None)
 
 

@@ -10,7 +10,6 @@ R rows of a pass, n tokens a row.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.errors import TargetError
+from outrider.targets import hooks
 
 _LOCK = threading.Lock()
 _deciding: ContextVar[Tensor | None] = ContextVar("deciding", default=None)
@@ -57,9 +57,7 @@ def learn_rotary(model: PreTrainedModel) -> Rotary | None:
     if len(originals) > 1:
         raise TargetError(f"{type(model).__name__} has rotary factors that change at several lengths: {sorted(originals)}")
     for module in modules:
-        own = vars(module).get("forward")
-        if not (isinstance(own, functools.partial) and own.func is _by_tokens):
-            module.forward = functools.partial(_by_tokens, module, module.forward)
+        hooks.wrap(module, _by_tokens)
     [original] = originals
     return Rotary(original, _rereads(model, original))
 
@@ -79,10 +77,7 @@ def _original(module: Any, kind: str | None) -> int:
 
 
 def _by_tokens(module: Any, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The module's `forward`, with the factors that each token's own length of text decides.
-
-    Partial, not a closure: a model's copy then calls its own modules.
-    """
+    """The module's `forward`, with the factors that each token's own length of text decides."""
     lengths = _deciding.get()
     if lengths is None:
         return forward(x, position_ids, *args, **kwargs)
