@@ -97,11 +97,9 @@ def tested(target: Any) -> SelfTest:
             return selftest.selftest(target)
         except WrongText as error:
             wrong = error
-    raise (
-        wrong
-        if past is not None
-        else TargetError(selftest.refusal(model, "it has no cache: nothing that a pass gives back is taken by the next"))
-    )
+    if past is None:
+        raise TargetError(selftest.refusal(model, "it has no cache: nothing that a pass gives back is taken by the next"))
+    raise wrong
 
 
 # ── on disk ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -48,17 +48,9 @@ HEADS = (
 )  # fmt: skip
 """Query heads, and the heads of keys that they share."""
 WIDTHS = (
-    "hidden_size",
-    "d_model",
-    "n_embd",
-    "dim",
-    "embed_dim",
-    "emb_dim",
-    "embedding_dim",
-    "n_embed",
-    "adapter_in_dim",
+    "hidden_size", "d_model", "n_embd", "dim", "embed_dim", "emb_dim", "embedding_dim", "n_embed", "adapter_in_dim",
     "adapter_input_size",
-)
+)  # fmt: skip
 STATES = (("mamba_n_heads", "mamba_d_head", "mamba_expand"), ("num_heads", "head_dim", "expand"))
 """Heads of a state, their size, and how many times as wide as the hidden state they are together."""
 SMALL = {
