@@ -237,6 +237,11 @@ def _generation(noise: random.Random, vocabulary: int) -> dict[str, Any]:
         "top_k": lambda: 5,
     }
     asked = {key: draw() for key, draw in chances.items() if noise.random() < 0.25}
+    # `generate` refuses a forced token that is suppressed too
+    forced = {asked.get("forced_bos_token_id"), asked.get("forced_eos_token_id")}
+    for key in ("suppress_tokens", "begin_suppress_tokens"):
+        if key in asked:
+            asked[key] = [token for token in asked[key] if token not in forced]
     ends = noise.choice([None, some(1)[0], some(4)])
     if ends is None:  # without ends `generate` itself fails at it
         asked.pop("exponential_decay_length_penalty", None)
