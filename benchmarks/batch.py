@@ -15,8 +15,9 @@ from typing import Any
 
 from serving import Served, parties, prompts_of, serve, write
 
-from outrider.decoding.adaptive import Adaptive
-from outrider.decoding.policy import Fixed, Policy
+from outrider.decoding.protocols import Policy
+from outrider.policies.adaptive import Adaptive
+from outrider.policies.fixed import Fixed
 
 
 def main() -> None:

@@ -38,9 +38,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as WITH_IMAGES
 
 from benchmarks.replay import Replay, progress_bar, provenance, publish, spread
-from outrider.decoding.generate import advance
 from outrider.decoding.state import Request
 from outrider.errors import TargetError
+from outrider.generation import serve
+from outrider.sampling.settings import Sampling
 from outrider.targets.selftest import plain_words
 from outrider.targets.transformers import TransformersTarget, load_target
 from outrider.targets.twin import FIRST_CONTEXT, LIMIT, enlivened, small
@@ -226,9 +227,9 @@ def try_form(kind: str, form: str, tokens: int) -> dict[str, Any]:
     differ = 0
     for slots in (1, 2):
         drafter = Replay(texts, target.spec.vocabulary, eldest=target.spec.mode == "chain")
-        requests = [Request(text[:-tokens], tokens) for text in texts]
+        requests = [Request(text[:-tokens], tokens, Sampling()) for text in texts]
         found: list[list[int]] = [[] for _ in requests]
-        for progress in advance(target, requests, drafter, slots=slots):
+        for progress in serve(target, requests, drafter, slots=slots):
             found[progress.request] += progress.tokens
         differ += sum(a != b for text, got in zip(texts, found, strict=True) for a, b in zip(text[-tokens:], got, strict=False))
         differ += sum(tokens - len(got) for got in found)
@@ -311,9 +312,9 @@ def compared(target: TransformersTarget, texts: list[list[int]], drafter: Replay
     waiting = list(enumerate(PROMPTS))
     while waiting:
         asked, waiting = waiting, []
-        requests = [Request(texts[n][:start], len(texts[n]) - start) for n, start in asked]
+        requests = [Request(texts[n][:start], len(texts[n]) - start, Sampling()) for n, start in asked]
         found: list[list[int]] = [[] for _ in requests]
-        for progress in advance(target, requests, drafter, slots=SLOTS):
+        for progress in serve(target, requests, drafter, slots=SLOTS):
             found[progress.request] += progress.tokens
         for (n, start), tokens in zip(asked, found, strict=True):
             at = next((i for i, (a, b) in enumerate(zip(tokens, texts[n][start:], strict=True)) if a != b), None)

@@ -19,9 +19,11 @@ import torch
 from serving import parties, prompts_of, write
 
 from outrider.decoding.state import Request
+from outrider.deploy import sublayers
+from outrider.deploy.sublayers import Found
 from outrider.drafters import layer_skip
-from outrider.drafters.layer_skip import Found
 from outrider.evaluate.measure import run_once
+from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
 SEARCHED = 6
@@ -42,7 +44,7 @@ def main() -> None:
     def say(number: int, found: Found) -> None:
         print(f"try {number + 1} of {options.tries}: {found.speedup:.2f}", file=sys.stderr, flush=True)
 
-    found = layer_skip.search(target, prompts[:SEARCHED], tokens=options.tokens, tries=options.tries, say=say)
+    found = sublayers.search(target, prompts[:SEARCHED], tokens=options.tokens, tries=options.tries, say=say)
     by_size: dict[int, Found] = {}
     for one in found:  # the best first
         by_size.setdefault(len(one.skip_attention) + len(one.skip_mlp), one)
@@ -89,7 +91,7 @@ def decoded(
     for number, prompt in enumerate([prompts[0], *prompts]):
         texts = {}
         for name, drafter in ways.items():
-            run = run_once(target, Request(prompt, tokens), drafter, ends=False)
+            run = run_once(target, Request(prompt, tokens, Sampling()), drafter, ends=False)
             texts[name] = run.tokens
             if number:  # the first is a warm-up
                 seconds[name] += run.seconds

@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from serving import Served, parties, prompts_of, serve, write
 
-from outrider.decoding.accept import accept_greedy
 from outrider.decoding.draft import Draft
-from outrider.decoding.sampling import Purpose, Sampling, Settings, Streams, distribution
-from outrider.decoding.twins import accept_chain
+from outrider.decoding.noise import Purpose, Streams
+from outrider.sampling.distribution import Settings, distribution
+from outrider.sampling.fast import accept_chain, accept_greedy
+from outrider.sampling.settings import Sampling
 
 SLOTS, NODES, VOCABULARY = 16, 32, 150_000
 

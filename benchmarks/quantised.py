@@ -23,9 +23,10 @@ from torch import nn
 
 from outrider import load_drafter, load_target
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Drafter
+from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.evaluate.measure import Run, first_difference, generate_once, run_once
+from outrider.sampling.settings import Sampling
 from outrider.targets import quantised
 from outrider.targets.transformers import TransformersTarget
 
@@ -74,9 +75,10 @@ def measured(
     mismatches = 0
     for number, prompt in enumerate([prompts[0], *prompts]):
         own = {mode: generate_once(target, prompt, tokens)[0] for mode, target in targets.items()}
-        alone = {mode: run_once(target, Request(prompt, tokens), ends=False) for mode, target in targets.items()}
+        request = Request(prompt, tokens, Sampling())
+        alone = {mode: run_once(target, request, ends=False) for mode, target in targets.items()}
         order = [*WAYS][number % len(WAYS) :] + [*WAYS][: number % len(WAYS)]
-        ridden = {way: run_once(targets[WAYS[way][0]], Request(prompt, tokens), drafters[way], ends=False) for way in order}
+        ridden = {way: run_once(targets[WAYS[way][0]], request, drafters[way], ends=False) for way in order}
         if not number:  # a warm-up
             continue
         for mode, run in alone.items():

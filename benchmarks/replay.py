@@ -23,21 +23,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from outrider import machine
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
+from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState
 from outrider.targets.transformers import TransformersTarget
 
 
-class Replay:
+class Replay(Drafter):
     """Proposes what comes next in texts it knows, with wrong branches beside it and wrong tokens now and then.
 
     At every depth stand `width` siblings, of which at most one is the true token; it is the eldest where `eldest`, which a
     target needs that verifies chains alone.  With a chance of 1 - `right` none is true and the draft goes on all the same;
     under a wrong sibling the true text may go on as well, where it must not be kept.
     """
-
-    taps: tuple[int, ...] = ()
 
     def __init__(
         self, texts: Sequence[list[int]], vocabulary: int, *, depth: int = 4, width: int = 2, right: float = 0.8,
@@ -56,10 +55,6 @@ class Replay:
         self.jumps = 0
         """Kept paths that were no prefix of their tree."""
 
-    def allocate(self, cache: Any) -> None: ...
-    def admit(self, memory: None, rows: Sequence[int], state: DecodeState, scores: Any) -> None: ...
-    def free(self, memory: None, rows: Sequence[int]) -> None: ...
-
     def propose(self, memory: None, state: DecodeState, budget: Tensor) -> Draft:
         drawn = [self._tree(self._coming(state.tokens[row])) for row in state.rows]
         full = torch.tensor([len(tokens) for tokens, _ in drawn])
@@ -75,9 +70,9 @@ class Replay:
         parents = torch.tensor([[*parents, *[-1] * (width - len(parents))] for _, parents in drawn])
         return Draft(tokens, parents, sizes, q)
 
-    def observe(self, memory: None, state: DecodeState, draft: Draft, kept: Kept, scores: Any) -> None:
-        self.kept.update(len(path) for path, size in zip(kept.paths, draft.live, strict=True) if size)
-        self.jumps += sum(path != list(range(len(path))) for path in kept.paths)
+    def observe(self, memory: None, state: DecodeState, draft: Draft, accepted: Accepted, scores: Any) -> None:
+        self.kept.update(len(path) for path, size in zip(accepted.paths, draft.live, strict=True) if size)
+        self.jumps += sum(path != list(range(len(path))) for path in accepted.paths)
 
     def _coming(self, text: list[int]) -> list[int]:
         """What follows in the known text that begins so; anything where there is none."""

@@ -30,6 +30,7 @@ from outrider import demo, load_drafter
 from outrider.decoding.state import Request
 from outrider.evaluate.measure import Run, run_once
 from outrider.retrieval import suffix_array
+from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
 NODES = 10
@@ -137,7 +138,7 @@ def measured(target: TransformersTarget, ways: dict[str, Any], count: int, new: 
     prompts = tasks(target, count)
     found: dict[tuple[str, str], list[Run]] = {(name, task): [] for task in prompts for name in ways}
     for drafter in ways.values():  # a warm-up for each, that it is not the first which pays
-        run_once(target, Request(prompts["new"][0], 16), drafter, ends=False)
+        run_once(target, Request(prompts["new"][0], 16, Sampling()), drafter, ends=False)
         if getattr(drafter, "shared", None):
             drafter.shared.kept.clear()
     for task, texts in prompts.items():
@@ -145,7 +146,7 @@ def measured(target: TransformersTarget, ways: dict[str, Any], count: int, new: 
             for name, drafter in ways.items():
                 if name.endswith("cold"):
                     drop(drafter.sources)
-                found[name, task].append(run_once(target, Request(prompt, new), drafter, ends=False))
+                found[name, task].append(run_once(target, Request(prompt, new, Sampling()), drafter, ends=False))
             print(f"{task}: {number + 1} of {count}", file=sys.stderr, flush=True)
     return found
 

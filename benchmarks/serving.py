@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -16,14 +17,12 @@ import torch
 import transformers
 
 from benchmarks.replay import command, processor
-from outrider import demo, load_drafter, load_target
-from outrider.compiled import NotCompiled
-from outrider.decoding.generate import advance
-from outrider.decoding.parties import Drafter
-from outrider.decoding.policy import Policy
-from outrider.decoding.sampling import Sampling
-from outrider.decoding.state import DecodeState, Request
+from outrider import demo, generation, load_drafter, load_target
+from outrider.compiled import NotCompiled, compile_passes
+from outrider.decoding.protocols import Drafter, Policy
+from outrider.decoding.state import Request
 from outrider.evaluate.measure import model_clock
+from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
 CHECKPOINT = Path(__file__).resolve().parent.parent / "runs" / "demo" / "checkpoint"
@@ -62,11 +61,11 @@ def serve(
 ) -> tuple[Served, list[list[int]]]:  # fmt: skip
     """Continue all prompts by `new` tokens each, whatever ends there, over so many slots."""
     found, texts = Served(), [[] for _ in prompts]
-    state = DecodeState(min(slots, len(prompts)), target.spec.context, frozenset(), target.device)
+    state = generation.batch(target, min(slots, len(prompts)), ends=frozenset())
     requests = [Request(prompt, new, sampling or Sampling()) for prompt in prompts]
     last = None
     with model_clock(target, drafter) as clock:
-        for progress in advance(target, requests, drafter, policy=policy, slots=slots, state=state):
+        for progress in generation.serve(target, requests, drafter, policy=policy, state=state):
             texts[progress.request] += progress.tokens
             found.tokens += len(progress.tokens)
             if state.timing.began != last:
@@ -87,10 +86,10 @@ def parties(names: Sequence[str], several: bool, compiled: bool = True) -> tuple
             continue
         drafters[name] = load_drafter(str(CHECKPOINT) if name == "dspark" else name, target)
     if compiled:
-        for name, party in {"target": target, **drafters}.items():
-            compile_step = getattr(party, "compile", None)
-            if compile_step is None:
-                continue
+        steps = {"target": target.compile} | {
+            name: functools.partial(compile_passes, drafter) for name, drafter in drafters.items()
+        }
+        for name, compile_step in steps.items():
             for batch in (False, True) if several else (False,):
                 try:
                     print(f"{name}: compiled in {compile_step(batch):.0f} s", file=sys.stderr, flush=True)

@@ -44,15 +44,17 @@ from transformers.utils import logging
 from benchmarks.families import SMALL, built, forms, tiny
 from benchmarks.families import continued as generated
 from benchmarks.replay import Replay, progress_bar, provenance, publish, spread
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import advance
-from outrider.decoding.grammar import Grammar
-from outrider.decoding.penalties import processed
-from outrider.decoding.sampling import Purpose, Sampling, distribution
+from outrider.decoding.noise import Purpose
 from outrider.decoding.state import DecodeState, Request
-from outrider.decoding.text import Detokenizer
 from outrider.errors import ConfigError, TargetError
+from outrider.generation import serve
+from outrider.sampling.grammar import Grammar
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.prefix import processed
+from outrider.sampling.settings import Sampling
+from outrider.sampling.text import Detokenizer
 from outrider.targets.detokenizer import detokenizer
 from outrider.targets.transformers import TransformersTarget, load_target
 
@@ -372,7 +374,7 @@ def _written(target: TransformersTarget, requests: Sequence[Request]) -> list[li
         for request in requests
     ]
     found: list[list[int]] = [[] for _ in short]
-    for progress in advance(target, short, slots=len(short)):
+    for progress in serve(target, short, slots=len(short)):
         found[progress.request] += progress.tokens
     return found
 
@@ -403,8 +405,7 @@ class Moody:
     def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
         return sizes
 
-    def observe(self, state: DecodeState, sizes: Tensor, kept: Kept, timing: Any) -> None: ...
-    def free(self, rows: Sequence[int]) -> None: ...
+    def observe(self, state: DecodeState, sizes: Tensor, accepted: Accepted, timing: Any) -> None: ...
 
 
 # ── the comparison ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -485,13 +486,13 @@ class Watched(Replay):
         self.cuts = self.reused = 0
         self.was_cut: set[int] = set()
 
-    def admit(self, memory: None, rows: Sequence[int], state: DecodeState, scores: Any) -> None:
+    def admit(self, memory: None, rows: Sequence[int], state: DecodeState, scores: Any, lengths: Sequence[int]) -> None:
         self.reused += len(self.was_cut.intersection(rows))
         self.was_cut.difference_update(rows)
 
-    def observe(self, memory: None, state: DecodeState, draft: Draft, kept: Kept, scores: Any) -> None:
-        super().observe(memory, state, draft, kept, scores)
-        cut = [row for row, token in zip(state.rows, kept.next_tokens, strict=True) if token < 0]
+    def observe(self, memory: None, state: DecodeState, draft: Draft, accepted: Accepted, scores: Any) -> None:
+        super().observe(memory, state, draft, accepted, scores)
+        cut = [row for row, token in zip(state.rows, accepted.next_tokens, strict=True) if token < 0]
         self.cuts += len(cut)
         self.was_cut.update(cut)
 
@@ -507,14 +508,15 @@ class Watched(Replay):
 def continued(case: Case, requests: list[Request], drafter: Replay | None, slots: int) -> list[Written]:
     target = case.target
     found = [Written() for _ in requests]
-    state = DecodeState(slots, case.context, case.ends, target.device)
+    judge = SamplingJudge()
+    state = DecodeState(min(slots, max(len(requests), 1)), case.context, case.ends, target.device, judge)
     policy = None if drafter is None else Moody(case.policy, drafter.limit, case.number)
-    for progress in advance(target, requests, drafter, policy=policy, slots=slots, state=state):
+    for progress in serve(target, requests, drafter, policy=policy, state=state):
         written = found[progress.request]
         written.tokens += progress.tokens
         written.reason = progress.finish_reason
-        written.logprobs += progress.logprobs
-        written.text += progress.text
+        written.logprobs += judge.logprobs[progress.row][-len(progress.tokens) :]
+        written.text += judge.new_text[progress.row]
     return found
 
 
@@ -587,10 +589,11 @@ def _asked(request: Request) -> list[str]:
 
 def audit(case: Case, request: Request, tokens: list[int], wanted: int, found: int) -> dict[str, Any] | None:
     """What was measured where two texts part, if it is a tie: logits that near give both tokens.  None for a mismatch."""
-    state = DecodeState(1, case.context, case.ends)
+    judge = SamplingJudge()
+    state = DecodeState(1, case.context, case.ends, judge=judge)
     state.admit(0, request)
     for token in tokens:
-        state.commit(Draft.empty(1), Kept([[]], [token], [0]))
+        state.commit(Draft.empty(1), Accepted([[]], [token], [0]))
     text = request.prompt + tokens
     logits, difference = spread(case.target, text, len(request.prompt))
     difference = max(difference, beside_itself(case.target, text))
@@ -602,8 +605,8 @@ def audit(case: Case, request: Request, tokens: list[int], wanted: int, found: i
         tries[row, up], tries[row, down] = 1, -1
     drawn = set()
     for push in tries:
-        moved = processed((logits + 4 * difference * push)[None, None], Draft.empty(1), state.prefixes)
-        p = distribution(moved, state.settings)[:, 0]
+        moved = processed((logits + 4 * difference * push)[None, None], Draft.empty(1), judge.prefixes)
+        p = judge.distribution(moved)[:, 0]
         drawn.add(int(state.streams.draw(p, 0, Purpose.TARGET)))
     return {"difference": difference, "drawn": sorted(drawn)} if {wanted, found} <= drawn else None
 

@@ -20,6 +20,7 @@ from serving import parties, prompts_of, write
 
 from outrider.decoding.state import Request
 from outrider.evaluate.measure import Run, run_once
+from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
 PROMISED = {"ngram over prompt_lookup": 1.3, "small_model over assistant_model": 1.3, "plain over generate": 1.5}
@@ -61,7 +62,7 @@ def main() -> None:
             texts[name], taken = generated(target, prompt, options.new, **settings)
             seconds[name] += taken if number else 0.0
         for name, drafter in ours.items():
-            run = run_once(target, Request(prompt, options.new), drafter, ends=False)
+            run = run_once(target, Request(prompt, options.new, Sampling()), drafter, ends=False)
             texts[name] = run.tokens
             if number:  # the first is a warm-up
                 seconds[name] += run.seconds

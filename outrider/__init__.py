@@ -8,44 +8,47 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outrider.checkpoint import load_drafter
     from outrider.config import Config
-    from outrider.decoding.accept import Verdict, accept, overlap
+    from outrider.decoding.accept import Accepted, accept, overlap
     from outrider.decoding.draft import Draft
-    from outrider.decoding.generate import Generation, generate, stream
-    from outrider.decoding.grammar import Grammar
-    from outrider.decoding.sampling import Sampling
+    from outrider.decoding.protocols import Drafter
     from outrider.evaluate.measure import evaluate
     from outrider.evaluate.report import Report
+    from outrider.generation import Generation, generate, stream
+    from outrider.sampling.grammar import Grammar
+    from outrider.sampling.settings import Sampling
     from outrider.targets.transformers import load_target
     from outrider.train.trainer import train
 
 _HOMES = {
+    "Accepted": "decoding.accept",
     "Config": "config",
     "Draft": "decoding.draft",
-    "Generation": "decoding.generate",
-    "Grammar": "decoding.grammar",
+    "Drafter": "decoding.protocols",
+    "Generation": "generation",
+    "Grammar": "sampling.grammar",
     "Report": "evaluate.report",
-    "Sampling": "decoding.sampling",
-    "Verdict": "decoding.accept",
+    "Sampling": "sampling.settings",
     "accept": "decoding.accept",
     "evaluate": "evaluate",
-    "generate": "decoding.generate",
+    "generate": "generation",
     "load_drafter": "checkpoint",
     "load_target": "targets.transformers",
     "overlap": "decoding.accept",
-    "stream": "decoding.generate",
+    "stream": "generation",
     "train": "train",
 }
 _PACKAGES = ("evaluate", "train")
 """Packages that can be called, see their docstrings."""
 
 __all__ = [
+    "Accepted",
     "Config",
     "Draft",
+    "Drafter",
     "Generation",
     "Grammar",
     "Report",
     "Sampling",
-    "Verdict",
     "accept",
     "evaluate",
     "generate",

@@ -30,12 +30,13 @@ from torch import Tensor, nn
 
 from outrider.compiled import Graphs
 from outrider.config import build, nearest, read_object
-from outrider.decoding.abroad import Abroad
-from outrider.decoding.parties import Drafter, Target
+from outrider.decoding.protocols import Drafter
 from outrider.drafters import find, kinds
 from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.nn.draft_model import LEARNT, DraftModel, binding
+from outrider.nn.remote import RemoteDrafter
 from outrider.nn.shape import FORMER, LayerConfig
+from outrider.targets.protocol import Target
 from outrider.targets.quantised import library, quantise
 
 VERSION = 1
@@ -437,11 +438,11 @@ def _placed(make: Callable[[Target], Drafter], target: Target, device: str | tor
     """A drafter for `target`, made on `device`.  Beside a compiled target its own steps are taken where they are on disk."""
     place = target.device if device is None else torch.empty(0, device=device).device  # cuda is cuda:0
     if place != target.device:
-        return Abroad(make(target.lent(place)), place)
+        return RemoteDrafter(make(target.copy_to(place)), place)
     drafter = make(target)
     theirs = getattr(target, "step", None)
     if isinstance(theirs, Graphs) and theirs.graphs:
-        for own in getattr(drafter, "steps", ()):
+        for own in drafter.steps:
             own.look()
     return drafter
 

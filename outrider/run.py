@@ -22,13 +22,13 @@ from pydantic import Field, PositiveFloat
 
 from outrider import config as configs
 from outrider.config import Config as Base
-from outrider.decoding.parties import TargetSpec
 from outrider.drafters import find, kinds
 from outrider.errors import ConfigError, DrafterError, TargetError
 from outrider.evaluate.measure import Config as EvaluateConfig
 from outrider.nn.draft_model import DraftModel
 from outrider.nn.shape import LayerConfig, left_out, resolved
 from outrider.prepare.conversations import Config as PrepareConfig
+from outrider.targets.protocol import TargetSpec
 from outrider.targets.sketch import sketch
 from outrider.train.trainer import Config as TrainConfig
 

@@ -24,9 +24,10 @@ from transformers import (
 )
 
 from outrider import compiled, drafters
-from outrider.decoding.parties import Drafter, LayerSizes, Target
+from outrider.decoding.protocols import Drafter
 from outrider.drafters.gemma4_assistant import keyless_layers
 from outrider.nn.draft_model import Batch, DraftModel
+from outrider.targets.protocol import LayerSizes, Target
 from outrider.targets.transformers import TransformersTarget, load_target
 
 torch.set_num_threads(1)
@@ -163,9 +164,12 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Every drafter found, own and third-party; one case more for each value of `markov`, and some for trees."""
+    """Every drafter found, own and third-party; one case more for each value of `markov`, and some for trees.
+
+    Left out is what needs texts that both models can read, which the tiny target has none of: see `test_cross_vocabulary`.
+    """
     found = []
-    for kind in sorted(drafters.kinds()):
+    for kind in sorted(drafters.kinds().keys() - {"cross_vocabulary"}):
         fields = drafters.find(kind).Config.model_fields
         markov = fields.get("markov")
         choices = typing.get_args(markov.annotation) if markov else ()

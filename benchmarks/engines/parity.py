@@ -110,7 +110,7 @@ def row(name: str, target: Any, prompts: list[list[int]], wanted: Any, exports: 
 def text_only(speculative: dict[str, Any], target: Any, prompts: list[list[int]], wanted: Any) -> dict[str, Any]:
     """The engine's own drafters: is the text the target's?"""
     from outrider.cli.verify import place_of
-    from outrider.decoding.parties import Plain
+    from outrider.decoding.protocols import Drafter
     from outrider.deploy import parity
 
     job = {"target": place_of(target), "speculative": speculative, "prompts": prompts, "max_new_tokens": wanted.max_new_tokens}
@@ -119,7 +119,7 @@ def text_only(speculative: dict[str, Any], target: Any, prompts: list[list[int]]
     if "error" in answer:
         return about | {"error": answer["error"]}
     theirs = parity.side_of(answer)
-    own = parity.ours(target, Plain(), prompts, [text[:1] for text in theirs.tokens], wanted.max_new_tokens, 0)
+    own = parity.ours(target, Drafter(), prompts, [text[:1] for text in theirs.tokens], wanted.max_new_tokens, 0)
     same = parity.compared(target, prompts, own, theirs, 0)
     accepted, steps = sum(map(sum, theirs.accepted)), sum(map(len, theirs.accepted))
     return about | {

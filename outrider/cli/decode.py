@@ -27,6 +27,11 @@ def decode(
     seed: int | None = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the chat template.")] = False,
+    policy: Annotated[str, typer.Option(help="How much to draft: fixed, by_confidence or adaptive.")] = "fixed",
+    verification: Annotated[
+        str, typer.Option(help="standard or block, both exact; typical or relaxed, with --allow-lossy.")
+    ] = "standard",
+    allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Let a verification change the output.")] = False,
     quantize: Annotated[str | None, typer.Option(help="int8: round the target's weights; a drafter's by --set.")] = None,
     compile: Annotated[
         bool | None,
@@ -38,8 +43,8 @@ def decode(
     from outrider import machine
     from outrider.checkpoint import load_drafter
     from outrider.config import override
-    from outrider.decoding.generate import stream
-    from outrider.decoding.sampling import Sampling
+    from outrider.generation import stream
+    from outrider.sampling.settings import Sampling
     from outrider.targets.transformers import load_target
 
     text = sys.stdin.read() if prompt in (None, "-") else prompt
@@ -60,7 +65,8 @@ def decode(
     pieces = stream(
         loaded, [[{"role": "user", "content": text}]] if chat else text, rider, max_new_tokens=max_new_tokens,
         # where nothing is asked for, the model's own generation_config speaks
-        sampling=None if asked == Sampling() else asked, stop=stop or (),
+        sampling=None if asked == Sampling() else asked, stop=stop or (), policy=policy, verification=verification,
+        allow_lossy=allow_lossy,
     )  # fmt: skip
     for piece in pieces:
         steps, tokens = steps + 1, tokens + len(piece.tokens)

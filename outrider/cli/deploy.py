@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import shlex
 import shutil
@@ -206,6 +207,7 @@ def tune(
     rounds: Annotated[int, typer.Option(help="Times that everything is measured.")] = 2,
     calls: Annotated[int, typer.Option(help="Requests in each measurement; at least eight a caller.")] = 32,
     max_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 128,
+    tries: Annotated[int, typer.Option(min=1, help="Sets of layers tried, with --draft layer_skip.")] = 60,
     margin: Annotated[float, typer.Option(help="What a change of length must win.")] = 0.02,
     largest: Annotated[int, typer.Option(help="The highest load of the tables.")] = 1024,
     target: TargetOption = None,
@@ -219,9 +221,15 @@ def tune(
     key_from: Annotated[str | None, typer.Option("--key-from", metavar="VARIABLE", help="Variable that holds the key.")] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Measure which draft length pays at which load, and write the tables that engines read."""
+    """Measure which draft length pays at which load, and write the tables that engines read.
+
+    With --draft layer_skip: search on the prompts of LOG which layers of --target can be spared, and write skip.json.
+    """
     quiet()
     place_of_json(json_to)
+    if draft == "layer_skip":
+        _sublayers(log, out, target or "demo", tries, json_to)
+        return
     from outrider.evaluate.traffic import traces
 
     named, at, port = _named(url), _numbers("loads", loads), port or _free_port()
@@ -247,6 +255,26 @@ def tune(
     measure = _measures(trace, calls, max_tokens, completions, key_of(key_from))
     points = _measured(arms, at, rounds, starts, measure, out, about)
     _choose(points, margin, largest, out, json_to)
+
+
+def _sublayers(prompts: Path, out: Path, target: str, tries: int, json_to: str | None) -> None:
+    """The best sets of sublayers on a file's prompts; the best becomes skip.json."""
+    from outrider.deploy import sublayers
+    from outrider.evaluate import measure
+    from outrider.targets.transformers import load_target
+
+    loaded = load_target(target)
+    drawn = measure.draw(str(prompts), measure.Config(tasks=(str(prompts),), prompts=8))
+    texts = [measure.as_tokens(loaded, prompt) for prompt in drawn.prompts[:8]]
+    console.out.print(f"tune      {tries} sets of layers on {len(texts)} prompts of {prompts}", highlight=False, soft_wrap=True)
+    found = sublayers.search(loaded, texts, tries=tries)
+    out.mkdir(parents=True, exist_ok=True)
+    found[0].save(out / "skip.json")
+    for one in found[:3]:
+        skipped = f"attention {sorted(one.skip_attention)}, MLP {sorted(one.skip_mlp)}"
+        console.out.print(f"          {one.speedup:.2f}x without {skipped}", highlight=False, markup=False, soft_wrap=True)
+    console.out.print(f"          written to {out / 'skip.json'}; use it with {{kind: layer_skip, file: ...}}", highlight=False)
+    write_json(json_to, [dataclasses.asdict(one) | {"speedup": one.speedup} for one in found])
 
 
 def _arms(lengths: list[int], widths: str, cutoffs: str | None) -> list[Arm]:

@@ -15,7 +15,7 @@ from outrider.cli.console import JsonTo, Overrides, bar, counted, place_of_json,
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
-    from outrider.decoding.parties import Drafter
+    from outrider.decoding.protocols import Drafter
     from outrider.evaluate.quality.harness import TaskRun
     from outrider.evaluate.quality.parity import Comparison, TextPair
     from outrider.evaluate.quality.two_samples import Samples
@@ -112,8 +112,8 @@ def _by_samples(
     max_new_tokens: int, **how: Any,
 ) -> Samples:  # fmt: skip
     """Draw texts of every prompt, with and without, and say whether they are of one law.  how: see `compare_samples`."""
-    from outrider.decoding.sampling import Sampling
     from outrider.evaluate.quality.parity import compare_samples
+    from outrider.sampling.settings import Sampling
 
     console.out.print(
         f"sampled   {samples} texts of each of {len(prompts)} prompts at temperature {temperature:g}, with and without; "

@@ -17,7 +17,7 @@ from outrider.cli.console import JsonTo, Overrides, Recipe, SkipBad, bar, counte
 from outrider.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from outrider.decoding.parties import Drafter
+    from outrider.decoding.protocols import Drafter
     from outrider.evaluate.measure import Drawn
     from outrider.evaluate.summary import Overlaps
     from outrider.nn.draft_model import DraftModel
@@ -136,15 +136,10 @@ def said(compile: bool | None) -> bool | None:
 
 def compile_drafter(drafter: Any) -> None:
     """Have a drafter's own passes compiled, where it has such; it works without."""
-    from torch import nn
+    from outrider.compiled import NotCompiled, compile_passes
 
-    from outrider.compiled import NotCompiled
-
-    # a module's method of that name is torch's and does something else
-    if not hasattr(drafter, "compile") or isinstance(drafter, nn.Module):
-        return
     try:
-        drafter.compile()
+        compile_passes(drafter)
     except NotCompiled as reason:
         console.note.print(f"the drafter stays plain: {reason}", style="dim", markup=False, highlight=False)
 
@@ -282,8 +277,8 @@ def _calibrate(
 
 def _probe(settings: RunConfig, target: TransformersTarget) -> Callable[[DraftModel], dict[str, float]] | None:
     """Real acceptance on a few prompts at the end of training, where the run file says which prompts."""
-    from outrider.decoding.generate import generate
     from outrider.evaluate.measure import as_tokens, draw
+    from outrider.generation import generate
 
     chosen = settings.evaluate
     if chosen is None:

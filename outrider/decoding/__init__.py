@@ -1,1 +1,1 @@
-"""Speculative decoding, whole: read draft, accept, loop, and the subject is understood.  Needs torch and nothing else."""
+"""Speculative decoding as a textbook: draft, accept, loop.  Needs torch and nothing else."""

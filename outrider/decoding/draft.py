@@ -6,7 +6,7 @@ B live slots, N drafted nodes, V vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,11 +19,9 @@ from outrider.errors import DrafterError
 class Draft:
     """Tokens proposed under each slot's anchor (the last committed token, not yet in the target's cache).
 
-    Nodes stand in the order drawn, parents first (-1 is the anchor), the most promising first where the drafter may
-    choose: every prefix is a draft.  Siblings are tried in order.
-    `q[b, n]` is the distribution node n was drawn from, given that its elder siblings were rejected; over a reduced
-    vocabulary it is 0 elsewhere; a one-hot row marks a deterministic node among sampled ones.
-    `confidence[b, n]` must be known *before* node n's token was drawn; see `Policy.keep`.
+    Parents stand before their children (-1 is the anchor), the most promising nodes first: every prefix is a draft.  Siblings
+    are tried in order.  `q[b, n]` is the distribution node n was drawn from, given that its elder siblings were rejected; over
+    a reduced vocabulary it is 0 elsewhere; a one-hot row marks a deterministic node among sampled ones.
     """
 
     tokens: Tensor
@@ -35,9 +33,11 @@ class Draft:
     q: Tensor | None = None
     """[B, N, V] float; None = every proposal deterministic, always so at temperature 0."""
     confidence: Tensor | None = None
-    """[B, N] float32 in [0, 1]."""
+    """[B, N] float32 in [0, 1]: the chance that a node is kept, given that its parent is; see `Policy`."""
     branches: bool = True
     """False promises parents[b, n] = n - 1, so that masks and walks take the short way."""
+    origin: Tensor | None = None
+    """[B, N] int64, each node's number in the drafter's own proposal, however it was cut; None where it still has that."""
 
     @classmethod
     def chain(cls, tokens: Tensor, sizes: Tensor, q: Tensor | None = None, confidence: Tensor | None = None) -> Draft:
@@ -51,40 +51,29 @@ class Draft:
         nothing = torch.empty(slots, 0, dtype=torch.int64, device=device)
         return cls(nothing, nothing, torch.zeros(slots, dtype=torch.int64), branches=False)
 
-    @classmethod
-    def trees(
-        cls, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], device: torch.device | str = "cpu"
-    ) -> Draft:
-        """Deterministic trees of unequal size, one a slot, in lists."""
-        sizes, width = torch.tensor([len(own) for own in tokens], dtype=torch.int64), max(map(len, tokens), default=0)
-        padded = [[[*row, *[idle] * (width - len(row))] for row in rows] for rows, idle in ((tokens, 0), (parents, -1))]
-        ids, above = (torch.tensor(rows, dtype=torch.int64, device=device).view(len(tokens), width) for rows in padded)
-        if all(list(own) == list(range(-1, len(own) - 1)) for own in parents):
-            return cls.chain(ids, sizes)
-        return cls(ids, above, sizes)
-
     @functools.cached_property
-    def ids(self) -> list[list[int]]:
-        """`tokens`, for walks in Python: read from the device once."""
+    def ids(self) -> list[list[int]]:  # of `tokens`, as `tree` of `parents` and `live` of `sizes`: read from the device once
         return self.tokens.tolist()
 
     @functools.cached_property
     def tree(self) -> tuple[tuple[int, ...], ...]:
-        """`parents`, as what is remembered of a tree's shape is keyed by."""
         if not self.branches:
             return (tuple(range(-1, self.tokens.shape[1] - 1)),) * len(self.tokens)
         return tuple(map(tuple, self.parents.tolist()))
 
     @functools.cached_property
     def live(self) -> list[int]:
-        """`sizes`."""
         return self.sizes.tolist()
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Draft:
+        """The same change to every tensor [B, N, ...] of the draft."""
+        q, confidence, origin = (None if x is None else change(x) for x in (self.q, self.confidence, self.origin))
+        tokens, parents = change(self.tokens), change(self.parents)
+        return replace(self, tokens=tokens, parents=parents, q=q, confidence=confidence, origin=origin)
 
     def checked(self, slots: int) -> Draft:
         """This draft with its shape made sure of: sizes within the columns, every parent before its child, a chain a chain.
-
-        Raises DrafterError where the tensors' shapes don't belong together.
-        """
+        Raises DrafterError where the tensors' shapes don't belong together."""
         shape = self.tokens.shape
         shapes = [shape, self.parents.shape, *(x.shape[:2] for x in (self.q, self.confidence) if x is not None)]
         if len(shape) != 2 or any(other != shape for other in shapes) or shape[0] != slots or self.sizes.shape != (slots,):
@@ -92,20 +81,17 @@ class Draft:
                 f"a draft of {slots} slots came with tokens {tuple(shape)}, parents {tuple(self.parents.shape)}, sizes "
                 f"{tuple(self.sizes.shape)}; tokens, parents, q and confidence must all be [slots, nodes, ...]"
             )
-        if not 0 <= min(self.live, default=0) <= max(self.live, default=0) <= shape[1]:
-            return replace(self, sizes=self.sizes.clamp(0, shape[1])).checked(slots)
-        if not self.branches:
-            # the mask will be a chain's, so the walk must be one too
-            parents = _chain(*shape, self.parents.device)
-            return self if self.parents is parents else replace(self, parents=parents)
-        sound = [_sound(parents) for parents in self.tree]
-        if min(sound, default=shape[1]) == shape[1]:
+        # of a chain the mask will be a chain's, so the walk must be one too
+        parents = self.parents if self.branches else _chain(*shape, self.parents.device)
+        sound = [_sound(tree) for tree in self.tree] if self.branches else [shape[1]] * slots
+        sizes = [max(0, min(pair)) for pair in zip(self.live, sound, strict=True)]
+        if min(sound, default=shape[1]) < shape[1]:
+            # from an unsound parent on all is padding, which must not index outside the tree either
+            is_sound = torch.arange(shape[1]) < torch.tensor(sound)[:, None]
+            parents = parents.where(is_sound.to(parents.device), -1)
+        if sizes == self.live and parents is self.parents:
             return self
-        live = torch.tensor(sound)
-        # behind an unsound parent all is padding, which must not index outside the tree either
-        is_sound = torch.arange(shape[1]) < live[:, None]
-        parents = self.parents.where(is_sound.to(self.parents.device), -1)
-        return replace(self, parents=parents, sizes=torch.minimum(self.sizes, live))
+        return replace(self, parents=parents, sizes=torch.tensor(sizes, dtype=torch.int64))
 
     def first(self, keep: Tensor) -> Draft:
         """The first keep[b] nodes of every slot.  keep [B] int64 on the CPU; columns that no slot keeps are cut off."""
@@ -116,119 +102,41 @@ class Draft:
         width = max(sizes, default=0)
         if sizes == self.live and width == self.tokens.shape[1]:
             return self
-        return replace(
-            self,
-            tokens=self.tokens[:, :width],
-            parents=self.parents[:, :width],
-            sizes=torch.tensor(sizes, dtype=torch.int64),
-            q=None if self.q is None else self.q[:, :width],
-            confidence=None if self.confidence is None else self.confidence[:, :width],
-        )
+        return replace(self.each(lambda x: x[:, :width]), sizes=torch.tensor(sizes, dtype=torch.int64))
 
     def trunk(self) -> Draft:
-        """The chain of eldest children, for a target that verifies no trees.
-
-        An eldest child was drawn before its siblings, so its q is the whole law it came from.
-        """
+        """The chain of eldest children, for a target that verifies no trees: their q knows of no siblings, so stays true."""
         if not self.branches:
             return self
-        chain = self.only([_eldest(parents[:size]) for parents, size in zip(self.tree, self.live, strict=True)])
-        return replace(chain, parents=_chain(*chain.tokens.shape, chain.tokens.device), branches=False)
+        return self.only([_eldest(parents[:size]) for parents, size in zip(self.tree, self.live, strict=True)])
 
-    def on(self, device: torch.device) -> Draft:
-        """The same draft on another device."""
-        if self.tokens.device == device:
-            return self
-        q = None if self.q is None else self.q.to(device)
-        confidence = None if self.confidence is None else self.confidence.to(device)
-        return Draft(self.tokens.to(device), self.parents.to(device), self.sizes, q, confidence, self.branches)
-
-    def only(self, kept: list[list[int]]) -> Draft:
+    def only(self, kept: Sequence[Sequence[int]]) -> Draft:
         """These nodes of every slot, ascending and closed under parents, close together.  A chain keeps its beginning."""
         if not self.branches:
             return self.first(torch.tensor([len(nodes) for nodes in kept]))
-        width = max(map(len, kept), default=0)
-        device = self.tokens.device
         place = [{-1: -1} | {n: at for at, n in enumerate(nodes)} for nodes in kept]
-        parents = [[place[b][above[n]] for n in kept[b]] + [-1] * (width - len(kept[b])) for b, above in enumerate(self.tree)]
-        nodes = torch.tensor([[*nodes, *[0] * (width - len(nodes))] for nodes in kept], dtype=torch.int64, device=device)
-        nodes = nodes.view(len(kept), width)
-        slots = torch.arange(len(kept), device=device)[:, None]
-        return replace(
-            self,
-            tokens=self.tokens[slots, nodes],
-            parents=torch.tensor(parents, dtype=torch.int64, device=device).view(nodes.shape),
-            sizes=torch.tensor([len(nodes) for nodes in kept], dtype=torch.int64),
-            q=None if self.q is None else self.q[slots, nodes],
-            confidence=None if self.confidence is None else self.confidence[slots, nodes],
-        )
+        return self.taken(kept, [[place[b][above[n]] for n in kept[b]] for b, above in enumerate(self.tree)])
 
-    def joined(self, other: Draft, most: Tensor) -> Draft:
-        """The union of two drafts under the same anchors: this one's nodes, then what `other` adds to them.
-
-        most [B] int64 on the CPU, nodes a slot.  What is drawn in `other` must be independent of what is drawn here.  A
-        deterministic node of `other` whose token stands under the same parent already is that node.  A drawn one is added in
-        any case and tried with its own q: left out for its token, it would break the law.  Of two equal siblings the younger
-        is never kept, so what stood under it hangs under the elder.  A confidence that its draft does not know is 1: it stops
-        nothing.
-        """
-        own = self.first(most)
-        if not any(other.live):
-            return own
-        if not any(own.live):
-            return other.first(most)
-        certain, width, limits = other._certain(), own.tokens.shape[1], most.tolist()
-        nodes, parents = [], []
-        for b, size in enumerate(own.live):
-            added, above = _union(
-                own.ids[b], own.tree[b][:size], other.ids[b], other.tree[b][: other.live[b]], certain[b], limits[b]
-            )
-            nodes.append([*range(size), *(width + n for n in added)])
-            parents.append(above)
-        if sum(map(len, nodes)) == sum(own.live):
-            return own
-        return _beside(own, other)._taken(nodes, parents)
-
-    def _certain(self) -> list[list[bool]]:
-        """Which nodes are deterministic: no q, or one-hot at its own token."""
-        if self.q is None:
-            return [[True] * self.tokens.shape[1]] * len(self.tokens)
-        own = self.q.gather(-1, self.tokens.clamp(0, self.q.shape[-1] - 1)[..., None])[..., 0]
-        return ((own == 1) & (self.q.count_nonzero(dim=-1) == 1)).tolist()
-
-    def _taken(self, nodes: list[list[int]], parents: list[list[int]]) -> Draft:
+    def taken(self, nodes: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> Draft:
         """These nodes of every slot, in this order, under these parents."""
-        width, device = max(map(len, nodes)), self.tokens.device
-        at = torch.tensor([[*own, *[0] * (width - len(own))] for own in nodes], device=device)
-        slots = torch.arange(len(nodes), device=device)[:, None]
-        sizes = torch.tensor([len(own) for own in nodes], dtype=torch.int64)
-        tokens, q, confidence = (None if x is None else x[slots, at] for x in (self.tokens, self.q, self.confidence))
-        assert tokens is not None
-        if all(own == list(range(-1, len(own) - 1)) for own in parents):
-            return Draft.chain(tokens, sizes, q, confidence)
-        above = torch.tensor([[*own, *[-1] * (width - len(own))] for own in parents], device=device)
-        return Draft(tokens, above, sizes, q, confidence)
-
-    def depths(self) -> Tensor:
-        """Depth of every node: 0 under the anchor.  [B, N] int64."""
-        return self.rows()[1][:, 1:] - 1
+        device = self.tokens.device
+        at, slots = padded(nodes, 0, device), torch.arange(len(nodes), device=device)[:, None]
+        taken = self.each(lambda x: x[slots, at])
+        branches = any(list(own) != list(range(-1, len(own) - 1)) for own in parents)
+        above = padded(parents, -1, device) if branches else _chain(*at.shape, device)
+        sizes, origin = torch.tensor([len(own) for own in nodes]), at if taken.origin is None else taken.origin
+        return replace(taken, parents=above, sizes=sizes, branches=branches, origin=origin)
 
     def reach(self) -> list[int]:
         """How deep each slot's live nodes go; 0 where nothing was drafted."""
         if not self.branches:
             return self.live
-        depths = [_ancestry(parents)[1] for parents in self.tree]
-        return [max(deep[:size], default=-1) + 1 for deep, size in zip(depths, self.live, strict=True)]
-
-    def visible(self) -> Tensor:
-        """Which rows a row of the verified pass may look at: [B, N+1, N+1] bool; row 0 is the anchor, n + 1 is node n.
-
-        A node sees the anchor, its ancestors and itself.
-        """
-        return self.rows()[0]
+        trees = zip(self.tree, self.live, strict=True)
+        return [max(_ancestry(parents)[1][:size], default=-1) + 1 for parents, size in trees]
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """`visible`, and how deep each of these rows stands, [B, N+1]: 0 for the anchor, 1 for its children."""
+        """Attention mask [B, N+1, N+1] bool and depth [B, N+1] of the rows of the verified pass: row 0 is the anchor, at depth
+        0; row n + 1 is node n, which sees the anchor, its ancestors and itself."""
         slots, nodes = self.tokens.shape
         if self.branches:
             return _rows(self.tree, self.tokens.device)
@@ -236,56 +144,15 @@ class Draft:
         return (order[:, None] >= order).expand(slots, -1, -1), order.expand(slots, -1)
 
 
-def _union(
-    ids: list[int], parents: Sequence[int], others: list[int], others_parents: Sequence[int], certain: list[bool], most: int
-) -> tuple[list[int], list[int]]:  # fmt: skip
-    """One slot's nodes of another draft that a draft has not yet, and the parents of all nodes, those at the end."""
-    added, above = [], list(parents)
-    known: dict[tuple[int, int], int] = {}
-    for n, parent in enumerate(parents):
-        known.setdefault((parent, ids[n]), n)
-    place = {-1: -1}
-    for n, parent in enumerate(others_parents):
-        if parent not in place:
-            continue
-        here = place[parent], others[n]
-        if not (certain[n] and here in known):
-            if len(above) >= most:
-                continue
-            known.setdefault(here, len(above))
-            above.append(here[0])
-            added.append(n)
-        place[n] = known[here]
-    return added, above
-
-
-def _beside(one: Draft, other: Draft) -> Draft:
-    """The nodes of two drafts side by side, without their parents."""
-    q = confidence = None
-    if one.q is not None or other.q is not None:
-        like = one.q if one.q is not None else other.q
-        assert like is not None
-        q = torch.cat([_dense(one, like), _dense(other, like)], 1)
-    if one.confidence is not None or other.confidence is not None:
-        known = [torch.ones_like(x.tokens, dtype=torch.float32) if x.confidence is None else x.confidence for x in (one, other)]
-        confidence = torch.cat(known, 1)
-    tokens = torch.cat([one.tokens, other.tokens], 1)
-    return Draft(tokens, tokens, one.sizes, q, confidence)
-
-
-def _dense(draft: Draft, like: Tensor) -> Tensor:
-    """q [B, N, V], one-hot where nothing was drawn, and 0 for an id outside the vocabulary.  like [B, any, V]."""
-    if draft.q is not None:
-        return draft.q
-    vocabulary = like.shape[-1]
-    known = (draft.tokens >= 0) & (draft.tokens < vocabulary)
-    q = like.new_zeros(*draft.tokens.shape, vocabulary)
-    return q.scatter_(-1, draft.tokens.where(known, 0)[..., None], known[..., None].to(q.dtype))
+def padded(rows: Sequence[Sequence[int]], idle: int, device: torch.device | str = "cpu") -> Tensor:
+    """Lists of unequal length as one tensor [B, longest] int64, `idle` after their ends."""
+    width = max(map(len, rows), default=0)
+    filled = [[*row, *[idle] * (width - len(row))] for row in rows]
+    return torch.tensor(filled, dtype=torch.int64, device=device).view(len(rows), width)
 
 
 @functools.lru_cache(256)
 def _rows(parents: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sight [B, N+1, N+1] and depths [B, N+1] of the rows of some slots' trees."""
     found = [_ancestry(tree) for tree in parents]
     depths = [[0, *(depth + 1 for depth in own)] for _, own in found]
     return torch.stack([sees for sees, _ in found]).to(device), torch.tensor(depths, device=device)
@@ -315,7 +182,7 @@ def _eldest(parents: tuple[int, ...]) -> list[int]:
 
 @functools.lru_cache(1024)
 def _ancestry(parents: tuple[int, ...]) -> tuple[Tensor, list[int]]:
-    """Which rows a row may look at [N+1, N+1], and every node's depth.  Most drafters grow the same tree again and again."""
+    """Mask [N+1, N+1] of one tree's rows, and every node's depth.  Most drafters grow the same tree again and again."""
     sees = torch.eye(len(parents) + 1, dtype=torch.bool)
     depths: list[int] = []
     for n, parent in enumerate(parents):

@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from outrider.decoding.generate import advance
-from outrider.decoding.parties import Drafter
-from outrider.decoding.sampling import Sampling
-from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import Request
 from outrider.errors import ConfigError
+from outrider.generation import batch, serve
 from outrider.nn.draft_model import DraftModel
+from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
 ENGINES = ("vllm", "sglang", "transformers")
@@ -316,8 +316,8 @@ def ours(
         Request([*prompt, *first], max(0, most - len(first) + length + 1), Sampling(temperature=0))
         for prompt, first in zip(prompts, begun, strict=True)
     ]
-    state = DecodeState(min(slots, len(requests)), target.spec.context, target.ends, target.device)
-    for progress in advance(target, requests, drafter, slots=slots, state=state):
+    state = batch(target, min(slots, len(requests)))
+    for progress in serve(target, requests, drafter, slots=slots, state=state):
         side.tokens[progress.request] += progress.tokens
         side.accepted[progress.request].append(progress.accepted)
         side.drafted[progress.request].append(progress.reached)

@@ -24,16 +24,16 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from outrider import packed
-from outrider.decoding.accept import Kept
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Cache, Scores, Target
-from outrider.decoding.state import DecodeState
+from outrider.decoding.protocols import Cache, Drafter
+from outrider.decoding.state import DecodeState, Scores
 from outrider.drafters.dflash import BlockRows
-from outrider.nn import trees
+from outrider.nn import serving
 from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
 from outrider.nn.draft_model import Batch, DraftModel, MaskToken, copy_layers, mask_token, with_mask
 from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.cache import SlotCache
+from outrider.targets.protocol import Target
 
 
 class Config(LayerConfig):
@@ -128,7 +128,7 @@ def build(config: Config, target: Target) -> MaskDrafter:
     return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
 
 
-class MaskDrafter:
+class MaskDrafter(Drafter):
     """Drafts a block in one pass over what is new of the text and a block of masks.  Its memory: the text's keys and values."""
 
     taps: tuple[int, ...] = ()
@@ -143,7 +143,7 @@ class MaskDrafter:
         length = cache.length + 2 * (self.limit + 1)
         return SlotCache(cache.slots, length, self.model.target.device, len(self.model.layers))
 
-    def admit(self, memory: SlotCache, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
+    def admit(self, memory: SlotCache, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
         for row in rows:
             self._read(memory, row, state.tokens[row][: state.prefilled[row]])
 
@@ -156,9 +156,7 @@ class MaskDrafter:
         states = self._pass(memory, state.rows, texts)
         logits = self.model.target.head(states[:, : int(budget.max())])
         later = iter(logits.unbind(1)[1:])
-        return trees.chain(logits[:, 0], lambda _drafted: next(later), budget, state)
-
-    def observe(self, memory: SlotCache, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None: ...
+        return serving.chain(logits[:, 0], lambda _drafted: next(later), budget, state)
 
     def free(self, memory: SlotCache, rows: Sequence[int]) -> None:
         memory.free(rows)

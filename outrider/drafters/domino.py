@@ -20,13 +20,13 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from outrider.decoding.parties import Target
 from outrider.drafters.dflash import Backbone, BackboneConfig, BlockDrafter, BlockRows, Pick
 from outrider.errors import DrafterError
 from outrider.nn.draft_model import Batch, DraftModel, with_mask
 from outrider.nn.heads import PrefixGRU
 from outrider.nn.shape import resolved
 from outrider.targets.cache import SlotCache
+from outrider.targets.protocol import Target
 
 
 class Config(BackboneConfig):

@@ -19,12 +19,12 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from outrider.decoding.accept import overlap
-from outrider.decoding.parties import Target
 from outrider.drafters.dflash import Backbone, BackboneConfig, BlockDrafter, BlockRows, Pick
 from outrider.nn.draft_model import Batch, DraftModel, with_mask
 from outrider.nn.heads import ConfidenceHead, MarkovHead, MarkovKind
 from outrider.nn.shape import resolved
 from outrider.targets.cache import SlotCache
+from outrider.targets.protocol import Target
 
 
 class Config(BackboneConfig):

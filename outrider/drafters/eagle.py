@@ -21,12 +21,11 @@ import torch.nn.functional as F
 from pydantic import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
-from outrider.decoding.parties import LayerSizes, Target
 from outrider.nn.blocks import MLP, RMSNorm
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, UnrolledRows
 from outrider.nn.shape import resolved
-from outrider.targets.cache import SlotCache
+from outrider.targets.protocol import LayerSizes, Target
 
 
 class Config(RecurrentConfig):
@@ -86,7 +85,7 @@ class Model(DraftModel):
         return UnrolledRows(self, batch, features, lambda states, hidden: {"feature": distance(states, hidden)})
 
     def drafter(self) -> RecurrentDrafter:
-        return RecurrentDrafter(self, SlotCache)
+        return RecurrentDrafter(self)
 
 
 def distance(states: Tensor, hidden: Tensor) -> Tensor:

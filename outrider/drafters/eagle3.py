@@ -26,13 +26,12 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from outrider.decoding.parties import LayerSizes, Target
 from outrider.nn.blocks import PairLayer, RMSNorm
 from outrider.nn.draft_model import Batch, DraftModel, resolve_taps
 from outrider.nn.heads import ReducedHead
 from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, UnrolledRows
 from outrider.nn.shape import resolved
-from outrider.targets.cache import SlotCache
+from outrider.targets.protocol import LayerSizes, Target
 
 
 class Config(RecurrentConfig):
@@ -127,7 +126,7 @@ class Model(DraftModel):
         return UnrolledRows(self, batch, self.features(batch.taps))
 
     def drafter(self) -> RecurrentDrafter:
-        return RecurrentDrafter(self, SlotCache)
+        return RecurrentDrafter(self)
 
 
 def three(layers: int) -> tuple[int, ...]:

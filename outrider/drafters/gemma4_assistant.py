@@ -22,13 +22,14 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from outrider.config import Config as Base
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Scores, Target
-from outrider.decoding.state import DecodeState
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import DecodeState, Scores
 from outrider.errors import DrafterError
-from outrider.nn import trees
+from outrider.nn import serving
 from outrider.targets.cache import SlotCache
+from outrider.targets.protocol import Target
 
 
 class Config(Base):
@@ -46,14 +47,10 @@ class Memory:
     cache: SlotCache
     states: list[Tensor | None]
     """Of every slot [H]; None before the first token."""
-    read: list[int]
-    """Tokens of each slot's prompt that were seen."""
 
 
-class Gemma4Assistant:
+class Gemma4Assistant(Drafter):
     """Drafts a chain, looking at the keys and values of the target."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self, model: Any, target: Target, config: Config):
         self.model, self.target, self.limit = model, target, config.length
@@ -61,13 +58,12 @@ class Gemma4Assistant:
         self.layers = shared_layers(model, target)
         """Of every kind of layer, the target layer whose keys and values are looked at."""
 
-    def allocate(self, cache: SlotCache) -> Memory:
-        return Memory(cache, [None] * cache.slots, [0] * cache.slots)
+    def allocate(self, cache: Any) -> Memory:
+        return Memory(cache, [None] * cache.slots)
 
-    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
+    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
         for b, row in enumerate(rows):
-            memory.states[row] = scores.hidden[b, state.prefilled[row] - memory.read[row] - 1].clone()
-            memory.read[row] = state.prefilled[row]
+            memory.states[row] = scores.hidden[b, lengths[b] - 1].clone()
 
     @torch.inference_mode()
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
@@ -77,15 +73,15 @@ class Gemma4Assistant:
             return Draft.empty(len(state.rows), state.device)
         nothing = next(own for own in known if own is not None)
         steps = Steps(self, memory.cache, state.rows, torch.stack([nothing if own is None else own for own in known]))
-        return trees.whole(trees.chain(steps.read_one(state.anchor), steps.read_one, budget, state), state)
+        return serving.possible(serving.chain(steps.read_one(state.anchor), steps.read_one, budget, state), state)
 
-    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
+    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
         for b, row in enumerate(state.rows):
-            memory.states[row] = scores.hidden[b, kept.paths[b][-1] + 1 if kept.paths[b] else 0].clone()
+            memory.states[row] = scores.hidden[b, kept.rows(b)[-1]].clone()
 
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
         for row in rows:
-            memory.states[row], memory.read[row] = None, 0
+            memory.states[row] = None
 
 
 class Steps:

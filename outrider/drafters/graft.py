@@ -25,13 +25,15 @@ from pydantic import Field, PositiveInt, field_validator
 from torch import Tensor
 
 from outrider.config import Config as Base
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Cache, Drafter, Scores, Target
-from outrider.decoding.state import DecodeState
+from outrider.decoding.protocols import Cache, Drafter
+from outrider.decoding.state import DecodeState, Scores
 from outrider.drafters import find
 from outrider.nn import parts
 from outrider.nn.parts import Choice, Load, Parts, PartsMemory
+from outrider.policies.merge import deterministic, merged
+from outrider.targets.protocol import Target
 
 BASE, RETRIEVER = 0, 1
 
@@ -63,31 +65,31 @@ class Memory:
     """Of the base's nodes, in the step that is open."""
 
 
-class Graft:
+class Graft(Drafter):
     """A base drafter, pruned, and a retriever."""
 
     def __init__(self, base: Drafter, retriever: Drafter, config: Config):
         self.parts, self.config = Parts([base, retriever]), config
-        self.taps, self.hidden, self.compile = self.parts.taps, self.parts.hidden, self.parts.compile
+        self.taps, self.hidden, self.steps = self.parts.taps, self.parts.hidden, self.parts.steps
         self.limit = config.nodes or base.limit
 
     def allocate(self, cache: Cache) -> Memory:
         return Memory(self.parts.allocate(cache), Worth(self.config.risk))
 
-    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
-        self.parts.admit(memory.parts, rows, state, scores)
+    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
+        self.parts.admit(memory.parts, rows, state, scores, lengths)
 
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
         limits = [budget.clamp(max=min(self.limit, own)) for own in self.parts.limits]
         whole = self.parts.propose(memory.parts, BASE, state, limits[BASE])
         memory.marks = marks_of(whole)
         kept = [memory.worth.staying(marks, above) for marks, above in zip(memory.marks, whole.tree, strict=True)]
-        draft = parts.certain(whole.only(kept), state.seeded)
+        draft = deterministic(whole.only(kept), state.seeded)
         has_room = torch.tensor([size < most for size, most in zip(draft.live, budget.tolist(), strict=True)])
         found = self.parts.propose(memory.parts, RETRIEVER, state, limits[RETRIEVER] * has_room)
-        return draft.joined(parts.certain(found, state.seeded), budget.clamp(max=self.limit))
+        return merged(draft, deterministic(found, state.seeded), budget.clamp(max=self.limit))
 
-    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
+    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
         (places, paths), _ = self.parts.observe(memory.parts, state, draft, kept, scores)
         # a slot that ended in mid-block did not show what it would have kept
         slots = [b for b, token in enumerate(kept.next_tokens) if token >= 0 and places[b]]

@@ -14,7 +14,6 @@ B live slots, N drafted nodes, V vocabulary, m rows of the last pass that are st
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -24,12 +23,15 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from outrider.config import Config as Base
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Cache, Scores, Target
-from outrider.decoding.penalties import Prefix
-from outrider.decoding.sampling import Purpose, distribution
-from outrider.decoding.state import DecodeState
+from outrider.decoding.protocols import Cache, Drafter
+from outrider.decoding.state import DecodeState, Scores
+from outrider.nn import trees
+from outrider.nn.serving import Sampler, verifies_trees, warn_idle
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.prefix import Prefix
+from outrider.targets.protocol import Target
 
 
 class Config(Base):
@@ -98,10 +100,8 @@ class Slot:
         self.logits, self.best = None, []
 
 
-class Jacobi:
+class Jacobi(Drafter):
     """Proposes what the target said of the places behind the one it refused."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self, config: Config, vocabulary: int):
         self.config, self.vocabulary = config, vocabulary
@@ -110,8 +110,6 @@ class Jacobi:
 
     def allocate(self, cache: Cache) -> list[Slot]:
         return [Slot(self.config) for _ in range(cache.slots)]
-
-    def admit(self, memory: list[Slot], rows: Sequence[int], state: DecodeState, scores: Scores) -> None: ...
 
     @torch.inference_mode()
     def propose(self, memory: list[Slot], state: DecodeState, budget: Tensor) -> Draft:
@@ -123,7 +121,8 @@ class Jacobi:
                 if self.config.init == "ngram" and slot.pool.knows(text):
                     slot.forget()
         guesses, q = self._carried(slots, state, sizes)
-        banning = {b: prefix for b, prefix in state.prefixes if prefix.sampling.bans}
+        prefixes = state.judge.prefixes if isinstance(state.judge, SamplingJudge) else []
+        banning = {b: prefix for b, prefix in prefixes if prefix.sampling.bans}
         nodes, parents = [], []
         for b, (slot, text) in enumerate(zip(slots, texts, strict=True)):
             trunk = self._filled(slot, text, guesses[b], sizes[b], banning.get(b))
@@ -132,7 +131,7 @@ class Jacobi:
             parents.append([*range(-1, len(trunk) - 1), *(parent for _, parent in branches)])
         return self._draft(nodes, parents, list(map(len, guesses)), q, state.device)
 
-    def observe(self, memory: list[Slot], state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
+    def observe(self, memory: list[Slot], state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
         best = []
         if draft.tokens.shape[1]:
             best = (scores.logits.argmax(-1) if scores.choice is None else scores.choice).tolist()
@@ -160,24 +159,18 @@ class Jacobi:
         """Each slot's guesses from the rows of its last pass, and what they were drawn from, [B, m, V]; None where certain."""
         counts = [min(len(slot.best), size) for slot, size in zip(slots, sizes, strict=True)]
         deepest = max(counts)
-        if not deepest or (state.settings.is_greedy and not state.bans):
+        if not deepest or (state.judge.temperature is None and not state.judge.bans):
             return [slot.best[:count] for slot, count in zip(slots, counts, strict=True)], None
         some = next(slot.logits for slot in slots if slot.logits is not None)
         logits = some.new_zeros(len(slots), deepest, self.vocabulary)
         for b, (slot, count) in enumerate(zip(slots, counts, strict=True)):
             if slot.logits is not None:
                 logits[b, :count] = slot.logits[:count]
-        tokens: list[Tensor] = []
-        q: list[Tensor] = []
+        sampler = Sampler(state)
         for depth in range(deepest):
-            row = state.masked(logits[:, depth], tokens)
-            if state.settings.is_greedy:
-                tokens.append(row.argmax(-1))
-            else:
-                q.append(distribution(row, state.settings))
-                tokens.append(state.streams.draw(q[-1], depth, Purpose.DRAFT))
-        drawn = torch.stack(tokens, 1).tolist()
-        return [own[:count] for own, count in zip(drawn, counts, strict=True)], torch.stack(q, 1) if q else None
+            sampler.next(logits[:, depth])
+        drawn = sampler.draft(torch.tensor(counts))
+        return [own[:count] for own, count in zip(drawn.ids, counts, strict=True)], drawn.q
 
     def _filled(self, slot: Slot, text: list[int], guesses: list[int], size: int, prefix: Prefix | None) -> list[int]:
         """The guesses with fresh ones behind them.  prefix: of a slot that makes tokens impossible."""
@@ -215,7 +208,7 @@ class Jacobi:
         self, nodes: list[list[int]], parents: list[list[int]], drawn: list[int], q: Tensor | None, device: torch.device
     ) -> Draft:
         """Lists to tensors; the first drawn[b] nodes of slot b came from q, the others are certain."""
-        draft = Draft.trees(nodes, parents, device)
+        draft = trees.of_lists(nodes, parents, device)
         if q is None:
             return draft
         width = draft.tokens.shape[1]
@@ -240,12 +233,8 @@ def _trunk(parents: Sequence[int]) -> list[int]:
 
 
 def build(config: Config, target: Target) -> Jacobi:
-    log = logging.getLogger(__name__)
-    if config.branches and target.spec.mode != "tree":
-        log.warning("%s verifies no trees (its mode is %s): jacobi drafts its window alone", target.spec.name, target.spec.mode)
+    if config.branches and not verifies_trees(target, "jacobi", "its window alone"):
         config = config.model_copy(update={"branches": 0})
-    if config.init == "repeat" and not config.branches:
-        idle = [name for name in ("gram", "pool") if getattr(config, name) != Config.model_fields[name].default]
-        if idle:
-            log.warning("jacobi.%s has no effect without a pool; set init to ngram, or branches", " and ".join(idle))
+    has_pool = config.init != "repeat" or bool(config.branches)
+    warn_idle("jacobi", config, {"gram": has_pool, "pool": has_pool}, "without a pool; set init to ngram, or branches")
     return Jacobi(config, target.spec.vocabulary)

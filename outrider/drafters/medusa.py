@@ -17,7 +17,6 @@ B slots, S tokens, H hidden size, V vocabulary, K heads, R ranks, N nodes, W nod
 
 from __future__ import annotations
 
-import functools
 import heapq
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,17 +29,16 @@ from torch import Tensor, nn
 
 from outrider import packed
 from outrider.config import Config as Base
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Cache, Scores, Target
-from outrider.decoding.state import DecodeState
+from outrider.decoding.protocols import Cache, Drafter
+from outrider.decoding.state import DecodeState, Scores
 from outrider.errors import DrafterError
-from outrider.nn import trees
+from outrider.nn import serving, trees
 from outrider.nn.draft_model import Batch, DraftModel, chosen
 from outrider.nn.heads import ResidualBlock
-
-Path = tuple[int, ...]
-"""Ranks of a node and of those above it, from the anchor down: (0, 2) is the third choice of head 1 behind head 0's first."""
+from outrider.nn.trees import Path, RankTree
+from outrider.targets.protocol import Target
 
 RANKS = 10
 """Choices of a head whose accuracies are counted."""
@@ -174,61 +172,6 @@ def search(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...
     return tuple(found)
 
 
-class Tree:
-    """Paths as nodes, and the levels in which they are found."""
-
-    def __init__(self, paths: tuple[Path, ...]):
-        self.paths = paths
-        at = {path: n for n, path in enumerate(paths)} | {(): -1}
-        self.parents = [at[path[:-1]] for path in paths]
-        self.depths = torch.tensor([len(path) - 1 for path in paths])
-        self.ranks = torch.tensor([path[-1] for path in paths])
-        self.width = 1 + int(self.ranks.max())
-        self.is_chain = self.parents == list(range(-1, len(paths) - 1))
-        self.levels: list[tuple[list[int], list[int], list[int]]] = []
-        """Of each depth: its nodes; for each its parent, as one of the level above's inner nodes; and its own inner nodes."""
-        inner, level = [-1], [n for n, parent in enumerate(self.parents) if parent < 0]
-        while level:
-            above = [inner.index(self.parents[n]) for n in level]
-            inner = [n for n in level if n in self.parents]
-            self.levels.append((level, above, inner))
-            level = [n for n, parent in enumerate(self.parents) if parent in inner]
-
-    def first(self, nodes: int) -> Tree:
-        """The first nodes alone."""
-        return self if nodes >= len(self.paths) else _cut(self.paths[:nodes])
-
-    def draft(self, tokens: Tensor, budget: Tensor, q: Tensor | None = None) -> Draft:
-        """The draft of these nodes, [B, N]."""
-        sizes = budget.clamp(max=len(self.paths))
-        if self.is_chain:
-            return Draft.chain(tokens, sizes, q)
-        return Draft(tokens, torch.tensor(self.parents, device=tokens.device).expand(len(tokens), -1), sizes, q)
-
-
-@functools.lru_cache(256)
-def _cut(paths: tuple[Path, ...]) -> Tree:
-    return Tree(paths)
-
-
-def ranked(first: Tensor, expand: trees.Expand, budget: Tensor, tree: Tree) -> Draft:
-    """Every node is its rank's choice of the logits behind its parent; no noise.  first [B, V], logits behind the anchor."""
-    logits, read = first[:, None], Draft.empty(len(first), first.device)
-    tokens = torch.zeros(len(first), len(tree.paths), dtype=torch.int64, device=first.device)
-    place = {-1: -1}
-    for level, above, inner in tree.levels:
-        ranks = tree.ranks[level]
-        best = logits.topk(1 + int(ranks.max()), -1).indices
-        tokens[:, level] = best[:, above, ranks.to(best.device)]
-        if inner:
-            parents = torch.tensor([place[tree.parents[n]] for n in inner], device=first.device).expand(len(first), -1)
-            place |= {n: read.tokens.shape[1] + i for i, n in enumerate(inner)}
-            known = torch.cat([read.tokens, tokens[:, inner]], 1)
-            read = Draft(known, torch.cat([read.parents, parents], 1), torch.full((len(first),), known.shape[1]))
-            logits = expand(read, len(inner))
-    return tree.draft(tokens, budget)
-
-
 # ── serving ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -238,8 +181,6 @@ class Memory:
     def __init__(self, slots: int, hidden: int, device: torch.device, dtype: torch.dtype):
         self.hidden = torch.zeros(slots, hidden, device=device, dtype=dtype)
         self.known = [False] * slots
-        self.read = [0] * slots
-        """Prompt tokens of which the state was seen."""
 
     def keep(self, rows: Sequence[int], states: Tensor, at: Sequence[int]) -> None:
         """Remember states[b, at[b]] of [B, n, H]."""
@@ -248,7 +189,7 @@ class Memory:
             self.known[row] = True
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """Drafts a tree of the heads' choices behind one state a slot; nothing where the anchor is all that is known."""
 
     taps: tuple[int, ...] = ()
@@ -256,17 +197,15 @@ class MedusaDrafter:
     def __init__(self, model: Model):
         packed.pack(model)
         self.model, self.hidden = model, model.target.spec.hidden
-        self.tree = Tree(_paths(model))
+        self.tree = RankTree(_paths(model))
         self.limit = len(self.tree.paths)
 
     def allocate(self, cache: Cache) -> Memory:
         target = self.model.target
         return Memory(cache.slots, target.spec.hidden, target.device, self.model.accuracies.dtype)
 
-    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
-        memory.keep(rows, scores.hidden, [state.prefilled[row] - memory.read[row] - 1 for row in rows])
-        for row in rows:
-            memory.read[row] = state.prefilled[row]
+    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
+        memory.keep(rows, scores.hidden, [length - 1 for length in lengths])
 
     @torch.inference_mode()
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
@@ -274,26 +213,24 @@ class MedusaDrafter:
         most = int(budget.max())
         if not most:
             return Draft.empty(len(state.rows), state.device)
-        tree, drawn = self.tree.first(most), self.model.config.drawn and not state.settings.is_greedy
+        tree, drawn = self.tree.first(most), self.model.config.drawn and state.judge.temperature is not None
         with packed.products():
             step = _Step(self.model, memory.hidden[state.rows], state, len(tree.levels))
-            if step.all is not None and not (drawn or state.bans):
-                return tree.draft(step.choices(tree), budget)
+            if step.all is not None and not (drawn or state.judge.bans):
+                return tree.draft(tree.choices(step.all), budget)
             if not drawn:
-                return ranked(step.first(), step.expand, budget, tree)
-            draft = trees.sampled(
-                step.first(), step.expand, budget, parents=tree.parents, settings=state.settings, streams=state.streams
-            )
+                return trees.ranked(step.first(), step.expand, budget, tree)
+            draft = trees.sampled(step.first(), step.expand, budget, state, parents=tree.parents)
         return replace(draft, branches=not tree.is_chain)
 
-    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
+    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
         # where a slot was cut its last node is the anchor again
         paths = [path if last >= 0 else path[:-1] for path, last in zip(kept.paths, kept.next_tokens, strict=True)]
         memory.keep(state.rows, scores.hidden, [path[-1] + 1 if path else 0 for path in paths])
 
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
         for row in rows:
-            memory.known[row], memory.read[row] = False, 0
+            memory.known[row] = False
         memory.hidden[list(rows)] = 0
 
 
@@ -307,18 +244,13 @@ class _Step:
         """[B, depth, V], where no head needs to know a drafted token."""
         self.depth = 0
 
-    def choices(self, tree: Tree) -> Tensor:
-        """[B, N] at once, where heads are independent and every token may follow."""
-        assert self.all is not None
-        return self.all.topk(tree.width, -1).indices[:, tree.depths, tree.ranks]
-
     def first(self) -> Tensor:
         """Logits [B, V] behind the anchor, of what may stand there."""
         if self.anchor is None:
             assert self.all is not None
-            return self.state.masked(self.all[:, 0])
+            return self.state.judge.masked(self.all[:, 0])
         state = self.model.state(0, self.hidden, self.anchor[:, None])
-        return self.state.masked(self.model.logits(state[:, None])[:, 0])
+        return self.state.judge.masked(self.model.logits(state[:, None])[:, 0])
 
     def expand(self, tree: Draft, fresh: int) -> Tensor:
         """Logits [B, fresh, V] behind the last nodes of the tree; called level by level, as `trees.Expand`."""
@@ -326,39 +258,25 @@ class _Step:
         if self.all is not None:
             logits = self.all[:, self.depth, None].expand(-1, fresh, -1)
         else:
-            words = self.model.words(_path(tree, fresh, self.depth))
+            words = self.model.words(torch.stack(trees.path(tree, fresh), -1))
             assert words is not None and self.anchor is not None
             seen = torch.cat([self.anchor[:, None, None].expand(-1, fresh, -1, -1), words], 2)
             state = self.model.state(self.depth, self.hidden[:, None].expand(-1, fresh, -1), seen)
             logits = self.model.logits(state[..., None, :], self.depth)[..., 0, :]
-        return trees.masked(logits, tree, self.state)
-
-
-def _path(tree: Draft, fresh: int, depth: int) -> Tensor:
-    """Tokens [B, fresh, depth] from the anchor's child down to each of the last nodes, all of one depth."""
-    at = torch.arange(tree.tokens.shape[1] - fresh, tree.tokens.shape[1], device=tree.tokens.device)
-    at = at.expand(len(tree.tokens), -1)
-    path: list[Tensor] = []
-    for _ in range(depth):
-        path.insert(0, tree.tokens.gather(1, at))
-        at = tree.parents.gather(1, at)
-    return torch.stack(path, -1)
+        return serving.masked(logits, tree, self.state)
 
 
 def _paths(model: Model) -> tuple[Path, ...]:
     """The tree that is asked for, or the best by what was counted; a chain where the target verifies no trees."""
-    log, config, spec = logging.getLogger(__name__), model.config, model.target.spec
-    if spec.mode != "tree":
-        chain = tuple((0,) * (k + 1) for k in range(min(config.heads, config.nodes)))
-        log.warning(
-            "%s verifies no trees (its mode is %s): medusa drafts a chain of %d, every head's first choice",
-            spec.name, spec.mode, len(chain),
-        )  # fmt: skip
+    config = model.config
+    chain = tuple((0,) * (k + 1) for k in range(min(config.heads, config.nodes)))
+    if not serving.verifies_trees(model.target, "medusa", f"a chain of {len(chain)}, every head's first choice"):
         return chain
     if config.tree is None:
         return search(model.accuracies.tolist(), config.nodes)
     if config.nodes != Config.model_fields["nodes"].default:
-        log.warning("medusa.nodes has no effect beside medusa.tree, whose %d nodes are drafted", len(config.tree))
+        message = "medusa.nodes has no effect beside medusa.tree, whose %d nodes are drafted"
+        logging.getLogger(__name__).warning(message, len(config.tree))
     return config.tree
 
 

@@ -27,14 +27,16 @@ from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator
 from torch import Tensor
 
 from outrider.config import Config as Base
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Cache, Drafter, Scores, Target
-from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.protocols import Cache, Drafter
+from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.drafters import find
 from outrider.nn import parts
 from outrider.nn.parts import Choice, Load, Parts, PartsMemory
+from outrider.policies.merge import deterministic, merged
 from outrider.retrieval.tenants import ByTenant
+from outrider.targets.protocol import Target
 
 
 class Config(Base):
@@ -69,22 +71,21 @@ class Memory:
     """Nodes that each live slot may have in the step that is open; none where no draft was asked for."""
 
 
-class Mix:
+class Mix(Drafter):
     """Asks its parts one after another and joins what they propose."""
 
     def __init__(self, drafters: Sequence[Drafter], names: Sequence[str], config: Config):
         self.parts, self.names, self.config = Parts(drafters), list(names), config
-        self.taps, self.hidden = self.parts.taps, self.parts.hidden
+        self.taps, self.hidden, self.steps = self.parts.taps, self.parts.hidden, self.parts.steps
         self.limit = min(config.nodes, sum(self.parts.limits))
-        self.compile = self.parts.compile
         self.tallies = ByTenant(lambda: Tally(len(self.names), config.explore), TENANTS)
         """By tenant and kind of text: what each part has kept."""
 
     def allocate(self, cache: Cache) -> Memory:
         return Memory(self.parts.allocate(cache), [self._fresh() for _ in range(cache.slots)])
 
-    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
-        self.parts.admit(memory.parts, rows, state, scores)
+    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
+        self.parts.admit(memory.parts, rows, state, scores, lengths)
 
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
         memory.asked = budget.clamp(max=self.limit).tolist()
@@ -96,10 +97,10 @@ class Mix:
             if self.config.share == "request":
                 asked = [own if share[part] else 0 for own, share in zip(asked, shares, strict=True)]
             found = self.parts.propose(memory.parts, part, state, torch.tensor(asked))
-            draft = draft.joined(parts.certain(found, state.seeded), torch.tensor(most))
+            draft = merged(draft, deterministic(found, state.seeded), torch.tensor(most))
         return draft
 
-    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
+    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
         found = self.parts.observe(memory.parts, state, draft, kept, scores)
         for b, (row, asked) in enumerate(zip(state.rows, memory.asked, strict=False)):
             # a slot that ended in mid-block did not show what it would have kept

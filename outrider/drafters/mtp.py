@@ -34,13 +34,13 @@ from pydantic import Field, PositiveInt
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from outrider.decoding.parties import LayerSizes, Target
 from outrider.errors import DrafterError
 from outrider.nn.blocks import MLP, RMSNorm, angles
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, Unrolled, UnrolledRows
 from outrider.nn.shape import FORMER, LayerConfig, resolved
-from outrider.targets.cache import Limit, SlotCache
+from outrider.targets.cache import Limit
+from outrider.targets.protocol import LayerSizes, Target
 
 ATTENTION = "outrider"
 """Under this name transformers finds our attention."""
@@ -152,7 +152,7 @@ class Model(DraftModel):
         return {"native": self.native}
 
     def drafter(self) -> RecurrentDrafter:
-        return RecurrentDrafter(self, SlotCache)
+        return RecurrentDrafter(self)
 
 
 # ── modules of the target's own ────────────────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,6 @@ other requests too; both from a trie of n-grams (see `retrieval.trie`).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -15,14 +14,17 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
 from outrider.config import Config as Base
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Cache, Scores, Target
-from outrider.decoding.state import DecodeState
+from outrider.decoding.protocols import Cache, Drafter
+from outrider.decoding.state import DecodeState, Scores
+from outrider.nn import trees
+from outrider.nn.serving import verifies_trees, warn_idle
 from outrider.retrieval import trie
 from outrider.retrieval.proposal import NOTHING, Proposal
 from outrider.retrieval.tenants import ByTenant
 from outrider.retrieval.trie import NativeTrie, Trie
+from outrider.targets.protocol import Target
 
 
 class Config(Base):
@@ -106,10 +108,8 @@ class InTrie:
         return Proposal.chain(self.cursor.chain(most, config.shortest))
 
 
-class NGram:
+class NGram(Drafter):
     """Looks the end of the text up in what was read before."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self, config: Config):
         self.config = config
@@ -120,13 +120,11 @@ class NGram:
     def allocate(self, cache: Cache) -> list[Text | None]:
         return [None] * cache.slots
 
-    def admit(self, memory: list[Text | None], rows: Sequence[int], state: DecodeState, scores: Scores) -> None: ...
-
     def propose(self, memory: list[Text | None], state: DecodeState, budget: Tensor) -> Draft:
         found = [self._read(memory, state, row).propose(state.tokens[row], most) for row, most in self._wanted(state, budget)]
-        return Draft.trees([own.tokens for own in found], [own.parents for own in found], state.device)
+        return trees.of_lists([own.tokens for own in found], [own.parents for own in found], state.device)
 
-    def observe(self, memory: list[Text | None], state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
+    def observe(self, memory: list[Text | None], state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
         """Others find what was committed at once, also where the text ends here."""
         if self.config.shared:
             for row in state.rows:
@@ -164,21 +162,12 @@ def build(config: Config, target: Target) -> NGram:
 
 def _allowed(config: Config, target: Target) -> Config:
     """The config that the target can follow; says which settings have no effect."""
-    log = logging.getLogger(__name__)
-    if config.tree != "chain" and target.spec.mode != "tree":
-        log.warning(
-            "%s verifies no trees (its mode is %s): ngram drafts a chain of %d, as with tree chain",
-            target.spec.name, target.spec.mode, config.length,
-        )  # fmt: skip
+    if config.tree != "chain" and not verifies_trees(target, "ngram", f"a chain of {config.length}, as with tree chain"):
         config = config.model_copy(update={"tree": "chain"})
     needs = {
         "nodes": config.tree != "chain",
         "capacity": bool(config.shared) or config.tree != "chain",
         "tenants": config.shared,
     }
-    idle = [
-        name for name, is_used in needs.items() if not is_used and getattr(config, name) != Config.model_fields[name].default
-    ]
-    if idle:
-        log.warning("ngram.%s has no effect without a tree or a shared memory", " and ".join(idle))
+    warn_idle("ngram", config, needs, "without a tree or a shared memory")
     return config

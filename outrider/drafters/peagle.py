@@ -13,7 +13,7 @@ frozen, unless `vocabulary` is given, and a text is not split to fit a device: `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,17 +21,19 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
 from outrider import packed
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Cache, Scores, Target
-from outrider.decoding.state import DecodeState
-from outrider.nn import trees
+from outrider.decoding.protocols import Cache, Drafter
+from outrider.decoding.state import DecodeState, Scores
+from outrider.nn import serving
 from outrider.nn.blocks import ContextLayer, PairLayer, RMSNorm, SelfAttention, angles
 from outrider.nn.draft_model import Batch, DraftModel, MaskToken, copy_layers, mask_token, resolve_taps, with_mask
 from outrider.nn.heads import ReducedHead
-from outrider.nn.pairs import Waiting, draw, sight, whole_blocks
+from outrider.nn.pairs import PairBuffer, draw, sight
+from outrider.nn.rows import DetachedRows, Labelled
 from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.cache import SlotCache
+from outrider.targets.protocol import Target
 
 
 class Config(LayerConfig):
@@ -134,10 +136,10 @@ class Memory:
 
     def __init__(self, slots: int, length: int, model: Model):
         self.kept = SlotCache(slots, length, model.target.device, len(model.layers))
-        self.waiting = Waiting(slots, len(model.taps), model.target, model.fc.weight.dtype)
+        self.waiting = PairBuffer(slots, len(model.taps), model.target, model.fc.weight.dtype)
 
 
-class PEagle:
+class PEagle(Drafter):
     """Drafts a chain a slot in one pass over the new pairs and the masks; the masks' keys are forgotten."""
 
     def __init__(self, model: Model):
@@ -150,8 +152,9 @@ class PEagle:
         # besides the text: masks, and as many columns again where slots bring unequal numbers of new pairs
         return Memory(cache.slots, cache.length + 2 * self.limit, self.model)
 
-    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
-        memory.waiting.admit(rows, state, scores)
+    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
+        assert scores.taps is not None
+        memory.waiting.admit(rows, scores.taps, lengths)
         self._settle(memory, rows, state)
 
     @torch.inference_mode()
@@ -160,13 +163,14 @@ class PEagle:
         if not int(sizes.max()):
             return Draft.empty(len(state.rows), state.device)
         self._settle(memory, state.rows, state)
-        taps, tokens, counts = memory.waiting.take(state.rows, state)
+        taps, tokens, counts = memory.waiting.pairs(state.rows, state)
         logits = self._logits(memory.kept, state.rows, taps, tokens, counts, int(sizes.max()))
         following = iter(logits.unbind(1)[1:])
-        return trees.whole(trees.chain(logits[:, 0], lambda _: next(following), sizes, state), state)
+        return serving.possible(serving.chain(logits[:, 0], lambda _: next(following), sizes, state), state)
 
-    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
-        memory.waiting.observe(state, kept, scores)
+    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
+        assert scores.taps is not None
+        memory.waiting.observe(state.rows, scores.taps, kept)
 
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
         memory.kept.free(rows)
@@ -198,7 +202,7 @@ class PEagle:
 
     @torch.inference_mode()
     def _read(self, memory: Memory, row: int, state: DecodeState) -> None:
-        taps, tokens, [count] = memory.waiting.take([row], state, leave=1)
+        taps, tokens, [count] = memory.waiting.pairs([row], state, leave=1)
         memory.kept.open([row], count)
         mask = memory.kept.mask(None, self.model.fc.weight.dtype)
         self.model(taps, tokens, 0, memory.kept.positions(), mask, memory.kept)
@@ -219,13 +223,11 @@ def visible(new: int, masks: int, counts: Tensor) -> Tensor:
 # ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Rows:
+class Rows(DetachedRows):
     """Predictions from the drawn pairs: one row a depth that COD kept, row d of pair i labelled with token i + 2 + d."""
 
     def __init__(self, model: Model, batch: Batch):
-        config = model.config
-        self.model, self.target = model, model.target
-        self.vocabulary = model.target.spec.vocabulary
+        config, self.model = model.config, model
         drawn = draw(batch, config.anchors, config.length)
         there = conditional_drop(drawn.learnt, config.ratio, config.floor)
         extra = Masks.of(drawn.at, there)
@@ -233,29 +235,17 @@ class Rows:
         at = torch.cat([torch.arange(pairs, device=extra.pair.device).expand(len(extra.pair), -1), extra.pair + extra.depth], 1)
         seen = training_sight(sight(batch.documents), extra)[:, None]
         states = model(batch.taps[:, :-1], batch.tokens[:, 1:], extra.pair.shape[1], at, seen)
-        b, a, self.depth = there.nonzero().unbind(-1)
-        row_of = torch.where(self.depth > 0, pairs + extra.row[b, a, self.depth], drawn.at[b, a])
-        labels_at = drawn.labels_at[b, a, self.depth]
-        self.labels = batch.tokens[b, labels_at]
-        self.weight = torch.ones(len(b), device=b.device)
-        self.block = b * drawn.at.shape[1] + a
-        self._hidden_at = b * batch.tokens.shape[1] + labels_at - 1
-        self._hidden = batch.hidden.flatten(0, 1)
-        self._states = states[b, row_of]
-        self.states = self._states.detach().requires_grad_()
+        b, a, depth = there.nonzero().unbind(-1)
+        row_of = torch.where(depth > 0, pairs + extra.row[b, a, depth], drawn.at[b, a])
+        labels_at = drawn.labels_at[b, a, depth]
+        rows = Labelled(
+            batch.tokens[b, labels_at], torch.ones(len(b), device=b.device), depth, b * drawn.at.shape[1] + a,
+            b * batch.tokens.shape[1] + labels_at - 1,
+        )  # fmt: skip
+        super().__init__(model.target, states[b, row_of], batch.hidden, rows)
 
-    def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
-        for part in whole_blocks(self.block, rows):
-            with torch.no_grad():
-                target = self.target.head(self._hidden[self._hidden_at[part]])
-            yield self.model.logits(self.states[part]), target, part
-
-    def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
-        return {}
-
-    def backward(self) -> None:
-        if self.states.grad is not None:
-            self._states.backward(self.states.grad)
+    def head(self, states: Tensor, rows: slice) -> Tensor:
+        return self.model.logits(states)
 
 
 def conditional_drop(learnt: Tensor, ratio: float, floor: float) -> Tensor:

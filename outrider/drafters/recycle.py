@@ -17,12 +17,14 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from outrider.config import Config as Base
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Cache, Scores, Target
-from outrider.decoding.state import DecodeState
+from outrider.decoding.protocols import Cache, Drafter
+from outrider.decoding.state import DecodeState, Scores
+from outrider.nn import trees
 from outrider.retrieval.recycle import Successors
 from outrider.retrieval.tenants import ByTenant
+from outrider.targets.protocol import Target
 
 
 class Config(Base):
@@ -41,7 +43,7 @@ TENANTS = 64
 """Tenants whose tables are kept; the one that asked least recently goes."""
 
 
-class Recycle:
+class Recycle(Drafter):
     """Grows a tree of successors under the anchor."""
 
     taps: tuple[int, ...] = ()
@@ -56,16 +58,16 @@ class Recycle:
         """A table for every slot; shared ones stay with the drafter."""
         return [None] * cache.slots
 
-    def admit(self, memory: list[Successors | None], rows: Sequence[int], state: DecodeState, scores: Scores) -> None: ...
-
     def propose(self, memory: list[Successors | None], state: DecodeState, budget: Tensor) -> Draft:
         found = []
         for row, most in zip(state.rows, budget.tolist(), strict=True):
             table = self._table(memory, state, row)
             found.append(table.grow(state.tokens[row][-1], min(most, self.limit), self.config.depth))
-        return Draft.trees([tokens for tokens, _ in found], [parents for _, parents in found], state.device)
+        return trees.of_lists([tokens for tokens, _ in found], [parents for _, parents in found], state.device)
 
-    def observe(self, memory: list[Successors | None], state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
+    def observe(
+        self, memory: list[Successors | None], state: DecodeState, draft: Draft, kept: Accepted, scores: Scores
+    ) -> None:
         """Learn from every verified node, whoever proposed it."""
         best = scores.logits.topk(min(self.config.successors, scores.logits.shape[-1]), -1).indices.cpu()
         for b, row in enumerate(state.rows):

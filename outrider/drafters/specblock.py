@@ -20,8 +20,7 @@ bandit that learns online is not here.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -30,17 +29,19 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from outrider import packed
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Cache, Scores, Target
-from outrider.decoding.state import DecodeState
-from outrider.nn import trees
+from outrider.decoding.protocols import Cache, Drafter
+from outrider.decoding.state import DecodeState, Scores
+from outrider.nn import serving, trees
 from outrider.nn.blocks import ContextLayer, KeyValues, RMSNorm, angles
 from outrider.nn.draft_model import Batch, DraftModel, copy_layers, resolve_taps
 from outrider.nn.heads import ReducedHead
-from outrider.nn.pairs import Drawn, Waiting, draw, sight, whole_blocks
+from outrider.nn.pairs import Drawn, PairBuffer, draw, sight
+from outrider.nn.rows import Labelled, SharedLabels, whole_blocks
 from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.cache import SlotCache
+from outrider.targets.protocol import Target
 
 RANKS = (1, 4, 10)
 """The target's choice is in class 0 at rank 1, in 1 up to rank 4, in 2 up to rank 10, else in 3."""
@@ -210,7 +211,7 @@ class Memory:
 
     def __init__(self, slots: int, pairs: int, model: Model):
         self.kept = SlotCache(slots, pairs * model.config.slots, model.target.device, len(model.layers))
-        self.waiting = Waiting(slots, len(model.taps), model.target, model.fc.weight.dtype)
+        self.waiting = PairBuffer(slots, len(model.taps), model.target, model.fc.weight.dtype)
 
 
 class First:
@@ -222,7 +223,7 @@ class First:
         """[B, K, H], [B, K, V], and where that pair stands, [B]."""
 
 
-class SpecBlock:
+class SpecBlock(Drafter):
     """Drafts a tree at temperature 0, where the target verifies trees, and a chain of up to two blocks else."""
 
     def __init__(self, model: Model):
@@ -230,18 +231,17 @@ class SpecBlock:
         self.model, self.config = model, model.config
         self.taps, self.hidden = model.taps, model.target.spec.hidden
         self.longest = self.config.slots * min(2, self.config.blocks)
-        self.has_trees = model.target.spec.mode == "tree"
-        self.limit = self.config.nodes if self.has_trees else min(self.longest, self.config.nodes)
-        if not self.has_trees:
-            log = logging.getLogger(__name__)
-            log.warning("%s verifies no trees: specblock drafts chains of at most %d", model.target.spec.name, self.limit)
+        chain = min(self.longest, self.config.nodes)
+        self.has_trees = serving.verifies_trees(model.target, "specblock", f"chains of at most {chain}")
+        self.limit = self.config.nodes if self.has_trees else chain
 
     def allocate(self, cache: Cache) -> Memory:
         # besides the text: what a step brings, and a second block for each of the most candidates
         return Memory(cache.slots, cache.length + self.longest + 1 + max(WIDTHS), self.model)
 
-    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
-        memory.waiting.admit(rows, state, scores)
+    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
+        assert scores.taps is not None
+        memory.waiting.admit(rows, scores.taps, lengths)
         self._settle(memory, rows, state)
 
     @torch.inference_mode()
@@ -252,12 +252,13 @@ class SpecBlock:
         self._settle(memory, state.rows, state)
         with packed.products():
             first = self._first(memory, state)
-            if state.settings.is_greedy and not state.bans and self.has_trees:
+            if state.judge.temperature is None and not state.judge.bans and self.has_trees:
                 return self._tree(memory.kept, first, sizes)
             return self._chain(memory.kept, first, sizes.clamp(max=self.longest), state)
 
-    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
-        memory.waiting.observe(state, kept, scores)
+    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
+        assert scores.taps is not None
+        memory.waiting.observe(state.rows, scores.taps, kept)
 
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
         memory.kept.free(rows)
@@ -273,7 +274,7 @@ class SpecBlock:
     def _read(self, memory: Memory, rows: Sequence[int], state: DecodeState, leave: int) -> tuple[Tensor, Tensor]:
         """Read waiting pairs.  Returns the states of each slot's last one, [B, K, H], and where it stands, [B]."""
         kept, slots = memory.kept, self.config.slots
-        taps, tokens, counts = memory.waiting.take(rows, state, leave)
+        taps, tokens, counts = memory.waiting.pairs(rows, state, leave)
         kept.open(rows, slots * tokens.shape[1])
         begins = kept.starts // slots
         at = begins[:, None] + torch.arange(tokens.shape[1], device=begins.device)
@@ -314,7 +315,7 @@ class SpecBlock:
                 rows.extend(self._second(kept, first, last, token[:, None])[:, 0].unbind(1))
             return rows[0]
 
-        return trees.whole(trees.chain(rows[0], read_one, sizes, state), state)
+        return serving.possible(serving.chain(rows[0], read_one, sizes, state), state)
 
     def _tree(self, kept: SlotCache, first: First, sizes: Tensor) -> Draft:
         slot, width = doubt(self.model.rank_head(first.states, first.logits).argmax(-1))
@@ -335,7 +336,7 @@ class SpecBlock:
                 behind = ((), ()) if following[b] is None else (following[b][0][w], following[b][1][w])
                 tree.branch(at, [tokens[w], *behind[0]], [scores[w], *behind[1]])
         found = [tree.best(size) for tree, size in zip(grown, sizes.tolist(), strict=True)]
-        return Draft.trees([tokens for tokens, _ in found], [parents for _, parents in found], first.logits.device)
+        return trees.of_lists([tokens for tokens, _ in found], [parents for _, parents in found], first.logits.device)
 
 
 def doubt(ranks: Tensor) -> tuple[Tensor, Tensor]:
@@ -405,16 +406,14 @@ class Tape:
         return keys, values
 
 
-class Rows:
+class Rows(SharedLabels):
     """Predictions of blocks behind drawn pairs: block b of pair i goes on after m_1 + ... + m_{b-1} tokens, each m drawn.
 
     Every block has all rows that have a label, whatever the draft says; those behind a slot that was wrong weigh 0.
     """
 
     def __init__(self, model: Model, batch: Batch):
-        config, device = model.config, batch.tokens.device
-        self.model, self.target = model, model.target
-        self.vocabulary = model.target.spec.vocabulary
+        config, device, self.model = model.config, batch.tokens.device, model
         drawn = draw(batch, config.anchors, config.blocks * config.slots)
         # on the CPU, whose random state a checkpoint keeps
         taken = torch.randint(1, config.slots + 1, (config.blocks - 1,)).tolist()
@@ -424,14 +423,13 @@ class Rows:
         learnt = drawn.learnt[..., depths]
         where = learnt.nonzero().unbind(-1)
         text, pair, number, slot = where
-        self.depth = depths[number, slot]
         labels_at = drawn.labels_at[..., depths][where]
-        self.labels = batch.tokens[text, labels_at]
-        self.block = (text * drawn.at.shape[1] + pair) * config.blocks + number
-        self._hidden_at = text * batch.tokens.shape[1] + labels_at - 1
-        self._hidden = batch.hidden.flatten(0, 1)
-        self._states = states[where]
-        self.states = self._states.detach().requires_grad_()
+        block = (text * drawn.at.shape[1] + pair) * config.blocks + number
+        rows = Labelled(
+            batch.tokens[text, labels_at], torch.ones_like(block), depths[number, slot], block,
+            text * batch.tokens.shape[1] + labels_at - 1,
+        )  # fmt: skip
+        super().__init__(model.target, states[where], batch.hidden, rows)
         is_right, self.ranks = self._looked_at()
         right = torch.ones_like(learnt)
         right[where] = is_right
@@ -439,25 +437,13 @@ class Rows:
         self.weight = counts[where] * torch.as_tensor(config.decay, device=device) ** slot
         self.class_weights = class_weights(self.ranks[self.weight > 0])
 
-    def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
-        for part in whole_blocks(self.block, rows):
-            target, back = self._target(part)
-            yield self.model.logits(self.states[part]), target[back], part
+    def head(self, states: Tensor, rows: slice) -> Tensor:
+        return self.model.logits(states)
 
     def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         found = self.model.rank_head(self.states[rows].detach(), draft.detach())
         true = self.ranks[rows]
         return {"rank": rank_loss(found.float(), true) * self.class_weights[true]}
-
-    def backward(self) -> None:
-        if self.states.grad is not None:
-            self._states.backward(self.states.grad)
-
-    @torch.no_grad()
-    def _target(self, part: slice) -> tuple[Tensor, Tensor]:
-        """The target's logits [u, V], and which of them each row's are: blocks side by side share labels."""
-        which, back = self._hidden_at[part].unique(return_inverse=True)
-        return self.target.head(self._hidden[which]), back
 
     @torch.no_grad()
     def _looked_at(self) -> tuple[Tensor, Tensor]:
@@ -466,8 +452,7 @@ class Rows:
         for part in whole_blocks(self.block, max(1, 2**22 // self.vocabulary)):
             draft = self.model.logits(self.states[part])
             right.append(draft.argmax(-1) == self.labels[part])
-            target, back = self._target(part)
-            ranks.append(rank_class(draft, target.argmax(-1)[back]))
+            ranks.append(rank_class(draft, self.said(part).argmax(-1)))
         # in older torch the head's weights, as autocast cast them here without a gradient, would be used for the loss too
         torch.clear_autocast_cache()
         return torch.cat(right), torch.cat(ranks)

@@ -9,7 +9,6 @@ merged node by node (see `retrieval.proposal`) in place of the better of two; co
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -18,10 +17,12 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor
 
 from outrider.config import Config as Base
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Cache, Scores, Target
-from outrider.decoding.state import DecodeState
+from outrider.decoding.protocols import Cache, Drafter
+from outrider.decoding.state import DecodeState, Scores
+from outrider.nn import trees
+from outrider.nn.serving import verifies_trees
 from outrider.retrieval import corpora, proposal, trie
 from outrider.retrieval.proposal import Found, Proposal, Trust
 from outrider.retrieval.suffix_array import Corpus
@@ -29,6 +30,7 @@ from outrider.retrieval.tenants import ByTenant
 from outrider.retrieval.trie import Cursor as PythonCursor
 from outrider.retrieval.trie import NativeCursor, NativeTrie
 from outrider.retrieval.trie import Trie as PythonTrie
+from outrider.targets.protocol import Target
 
 Trie = PythonTrie | NativeTrie
 Cursor = PythonCursor | NativeCursor
@@ -76,10 +78,8 @@ class Text:
             self.read = len(tokens)
 
 
-class Suffix:
+class Suffix(Drafter):
     """Looks the end of the text up in everything that may be known."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self, config: Config, sources: Sequence[Corpus] = ()):
         self.config, self.sources = config, sources
@@ -91,16 +91,14 @@ class Suffix:
     def allocate(self, cache: Cache) -> list[Text | None]:
         return [None] * cache.slots
 
-    def admit(self, memory: list[Text | None], rows: Sequence[int], state: DecodeState, scores: Scores) -> None: ...
-
     def propose(self, memory: list[Text | None], state: DecodeState, budget: Tensor) -> Draft:
         found = [
             self._looked_up(self._read(memory, state, row), state.tokens[row], min(most, self.limit))
             for row, most in zip(state.rows, budget.tolist(), strict=True)
         ]
-        return Draft.trees([own.tokens for own in found], [own.parents for own in found], state.device)
+        return trees.of_lists([own.tokens for own in found], [own.parents for own in found], state.device)
 
-    def observe(self, memory: list[Text | None], state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
+    def observe(self, memory: list[Text | None], state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
         """Others find what was committed at once, also where the text ends here."""
         if self.config.shared:
             for row in state.rows:
@@ -144,7 +142,5 @@ class Suffix:
 
 def build(config: Config, target: Target) -> Suffix:
     """Raises DataError for a corpus that is not there, is damaged, or is another tokenizer's."""
-    if target.spec.mode != "tree":
-        message = "%s verifies no trees (its mode is %s): of a tree that suffix drafts the first chain is verified"
-        logging.getLogger(__name__).warning(message, target.spec.name, target.spec.mode)
+    verifies_trees(target, "suffix", "trees of which the first chain is verified")
     return Suffix(config, corpora.load(config.corpora, target.spec.tokenizer_hash))

@@ -21,15 +21,9 @@ from torch import nn
 
 from outrider.config import Config as Base
 from outrider.config import nearest
-from outrider.decoding import lossy
-from outrider.decoding.accept import accept
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import advance
-from outrider.decoding.loop import Rule
-from outrider.decoding.parties import Drafter, Scores
-from outrider.decoding.policy import Policy
-from outrider.decoding.sampling import Sampling
-from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.protocols import Drafter, Policy
+from outrider.decoding.state import Request, Scores
 from outrider.errors import ConfigError, DataError
 from outrider.evaluate import memory, tasks
 from outrider.evaluate.fingerprint import fingerprint
@@ -39,6 +33,10 @@ from outrider.evaluate.summary import Entry, Measured, Overlaps, Run, parts, sum
 from outrider.evaluate.summary import first_difference as first_difference
 from outrider.evaluate.summary import training_of as training_of
 from outrider.evaluate.tasks import Prompt, check, task_name
+from outrider.generation import batch, serve
+from outrider.policies import lossy, named
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
 log = logging.getLogger(__name__)
@@ -74,10 +72,13 @@ class Config(Base):
     seed: int = 0
     quantize: Literal["int8"] | None = None
     """Round the linear layers of this run's own draft model, whatever the target's are; needs torchao."""
-    rule: str | None = None
-    """`typical` or `relaxed` keeps likely tokens that the law would not, and every row says so; none is exact."""
+    policy: Literal["fixed", "by_confidence", "adaptive"] = "fixed"
+    """How much is drafted: all that the drafter offers, what is likely to be kept, or as much as pays by measured seconds."""
+    verification: str = "standard"
+    """`standard`, or `block`, which keeps more of a sampled chain; both are exact.  `typical` and `relaxed` keep likely tokens
+    that the acceptance rule would not, and every row says so."""
     allow_lossy: bool = Field(default=False, validate_default=True)
-    """A lossy rule is refused without it."""
+    """A lossy verification is refused without it."""
 
     @field_validator("tasks")
     @classmethod
@@ -113,17 +114,16 @@ class Config(Base):
                 log.warning("evaluate.revisions: %s has no effect, since evaluate.tasks does not name it", task)
         return revisions
 
-    @field_validator("rule")
+    @field_validator("verification")
     @classmethod
-    def _known_rule(cls, rule: str | None) -> str | None:
-        if rule is not None:
-            lossy.find(rule, allow_lossy=True)
-        return rule
+    def _known_verification(cls, verification: str) -> str:
+        named.check_verification(verification, allow_lossy=True)
+        return verification
 
     @field_validator("allow_lossy")
     @classmethod
-    def _allowed_rule(cls, allow_lossy: bool, info: ValidationInfo) -> bool:
-        lossy.choose(info.data.get("rule"), allow_lossy)
+    def _allowed_verification(cls, allow_lossy: bool, info: ValidationInfo) -> bool:
+        named.judge(info.data.get("verification"), allow_lossy)
         return allow_lossy
 
     @model_validator(mode="after")
@@ -217,9 +217,9 @@ def measure(
     wanted = config.prompts * len(config.tasks)
     done = lost = 0
     for task in config.tasks:
-        rule = _rule(config)
-        named = rule.rule.name if isinstance(rule, lossy.Meter) else None
-        table = [Measured(entry, task_name(task), rule=named) for entry in entries]
+        judge = _judge(config)
+        rule = judge.rule.name if isinstance(judge, lossy.LossyJudge) else None
+        table = [Measured(entry, task_name(task), rule=rule) for entry in entries]
         kept = tried = 0
         for prompt in (draw(task, config) if drawn is None else drawn[task]).prompts:
             if kept == config.prompts:
@@ -295,9 +295,9 @@ SHARED_NOISE = False
 that share the target's noise, for the text's sake, are kept less often."""
 
 
-def _rule(config: Config) -> Rule:
-    """A fresh meter of the lossy rule asked for, else the law."""
-    return accept if config.rule is None else lossy.Meter(lossy.find(config.rule, config.allow_lossy)())
+def _judge(config: Config) -> SamplingJudge:
+    """A fresh one, of the way to verify that is asked for."""
+    return named.judge(config.verification, config.allow_lossy)
 
 
 def _warm_up(target: TransformersTarget, entries: Sequence[Entry], prompt: Prompt, config: Config) -> None:
@@ -312,7 +312,7 @@ def _warm_up(target: TransformersTarget, entries: Sequence[Entry], prompt: Promp
         run_once(target, Request(tokens, new, Sampling(heat, seed=0)), ends=False)
     for entry in entries:
         request = Request(tokens, new, Sampling(entry.temperature, seed=0))
-        run_once(target, request, entry.drafter, rule=_rule(config), shared_noise=SHARED_NOISE)
+        run_once(target, request, entry.drafter, judge=_judge(config), shared_noise=SHARED_NOISE)
 
 
 def _one_prompt(
@@ -344,7 +344,13 @@ def _one_prompt(
             plains[heat] = _joined([run_once(target, request, ends=heat == 0) for request in requests(heat)])
         runs = [
             run_once(
-                target, request, entry.drafter, entry.policy, ends=heat == 0, rule=_rule(config), shared_noise=SHARED_NOISE
+                target,
+                request,
+                entry.drafter,
+                entry.policy or config.policy,
+                ends=heat == 0,
+                judge=_judge(config),
+                shared_noise=SHARED_NOISE,
             )
             for request in requests(heat)
         ]
@@ -387,8 +393,8 @@ def _observe(target: TransformersTarget, measured: Measured, config: Config) -> 
         places = []
         for request in requests:
             found = judged(
-                target, request, entry.drafter, None if entry.policy is None else entry.policy(),
-                ends=entry.temperature == 0, rule=_rule(config), shared_noise=SHARED_NOISE,
+                target, request, entry.drafter, config.policy if entry.policy is None else entry.policy(),
+                ends=entry.temperature == 0, judge=_judge(config), shared_noise=SHARED_NOISE,
             )  # fmt: skip
             places += found.tested
             measured.overlap += found.overlap
@@ -449,8 +455,9 @@ def as_tokens(
 
 
 def run_once(
-    target: TransformersTarget, request: Request, drafter: Drafter | None = None, policy: Callable[[], Policy] | None = None,
-    ends: bool = True, rule: Rule = accept, shared_noise: bool = True,
+    target: TransformersTarget, request: Request, drafter: Drafter | None = None,
+    policy: Callable[[], Policy] | str | None = None, ends: bool = True, judge: SamplingJudge | None = None,
+    shared_noise: bool = True,
 ) -> Run:  # fmt: skip
     """Continue one request alone and note every step.  ends False goes on past end-of-text, for equal lengths."""
     run = Run()
@@ -458,14 +465,13 @@ def run_once(
     def heard(draft: Draft, scores: Scores) -> None:
         run.nodes.append(sum(draft.live))
 
-    state = DecodeState(1, target.spec.context, target.ends if ends else frozenset(), target.device)
+    state = batch(target, 1, judge or "standard", shared_noise, None if ends else frozenset())
     listening: Any = Listening(target, heard)
     is_watched = memory.forget(target.device)
     with model_clock(target, drafter) as clock:
         began = last = time.perf_counter()
-        chosen = policy() if policy else None
-        options: Any = {"slots": 1, "rule": rule, "shared_noise": shared_noise, "state": state}
-        for progress in advance(listening, [request], drafter, policy=chosen, **options):
+        chosen = policy() if callable(policy) else policy
+        for progress in serve(listening, [request], drafter, policy=chosen, state=state):
             now = time.perf_counter()
             if run.steps:
                 run.gaps_s.append(now - last)
@@ -478,14 +484,15 @@ def run_once(
             # what stood behind the text's end was never judged
             is_cut = len(progress.tokens) == progress.accepted
             run.reached.append(progress.accepted if is_cut else progress.reached)
-            run.strayed += progress.strayed
+            if isinstance(judge, lossy.LossyJudge):
+                run.strayed += judge.strayed[progress.row]
             run.draft_s += state.timing.draft
             run.verify_s += state.timing.verify
             run.other_s += state.timing.other
             run.model_s += clock.since(state.timing.began)
         run.seconds = time.perf_counter() - began
     run.memory_peak_bytes = memory.peak(target.device) if is_watched else None
-    run.unlawful = state.unlawful
+    run.unlawful = state.invalid
     return run
 
 

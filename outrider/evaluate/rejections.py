@@ -15,16 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.decoding.accept import accept
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import Progress, advance
-from outrider.decoding.loop import Rule
-from outrider.decoding.parties import Drafter, Scores
-from outrider.decoding.policy import Policy
-from outrider.decoding.sampling import Settings, distribution
-from outrider.decoding.state import DecodeState, Request
-from outrider.decoding.text import TextStream
+from outrider.decoding.generate import Progress
+from outrider.decoding.protocols import Drafter, Policy, Probe
+from outrider.decoding.state import Judge, Request, Scores
 from outrider.evaluate.report import Pattern, Rejections, Tested
+from outrider.generation import batch, serve
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.text import TextStream
 from outrider.targets.transformers import TransformersTarget
 
 ENTROPIES = (0.1, 0.5, 1.0, 2.0)
@@ -56,23 +54,26 @@ class Listening:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
-    def verify(self, cache: Any, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...] = ()) -> Scores:
-        scores: Scores = self._target.verify(cache, rows, anchor, draft, taps)
+    def verify(
+        self, cache: Any, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...] = (),
+        probe: Probe | None = None,
+    ) -> Scores:  # fmt: skip
+        scores: Scores = self._target.verify(cache, rows, anchor, draft, taps, probe)
         self._heard(draft, scores)
         return scores
 
 
 def observe(
-    target: TransformersTarget, request: Request, drafter: Drafter, policy: Policy | None = None, *, ends: bool = True,
-    rule: Rule = accept, shared_noise: bool = True,
+    target: TransformersTarget, request: Request, drafter: Drafter, policy: Policy | str | None = None, *, ends: bool = True,
+    judge: SamplingJudge | None = None, shared_noise: bool = True,
 ) -> list[Tested]:  # fmt: skip
     """Continue one request and note every token: what was proposed there, and what the target thought of it."""
-    return judged(target, request, drafter, policy, ends=ends, rule=rule, shared_noise=shared_noise).tested
+    return judged(target, request, drafter, policy, ends=ends, judge=judge, shared_noise=shared_noise).tested
 
 
 def judged(
-    target: TransformersTarget, request: Request, drafter: Drafter, policy: Policy | None = None, *, ends: bool = True,
-    rule: Rule = accept, shared_noise: bool = True,
+    target: TransformersTarget, request: Request, drafter: Drafter, policy: Policy | str | None = None, *, ends: bool = True,
+    judge: SamplingJudge | None = None, shared_noise: bool = True,
 ) -> Judged:  # fmt: skip
     """As `observe`, with the tokens themselves.  ends False goes on past end-of-text, as timed runs above temperature 0 do."""
     found = Judged([], [], [])
@@ -83,12 +84,11 @@ def judged(
         last[:] = [draft, scores.logits[0].clone()]
 
     words = _Words(target)
-    state = DecodeState(1, target.spec.context, target.ends if ends else frozenset(), target.device)
+    state = batch(target, 1, judge or "standard", shared_noise, None if ends else frozenset())
     listening: Any = Listening(target, heard)
-    options: Any = {"slots": 1, "rule": rule, "shared_noise": shared_noise, "state": state}
-    for progress in advance(listening, [request], drafter, policy=policy, **options):
+    for progress in serve(listening, [request], drafter, policy=policy, state=state):
         draft, logits = last
-        for tested, chance in _places(draft, logits, state.settings, progress, words):
+        for tested, chance in _places(draft, logits, state.judge, progress, words):
             found.tested.append(tested)
             if chance is not None:
                 found.overlap.append(chance)
@@ -96,13 +96,11 @@ def judged(
     return found
 
 
-def _places(
-    draft: Draft, logits: Tensor, settings: Settings, progress: Progress, words: _Words
-) -> list[tuple[Tested, float | None]]:
+def _places(draft: Draft, logits: Tensor, judge: Judge, progress: Progress, words: _Words) -> list[tuple[Tested, float | None]]:
     """One step's tokens, each with what was proposed for it and the chance that some of it would be kept.  logits [N+1, V]."""
     size, at = draft.live[0], -1
     places: list[tuple[Tested, float | None]] = []
-    law = distribution(logits[None], settings)[0]
+    law = judge.distribution(logits[None])[0]
     logs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
     for depth, token in enumerate(progress.tokens):
         children = [n for n in range(size) if draft.tree[0][n] == at]

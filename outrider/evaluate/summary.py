@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from outrider.decoding.parties import Drafter
-from outrider.decoding.policy import Policy
+from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import Request
 from outrider.evaluate import bootstrap
 from outrider.evaluate.tasks import Prompt

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ExportError
-from outrider.export import transformers as plain
 from outrider.export.formats import Config, Format, Layout, Source
 
 FILE = "model.gguf"
@@ -99,7 +98,7 @@ def refused(lm: Any, tokenizer: Any) -> str | None:
 
 
 def not_plain(source: Source) -> str | None:
-    return plain.other_vocabulary(source) or refused(source.model.lm, source.target.tokenizer)
+    return refused(source.model.lm, source.target.tokenizer)
 
 
 def _precision(source: Source) -> str:

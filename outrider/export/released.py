@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outrider.decoding.parties import TargetSpec
 from outrider.errors import ExportError
 from outrider.export.formats import Config, Source
 from outrider.nn.shape import STRETCHES, LayerConfig
+from outrider.targets.protocol import TargetSpec
 from outrider.targets.transformers import TransformersTarget
 
 PLAIN: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "sliding_window": None}

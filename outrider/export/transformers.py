@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from outrider.drafters.small_model import NOT_SHAPE, architecture_of
 from outrider.errors import ExportError
 from outrider.export.formats import Config, Format, Layout, Source
+from outrider.nn.language_model import NOT_SHAPE, architecture_of
 from outrider.targets.transformers import TransformersTarget
 
 
@@ -42,10 +42,6 @@ def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
     return {"architecture": {key: value for key, value in config.items() if key not in NOT_SHAPE}}
 
 
-def other_vocabulary(source: Source) -> str | None:
-    return None if source.settings.vocabulary == "same" else "it has a vocabulary of its own; export the model it was made from"
-
-
 def _kind(config: Config, names: Collection[str]) -> str | None:
     name = (config.get("architectures") or [""])[0]
     is_plain = name.endswith("ForCausalLM") and not {"dflash_config", "eagle_config"} & config.keys()
@@ -53,5 +49,5 @@ def _kind(config: Config, names: Collection[str]) -> str | None:
     return "small_model" if is_plain and "fc.weight" not in names else None
 
 
-LAYOUTS = {"small_model": Layout([("lm.*", "*")], written, read, files=tokenizer, refuses=other_vocabulary)}
+LAYOUTS = {"small_model": Layout([("lm.*", "*")], written, read, files=tokenizer)}
 FORMAT = Format(LAYOUTS, _kind)

@@ -68,6 +68,6 @@ def not_eagle3(source: Source) -> str | None:
 LAYOUTS = {
     "eagle3": Layout(released.MIDLAYER, sglang.eagle3, copies=released.head_copy, files=eagle3_files, refuses=not_eagle3),
     "dflash": Layout(released.DFLASH, sglang.block, files=dflash_files, refuses=sglang.not_dflash),
-    "small_model": Layout([("lm.*", "*")], plain.written, files=small_model_files, refuses=plain.other_vocabulary),
+    "small_model": Layout([("lm.*", "*")], plain.written, files=small_model_files),
 }
 FORMAT = Format(LAYOUTS)

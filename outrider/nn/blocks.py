@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.decoding.parties import LayerSizes
 from outrider.errors import DrafterError
 from outrider.nn.shape import frequencies
+from outrider.targets.protocol import LayerSizes
 
 
 class KeyValues(Protocol):

@@ -18,8 +18,9 @@ from pydantic import NonNegativeInt
 from torch import Tensor, nn
 
 from outrider.config import Config as Base
-from outrider.decoding.parties import Drafter, Target, TargetSpec
+from outrider.decoding.protocols import Drafter
 from outrider.errors import DrafterError
+from outrider.targets.protocol import Target, TargetSpec
 
 
 @dataclass(frozen=True, slots=True)

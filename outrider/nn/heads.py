@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.decoding.parties import Target
 from outrider.errors import DrafterError
+from outrider.targets.protocol import Target
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 

@@ -8,70 +8,47 @@ B sequences, S tokens, S - 1 pairs, A pairs drafted from, D depths, T taps, H hi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from outrider.decoding.accept import Kept
-from outrider.decoding.parties import Scores, Target
+from outrider.decoding.draft import padded
 from outrider.decoding.state import DecodeState
 from outrider.nn.draft_model import Batch, drawn, picked
+from outrider.nn.serving import FeatureBuffer
+from outrider.targets.protocol import Target
 
 # ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Waiting:
-    """Pairs of every slot that no pass has read yet."""
+class PairBuffer(FeatureBuffer):
+    """Pairs of every slot that no pass has read yet: the features wait, their tokens are the text's."""
 
     def __init__(self, slots: int, taps: int, target: Target, dtype: torch.dtype):
+        super().__init__(slots, torch.empty(taps, target.spec.hidden, device=target.device, dtype=dtype))
         self.read = [0] * slots
         """Pairs of each slot that were taken."""
-        self._taps: list[list[Tensor]] = [[] for _ in range(slots)]
-        self._none = torch.empty(0, taps, target.spec.hidden, device=target.device, dtype=dtype)
-
-    def admit(self, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
-        """Taps of a prompt's chunk, as a drafter's `admit` gets them."""
-        assert scores.taps is not None
-        for b, row in enumerate(rows):
-            self._taps[row].append(scores.taps[b, : state.prefilled[row] - self.read[row] - self.count(row)])
-
-    def observe(self, state: DecodeState, kept: Kept, scores: Scores) -> None:
-        """Taps of the old anchor and of what was kept behind it; of a text's last token none is waited for."""
-        assert scores.taps is not None
-        for b, row in enumerate(state.rows):
-            at = [0, *(node + 1 for node in kept.paths[b])][: len(state.tokens[row]) - 1 - self.read[row] - self.count(row)]
-            is_straight = at == list(range(len(at)))
-            self._taps[row].append(scores.taps[b, : len(at)] if is_straight else scores.taps[b, at])
-
-    def count(self, row: int) -> int:
-        return sum(map(len, self._taps[row]))
 
     def within(self, rows: Sequence[int], budget: Tensor) -> Tensor:
         """The budget [B], 0 where there is no pair yet: before a text's second token.  A Draft's sizes."""
         known = [bool(self.read[row] or self.count(row)) for row in rows]
         return budget.clamp(min=0) * torch.tensor(known)
 
-    def take(self, rows: Sequence[int], state: DecodeState, leave: int = 0) -> tuple[Tensor, Tensor, list[int]]:
+    def pairs(self, rows: Sequence[int], state: DecodeState, leave: int = 0) -> tuple[Tensor, Tensor, list[int]]:
         """All that waits but the last `leave` pairs: taps [B, C, T, H], tokens [B, C], right-padded, and how many are real."""
-        taps, tokens = [], []
-        for row in rows:
-            parts = self._taps[row] or [self._none]
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            count, begin = max(0, len(whole) - leave), self.read[row] + 1
-            taps.append(whole[:count])
-            tokens.append(state.tokens[row][begin : begin + count])
-            self._taps[row] = [whole[count:]] if leave else []
+        taps, counts = self.take(rows, [max(0, self.count(row) - leave) for row in rows])
+        spans = [(row, self.read[row] + 1, count) for row, count in zip(rows, counts, strict=True)]
+        tokens = [state.tokens[row][begin : begin + count] for row, begin, count in spans]
+        for row, _, count in spans:
             self.read[row] += count
-        counts = [len(own) for own in taps]
-        padded = [own + [0] * (max(counts) - len(own)) for own in tokens]
-        ids = torch.tensor(padded, dtype=torch.int64, device=state.device).view(len(counts), max(counts))
-        return nn.utils.rnn.pad_sequence(taps, batch_first=True), ids, counts
+        return taps, padded(tokens, 0, state.device), counts
 
     def free(self, rows: Sequence[int]) -> None:
+        super().free(rows)
         for row in rows:
-            self.read[row], self._taps[row] = 0, []
+            self.read[row] = 0
 
 
 # ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -98,16 +75,6 @@ def draw(batch: Batch, most: int, depths: int) -> Drawn:
     own = picked(texts, labels_at) == texts.gather(1, at)[..., None]
     learnt = picked(batch.loss_mask, labels_at) & own & (wanted < length) & live[..., None]
     return Drawn(at, labels_at, learnt.cumprod(-1).bool())
-
-
-def whole_blocks(block: Tensor, rows: int) -> Iterator[slice]:
-    """Chunks of about `rows` rows, none of which splits a block; block [M], rows of one block side by side."""
-    ends = [*(block.diff().nonzero().flatten() + 1).tolist(), len(block)]
-    start = 0
-    for end, following in zip(ends, [*ends[1:], None], strict=True):
-        if end > start and (following is None or following - start > rows):
-            yield slice(start, end)
-            start = end
 
 
 def sight(documents: Tensor) -> Tensor:

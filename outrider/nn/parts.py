@@ -6,16 +6,15 @@ its own nodes, and misses no token.  A part with `watches = True` reads any draf
 
 Parts must draw independently of each other, or a younger sibling's q is not what it was drawn from once the elder was
 rejected: every part has noise of its own, by its path where parts have parts.  In slots with a seed all draw the target's;
-their nodes are deterministic to the law.
+their nodes are deterministic to the acceptance rule.
 
 B live slots, N drafted nodes, T taps.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,11 +23,14 @@ import torch
 from torch import Tensor
 
 from outrider import config as configs
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Cache, Drafter, Scores, Target
-from outrider.decoding.state import DecodeState
+from outrider.decoding.noise import Purpose, Streams
+from outrider.decoding.protocols import Cache, Drafter
+from outrider.decoding.state import DecodeState, Scores
 from outrider.errors import ConfigError
+from outrider.nn import trees
+from outrider.targets.protocol import Target
 
 
 @dataclass
@@ -40,37 +42,35 @@ class PartsMemory:
 
 
 class Parts:
-    """Several drafters as one.  What is done with their drafts is the caller's affair; see `Draft.joined`."""
+    """Several drafters as one.  What is done with their drafts is the caller's affair; see `policies.merge`."""
 
     def __init__(self, drafters: Sequence[Drafter]):
         self.drafters = tuple(drafters)
         self.taps: tuple[int, ...] = tuple(sorted({layer for drafter in drafters for layer in drafter.taps}))
-        self.hidden = next((drafter.hidden for drafter in drafters if hasattr(drafter, "hidden")), None)
+        self.hidden = next((drafter.hidden for drafter in drafters if drafter.hidden is not None), None)
         self.limits = [drafter.limit for drafter in drafters]
-
-    def compile(self, several: bool = False) -> float:
-        """Have every part's own passes compiled, where it has such; returns the seconds it took."""
-        compiling = [drafter.compile for drafter in self.drafters if hasattr(drafter, "compile")]
-        return sum(compile(several) for compile in compiling)
+        self.steps = tuple(step for drafter in drafters for step in drafter.steps)
 
     def allocate(self, cache: Cache) -> PartsMemory:
         return PartsMemory([drafter.allocate(cache) for drafter in self.drafters], [None] * len(self.drafters))
 
-    def admit(self, memory: PartsMemory, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
+    def admit(
+        self, memory: PartsMemory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
+    ) -> None:
         for drafter, own in zip(self.drafters, memory.parts, strict=True):
-            drafter.admit(own, rows, state, self._tapped(drafter, scores))
+            drafter.admit(own, rows, state, self._tapped(drafter, scores), lengths)
 
     def propose(self, memory: PartsMemory, part: int, state: DecodeState, budget: Tensor) -> Draft:
         """One part's draft, at most budget[b] nodes.  budget [B] int64 on the CPU."""
         draft = Draft.empty(len(state.rows), state.device)
         if max(budget.tolist()):
-            draft = self.drafters[part].propose(memory.parts[part], state.of_part(part), budget)
+            draft = self.drafters[part].propose(memory.parts[part], _with_own_noise(state, part), budget)
             draft = draft.checked(len(state.rows)).first(budget)
         memory.drafts[part] = draft
         return draft
 
     def observe(
-        self, memory: PartsMemory, state: DecodeState, draft: Draft, kept: Kept, scores: Scores
+        self, memory: PartsMemory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores
     ) -> list[tuple[list[dict[int, int]], list[list[int]]]]:
         """Tell every part.  Returns of each, slot by slot: which of its nodes were verified, as places in `draft`; and which of
         them were kept, from the anchor down.
@@ -83,7 +83,7 @@ class Parts:
             paths = [_followed(own, places[b], kept.paths[b], b) for b in range(len(state.rows))]
             found.append((places, paths))
             told = self._tapped(drafter, scores)
-            if getattr(drafter, "watches", False):
+            if drafter.watches:
                 drafter.observe(memory.parts[part], state, draft, kept, told)
             else:
                 _tell(drafter, memory.parts[part], state, _Step(draft, kept, told), own, places, paths)
@@ -101,15 +101,11 @@ class Parts:
         return scores._replace(taps=taps)
 
 
-def certain(draft: Draft, seeded: Tensor | None) -> Draft:
-    """The draft with slots of `seeded` [B] bool as the law sees them: nothing in them was drawn."""
-    if seeded is None or draft.q is None:
-        return draft
-    if bool(seeded.all()):
-        return replace(draft, q=None)
-    known = draft.tokens.clamp(0, draft.q.shape[-1] - 1)
-    one_hot = torch.zeros_like(draft.q).scatter_(-1, known[..., None], 1.0)
-    return replace(draft, q=torch.where(seeded[:, None, None], one_hot, draft.q))
+def _with_own_noise(state: DecodeState, part: int) -> DecodeState:
+    """The state for one part, whose parts have noise of their own again; slots with a seed keep theirs."""
+    fresh = Streams(state.noise_seeds, torch.zeros_like(state.noise_seeds)).key(part, Purpose.PART)
+    seeds = fresh if state.seeded is None else torch.where(state.seeded, state.noise_seeds, fresh)
+    return state.seen(noise_seeds=seeds)
 
 
 # ── what a part is told ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -120,7 +116,7 @@ class _Step:
     """What was verified, and how it ended."""
 
     draft: Draft
-    kept: Kept
+    kept: Accepted
     scores: Scores
 
 
@@ -176,15 +172,15 @@ def _tell(
         own, paths = _rid(own, places, paths)
         places = [dict(enumerate(found.values())) for found in places]
     told = _scored(scores, [[0, *(place + 1 for place in found.values())] for found in places])
-    drafter.observe(memory, _seen(state, state.rows, tokens), own, Kept(paths, following, kept.unlawful), told)
+    drafter.observe(memory, _seen(state, state.rows, tokens), own, Accepted(paths, following, kept.invalid), told)
     if rest:
         slots = list(rest)
         ids = [[draft.ids[b][n] for n in rest[b][1:]] for b in slots]
-        ended = Kept([list(range(len(own))) for own in ids], [kept.next_tokens[b] for b in slots], [0] * len(slots))
+        ended = Accepted([list(range(len(own))) for own in ids], [kept.next_tokens[b] for b in slots], [0] * len(slots))
         told = _scored(scores, [[n + 1 for n in rest[b]] for b in slots], slots)
         view = _seen(state, [state.rows[b] for b in slots], state.tokens)
         drafter.observe(
-            memory, view, Draft.trees(ids, [range(-1, len(own) - 1) for own in ids], draft.tokens.device), ended, told
+            memory, view, trees.of_lists(ids, [range(-1, len(own) - 1) for own in ids], draft.tokens.device), ended, told
         )
 
 
@@ -196,12 +192,7 @@ def _rid(own: Draft, places: list[dict[int, int]], paths: list[list[int]]) -> tu
 
 def _seen(state: DecodeState, rows: list[int], tokens: list[list[int]]) -> DecodeState:
     """The state after a part of the step."""
-    if tokens is state.tokens and rows == state.rows:
-        return state
-    seen = copy.copy(state)
-    seen.rows, seen.tokens = rows, tokens
-    seen.anchor = torch.tensor([tokens[row][-1] for row in rows], dtype=torch.int64, device=state.device)
-    return seen
+    return state if tokens is state.tokens and rows == state.rows else state.seen(rows=rows, tokens=tokens)
 
 
 def _scored(scores: Scores, rows: list[list[int]], slots: list[int] | None = None) -> Scores:
@@ -212,7 +203,7 @@ def _scored(scores: Scores, rows: list[list[int]], slots: list[int] | None = Non
     device = scores.logits.device
     at = torch.tensor([own + [0] * (width - len(own)) for own in rows], device=device)
     which = torch.arange(len(rows), device=device) if slots is None else torch.tensor(slots, device=device)
-    return Scores(*(None if x is None else x[which[:, None], at] for x in scores))  # type: ignore[arg-type]
+    return Scores(*(None if x is None else x[which[:, None], at] for x in scores[:4]))  # type: ignore[arg-type]
 
 
 # ── how parts are named in a config ───────────────────────────────────────────────────────────────────────────────────

@@ -17,8 +17,7 @@ B slots or texts, n positions, K steps, D modules, H hidden size, V vocabulary, 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, runtime_checkable
 
@@ -28,14 +27,18 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from outrider import packed
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Cache, LayerSizes, Scores, Target
-from outrider.decoding.state import DecodeState
-from outrider.nn import trees
-from outrider.nn.blocks import KeyValues, RMSNorm, angles, check_heads, rotate
+from outrider.decoding.protocols import Cache, Drafter
+from outrider.decoding.state import DecodeState, Scores
+from outrider.nn import serving, trees
+from outrider.nn.blocks import RMSNorm, angles, check_heads, rotate
 from outrider.nn.draft_model import Batch, chosen, picked
+from outrider.nn.rows import Labelled, SharedLabels
+from outrider.nn.serving import FeatureBuffer
 from outrider.nn.shape import LayerConfig
+from outrider.targets.cache import SlotCache
+from outrider.targets.protocol import LayerSizes, Target
 
 READ = 512
 """Most pairs of one slot read in one pass."""
@@ -177,55 +180,24 @@ def seen_of(model: RecurrentModel, source: Batch | Scores) -> Tensor:
 # ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Slots(KeyValues, Protocol):
-    """Keys and values of every slot, as `targets.cache.SlotCache` keeps them."""
-
-    lengths: list[int]
-    device: torch.device
-
-    @property
-    def is_even(self) -> bool: ...
-    def open(self, rows: Sequence[int], width: int) -> Any: ...
-    def mask(self, visible: Tensor | None, dtype: torch.dtype) -> Tensor: ...
-    def masks(
-        self, visible: Tensor | None, dtype: torch.dtype, limits: Mapping[str, Any], depths: Tensor | None = None
-    ) -> dict[str, Tensor]: ...
-    def positions(self, depths: Tensor | None = None) -> Tensor: ...
-    def append(self, counts: Sequence[int]) -> None: ...
-    def free(self, rows: Sequence[int]) -> None: ...
-
-
-MakeSlots = Callable[[int, int, torch.device], Slots]
-"""(slots, length of each, device) to an empty cache: `SlotCache`."""
-
-
 @dataclass
 class Pairs:
     """Keys and values of the pairs every slot has read, and features of those that wait."""
 
-    kept: Slots
-    pending: list[list[Tensor]]
-    """Of every slot, in order: [any, ...] each.  The last one known always waits: its pass gives the first drafted token."""
+    kept: SlotCache
+    waiting: FeatureBuffer
+    """The last one known always waits: its pass gives the first drafted token."""
     said: list[Tensor | None]
     """Of every slot, what all modules said of the last token read, side by side [D * H]; None before the first."""
 
-    def waiting(self, row: int) -> int:
-        return sum(map(len, self.pending[row]))
 
-    def take(self, row: int, count: int) -> Tensor:
-        """The first `count` features that wait, [count, ...]."""
-        joined = self.pending[row][0] if len(self.pending[row]) == 1 else torch.cat(self.pending[row])
-        self.pending[row] = [joined[count:]] if count < len(joined) else []
-        return joined[:count]
-
-
-class RecurrentDrafter:
+class RecurrentDrafter(Drafter):
     """Drafts a chain or a tree, feeding a step module its own output."""
 
-    def __init__(self, model: RecurrentModel, make: MakeSlots):
+    def __init__(self, model: RecurrentModel):
         assert isinstance(model, nn.Module)
         packed.pack(model)
-        self.model, self._make = model, make
+        self.model = model
         self.taps, self.hidden = model.taps, model.target.spec.hidden
         self.width = _allowed_width(model)
         config = model.config
@@ -236,74 +208,58 @@ class RecurrentDrafter:
     def allocate(self, cache: Cache) -> Pairs:
         # besides the text's pairs: drafted tokens that are read, and columns where slots bring unequal numbers of pairs
         room = self.limit + 1 + max(self.limit, self.width * self.model.config.length)
-        kept = self._make(cache.slots, cache.length + room, self.model.target.device)
-        return Pairs(kept, [[] for _ in range(cache.slots)], [None] * cache.slots)
+        target, taps = self.model.target, len(self.taps)
+        like = torch.empty(*([taps] if taps else []), target.spec.hidden, device=target.device, dtype=self.dtype)
+        kept = SlotCache(cache.slots, cache.length + room, target.device, self.model.num_modules)
+        return Pairs(kept, FeatureBuffer(cache.slots, like), [None] * cache.slots)
 
-    def admit(self, memory: Pairs, rows: Sequence[int], state: DecodeState, scores: Scores) -> None:
-        seen = seen_of(self.model, scores)
-        for b, row in enumerate(rows):
-            fresh = state.prefilled[row] - memory.kept.lengths[row] - memory.waiting(row)
-            memory.pending[row].append(seen[b, :fresh].to(memory.kept.device))
+    def admit(self, memory: Pairs, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
+        memory.waiting.admit(rows, seen_of(self.model, scores), lengths)
         self._settle(memory, rows, state)
 
     @torch.inference_mode()
     def propose(self, memory: Pairs, state: DecodeState, budget: Tensor) -> Draft:
         rows, kept = state.rows, memory.kept
         # behind the very first token of a text there is no feature yet
-        budget = torch.tensor([most if memory.waiting(row) else 0 for row, most in zip(rows, budget.tolist(), strict=True)])
+        budget = budget * torch.tensor([memory.waiting.count(row) > 0 for row in rows])
         if not int(budget.max()):
             return Draft.empty(len(rows), state.device)
         self._settle(memory, rows, state)
         with packed.products():
             rollout = Rollout(self.model, kept, rows, self._last(memory, rows, state), self.dtype)
             try:
-                return trees.whole(self._draft(rollout, state, budget), state)
+                return serving.possible(self._draft(rollout, state, budget), state)
             finally:
                 rollout.forget()
 
     def _draft(self, rollout: Rollout, state: DecodeState, budget: Tensor) -> Draft:
         first = self.model.logits(_parts(self.model, rollout.hidden)[0][:, 0])
         if self.width == 1:
-            return trees.chain(first, rollout.read_one, budget, state)
+            return serving.chain(first, rollout.read_one, budget, state)
+        config = self.model.config
+        shape: Any = {"width": self.width, "depth": config.length, "parents": self.parents}
+        return serving.tree(first, rollout.expand, budget, state, **shape, replacement=config.replacement)
 
-        def expand(tree: Draft, fresh: int) -> Tensor:
-            return trees.masked(rollout.expand(tree, fresh), tree, state)
-
-        first = state.masked(first)
-        if state.settings.is_greedy:
-            return trees.beam(first, expand, budget, width=self.width, depth=self.model.config.length)
-        return trees.sampled(
-            first, expand, budget, parents=self.parents, settings=state.settings, streams=state.streams,
-            replacement=self.model.config.replacement,
-        )  # fmt: skip
-
-    def observe(self, memory: Pairs, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
-        seen = seen_of(self.model, scores)
-        for b, row in enumerate(state.rows):
-            fresh = seen[b, [0, *(node + 1 for node in kept.paths[b])]]
-            memory.pending[row].append(fresh.to(memory.kept.device))
+    def observe(self, memory: Pairs, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
+        memory.waiting.observe(state.rows, seen_of(self.model, scores), kept)
 
     def free(self, memory: Pairs, rows: Sequence[int]) -> None:
         memory.kept.free(rows)
+        memory.waiting.free(rows)
         for row in rows:
-            memory.pending[row], memory.said[row] = [], None
+            memory.said[row] = None
 
     @torch.inference_mode()
     def _settle(self, memory: Pairs, rows: Sequence[int], state: DecodeState) -> None:
         """Read what waits where it is more than a step brings, such as a prompt; each slot by itself, so none is padded."""
         for row in rows:
-            while (waiting := memory.waiting(row)) > self.limit + 1:
-                count = min(waiting - 1, READ)
-                self._read(memory, [row], state, memory.take(row, count)[None], [count])
+            while (waiting := memory.waiting.count(row)) > self.limit + 1:
+                self._read(memory, [row], state, *memory.waiting.take([row], [min(waiting - 1, READ)]))
 
     def _last(self, memory: Pairs, rows: Sequence[int], state: DecodeState) -> Tensor:
         """Read all that waits; what the modules say of each slot's last token, [B, D * H]."""
-        counts = [memory.waiting(row) for row in rows]
-        features = [memory.take(row, count) for row, count in zip(rows, counts, strict=True) if count]
-        empty = features[0][:0]
-        every = iter(features)
-        padded = nn.utils.rnn.pad_sequence([next(every) if count else empty for count in counts], batch_first=True)
-        found = self._read(memory, rows, state, padded, counts)
+        features, counts = memory.waiting.take(rows)
+        found = self._read(memory, rows, state, features, counts)
         last = torch.tensor(counts, device=found.device).clamp(min=1) - 1
         return found[torch.arange(len(rows), device=found.device), last]
 
@@ -333,7 +289,7 @@ class RecurrentDrafter:
                     memory.said[row] = joined[b, count - 1].clone()
         return joined
 
-    def _mask(self, kept: Slots, width: int, at: Tensor, module: int) -> Tensor | None:
+    def _mask(self, kept: SlotCache, width: int, at: Tensor, module: int) -> Tensor | None:
         """Additive, for the open pass of pairs; None: all is seen."""
         limit = limit_of(self.model, module)
         if limit is not None:
@@ -370,7 +326,7 @@ def _without_holes(mask: Tensor, at: Tensor, module: int) -> Tensor:
 class Rollout:
     """Drafted tokens behind the pairs that some slots have read.  Their keys stand behind the pairs' until `forget`."""
 
-    def __init__(self, model: RecurrentModel, kept: Slots, rows: Sequence[int], root: Tensor, dtype: torch.dtype):
+    def __init__(self, model: RecurrentModel, kept: SlotCache, rows: Sequence[int], root: Tensor, dtype: torch.dtype):
         """root [B, D * H]: what the modules said of each slot's last token."""
         self.model, self.kept, self.rows, self.dtype = model, kept, rows, dtype
         self.starts = [kept.lengths[row] for row in rows]
@@ -422,15 +378,15 @@ class Rollout:
         """Additive, for the open pass of all nodes: pairs, ancestors and itself.  None: all is seen."""
         limit = limit_of(self.model, module)
         if limit is not None:
-            depths = tree.depths()
-            every = self.kept.masks(tree.visible()[:, 1:, 1:], self.dtype, {"": limit}, depths)[""]
+            sees, depths = tree.rows()
+            every = self.kept.masks(sees[:, 1:, 1:], self.dtype, {"": limit}, depths[:, 1:] - 1)[""]
             return _without_holes(every[:, :, -fresh:], at, module)
         if not tree.branches and self.kept.is_even and not module:
             return None
-        return _without_holes(self.kept.mask(tree.visible()[:, -fresh:, 1:], self.dtype), at, module)
+        return _without_holes(self.kept.mask(tree.rows()[0][:, -fresh:, 1:], self.dtype), at, module)
 
 
-def _looking(kept: Slots, mask: Tensor | None) -> Attend:
+def _looking(kept: SlotCache, mask: Tensor | None) -> Attend:
     """Attention over all that the open pass of `kept` may look at."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
@@ -441,17 +397,11 @@ def _looking(kept: Slots, mask: Tensor | None) -> Attend:
 
 def _allowed_width(model: RecurrentModel) -> int:
     """The config's width, or 1 for a target that verifies no trees."""
-    config, spec, log = model.config, model.target.spec, logging.getLogger(__name__)
+    config = model.config
     kind = getattr(config, "kind", "drafter")
     if config.width == 1:
-        idle = [name for name in ("nodes", "replacement") if getattr(config, name) != type(config).model_fields[name].default]
-        if idle:
-            log.warning("%s.%s has no effect on a chain; set width above 1 for a tree", kind, " and ".join(idle))
-    elif spec.mode != "tree":
-        log.warning(
-            "%s verifies no trees (its mode is %s): %s drafts a chain of %d, as with width 1",
-            spec.name, spec.mode, kind, config.length,
-        )  # fmt: skip
+        serving.warn_idle(kind, config, {"nodes": False, "replacement": False}, "on a chain; set width above 1 for a tree")
+    elif not serving.verifies_trees(model.target, kind, f"a chain of {config.length}, as with width 1"):
         return 1
     return config.width
 
@@ -459,12 +409,11 @@ def _allowed_width(model: RecurrentModel) -> int:
 # ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class UnrolledRows:
+class UnrolledRows(SharedLabels):
     """Predictions of rollouts from every position of a batch: K rows a rollout, row s labelled with token i + 2 + s.
 
     Step s reads token i + 1 + s and the output of step s - 1, in step 0 the target's feature of position i; the gradient goes
-    through all steps.  Rollouts that learn nothing, or that `anchors` leaves out, have no rows.  Heads run chunk by chunk on a
-    detached copy of the outputs; `backward` sends its gradient through the steps at once.
+    through all steps.  Rollouts that learn nothing, or that `anchors` leaves out, have no rows.
     """
 
     def __init__(
@@ -473,8 +422,7 @@ class UnrolledRows:
     ):  # fmt: skip
         """features [B, S, H].  terms: (outputs, the target's hidden states where the label is said) [m, H] each, to `extra`."""
         config, device, length = model.config, batch.tokens.device, batch.tokens.shape[1]
-        self.model, self.slots, self._terms = model, config.ttt, terms
-        self.vocabulary = model.target.spec.vocabulary
+        self.model, self._terms = model, terms
         at, steps = torch.arange(max(1, length - 2), device=device)[None], torch.arange(config.ttt, device=device)
         at = at.expand(len(batch.tokens), -1)
         learnt = self._learnt(batch, at, steps)
@@ -483,15 +431,16 @@ class UnrolledRows:
             at = at.gather(1, foremost(live))
             learnt, live = learnt.gather(1, at[..., None].expand(-1, -1, len(steps))), live.gather(1, at)
         labels_at = (at[..., None] + 2 + steps).clamp(max=length - 1)
-        self.labels = picked(batch.tokens, labels_at)[live].flatten()
-        self.weight = (learnt[live] * config.decay**steps).flatten()
-        self.depth = steps.repeat(int(live.sum()))
-        self.block = torch.arange(int(live.sum()), device=device).repeat_interleave(self.slots)
-        offsets = torch.arange(len(live), device=device)[:, None, None] * length
-        self._rows_of_hidden = (offsets + labels_at - 1)[live].flatten().clamp(min=0)
-        self._hidden = batch.hidden.flatten(0, 1)
-        self._states = unrolled(model, batch, features, at)[live].flatten(0, 1)
-        self.states = self._states.detach().requires_grad_()
+        offsets, count = torch.arange(len(live), device=device)[:, None, None] * length, int(live.sum())
+        rows = Labelled(
+            picked(batch.tokens, labels_at)[live].flatten(), (learnt[live] * config.decay**steps).flatten(),
+            steps.repeat(count), torch.arange(count, device=device).repeat_interleave(config.ttt),
+            (offsets + labels_at - 1)[live].flatten().clamp(min=0),
+        )  # fmt: skip
+        super().__init__(model.target, unrolled(model, batch, features, at)[live].flatten(0, 1), batch.hidden, rows)
+
+    def head(self, states: Tensor, rows: slice) -> Tensor:
+        return self.model.logits(states)
 
     def _learnt(self, batch: Batch, at: Tensor, steps: Tensor) -> Tensor:
         """[B, n, K] int64: the label is of the rollout's own text and one to learn, and so are those of all steps before."""
@@ -500,22 +449,8 @@ class UnrolledRows:
         is_own = picked(batch.documents, labels_at) == batch.documents.gather(1, at)[..., None]
         return (picked(batch.loss_mask, labels_at) & (wanted < batch.tokens.shape[1]) & is_own).long().cumprod(-1)
 
-    def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
-        width = max(1, rows // self.slots) * self.slots
-        for start in range(0, len(self.labels), width):
-            part = slice(start, min(start + width, len(self.labels)))
-            with torch.no_grad():
-                # rollouts side by side are labelled with the same tokens
-                which, back = self._rows_of_hidden[part].unique(return_inverse=True)
-                target = self.model.target.head(self._hidden[which])[back]
-            yield self.model.logits(self.states[part]), target, part
-
     def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
-        return {} if self._terms is None else self._terms(self.states[rows], self._hidden[self._rows_of_hidden[rows]])
-
-    def backward(self) -> None:
-        if self.states.grad is not None:
-            self._states.backward(self.states.grad)
+        return {} if self._terms is None else self._terms(self.states[rows], self._hidden[self._hidden_at[rows]])
 
 
 def foremost(live: Tensor) -> Tensor:

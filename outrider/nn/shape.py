@@ -16,8 +16,8 @@ from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.config import Config as Base
-from outrider.decoding.parties import LayerSizes, TargetSpec
 from outrider.errors import DrafterError
+from outrider.targets.protocol import LayerSizes, TargetSpec
 
 STRETCHES = ("linear", "llama3", "yarn")
 """Ways of stretching rotary angles that do not depend on how long the text is."""

@@ -1,6 +1,6 @@
-"""How a drafter that reads its own tokens drafts: a chain, a beam of the likeliest paths, or siblings of a fixed shape.
+"""How a drafter that reads its own tokens drafts a tree: a beam of the likeliest paths, or siblings of a fixed shape.
 
-The two trees go down level by level and ask the drafter for one thing, the logits behind nodes it has not read yet
+Both go down level by level and ask the drafter for one thing, the logits behind nodes it has not read yet
 (`Expand`).  The beam is EAGLE-2's (Li et al. 2406.16858): read the likeliest, then rank all that was offered; its nodes are
 deterministic.  Drawn siblings follow SpecInfer with replacement (Miao et al. 2305.09781) and Sequoia without (Chen et al.
 2402.12374).  What differs: nodes stand in an order of which every prefix is the draft of that budget, so a policy may cut
@@ -11,43 +11,26 @@ B live slots, N drafted nodes, V vocabulary; C candidates, E nodes read, W nodes
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from outrider.decoding.draft import Draft
-from outrider.decoding.sampling import Purpose, Settings, Streams, distribution
+from outrider.decoding.draft import Draft, padded
+from outrider.decoding.noise import Purpose
 from outrider.decoding.state import DecodeState
 
+Path = tuple[int, ...]
+"""Ranks of a node and of those above it, from the anchor down."""
 Expand = Callable[[Draft, int], Tensor]
 """(tree, fresh) to the logits [B, fresh, V] behind the last `fresh` nodes of `tree`.
 
 `tree` holds every node read so far in the order of the calls, the fresh ones at its end and all of one depth, 0 in the first
 call and one more in each.  So keys or hidden states may be kept from call to call and looked up by `tree.parents`, or the
-whole tree read again under `tree.visible()`.  Leaves are never read.
+whole tree read again under `tree.rows()`.  Leaves are never read.
 """
-
-
-def chain(first: Tensor, read_one: Callable[[Tensor], Tensor], budget: Tensor, state: DecodeState) -> Draft:
-    """Token after token: the likeliest at temperature 0, drawn else.  first [B, V], logits behind the anchor.
-
-    read_one reads one drafted token a slot, [B], and returns the logits [B, V] behind it; the last token is never read.
-    """
-    logits = first
-    tokens: list[Tensor] = []
-    q: list[Tensor] = []
-    for depth in range(int(budget.max())):
-        if depth:
-            logits = read_one(tokens[-1])
-        logits = state.masked(logits, tokens)
-        if state.settings.is_greedy:
-            tokens.append(logits.argmax(-1))
-        else:
-            q.append(distribution(logits, state.settings))
-            tokens.append(state.streams.draw(q[-1], depth, Purpose.DRAFT))
-    return Draft.chain(torch.stack(tokens, 1), budget, torch.stack(q, 1) if q else None)
 
 
 def beam(first: Tensor, expand: Expand, budget: Tensor, *, width: int, depth: int) -> Draft:
@@ -122,8 +105,7 @@ def shape(width: int, depth: int, nodes: int) -> tuple[int, ...]:
 
 
 def sampled(
-    first: Tensor, expand: Expand, budget: Tensor, *, parents: Sequence[int], settings: Settings, streams: Streams,
-    replacement: bool = False,
+    first: Tensor, expand: Expand, budget: Tensor, state: DecodeState, *, parents: Sequence[int], replacement: bool = False
 ) -> Draft:  # fmt: skip
     """Draw every node of a fixed tree.  first [B, V], logits behind the anchor; budget [B] int64 on the CPU.
 
@@ -139,7 +121,7 @@ def sampled(
     tokens, q = [first.new_empty(0)] * len(parents), [first.new_empty(0)] * len(parents)
     place = {-1: -1}
     while level:
-        drawn = _Siblings(logits, settings, streams, depth, replacement)
+        drawn = _Siblings(logits, state, depth, replacement)
         for rank in range(max(len(kids[at]) for at in level)):
             which = [w for w, at in enumerate(level) if len(kids[at]) > rank]
             token, row = drawn.next(which, rank)
@@ -159,9 +141,9 @@ def sampled(
 class _Siblings:
     """Children of one level's W nodes, rank by rank.  logits [B, W, V]."""
 
-    def __init__(self, logits: Tensor, settings: Settings, streams: Streams, depth: int, replacement: bool):
-        self.logits, self.streams, self.depth, self.replacement = logits, streams, depth, replacement
-        self.q = distribution(logits, settings)
+    def __init__(self, logits: Tensor, state: DecodeState, depth: int, replacement: bool):
+        self.logits, self.streams, self.depth, self.replacement = logits, state.streams, depth, replacement
+        self.q = state.judge.distribution(logits)
         self.taken = torch.zeros_like(self.q, dtype=torch.bool)
 
     def next(self, which: list[int], rank: int) -> tuple[Tensor, Tensor]:
@@ -189,17 +171,78 @@ class _Siblings:
         return torch.where(mass > 1e-30, left, torch.zeros_like(left).scatter_(-1, runner_up, 1.0))
 
 
-def masked(logits: Tensor, tree: Draft, state: DecodeState) -> Tensor:
-    """logits [B, fresh, V] behind the last nodes of the tree with -inf where no token may follow; see `DecodeState.masked`."""
-    if not state.prefixes:
-        return logits
-    fresh = logits.shape[1]
-    path: list[Tensor] = []
-    at = torch.arange(tree.tokens.shape[1] - fresh, tree.tokens.shape[1], device=logits.device).expand(len(logits), -1)
-    while bool((at >= 0).all()):  # they are of one depth
-        path.insert(0, tree.tokens.gather(1, at))
+class RankTree:
+    """A fixed tree by ranks: every node is a choice of the logits behind its parent, and every prefix is a draft.
+
+    paths: ranks of a node and of those above it, from the anchor down, parents first; (0, 2) is the third choice behind the
+    first.
+    """
+
+    def __init__(self, paths: tuple[Path, ...]):
+        self.paths = paths
+        at = {path: n for n, path in enumerate(paths)} | {(): -1}
+        self.parents = [at[path[:-1]] for path in paths]
+        self.depths = torch.tensor([len(path) - 1 for path in paths])
+        self.ranks = torch.tensor([path[-1] for path in paths])
+        self.width = 1 + int(self.ranks.max())
+        self.is_chain = self.parents == list(range(-1, len(paths) - 1))
+        self.levels: list[tuple[list[int], list[int], list[int]]] = []
+        """Of each depth: its nodes; for each its parent, as one of the level above's inner nodes; and its own inner nodes."""
+        inner, level = [-1], [n for n, parent in enumerate(self.parents) if parent < 0]
+        while level:
+            above = [inner.index(self.parents[n]) for n in level]
+            inner = [n for n in level if n in self.parents]
+            self.levels.append((level, above, inner))
+            level = [n for n, parent in enumerate(self.parents) if parent in inner]
+
+    def first(self, nodes: int) -> RankTree:
+        """The first nodes alone."""
+        return self if nodes >= len(self.paths) else _cut(self.paths[:nodes])
+
+    def choices(self, logits: Tensor) -> Tensor:
+        """[B, N] at once, from logits [B, D, V] of every depth, where they depend on no drafted token."""
+        return logits.topk(self.width, -1).indices[:, self.depths, self.ranks]
+
+    def draft(self, tokens: Tensor, budget: Tensor, q: Tensor | None = None) -> Draft:
+        """The draft of these nodes, [B, N]."""
+        sizes = budget.clamp(max=len(self.paths))
+        if self.is_chain:
+            return Draft.chain(tokens, sizes, q)
+        return Draft(tokens, torch.tensor(self.parents, device=tokens.device).expand(len(tokens), -1), sizes, q)
+
+
+@functools.lru_cache(256)
+def _cut(paths: tuple[Path, ...]) -> RankTree:
+    return RankTree(paths)
+
+
+def ranked(first: Tensor, expand: Expand, budget: Tensor, tree: RankTree) -> Draft:
+    """Every node is its rank's choice of the logits behind its parent; no noise.  first [B, V], logits behind the anchor."""
+    logits, read = first[:, None], Draft.empty(len(first), first.device)
+    tokens = torch.zeros(len(first), len(tree.paths), dtype=torch.int64, device=first.device)
+    place = {-1: -1}
+    for level, above, inner in tree.levels:
+        ranks = tree.ranks[level]
+        best = logits.topk(1 + int(ranks.max()), -1).indices
+        tokens[:, level] = best[:, above, ranks.to(best.device)]
+        if inner:
+            parents = torch.tensor([place[tree.parents[n]] for n in inner], device=first.device).expand(len(first), -1)
+            place |= {n: read.tokens.shape[1] + i for i, n in enumerate(inner)}
+            known = torch.cat([read.tokens, tokens[:, inner]], 1)
+            read = Draft(known, torch.cat([read.parents, parents], 1), torch.full((len(first),), known.shape[1]))
+            logits = expand(read, len(inner))
+    return tree.draft(tokens, budget)
+
+
+def path(tree: Draft, fresh: int) -> list[Tensor]:
+    """Tokens [B, fresh] of each depth, from the anchor's child down to each of the last nodes, all of one depth."""
+    at = torch.arange(tree.tokens.shape[1] - fresh, tree.tokens.shape[1], device=tree.tokens.device)
+    at = at.expand(len(tree.tokens), -1)
+    found: list[Tensor] = []
+    while bool((at >= 0).all()):
+        found.insert(0, tree.tokens.gather(1, at))
         at = tree.parents.gather(1, at)
-    return torch.stack([state.masked(logits[:, w], [step[:, w] for step in path]) for w in range(fresh)], 1)
+    return found
 
 
 def paths(tree: Draft, texts: Sequence[list[int]]) -> list[list[int]]:
@@ -214,12 +257,9 @@ def paths(tree: Draft, texts: Sequence[list[int]]) -> list[list[int]]:
     return paths
 
 
-def whole(draft: Draft, state: DecodeState) -> Draft:
-    """The draft up to the first node that no law is left for: what may stand there is nothing that can be drafted.
-
-    That is known before the node is drawn, so a slot may end there.
-    """
-    if draft.q is None or not state.bans:
-        return draft
-    is_law = draft.q.isfinite().all(-1).long().cumprod(-1).sum(-1)
-    return draft.first(torch.minimum(draft.sizes, is_law.cpu()))
+def of_lists(tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Draft:
+    """Deterministic trees of unequal size, one a slot, in lists."""
+    ids, sizes = padded(tokens, 0, device), torch.tensor([len(own) for own in tokens], dtype=torch.int64)
+    if all(list(own) == list(range(-1, len(own) - 1)) for own in parents):
+        return Draft.chain(ids, sizes)
+    return Draft(ids, padded(parents, -1, device), sizes)

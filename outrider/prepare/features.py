@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider import machine
-from outrider.decoding.parties import Target
 from outrider.errors import DataError
 from outrider.nn.draft_model import Batch, Manifest
 from outrider.prepare.grams import Named
 from outrider.prepare.regenerate import Answer
+from outrider.targets.protocol import Target
 
 MIN_LEARNT = 4
 """Texts with fewer tokens to learn are left out and counted."""

@@ -21,11 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.decoding.generate import advance
-from outrider.decoding.parties import Drafter, Target
-from outrider.decoding.sampling import Sampling
+from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import DataError
+from outrider.generation import serve
 from outrider.lock import held
 from outrider.nn.draft_model import binding
 from outrider.prepare import grams
@@ -39,6 +38,8 @@ from outrider.prepare.conversations import (
     render,
     template_hash,
 )
+from outrider.sampling.settings import Sampling
+from outrider.targets.protocol import Target
 
 ANSWERS, MANIFEST, GRAMS = "answers.jsonl", "answers.json", "prompts.grams"
 SHAPING = {"regenerate", "length", "max_new_tokens", "temperature", "top_p", "top_k", "seed"}
@@ -347,7 +348,7 @@ def _round(target: Target, talks: list[_Talk], config: Config, drafter: Drafter 
     """One turn of every talk; a talk that is over is given out the moment its last answer ends."""
     requests = [talk.request(config) for talk in talks]
     answers: list[list[int]] = [[] for _ in talks]
-    for progress in advance(target, requests, drafter, slots=config.slots):
+    for progress in serve(target, requests, drafter, slots=config.slots):
         answers[progress.request] += progress.tokens
         if progress.finish_reason is not None:
             talk = talks[progress.request]

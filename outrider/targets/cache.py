@@ -349,21 +349,6 @@ class SlotCache:
         self.append([len(path) + 1 for path in paths])
 
     @torch.inference_mode()
-    def fork(self, row: int, rows: Sequence[int], length: int) -> None:
-        """Give `rows` the first `length` tokens of `row`."""
-        assert length <= self.lengths[row]
-        for stack in self._stacks:
-            stack[:, list(rows), :, :length] = stack[:, row : row + 1, :, :length]
-        assert not self._states or length == self.lengths[row], "a recurrent state is that of the whole text"
-        for state in self._states.values():
-            state[list(rows)] = state[row]
-        for other in rows:
-            self.lengths[other] = length
-            self._remembered.pop(other, None)
-            self.texts[other] = self.texts[row][:length]
-            self.prompts[other], self.long[other] = self.prompts[row], self.long[row]
-
-    @torch.inference_mode()
     def cut(self, row: int, length: int) -> None:
         """Forget what a slot holds behind its first `length` tokens.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from outrider.decoding.text import Detokenizer
+from outrider.sampling.text import Detokenizer
 
 SINGLE: tuple[list[str], ...] = ([], ["ByteLevel"], ["Metaspace"], ["WordPiece"])
 """Decoders of one step, and none at all, where tokens are joined by a space."""

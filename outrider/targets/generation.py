@@ -31,8 +31,8 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from outrider.decoding.sampling import Processor, Sampling
 from outrider.errors import ConfigError
+from outrider.sampling.settings import Processor, Sampling
 
 IDLE: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (1,), "num_beam_groups": (1,), "num_return_sequences": (1,), "penalty_alpha": (0,), "dola_layers": (),

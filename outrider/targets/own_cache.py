@@ -76,13 +76,6 @@ class OwnCache:
         assert all(list(path) == list(range(len(path))) for path in paths)
         self.append([len(path) + 1 for path in paths])
 
-    def fork(self, row: int, rows: Sequence[int], length: int) -> None:
-        """Give `rows` all that `row` holds."""
-        assert length == self.lengths[row], "a cache of the family's own is that of the whole text"
-        for other in rows:
-            self.lengths[other], self._unread[other] = length, self._unread[row]
-            self._pasts[other] = copy.deepcopy(self._pasts[row])
-
     def cut(self, row: int, length: int) -> None:
         """Forget what a slot holds behind its first `length` tokens: all of it, to be read again."""
         if length < self.lengths[row]:

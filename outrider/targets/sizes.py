@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.decoding.parties import LayerSizes
+from outrider.targets.protocol import LayerSizes
 
 WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
 """What families call the width of the MLP; four times the hidden size where it is called nothing."""

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.decoding.parties import Skip
 from outrider.errors import TargetError
 from outrider.targets import hooks
+from outrider.targets.protocol import Skip
 
 Shape = int | None
 """Length of the tuple that a module returns; None for a bare tensor."""

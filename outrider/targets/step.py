@@ -22,7 +22,7 @@ from torch.export import Dim
 from outrider import compiled, packed
 from outrider.compiled import Graphs, NotCompiled, Replays, dense
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Scores
+from outrider.decoding.state import Scores
 from outrider.targets import cache, family
 from outrider.targets.cache import Columns, Sight, SlotCache, additive
 from outrider.targets.captured import Captured

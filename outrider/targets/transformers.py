@@ -25,17 +25,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from outrider import demo, machine, packed
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Scores, Skip, TargetSpec
-from outrider.decoding.prompts import single
-from outrider.decoding.sampling import Sampling
-from outrider.decoding.text import Detokenizer
+from outrider.decoding.protocols import Probe
+from outrider.decoding.state import Scores
 from outrider.errors import DataError, TargetError
+from outrider.sampling.settings import Sampling
+from outrider.sampling.text import Detokenizer
 from outrider.targets import hooks, quantised
 from outrider.targets.cache import SlotCache
 from outrider.targets.detokenizer import detokenizer
 from outrider.targets.family import embedding_scale, head_law, learn, media_tokens, output_layer, sizes, trunk
 from outrider.targets.generation import ends_of, greedy_sampling
 from outrider.targets.own_cache import OwnCache
+from outrider.targets.prompts import single
+from outrider.targets.protocol import Skip, TargetSpec
 from outrider.targets.rotary import deciding
 from outrider.targets.selftest import BROKEN, SelfTest, agreed, plain_words, refusal
 from outrider.targets.sizes import layer_sizes, unused_row
@@ -71,6 +73,7 @@ class TransformersTarget:
         self._model_head: nn.Module = self._head  # which `lent` leaves in its place
         self._media = media_tokens(model.config)
         hooks.watch_input(self._model_head)
+        hooks.watch_output(self._embedding)
         known = trust(model, functools.partial(TransformersTarget, tested=False)) if tested else None
         with _refused(model):
             self.family = learn(model) if known is None else learn(model, known.masks, known.one_by_one, known.past)
@@ -121,7 +124,7 @@ class TransformersTarget:
         """Rows [n, H] of the input embedding for these ids [n], without the family's scale; for reading."""
         return quantised.values(self._embedding.weight)[tokens]
 
-    def lent(self, device: torch.device) -> TransformersTarget:
+    def copy_to(self, device: torch.device) -> TransformersTarget:
         """This target for a drafter on another device, which borrows embedding and head: they are copied there."""
         there = copy.copy(self)
         there.device = device
@@ -164,8 +167,16 @@ class TransformersTarget:
         return Scores(self.head(rows_of_hidden), hidden, tapped)
 
     @torch.inference_mode()
-    def verify(self, cache: SlotCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...] = ()) -> Scores:
-        """One pass over anchor and draft: logits [B, N+1, V].  Nothing is committed until `cache.keep`."""
+    def verify(
+        self, cache: Any, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...] = (),
+        probe: Probe | None = None,
+    ) -> Scores:  # fmt: skip
+        """One pass over anchor and draft: logits [B, N+1, V].  Nothing is committed until `cache.keep`.
+
+        Raises TargetError for a probe where rows can't be hidden from each other, or stand where the family can't be told.
+        """
+        if probe is not None:
+            return self._verify_beside(cache, rows, anchor, draft, taps, probe)
         width = draft.tokens.shape[1] + 1
         if self.step.fits(cache, rows, max(2, width)):
             # two tokens read the weights as fast as one
@@ -177,6 +188,27 @@ class TransformersTarget:
             return self._verify_by_length(cache, list(rows), tokens, visible, depths, taps)
         cache.open(rows, tokens.shape[1], in_steps=self.family.is_recurrent)
         return self._each(tokens, cache, self._scores, visible, depths, taps)
+
+    def _verify_beside(
+        self, cache: SlotCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...], probe: Probe
+    ) -> Scores:
+        """A plain pass with the probe's rows after those of anchor and draft."""
+        family = self.family
+        if family.masks == "none" or family.follows_one_path or family.rotary is not None or not family.takes_uneven_rows:
+            raise TargetError(
+                f"{self.spec.name} takes no probe: its passes have no mask by row, follow one path, or look at the length of "
+                "the text; draft without one"
+            )
+        slots, width, more = len(anchor), draft.tokens.shape[1] + 1, probe.depths.shape[1]
+        tokens, _, _ = passed(anchor, draft, self.spec.vocabulary)
+        tokens = torch.cat([tokens, tokens.new_zeros(slots, more)], 1)
+        own, depths = draft.rows()
+        mask = torch.cat([torch.nn.functional.pad(own, (0, more)), probe.mask], 1)
+        cache.open(rows, width + more)
+        words = probe.embeddings.to(self.model.dtype) / self._scale
+        with hooks.replacing(self._embedding, words):
+            scores = self._scores(tokens, cache, mask, torch.cat([depths, probe.depths], 1), taps)
+        return scores.first(width)._replace(probe=scores.hidden[:, width:])
 
     def compile(self, several: bool = False) -> float:
         """Have verify passes of one slot, or of several, compiled; returns the seconds it took, 0 where that was done before.

@@ -23,14 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from outrider import checkpoint
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import advance
-from outrider.decoding.parties import Drafter, Scores, Target
-from outrider.decoding.sampling import Sampling
-from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.protocols import Cache, Drafter, Probe
+from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.errors import CheckpointError, DataError
+from outrider.generation import serve
 from outrider.nn.heads import ConfidenceHead
+from outrider.sampling.settings import Sampling
+from outrider.targets.protocol import Target
 
 BINS = 15
 """Bins of equally many drafts."""
@@ -148,17 +149,32 @@ def _tempered(logits: Tensor, temperature: Tensor, shift: Tensor) -> Tensor:
 # ── watching ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Watched:
+class _Watched(Drafter):
     """The drafter as it is; notes what it promised of every verified draft, and how much of it was kept."""
 
     def __init__(self, drafter: Drafter, requests: Sequence[Request]):
-        self.drafter, self.taps, self.limit = drafter, drafter.taps, drafter.limit
-        self.allocate, self.admit, self.propose, self.free = drafter.allocate, drafter.admit, drafter.propose, drafter.free
+        self.drafter, self.taps, self.limit, self.hidden = drafter, drafter.taps, drafter.limit, drafter.hidden
+        self.probe_rows = drafter.probe_rows
         self.number = {id(request): i for i, request in enumerate(requests)}
         self.rows: list[tuple[list[float], int, bool, int]] = []
         """Confidences of a draft's nodes, how many of them were kept, whether the text ended there, which prompt."""
 
-    def observe(self, memory: Any, state: DecodeState, draft: Draft, kept: Kept, scores: Scores) -> None:
+    def allocate(self, cache: Cache) -> Any:
+        return self.drafter.allocate(cache)
+
+    def admit(self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
+        self.drafter.admit(memory, rows, state, scores, lengths)
+
+    def propose(self, memory: Any, state: DecodeState, budget: Tensor) -> Draft:
+        return self.drafter.propose(memory, state, budget)
+
+    def probe(self, memory: Any, state: DecodeState, draft: Draft) -> Probe | None:
+        return self.drafter.probe(memory, state, draft)
+
+    def free(self, memory: Any, rows: Sequence[int]) -> None:
+        self.drafter.free(memory, rows)
+
+    def observe(self, memory: Any, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
         promised = [[]] * len(draft.live) if draft.confidence is None else draft.confidence.tolist()
         if max(draft.live) and (draft.confidence is None or draft.branches):
             raise DataError("a draft is a tree or has no confidences; calibrate at a temperature above 0, where it is a chain")
@@ -188,7 +204,7 @@ def watch(
         for i, prompt in enumerate(prompts)
     ]
     watched, done = _Watched(drafter, requests), 0
-    for progress in advance(target, requests, watched, slots=slots, shared_noise=False):
+    for progress in serve(target, requests, watched, slots=slots, shared_noise=False):
         done += progress.finish_reason is not None
         if progress.finish_reason is not None and on_prompt is not None:
             on_prompt(done)
@@ -277,5 +293,5 @@ def head_of(drafter: Any, folder: str | Path) -> tuple[str, ConfidenceHead]:
             return name, module
     raise CheckpointError(
         f"{folder} has no confidence head to calibrate; train one (dspark with drafter.confidence=true), or wrap the drafter "
-        "in outrider.decoding.confidence.OnlineConfidence, which learns while decoding"
+        "in outrider.policies.by_confidence, which counts what is kept while decoding"
     )

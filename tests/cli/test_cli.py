@@ -17,10 +17,10 @@ import yaml
 from rich.console import Console
 from tiny import DRAFTER, write_recipe
 
-from outrider import cli, demo, generate
+from outrider import cli, compiled, demo, generate
 from outrider.cli import console, look
 from outrider.compiled import NotCompiled
-from outrider.drafters import dflash
+from outrider.decoding.protocols import Drafter
 from outrider.prepare.regenerate import read_answers
 from outrider.targets import transformers
 from outrider.targets.transformers import TransformersTarget, load_target
@@ -323,6 +323,28 @@ def test_decode_to_a_pipe_is_plain_text(folder: Path, outrider: Outrider) -> Non
         assert "12 tokens in" in done.said
 
 
+def test_decode_drafts_and_verifies_as_it_is_asked_to(
+    folder: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a choice that is lost on its way: the text of exact ones is the same, and each is asked for by its name."""
+    from outrider.policies import named
+
+    asked: list[object] = []
+    monkeypatch.setattr(named, "policy", lambda name, rider, real=named.policy: (asked.append(name), real(name, rider))[1])
+    monkeypatch.setattr(named, "judge", lambda *given, real=named.judge: (asked.append(given), real(*given))[1])
+    words = ("decode", "abcabcabc", "--target", folder, "--max-new-tokens", 12, "--drafter", "ngram")
+    for more, policy, judge in (
+        ((), "fixed", ("standard", False)),
+        (("--policy", "adaptive", "--verification", "block"), "adaptive", ("block", False)),
+        (("--policy", "by_confidence", "--verification", "relaxed", "--allow-lossy"), "by_confidence", ("relaxed", True)),
+    ):
+        asked.clear()
+        done = outrider(*words, *more)
+        # greedy text is the target's own under a lossy verification too
+        assert (done.code, done.out) == (0, text_of(folder, "abcabcabc") + "\n"), done.err
+        assert policy in asked and judge in asked
+
+
 def test_decode_to_a_terminal_has_colour(
     folder: Path, talker: TransformersTarget, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,12 +383,12 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool | None]:
         asked["target"] = choice
         return target
 
-    def refuse(drafter: dflash.BlockDrafter, several: bool = False) -> float:
+    def refuse(drafter: Drafter, several: bool = False) -> float:
         asked["block"] = True
         raise NotCompiled("no g++ here")
 
     monkeypatch.setattr(transformers, "_compiled", remember)
-    monkeypatch.setattr(dflash.BlockDrafter, "compile", refuse)
+    monkeypatch.setattr(compiled, "compile_passes", refuse)
     return asked
 
 
@@ -464,6 +486,9 @@ def test_what_is_wrong_is_one_sentence_and_an_exit_code(folder: Path, outrider: 
         ((*decode, "x", "--drafter", "ngarm"), 2, "did you mean 'ngram'"),
         ((*decode, "x", "--top-p", "2"), 2, "top_p 2.0 lies outside"),
         ((*decode, "x", "--stop", ""), 2, "an empty stop string"),
+        ((*decode, "x", "--policy", "adaptve"), 2, "unknown policy 'adaptve'"),
+        ((*decode, "x", "--verification", "blok"), 2, "did you mean 'block'"),
+        ((*decode, "x", "--verification", "typical"), 2, "verification 'typical' changes what the target would write"),
         ((*decode, "x", "--max-new-tokens", "0"), 2, "--max-new-tokens"),
         (("shwo",), 2, "No such command 'shwo'"),
         (("show",), 2, "Missing argument"),

@@ -10,12 +10,15 @@ from scipy import stats
 from torch import Tensor
 
 from outrider.decoding import accept as accepting
+from outrider.decoding.accept import Rule
 from outrider.decoding.draft import Draft
 from outrider.decoding.generate import prefill
 from outrider.decoding.loop import step
-from outrider.decoding.policy import Fixed
-from outrider.decoding.sampling import Sampling, Settings
 from outrider.decoding.state import DecodeState, Request
+from outrider.policies.fixed import Fixed
+from outrider.sampling.distribution import Settings
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.settings import Sampling
 
 FALSE_ALARM = 1e-6
 TOKENS = 3
@@ -42,7 +45,7 @@ def fits(counts: Tensor, p: Tensor, false_alarm: float = FALSE_ALARM) -> bool:
 
 def emitted(
     target: Any, drafter: Any, policy: Any = None, *, slots: int = 4000, prompt: Sequence[int] = (0,),
-    rule: Any = accepting.accept, sampling: dict | None = None, seeded: bool = False, shared_noise: bool = True,
+    rule: Rule | None = None, sampling: dict | None = None, seeded: bool = False, shared_noise: bool = True,
 ) -> tuple[Tensor, DecodeState, int]:  # fmt: skip
     """First tokens [slots, TOKENS] of as many seeds, the state after, and how many drafted tokens were kept.
 
@@ -50,7 +53,8 @@ def emitted(
 
     `advance` would admit slot after slot; here all stand up at once, and the loop is the package's own `step`.
     """
-    state = DecodeState(slots, target.spec.context, target.ends)
+    judge = SamplingJudge(rule)
+    state = DecodeState(slots, target.spec.context, target.ends, judge=judge, shared_noise=shared_noise)
     settings = sampling or {"temperature": 1.0}
     # every admission would look at all slots again: once is enough
     state._select = lambda: None
@@ -64,7 +68,7 @@ def emitted(
     prefill(target, drafter, cache, memory, state, range(slots))
     policy, kept = policy or Fixed(drafter.limit), 0
     for _ in range(TOKENS):
-        kept += sum(step(target, drafter, policy, cache, memory, state, rule, shared_noise).accepted)
+        kept += sum(step(target, drafter, policy, cache, memory, state).counts)
     begin = len(prompt)
     return torch.tensor([tokens[begin : begin + TOKENS] for tokens in state.tokens]), state, kept
 
@@ -97,6 +101,8 @@ class Chance:
     `weight` is the probability of the answers given; `open` the questions' numbers of answers, so that all scripts can be
     walked through.  A uniform number is never drawn: it answers only the comparison it stands in, with both outcomes.
     """
+
+    seeded = None
 
     def __init__(self, script: Sequence[int]):
         self.script, self.weight, self.open = list(script), 1.0, []
@@ -133,15 +139,15 @@ class Coin:
         return torch.tensor([self.chance._answer([1.0 - below, below]) == 1])
 
 
-def outcomes(draft: Draft, p: Tensor, rule: Callable = accepting.accept) -> Iterator[tuple[float, list[int]]]:
+def outcomes(draft: Draft, p: Tensor, rule: Rule = accepting.accept) -> Iterator[tuple[float, list[int]]]:
     """Every outcome of judging one slot's draft: (probability, emitted tokens)."""
     script: list[int] = []
     while True:
         chance = Chance(script)
-        verdict = rule(draft, p, chance)
+        accepted = rule(draft, p, chance)
         if chance.weight > 0:
-            kept = [int(draft.tokens[0, n]) for n in verdict.path[0, : int(verdict.accepted)]]
-            yield chance.weight, [*kept, int(verdict.next_token)]
+            kept = [int(draft.tokens[0, n]) for n in accepted.paths[0]]
+            yield chance.weight, [*kept, accepted.next_tokens[0]]
         script = chance.script
         while script and script[-1] + 1 == chance.open[len(script) - 1]:
             script.pop()
@@ -156,7 +162,7 @@ Proposal = Callable[[list[int]], Tensor]
 
 def worst_error(
     law: Callable[[tuple[int, ...]], Tensor], parents: Sequence[int], proposal: Proposal, *, depth: int = 3,
-    rule: Callable = accepting.accept, keep: Callable[[list[int]], int] | None = None,
+    rule: Rule = accepting.accept, keep: Callable[[list[int]], int] | None = None,
     q_of: Proposal | None = None, is_certain: bool = False,
 ) -> float:  # fmt: skip
     """Largest difference between the law of the first `depth` tokens, exactly as emitted, and the target's own.

@@ -13,11 +13,14 @@ from conftest import SHAPE
 from torch import Tensor
 
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Scores, TargetSpec
-from outrider.decoding.policy import Fixed
-from outrider.decoding.sampling import Purpose, Sampling, distribution
-from outrider.decoding.state import DecodeState
-from outrider.decoding.text import Detokenizer
+from outrider.decoding.noise import Purpose
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import DecodeState, Scores
+from outrider.policies.fixed import Fixed
+from outrider.sampling.distribution import distribution
+from outrider.sampling.settings import Sampling
+from outrider.sampling.text import Detokenizer
+from outrider.targets.protocol import TargetSpec
 
 HIDDEN = 8
 
@@ -39,9 +42,6 @@ class TableCache:
             last = torch.tensor([path[-1] if path else -1 for path in paths])
             anchor = torch.where(last >= 0, tokens.gather(1, last.clamp(min=0)[:, None])[:, 0], anchor)
         self.before[list(rows)] = anchor
-
-    def fork(self, row: int, rows: Sequence[int], length: int) -> None:
-        self.before[list(rows)] = self.before[row]
 
     def free(self, rows: Sequence[int]) -> None:
         self.before[list(rows)] = 0
@@ -90,7 +90,9 @@ class TableTarget:
         cache.before[list(rows)] = tokens.gather(1, last)[:, 0]
         return self._scores(before, tokens, taps)
 
-    def verify(self, cache: TableCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple = ()) -> Scores:
+    def verify(
+        self, cache: TableCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple = (), probe: None = None
+    ) -> Scores:
         tokens = draft.tokens.clamp(0, self.spec.vocabulary - 1)
         own = torch.cat([anchor[:, None], tokens], 1)
         parents = torch.minimum(draft.parents, torch.arange(tokens.shape[1]) - 1).clamp(min=-1)
@@ -137,18 +139,13 @@ class TableTarget:
 # ── drafters ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Proposer:
+class Proposer(Drafter):
     """A drafter without weights and without memory but its own noise."""
 
-    taps: tuple[int, ...] = ()
     limit = 4
 
     def allocate(self, cache: Any) -> torch.Generator:
         return torch.Generator().manual_seed(11)
-
-    def admit(self, memory: Any, rows: Any, state: Any, scores: Any) -> None: ...
-    def observe(self, memory: Any, state: Any, draft: Any, verdict: Any, scores: Any) -> None: ...
-    def free(self, memory: Any, rows: Any) -> None: ...
 
 
 def last_two(state: DecodeState) -> tuple[Tensor, Tensor]:
@@ -162,6 +159,8 @@ class Tree(Proposer):
     `how` says how siblings come about: "replacement", "without", "top" (deterministic) or "mixed" (the eldest deterministic,
     the younger drawn).  Confidences depend on the tokens before a node, as an honest drafter's do.
     """
+
+    confidence_before_draw = True
 
     def __init__(self, target: TableTarget, parents: Sequence[int], how: str):
         generator = torch.Generator().manual_seed(3)
@@ -177,18 +176,18 @@ class Tree(Proposer):
         for n, parent in enumerate(self.parents):
             own = anchor if parent < 0 else tokens[parent]
             above = before if parent < 0 else (anchor if self.parents[parent] < 0 else tokens[self.parents[parent]])
-            q = distribution(self.table[above, own], state.settings)
+            q = state.judge.distribution(self.table[above, own])
             q_plain = self.table[above, own].softmax(-1)
             elders = [tokens[m] for m in range(n) if self.parents[m] == parent]
             if self.how in ("without", "mixed", "top") and elders:
                 q = q_plain.scatter(1, torch.stack(elders, 1), 0.0)
                 q = q / q.sum(-1, keepdim=True)
-            if self.how == "top" or (self.how == "mixed" and not elders) or state.settings.is_greedy:
+            if self.how == "top" or (self.how == "mixed" and not elders) or state.judge.temperature is None:
                 q = torch.zeros_like(q).scatter_(1, q.argmax(-1, keepdim=True), 1.0)
             tokens.append(torch.multinomial(q, 1, generator=memory)[:, 0])
             rows.append(q)
             confidences.append(self.trust[above, own])
-        is_certain = self.how == "top" or state.settings.is_greedy
+        is_certain = self.how == "top" or state.judge.temperature is None
         q = None if is_certain else torch.stack(rows, 1).float() if self.how == "mixed" else torch.stack(rows, 1)
         parents = torch.tensor(self.parents).expand(len(anchor), -1)
         return Draft(torch.stack(tokens, 1), parents, budget, q, torch.stack(confidences, 1))
@@ -199,6 +198,8 @@ class Drawn(Proposer):
 
     `bend` may spoil the finished draft, as a faulty drafter would.
     """
+
+    confidence_before_draw = True
 
     def __init__(
         self, law: Callable[[Tensor, Tensor], Tensor], limit: int = 3,

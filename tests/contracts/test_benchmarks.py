@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from benchmarks import families, replay, soak
-from outrider.decoding.sampling import Sampling, Streams
+from outrider.decoding.noise import Streams
 from outrider.decoding.state import Request
+from outrider.sampling.settings import Sampling
 from outrider.targets.cache import SlotCache
 from outrider.targets.transformers import load_target
 

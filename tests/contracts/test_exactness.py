@@ -7,9 +7,9 @@ import torch
 from conftest import cases, tiny_model
 from contracts.parties import OnAndOff, Oracle, TableTarget, Tree
 
-from outrider.decoding.generate import advance, generate
-from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import Request
+from outrider.generation import generate, serve
+from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import load_target
 
 EVERY = pytest.mark.parametrize("case", cases(), ids=str)
@@ -23,7 +23,7 @@ KINDS = pytest.mark.parametrize(
 def served(target, requests, drafter, **options) -> list[list[int]]:
     """The new tokens of every request."""
     found = [[] for _ in requests]
-    for progress in advance(target, requests, drafter, **options):
+    for progress in serve(target, requests, drafter, **options):
         found[progress.request] += progress.tokens
     return found
 
@@ -55,7 +55,7 @@ def test_some_drafted_tokens_are_kept(case, target, prompts, drafter_of):
 def test_slots_are_used_again_in_mid_flight(case, slots, target, prompts, plain, drafter_of):
     """Catches a slot that remembers its last request, and rows of unequal length in one pass."""
     counts = [9, 31, 5, 17, 12, 26, 3, 22]
-    requests = [Request(prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+    requests = [Request(prompt, count, Sampling()) for prompt, count in zip(prompts, counts, strict=True)]
     wanted = [plain(target, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
     assert served(target, requests, drafter_of(case), slots=slots) == wanted
 
@@ -73,7 +73,7 @@ def test_the_token_limit_ends_inside_a_block(case, target, prompts, plain, draft
     """Catches a token too many or too few, at every place in a block."""
     drafter = drafter_of(case)
     for prompt in (prompts[1], prompts[7]):
-        requests = [Request(prompt, count) for count in range(1, 2 * drafter.limit + 1)]
+        requests = [Request(prompt, count, Sampling()) for count in range(1, 2 * drafter.limit + 1)]
         found = served(target, requests, drafter, slots=3)
         assert found == [plain(target, prompt, request.max_new_tokens) for request in requests]
 
@@ -124,7 +124,11 @@ def test_a_long_pause_between_drafts(case, target, prompts, plain, drafter_of):
 
     drafter = drafter_of(case)
     # the second ends at turn 40; the third takes its slot with a long prompt, while the first was never drafted for
-    requests = [Request(prompts[3], 60), Request(prompts[0], 40), Request(prompts[4] * 4, 12)]
+    requests = [
+        Request(prompts[3], 60, Sampling()),
+        Request(prompts[0], 40, Sampling()),
+        Request(prompts[4] * 4, 12, Sampling()),
+    ]
     found = served(target, requests, drafter, slots=2, policy=Late(drafter.limit))
     assert found == [plain(target, request.prompt, request.max_new_tokens) for request in requests]
 
@@ -134,7 +138,7 @@ def test_a_long_prompt_enters_beside_a_slot_that_stands_far_ahead(case, target, 
     """Catches a drafter's cache that has no room for one slot's whole prompt behind another's whole text."""
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(64, (60,), generator=generator).tolist() for _ in range(3)]
-    requests = [Request(prompts[0], 40), Request(prompts[1], 10), Request(prompts[2], 40)]
+    requests = [Request(prompt, count, Sampling()) for prompt, count in zip(prompts, (40, 10, 40), strict=True)]
     found = served(target, requests, drafter_of(case), slots=2)
     assert found == [plain(target, request.prompt, request.max_new_tokens) for request in requests]
 

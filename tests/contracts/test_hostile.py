@@ -7,15 +7,18 @@ import torch
 from contracts.parties import Proposer, TableTarget
 
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import advance, generate
-from outrider.decoding.policy import ByConfidence
-from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import Request
 from outrider.errors import DrafterError
+from outrider.generation import batch, generate, serve
+from outrider.policies.by_confidence import ByConfidence
+from outrider.policies.fixed import Fixed
+from outrider.sampling.settings import Sampling
 
 
 class Returns(Proposer):
     """Proposes what `make(slots, budget, generator)` makes."""
+
+    confidence_before_draw = True
 
     def __init__(self, make, limit: int = 4):
         self.make, self.limit = make, limit
@@ -73,10 +76,10 @@ def too_many(slots, budget, generator):
 
 
 @pytest.mark.parametrize("make", [chains, trees, wild_parents, too_many], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("policy", [None, ByConfidence(4, 0.5)], ids=["fixed", "by_confidence"])
+@pytest.mark.parametrize("policy", [lambda: Fixed(4), lambda: ByConfidence(4, 0.5)], ids=["fixed", "by_confidence"])
 def test_greedy_output_never_changes(make, policy, target, prompts, plain):
     """Catches an index error, a NaN or a wrong mask that a faulty drafter could bring about."""
-    found = generate(target, prompts, Returns(make), max_new_tokens=40, slots=3, policy=policy)
+    found = generate(target, prompts, Returns(make), max_new_tokens=40, slots=3, policy=policy())
     assert [generation.tokens for generation in found] == [plain(target, prompt, 40) for prompt in prompts]
 
 
@@ -104,13 +107,13 @@ def test_a_false_promise_of_a_chain_changes_nothing(target, prompts, plain):
 
 
 def test_greedy_slots_beside_sampled_ones_never_change(target, prompts, plain):
-    """The same where the batch is judged by the law itself and not by its greedy twin."""
+    """The same where the batch is judged by the acceptance rule and not by its greedy fast path."""
     requests = [Request(prompt, 40, Sampling()) for prompt in prompts]
     requests[2] = Request(prompts[2], 40, Sampling(1.0, seed=1))
     found = [[] for _ in requests]
     for make in (chains, trees):
         found = [[] for _ in requests]
-        for progress in advance(target, requests, Returns(make), slots=3):
+        for progress in serve(target, requests, Returns(make), slots=3):
             found[progress.request] += progress.tokens
         for n, prompt in enumerate(prompts):
             if n != 2:
@@ -150,13 +153,11 @@ def test_a_q_over_another_vocabulary_is_refused(width):
 
 def test_ids_outside_the_vocabulary_are_counted_at_temperature_0():
     """Catches a count that only the sampled way keeps."""
-    from outrider.decoding.state import DecodeState
-
     table = TableTarget.random(5)
     drafter = Returns(
         lambda slots, budget, generator: Draft.chain(torch.tensor([[-1, 2, 7]]).expand(slots, -1), torch.full((slots,), 2))
     )
-    state = DecodeState(1, 1000)
-    steps = sum(1 for _ in advance(table, [Request([1], 5)], drafter, state=state))
+    state = batch(table, 1)
+    steps = sum(1 for _ in serve(table, [Request([1], 5, Sampling())], drafter, state=state))
     # the last step has room for no draft, the one before it for one node
-    assert state.unlawful == steps - 1
+    assert state.invalid == steps - 1

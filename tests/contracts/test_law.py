@@ -16,16 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.decoding import accept as accepting
-from outrider.decoding import adaptive
-from outrider.decoding import policy as policies
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Drafter
-from outrider.decoding.sampling import Sampling
+from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import DecodeState, Request
-from outrider.decoding.twins import accept_chain
 from outrider.drafters import graft, mix
 from outrider.drafters.graft import Graft
 from outrider.drafters.mix import Mix
+from outrider.policies import adaptive, by_confidence, fixed
+from outrider.policies.by_confidence import ByConfidence
+from outrider.policies.fixed import Fixed
+from outrider.sampling.fast import accept_chain
+from outrider.sampling.settings import Sampling
 
 TARGET = TableTarget.random(5)
 CASES = [case for case in cases() if "nodes" not in case.choices and case.kind not in ("layer_skip", "gemma4_assistant")]
@@ -47,16 +48,16 @@ TREES = {
 
 
 def policies_found() -> list[type]:
-    """Every policy of the package, the protocol left out."""
+    """Every policy of the package."""
     return [
         policy
-        for module in (policies, adaptive)
+        for module in (fixed, by_confidence, adaptive)
         for _, policy in sorted(inspect.getmembers(module, inspect.isclass))
-        if policy.__module__ == module.__name__ and hasattr(policy, "keep") and not getattr(policy, "_is_protocol", False)
+        if policy.__module__ == module.__name__ and hasattr(policy, "keep")
     ]
 
 
-def made(policy: type, nodes: int, least: float = 0.3) -> policies.Policy:
+def made(policy: type, nodes: int, least: float = 0.3) -> Policy:
     """A policy with small settings; a new setting must be given a value here."""
     known = {"nodes": nodes, "least": least, "most": nodes, "limit": nodes}
     wanted = [name for name, field in inspect.signature(policy).parameters.items() if field.default is field.empty]
@@ -109,9 +110,9 @@ def test_every_tree_keeps_the_law(tree):
 @pytest.mark.parametrize("shared", [True, False])
 def test_another_function_of_the_law_leaves_a_seeded_text_as_it_is(shared):
     """Catches noise that is shared or not by which function judges, in place of what the caller asks for."""
-    rules = [accepting.accept, accept_chain, lambda draft, p, streams: accepting.accept(draft, p, streams)]
+    rules = [None, accepting.accept, accept_chain]
     found = [emitted(TARGET, TREES["chain"], slots=100, rule=rule, seeded=True, shared_noise=shared)[0] for rule in rules]
-    plain, _, _ = emitted(TARGET, TREES["chain"], policies.Fixed(0), slots=100, seeded=True)
+    plain, _, _ = emitted(TARGET, TREES["chain"], Fixed(0), slots=100, seeded=True)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     assert torch.equal(found[0], plain) == shared
 
@@ -125,7 +126,7 @@ def test_drafts_of_the_trees_are_partly_kept(tree):
 
 def test_plain_decoding_follows_the_law():
     """The check itself: no drafter, no way to err.  False alarm 1e-6."""
-    assert keeps_the_law(TARGET, TREES["chain"], policies.Fixed(0), slots=5000)
+    assert keeps_the_law(TARGET, TREES["chain"], Fixed(0), slots=5000)
 
 
 @pytest.mark.parametrize("policy", policies_found(), ids=lambda policy: policy.__name__)
@@ -139,7 +140,7 @@ def test_every_policy_keeps_the_law_with_confident_drafts(policy, tree):
 @pytest.mark.parametrize("policy", policies_found(), ids=lambda policy: policy.__name__)
 def test_every_policy_keeps_the_law_with_every_drafter(policy, case, workshop):
     """As above, with the package's own drafters and their confidences.  False alarm 1e-6."""
-    if policy is policies.Fixed:
+    if policy is Fixed:
         return  # the law test above
     drafter = workshop.build(case, TARGET)
     assert keeps_the_law(TARGET, drafter, made(policy, drafter.limit, 0.2), prompt=REPEATS, slots=1500)
@@ -217,7 +218,7 @@ def test_a_policy_that_looks_ahead_is_caught():
 
 def test_the_same_confidences_with_a_stopping_rule_are_exact():
     """The twin of the fault above.  False alarm 1e-6."""
-    assert keeps_the_law(UNEVEN, Drawn(even, 2, knows_the_token_before), policies.ByConfidence(2, 0.3))
+    assert keeps_the_law(UNEVEN, Drawn(even, 2, knows_the_token_before), ByConfidence(2, 0.3))
 
 
 def test_a_token_dropped_for_its_own_probability_is_caught():
@@ -230,8 +231,8 @@ def test_a_token_dropped_for_its_own_probability_is_caught():
     def law(before, own):
         return torch.tensor([0.4, 0.6], dtype=torch.float64).expand(len(own), -1)
 
-    assert keeps_the_law(UNEVEN, Drawn(law, 2), policies.ByConfidence(2, 0.5))
-    assert not keeps_the_law(UNEVEN, Drawn(law, 2, bend=own_q), policies.ByConfidence(2, 0.5))
+    assert keeps_the_law(UNEVEN, Drawn(law, 2), ByConfidence(2, 0.5))
+    assert not keeps_the_law(UNEVEN, Drawn(law, 2, bend=own_q), ByConfidence(2, 0.5))
 
 
 def test_argmax_tokens_with_a_soft_q_are_caught():
@@ -248,7 +249,7 @@ def test_argmax_tokens_with_a_soft_q_are_caught():
 
 def test_resampling_from_p_after_a_rejection_is_caught(monkeypatch):
     """Planted fault 4."""
-    monkeypatch.setattr(accepting, "_residual", lambda left, q: left)
+    monkeypatch.setattr(accepting, "residual", lambda left, q: left)
     assert not keeps_the_law(TARGET, TREES["chain"], slots=5000)
     assert not keeps_the_law(TARGET, TREES["without replacement"], slots=5000)
 
@@ -305,10 +306,10 @@ class Spoilt(Drawn):
     "how",
     ["nan", "negative", "infinite", "unnormalised", "zero at its own token", "negative id", "huge id", "first id too many"],
 )
-def test_unlawful_nodes_are_verified_as_deterministic_and_counted(how):
+def test_invalid_nodes_are_verified_as_deterministic_and_counted(how):
     """Catches NaN that reaches the residual, ids that wrap around, and a count that lies.  False alarm 1e-6."""
     drafter = Spoilt(how)
     tokens, state, kept = emitted(TARGET, drafter, slots=2500)
-    assert follows(tokens, TARGET.law([0], 3, state.settings._replace(temperature=torch.tensor([1.0]))))
-    assert state.unlawful == drafter.spoilt > 0
+    assert follows(tokens, TARGET.law([0], 3, state.judge.settings._replace(temperature=torch.tensor([1.0]))))
+    assert state.invalid == drafter.spoilt > 0
     assert kept > 0

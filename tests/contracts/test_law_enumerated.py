@@ -65,8 +65,8 @@ def test_any_tree_keeps_the_law(choices, seed, how):
     assert worst_error(random_law(seed), parents, drawn(parents, seed, how)) < 1e-12
 
 
-def test_the_general_rule_and_its_deterministic_twin_keep_the_same_law():
-    """`_match` (q None) and `_ratio` (q one-hot) are two ways to the same law."""
+def test_the_general_rule_and_its_deterministic_way_keep_the_same_law():
+    """Without q (`accept_top1`) and with one-hot ones the rule is the same."""
     for seed in range(3):
         for shape in SHAPES.values():
             proposal = drawn(shape, seed, "top")
@@ -74,7 +74,7 @@ def test_the_general_rule_and_its_deterministic_twin_keep_the_same_law():
             assert worst_error(random_law(seed), shape, proposal, is_certain=True) < 1e-12
 
 
-def test_an_unlawful_q_or_id_is_verified_as_deterministic_and_keeps_the_law():
+def test_an_invalid_q_or_id_is_verified_as_deterministic_and_keeps_the_law():
     """Catches a NaN, an unnormalised row or an id outside the vocabulary that moves the output."""
 
     def half(tokens: list[int]) -> Tensor:
@@ -132,7 +132,7 @@ def test_a_soft_q_for_argmax_tokens_is_caught():
 
 def test_resampling_from_p_instead_of_the_residual_is_caught(monkeypatch):
     """Planted fault 4."""
-    monkeypatch.setattr(accepting, "_residual", lambda left, q: left)
+    monkeypatch.setattr(accepting, "residual", lambda left, q: left)
     assert worst_error(random_law(0), [-1, 0], drawn([-1, 0], 0, "without")) > 0.01
 
 

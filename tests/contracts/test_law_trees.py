@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from contracts.parties import Proposer, TableTarget, last_two
 from contracts.test_law_enumerated import random_law
 
 from outrider.decoding.draft import Draft
-from outrider.decoding.policy import ByConfidence
-from outrider.decoding.sampling import Sampling, Settings, Streams, distribution
+from outrider.decoding.noise import Streams
 from outrider.nn import trees
+from outrider.policies.by_confidence import ByConfidence
+from outrider.sampling.distribution import Settings
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.settings import Sampling
 
 TARGET = TableTarget.random(5)
 UNEVEN = TableTarget.of([0.6, 0.3, 0.1])
@@ -24,6 +28,8 @@ KINDS = pytest.mark.parametrize("replacement", [False, True], ids=["without", "w
 
 class Grown(Proposer):
     """Grows trees from a law that is near the table's but not it.  `bend` may spoil the draft, as a faulty drafter would."""
+
+    confidence_before_draw = True
 
     def __init__(self, target: TableTarget, width: int, depth: int, nodes: int, replacement: bool, bend=lambda draft: draft):
         noise = torch.randn(target.table.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -40,11 +46,8 @@ class Grown(Proposer):
             return self.table[above, own]
 
         return self.bend(
-            trees.sampled(
-                self.table[before, anchor], expand, budget, parents=self.parents, settings=state.settings,
-                streams=state.streams, replacement=self.replacement,
-            )
-        )  # fmt: skip
+            trees.sampled(self.table[before, anchor], expand, budget, state, parents=self.parents, replacement=self.replacement)
+        )
 
 
 def unconditioned(draft: Draft) -> Draft:
@@ -130,8 +133,6 @@ def test_the_trees_of_a_small_model_keep_the_law(replacement, workshop):
 class Drawing(Chance):
     """Answers every draw of one slot's tree from a script."""
 
-    seeded = None
-
     def draw(self, weights, depth, purpose, salt=None):
         return torch.tensor([[self._answer((row / row.sum()).tolist()) for row in weights[0]]])
 
@@ -141,10 +142,11 @@ def error(
     temperature: float = 1.0, top_k: int = 0, depth: int = 3,
 ) -> float:  # fmt: skip
     """Largest difference between the law of the first `depth` tokens emitted and the target's, over every draft and coin."""
-    p, q, settings = random_law(seed), random_law(seed + 77), Settings.of([Sampling(temperature, top_k=top_k)])
+    p, q, judge = random_law(seed), random_law(seed + 77), SamplingJudge()
+    judge.settings = Settings.of([Sampling(temperature, top_k=top_k)])
 
     def law(path):
-        return distribution(p(path).log()[None], settings)[0]
+        return judge.distribution(p(path).log()[None])[0]
 
     def path(tree, n):
         return () if n < 0 else (*path(tree, int(tree.parents[0, n])), int(tree.tokens[0, n]))
@@ -159,8 +161,8 @@ def error(
         chance = Drawing(script)
         draft = bend(
             trees.sampled(
-                q(()).log()[None], expand, torch.tensor([len(parents)]), parents=parents, settings=settings, streams=chance,
-                replacement=replacement,
+                q(()).log()[None], expand, torch.tensor([len(parents)]), SimpleNamespace(judge=judge, streams=chance),
+                parents=parents, replacement=replacement,
             )
         )  # fmt: skip
         if chance.weight > 0:

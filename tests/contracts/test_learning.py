@@ -6,6 +6,10 @@ import pytest
 import torch
 from conftest import batch_of, cases, train
 
+from outrider.decoding.state import Request
+from outrider.generation import serve
+from outrider.sampling.settings import Sampling
+
 TRAINABLE = pytest.mark.parametrize("case", [case for case in cases() if case.trains], ids=str)
 
 
@@ -225,9 +229,6 @@ def test_serving_drafts_what_training_predicts(case, target, workshop, prompts, 
 
     The first drafted token is compared, which every method sees alike: the argmax of a depth-0 row.
     """
-    from outrider.decoding.generate import advance
-    from outrider.decoding.state import DecodeState, Request
-
     model = workshop.model(case, target)
     texts = torch.tensor([(prompt + plain(target, prompt, 48))[:40] for prompt in prompts])
     train(model, batch_of(target, model.taps, texts), 30)
@@ -258,8 +259,7 @@ def test_serving_drafts_what_training_predicts(case, target, workshop, prompts, 
         return draft
 
     drafter.propose = watched
-    state = DecodeState(1, 256)
-    for _ in advance(target, [Request(text[:5].tolist(), 35)], drafter, state=state):
+    for _ in serve(target, [Request(text[:5].tolist(), 35, Sampling())], drafter, slots=1):
         pass
     shared = sorted(set(seen) & set(trained))
     assert len(shared) >= 5

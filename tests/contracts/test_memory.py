@@ -12,9 +12,9 @@ import torch
 from conftest import Case
 from contracts.parties import TableTarget
 
-from outrider.decoding.generate import advance
-from outrider.decoding.sampling import Sampling
-from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.state import Request
+from outrider.generation import batch, serve
+from outrider.sampling.settings import Sampling
 from outrider.targets.cache import Limit, SlotCache
 
 REQUESTS = 10_000
@@ -91,9 +91,9 @@ def test_a_drafters_memory_does_not_grow_with_requests(case, workshop):
     noise = torch.Generator().manual_seed(1)
     prompts = torch.randint(5, (500, 6), generator=noise).tolist()
     requests = [Request(prompts[n % 500], 2, Sampling(), tenant=f"tenant {n}") for n in range(REQUESTS)]
-    state = DecodeState(40, TARGET.spec.context)
+    state = batch(TARGET, 40)
     done = 0
-    for progress in advance(TARGET, requests, drafter, slots=40, state=state):
+    for progress in serve(TARGET, requests, drafter, state=state):
         done += progress.finish_reason is not None
         if progress.finish_reason is not None and done in (REQUESTS // 2, REQUESTS - 100):
             gc.collect()

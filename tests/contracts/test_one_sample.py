@@ -10,8 +10,9 @@ import pytest
 import torch
 from conftest import Case, batch_of, cases, train
 
-from outrider.decoding.generate import advance
-from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.state import Request
+from outrider.generation import serve
+from outrider.sampling.settings import Sampling
 
 LENGTH, PROMPT = 44, 6
 
@@ -42,10 +43,8 @@ def test_every_block_of_a_text_learnt_by_heart_is_kept_whole(case, target, works
         if train(model, batch, 50, lr=5e-3)[-1] < 0.02:
             break
     drafter = model.eval().drafter()
-    state = DecodeState(1, 256)
-    steps = []
-    for progress in advance(target, [Request(prompt, LENGTH - len(prompt))], drafter, state=state):
-        steps.append((progress.accepted, progress.reached))
+    request = Request(prompt, LENGTH - len(prompt), Sampling())
+    steps = [(progress.accepted, progress.reached) for progress in serve(target, [request], drafter, slots=1)]
     deepest = max(reached for _, reached in steps)
     assert deepest >= 2
     assert steps[:-1] == [(deepest, deepest)] * (len(steps) - 1)

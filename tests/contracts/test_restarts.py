@@ -12,9 +12,10 @@ import torch
 from conftest import cases
 
 from benchmarks.families import tiny
-from outrider.decoding.generate import Generation, advance, generate
 from outrider.decoding.state import Request
 from outrider.drafters.small_model import Config, SmallModel
+from outrider.generation import Generation, generate, serve
+from outrider.sampling.settings import Sampling
 from outrider.targets.cache import SlotCache
 from outrider.targets.transformers import TransformersTarget, load_target
 
@@ -33,8 +34,8 @@ def restarted(target, drafter, prompt: list[int], found: Generation) -> list[int
     """Drafted tokens accepted in the first step behind each text that a step of `found` began with."""
     accepted, done = [], 0
     for step in found.accepted:
-        request = Request(prompt + found.tokens[:done], TOKENS - done)
-        accepted.append(next(advance(target, [request], drafter)).accepted)
+        request = Request(prompt + found.tokens[:done], TOKENS - done, Sampling())
+        accepted.append(next(serve(target, [request], drafter)).accepted)
         done += step + 1
     return accepted
 

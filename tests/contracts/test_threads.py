@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks.families import tiny
 from outrider import packed
-from outrider.decoding.generate import generate
+from outrider.generation import generate
 from outrider.retrieval.tenants import ByTenant
 from outrider.retrieval.trie import Trie, fastest
 from outrider.targets.transformers import load_target

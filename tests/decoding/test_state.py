@@ -7,11 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.sampling import Sampling
-from outrider.decoding.state import DecodeState, Request
-from outrider.decoding.text import Detokenizer
+from outrider.decoding.state import DecodeState, Judge, Request
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.settings import Sampling
+from outrider.sampling.text import Detokenizer
 
 
 def letters(tokens) -> str:
@@ -19,21 +20,25 @@ def letters(tokens) -> str:
 
 
 def one_slot(limit=100, context=1000, ends=(), stop=(), prompt=(0, 1)) -> DecodeState:
-    state = DecodeState(1, context, frozenset(ends))
+    state = DecodeState(1, context, frozenset(ends), judge=SamplingJudge())
     state.admit(0, Request(list(prompt), limit, Sampling(), tuple(stop), Detokenizer(letters, is_local=True)))
     return state
 
 
-def committed(state: DecodeState, block: list[int]) -> Kept:
+def new_tokens(state: DecodeState, row: int = 0) -> list[int]:
+    return state.tokens[row][len(state.requests[row].prompt) :]
+
+
+def committed(state: DecodeState, block: list[int]) -> Accepted:
     """Commit a chain that was kept whole, its last token being the bonus."""
     drafted = len(block) - 1
     tokens = torch.tensor([block[:-1]], dtype=torch.int64).view(1, drafted)
     draft = Draft.chain(tokens, torch.tensor([drafted]))
-    return state.commit(draft, Kept([list(range(drafted))], [block[-1]], [0]))
+    return state.commit(draft, Accepted([list(range(drafted))], [block[-1]], [0]))
 
 
-def check_cut(state: DecodeState, found: Kept, block: list[int], kept: int) -> None:
-    assert state.new_tokens(0) == block[:kept]
+def check_cut(state: DecodeState, found: Accepted, block: list[int], kept: int) -> None:
+    assert new_tokens(state) == block[:kept]
     assert state.anchor.tolist() == [block[kept - 1]]
     if kept == len(block):
         assert found.next_tokens == [block[-1]]
@@ -47,8 +52,8 @@ def check_cut(state: DecodeState, found: Kept, block: list[int], kept: int) -> N
 def test_the_limit_cuts_a_block(size, limit):
     """Catches a token too many, and an accepted count that speaks of the block before the cut."""
     state, block = one_slot(limit), [5] * size
-    verdict = committed(state, block)
-    check_cut(state, verdict, block, min(size, limit))
+    found = committed(state, block)
+    check_cut(state, found, block, min(size, limit))
     assert state.finished == ["length" if size >= limit else None]
 
 
@@ -56,8 +61,8 @@ def test_the_limit_cuts_a_block(size, limit):
 def test_the_context_cuts_a_block(size, room):
     """Catches a text longer than the context, prompt included."""
     state, block = one_slot(context=2 + room), [5] * size
-    verdict = committed(state, block)
-    check_cut(state, verdict, block, min(size, room))
+    found = committed(state, block)
+    check_cut(state, found, block, min(size, room))
     assert state.finished == ["context" if size >= room else None]
     assert len(state.tokens[0]) <= 2 + room
 
@@ -67,9 +72,9 @@ def test_the_first_end_token_cuts_a_block(block, limit):
     """Catches an end token behind the limit that still counts, or the last of two that wins."""
     state = one_slot(limit, ends={3, 4})
     kept = next((n + 1 for n, token in enumerate(block) if token in (3, 4)), len(block))
-    verdict = committed(state, block)
-    check_cut(state, verdict, block, min(kept, limit))
-    is_end = state.new_tokens(0)[-1] in (3, 4)
+    found = committed(state, block)
+    check_cut(state, found, block, min(kept, limit))
+    is_end = new_tokens(state)[-1] in (3, 4)
     assert state.finished == ["stop" if is_end else "length" if len(block) >= limit else None]
 
 
@@ -86,7 +91,7 @@ def test_the_first_stop_string_cuts_a_block(blocks, stop):
             break
     found = text.find(stop)
     wanted = text if found < 0 else text[: found + len(stop)]
-    assert letters(state.new_tokens(0)) == wanted
+    assert letters(new_tokens(state)) == wanted
     assert state.finished == [None if found < 0 else "stop"]
 
 
@@ -101,19 +106,19 @@ def test_an_end_token_wins_over_a_stop_string_behind_it():
     """Catches a stop string made of tokens that were never emitted."""
     state = one_slot(ends={2}, stop=("ba",))
     committed(state, [0, 2, 1, 0])
-    assert state.new_tokens(0) == [0, 2]
+    assert new_tokens(state) == [0, 2]
     assert state.finished == ["stop"]
 
 
 def test_a_slot_that_was_cut_does_not_move_its_neighbour():
     """Catches a cut that is made for the whole batch."""
     state = DecodeState(2, 100, frozenset({9}))
-    state.admit(0, Request([0], 50))
-    state.admit(1, Request([0, 0], 50))
+    state.admit(0, Request([0], 50, Sampling()))
+    state.admit(1, Request([0, 0], 50, Sampling()))
     draft = Draft.chain(torch.tensor([[1, 9, 3], [4, 5, 6]]), torch.tensor([3, 3]))
-    kept = state.commit(draft, Kept([[0, 1, 2], [0, 1]], [7, 8], [0, 0]))
+    kept = state.commit(draft, Accepted([[0, 1, 2], [0, 1]], [7, 8], [0, 0]))
     assert state.tokens == [[0, 1, 9], [0, 0, 4, 5, 8]]
-    assert kept == Kept([[0, 1], [0, 1]], [-1, 8], [0, 0])
+    assert kept == Accepted([[0, 1], [0, 1]], [-1, 8], [0, 0])
     assert state.finished == ["stop", None]
 
 
@@ -122,18 +127,18 @@ def test_a_freed_slot_takes_the_next_request():
     state = DecodeState(2, 100)
     state.admit(1, Request([1, 2], 5, Sampling(0.7, seed=4)))
     assert state.rows == [1]
-    assert not state.settings.is_greedy
+    assert state.judge.temperature is not None
     committed(state, [3, 4])
     state.free(1)
     assert state.rows == []
-    state.admit(1, Request([7], 5))
+    state.admit(1, Request([7], 5, Sampling()))
     assert state.rows == [1]
-    assert state.settings.is_greedy
-    assert state.new_tokens(1) == []
+    assert state.judge.temperature is None
+    assert new_tokens(state, 1) == []
     assert state.anchor.tolist() == [7]
     assert state.streams.index.tolist() == [0]
     with pytest.raises(AssertionError):
-        state.admit(1, Request([7], 5))
+        state.admit(1, Request([7], 5, Sampling()))
 
 
 def test_noise_counts_from_the_first_new_token():
@@ -144,16 +149,57 @@ def test_noise_counts_from_the_first_new_token():
     assert state.streams.index.tolist() == [3]
 
 
-def test_room_leaves_a_place_for_the_targets_own_token():
-    """Catches a draft whose last node could never be kept."""
-    assert one_slot(limit=5).room.tolist() == [4]
-    assert one_slot(limit=1).room.tolist() == [0]
-    assert one_slot(context=6).room.tolist() == [3]
+def test_a_slot_may_grow_to_its_limit_and_no_further_than_the_context():
+    """Catches a limit that counts the prompt, a context that does not, and what was committed already."""
+    assert one_slot(limit=5).left == [5]
+    assert one_slot(context=6).left == [4]
+    state = one_slot(limit=9, context=10)
+    committed(state, [2, 2, 2])
+    assert state.left == [5]
 
 
 def test_a_slot_used_again_tells_no_text_of_the_request_before():
     """Catches a request without a detokenizer that is given the last piece of text of the slot's former one."""
-    state = DecodeState(1, 64)
-    state.new_text[0] = "left"
-    state.admit(0, Request([1, 2], 4))
-    assert state.new_text[0] == ""
+    state = one_slot()
+    committed(state, [2, 3])
+    assert state.judge.new_text == {0: "cd"}
+    state.free(0)
+    state.admit(0, Request([1, 2], 4, Sampling()))
+    assert state.judge.new_text == {0: ""}
+    committed(state, [2, 3])
+    assert state.judge.new_text == {0: ""}
+
+
+def test_what_is_seen_otherwise_is_changed_for_nobody_else():
+    """Catches a copy for a drafter that writes into the state itself, and one that has forgotten its text."""
+    state = one_slot()
+    there = state.seen(seeded=torch.tensor([True]), context=7)
+    assert (there.context, there.left, there.tokens is state.tokens) == (7, [5], True)
+    assert there.streams.seeded.tolist() == [True]
+    assert (state.context, state.seeded) == (1000, None)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (3, 2, 5)])
+def test_a_judge_of_temperature_alone_says_what_the_full_one_says(shape):
+    """Catches two judges that read one temperature in two ways, and a greedy slot warmed by its neighbour."""
+    logits = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for heats in ([0.0, 0.7, 1.3], [0.0, 0.0, 0.0], [1.0, 1.0, 0.5]):
+        states = [DecodeState(3, 100, judge=judge) for judge in (Judge(), SamplingJudge())]
+        for state in states:
+            for row, heat in enumerate(heats):
+                state.admit(row, Request([1], 5, Sampling(heat)))
+        plain, full = (state.judge for state in states)
+        assert (plain.temperature is None) == (full.temperature is None) == (not any(heats))
+        torch.testing.assert_close(plain.distribution(logits), full.distribution(logits), rtol=1e-6, atol=1e-7)
+
+
+def test_a_slot_with_a_seed_drafts_with_the_targets_noise_unless_told_otherwise():
+    """Catches a seed that shares its noise where that was refused, and a slot without one that does."""
+    for shared, wanted in ((True, [False, True]), (False, None)):
+        state = DecodeState(2, 100, shared_noise=shared)
+        state.admit(0, Request([1], 5, Sampling(1.0)))
+        state.admit(1, Request([1], 5, Sampling(1.0, seed=4)))
+        assert (None if state.seeded is None else state.seeded.tolist()) == wanted
+        assert int(state.noise_seeds[1]) == 4
+        state.free(1)
+        assert state.seeded is None

@@ -123,9 +123,9 @@ def run(target: Any, drafter: Any, length: int) -> parity.Side:
 
 @pytest.fixture(scope="module")
 def texts(target: Any) -> list[tuple[readers.States, int]]:
-    from outrider.decoding.parties import Plain
+    from outrider.decoding.protocols import Drafter
 
-    side = run(target, Plain(), 0)
+    side = run(target, Drafter(), 0)
     both = zip(PROMPTS, side.tokens, strict=True)
     return [(readers.states(target, [*prompt, *text]), len(prompt)) for prompt, text in both]
 
@@ -315,9 +315,9 @@ def test_a_side_compared_with_itself_is_equal_and_steps_are_counted_within_the_t
 
 def test_a_tie_is_told_from_a_text_that_is_wrong(target, made):
     """Two equal rows of the target's head are a tie; another token is none."""
-    from outrider.decoding.parties import Plain
+    from outrider.decoding.protocols import Drafter
 
-    side = parity.ours(target, Plain(), PROMPTS, [[]] * 3, 12, 0)
+    side = parity.ours(target, Drafter(), PROMPTS, [[]] * 3, 12, 0)
     wrong = [[*text[:5], (text[5] + 1) % 256, *text[6:]] for text in side.tokens]
     found = parity.compared(target, PROMPTS, side, parity.Side(wrong, side.accepted, side.drafted), 0)
     assert found["texts_equal"] == 0 and [each.token for each in found["parted"]] == [5, 5, 5]

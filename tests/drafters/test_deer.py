@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from tiny import randomise
 from train.bench import make_answers
 
-from outrider.decoding.generate import advance
-from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import Request
 from outrider.drafters import deer
+from outrider.generation import serve
 from outrider.prepare.features import LiveFeatures
+from outrider.sampling.settings import Sampling
 from outrider.targets.cache import SlotCache
 from outrider.train import trainer
 
@@ -34,7 +34,7 @@ def hangs_on_what_was_drawn(drafter, target) -> bool:
     for seed in (1, 2):
         propose, seen = drafter.propose, []
         drafter.propose = lambda *given, propose=propose, seen=seen: seen.append(propose(*given)) or seen[-1]
-        for _ in advance(target, [Request([3, 1, 4, 1, 5], 8, Sampling(1.0, seed=seed))], drafter):
+        for _ in serve(target, [Request([3, 1, 4, 1, 5], 8, Sampling(1.0, seed=seed))], drafter):
             pass
         drafter.propose = propose
         first.append(seen[0])

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from tiny import randomise
 from train.bench import make_answers
 
-from outrider.decoding.generate import generate
 from outrider.drafters import dflash, domino
 from outrider.errors import DrafterError
+from outrider.generation import generate
 from outrider.nn.draft_model import Batch
 from outrider.nn.heads import PrefixGRU
 from outrider.prepare.features import LiveFeatures

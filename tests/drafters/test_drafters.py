@@ -11,11 +11,11 @@ from contracts.parties import OnAndOff
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from outrider import drafters
-from outrider.decoding.generate import advance, generate
-from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
 from outrider.drafters import dflash
 from outrider.errors import ConfigError, DrafterError
+from outrider.generation import batch, generate, serve
+from outrider.sampling.settings import Sampling
 from outrider.targets.cache import SlotCache
 from outrider.targets.transformers import load_target
 
@@ -39,27 +39,25 @@ def test_an_unknown_kind_is_refused_with_the_nearest_name():
 
 
 @EVERY
-def test_a_drafter_stays_within_its_budget(case, target, prompts, drafter_of):
+def test_a_drafter_stays_within_its_budget(case, target, prompts, drafter_of, monkeypatch):
     """Catches nodes that nobody asked for: they cost a pass and may not fit."""
     drafter, seen = drafter_of(case), []
+    propose = drafter.propose
 
-    class Watched:
-        taps, limit = drafter.taps, drafter.limit
-        allocate, admit, observe, free = drafter.allocate, drafter.admit, drafter.observe, drafter.free
+    def watched(memory, state, budget):
+        draft = propose(memory, state, budget)
+        assert bool((draft.sizes <= budget).all())
+        assert draft.tokens.shape[1] <= drafter.limit
+        seen.append(draft)
+        return draft
 
-        def propose(self, memory, state, budget):
-            draft = drafter.propose(memory, state, budget)
-            assert bool((draft.sizes <= budget).all())
-            assert draft.tokens.shape[1] <= drafter.limit
-            seen.append(draft)
-            return draft
-
-    generate(target, prompts, Watched(), max_new_tokens=15, slots=3)
+    monkeypatch.setattr(drafter, "propose", watched)
+    generate(target, prompts, drafter, max_new_tokens=15, slots=3)
     assert seen
     # at temperature 0 there is nothing to be drawn from
     assert all(draft.q is None for draft in seen)
     hot = [Request(prompt, 10, Sampling(1.0, seed=1)) for prompt in prompts]
-    for _ in advance(target, hot, Watched(), slots=3):
+    for _ in serve(target, hot, drafter, slots=3):
         pass
     for draft in seen:
         if draft.confidence is not None:
@@ -67,13 +65,13 @@ def test_a_drafter_stays_within_its_budget(case, target, prompts, drafter_of):
 
 
 @EVERY
-def test_no_lawful_drafter_is_counted_as_unlawful(case, target, prompts, drafter_of):
+def test_no_drafters_nodes_are_counted_as_invalid(case, target, prompts, drafter_of):
     """Catches a q that is no distribution, or that gives its own token nothing: half of the draft's worth is lost unseen."""
-    state = DecodeState(3, 256)
+    state = batch(target, 3, shared_noise=False)  # judged by q, which shared noise leaves unread
     requests = [Request(prompt, 20, Sampling(0.9, top_k=20, top_p=0.95, seed=n)) for n, prompt in enumerate(prompts)]
-    for _ in advance(target, requests, drafter_of(case), slots=3, state=state):
+    for _ in serve(target, requests, drafter_of(case), state=state):
         pass
-    assert state.unlawful == 0
+    assert state.invalid == 0
 
 
 # ── ngram ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -82,7 +80,7 @@ def test_no_lawful_drafter_is_counted_as_unlawful(case, target, prompts, drafter
 def proposed(config, text: list[int], budget: int = 4) -> list[int]:
     drafter = drafters.find("ngram").build(config, None)
     state = DecodeState(1, 1000)
-    state.admit(0, Request(text, 100))
+    state.admit(0, Request(text, 100, Sampling()))
 
     class Slots:
         slots = 1
@@ -119,7 +117,7 @@ def test_ngram_learns_from_its_own_text_as_from_the_prompt():
         slots = 1
 
     memory, state = drafter.allocate(Slots()), DecodeState(1, 1000)
-    state.admit(0, Request(text[:2], 100))
+    state.admit(0, Request(text[:2], 100, Sampling()))
     for end in range(2, 60):
         state.tokens[0] = text[:end]
         draft = drafter.propose(memory, state, torch.tensor([3]))
@@ -237,9 +235,9 @@ def test_a_small_models_tree_leaves_its_cache_as_if_it_had_read_the_text(
             Request(prompt, 8 + 3 * n, Sampling(temperature * (n % 3 > 0), seed=None if n % 2 else n))
             for n, prompt in enumerate(prompts)
         ]
-        state = DecodeState(3, 256)
+        state = batch(target, 3)
         state.admit = with_seeds(state)
-        for _ in advance(target, requests, drafter, slots=3, state=state, policy=policy):
+        for _ in serve(target, requests, drafter, state=state, policy=policy):
             pass
     assert len(worst) > 100 and max(worst) < 1e-10
     assert moved[0] > 10
@@ -327,7 +325,7 @@ BLOCKS = pytest.mark.parametrize("case", IN_BLOCKS, ids=str)
 
 
 @BLOCKS
-def test_a_draft_does_not_depend_on_the_slots_beside_it(case, target, prompts, drafter_of):
+def test_a_draft_does_not_depend_on_the_slots_beside_it(case, target, prompts, drafter_of, monkeypatch):
     """Catches padding between slots that is attended to, and positions of another slot."""
     drafter = drafter_of(case)
 
@@ -342,17 +340,13 @@ def test_a_draft_does_not_depend_on_the_slots_beside_it(case, target, prompts, d
                 found[tuple(state.tokens[row])] = draft.tokens[b, :size].tolist()
             return draft
 
-        class Watched:
-            taps, limit = drafter.taps, drafter.limit
-            allocate, admit, observe, free = drafter.allocate, drafter.admit, drafter.observe, drafter.free
-
-        served = Watched()
-        served.propose = watched
-        for _ in advance(target, requests, served, slots=slots):
-            pass
+        with monkeypatch.context() as patch:
+            patch.setattr(drafter, "propose", watched)
+            for _ in serve(target, requests, drafter, slots=slots):
+                pass
         return found
 
-    requests = [Request(prompt, 20) for prompt in prompts]
+    requests = [Request(prompt, 20, Sampling()) for prompt in prompts]
     together = drafts(requests, 3)
     for request in requests:
         for text, draft in drafts([request], 1).items():
@@ -377,16 +371,16 @@ def test_the_papers_layout_is_the_default_one_of_a_block_more_without_the_anchor
 
 def test_runners_up_are_leaves_beside_the_chain():
     """Catches a leaf under the wrong parent, a token of another slot or rank, and a prefix that is no draft."""
-    tree = dflash.Tree(3, (2, 1))
-    assert tree.slots.tolist() == [0, 1, 2, 0, 1, 0]
+    tree = dflash.runners_up_tree(3, (2, 1))
+    assert tree.depths.tolist() == [0, 1, 2, 0, 1, 0]
     assert tree.ranks.tolist() == [0, 0, 0, 1, 1, 2]
-    assert tree.parents.tolist() == [-1, 0, 1, -1, 0, -1]
+    assert tree.parents == [-1, 0, 1, -1, 0, -1]
     logits = torch.randn(2, 3, 9)
     order = logits.argsort(-1, descending=True)
-    draft = tree.draft(tree.nodes(order[..., 0], logits), torch.tensor([6, 4]))
+    draft = tree.draft(tree.choices(logits), torch.tensor([6, 4]))
     assert draft.sizes.tolist() == [6, 4]
     for b in range(2):
-        assert draft.tokens[b].tolist() == [int(order[b, k, rank]) for k, rank in zip(tree.slots, tree.ranks, strict=True)]
+        assert draft.tokens[b].tolist() == [int(order[b, k, rank]) for k, rank in zip(tree.depths, tree.ranks, strict=True)]
     for size in range(7):
         kept = draft.first(torch.tensor([size, size])).checked(2)
         assert kept.sizes.tolist() == [size, min(size, 4)]
@@ -397,8 +391,8 @@ def test_a_tree_of_runners_up_keeps_what_the_chain_would_miss(target, prompts, d
     steps = {}
     for runners_up in ((), (8, 8, 8, 8)):
         drafter = dflash.BlockDrafter(drafter_of(Case("dflash")).model)
-        drafter.tree = dflash.Tree(drafter.block, runners_up)
-        drafter.limit = len(drafter.tree.slots)
+        drafter.tree = dflash.runners_up_tree(drafter.block, runners_up)
+        drafter.limit = len(drafter.tree.paths)
         found = generate(target, prompts, drafter, max_new_tokens=40)
         steps[runners_up] = sum(one.steps for one in found), [one.tokens for one in found]
     (chain, plain), (tree, same) = steps.values()

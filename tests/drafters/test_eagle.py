@@ -10,11 +10,11 @@ from conftest import Case, batch_of
 
 from outrider import drafters
 from outrider.checkpoint import load_drafter, load_weights, save
-from outrider.decoding.generate import advance, generate
-from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import Request
 from outrider.drafters import eagle, eagle3
 from outrider.errors import DrafterError
+from outrider.generation import batch, generate, serve
+from outrider.sampling.settings import Sampling
 from outrider.train import losses
 from outrider.train.trainer import Config as TrainConfig
 from outrider.train.trainer import accumulate
@@ -181,21 +181,19 @@ def test_a_draft_holds_no_token_outside_the_vocabulary(width, settings, target, 
 
     drafter.propose = watched
     requests = [Request(prompt, 12, Sampling(**settings)) for prompt in prompts[:4]]
-    for _ in advance(target, requests, drafter, slots=2):
+    for _ in serve(target, requests, drafter, slots=2):
         pass
     assert set(nodes) <= inside and len(set(nodes)) > 1
 
 
-def test_bans_on_all_that_can_be_drafted_leave_nothing_unlawful(target, prompts, workshop):
+def test_bans_on_all_that_can_be_drafted_leave_nothing_invalid(target, prompts, workshop):
     """Catches NaN as q where every token of the draft's vocabulary is banned."""
-    from outrider.decoding.state import DecodeState
-
     model = workshop.model(Case("eagle3", {"vocabulary": 5}), target)
     sampling = Sampling(temperature=1.0, bad_words=[(token,) for token in model.head.ids.tolist()])
-    state = DecodeState(2, 256)
-    for _ in advance(target, [Request(prompt, 8, sampling) for prompt in prompts[:2]], model.eval().drafter(), state=state):
+    state = batch(target, 2)
+    for _ in serve(target, [Request(prompt, 8, sampling) for prompt in prompts[:2]], model.eval().drafter(), state=state):
         pass
-    assert state.unlawful == 0
+    assert state.invalid == 0
 
 
 def test_what_cannot_be_drafted_counts_as_lost(target, texts, workshop):

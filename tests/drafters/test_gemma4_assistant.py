@@ -20,10 +20,12 @@ from transformers import (
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import generate, prefill
+from outrider.decoding.generate import prefill
 from outrider.decoding.state import DecodeState, Request
 from outrider.drafters import gemma4_assistant
 from outrider.errors import DrafterError
+from outrider.generation import generate
+from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import load_target
 
 KINDS = ["sliding_attention", "full_attention"]
@@ -120,7 +122,7 @@ def test_it_writes_nothing_into_the_targets_cache(target, folder):
     drafter = built(target, folder)
     cache = target.allocate(1, 20)
     memory, state = drafter.allocate(cache), DecodeState(1, 64)
-    state.admit(0, Request([5, 9, 2, 7, 7, 1, 3, 4, 9], 4))
+    state.admit(0, Request([5, 9, 2, 7, 7, 1, 3, 4, 9], 4, Sampling()))
     prefill(target, drafter, cache, memory, state, [0])
     before, lengths = [stack.clone() for stack in cache._stacks], list(cache.lengths)
     draft = drafter.propose(memory, state, torch.tensor([3]))

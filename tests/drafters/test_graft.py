@@ -12,10 +12,10 @@ from contracts.parties import Drawn, OnAndOff, Proposer, TableTarget, Tree
 
 from outrider import drafters
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import advance, generate
-from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError
+from outrider.generation import generate, serve
+from outrider.sampling.settings import Sampling
 
 graft, recycle = drafters.find("graft"), drafters.find("recycle")
 TARGET = TableTarget.random(5)
@@ -200,7 +200,7 @@ def test_the_bases_cache_stands_as_if_it_had_read_the_text(choices, temperature,
             Request(prompt, 8 + 3 * n, Sampling(temperature * (n % 3 > 0), seed=None if n % 2 else n))
             for n, prompt in enumerate(prompts)
         ]
-        for _ in advance(target, requests, drafter, slots=3, policy=policy):
+        for _ in serve(target, requests, drafter, slots=3, policy=policy):
             pass
     assert len(worst) > 80 and max(worst) < 1e-10
 

@@ -12,11 +12,12 @@ from contracts.chances import emitted, keeps_the_law
 from contracts.parties import OnAndOff, TableTarget
 
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import advance, generate
-from outrider.decoding.sampling import Purpose, Sampling, distribution
+from outrider.decoding.noise import Purpose
 from outrider.decoding.state import DecodeState, Request
-from outrider.drafters import jacobi
 from outrider.drafters.jacobi import Config, Jacobi, Pool, build
+from outrider.generation import batch, generate, serve
+from outrider.sampling.distribution import distribution
+from outrider.sampling.settings import Sampling
 
 TABLE = TableTarget.random(5)
 
@@ -189,8 +190,8 @@ def test_q_is_the_law_of_the_row_that_the_guess_came_from(target, prompts):
         rows.append(scores.logits[0, len(kept.paths[0]) + 1 : 1 + int(draft.sizes[0])])
 
     drafter.observe = observing
-    state = DecodeState(1, 256)
-    for _ in advance(target, [Request(prompts[0], 40, sampling)], drafter, state=state):
+    state = batch(target, 1)
+    for _ in serve(target, [Request(prompts[0], 40, sampling)], drafter, state=state):
         pass
     drawn = 0
     for (_, draft), logits in zip(seen, rows, strict=False):
@@ -199,7 +200,7 @@ def test_q_is_the_law_of_the_row_that_the_guess_came_from(target, prompts):
             continue
         count = min(len(logits), draft.tokens.shape[1])
         drawn += count
-        wanted = distribution(logits[None, :count], state.settings._replace(**_columns(sampling)))
+        wanted = distribution(logits[None, :count], state.judge.settings._replace(**_columns(sampling)))
         torch.testing.assert_close(draft.q[:, :count], wanted)
         assert bool((draft.q[0, count:].amax(-1) == 1).all())
     assert drawn > 20
@@ -222,11 +223,11 @@ def test_with_a_seed_the_text_is_plain_decodings_and_guesses_foresee_it(branches
 
 def test_fresh_noise_in_every_step(monkeypatch):
     """Catches a draw that is repeated: an unjudged guess has decided the next q, so its noise is spent.  False alarm 1e-6."""
-    asked, draw = [], jacobi.DecodeState.streams.fget
+    asked, draw = [], DecodeState.streams.fget
 
     def spied(state):
         streams = draw(state)
-        asked.append(streams._key(0, Purpose.DRAFT).tolist())
+        asked.append(streams.key(0, Purpose.DRAFT).tolist())
         return streams
 
     monkeypatch.setattr(DecodeState, "streams", property(spied))
@@ -242,11 +243,11 @@ def test_a_slot_that_is_used_again_has_forgotten(target, prompts):
     """Catches a pool or a window that speaks of the request before."""
     drafter = build(Config(window=4, branches=2), target)
     seen = watched(drafter)
-    for _ in advance(target, [Request(prompts[0], 30), Request(prompts[7], 30)], drafter, slots=1):
+    for _ in serve(target, [Request(prompts[0], 30, Sampling()), Request(prompts[7], 30, Sampling())], drafter, slots=1):
         pass
     both = [(text, draft.ids) for text, draft in seen]
     seen.clear()
-    for _ in advance(target, [Request(prompts[7], 30)], drafter, slots=1):
+    for _ in serve(target, [Request(prompts[7], 30, Sampling())], drafter, slots=1):
         pass
     alone = [(text, draft.ids) for text, draft in seen]
     assert both[-len(alone) :] == alone

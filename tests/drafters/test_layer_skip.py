@@ -12,14 +12,14 @@ from contracts.chances import emitted, keeps_the_law
 from contracts.parties import OnAndOff, TableTarget
 
 from benchmarks.families import tiny
-from outrider.decoding.generate import advance, generate
-from outrider.decoding.parties import Skip, SkipsLayers
-from outrider.decoding.policy import ByConfidence
-from outrider.decoding.sampling import Sampling
-from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.state import Request
 from outrider.drafters import layer_skip
-from outrider.drafters.layer_skip import Config, Found, LayerSkip, build, search
-from outrider.errors import CheckpointError, DrafterError
+from outrider.drafters.layer_skip import Config, LayerSkip, build
+from outrider.errors import DrafterError
+from outrider.generation import batch, generate, serve
+from outrider.policies.by_confidence import ByConfidence
+from outrider.sampling.settings import Sampling
+from outrider.targets.protocol import Skip, SkipsLayers
 from outrider.targets.transformers import load_target
 
 
@@ -89,10 +89,11 @@ def test_compiled_steps_are_not_asked(target, monkeypatch):
 
 def test_the_cache_holds_the_targets_own_keys(target, prompts):
     """Catches keys of a draft that are taken for the target's: after a text they are those of one whole pass."""
-    drafter, state = LayerSkip(target, whole(1), 4, 0.0), DecodeState(2, 256)
+    drafter, state = LayerSkip(target, whole(1), 4, 0.0), batch(target, 2)
     caches, allocate = [], drafter.allocate
     drafter.allocate = lambda cache: caches.append(cache) or allocate(cache)
-    for _ in advance(target, [Request(prompts[0], 20), Request(prompts[2], 24)], drafter, state=state, slots=2):
+    requests = [Request(prompts[0], 20, Sampling()), Request(prompts[2], 24, Sampling())]
+    for _ in serve(target, requests, drafter, state=state):
         [cache] = caches
         for row in state.rows:
             read = cache.lengths[row]
@@ -225,7 +226,7 @@ def test_targets_that_cannot_skip_are_refused(target, monkeypatch):
     with pytest.raises(DrafterError, match="changes what passes"):
         build(Config(), load_target(tiny("bloom")))
     with pytest.raises(DrafterError, match="another device"):
-        build(Config(), target.lent(torch.device("meta")))
+        build(Config(), target.copy_to(torch.device("meta")))
     monkeypatch.setattr(target, "spec", replace(target.spec, mode="off"))
     with pytest.raises(DrafterError, match="mode is off"):
         build(Config(), target)
@@ -252,68 +253,3 @@ def test_a_set_is_said_once(target, caplog):
         Config(file="found.json", skip_mlp=(1,))
     build(Config(skip_attention=()), target)
     assert "leaves nothing out" in caplog.text
-
-
-# ── search ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture(scope="module")
-def idle():
-    """A target whose layer 2 and whose first MLP say nothing: it loses nothing without them."""
-    model = silenced(Skip(frozenset({2}), frozenset({0, 2})))
-    return load_target(model)
-
-
-@pytest.fixture
-def steady(monkeypatch):
-    """Equal seconds in every run: a drafting pass costs a tenth, and nine tenths by its sublayers."""
-    monkeypatch.setattr(layer_skip, "_verify_s", lambda target, texts, nodes: 1.0 + 0.02 * nodes)
-    cost = lambda able, texts, skip: 0.1 + 0.9 * (1 - (len(skip.attention) + len(skip.mlp)) / 8)
-    monkeypatch.setattr(layer_skip, "_draft_s", cost)
-
-
-def test_a_search_finds_what_can_be_spared(idle, prompts, steady):
-    """Catches agreement measured on other keys than the text's, a score without costs, and luck."""
-    found = search(idle, prompts, tokens=24, tries=40, length=4, seed=1)
-    best = found[0]
-    assert {2} <= set(best.skip_attention) and {0, 2} & set(best.skip_mlp)
-    assert best.speedup == max(one.speedup for one in found)
-    assert 30 <= len(found) <= 40 and len({one.skip for one in found}) == len(found)
-    assert search(idle, prompts, tokens=24, tries=40, length=4, seed=1) == found
-    free = next((one for one in found if one.skip == Skip(frozenset({2}), frozenset({2}))), None)
-    assert free is None or free.agreement == 1.0
-
-
-def test_agreement_is_what_decoding_finds(idle, target, prompts, steady):
-    """Catches drafts that begin at the wrong token, and copies that are not made anew for the next set."""
-    texts = layer_skip._Texts(idle, prompts, 24, 4)
-    leads, sure = texts.drafted(idle, Skip(frozenset({2}), frozenset({0, 2})))
-    assert leads.tolist() == [4] * 6 * len(prompts) and sure.shape == (48, 4)
-    texts = layer_skip._Texts(target, prompts[:1], 24, 4)
-    for skip in (whole(1), whole(3)):
-        leads, _ = texts.drafted(target, skip)
-        again, _ = texts.drafted(target, skip)
-        assert torch.equal(leads, again)
-        own = []
-        for at in range(20, -1, -4):  # from the last to the first
-            drafter = LayerSkip(target, skip, 4, 0.0)
-            text = texts.texts[0][: len(prompts[0]) + at]
-            (one,) = generate(target, [text], drafter, max_new_tokens=5)
-            own.append(one.accepted[0])
-        assert leads.tolist() == own
-
-
-def test_what_was_found_is_saved_and_refused_on_another_target(idle, target, prompts, steady, tmp_path):
-    """Catches a set that is used on weights it was not found on."""
-    (found, *_) = search(idle, prompts[:2], tokens=12, tries=8, length=3)
-    found.save(tmp_path / "set.json")
-    assert Found.load(tmp_path / "set.json", idle) == found
-    drafter = build(Config(file=str(tmp_path / "set.json")), idle)
-    assert (drafter.skip, drafter.limit, drafter.least) == (found.skip, found.length, found.least)
-    assert build(Config(file=str(tmp_path / "set.json"), length=7, least=0.5), idle).limit == 7
-    with pytest.raises(CheckpointError, match="search again"):
-        build(Config(file=str(tmp_path / "set.json")), target)
-    (tmp_path / "set.json").write_text("{")
-    for name in ("set.json", "none.json"):
-        with pytest.raises(CheckpointError, match="can't read"):
-            build(Config(file=str(tmp_path / name)), idle)

@@ -15,15 +15,15 @@ from contracts.parties import TableTarget
 
 from outrider import checkpoint
 from outrider.config import build as checked
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import advance, generate
-from outrider.decoding.parties import Scores
-from outrider.decoding.sampling import Sampling
-from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.drafters import medusa
 from outrider.errors import ConfigError, DrafterError
+from outrider.generation import batch, generate, serve
 from outrider.nn import trees
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.settings import Sampling
 
 BUSHY = ((0,), (1,), (0, 0), (2,), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 2), (0, 1, 0))
 TABLE = TableTarget.random(5)
@@ -45,13 +45,13 @@ class Slots:
 
 def proposed(model, texts, budget=100, sampling=Sampling()) -> Draft:  # noqa: B008  (frozen)
     """The draft behind these texts, each read up to its anchor."""
-    drafter, state = model.drafter(), DecodeState(len(texts), 256)
+    drafter, state = model.drafter(), DecodeState(len(texts), 256, judge=SamplingJudge())
     memory = drafter.allocate(Slots())
     for row, text in enumerate(texts):
         state.admit(row, Request(text, 100, sampling))
         state.prefilled[row] = len(text) - 1
         hidden, _ = model.target.read(torch.tensor([text[:-1]]))
-        drafter.admit(memory, [row], state, Scores(hidden, hidden, None))
+        drafter.admit(memory, [row], state, Scores(hidden, hidden, None), [len(text) - 1])
     return drafter.propose(memory, state, torch.full((len(texts),), min(budget, drafter.limit)))
 
 
@@ -110,8 +110,8 @@ def test_every_node_is_its_ranks_choice_behind_its_own_path(sequential, head, ta
 
 def test_a_sequential_head_sees_the_drafted_tokens_in_their_order(target, monkeypatch):
     """Planted fault: the words of a path from the leaf up; heads that know no words don't notice."""
-    path = medusa._path
-    monkeypatch.setattr(medusa, "_path", lambda *args: path(*args).flip(-1))
+    path = trees.path
+    monkeypatch.setattr(trees, "path", lambda *args: path(*args)[::-1])
     model = made(target, sequential=True)
     assert not follows_the_heads(model, TEXTS, proposed(model, TEXTS))
     model = made(target)
@@ -139,13 +139,13 @@ def test_the_short_way_drafts_what_the_long_way_does(target):
     model = made(target)
     drafter, state = model.drafter(), DecodeState(2, 256)
     for row, text in enumerate(TEXTS):
-        state.admit(row, Request(text, 100))
+        state.admit(row, Request(text, 100, Sampling()))
     hidden = torch.randn(2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for nodes in range(1, len(BUSHY) + 1):
         tree, budget = drafter.tree.first(nodes), torch.tensor([nodes, 1])
         with torch.no_grad():
             step = medusa._Step(model, hidden, state, 3)
-            short, long = tree.draft(step.choices(tree), budget), medusa.ranked(step.first(), step.expand, budget, tree)
+            short, long = tree.draft(tree.choices(step.all), budget), trees.ranked(step.first(), step.expand, budget, tree)
         for one, other in ((short.tokens, long.tokens), (short.parents, long.parents), (short.sizes, long.sizes)):
             assert torch.equal(one, other)
         assert short.checked(2).live == [nodes, 1]
@@ -157,10 +157,10 @@ def test_a_slot_without_a_state_drafts_nothing_and_keeps_nothing(target):
     drafter, state = model.drafter(), DecodeState(2, 256)
     memory = drafter.allocate(Slots())
     for row in range(2):
-        state.admit(row, Request([row + 1], 100))
+        state.admit(row, Request([row + 1], 100, Sampling()))
     assert not drafter.propose(memory, state, torch.tensor([5, 5])).live[0]
     states = torch.randn(2, 3, 32, dtype=torch.float64)
-    kept = Kept([[1], []], [7, 8], [0, 0])
+    kept = Accepted([[1], []], [7, 8], [0, 0])
     drafter.observe(memory, state, Draft.empty(2), kept, Scores(states, states, None))
     assert torch.equal(memory.hidden, torch.stack([states[0, 2], states[1, 0]]))
     drafter.free(memory, [0])
@@ -172,11 +172,11 @@ def test_prompts_in_several_chunks_leave_the_last_state(target):
     drafter, state = made(target).drafter(), DecodeState(2, 256)
     memory = drafter.allocate(Slots())
     for row, length in enumerate((8, 6)):
-        state.admit(row, Request(list(range(length)), 10))
+        state.admit(row, Request(list(range(length)), 10, Sampling()))
     chunks = torch.randn(2, 2, 4, 32, dtype=torch.float64)
-    for chunk, ends in zip(chunks, ((4, 4), (7, 5)), strict=True):
+    for chunk, ends, lengths in zip(chunks, ((4, 4), (7, 5)), ((4, 4), (3, 1)), strict=True):
         state.prefilled[:] = ends
-        drafter.admit(memory, [0, 1], state, Scores(chunk, chunk, None))
+        drafter.admit(memory, [0, 1], state, Scores(chunk, chunk, None), lengths)
     assert torch.equal(memory.hidden, torch.stack([chunks[1, 0, 2], chunks[1, 1, 0]]))
 
 
@@ -197,8 +197,8 @@ def test_a_q_of_another_head_is_caught(monkeypatch):
     """Planted fault: the first head's q for every node."""
     drawn = trees.sampled
 
-    def faulty(first, expand, budget, **options):
-        draft = drawn(first, expand, budget, **options)
+    def faulty(*given, **options):
+        draft = drawn(*given, **options)
         return replace(draft, q=draft.q[:, :1].expand_as(draft.q))
 
     monkeypatch.setattr(trees, "sampled", faulty)
@@ -208,13 +208,13 @@ def test_a_q_of_another_head_is_caught(monkeypatch):
 @KINDS
 def test_drawn_and_greedy_requests_share_a_batch(sequential, target, prompts, plain):
     """Catches a greedy text that is moved by a sampled one beside it, and nodes that no law allows."""
-    drafter, state = made(target, sequential=sequential).drafter(), DecodeState(3, 256)
+    drafter, state = made(target, sequential=sequential).drafter(), batch(target, 3)
     requests = [Request(prompt, 12, Sampling(0.8 * (n % 2), seed=3 if n == 3 else None)) for n, prompt in enumerate(prompts)]
     found = [[] for _ in requests]
-    for progress in advance(target, requests, drafter, slots=3, state=state):
+    for progress in serve(target, requests, drafter, state=state):
         found[progress.request] += progress.tokens
     assert found[::2] == [plain(target, prompt, 12) for prompt in prompts[::2]]
-    assert state.unlawful == 0
+    assert state.invalid == 0
 
 
 # ── the tree ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -355,7 +355,7 @@ def test_a_tree_keeps_more_than_the_chain_in_it(target, prompts, drafter_of):
     steps = []
     for paths in (((0,), (0, 0)), model.drafter().tree.paths):
         drafter = medusa.MedusaDrafter(model)
-        drafter.tree, drafter.limit = medusa.Tree(paths), len(paths)
+        drafter.tree, drafter.limit = trees.RankTree(paths), len(paths)
         found = generate(target, prompts, drafter, max_new_tokens=40)
         steps.append(sum(one.steps for one in found))
     assert steps[1] < steps[0]

@@ -10,10 +10,12 @@ from contracts.parties import Drawn, Proposer, TableTarget, Tree
 
 from outrider import drafters
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import advance, generate
-from outrider.decoding.policy import Fixed
 from outrider.decoding.state import DecodeState, Request
-from outrider.decoding.text import Detokenizer
+from outrider.generation import generate, serve
+from outrider.nn import parts
+from outrider.policies.fixed import Fixed
+from outrider.sampling.settings import Sampling
+from outrider.sampling.text import Detokenizer
 
 mix = drafters.find("mix")
 TARGET = TableTarget.random(5)
@@ -70,7 +72,7 @@ def test_mixed_trees_keep_the_law(pair, share):
 def test_drafters_that_share_their_noise_are_caught(monkeypatch):
     """Planted fault: the second part draws what the first drew, whatever its q says."""
     assert keeps_the_law(UNEVEN, made(Drawn(contrary, 2), Drawn(contrary, 2)), slots=1500)
-    monkeypatch.setattr(DecodeState, "of_part", lambda state, part: state)
+    monkeypatch.setattr(parts, "_with_own_noise", lambda state, part: state)
     assert not keeps_the_law(UNEVEN, made(Drawn(contrary, 2), Drawn(contrary, 2)), slots=1500)
 
 
@@ -165,7 +167,7 @@ def test_a_slot_used_again_begins_anew():
     memory.serving[0] = 1
     drafter.free(memory, [0])
     assert memory.shares[0].steps == 0 and memory.serving == {}
-    state.admit(0, Request([0], 9))
+    state.admit(0, Request([0], 9, Sampling()))
     assert memory.shares[0].split(4) == mix.Shares([4, 4], 0.1).split(4)
 
 
@@ -202,8 +204,8 @@ def test_each_kind_of_text_has_the_part_that_kept_most_of_it():
             drafter.tallies.of(f"\0{kind}").learn(part, float(part == best))
 
     def steps(text: str) -> int:
-        request = Request([0], 20, detokenizer=Detokenizer(lambda _: text))
-        return sum(1 for _ in advance(counting(), [request], drafter, slots=1))
+        request = Request([0], 20, Sampling(), detokenizer=Detokenizer(lambda _: text))
+        return sum(1 for _ in serve(counting(), [request], drafter, slots=1))
 
     # the counts lie: what is said to be best for code is always wrong
     assert steps("x = f(y)[0]\n") == 20
@@ -226,7 +228,7 @@ def test_a_request_may_name_its_part(caplog):
     drafter = made(wrong, right, share="request", nodes=4)
 
     def asked(name):
-        return sum(1 for _ in advance(counting(), [Request([0], 20, drafter=name)], drafter, slots=1))
+        return sum(1 for _ in serve(counting(), [Request([0], 20, Sampling(), drafter=name)], drafter, slots=1))
 
     assert asked("part 1") == 4
     assert asked("part 0") == 20
@@ -246,7 +248,7 @@ def test_each_part_sees_its_own_taps():
             super().__init__(1)
             self.taps, self.wanted = taps, wanted
 
-        def admit(self, memory, rows, state, scores):
+        def admit(self, memory, rows, state, scores, lengths):
             self.observe(memory, state, None, None, scores)
 
         def observe(self, memory, state, draft, kept, scores):

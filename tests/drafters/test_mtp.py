@@ -16,12 +16,12 @@ from transformers.modeling_layers import MtpModel
 
 from benchmarks.families import BASE, DELTA, EXPERTS
 from outrider.checkpoint import load_drafter, save
-from outrider.decoding.generate import generate
-from outrider.decoding.policy import Fixed
-from outrider.decoding.sampling import Sampling
 from outrider.drafters import mtp
 from outrider.errors import DrafterError
+from outrider.generation import generate
 from outrider.nn import recurrent
+from outrider.policies.fixed import Fixed
+from outrider.sampling.settings import Sampling
 from outrider.targets.cache import Limit
 from outrider.targets.transformers import TransformersTarget, load_target
 
@@ -205,7 +205,7 @@ def reference(target, weights, name, texts: list[list[int]]) -> list[list[torch.
 def drafted(target, drafter, prompts, count, **options):
     """Every committed text that was drafted behind, with the logits of every depth; and the text that came out."""
     seen: dict[tuple[int, ...], list[torch.Tensor]] = {}
-    chain = recurrent.trees.chain
+    chain = recurrent.serving.chain
 
     def told(first, read_one, budget, state):
         logits = [first]
@@ -220,7 +220,7 @@ def drafted(target, drafter, prompts, count, **options):
         return draft
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recurrent.trees, "chain", told)
+        patch.setattr(recurrent.serving, "chain", told)
         texts = [found.tokens for found in generate(target, prompts, drafter, max_new_tokens=count, **options)]
     return seen, texts
 

@@ -7,18 +7,18 @@ import torch
 from conftest import Case
 
 from outrider import drafters
-from outrider.decoding.generate import advance, generate
-from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import DecodeState, Request
+from outrider.generation import generate, serve
 from outrider.retrieval import trie as tries
 from outrider.retrieval.trie import Trie
+from outrider.sampling.settings import Sampling
 
 ngram = drafters.find("ngram")
 SHAPES = ("chain", "recency", "frequency")
 
 
 @pytest.fixture(params=["native", "python"])
-def twin(request, monkeypatch):
+def either(request, monkeypatch):
     """On either trie."""
     if request.param == "python":
         monkeypatch.setattr(tries, "fastest", Trie)
@@ -26,6 +26,10 @@ def twin(request, monkeypatch):
 
 class Slots:
     slots = 4
+
+
+def asking(text: list[int], tenant: str = "") -> Request:
+    return Request(text, 9, Sampling(), tenant=tenant)
 
 
 def drafts(drafter, memory, requests: dict[int, Request], nodes: int = 6) -> list[list[int]]:
@@ -49,31 +53,31 @@ def made(**choices):
     return ngram.build(config, TreeTarget)
 
 
-@pytest.mark.usefixtures("twin")
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("tree", SHAPES)
 def test_by_default_a_slot_used_again_carries_nothing_over(tree):
     """Catches a text that is found by the next request of its slot, or by its neighbour."""
     drafter = made(tree=tree)
     memory = drafter.allocate(Slots())
-    first, beside = drafts(drafter, memory, {0: Request([1, 2, 3, 1, 2], 9), 1: Request([5, 1, 2], 9)})
+    first, beside = drafts(drafter, memory, {0: asking([1, 2, 3, 1, 2]), 1: asking([5, 1, 2])})
     assert first[0] == 3 and beside == []
-    assert drafts(drafter, memory, {0: Request([7, 1, 2], 9)}) == [[]]
+    assert drafts(drafter, memory, {0: asking([7, 1, 2])}) == [[]]
     assert not drafter.shared.kept
 
 
-@pytest.mark.usefixtures("twin")
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("tree", SHAPES)
 def test_what_one_tenant_wrote_never_shows_in_anothers_drafts(tree):
     """Catches a memory that is shared too widely; the two texts have no token in common but the one that is looked up."""
     drafter = made(tree=tree, shared="tenant")
     memory = drafter.allocate(Slots())
-    drafts(drafter, memory, {0: Request([1, 2, 3, 4], 9, tenant="a"), 1: Request([1, 12, 13, 14], 9, tenant="b")})
+    drafts(drafter, memory, {0: asking([1, 2, 3, 4], "a"), 1: asking([1, 12, 13, 14], "b")})
     for _ in range(2):
-        found = drafts(drafter, memory, {0: Request([1], 9, tenant="b"), 1: Request([1], 9), 2: Request([1], 9, tenant="a")})
+        found = drafts(drafter, memory, {0: asking([1], "b"), 1: asking([1]), 2: asking([1], "a")})
         assert [own[:3] for own in found] == [[12, 13, 14], [], [2, 3, 4]]
     texts = [[1, 2, 3, 4, 1, 2, 3], [1, 12, 13, 14, 1, 12]]
     for text, tenant in zip(texts * 3, "ababab", strict=True):
-        (found,) = drafts(drafter, memory, {3: Request(text, 9, tenant=tenant)})
+        (found,) = drafts(drafter, memory, {3: asking(text, tenant)})
         assert set(found) <= set(texts["ab".index(tenant)])
 
 
@@ -81,8 +85,8 @@ def test_a_memory_shared_by_all_is_the_planted_fault():
     """The test above has teeth: where all share, one finds the other's words."""
     drafter = made(tree="recency", shared="all")
     memory = drafter.allocate(Slots())
-    drafts(drafter, memory, {0: Request([1, 2, 3, 4], 9, tenant="a")})
-    (found,) = drafts(drafter, memory, {1: Request([1], 9, tenant="b")})
+    drafts(drafter, memory, {0: asking([1, 2, 3, 4], "a")})
+    (found,) = drafts(drafter, memory, {1: asking([1], "b")})
     assert found[:3] == [2, 3, 4]
 
 
@@ -102,9 +106,9 @@ def test_of_many_tenants_those_away_longest_are_forgotten():
     drafter = made(shared="tenant", tenants=2)
     memory = drafter.allocate(Slots())
     for tenant in "abac":
-        drafts(drafter, memory, {0: Request([1, 2, 3], 9, tenant=tenant)})
+        drafts(drafter, memory, {0: asking([1, 2, 3], tenant)})
     assert list(drafter.shared.kept) == ["a", "c"]
-    found = [drafts(drafter, memory, {0: Request([1], 9, tenant=tenant)})[0] for tenant in "ab"]
+    found = [drafts(drafter, memory, {0: asking([1], tenant)})[0] for tenant in "ab"]
     assert found == [[2, 3], []]
 
 
@@ -118,7 +122,7 @@ def test_a_text_does_not_depend_on_what_is_remembered(tree, shared, sampling, ta
     for _ in range(2):
         found = [[] for _ in prompts]
         requests = [Request(prompt, 16, sampling, tenant="ab"[n % 2]) for n, prompt in enumerate(prompts)]
-        for progress in advance(target, requests, drafter, slots=3):
+        for progress in serve(target, requests, drafter, slots=3):
             found[progress.request] += progress.tokens
         assert found == wanted
 

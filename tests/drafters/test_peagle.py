@@ -6,14 +6,14 @@ import pytest
 import torch
 from conftest import SMALL, batch_of, tiny_model, train
 
-from outrider import drafters
-from outrider.decoding.generate import advance, generate
-from outrider.decoding.sampling import Sampling
-from outrider.decoding.state import DecodeState, Request
+from outrider import drafters, generation
+from outrider.decoding.state import Request
 from outrider.drafters import peagle
 from outrider.errors import DrafterError
+from outrider.generation import generate, serve
 from outrider.nn import pairs
 from outrider.nn.draft_model import Batch
+from outrider.sampling.settings import Sampling
 from outrider.targets.cache import SlotCache
 from outrider.targets.transformers import load_target
 
@@ -137,7 +137,7 @@ def apart(target, prompts, monkeypatch, fault=None) -> float:
     train(model, batch_of(target, model.taps, warm), 3)
     model.eval()
     drafter, served = model.drafter(), []
-    state = DecodeState(3, 256)
+    state = generation.batch(target, 3)
     own = drafter._logits
 
     def watched(kept, rows, *args):
@@ -152,9 +152,9 @@ def apart(target, prompts, monkeypatch, fault=None) -> float:
     monkeypatch.setattr(drafter, "_logits", watched)
     if fault is not None:
         fault(model, drafter)
-    requests = [Request(prompt, 12 + n) for n, prompt in enumerate(prompts)]
+    requests = [Request(prompt, 12 + n, Sampling()) for n, prompt in enumerate(prompts)]
     texts = [list(prompt) for prompt in prompts]
-    for progress in advance(target, requests, drafter, slots=3, state=state):
+    for progress in serve(target, requests, drafter, state=state):
         texts[progress.request] += progress.tokens
     monkeypatch.undo()
     worst, compared = 0.0, 0
@@ -246,11 +246,11 @@ def test_no_draft_holds_a_token_outside_its_vocabulary(kind, target, prompts, pl
     drafter.propose = watched
     found = generate(target, prompts[:3], drafter, max_new_tokens=10)
     assert [one.tokens for one in found] == [plain(target, prompt, 10) for prompt in prompts[:3]]
-    state = DecodeState(3, 256)
+    state = generation.batch(target, 3)
     hot = [Request(prompt, 10, Sampling(1.0, seed=1)) for prompt in prompts[:3]]
-    for _ in advance(target, hot, drafter, slots=3, state=state):
+    for _ in serve(target, hot, drafter, state=state):
         pass
-    assert state.unlawful == 0
+    assert state.invalid == 0
     assert len(nodes) > 50 and min(nodes) >= 55
 
 

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import drafters
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import advance, generate
-from outrider.decoding.parties import Scores
-from outrider.decoding.state import DecodeState, Request
+from outrider.decoding.state import DecodeState, Request, Scores
+from outrider.generation import generate, serve
 from outrider.retrieval.recycle import CHANCES, Successors
+from outrider.sampling.settings import Sampling
 
 recycle = drafters.find("recycle")
 
@@ -76,11 +76,11 @@ def test_every_verified_node_teaches_and_what_was_kept_teaches_last():
     """Catches rows that are off by one: the anchor's is row 0, and the anchor is no longer the last token when it is told."""
     drafter = recycle.Recycle(recycle.Config(successors=1), 10)
     memory, state = drafter.allocate(Slots(1)), DecodeState(1, 100)
-    state.admit(0, Request([1, 2], 50))
+    state.admit(0, Request([1, 2], 50, Sampling()))
     draft = Draft(torch.tensor([[3, 4, 4, 9]]), torch.tensor([[-1, -1, 0, -1]]), torch.tensor([3]))
     state.tokens[0] += [3, 4, 5]
     scores = torch.nn.functional.one_hot(torch.tensor([[3, 4, 8, 5, 7]]), 10).double()
-    drafter.observe(memory, state, draft, Kept([[0, 2]], [5], [0]), Scores(scores, scores, None))
+    drafter.observe(memory, state, draft, Accepted([[0, 2]], [5], [0]), Scores(scores, scores, None))
     known = memory[0].table[:, 0].tolist()
     # node 1 said 8 after token 4, node 2 of the path said 5; padding says nothing
     assert known == [-1, -1, 3, 4, 5, -1, -1, -1, -1, -1]
@@ -90,10 +90,10 @@ def test_a_slot_that_ended_inside_its_block_teaches_the_right_tokens():
     """Catches an anchor that is looked up one token too far where there was no next token."""
     drafter = recycle.Recycle(recycle.Config(successors=1), 10)
     memory, state = drafter.allocate(Slots(1)), DecodeState(1, 100)
-    state.admit(0, Request([1, 2], 50))
+    state.admit(0, Request([1, 2], 50, Sampling()))
     state.tokens[0] += [3]
     scores = torch.nn.functional.one_hot(torch.tensor([[3, 4]]), 10).double()
-    drafter.observe(memory, state, Draft.chain(torch.tensor([[3]]), torch.tensor([1])), Kept([[0]], [-1], [0]), Scores(scores, scores, None))  # fmt: skip  # noqa: E501
+    drafter.observe(memory, state, Draft.chain(torch.tensor([[3]]), torch.tensor([1])), Accepted([[0]], [-1], [0]), Scores(scores, scores, None))  # fmt: skip  # noqa: E501
     assert memory[0].table[2].tolist() == [3]
     assert memory[0].table[1].tolist() == [-1]
 
@@ -112,13 +112,13 @@ def test_a_slot_used_again_remembers_nothing(target, prompts):
                 seen.append((tuple(state.tokens[0]), draft.ids, draft.tree))
                 return draft
 
-        for _ in advance(target, requests, Watched(drafter.config, 64), slots=1):
+        for _ in serve(target, requests, Watched(drafter.config, 64), slots=1):
             pass
         return seen
 
-    later = Request(prompts[4], 15)
+    later = Request(prompts[4], 15, Sampling())
     alone = drafts([later])
-    assert drafts([Request(prompts[0], 40), later])[-len(alone) :] == alone
+    assert drafts([Request(prompts[0], 40, Sampling()), later])[-len(alone) :] == alone
 
 
 def test_tenants_share_tables_only_if_asked_and_only_their_own(target, prompts):
@@ -127,13 +127,13 @@ def test_tenants_share_tables_only_if_asked_and_only_their_own(target, prompts):
     memory, state = drafter.allocate(Slots(2)), DecodeState(2, 100)
 
     def admit(row, tenant):
-        state.admit(row, Request([1, 2], 50, tenant=tenant))
+        state.admit(row, Request([1, 2], 50, Sampling(), tenant=tenant))
 
     admit(0, "one")
     state.tokens[0] += [3]
     empty = Draft.empty(1)
     scores = torch.randn(1, 1, 64)
-    drafter.observe(memory, state, empty, Kept([[]], [3], [0]), Scores(scores, scores, None))
+    drafter.observe(memory, state, empty, Accepted([[]], [3], [0]), Scores(scores, scores, None))
     state.tokens[0][-1] = 2
     assert drafter.propose(memory, state, torch.tensor([4])).live == [4]
     drafter.free(memory, [0])

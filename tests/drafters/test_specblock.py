@@ -11,13 +11,13 @@ from conftest import SMALL, SMALL_OF, batch_of, train
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.decoding.draft import Draft
-from outrider.decoding.generate import advance, generate
-from outrider.decoding.sampling import Sampling
-from outrider.decoding.state import DecodeState, Request
+from outrider import generation
+from outrider.decoding.state import Request
 from outrider.drafters import specblock
-from outrider.nn import pairs
+from outrider.generation import generate, serve
+from outrider.nn import pairs, trees
 from outrider.nn.draft_model import Batch
+from outrider.sampling.settings import Sampling
 
 
 def model_of(target, **choices):
@@ -137,7 +137,7 @@ def test_every_prefix_of_a_tree_is_a_draft_without_equal_siblings(chain, branche
     assert len(set(zip(tokens, parents, strict=True))) == len(tokens)
     for size in range(len(tokens) + 1):
         assert tree.best(size) == (tokens[:size], parents[:size])
-        draft = Draft.trees([tokens[:size]], [parents[:size]])
+        draft = trees.of_lists([tokens[:size]], [parents[:size]])
         assert draft.checked(1).live == [size]
 
 
@@ -241,7 +241,7 @@ def apart(target, prompts, monkeypatch, fault=None, **sampling) -> tuple[float, 
     texts = torch.tensor([(prompt * 20)[:20] for prompt in prompts])
     train(model, batch_of(target, model.taps, texts), 5)
     drafter, served = model.eval().drafter(), []
-    state, second, first_of = DecodeState(3, 256), drafter._second, drafter._first
+    state, second, first_of = generation.batch(target, 3), drafter._second, drafter._first
     if fault is not None:
         fault(model)
 
@@ -261,7 +261,7 @@ def apart(target, prompts, monkeypatch, fault=None, **sampling) -> tuple[float, 
     monkeypatch.setattr(drafter, "_first", watched_first)
     monkeypatch.setattr(drafter, "_second", watched)
     requests = [Request(prompt, 8 + n, Sampling(**sampling)) for n, prompt in enumerate(prompts[:5])]
-    for _ in advance(target, requests, drafter, slots=3, state=state):
+    for _ in serve(target, requests, drafter, state=state):
         pass
     monkeypatch.undo()
     model.__dict__.pop("forward", None)

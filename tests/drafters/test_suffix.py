@@ -8,12 +8,13 @@ import pytest
 import torch
 from contracts.parties import TableTarget
 
-from outrider.decoding.generate import advance
 from outrider.decoding.state import DecodeState, Request
 from outrider.drafters import suffix
 from outrider.errors import ConfigError, DataError
+from outrider.generation import serve
 from outrider.retrieval import suffix_array, trie
 from outrider.retrieval.trie import Trie
+from outrider.sampling.settings import Sampling
 
 
 @pytest.fixture(params=["native", "python"], autouse=True)
@@ -26,7 +27,7 @@ def proposed(drafter: suffix.Suffix, texts: list[list[int]], most: int = 8, tena
     """What is drafted behind these texts, slots side by side."""
     state = DecodeState(len(texts), 1000)
     for row, text in enumerate(texts):
-        state.admit(row, Request(text, 100, tenant=tenants[row] if tenants else ""))
+        state.admit(row, Request(text, 100, Sampling(), tenant=tenants[row] if tenants else ""))
     draft = drafter.propose([None] * len(texts), state, torch.full((len(texts),), most)).checked(len(texts))
     return [ids[:size] for ids, size in zip(draft.ids, draft.live, strict=True)]
 
@@ -72,8 +73,8 @@ def test_a_text_is_shared_up_to_its_end():
     """Catches a last block that nobody reads, since no draft follows it."""
     target = TableTarget.random(5)
     drafter = made(shared="all")
-    [*_] = advance(target, [Request([0, 1], 30)], drafter, slots=1)
-    [*told] = advance(target, [Request([0, 1], 30)], drafter, slots=1)
+    [*_] = serve(target, [Request([0, 1], 30, Sampling())], drafter, slots=1)
+    [*told] = serve(target, [Request([0, 1], 30, Sampling())], drafter, slots=1)
     assert len(told) < 10  # the same text again, and greedy
 
 

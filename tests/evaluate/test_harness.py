@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from verbs import outrider_with
 
 from outrider.checkpoint import load_drafter
-from outrider.decoding.parties import Drafter
+from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError
 from outrider.targets.transformers import TransformersTarget, load_target
 

@@ -18,15 +18,16 @@ import outrider
 from outrider import config as configs
 from outrider import load_drafter
 from outrider.cli import console
-from outrider.decoding import loop
-from outrider.decoding.accept import Kept
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Drafter
+from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.evaluate import measure, summary
 from outrider.evaluate.measure import Config, evaluate, fresh_share, generate_once
 from outrider.evaluate.report import Report, Row
 from outrider.evaluate.summary import conditional, first_difference
+from outrider.policies import named
+from outrider.sampling import judge
 from outrider.targets.transformers import TransformersTarget, load_target
 
 PROMPTS = ["tell 1", "xyxyxy", "q", "another one"]
@@ -241,17 +242,17 @@ def test_a_rule_that_keeps_one_token_too_many_is_found_out(
     talker: TransformersTarget, task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a measurement of exactness that can't fail; the first difference is where brute force sees it too."""
-    real = loop.accept_greedy
+    real = judge.accept_greedy
 
-    def generous(draft: Draft, choice: torch.Tensor, vocabulary: int) -> Kept:
+    def generous(draft: Draft, choice: torch.Tensor, vocabulary: int) -> Accepted:
         found = real(draft, choice, vocabulary)
-        kept = found.accepted[0]
+        kept = found.counts[0]
         if len(found.paths) > 1 or kept >= draft.live[0]:
             return found
-        return Kept([list(range(kept + 1))], [int(choice[0, kept + 1])], found.unlawful)
+        return Accepted([list(range(kept + 1))], [int(choice[0, kept + 1])], found.invalid)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "accept_greedy", generous)
+        patched.setattr(judge, "accept_greedy", generous)
         drafter = load_drafter("dspark", talker, **{key: value for key, value in DRAFTER.items() if key != "kind"})
         found = evaluate(talker, {"dspark": drafter}, settings(task, temperatures=(0.0,)))
         texts = outrider.generate(
@@ -439,7 +440,7 @@ def test_a_lossy_rule_is_said_in_every_row(
     talker: TransformersTarget, drafters: dict[str, Drafter], task: str, report: Report
 ) -> None:
     """Catches a rule that is not used, or is used and not told; a greedy text stays the target's own, at distance 0."""
-    config = settings(task, rule="typical", allow_lossy=True, temperatures=(0.0, 1.0))
+    config = settings(task, verification="typical", allow_lossy=True, temperatures=(0.0, 1.0))
     found = evaluate(talker, drafters, config)
     assert {row.rule for row in found.rows} == {"typical(epsilon=0.09, delta=0.3)"}
     assert {row.lossless for row in found.rows} == {False}
@@ -467,9 +468,9 @@ def test_a_rows_distance_is_that_of_its_tokens(talker: TransformersTarget, draft
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"rule": "typical"}, "evaluate.allow_lossy: rule 'typical' changes .* set allow_lossy: true"),
-        ({"rule": "typical", "allow_lossy": False}, "evaluate.allow_lossy: .* set allow_lossy: true"),
-        ({"rule": "tipical", "allow_lossy": True}, "evaluate.rule: unknown lossy rule .* did you mean 'typical'"),
+        ({"verification": "typical"}, "evaluate.allow_lossy: verification 'typical' changes .* set allow_lossy: true"),
+        ({"verification": "typical", "allow_lossy": False}, "evaluate.allow_lossy: .* set allow_lossy: true"),
+        ({"verification": "tipical", "allow_lossy": True}, "evaluate.verification: unknown .* did you mean 'typical'"),
     ],
 )
 def test_a_lossy_rule_needs_consent(values: dict[str, Any], said: str) -> None:
@@ -480,8 +481,51 @@ def test_a_lossy_rule_needs_consent(values: dict[str, Any], said: str) -> None:
 
 def test_consent_to_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """Catches a setting without effect that is ignored in silence."""
-    assert Config(allow_lossy=True).rule is None
+    assert Config(allow_lossy=True).verification == "standard"
     assert "allow_lossy has no effect" in caplog.text
+
+
+def test_a_policy_that_is_asked_for_is_measured_and_observed(
+    talker: TransformersTarget, drafters: dict[str, Drafter], task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a setting that no run looks at, or the timed ones alone, so that what is observed is not what was measured."""
+    real, asked = named.policy, []
+
+    def noted(name: Any, drafter: Drafter) -> Any:
+        asked.append((name, drafter.limit > 0))
+        return real(name, drafter)
+
+    monkeypatch.setattr(named, "policy", noted)
+    for name in ("by_confidence", "adaptive"):
+        asked.clear()
+        (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, policy=name, temperatures=(0.0,))).rows
+        assert row.exact and row.lossless
+        # three prompts timed and three observed; the warm-up has none
+        assert [found for found, drafts in asked if drafts and found] == [name] * 6
+
+
+def test_block_verification_is_exact_and_loses_nothing(
+    talker: TransformersTarget, drafters: dict[str, Drafter], task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a way to verify that is not used, and one without loss that is reported as lossy."""
+    real, called = named.accept_block, []
+    monkeypatch.setattr(named, "accept_block", lambda *given: (called.append(1), real(*given))[1])
+    for row in evaluate(talker, {"dspark": drafters["dspark"]}, settings(task, verification="block")).rows:
+        assert (row.exact, row.lossless, row.rule) == (True if row.temperature == 0 else None, True, None)
+    assert called
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"policy": "adaptve"}, "evaluate.policy: .*'fixed', 'by_confidence' or 'adaptive'"),
+        ({"verification": "blok"}, "evaluate.verification: unknown verification 'blok'.* did you mean 'block'"),
+    ],
+)
+def test_an_unknown_way_to_decode_is_refused(values: dict[str, Any], said: str) -> None:
+    """Catches a misspelt name that is measured as the default."""
+    with pytest.raises(ConfigError, match=said):
+        configs.build(Config, values, "evaluate")
 
 
 def test_hooks_are_gone_after_a_run(talker: TransformersTarget, report: Report) -> None:
@@ -628,21 +672,16 @@ def test_what_stands_behind_a_text_s_end_was_not_turned_down(
     end = next(token for n, token in enumerate(whole) if n > 6 and token not in whole[:n])
     monkeypatch.setattr(talker, "ends", frozenset({end}))
 
-    class Foretold:
-        taps, limit = (), 5
-
-        def allocate(self, cache: Any) -> None: ...
-        def admit(self, *_: Any) -> None: ...
-        def observe(self, *_: Any) -> None: ...
-        def free(self, *_: Any) -> None: ...
+    class Foretold(Drafter):
+        limit = 5
 
         def propose(self, memory: None, state: Any, budget: torch.Tensor) -> Draft:
-            at = len(state.new_tokens(state.rows[0]))
+            at = len(state.tokens[state.rows[0]]) - len(prompt)
             return Draft.chain(torch.tensor([whole[at : at + 5]]), torch.tensor([5]))
 
     at = whole.index(end)
     shifted = [n for n in range(at + 1) if n % 6 == 0][-1]
-    run = measure.run_once(talker, measure.Request(prompt, 24, measure.Sampling(0.0)), Foretold())  # type: ignore[arg-type]
+    run = measure.run_once(talker, measure.Request(prompt, 24, measure.Sampling(0.0)), Foretold())
     assert run.tokens == whole[: at + 1]
     assert run.accepted == run.reached
     assert sum(run.nodes) == 5 * run.steps

@@ -15,24 +15,26 @@ from tiny import folder as folder
 from tiny import write_recipe
 from verbs import outrider_with
 
-from outrider.decoding.accept import Verdict, accept
+from outrider.decoding.accept import Accepted, accept
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Drafter
-from outrider.decoding.sampling import Purpose, Sampling, Streams
+from outrider.decoding.noise import Purpose, Streams
+from outrider.decoding.protocols import Drafter
 from outrider.errors import DataError
 from outrider.evaluate.quality.parity import Audit, compare, compare_samples, compare_texts
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget, load_target
 
 DrafterOf = Callable[[Case], Drafter]
 
 
-def keeps_the_first(draft: Draft, p: torch.Tensor, streams: Streams) -> Verdict:
+def keeps_the_first(draft: Draft, p: torch.Tensor, streams: Streams) -> Accepted:
     """A broken rule: the first drafted token stays, whatever the target says of it."""
     if not draft.tokens.shape[1]:
         return accept(draft, p, streams)
     has = draft.sizes > 0
     following = streams.draw(p[torch.arange(len(p)), has.long()], has.long(), Purpose.TARGET)
-    return Verdict(torch.where(has, 0, -1)[:, None], has.long(), following, torch.zeros_like(draft.sizes))
+    return Accepted([[0] if kept else [] for kept in has.tolist()], following.tolist(), [0] * len(p))
 
 
 def test_texts_of_an_honest_drafter_are_equal(
@@ -51,7 +53,7 @@ def test_a_rule_that_keeps_a_wrong_token_is_a_bug(
     target: TransformersTarget, prompts: list[list[int]], drafter_of: DrafterOf
 ) -> None:
     """Catches an audit that finds an excuse for everything: the kept token stands far below the likeliest."""
-    found = compare(target, prompts, drafter_of(Case("ngram")), max_new_tokens=24, rule=keeps_the_first)
+    found = compare(target, prompts, drafter_of(Case("ngram")), max_new_tokens=24, judge=SamplingJudge(keeps_the_first))
     assert found.verdict == "bug"
     faulty = [pair for pair in found.pairs if pair.verdict == "bug"]
     for pair in faulty:
@@ -158,7 +160,7 @@ def test_a_sampled_draft_that_is_always_kept_is_caught(
     target: TransformersTarget, drafter_of: DrafterOf, cool: dict[str, Any]
 ) -> None:
     """Catches a comparison that runs the law whatever rule it was given, or one that is blind."""
-    found = compare_samples(target, drafter=drafter_of(Case("small_model")), rule=keeps_the_first, **cool)
+    found = compare_samples(target, drafter=drafter_of(Case("small_model")), judge=SamplingJudge(keeps_the_first), **cool)
     assert found.verdict == "different"
 
 
@@ -248,7 +250,7 @@ def test_the_command_ends_with_1_on_a_bug(folder: Path, here: Path, monkeypatch:
     from outrider.evaluate.quality import parity
 
     whole = parity.compare
-    monkeypatch.setattr(parity, "compare", lambda *given, **more: whole(*given, **more, rule=keeps_the_first))
+    monkeypatch.setattr(parity, "compare", lambda *given, **more: whole(*given, **more, judge=SamplingJudge(keeps_the_first)))
     write_recipe(here / "tiny.yaml", folder)
     options = ["--prompts", str(here / "held_out.jsonl"), "--count", "2", "--max-new-tokens", "16"]
     assert outrider_with("parity", "--target", str(folder), "--drafter", "recycle", *options) == 1

@@ -14,39 +14,35 @@ from torch import Tensor
 from outrider import load_drafter
 from outrider.decoding.accept import accept, overlap
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Drafter
-from outrider.decoding.sampling import Sampling, Streams
+from outrider.decoding.noise import Streams
+from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState, Request
 from outrider.evaluate import rejections, report
 from outrider.evaluate.measure import run_once
 from outrider.evaluate.rejections import judged, kind_of, observe, patterns
+from outrider.nn import trees
+from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
 __all__ = ["folder", "talker"]
 PROMPT = "tell me of ab ab ab ab"
 
 
-class Oracle:
+class Oracle(Drafter):
     """Proposes the text that it was told of, wrong at some places; with `siblings` a wrong token is tried first at each."""
 
-    taps = ()
     limit = 8
 
     def __init__(self, text: Sequence[int], wrong: Sequence[int] = (), width: int = 3, siblings: bool = False):
         self.text, self.wrong, self.width, self.siblings = list(text), set(wrong), width, siblings
 
-    def allocate(self, cache: Any) -> None: ...
-    def admit(self, *_: Any) -> None: ...
-    def observe(self, *_: Any) -> None: ...
-    def free(self, *_: Any) -> None: ...
-
     def propose(self, memory: None, state: DecodeState, budget: Tensor) -> Draft:
-        at = len(state.new_tokens(state.rows[0]))
+        at = len(state.tokens[state.rows[0]]) - len(state.requests[state.rows[0]].prompt)
         ids = [self.text[n] ^ 1 if n in self.wrong else self.text[n] for n in range(at, min(at + self.width, len(self.text)))]
         if not self.siblings:
-            return Draft.trees([ids], [list(range(-1, len(ids) - 1))])
+            return trees.of_lists([ids], [list(range(-1, len(ids) - 1))])
         tokens = [token for pair in zip((i ^ 3 for i in ids), ids, strict=True) for token in pair]
-        return Draft.trees([tokens], [[2 * (n // 2) - 1 for n in range(len(tokens))]])
+        return trees.of_lists([tokens], [[2 * (n // 2) - 1 for n in range(len(tokens))]])
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +157,7 @@ def test_the_chance_of_siblings_is_how_often_the_law_keeps_one(replacement: bool
         torch.stack([q.expand(count, 5), second_q], 1),
     )  # fmt: skip
     streams = Streams(torch.arange(count), torch.zeros(count, dtype=torch.int64))
-    kept = accept(draft, p.expand(count, 3, 5), streams).accepted.double().mean()
+    kept = torch.tensor(accept(draft, p.expand(count, 3, 5), streams).counts).double().mean()
     chance = {}
     for token in range(5):
         b = int((first == token).nonzero()[0])

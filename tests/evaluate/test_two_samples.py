@@ -8,7 +8,7 @@ import torch
 
 from outrider.decoding.accept import accept
 from outrider.decoding.draft import Draft
-from outrider.decoding.sampling import Streams
+from outrider.decoding.noise import Streams
 from outrider.errors import DataError
 from outrider.evaluate.quality.two_samples import detectable, two_samples
 
@@ -24,7 +24,7 @@ def speculated(count: int, seed: int, draft_argmax: bool = False) -> list[list[i
     tokens = torch.full_like(drawn, int(Q.argmax())) if draft_argmax else drawn
     draft = Draft.chain(tokens, torch.full((count,), DEPTH), Q.expand(count, DEPTH, -1))
     streams = Streams(torch.arange(count) + (seed << 20), torch.zeros(count, dtype=torch.int64))
-    kept = accept(draft, P.expand(count, DEPTH + 1, -1), streams).kept()
+    kept = accept(draft, P.expand(count, DEPTH + 1, -1), streams)
     rest = plain(count, seed + 1)
     return [
         ([tokens[b, n].item() for n in path] + [following] + later)[: DEPTH + 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,14 +11,14 @@ from conftest import SHAPE, Case, batch_of, cases
 from torch import nn
 
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import advance, generate
-from outrider.decoding.policy import Fixed
-from outrider.decoding.sampling import Sampling
 from outrider.decoding.state import Request
-from outrider.nn import recurrent, trees
+from outrider.generation import generate, serve
+from outrider.nn import recurrent, serving
 from outrider.nn.blocks import angles
 from outrider.nn.draft_model import Batch
 from outrider.nn.recurrent import RecurrentAttention, RecurrentConfig, RecurrentDrafter, UnrolledRows, unrolled_mask
+from outrider.policies.fixed import Fixed
+from outrider.sampling.settings import Sampling
 from outrider.targets.cache import SlotCache
 
 EAGLE3 = Case("eagle3", {"length": 4, "ttt": 5})
@@ -115,9 +116,9 @@ def served_logits(drafter, target, texts: list[list[int]], prompt: int, monkeypa
             drafted[:, drafted.shape[1] // 2] = (drafted[:, drafted.shape[1] // 2] + 1) % 64
         return Draft.chain(drafted, budget)
 
-    monkeypatch.setattr(trees, "chain", told)
-    requests = [Request(text[:prompt], len(text) - prompt) for text in texts]
-    for _ in advance(target, requests, drafter, slots=slots, policy=Fixed(4)):
+    monkeypatch.setattr(serving, "chain", told)
+    requests = [Request(text[:prompt], len(text) - prompt, Sampling()) for text in texts]
+    for _ in serve(target, requests, drafter, slots=slots, policy=Fixed(4)):
         pass
     return found
 
@@ -170,7 +171,7 @@ def spoilt_forgetting(monkeypatch):
         for row, size in zip(state.rows, draft.live, strict=True):
             if size:
                 memory.kept.lengths[row] += 1
-                memory.pending[row][-1] = memory.pending[row][-1][1:]
+                memory.waiting.take([row], [1])
 
     monkeypatch.setattr(RecurrentDrafter, "observe", observe)
 
@@ -249,7 +250,7 @@ def test_a_trees_likeliest_path_is_the_chain(case, target, workshop, prompts):
             return draft
 
         drafter.propose = watched
-        for _ in advance(target, [Request(prompt, 12) for prompt in prompts], drafter, slots=3, policy=Fixed(39)):
+        for _ in serve(target, [Request(prompt, 12, Sampling()) for prompt in prompts], drafter, slots=3, policy=Fixed(39)):
             pass
         paths[width] = seen
     shared = paths[1].keys() & paths[3].keys()
@@ -320,11 +321,11 @@ def test_a_slot_used_again_drafts_as_a_new_one(width, target, workshop, prompts)
             return draft
 
         drafter.propose = watched
-        for _ in advance(target, requests, drafter, slots=slots):
+        for _ in serve(target, requests, drafter, slots=slots):
             pass
         return seen
 
-    requests = [Request(prompt, 14) for prompt in prompts]
+    requests = [Request(prompt, 14, Sampling()) for prompt in prompts]
     together = drafts(requests, 2)
     for request in requests:
         for text, draft in drafts([request], 1).items():
@@ -377,15 +378,14 @@ def test_steps_without_a_draft_are_caught_up_with(target, workshop, prompts, mon
 
 
 def test_a_draft_ends_before_what_no_law_is_left_for():
-    """Catches NaN as q where all that the draft can say is banned: the token would be counted as unlawful."""
+    """Catches NaN as q where all that the draft can say is banned: the token would be counted as invalid."""
     q = torch.full((2, 3, 4), 0.25)
     q[1, 1] = torch.nan
 
-    class Banned:
-        bans = True
-
-    draft = trees.whole(Draft.chain(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]), q), Banned())
-    assert draft.sizes.tolist() == [3, 1]
+    banned, free = (SimpleNamespace(judge=SimpleNamespace(bans=bans)) for bans in (True, False))
+    draft = Draft.chain(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3]), q)
+    assert serving.possible(draft, banned).sizes.tolist() == [3, 1]
+    assert serving.possible(draft, free) is draft
 
 
 def test_a_target_of_chains_is_drafted_chains(target, workshop, caplog, monkeypatch):
@@ -435,7 +435,7 @@ def test_modules_keep_keys_of_their_own(target, prompts, plain, monkeypatch):
     """Catches a module that reads another's keys, or columns in which it wrote nothing."""
     model = Several(target)
     texts = [(prompt[:5] + plain(target, prompt[:5], 30))[:28] for prompt in prompts if len(prompt) >= 5][:4]
-    served = served_logits(RecurrentDrafter(model, SlotCache), target, texts, 5, monkeypatch, 3)
+    served = served_logits(RecurrentDrafter(model), target, texts, 5, monkeypatch, 3)
     for text, found in zip(texts, served, strict=True):
         wanted = unrolled_logits(model, target, text)
         assert {depth for _, depth in found} == {0, 1, 2, 3}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from outrider.decoding.sampling import Purpose, Sampling, Settings, Streams, distribution
+from outrider.decoding.noise import Purpose, Streams
 from outrider.nn import trees
+from outrider.sampling.distribution import Settings, distribution
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.settings import Sampling
 
 HOT = Settings.of([Sampling(1.0)])
 
@@ -125,7 +129,7 @@ def is_grown_call_by_call(law: Law) -> bool:
     for depth, (tree, fresh) in enumerate(law.trees):
         nodes = tree.tokens.shape[1]
         same = not depth or bool((tree.tokens[:, :before] == law.trees[depth - 1][0].tokens).all())
-        if not same or nodes != before + fresh or bool((tree.depths()[:, before:] != depth).any()):
+        if not same or nodes != before + fresh or bool((tree.rows()[1][:, before + 1 :] != depth + 1).any()):
             return False
         before = nodes
     return True
@@ -174,11 +178,11 @@ def streams_of(slots: int, seeded: torch.Tensor | None = None) -> Streams:
 
 
 def drawn(law, parents, sampling=HOT, replacement=False, streams=None, budget=None):
-    slots = len(law.first)
-    return trees.sampled(
-        law.first, law.expand, budget if budget is not None else torch.full((slots,), len(parents)), parents=parents,
-        settings=sampling, streams=streams or streams_of(slots), replacement=replacement,
-    )  # fmt: skip
+    slots, judge = len(law.first), SamplingJudge()
+    judge.settings = sampling
+    state = SimpleNamespace(judge=judge, streams=streams or streams_of(slots))
+    budget = torch.full((slots,), len(parents)) if budget is None else budget
+    return trees.sampled(law.first, law.expand, budget, state, parents=parents, replacement=replacement)
 
 
 class Flat:

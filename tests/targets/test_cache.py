@@ -51,9 +51,7 @@ def check(cache: SlotCache, reference: Reference) -> None:
 def histories(draw):
     """A list of passes and frees and forks, as choices to be read off."""
     return draw(
-        st.lists(
-            st.tuples(st.sampled_from(["prefill", "tree", "free", "fork"]), st.integers(0, 2**30)), min_size=1, max_size=12
-        )
+        st.lists(st.tuples(st.sampled_from(["prefill", "tree", "free"]), st.integers(0, 2**30)), min_size=1, max_size=12)
     )
 
 
@@ -70,16 +68,6 @@ def test_any_history_leaves_what_was_kept(history):
             cache.free(rows)
             for row in rows:
                 reference.texts[row] = []
-            check(cache, reference)
-            continue
-        if action == "fork":
-            row = draw(0, SLOTS - 1)
-            others = [other for other in rows if other != row]
-            length = draw(0, len(reference.texts[row]))
-            if others:
-                cache.fork(row, others, length)
-                for other in others:
-                    reference.texts[other] = reference.texts[row][:length]
             check(cache, reference)
             continue
         room = LENGTH - max(len(reference.texts[row]) for row in rows)
@@ -146,8 +134,7 @@ def test_a_kept_path_may_come_after_passes_in_inference_mode(target):
     target.verify(cache, [0, 1], torch.tensor([5, 6]), draft)
     cache.keep([[1, 2], [1]])
     assert cache.lengths == [3, 2]
-    cache.fork(0, [1], 2)
     after = target.verify(cache, [0, 1], torch.tensor([9, 9]), Draft.empty(2))
-    wanted = target.head(target.read(torch.tensor([[5, 2, 3, 9], [5, 2, 9, 0]]))[0])
+    wanted = target.head(target.read(torch.tensor([[5, 2, 3, 9], [6, 2, 9, 0]]))[0])
     torch.testing.assert_close(after.logits[0, 0], wanted[0, 3], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(after.logits[1, 0], wanted[1, 2], rtol=1e-9, atol=1e-9)

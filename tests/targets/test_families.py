@@ -13,9 +13,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.families import SMALL, tiny
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import advance, generate
 from outrider.decoding.state import Request
 from outrider.errors import TargetError
+from outrider.generation import generate, serve
+from outrider.sampling.settings import Sampling
 from outrider.targets import selftest
 from outrider.targets.cache import Limit, Sight, SlotCache
 from outrider.targets.transformers import TransformersTarget, load_target
@@ -81,9 +82,9 @@ class Guesses(Proposer):
 def continued(family, attention, drafter, slots) -> None:
     texts = texts_of(family)
     counts = [30, 17, 23, 9, 30]
-    requests = [Request(text[:-30], count) for text, count in zip(texts, counts, strict=True)]
+    requests = [Request(text[:-30], count, Sampling()) for text, count in zip(texts, counts, strict=True)]
     found, kept = [[] for _ in requests], [0]
-    for progress in advance(target_of(family, attention), requests, drafter, slots=slots):
+    for progress in serve(target_of(family, attention), requests, drafter, slots=slots):
         found[progress.request] += progress.tokens
         kept.append(progress.accepted)
     for text, tokens, count in zip(texts, found, counts, strict=True):
@@ -177,8 +178,8 @@ def test_a_target_that_is_off_or_a_chain_is_never_given_more():
     verify = target.verify
     for mode in ("chain", "off"):
         target.spec = replace(target.spec, mode=mode)
-        target.verify = lambda cache, rows, anchor, draft, taps=(): (
-            widths.append(draft) or verify(cache, rows, anchor, draft, taps)
+        target.verify = lambda cache, rows, anchor, draft, taps=(), probe=None: (
+            widths.append(draft) or verify(cache, rows, anchor, draft, taps, probe)
         )
         found = generate(target, [[3, 4, 5]], Guesses(), max_new_tokens=12)[0].tokens
         assert not any(draft.branches for draft in widths)

@@ -11,9 +11,9 @@ from contracts.parties import Oracle
 from transformers import WatermarkingConfig
 
 from outrider.checkpoint import load_drafter
-from outrider.decoding.generate import generate, stream
-from outrider.decoding.sampling import Sampling
 from outrider.errors import ConfigError
+from outrider.generation import generate, stream
+from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import load_target
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length")

@@ -17,9 +17,9 @@ from benchmarks.families import CAUSAL, NESTED, built, continued
 from benchmarks.replay import Replay
 from outrider.compiled import NotCompiled
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import generate
 from outrider.drafters import layer_skip
 from outrider.errors import DrafterError
+from outrider.generation import generate
 from outrider.targets import own_cache
 from outrider.targets.own_cache import OwnCache
 from outrider.targets.transformers import load_target
@@ -75,9 +75,10 @@ def test_what_is_not_kept_never_happened(monkeypatch):
         monkeypatch.undo()
 
 
-def test_a_slot_is_cut_forked_and_used_again():
+def test_a_slot_is_cut_and_used_again():
     cache, target = filled()
-    cache.fork(0, [1], 9)
+    cache.free([1])
+    target.prefill(cache, [1], torch.tensor([PROMPTS[0][:-1]]), [9])
     wanted = logits(target, cache, 0, [4, 5, 6])
     cache.keep([[0]])
     assert cache.lengths == [11, 9]

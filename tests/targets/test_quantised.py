@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Torc
 
 from outrider import checkpoint, compiled, generate, load_drafter
 from outrider.decoding.draft import Draft
-from outrider.decoding.sampling import Sampling
 from outrider.errors import CheckpointError, ConfigError, TargetError
 from outrider.evaluate.report import Report
 from outrider.run import TargetConfig
+from outrider.sampling.settings import Sampling
 from outrider.targets import quantised
 from outrider.targets.transformers import TransformersTarget, load_target
 

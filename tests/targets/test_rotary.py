@@ -13,7 +13,7 @@ from contracts.parties import Oracle
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.decoding import generate as decoding
-from outrider.decoding.generate import generate
+from outrider.generation import generate
 from outrider.targets import rotary
 from outrider.targets.transformers import load_target
 from outrider.targets.twin import enlivened

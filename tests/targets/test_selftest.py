@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.families import CAUSAL, NESTED, built
 from outrider import machine
-from outrider.decoding.generate import generate
 from outrider.errors import DataError, TargetError
+from outrider.generation import generate
 from outrider.targets import selftest, trust, twin
 from outrider.targets.transformers import load_target
 

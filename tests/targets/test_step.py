@@ -18,11 +18,12 @@ from contracts.parties import Oracle, Proposer
 
 from benchmarks.families import tiny
 from outrider import compiled, machine
-from outrider.compiled import NotCompiled
+from outrider.compiled import NotCompiled, compile_passes
 from outrider.decoding.draft import Draft
-from outrider.decoding.generate import advance, generate
 from outrider.decoding.state import Request
 from outrider.drafters.small_model import Config, SmallModel
+from outrider.generation import generate, serve
+from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget, load_target
 
 TEMPLATES = compiled.BUILDS["templates"]
@@ -109,8 +110,8 @@ def written(target: TransformersTarget, drafter, slots: int) -> list[list[int]]:
     """Continuations of these prompts; more of them than slots, so that slots are used again."""
     prompts = prompts_of(target.spec.vocabulary)
     found: list[list[int]] = [[] for _ in prompts]
-    requests = [Request(prompt, count) for prompt, count in zip(prompts, COUNTS, strict=True)]
-    for progress in advance(target, requests, drafter, slots=slots):
+    requests = [Request(prompt, count, Sampling()) for prompt, count in zip(prompts, COUNTS, strict=True)]
+    for progress in serve(target, requests, drafter, slots=slots):
         found[progress.request] += progress.tokens
     return found
 
@@ -221,9 +222,9 @@ def test_rows_that_do_not_lie_together_go_the_plain_way(rows, both, slow):
 
 
 def test_a_small_model_drafts_with_its_compiled_step(fast, slow):
-    """Catches a drafter's `compile` that compiles nothing of its own."""
+    """Catches a drafter's `compile_passes` that compiles nothing of its own."""
     drafter = SmallModel(fast, Config(length=3))
-    assert drafter.compile() == 0
+    assert compile_passes(drafter) == 0
     with counted(fast) as calls:
         assert written(slow, drafter, 1) == written(slow, None, 1)
     assert calls

@@ -18,9 +18,10 @@ from outrider import checkpoint, cli, generate, load_drafter
 from outrider.cli import console
 from outrider.compiled import fingerprint
 from outrider.decoding.draft import Draft
-from outrider.decoding.sampling import Sampling
+from outrider.decoding.protocols import Drafter
 from outrider.errors import CheckpointError, DataError, TrainingError
 from outrider.nn.heads import ConfidenceHead
+from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 from outrider.train import calibrate
 from outrider.train.calibrate import LEAST, Outcomes, Scaling, ece, scaling
@@ -119,19 +120,13 @@ def test_slots_that_were_not_seen_do_not_count():
 # ── watching ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Foretold:
+class Foretold(Drafter):
     """Drafts what the target will or will not say, by a script of (tokens right, confidences)."""
 
-    taps: tuple[int, ...] = ()
     limit = 3
 
     def __init__(self, text: list[int], right: int):
         self.text, self.right = text, right
-
-    def allocate(self, cache: Any) -> None: ...
-    def admit(self, *given: Any) -> None: ...
-    def observe(self, *given: Any) -> None: ...
-    def free(self, *given: Any) -> None: ...
 
     def propose(self, memory: None, state: Any, budget: Tensor) -> Draft:
         at = len(state.tokens[0]) - len(state.requests[0].prompt)

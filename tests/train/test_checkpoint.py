@@ -21,9 +21,9 @@ from tiny import make_folder
 from outrider import checkpoint, drafters, generate, load_drafter
 from outrider.config import build
 from outrider.decoding.draft import Draft
-from outrider.decoding.parties import Drafter
-from outrider.decoding.sampling import Sampling
+from outrider.decoding.protocols import Drafter
 from outrider.errors import CheckpointError, ConfigError, DrafterError, OutriderError, TrainingError
+from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget, load_target
 from train.bench import KINDS, fit, make_model
 

@@ -32,14 +32,14 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from outrider.checkpoint import load_drafter
-from outrider.decoding.generate import advance
-from outrider.decoding.parties import Drafter
-from outrider.decoding.sampling import Sampling
-from outrider.decoding.state import DecodeState, Request
-from outrider.decoding.text import Detokenizer
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import Request
 from outrider.errors import ConfigError, DataError
 from outrider.evaluate.quality import apart
 from outrider.evaluate.quality.equivalence import Equivalence, equivalence
+from outrider.generation import batch, serve
+from outrider.sampling.settings import Sampling
+from outrider.sampling.text import Detokenizer
 from outrider.targets.detokenizer import detokenizer
 from outrider.targets.transformers import TransformersTarget, load_target
 
@@ -125,10 +125,10 @@ class OutriderLM(TemplateLM):
         # the longest first: what does not fit in memory says so at once
         order = sorted(range(len(asked)), key=lambda i: -len(asked[i].request.prompt))
         tokens: list[list[int]] = [[] for _ in asked]
-        state = DecodeState(self.slots, self.target.spec.context, self.target.ends | {self.eot_token_id}, self.device)
+        state = batch(self.target, self.slots, ends=self.target.ends | {self.eot_token_id})
         done = 0
         began = time.perf_counter()
-        for progress in advance(
+        for progress in serve(
             self.target, [asked[i].request for i in order], self.drafter, slots=self.slots, state=state
         ):  # fmt: skip
             tokens[order[progress.request]] += progress.tokens
@@ -390,7 +390,7 @@ def _both(
     target = load_target(job.target, dtype=job.dtype)
     drafter = load(job.drafter, target, **job.settings)
     for rider in (None, drafter):  # the first passes of a process pay for what is allocated once
-        for _ in advance(target, [Request([0], 16)], rider):
+        for _ in serve(target, [Request([0], 16, Sampling())], rider):
             pass
     if runs_code:  # not before: a model that comes from the hub is larger than any file that is written from here on
         apart.confine(job.timeout_s)

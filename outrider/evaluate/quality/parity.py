@@ -20,15 +20,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from outrider.decoding.accept import accept
-from outrider.decoding.generate import advance
-from outrider.decoding.loop import Rule
-from outrider.decoding.parties import Drafter
-from outrider.decoding.policy import Policy
-from outrider.decoding.sampling import Sampling
+from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import Request
 from outrider.errors import DataError
 from outrider.evaluate.quality.two_samples import Samples, two_samples
+from outrider.generation import serve
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
 Verdict = Literal["equal", "tie", "bug"]
@@ -118,7 +116,7 @@ class Comparison:
 
 def compare(
     target: TransformersTarget, prompts: Prompts, drafter: Drafter, *, max_new_tokens: int = 96, slots: int = 8,
-    policy: Callable[[], Policy] | None = None, rule: Rule = accept, ids: Sequence[str] | None = None,
+    policy: Callable[[], Policy] | None = None, judge: SamplingJudge | None = None, ids: Sequence[str] | None = None,
     on_prompt: Callable[[int], None] | None = None,
 ) -> Comparison:  # fmt: skip
     """Continue every prompt (token ids) greedily with and without the drafter and judge each pair.
@@ -126,10 +124,10 @@ def compare(
     on_prompt(done) counts texts finished, two for every prompt.  Raises DataError for no prompts, or one that does not fit.
     """
     _fits(target, prompts, max_new_tokens)
-    requests = [Request(list(prompt), max_new_tokens) for prompt in prompts]
+    requests = [Request(list(prompt), max_new_tokens, Sampling()) for prompt in prompts]
     plain = _texts(target, requests, None, slots, on_text=on_prompt)
     drafted = _texts(
-        target, requests, drafter, slots, policy() if policy else None, rule,
+        target, requests, drafter, slots, policy() if policy else None, judge,
         (lambda done: on_prompt(len(requests) + done)) if on_prompt else None,
     )  # fmt: skip
     audit = Audit(target)
@@ -151,13 +149,14 @@ def _fits(target: TransformersTarget, prompts: Prompts, max_new_tokens: int) -> 
 
 def _texts(
     target: TransformersTarget, requests: Sequence[Request], drafter: Drafter | None, slots: int,
-    policy: Policy | None = None, rule: Rule = accept, on_text: Callable[[int], None] | None = None,
+    policy: Policy | None = None, judge: SamplingJudge | None = None, on_text: Callable[[int], None] | None = None,
     shared_noise: bool = True,
 ) -> list[list[int]]:  # fmt: skip
     """The new tokens of every request."""
     found: list[list[int]] = [[] for _ in requests]
     done = 0
-    for progress in advance(target, requests, drafter, policy=policy, slots=slots, rule=rule, shared_noise=shared_noise):
+    options: Any = {"slots": slots, "judge": judge or "standard", "shared_noise": shared_noise}
+    for progress in serve(target, requests, drafter, policy=policy, **options):
         found[progress.request] += progress.tokens
         if progress.finish_reason is not None:
             done += 1
@@ -286,7 +285,8 @@ def _free_bytes(device: torch.device) -> int:
 
 def compare_samples(
     target: TransformersTarget, prompts: Prompts, drafter: Drafter, *, sampling: Sampling, samples: int = 200,
-    max_new_tokens: int = 16, slots: int = 32, policy: Callable[[], Policy] | None = None, rule: Rule = accept,
+    max_new_tokens: int = 16, slots: int = 32, policy: Callable[[], Policy] | None = None,
+    judge: SamplingJudge | None = None,
     alpha: float = 0.01, seed: int = 0, on_text: Callable[[int], None] | None = None,
 ) -> Samples:  # fmt: skip
     """Draw `samples` texts of every prompt with and without the drafter, from noise of their own, and test the two sets.
@@ -304,7 +304,7 @@ def compare_samples(
             for i, prompt in enumerate(prompts) for n in range(samples)
         ]  # fmt: skip
         heard = None if on_text is None else lambda done, before=arm * total: on_text(before + done)
-        texts = _texts(target, requests, rider, slots, policy() if policy and rider else None, rule, heard, False)
+        texts = _texts(target, requests, rider, slots, policy() if policy and rider else None, judge, heard, False)
         found.append([texts[start : start + samples] for start in range(0, total, samples)])
     return two_samples(found[0], found[1], places=min(8, max_new_tokens), alpha=alpha, seed=seed)
 

@@ -1,0 +1,320 @@
+"""One function, compiled ahead of time for this CPU and kept on disk, so that later processes only load it.
+
+torch.export writes down what the function does for sizes left open, inductor compiles it with the weights frozen into the
+order in which its kernels read them, and the package is loaded in a fraction of a second.  Nothing is compiled again for
+another size.  Without a C++ compiler there is no fast path, and nothing else is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import logging
+import operator
+import os
+import shutil
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from outrider import machine
+from outrider.decoding.protocols import Drafter
+from outrider.errors import OutriderError
+
+log = logging.getLogger(__name__)
+
+MOST_BYTES = 2**31
+"""Models with more weights than this are not compiled on a CPU: the package holds a copy of them."""
+
+BUILDS: dict[str, dict[str, Any]] = {
+    "libraries": {},
+    "templates": {"max_autotune": True, "max_autotune_gemm_backends": "CPP"},
+}
+"""Where inductor's products come from: the libraries torch comes with, or C++ that it writes for each shape."""
+
+
+class NotCompiled(OutriderError):
+    """There is no compiled step, and why; the plain path goes on."""
+
+
+def folder() -> Path:
+    """Where packages are kept."""
+    return machine.cache_folder() / "compiled"
+
+
+def has_compiler() -> bool:
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++"))
+
+
+def fingerprint(model: nn.Module, *more: object) -> str:
+    """What a package hangs on, 16 hex digits: every weight, settings and code in `more`, torch, threads and the processor."""
+    digest = hashlib.sha256(repr((machine.identity(), more)).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
+class Graph:
+    """A package, called by `forward` as a module is, so that what watches modules sees its calls."""
+
+    def __init__(self, path: Path):
+        """NotCompiled where the package can't be read."""
+        try:
+            self.package = torch._inductor.aoti_load_package(str(path))
+        except Exception as error:  # native code that another program made: whatever it raises, we go on without
+            raise NotCompiled(f"{path} can't be loaded ({_first_line(error)}); delete it and compile again") from error
+
+    def padded(self, width: int) -> int:
+        """Tokens a row that a pass of `width` tokens writes."""
+        return width
+
+    def forward(self, *args: Tensor | list[Tensor]) -> list[Tensor]:
+        """Arguments and results in the order of the traced function's, lists among them written out.
+
+        Straight to the loader: the package's own call reads its description anew every time, 0.3 ms for 16 layers.
+        """
+        found: list[Tensor] = self.package.loader.boxed_run(flat(args))
+        return found
+
+
+def compile_passes(drafter: Drafter, several: bool = False) -> float:
+    """Have a drafter's own passes compiled, of one slot or several; returns the seconds it took.  NotCompiled says why not."""
+    return sum(step.get(several, build=True) for step in drafter.steps)
+
+
+class Replays(Protocol):
+    """What runs in place of a traced function: a package, or passes captured on a GPU."""
+
+    def padded(self, width: int) -> int: ...
+    def forward(self, *args: Any) -> list[Tensor]: ...
+
+
+class Graphs:
+    """The graphs of one model's step: one for a single slot, one for several, whose number stays open."""
+
+    name = "step"
+
+    def __init__(self) -> None:
+        self.graphs: dict[bool, Replays] = {}
+        """By whether a pass has several rows."""
+        self._key: str | None = None
+        self._weights: list[Tensor] = []
+        self._version = -1
+        self._checked_for: Callable[[], Any] = lambda: None
+        self._is_sound = False
+
+    def get(self, several: bool, build: bool) -> float:
+        """Take a graph from disk, or compile it; returns the seconds that compiling took.
+
+        NotCompiled says why there is none: this model can't be, it is not on disk, or it does not say what the plain path says.
+        """
+        if several in self.graphs and not self._is_stale():
+            return 0.0
+        model = self.model()
+        if any(map(is_traceable_wrapper_subclass, model.parameters())):
+            raise NotCompiled("its weights are quantised, and a package would hold them in full; its steps stay plain")
+        is_on_cpu = {weight.device.type for weight in model.parameters()} == {"cpu"}
+        if is_on_cpu and sum(weight.nbytes for weight in model.parameters()) > MOST_BYTES:
+            raise NotCompiled(f"more than {MOST_BYTES >> 30} GiB of weights; its steps stay plain")
+        if self._key is None or self._is_stale():
+            # without its graphs, so that what `apart` calls plain is
+            self.graphs.clear()
+            self._weights = [weight for weight in model.parameters() if not weight.is_inference()]  # these count no changes
+            self._version, self._key = _version(self._weights), fingerprint(model, *self.settings()) if is_on_cpu else ""
+        path, seconds = folder() / f"{self.name}-of-{'several' if several else 'one'}-{self._key}.pt2", 0.0
+        if not build and not (is_on_cpu and path.exists()):
+            raise NotCompiled(f"{path} does not exist" if is_on_cpu else "on a GPU passes are captured only where asked for")
+        if is_on_cpu and not path.exists():
+            seconds = self._build(path, several)
+        graph = Graph(path) if is_on_cpu else self.captured()
+        apart, allowed = self.apart(graph, several)
+        if not apart <= allowed:
+            if is_on_cpu:
+                path.unlink(missing_ok=True)
+            raise NotCompiled(
+                f"compiled logits are {apart:.1e} from plain ones, allowed are {allowed:.1e}; its steps stay plain"
+            )
+        if is_on_cpu and not self._pays(graph, several):
+            raise NotCompiled("compiled it is slower than plain on this machine; its steps stay plain")
+        self.graphs[several] = graph
+        return seconds
+
+    def _pays(self, graph: Replays, several: bool) -> bool:
+        """Whether the graph is as quick as the plain path; timed once a machine."""
+
+        def ways() -> dict[str, Callable[[], object]]:
+            trials = self.trials(several)
+            return {
+                "compiled": functools.partial(_run_all, graph.forward, trials),
+                "plain": functools.partial(_run_all, self.plain(several), trials),
+            }
+
+        return machine.fastest(f"a plain {self._described(several)}", ways) == "compiled"
+
+    def _described(self, several: bool) -> str:
+        weights = list(self.model().parameters())
+        types = "+".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in weights}))
+        size = sum(weight.nbytes for weight in weights).bit_length()
+        return f"{self.name} of {'several' if several else 'one'}, {types}, {size} bits of bytes"
+
+    def _build(self, path: Path, several: bool) -> float:
+        """Compile in the way whose products are fastest here; the first time on a machine in every way, timed."""
+        traced, arguments, dims = self.example(several)
+        question = f"products in a compiled {self._described(several)}: {list(BUILDS)}"
+        parts = {way: path.with_name(f"{path.stem}.{way}.pt2") for way in BUILDS}
+        seconds = 0.0
+
+        def build(way: str) -> Graph:
+            nonlocal seconds
+            seconds += build_package(parts[way], traced, arguments, dims, BUILDS[way])
+            return Graph(parts[way])
+
+        def ways() -> dict[str, Callable[[], object]]:
+            found: dict[str, Callable[[], object]] = {}
+            for way in BUILDS:
+                try:
+                    found[way] = functools.partial(_run_all, build(way).forward, self.trials(several))
+                except NotCompiled:  # inductor has no templates of float64
+                    if not found:
+                        raise
+            return found
+
+        try:
+            chosen = machine.fastest(question, ways) if len(BUILDS) > 1 else next(iter(BUILDS))
+            if not parts[chosen].exists():
+                build(chosen)
+            parts[chosen].replace(path)
+        finally:
+            for part in parts.values():
+                part.unlink(missing_ok=True)
+        return seconds
+
+    def trials(self, several: bool) -> list[tuple[Any, ...]]:
+        """Arguments of the passes by which ways of compiling are compared."""
+        return [self.example(several)[1]]
+
+    def plain(self, several: bool) -> Callable[..., Any]:
+        """The traced function as it is."""
+        return self.example(several)[0]
+
+    def captured(self) -> Replays:
+        """What stands for a package on a GPU."""
+        raise NotCompiled("this step is compiled on a CPU only; on another device it stays plain")
+
+    def fits(self, cache: Any, rows: Sequence[int], width: int) -> bool:
+        """Whether there is a graph for a pass of `width` tokens over these slots of a SlotCache."""
+        if (len(rows) > 1) not in self.graphs or not cache.layers:
+            return False
+        if list(rows) != list(range(rows[0], rows[0] + len(rows))):
+            return False
+        if self._checked_for() is not cache:
+            # once a cache, so once a batch of requests: reading 200 counters at every step would be a hundredth of it
+            self._checked_for, self._is_sound = weakref.ref(cache), not self._is_stale()
+        width = self.graphs[len(rows) > 1].padded(width)
+        return self._is_sound and max(cache.lengths[row] for row in rows) + width <= cache.length
+
+    def _is_stale(self) -> bool:
+        """Whether a weight was written to after the graphs were taken, which hold what it was."""
+        return _version(self._weights) != self._version
+
+    def look(self) -> None:
+        """Take what is on disk."""
+        if not any(folder().glob(f"{self.name}-*.pt2")):
+            return
+        for several in (False, True):
+            with contextlib.suppress(NotCompiled):
+                self.get(several, build=False)
+
+    def model(self) -> nn.Module:
+        """What holds the weights.  NotCompiled where its steps can't be traced."""
+        raise NotImplementedError
+
+    def settings(self) -> Sequence[object]:
+        """What the graph hangs on besides the weights."""
+        raise NotImplementedError
+
+    def example(self, several: bool) -> tuple[nn.Module, tuple[Any, ...], Any]:
+        """What is traced, on which arguments, and which of their sizes stay open."""
+        raise NotImplementedError
+
+    def apart(self, graph: Replays, several: bool) -> tuple[float, float]:
+        """Largest difference of a logit from the plain path's, and what rounding may make of it."""
+        raise NotImplementedError
+
+
+@torch.inference_mode()
+def _run_all(run: Callable[..., Any], trials: Sequence[tuple[Any, ...]]) -> None:
+    for arguments in trials:
+        run(*arguments)
+
+
+def build_package(
+    path: Path, function: nn.Module, example: tuple[Any, ...], dims: Any, options: Mapping[str, Any] = BUILDS["libraries"]
+) -> float:
+    """Compile `function` on arguments like `example` into `path`; returns seconds.  NotCompiled where that can't be done.
+
+    options: one of `BUILDS`.
+    dims: for every argument a mapping from dimension to `torch.export.Dim`, in the arguments' own structure.  Arguments that
+    are written to are written to in the compiled function too.
+    """
+    if not has_compiler():
+        raise NotCompiled("there is no C++ compiler here; install g++ for the fast path, all else runs without")
+    began = time.perf_counter()
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    part = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        with torch.no_grad():
+            # made in inference mode they could not be traced
+            example = pytree.tree_map_only(Tensor, Tensor.clone, example)
+            with contextlib.redirect_stderr(io.StringIO()):  # what it can't trace it prints whole, hundreds of lines
+                exported = torch.export.export(function, example, dynamic_shapes=dims, strict=False)
+            configs = {"freezing": True, **options}
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=configs)
+        part.replace(path)
+    except Exception as error:  # the compiler is a large program of others, and every family is a new text for it
+        raise NotCompiled(f"can't be compiled: {type(error).__name__}: {_first_line(error)}") from error
+    finally:
+        part.unlink(missing_ok=True)
+    seconds = time.perf_counter() - began
+    log.info("compiled %s in %.0f s, %.0f MB", path, seconds, path.stat().st_size / 1e6)
+    return seconds
+
+
+def flat(arguments: Sequence[Tensor | list[Tensor]]) -> list[Tensor]:
+    """Tensors and lists of them, one behind the other."""
+    found: list[Tensor] = []
+    for argument in arguments:
+        found += argument if isinstance(argument, list) else [argument]
+    return found
+
+
+def dense(tensor: Tensor, *shape: int) -> Tensor:
+    """Expanded to this shape, and contiguous: a package reads its arguments by the strides that it was made for."""
+    return tensor.expand(*shape).contiguous()
+
+
+def _version(weights: Sequence[Tensor]) -> int:
+    """Grows with every write to one of them."""
+    return sum(map(_changes, weights))
+
+
+_changes = operator.attrgetter("_version")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:300]
+
+
+def code(*modules: Any) -> list[bytes]:
+    """The text of these modules, for `settings`: what they trace may change with them."""
+    return [Path(module.__file__ or "").read_bytes() for module in modules]

@@ -1,0 +1,193 @@
+"""A block drafter's pass as one graph: taps in, tokens and confidences out, for greedy requests and for drawn ones.
+
+R rows of a pass, C new taps, T taps, K slots of a block, N nodes, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from outrider import compiled
+from outrider.compiled import Graphs, Replays
+from outrider.decoding import noise
+from outrider.decoding.noise import Purpose, Streams, race
+from outrider.decoding.state import DecodeState
+from outrider.sampling import distribution
+from outrider.sampling.distribution import tempered
+from outrider.targets import cache
+from outrider.targets.cache import Columns, Sight, SlotCache, additive
+
+
+def noise_keys(streams: Streams, depths: int) -> Tensor:
+    """What `race` needs to draw drafts as `Streams.draw` does at depths 0 to `depths` - 1: [B, depths] int64."""
+    seeded = None if streams.seeded is None else streams.seeded[:, None]
+    wide = Streams(streams.seeds[:, None], streams.index[:, None], seeded)
+    return wide.key(torch.arange(depths, device=streams.seeds.device), Purpose.DRAFT)
+
+
+def real(new: int, counts: Tensor, width: int) -> Tensor:
+    """What a block of `width` slots sees of `new` taps, of which counts[b] are real, and itself: [B, width, all] bool."""
+    columns = torch.arange(new + width, device=counts.device)
+    return ((columns < counts[:, None]) | (columns >= new))[:, None].expand(-1, width, -1)
+
+
+class CompiledBlock(Graphs):
+    """Blocks as one graph: taps in, tokens and confidences out.  New taps are padded to two at least."""
+
+    def __init__(self, traced: Greedy | Drawn, code: Sequence[ModuleType]):
+        """code: modules that say what the model computes, besides this one."""
+        super().__init__()
+        self.traced, self.name, self.code = traced, traced.name, code
+        self.backbone: Any = traced.draft.backbone
+
+    def run(
+        self, taps: Tensor, state: DecodeState, counts: Sequence[int], kept: SlotCache
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """A block a slot behind taps [R, C, T, H], C at least 2, of which counts[b] are real, in the open pass of `kept`.
+
+        Returns nodes [R, N], the laws that they were drawn from [R, N, V] or None, and confidences [R, K].
+        """
+        given = self._arguments(taps, state.anchor, counts, kept, self.traced.noise(state))
+        nodes, laws, *rest = self.graphs[len(taps) > 1].forward(*given)
+        return nodes, laws if self.traced.draws else None, rest[0] if rest else None
+
+    def model(self) -> nn.Module:
+        return self.traced
+
+    def settings(self) -> Sequence[object]:
+        ours = compiled.code(compiled, cache, distribution, noise, sys.modules[__name__], *self.code)
+        return [self.backbone.config.model_dump(), self.backbone.target.spec, *ours]
+
+    def example(self, several: bool) -> tuple[nn.Module, tuple[Any, ...], Any]:
+        given = self._arguments(*self._pass(several))
+        rows = {0: Dim("rows", min=2, max=1024)} if several else {}
+        new, end, length = Dim("new", min=2, max=4096), Dim("end", min=3, max=2**20), Dim("length", min=4, max=2**20)
+        buffers = [{**rows, 2: length} for _ in given[-1]]
+        return self.traced, given, ({**rows, 1: new}, rows, rows, rows, {0: end}, [rows for _ in given[-2]], buffers)
+
+    @torch.inference_mode()
+    def apart(self, graph: Replays, several: bool) -> tuple[float, float]:
+        given = self._arguments(*self._pass(several))
+        (nodes, laws), (said, plain) = graph.forward(*given)[:2], self.traced(*given)[:2]
+        # behind a token that a tie decided otherwise all may differ
+        chain = (nodes == said)[:, self.traced.chain]
+        alike = nn.functional.pad(chain.long().cumprod(-1), (1, 0), value=1)[:, :-1, None]
+        # of float32 at least: norms and angles are computed in it
+        rounding = max(torch.finfo(plain.dtype).eps, torch.finfo(torch.float32).eps)
+        return float(((laws - plain) * alike).abs().max()), 64 * rounding * float(plain.abs().max())
+
+    def _pass(self, several: bool) -> tuple[Any, ...]:
+        """Arguments of a pass behind some context."""
+        rows, new, before = (4 if several else 1), 4, 300
+        spec, noise = self.backbone.target.spec, torch.Generator().manual_seed(5)
+        dtype, width = self.backbone.fc.weight.dtype, new + self.backbone.width
+        kept = SlotCache(rows, before + 2 * width)
+        taps = torch.randn(rows, before + new, len(self.backbone.taps), spec.hidden, generator=noise).to(dtype)
+        kept.open(range(rows), before)
+        with torch.inference_mode():
+            self.backbone.remember(taps[:, :before], torch.arange(before)[None].expand(rows, -1), kept)
+        kept.append([before - row for row in range(rows)])
+        counts = [new - row % 2 for row in range(rows)]
+        kept.open(range(rows), width)
+        anchors = torch.randint(spec.vocabulary, (rows,), generator=noise)
+        return taps[:, before:], anchors, counts, kept, self.traced.example(rows)
+
+    def _arguments(
+        self, taps: Tensor, anchors: Tensor, counts: Sequence[int], kept: SlotCache, noise: list[Tensor]
+    ) -> tuple[Any, ...]:
+        """Taps, how many of them are real, anchors; where slots stand, and columns up to the end; noise; buffers."""
+        taps = taps.to(self.backbone.fc.weight.dtype).contiguous()
+        return taps, torch.tensor(counts), anchors, kept.starts, kept.columns, noise, kept.buffers
+
+
+class _Traced(nn.Module):
+    """What is compiled; the target's embedding and head are part of it."""
+
+    draft: Any
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.draft = model
+        whole: Any = getattr(self.draft.backbone.target, "model", None)
+        # or their weights were not in its key, and not frozen as the others are
+        self.ends = nn.ModuleList([whole.get_input_embeddings(), whole.get_output_embeddings()] if whole is not None else [])
+
+    def block(
+        self, taps: Tensor, counts: Tensor, anchors: Tensor, starts: Tensor, columns: Tensor, buffers: list[Tensor],
+        pick: Callable[[Tensor, int], Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        new, width = taps.shape[1], self.draft.backbone.width
+        sight = Sight(starts, columns, new + width)
+        mask = additive(sight.seen(real(new, counts, width)), taps.dtype)
+        kept: Any = Columns(range(len(buffers) // 2), buffers, sight)
+        found: tuple[Tensor, Tensor, Tensor | None] = self.draft(
+            taps, sight.positions(torch.arange(new)), anchors, starts + counts, mask, kept, pick
+        )
+        return found
+
+
+class Greedy(_Traced):
+    """The likeliest blocks, as trees: nodes, logits and confidences."""
+
+    name, draws = "block", False
+
+    def __init__(self, model: nn.Module, tree: Any):
+        super().__init__(model)
+        self.tree = tree
+        self.chain = [n for n, path in enumerate(tree.paths) if not any(path)]
+
+    def noise(self, state: DecodeState) -> list[Tensor]:
+        return []
+
+    def example(self, rows: int) -> list[Tensor]:
+        return []
+
+    def forward(
+        self, taps: Tensor, counts: Tensor, anchors: Tensor, starts: Tensor, columns: Tensor, noise: list[Tensor],
+        buffers: list[Tensor],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        tokens, logits, confidence = self.block(taps, counts, anchors, starts, columns, buffers, None)
+        nodes = tokens if self.tree.is_chain else self.tree.choices(logits)
+        return (nodes, logits) if confidence is None else (nodes, logits, confidence)
+
+
+class Drawn(_Traced):
+    """Blocks drawn at a temperature: tokens, the laws they were drawn from, and confidences."""
+
+    name, draws = "block-drawn", True
+    tokens: Tensor
+
+    def __init__(self, model: nn.Module):
+        super().__init__(model)
+        self.chain = list(range(self.draft.backbone.config.block))
+        self.register_buffer("tokens", torch.arange(self.draft.backbone.target.spec.vocabulary), persistent=False)
+
+    def noise(self, state: DecodeState) -> list[Tensor]:
+        """Temperatures [R], and keys of the noise [R, K]: traced, what they are made by takes minutes to compile."""
+        assert state.judge.temperature is not None
+        return [state.judge.temperature.to(state.device), noise_keys(state.streams, len(self.chain))]
+
+    def example(self, rows: int) -> list[Tensor]:
+        return [0.5 + 0.25 * torch.arange(rows), torch.arange(rows * len(self.chain)).view(rows, -1) + 7]
+
+    def forward(
+        self, taps: Tensor, counts: Tensor, anchors: Tensor, starts: Tensor, columns: Tensor, noise: list[Tensor],
+        buffers: list[Tensor],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        (heat, keys), laws = noise, []
+
+        def pick(logits: Tensor, slot: int) -> Tensor:
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            laws.append(tempered(logits, heat))
+            return race(laws[-1], keys[:, slot], self.tokens)
+
+        tokens, _, confidence = self.block(taps, counts, anchors, starts, columns, buffers, pick)
+        q = torch.stack(laws, 1)
+        return (tokens, q) if confidence is None else (tokens, q, confidence)

@@ -1,0 +1,112 @@
+"""Counter-based noise: a number is a hash of (seed, output index, purpose, salt) and of nothing else.
+So a slot's text does not depend on who shares its batch, and a step that is repeated draws the same.  B slots, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+def _wrap(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+# SplitMix64's increment and finaliser (Steele, Lea and Flood, 2014), in int64 that wraps.
+_STEP, _FIRST, _SECOND = _wrap(0x9E3779B97F4A7C15), _wrap(0xBF58476D1CE4E5B9), _wrap(0x94D049BB133111EB)
+MANY = 8192  # vocabulary from which on it pays to draw noise only for tokens that can win
+
+
+class Purpose(IntEnum):
+    """What a number is drawn for; numbers of different purposes are independent."""
+
+    DRAFT = 1
+    ACCEPT = 2
+    TARGET = 3
+    PART = 4  # seeds of drafters that share a draft
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """The noise of every live slot, from the token that is committed next on."""
+
+    seeds: Tensor
+    """[B] int64."""
+    index: Tensor
+    """[B] int64, output index of the next token; depth d of a draft has index + d."""
+    seeded: Tensor | None = None
+    """[B] bool, slots that draft with the target's own noise; None where none does.  Their nodes are deterministic to the
+    acceptance rule, which emits the target's own draw, whatever was drafted.  Daliri, Musco and Suresh 2024."""
+
+    def uniform(self, depth: Tensor | int, purpose: Purpose, salt: Tensor | int = 0) -> Tensor:
+        """[B] float64 in (0, 1)."""
+        return _to_unit(_mix(self.key(depth, purpose) + torch.as_tensor(salt, device=self.seeds.device) * _STEP))
+
+    def draw(self, weights: Tensor, depth: Tensor | int, purpose: Purpose, salt: Tensor | None = None) -> Tensor:
+        """One token a row with probability in proportion to its weight.  weights [B, V], or [B, W, V] with a salt [W] that
+        tells a slot's rows apart (a seeded slot drafts without); returns [B] or [B, W] int64.
+
+        An exponential race: token x wins with the largest weights[x] / E[x], where E[x] depends on (seed, index, purpose,
+        salt, x) alone.  So two distributions that are close mostly draw the same token from the same noise, and with the
+        winner's weight at 0 the same noise draws the runner-up as a fresh draw would.
+        """
+        key = self.key(depth, purpose, salt)
+        if weights.shape[-1] > MANY and weights.device.type == "cpu":
+            flat = weights.flatten(0, -2)
+            rows, tokens = flat.nonzero().unbind(-1)
+            if 8 * len(rows) < flat.numel():
+                times = flat[rows, tokens] / _exponential(key.expand(weights.shape[:-1]).flatten()[rows], tokens)
+                return _first_of_largest(times, rows, tokens, len(flat)).view(weights.shape[:-1])
+        return race(weights, key, torch.arange(weights.shape[-1], device=weights.device))
+
+    def key(self, depth: Tensor | int, purpose: Purpose, salt: Tensor | None = None) -> Tensor:
+        """What a race is run by: [B] int64, or [B, W] for a salt [W]."""
+        own = self._hash(depth, purpose, salt)
+        if purpose is not Purpose.DRAFT or self.seeded is None:
+            return own
+        pair = self.seeded, self._hash(depth, Purpose.TARGET)
+        seeded, target = pair if salt is None else (x.unsqueeze(-1) for x in pair)
+        return torch.where(seeded, target, own)
+
+    def _hash(self, depth: Tensor | int, purpose: Purpose, salt: Tensor | None = None) -> Tensor:
+        counter = (self.index + depth) * _wrap(_STEP * 3) + int(purpose)
+        if purpose is Purpose.DRAFT:
+            # Fresh in every step: a policy may have seen what an earlier draft held here, after its rejected token.
+            counter = counter + _mix(self.index + 1)
+        seeds = _mix(self.seeds + _STEP)
+        if salt is not None:
+            # salt 0 adds nothing: it is the noise that a draw without salt has
+            counter, seeds = counter.unsqueeze(-1) + _mix(salt * _STEP), seeds.unsqueeze(-1)
+        return _mix(seeds ^ _mix(counter))
+
+
+def race(weights: Tensor, key: Tensor, tokens: Tensor) -> Tensor:
+    """The token with the largest weight / E, where E is exponential noise of this key.  weights [..., V], key [...].
+
+    tokens: 0 to V - 1; made while being traced, torch 2.13 would compile them into code that crashes.
+    """
+    return (weights / _exponential(key.unsqueeze(-1), tokens)).argmax(-1)
+
+
+def _exponential(key: Tensor, tokens: Tensor) -> Tensor:
+    """Standard exponential noise of these tokens, float64."""
+    return -_to_unit(_mix(key + tokens * _STEP)).log()
+
+
+def _first_of_largest(values: Tensor, rows: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """For each of `count` rows the token with the largest value, the lowest of equals; 0 for a row without any."""
+    best = values.new_zeros(count).scatter_reduce(0, rows, values, "amax", include_self=False)
+    wins = values == best[rows]
+    return tokens.new_zeros(count).scatter_reduce(0, rows[wins], tokens[wins], "amin", include_self=False)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _FIRST
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _SECOND
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def _to_unit(x: Tensor) -> Tensor:
+    """float64 in (0, 1) from the upper 52 bits: never 0, never 1.  With 53, the half would be rounded up to 1."""
+    return (((x >> 12) & 0xFFFFFFFFFFFFF).double() + 0.5) * 2.0**-52

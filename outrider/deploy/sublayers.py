@@ -1,0 +1,271 @@
+"""Which sublayers `layer_skip` can spare: a search on the user's own prompts, before the decoding, whose outcome is saved.
+
+Differs from SWIFT (2410.06916): it maximises the expected speed-up from measured seconds, not the agreement alone, and its
+surrogate is a Bayesian linear regression in place of a Gaussian process.
+
+D tokens of a draft; R texts of a search.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.draft import Draft
+from outrider.drafters.layer_skip import able, every_second, probability
+from outrider.errors import DataError
+from outrider.generation import generate
+from outrider.targets.protocol import Skip, SkipsLayers, Target
+
+THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
+"""What a search chooses `least` from."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A set of sublayers, and what it was found to be worth on some prompts.  Greedy, one slot."""
+
+    target: str
+    weights_hash: str
+    skip_attention: tuple[int, ...]
+    skip_mlp: tuple[int, ...]
+    length: int
+    """Tokens of a draft, with `least` those that make the most of the set."""
+    least: float
+    agreement: float
+    """Share of first drafted tokens that are the target's own."""
+    kept: float
+    """Drafted tokens kept per step."""
+    passes: float
+    """Drafting passes per step, the one that finds its place too unsure included."""
+    plain_s: float
+    """Seconds of a plain step; below, of one drafting pass, and of a step that verifies drafts as long as these."""
+    draft_s: float
+    verify_s: float
+    drafts: int
+    """How many were tried."""
+
+    @property
+    def skip(self) -> Skip:
+        return Skip(frozenset(self.skip_attention), frozenset(self.skip_mlp))
+
+    @property
+    def speedup(self) -> float:
+        """Expected tokens per second over plain decoding's: E[tokens] T(1) / (T(n) + T_draft)."""
+        return (1 + self.kept) * self.plain_s / (self.verify_s + self.passes * self.draft_s)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps({"kind": "layer_skip", **asdict(self), "speedup": self.speedup}, indent=2) + "\n")
+
+
+def search(
+    target: Target, prompts: Sequence[list[int]], *, tokens: int = 64, tries: int = 60, length: int = 8, seed: int = 0,
+    say: Callable[[int, Found], None] = lambda number, found: None,
+) -> list[Found]:  # fmt: skip
+    """Try sets of sublayers on the target's own greedy texts; all that were tried, the best expected speed-up first.
+
+    prompts: token ids; each is continued by `tokens`, which gives a draft of up to `length` tokens every `length` tokens.  The
+    same seed and equal seconds give the same sets.  `say` is told of every try.  Raises DrafterError where the target can't
+    skip, DataError where the texts end before one draft.
+    """
+    skips = able(target)
+    possible, noise = skips.skippable(), torch.Generator().manual_seed(seed)
+    texts = _Texts(target, prompts, tokens, length)
+    clock = _Clock.measured(target, skips, texts, length)
+    space = [*(("attention", layer) for layer in sorted(possible.attention)), *(("mlp", n) for n in sorted(possible.mlp))]
+    tried: dict[Skip, Found] = {}
+    starts = _starts(target.spec.layers, possible)
+    for number in range(tries):
+        skip = starts[number] if number < len(starts) else _next(space, tried, noise)
+        if skip in tried:
+            continue
+        tried[skip] = found = clock.judged(target, skip, texts.drafted(skips, skip))
+        say(number, found)
+    best = sorted(tried.values(), key=lambda found: -found.speedup)
+    few = [clock.again(target, skips, texts, found) for found in best[:3]]
+    return [*sorted(few, key=lambda found: -found.speedup), *best[3:]]
+
+
+def _starts(layers: int, possible: Skip) -> list[Skip]:
+    """Every second layer, early exits, and every MLP or attention of the middle."""
+    exits = [range(layers * part // 8, layers) for part in (7, 6, 4)]
+    middle = range(1, layers - 1)
+    found = [every_second(layers, possible)]
+    found += [Skip(frozenset(layers) & possible.attention, frozenset(layers) & possible.mlp) for layers in exits]
+    found += [Skip(frozenset(middle) & possible.attention), Skip(mlp=frozenset(middle) & possible.mlp)]
+    return [skip for skip in found if skip.attention or skip.mlp]
+
+
+class _Texts:
+    """The target's own texts in a cache, each twice: whole, and a copy to draft on."""
+
+    def __init__(self, target: Target, prompts: Sequence[list[int]], tokens: int, length: int):
+        found = generate(target, [list(prompt) for prompt in prompts], max_new_tokens=tokens, slots=len(prompts))
+        pairs = [(p, one.tokens) for p, one in zip(prompts, found, strict=True) if len(one.tokens) >= length]
+        if not pairs:
+            raise DataError(f"no text is {length} tokens long or longer; give other prompts, or a lower length")
+        self.length = length
+        self.starts = [len(prompt) - 1 for prompt, _ in pairs]
+        self.drafts = [len(new) // length for _, new in pairs]
+        self.texts = [[*prompt, *new] for prompt, new in pairs]
+        longest = max(map(len, self.texts))
+        self.cache: Any = target.allocate(2 * len(pairs), longest + length + 2)
+        self.device = target.device
+        self.target = target
+        for row in range(len(pairs)):
+            self._read(row, row)
+
+    def _read(self, row: int, text: int) -> None:
+        """Give a row this text, but for its last token."""
+        tokens = self.texts[text][:-1]
+        self.cache.free([row])
+        self.target.prefill(self.cache, [row], torch.tensor([tokens], device=self.device), [len(tokens)], ())
+
+    @torch.inference_mode()
+    def drafted(self, target: SkipsLayers, skip: Skip) -> tuple[Tensor, Tensor]:
+        """A draft at every `length` tokens: how many of its tokens are the text's own before the first that is not, [drafts],
+        and the likeliest token's probability at every place, read behind the text's own, [drafts, length].
+
+        From the last draft to the first: what one writes, those before it do not look at.
+        """
+        rows = range(len(self.texts), 2 * len(self.texts))
+        for text, row in enumerate(rows):  # what the last set wrote is not the target's
+            self._read(row, text)
+        leads, sure = [], []
+        for number in reversed(range(max(self.drafts))):
+            live = [row for row, drafts in enumerate(self.drafts) if number < drafts]
+            pieces = []
+            for row in live:
+                at = self.starts[row] + number * self.length
+                self.cache.lengths[rows[row]] = at
+                pieces.append(self.texts[row][at : at + self.length + 1])
+            tokens = torch.tensor(pieces, device=self.device)
+            with target.skipping(skip, self.cache, [rows[row] for row in live]) as read:
+                logits = read(tokens[:, :-1])
+            leads.append((logits.argmax(-1) == tokens[:, 1:]).long().cumprod(-1).sum(-1).cpu())
+            sure.append(probability(logits).cpu())
+        return torch.cat(leads), torch.cat(sure)
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """Seconds of a step with 0, 1, … drafted tokens, and of a drafting pass by what it leaves out."""
+
+    steps: list[float]
+    whole: float
+    attention: float
+    """What one attention less saves."""
+    mlp: float
+
+    @classmethod
+    def measured(cls, target: Target, skips: SkipsLayers, texts: _Texts, length: int) -> _Clock:
+        possible = skips.skippable()
+        whole = _draft_s(skips, texts, Skip())
+        counts = len(possible.attention), len(possible.mlp)
+        less = [_draft_s(skips, texts, skip) for skip in (Skip(attention=possible.attention), Skip(mlp=possible.mlp))]
+        attention, mlp = (max(0.0, whole - own) / max(count, 1) for own, count in zip(less, counts, strict=True))
+        steps = [_verify_s(target, texts, nodes) for nodes in range(length + 1)]
+        return cls(steps, whole, attention, mlp)
+
+    def judged(self, target: Target, skip: Skip, drafted: tuple[Tensor, Tensor]) -> Found:
+        draft_s = max(self.whole - len(skip.attention) * self.attention - len(skip.mlp) * self.mlp, 0.02 * self.whole)
+        return self._best(target, skip, drafted, draft_s)
+
+    def again(self, target: Target, skips: SkipsLayers, texts: _Texts, found: Found) -> Found:
+        """With the set's own pass measured in place of the sum of its parts."""
+        return self._best(target, found.skip, texts.drafted(skips, found.skip), _draft_s(skips, texts, found.skip))
+
+    def _best(self, target: Target, skip: Skip, drafted: tuple[Tensor, Tensor], draft_s: float) -> Found:
+        """The length and the threshold with which a set is worth most."""
+        leads, sure = drafted
+        own = target.spec.name, target.spec.weights_hash, tuple(sorted(skip.attention)), tuple(sorted(skip.mlp))
+        agreement, steps = float((leads > 0).double().mean()), torch.tensor(self.steps, dtype=torch.float64)
+        options = []
+        for least in THRESHOLDS:
+            reach = (sure >= least).long().cumprod(-1).sum(-1)
+            for length in range(1, len(steps)):
+                sizes = reach.clamp(max=length)
+                kept, passes = (float(x.double().mean()) for x in (torch.minimum(leads, sizes), (reach + 1).clamp(max=length)))
+                seconds = self.steps[0], draft_s, float(steps[sizes].mean())
+                options.append(Found(*own, length, least, agreement, kept, passes, *seconds, len(leads)))
+        return max(options, key=lambda found: found.speedup)
+
+
+def _draft_s(skips: SkipsLayers, texts: _Texts, skip: Skip) -> float:
+    texts.cache.lengths[0] = len(texts.texts[0]) - 1
+    token = torch.tensor([texts.texts[0][-1:]], device=texts.device)
+    with skips.skipping(skip, texts.cache, [0]) as read:
+
+        def once() -> None:
+            texts.cache.lengths[0] = len(texts.texts[0]) - 1
+            read(token)
+
+        return _seconds(once, texts.device)
+
+
+def _verify_s(target: Target, texts: _Texts, nodes: int) -> float:
+    text = texts.texts[0]
+    texts.cache.lengths[0] = len(text) - 1
+    anchor = torch.tensor(text[-1:], device=texts.device)
+    draft = Draft.chain(torch.zeros(1, nodes, dtype=torch.int64, device=texts.device), torch.tensor([nodes]))
+    return _seconds(lambda: target.verify(texts.cache, [0], anchor, draft, ()), texts.device)
+
+
+def _seconds(run: Callable[[], object], device: torch.device, rounds: int = 7) -> float:
+    """Median of a few runs, after one to warm up."""
+    taken = []
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[1:])
+
+
+def _next(space: list[tuple[str, int]], tried: dict[Skip, Found], noise: torch.Generator) -> Skip:
+    """The set to try next: of variations on the best and some at random, the one that promises most.
+
+    The surrogate is linear in which sublayers are left out: log speed-up = w x + error, with a Gaussian prior on w.  A set's
+    promise is its mean and one standard deviation, so that what is not known is tried as well.
+    """
+    x = torch.stack([_as_bits(space, skip) for skip in tried])
+    y = torch.tensor([found.speedup for found in tried.values()], dtype=torch.float64).log()
+    best = x[y.argsort(descending=True)[:5]]
+    few = best[torch.randint(len(best), (128,), generator=noise)]
+    flips = torch.rand(few.shape, generator=noise) < 1.5 / len(space)
+    share = torch.rand(64, 1, generator=noise)
+    pool = torch.cat([(few.bool() ^ flips).double(), (torch.rand(64, len(space), generator=noise) < share).double()])
+    pool = torch.stack([row for row in pool if bool(row.any()) and _as_skip(space, row) not in tried] or [pool[-1]])
+    mean, deviation = _predicted(x, y, pool)
+    return _as_skip(space, pool[int((mean + deviation).argmax())])
+
+
+def _predicted(x: Tensor, y: Tensor, pool: Tensor, prior: float = 0.1, error: float = 0.1) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation at `pool` [P, F] of a Bayesian linear regression of y [T] on x [T, F].
+
+    prior: standard deviation of a weight before anything was seen; error: that of one measurement.
+    """
+    centre, middle = y.mean(), x.mean(0)
+    x, pool = x - middle, pool - middle
+    precision = x.T @ x / error**2 + torch.eye(x.shape[1], dtype=x.dtype) / prior**2
+    covariance = torch.linalg.inv(precision)
+    weights = covariance @ x.T @ (y - centre) / error**2
+    return centre + pool @ weights, (pool @ covariance * pool).sum(-1).clamp(min=0).sqrt()
+
+
+def _as_bits(space: list[tuple[str, int]], skip: Skip) -> Tensor:
+    return torch.tensor([layer in getattr(skip, which) for which, layer in space], dtype=torch.float64)
+
+
+def _as_skip(space: list[tuple[str, int]], bits: Tensor) -> Skip:
+    chosen = [place for place, bit in zip(space, bits.tolist(), strict=True) if bit]
+    return Skip(*(frozenset(layer for kind, layer in chosen if kind == which) for which in ("attention", "mlp")))

@@ -1,0 +1,230 @@
+"""Continue prompts with a target and, where there is one, a drafter: whole (`generate`) or step by step (`stream`).
+
+A few slots serve any number of prompts: a slot that ends is given to the next prompt while the others go on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from outrider.decoding.generate import Progress, advance
+from outrider.decoding.protocols import Drafter, Policy
+from outrider.decoding.state import DecodeState, FinishReason, Request
+from outrider.errors import ConfigError, DataError, DrafterError
+from outrider.policies import named
+from outrider.sampling.grammar import Grammar
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.logprobs import TokenLogprob
+from outrider.sampling.settings import Sampling, whole
+from outrider.sampling.text import refuse_unmatchable
+from outrider.targets.prompts import Prompt, listed
+from outrider.targets.protocol import Target, TargetSpec
+
+
+@dataclass(slots=True)
+class Generation:
+    """One prompt's continuation."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    steps: int = 0
+    """Verified steps: passes of the target after the prompt was read."""
+    accepted: list[int] = field(default_factory=list)
+    """Drafted tokens kept, step by step."""
+    finish_reason: FinishReason = "length"
+    logprobs: list[TokenLogprob] | None = None
+    """One for each of `tokens`, where `Sampling.logprobs` asks for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step added to one prompt; unpacks into prompt, tokens, text and drafted."""
+
+    prompt: int
+    tokens: list[int]
+    text: str
+    drafted: int
+    """How many of the tokens, from the first on, were drafted; the rest is the target's own."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of the tokens, where `Sampling.logprobs` asks for them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.prompt, self.tokens, self.text, self.drafted))
+
+
+def generate(
+    target: Target,
+    prompts: Prompt | Iterable[Prompt],
+    drafter: Drafter | None = None,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    policy: str | Policy = "fixed",
+    verification: str | SamplingJudge = "standard",
+    allow_lossy: bool = False,
+    stop: Sequence[str] = (),
+    slots: int = 16,
+    shared_noise: bool = True,
+) -> list[Generation]:
+    """Continue every prompt; the text is what the target alone would have written, unless a lossy verification is asked for.
+
+    prompts: one or many of text, token ids (in a list or an array, or as a tokenizer returns them), or chat messages.
+    A stop string ends `text` before itself and `tokens` at the token that completed it.  At most `slots` prompts share the
+    batch, further ones wait.
+    sampling: greedy by default, as the model's own generation_config says; one that is given takes the place of all of that but
+    its end tokens.
+    policy: how much is drafted: `fixed`, `by_confidence`, `adaptive`, or one of your own.
+    verification: `standard`; `block`, which keeps more of a sampled chain and is exact too; or, only with allow_lossy=True,
+    `typical` or `relaxed` (see `policies.lossy`).  `policies.named.judge(name)` gives one whose `distance` says how far a lossy
+    one strayed.
+    shared_noise: a seed fixes the text, whatever drafts for it; False keeps more of a sampled draft, and a seed then fixes the
+    noise alone, as it does under `block` and the lossy ones.
+    Raises DataError for a prompt that is empty or does not fit the context, ConfigError for a stop string that can never match,
+    before anything is computed.
+    """
+    judge = named.judge(verification, allow_lossy)
+    asked = requests(target, prompts, max_new_tokens, sampling, stop)
+    found = [Generation(logprobs=None if request.sampling.logprobs is None else []) for request in asked]
+    served = serve(target, asked, drafter, policy=policy, judge=judge, slots=slots, shared_noise=shared_noise)
+    for progress in served:
+        generation = found[progress.request]
+        generation.tokens += progress.tokens
+        generation.text += judge.new_text[progress.row]
+        generation.steps += 1
+        generation.accepted.append(progress.accepted)
+        generation.finish_reason = progress.finish_reason or "length"
+        if generation.logprobs is not None:
+            generation.logprobs += judge.logprobs[progress.row][-len(progress.tokens) :]
+    return found
+
+
+def stream(
+    target: Target,
+    prompts: Prompt | Iterable[Prompt],
+    drafter: Drafter | None = None,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    policy: str | Policy = "fixed",
+    verification: str | SamplingJudge = "standard",
+    allow_lossy: bool = False,
+    stop: Sequence[str] = (),
+    slots: int = 16,
+    shared_noise: bool = True,
+) -> Iterator[Piece]:
+    """As `generate`, step by step: (prompt index, new tokens, new text, how many of the tokens were drafted)."""
+    judge = named.judge(verification, allow_lossy)
+    asked = requests(target, prompts, max_new_tokens, sampling, stop)
+
+    served = serve(target, asked, drafter, policy=policy, judge=judge, slots=slots, shared_noise=shared_noise)
+
+    def pieces() -> Iterator[Piece]:
+        for progress in served:
+            logprobs = tuple(judge.logprobs[progress.row][-len(progress.tokens) :])
+            yield Piece(progress.request, progress.tokens, judge.new_text[progress.row], progress.accepted, logprobs)
+
+    return pieces()
+
+
+def serve(
+    target: Target,
+    requests: Sequence[Request],
+    drafter: Drafter | None = None,
+    *,
+    policy: str | Policy | None = None,
+    judge: str | SamplingJudge = "standard",
+    slots: int = 16,
+    shared_noise: bool = True,
+    state: DecodeState | None = None,
+) -> Iterator[Progress]:
+    """Serve requests over slots, a step at a time.
+
+    `state`, where given, is used with its own judge, and can be watched between the steps.  Text and log probabilities of a
+    step are the judge's: `judge.new_text[progress.row]`.
+    """
+    if isinstance(drafter, str):
+        raise ConfigError(f"drafter must be a drafter, got {drafter!r}; give load_drafter({drafter!r}, target)")
+    drafter = Drafter() if drafter is None else drafter
+    _refuse_unfitting(drafter, target.spec)
+    if state is None:
+        state = batch(target, min(whole("slots", slots), max(len(requests), 1)), judge, shared_noise)
+    return advance(target, requests, drafter, named.policy(policy, drafter), state)
+
+
+def batch(
+    target: Target, slots: int, judge: str | SamplingJudge = "standard", shared_noise: bool = True,
+    ends: frozenset[int] | None = None,
+) -> DecodeState:  # fmt: skip
+    """Free slots for requests to this target.  ends: tokens that end a text, the target's own unless given.
+
+    Raises ConfigError for a judge that serves another batch: it keeps the texts of one.
+    """
+    if whole("slots", slots) < 1:
+        raise ConfigError(f"slots must be at least 1, got {slots}")
+    judge = named.judge(judge)
+    # a rule of its own has no draws that it shares with plain decoding
+    other = judge.serves() if judge.serves is not None else None
+    if other is not None and other.requests:
+        raise ConfigError("this judge serves another batch, whose texts it keeps; make one for each with policies.named.judge")
+    is_shared = shared_noise and judge.rule is None
+    state = DecodeState(slots, target.spec.context, target.ends if ends is None else ends, target.device, judge, is_shared)
+    judge.serves = weakref.ref(state)
+    return state
+
+
+def requests(
+    target: Target, prompts: Any, max_new_tokens: int, sampling: Sampling | None, stop: Sequence[str] = ()
+) -> list[Request]:
+    """What `generate` makes of its arguments, checked."""
+    if whole("max_new_tokens", max_new_tokens) < 0:
+        raise ConfigError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+    if sampling is not None:
+        sampling = _settled(sampling, target, max_new_tokens)
+    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
+    if not all(isinstance(text, str) for text in stops):
+        raise ConfigError(f"stop must be a text or several, got {stop!r}")
+    if "" in stops:
+        raise ConfigError("an empty stop string would end every text at once; leave it out")
+    if stops:
+        refuse_unmatchable(target.detokenizer, stops)
+    found = []
+    for i, prompt in enumerate(listed(prompts)):
+        tokens = target.encode(prompt)
+        if len(tokens) >= target.spec.context:
+            raise DataError(
+                f"prompt {i} has {len(tokens)} tokens and leaves no room in the target's context of {target.spec.context}; "
+                "shorten it"
+            )
+        own = sampling or _settled(target.default_sampling(tokens, max_new_tokens), target, max_new_tokens)
+        found.append(Request(tokens, max_new_tokens, own, stops, target.detokenizer))
+    return found
+
+
+def _settled(sampling: Sampling, target: Target, max_new_tokens: int) -> Sampling:
+    """This sampling, checked against the target, its grammar compiled for it."""
+    if not isinstance(sampling, Sampling):
+        raise ConfigError(f"sampling must be a Sampling, got {sampling!r}; write such as Sampling(temperature=0.7)")
+    if sampling.min_new_tokens > max_new_tokens > 0:
+        raise ConfigError(f"min_new_tokens {sampling.min_new_tokens} is more than max_new_tokens {max_new_tokens}; lower it")
+    sampling.check(target.spec.vocabulary)
+    if isinstance(sampling.grammar, Grammar):
+        sampling = replace(sampling, grammar=sampling.grammar.compiled(target))
+    return sampling
+
+
+def _refuse_unfitting(drafter: Drafter, spec: TargetSpec) -> None:
+    """Raises DrafterError for a drafter that was built for a target of another shape."""
+    wrong = [tap for tap in drafter.taps if not 0 <= tap < spec.layers]
+    if wrong:
+        raise DrafterError(
+            f"the drafter taps layer {wrong[0]}, {spec.name} has layers 0 to {spec.layers - 1}; it was built for another "
+            "target, build it for this one"
+        )
+    if drafter.hidden not in (None, spec.hidden):
+        raise DrafterError(
+            f"the drafter reads hidden states of {drafter.hidden} numbers, {spec.name}'s have {spec.hidden}; it was built for "
+            "another target, build it for this one"
+        )

@@ -1,0 +1,79 @@
+"""Predictions whose heads run chunk by chunk on a detached copy of the states.
+
+So logits over a large vocabulary never exist whole; `backward` sends their gradient through the rest of the model at once.
+
+M rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.targets.protocol import Target
+
+
+class Labelled(NamedTuple):
+    """What the rows of a batch learn, each [M]."""
+
+    labels: Tensor
+    weight: Tensor
+    depth: Tensor
+    block: Tensor
+    """Rows of one block stand side by side."""
+    hidden_at: Tensor
+    """Which of the target's hidden states says the label."""
+
+
+class DetachedRows:
+    """`Predictions` of states [M, H]; a subclass says what its head makes of them."""
+
+    def __init__(self, target: Target, states: Tensor, hidden: Tensor, rows: Labelled):
+        """hidden [..., H]: the target's, of which `rows.hidden_at` counts."""
+        self.target, self.vocabulary = target, target.spec.vocabulary
+        self.labels, self.weight, self.depth, self.block, self._hidden_at = rows
+        self._hidden = hidden.flatten(0, -2)
+        self._states = states
+        self.states = states.detach().requires_grad_()
+
+    def head(self, states: Tensor, rows: slice) -> Tensor:
+        """Logits [m, V] of these rows' states [m, H]."""
+        return self.target.head(states)
+
+    def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
+        for part in whole_blocks(self.block, rows):
+            with torch.no_grad():
+                target = self.said(part)
+            yield self.head(self.states[part], part), target, part
+
+    def said(self, part: slice) -> Tensor:
+        """The target's logits [m, V] for these rows."""
+        return self.target.head(self._hidden[self._hidden_at[part]])
+
+    def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        return {}
+
+    def backward(self) -> None:
+        if self.states.grad is not None:
+            self._states.backward(self.states.grad)
+
+
+class SharedLabels(DetachedRows):
+    """Rows side by side are labelled by the same hidden states, whose logits are computed once."""
+
+    def said(self, part: slice) -> Tensor:
+        which, back = self._hidden_at[part].unique(return_inverse=True)
+        return self.target.head(self._hidden[which])[back]
+
+
+def whole_blocks(block: Tensor, rows: int) -> Iterator[slice]:
+    """Chunks of about `rows` rows, none of which splits a block; block [M], rows of one block side by side."""
+    ends = [*(block.diff().nonzero().flatten() + 1).tolist(), len(block)]
+    start = 0
+    for end, following in zip(ends, [*ends[1:], None], strict=True):
+        if end > start and (following is None or following - start > rows):
+            yield slice(start, end)
+            start = end

@@ -1,0 +1,154 @@
+"""What served drafters share: features that wait to be read, and the one way to draw a draft's tokens.
+
+B live slots, N drafted nodes, V vocabulary, C features that wait.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from outrider.decoding.accept import Accepted
+from outrider.decoding.draft import Draft
+from outrider.decoding.noise import Purpose
+from outrider.decoding.state import DecodeState
+from outrider.nn import trees
+from outrider.targets.protocol import Target
+
+
+class FeatureBuffer:
+    """What the target said of every slot's tokens and the drafter has not read yet, in order."""
+
+    def __init__(self, slots: int, like: Tensor):
+        """like: a feature of one token, for its shape, type and device."""
+        self._parts: list[list[Tensor]] = [[] for _ in range(slots)]
+        self._none = like[None][:0]
+
+    def admit(self, rows: Sequence[int], features: Tensor, lengths: Sequence[int]) -> None:
+        """Of a prompt's chunk, features [R, S, ...], right-padded."""
+        for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            self._parts[row].append(features[b, :length].to(self._none))
+
+    def observe(self, rows: Sequence[int], features: Tensor, accepted: Accepted) -> None:
+        """Of the old anchor and of what was kept after it, features [B, N+1, ...] of the verified pass."""
+        for b, row in enumerate(rows):
+            at = accepted.rows(b)
+            is_straight = at == list(range(len(at)))
+            self._parts[row].append((features[b, : len(at)] if is_straight else features[b, at]).to(self._none))
+
+    def count(self, row: int) -> int:
+        """How many wait."""
+        return sum(map(len, self._parts[row]))
+
+    def take(self, rows: Sequence[int], most: Sequence[int] | None = None) -> tuple[Tensor, list[int]]:
+        """The first most[i] that wait, or all: [B, C, ...], right-padded, and how many are real."""
+        found = []
+        for i, row in enumerate(rows):
+            parts = self._parts[row] or [self._none]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            count = len(whole) if most is None else most[i]
+            found.append(whole[:count])
+            self._parts[row] = [whole[count:]] if count < len(whole) else []
+        padded = found[0][None] if len(found) == 1 else nn.utils.rnn.pad_sequence(found, batch_first=True)
+        return padded, [len(own) for own in found]
+
+    def free(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._parts[row] = []
+
+
+class Sampler:
+    """Draws a draft's tokens, depth by depth: the likeliest at temperature 0, else from the request's distribution, kept as q.
+
+    What can't stand at a place has no chance there: banned tokens are masked by the tokens drawn before.
+    """
+
+    def __init__(self, state: DecodeState):
+        self.state, self.streams = state, state.streams
+        self.tokens: list[Tensor] = []
+        self.q: list[Tensor] = []
+
+    def next(self, logits: Tensor) -> Tensor:
+        """One token a slot, [B].  logits [B, V] behind the last ones."""
+        return self.draw(self.state.judge.masked(logits, self.tokens))
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """As `next`, of logits that are masked already."""
+        if self.state.judge.temperature is None:
+            self.tokens.append(logits.argmax(-1))
+        else:
+            self.q.append(self.state.judge.distribution(logits))
+            self.tokens.append(self.streams.draw(self.q[-1], len(self.tokens), Purpose.DRAFT))
+        return self.tokens[-1]
+
+    def draft(self, sizes: Tensor, confidence: Tensor | None = None) -> Draft:
+        """The chain of what was drawn.  sizes [B] int64 on the CPU."""
+        if not self.tokens:
+            return Draft.empty(len(self.state.rows), self.state.device)
+        return Draft.chain(torch.stack(self.tokens, 1), sizes, torch.stack(self.q, 1) if self.q else None, confidence)
+
+
+def chain(first: Tensor, read_one: Callable[[Tensor], Tensor], budget: Tensor, state: DecodeState) -> Draft:
+    """Token after token.  first [B, V], logits behind the anchor.
+
+    read_one reads one drafted token a slot, [B], and returns the logits [B, V] behind it; the last token is never read.
+    """
+    sampler, logits = Sampler(state), first
+    for depth in range(int(budget.max())):
+        if depth:
+            logits = read_one(sampler.tokens[-1])
+        sampler.next(logits)
+    return sampler.draft(budget)
+
+
+def tree(
+    first: Tensor, expand: trees.Expand, budget: Tensor, state: DecodeState, *, width: int, depth: int, parents: Sequence[int],
+    replacement: bool = False,
+) -> Draft:  # fmt: skip
+    """The likeliest paths at temperature 0, `parents` with drawn nodes else.  first [B, V], logits behind the anchor."""
+
+    def possible(tree: Draft, fresh: int) -> Tensor:
+        return masked(expand(tree, fresh), tree, state)
+
+    first = state.judge.masked(first)
+    if state.judge.temperature is None:
+        return trees.beam(first, possible, budget, width=width, depth=depth)
+    return trees.sampled(first, possible, budget, state, parents=parents, replacement=replacement)
+
+
+def masked(logits: Tensor, tree: Draft, state: DecodeState) -> Tensor:
+    """logits [B, fresh, V] behind the last nodes of the tree with -inf where no token may follow; see `Judge.masked`."""
+    if not state.judge.bans:
+        return logits
+    fresh, path = logits.shape[1], trees.path(tree, logits.shape[1])
+    return torch.stack([state.judge.masked(logits[:, w], [step[:, w] for step in path]) for w in range(fresh)], 1)
+
+
+def possible(draft: Draft, state: DecodeState) -> Draft:
+    """The draft up to the first node that no distribution is left for: nothing that can be drafted may stand there.
+
+    That is known before the node is drawn, so a slot may end there.
+    """
+    if draft.q is None or not state.judge.bans:
+        return draft
+    is_law = draft.q.isfinite().all(-1).long().cumprod(-1).sum(-1)
+    return draft.first(torch.minimum(draft.sizes, is_law.cpu()))
+
+
+def verifies_trees(target: Target, kind: str, instead: str) -> bool:
+    """Whether the target does; where not, one line says what `kind` drafts instead."""
+    if target.spec.mode != "tree":
+        message = "%s verifies no trees (its mode is %s): %s drafts %s"
+        logging.getLogger(__name__).warning(message, target.spec.name, target.spec.mode, kind, instead)
+    return target.spec.mode == "tree"
+
+
+def warn_idle(kind: str, config: object, needs: Mapping[str, object], because: str) -> None:
+    """Say which settings were given and have no effect.  needs: setting to whether something uses it."""
+    fields = type(config).model_fields  # type: ignore[attr-defined]
+    idle = [name for name, is_used in needs.items() if not is_used and getattr(config, name) != fields[name].default]
+    if idle:
+        logging.getLogger(__name__).warning("%s.%s has no effect %s", kind, " and ".join(idle), because)

@@ -1,0 +1,1 @@
+"""How much to draft, and by which rule to judge."""

@@ -1,0 +1,231 @@
+"""A policy that measures: as many nodes as pay, and none where plain steps are faster.
+
+Expected-goodput argmax (SmartSpec 2406.14066, Leviathan 2211.17192).  Differs from SmartSpec: acceptance is counted node by
+node, and seconds are measured while decoding, not fitted beforehand.  Plain lists: at these sizes tensors are ten times slower.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import accumulate, pairwise
+from operator import mul
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.accept import Accepted
+from outrider.decoding.state import DecodeState, Request, Timing
+
+
+class Adaptive:
+    """Every step asks for the depth that commits most tokens per second, or for nothing where plain steps commit more:
+
+        B * (1 + s[0] + ... + s[depth - 1]) / seconds(depth)
+
+    with B live slots, s[n] the chance that node n is kept, by recent steps, and the mean seconds of recent steps of that depth.
+    All slots are asked for the same: a pass costs by its widest slot, and the sum over unlike slots is B times their mean's.
+
+    One step in `EXPLORE` tries another depth, plain steps among them, so that no measure grows old.  While off, a `SHARE` of
+    the time goes into probes, so that it comes back by itself: many where they lose little, few where drafts are dear.
+    Budgets depend on earlier steps alone, so the output stays exact; equal outcomes and timings give equal budgets.
+    """
+
+    EXPLORE = 64
+    """Steps between two that try another depth."""
+    SHARE, FUND, FEE = 0.02, 3.0, 0.1
+    """Of a plain step: what each step while off puts aside for probes, the most that is put aside, and what a probe counts
+    beside what it loses."""
+    LOYALTY = 0.98
+    """A depth stays until another is better by more than this leaves."""
+    WINDOW, NEW_TEXT = 256.0, 16.0
+    """Tests after which a count has faded to 1/e, and what counts of other requests weigh at most."""
+    GUESS, DOUBT = 0.7, 4.0
+    """What the first node is taken for, and every other for the one before it: for so many tests."""
+
+    def __init__(self, limit: int):
+        self.limit = self.depth = limit
+        """`depth`: what is asked for; 0 while off."""
+        few = {*range(1, 13), *(2**n for n in range(4, 20)), *(3 * 2**n for n in range(3, 20)), limit}
+        self.depths = sorted(depth for depth in few if 0 < depth <= limit)
+        """What is chosen from."""
+        self.kept, self.tests = [0.0] * limit, [0.0] * limit
+        """How often each node was kept, and tested; fading."""
+        self.is_tree = False
+        self.costs: dict[int, Costs] = {}
+        """By the live slots' number in bits: 1, 2, 3-4, 5-8 ..."""
+        self.serving: dict[int, Request] = {}
+        self.wanted: list[int] = []
+        self.turn = self.pause = self.since = self.tries = self.probing = 0
+        """Steps; plain ones since the last draft, ones since another depth was tried, such tries, and steps left of a probe."""
+        self.credit, self.late = self.FUND, float("inf")
+        """Plain steps put aside for probes; seconds of the last probe's first step, which reads what was missed."""
+        self.gap = self.variance = 0.0
+        """Nodes kept beyond what was expected in the last dozen steps, and the variance of that."""
+
+    def budget(self, state: DecodeState) -> Tensor:
+        self.turn += 1
+        self._meet(state)
+        room = [left - 1 for left in state.left]  # the step itself adds one token more
+        live, most, depth = len(room), min(max(room, default=0), self.limit), 0
+        if most > 0:
+            costs = self.costs.setdefault((live - 1).bit_length(), Costs([self.limit, 0, (self.limit + 1) // 2, 1]))
+            depth = costs.todo.pop(0) if costs.todo else self._planned(live, most, costs)
+        self.wanted = [max(0, min(depth, left)) for left in room]
+        return torch.tensor(self.wanted, dtype=torch.int64)
+
+    def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
+        return sizes
+
+    def observe(self, state: DecodeState, sizes: Tensor, accepted: Accepted, timing: Timing) -> None:
+        live, asked = len(self.wanted), max(self.wanted, default=0)
+        costs = self.costs.get((live - 1).bit_length())
+        if costs is None:
+            return
+        seconds = timing.draft + timing.verify + timing.other
+        # a slot that ended in mid-block did not show what it would have kept
+        if not self.is_tree and state.reached != sizes.tolist():
+            self.is_tree, self.kept, self.tests = True, [0.0] * self.limit, [0.0] * self.limit
+        whole = [b for b, token in enumerate(accepted.next_tokens) if token >= 0]
+        self._wonder([(len(accepted.paths[b]), self.wanted[b]) for b in whole])
+        self._count([(accepted.paths[b], self.wanted[b]) for b in whole])
+        # the first step of all warms caches up, and the first draft after a pause reads what it has missed
+        if self.turn > 1 and not (asked and self.pause >= 8):
+            costs.add(asked, seconds, self.turn)
+        if self.probing and asked:
+            self._charge(seconds, sum(accepted.counts) / live, costs)
+        self.pause = 0 if asked else self.pause + 1
+
+    def _charge(self, seconds: float, accepted: float, costs: Costs) -> None:
+        """Pay for a step of a probe: what it lost against a plain step, and a fee; one that paid brings the next nearer."""
+        self.probing -= 1
+        paid = min(seconds, self.late if self.pause else costs.at(max(self.wanted)))  # an outlier comes once
+        self.late = seconds if self.pause else self.late
+        self.credit -= paid / costs.at(0) - 1 - accepted + self.FEE
+
+    def shares(self) -> list[float]:
+        """s of every node.  In a chain a node is tested where the one before it was kept, and s is the product of the shares so
+        far; in a tree, whose parents a policy does not see, every node is tested.  A share begins with that of the node before
+        it: what was not tried looks worth a try."""
+        guess, found = self.GUESS, []
+        for kept, tests in zip(self.kept, self.tests, strict=True):
+            guess = (kept + self.DOUBT * guess) / (tests + self.DOUBT)
+            found.append(guess)
+        return found if self.is_tree else list(accumulate(found, mul))
+
+    def rates(self, live: int, most: int, costs: Costs) -> dict[int, float]:
+        """Tokens per second by depth, where no slot has room for more than `most` nodes."""
+        kept = list(accumulate(self.shares(), initial=0.0))
+        return {depth: live * (1 + kept[min(depth, most)]) / costs.at(min(depth, most)) for depth in (0, *self.depths)}
+
+    def _planned(self, live: int, most: int, costs: Costs) -> int:
+        """The best depth, unless another is due to be tried."""
+        rates = self.rates(live, most, costs)
+        best = max(rates, key=rates.__getitem__)
+        # what drafts bring is an estimate, what a plain step brings is not: off needs no margin, on does
+        if rates[self.depth] < self.LOYALTY * rates[best] or (self.depth and not best):
+            self.depth = best
+        if self.depth:
+            at = self.depths.index(self.depth)
+            near = self.depths[max(0, at - 1) : at + 2]
+            costs.try_first(near)
+            self.since, self.probing = self.since + 1, 0
+            if self.since < self.EXPLORE:
+                return self.depth
+            self.since, self.tries, self.credit = 0, self.tries + 1, self.FUND
+            return 0 if self.tries % 2 else near[-1 if self.tries % 4 else 0]
+        self.credit = min(self.credit + self.SHARE, self.FUND)
+        if not self.probing and self.credit > 0:
+            self.probing = 2  # since the first after a pause says nothing of a draft's seconds
+        # the deepest that is hardly slower than the best draft: a parallel drafter's costs little more
+        fast = [depth for depth in self.depths if rates[depth] >= 0.9 * max(rates[other] for other in self.depths)]
+        return fast[-1] if self.probing else 0
+
+    def _meet(self, state: DecodeState) -> None:
+        """Let old counts weigh less where slots serve other requests than before."""
+        known = [row for row in state.rows if self.serving.get(row) is state.requests[row]]
+        if len(known) < len(state.rows):
+            self.serving = dict(state.requests)
+            self._lighten(self.NEW_TEXT, len(known) / len(state.rows))
+
+    def _lighten(self, most: float, share: float = 0.0) -> None:
+        """Counts weigh this share of what they did, or `most` tests."""
+        for n, tests in enumerate(self.tests):
+            left = min(tests, max(most, share * tests))
+            self.kept[n], self.tests[n] = self.kept[n] * left / max(tests, 1e-9), left
+
+    def _count(self, steps: list[tuple[list[int], int]]) -> None:
+        """Nodes kept, and how many were wanted.  One that was wanted and not offered counts as rejected."""
+        for n in range(self.limit):
+            tests = sum(wanted > n and (self.is_tree or len(path) >= n) for path, wanted in steps)
+            fade = (1 - 1 / self.WINDOW) ** tests
+            self.tests[n] = self.tests[n] * fade + tests
+            self.kept[n] = self.kept[n] * fade + sum(n in path for path, wanted in steps if wanted > n)
+
+    def _wonder(self, steps: list[tuple[int, int]]) -> None:
+        """Where what a dozen steps kept is 3 standard deviations off, the text has changed: old counts weigh little."""
+        shares = self.shares()
+        means = list(accumulate(shares, initial=0.0))
+        squares = list(accumulate(((2 * n + 1) * share for n, share in enumerate(shares)), initial=0.0))  # of a chain's length
+        self.gap = self.gap * 11 / 12 + sum(kept - means[wanted] for kept, wanted in steps)
+        self.variance = self.variance * 11 / 12 + sum(squares[wanted] - means[wanted] ** 2 for _, wanted in steps)
+        if self.gap**2 > 9 * (self.variance + 1):
+            self._lighten(4.0)
+            self.gap = self.variance = 0.0
+
+
+class Costs:
+    """Seconds of a step of about so many slots, by depth, which they never fall with: trimmed means of recent samples."""
+
+    WINDOW, AGE = 32, 512
+    """Samples of a depth that are kept, and steps until one is too old where there are younger ones."""
+
+    def __init__(self, todo: list[int]):
+        self.todo = [*todo[:1], *(depth for depth in dict.fromkeys(todo) for _ in range(2))]
+        """Depths still to be tried: twice, since of two samples one may be an outlier, and the very first is not counted."""
+        self.tried = set(todo)
+        self.samples: dict[int, deque[tuple[int, float]]] = {}
+        """By depth: step and seconds."""
+        self.curve: list[tuple[int, float]] | None = None
+        """Depths and seconds, rising."""
+
+    def try_first(self, depths: list[int]) -> None:
+        self.todo += [depth for depth in depths if depth not in self.tried for _ in range(2)]
+        self.tried.update(depths)
+
+    def add(self, depth: int, seconds: float, turn: int) -> None:
+        self.samples.setdefault(depth, deque(maxlen=self.WINDOW)).append((turn, seconds))
+        stale = [other for other, samples in self.samples.items() if other and samples[-1][0] < turn - self.AGE]
+        for other in stale if depth else ():
+            del self.samples[other]
+        self.curve = None
+
+    def mean(self, depth: int) -> float:
+        ordered = sorted(seconds for _, seconds in self.samples[depth])
+        trim = len(ordered) // 8  # outliers are slow, and of few samples one may be one
+        left = ordered[trim : max(1, len(ordered) - trim - 1)]
+        return sum(left) / len(left)
+
+    def at(self, depth: int) -> float:
+        """Linear between the depths that were measured, of the whole curve's slope beyond; next to nothing before any was."""
+        if self.curve is None:
+            self.curve = rising([(depth, self.mean(depth), len(self.samples[depth])) for depth in sorted(self.samples)])
+        (first, low), (last, high) = self.curve[0], self.curve[-1]
+        if depth >= last:
+            return high + (high - low) / max(1, last - first) * (depth - last)
+        for (left, less), (right, more) in pairwise(self.curve):
+            if left <= depth < right:
+                return less + (more - less) * (depth - left) / (right - left)
+        return low
+
+
+def rising(points: list[tuple[int, float, int]]) -> list[tuple[int, float]]:
+    """The nearest curve that never falls, by pooling neighbours: depth, seconds and weight of each point, by depth."""
+    pools: list[tuple[float, int, list[int]]] = []
+    for depth, seconds, weight in points or [(0, 1e-9, 1)]:
+        depths = [depth]
+        while pools and pools[-1][0] > seconds:
+            before, heavy, others = pools.pop()
+            seconds = (before * heavy + seconds * weight) / (heavy + weight)
+            weight, depths = heavy + weight, others + depths
+        pools.append((seconds, weight, depths))
+    return [(depth, seconds) for seconds, _, depths in pools for depth in depths]

@@ -1,0 +1,24 @@
+"""The same number of nodes every time, all of them verified."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.accept import Accepted
+from outrider.decoding.state import DecodeState, Timing
+
+
+class Fixed:
+    """`nodes` under every anchor."""
+
+    def __init__(self, nodes: int):
+        self.nodes = nodes
+
+    def budget(self, state: DecodeState) -> Tensor:
+        return torch.full((len(state.rows),), self.nodes)
+
+    def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
+        return sizes
+
+    def observe(self, state: DecodeState, sizes: Tensor, accepted: Accepted, timing: Timing) -> None: ...

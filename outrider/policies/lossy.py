@@ -1,0 +1,177 @@
+"""Rules that change the output on purpose: they keep drafted tokens that are likely enough, not those that the acceptance
+rule keeps.
+
+Never reached by default: `named.judge` hands one out only to who says allow_lossy, and the judge measures how far it strayed,
+so that a report can say it.  Typical acceptance: Medusa (arXiv 2401.10774); relaxed top-k: a drafted token stays if it is
+among the target's k likeliest.  Of a tree the longest path that passes is kept, the likelier of two as long.  Unlike in
+Medusa's code the token after it is drawn from p, not the likeliest, and the first drafted token is tested as the others are.
+
+At temperature 0 p is one-hot, so that neither rule can keep a token that the acceptance rule would not.
+
+B live slots, N drafted nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.accept import Accepted, judged_nodes, judged_q
+from outrider.decoding.draft import Draft, padded
+from outrider.decoding.noise import Purpose, Streams
+from outrider.decoding.state import Scores
+from outrider.errors import ConfigError
+from outrider.sampling.distribution import distribution
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.prefix import processed
+
+
+@dataclass(frozen=True, slots=True)
+class Lossy:
+    """A rule for the judge: keep the longest path of tokens that pass, then draw from p.  q is not read."""
+
+    name: str
+    """With its numbers, for reports."""
+    passes: Callable[[Tensor], Tensor]
+    """p [..., V] to which tokens may stay, [..., V] bool."""
+
+    def __call__(self, draft: Draft, p: Tensor, streams: Streams) -> Accepted:
+        """p [B, N+1, V].  Ids outside the vocabulary never pass, and are counted as invalid; a q is not looked at."""
+        known = (draft.tokens >= 0) & (draft.tokens < p.shape[-1])
+        slots, rows, tokens = _places(draft, known)
+        may_stay = known & self.passes(p)[slots, rows, tokens]
+        paths = _longest(draft, may_stay, p[slots, rows, tokens])
+        last = torch.tensor([[-1, *path][-1] for path in paths], dtype=torch.int64, device=p.device)
+        counts = torch.tensor([len(path) for path in paths], dtype=torch.int64, device=p.device)
+        following = streams.draw(p[slots[:, 0], last + 1], counts, Purpose.TARGET)
+        return Accepted(paths, following.tolist(), (~known & _live(draft)).sum(-1).tolist())
+
+
+def typical(epsilon: float = 0.09, delta: float = 0.3) -> Lossy:
+    """Keep a token x where p(x) > min(epsilon, delta exp(-H(p))), H in nats: what is likely, and more where little is sure."""
+    if not (0 < epsilon <= 1 and delta > 0 and math.isfinite(delta)):
+        raise ConfigError(f"typical: epsilon {epsilon} must lie in (0, 1] and delta {delta} above 0")
+
+    def passes(p: Tensor) -> Tensor:
+        entropy = torch.special.entr(p).sum(-1, keepdim=True)
+        least: Tensor = (delta * (-entropy).exp()).clamp(max=epsilon)
+        return p > least
+
+    return Lossy(f"typical(epsilon={epsilon:g}, delta={delta:g})", passes)
+
+
+def relaxed(k: int = 2) -> Lossy:
+    """Keep a token that is among the target's k likeliest; equals of the k-th too, never one of probability 0."""
+    if k < 1:
+        raise ConfigError(f"relaxed: k {k} keeps nothing; give 1 or more")
+
+    def passes(p: Tensor) -> Tensor:
+        return (p >= p.topk(min(k, p.shape[-1]), -1).values[..., -1:]) & (p > 0)
+
+    return Lossy(f"relaxed(k={k})", passes)
+
+
+RULES: Mapping[str, Callable[..., Lossy]] = MappingProxyType({"relaxed": relaxed, "typical": typical})
+"""By name, what makes each rule from its numbers."""
+
+
+class LossyJudge(SamplingJudge):
+    """Judges by a lossy rule, and keeps account of how far it strays from the acceptance rule."""
+
+    rule: Lossy
+
+    def __init__(self, rule: Lossy):
+        super().__init__(rule)
+        self.tokens = 0
+        """Tokens emitted, over all slots and steps."""
+        self.total = 0.0
+        """Sum of their distances; no text's distribution is further from the target's, in total variation, than this sum."""
+        self.strayed: dict[int, float] = {}
+        """By slot: sum of the distances of the last step's tokens."""
+        self._last = torch.empty(0, 0)
+
+    def __call__(self, draft: Draft, scores: Scores, streams: Streams) -> Accepted:
+        logits = self._logits = processed(scores.logits, draft, self.prefixes)
+        p = distribution(logits, self.settings)
+        accepted = self.rule(draft, p, streams)
+        self._last = tv_distance(self.rule, draft, p, accepted)
+        return accepted
+
+    def observe(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> None:
+        super().observe(accepted, texts, scores)
+        for b, (row, _) in enumerate(self._requests):
+            count = accepted.counts[b] + (accepted.next_tokens[b] >= 0)
+            self.strayed[row] = float(self._last[b, :count].sum())
+            self.total += self.strayed[row]
+            self.tokens += count
+
+    @property
+    def distance(self) -> float:
+        """Mean total variation per emitted token, in [0, 1]; 0 before the first."""
+        return self.total / self.tokens if self.tokens else 0.0
+
+
+def tv_distance(rule: Lossy, draft: Draft, p: Tensor, accepted: Accepted) -> Tensor:
+    """Total variation between what the rule emits and p, at every place this step filled.  [B, D] float64, 0 elsewhere.
+
+    At each place: between the distribution of the token emitted there, given all text before it, and p.  In closed form for a
+    chain drawn from q, which emits e = q where it passes, and p with what is left of 1: sum |e - p| / 2.  For a deterministic
+    draft e is one-hot at a kept token: 1 - p(x).  Both are exact.  For a tree of sampled nodes the kept tokens are taken as
+    given, which on average is too much, never too little.  A token drawn from p after the draft adds 0.
+
+    Averaged over texts that the rule wrote, the sum over a text bounds the total variation between the rule's distribution of
+    the whole text and the target's; divided by tokens it is the distance per emitted token.
+    """
+    if draft.q is None or draft.branches or draft.q.shape[-1] != p.shape[-1]:
+        return _taken_as_given(draft, p, accepted)
+    tokens, known, valid = judged_nodes(draft, draft.q, p.shape[-1])
+    exact = p[:, :-1]
+    drafted = judged_q(draft.q, tokens, known, valid).to(p.dtype) * rule.passes(exact)
+    emitted = drafted + (1 - drafted.sum(-1, keepdim=True)) * exact
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    was_reached = _live(draft) & (place <= torch.tensor(accepted.counts, device=place.device)[:, None])
+    return (emitted - exact).abs().sum(-1).double() / 2 * was_reached
+
+
+def _taken_as_given(draft: Draft, p: Tensor, accepted: Accepted) -> Tensor:
+    """Distance of the kept tokens from p as if nothing else could have been drafted: 1 - p(x).  [B, D]."""
+    known = (draft.tokens >= 0) & (draft.tokens < p.shape[-1])
+    slots, rows, tokens = _places(draft, known)
+    strays = 1 - p[slots, rows, tokens].double()
+    path = padded(accepted.paths, -1, p.device)
+    return strays.gather(1, path.clamp(min=0)) * (path >= 0)
+
+
+def _places(draft: Draft, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where every node's probability stands in p: slot [B, 1], its parent's row [B, N] and its token [B, N]."""
+    slots = torch.arange(len(draft.tokens), device=draft.tokens.device)[:, None]
+    return slots, (draft.parents + 1).clamp(0, draft.tokens.shape[1]), draft.tokens.where(known, 0)
+
+
+def _live(draft: Draft) -> Tensor:
+    """[B, N] whether a node is more than padding."""
+    return torch.arange(draft.tokens.shape[1], device=draft.tokens.device) < draft.sizes.to(draft.tokens.device)[:, None]
+
+
+def _longest(draft: Draft, may_stay: Tensor, p_own: Tensor) -> list[list[int]]:
+    """Each slot's longest path of nodes that may stay; of two as long the likelier, then the elder.  Both [B, N]."""
+    rows = zip(draft.parents.tolist(), draft.sizes.tolist(), may_stay.tolist(), p_own.double().log().tolist(), strict=True)
+    paths = []
+    for parents, size, stays, logs in rows:
+        found = {-1: (0, 0.0)}
+        for n in range(size):
+            if stays[n] and parents[n] in found:
+                depth, likelihood = found[parents[n]]
+                found[n] = (depth + 1, likelihood + logs[n])
+        at = max(found, key=lambda n: found[n])
+        path: list[int] = []
+        while at >= 0:
+            path.insert(0, at)
+            at = parents[at]
+        paths.append(path)
+    return paths

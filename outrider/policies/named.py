@@ -1,0 +1,70 @@
+"""Policies and ways to verify, by the names that Python, run files and the command line share."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable
+
+from outrider.decoding.protocols import Drafter, Policy
+from outrider.errors import ConfigError
+from outrider.policies import lossy
+from outrider.policies.adaptive import Adaptive
+from outrider.policies.block import accept_block
+from outrider.policies.by_confidence import ByConfidence
+from outrider.policies.fixed import Fixed
+from outrider.sampling.judge import SamplingJudge
+
+POLICIES = ("fixed", "by_confidence", "adaptive")
+"""As many nodes as the drafter offers; those likely to be kept; as many as pay, by the seconds measured."""
+EXACT = ("standard", "block")
+"""Ways to verify that leave the output as it is; `lossy.RULES` has those that don't."""
+LEAST = 0.4
+"""Chance of being kept below which `by_confidence` verifies a node no more."""
+
+
+def policy(name: str | Policy | None, drafter: Drafter) -> Policy:
+    """The policy of this name, fresh, for this drafter.  Raises ConfigError for an unknown name."""
+    if name is not None and not isinstance(name, str):
+        return name
+    if name == "by_confidence":
+        return ByConfidence(drafter.limit, LEAST)
+    if name == "adaptive":
+        return Adaptive(drafter.limit)
+    check_policy(name or "fixed")
+    return Fixed(drafter.limit)
+
+
+def judge(name: str | SamplingJudge | None = None, allow_lossy: bool = False) -> SamplingJudge:
+    """What judges by this way to verify.  Raises ConfigError for an unknown name, and for a lossy one unless allow_lossy."""
+    if isinstance(name, SamplingJudge):
+        return name
+    name = name or "standard"
+    check_verification(name, allow_lossy)
+    if name in lossy.RULES:
+        return lossy.LossyJudge(lossy.RULES[name]())
+    if allow_lossy:
+        logging.getLogger(__name__).warning("allow_lossy has no effect on verification '%s': the output is exact", name)
+    return SamplingJudge(accept_block if name == "block" else None)
+
+
+def check_policy(name: str) -> None:
+    """Raises ConfigError for an unknown name."""
+    _known("policy", name, POLICIES)
+
+
+def check_verification(name: str, allow_lossy: bool) -> None:
+    """Raises ConfigError for an unknown name, and for a lossy one unless allow_lossy is True."""
+    _known("verification", name, [*EXACT, *lossy.RULES])
+    if name in lossy.RULES and allow_lossy is not True:
+        raise ConfigError(
+            f"verification '{name}' changes what the target would write, and allow_lossy is {allow_lossy!r}; "
+            "set allow_lossy: true to have it, or take standard or block for exact output"
+        )
+
+
+def _known(what: str, name: str, names: Iterable[str]) -> None:
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1, 0.4)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise ConfigError(f"unknown {what} '{name}'; there are {', '.join(names)}{hint}")

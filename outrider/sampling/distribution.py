@@ -1,0 +1,148 @@
+"""From logits to the distribution that drafter and target both mean; temperature 0 is one-hot.
+
+The order is part of the definition.  What depends on a node's own prefix comes first and is `prefix.processed`.  Then, here:
+temperature, top-k, top-p, min-p, typical-p, in the order of transformers.  B live slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.sampling.settings import Sampling
+
+FEW, SPARE = 1024, 64
+"""Most tokens of a top-k that are cut out before the rest is done, and how many equals of the last are looked for."""
+
+
+class Settings(NamedTuple):
+    """The `Sampling` of every live slot, as tensors [B]; None where no slot asks for it."""
+
+    temperature: Tensor | None
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None = None
+    typical_p: Tensor | None = None
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> Settings:
+        def column(values: list, idle: float) -> Tensor | None:
+            return None if all(v == idle for v in values) else torch.tensor(values, device=device)
+
+        return cls(
+            column([s.temperature for s in samplings], 0.0),
+            column([s.top_k for s in samplings], 0),
+            column([s.top_p for s in samplings], 1.0),
+            column([s.min_p for s in samplings], 0.0),
+            column([s.typical_p for s in samplings], 1.0),
+        )
+
+    def of_slots(self, slots: Tensor) -> Settings:
+        """Those of some slots, [B] bool."""
+        return Settings(*(None if column is None else column[slots] for column in self))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Every live slot is at temperature 0."""
+        return self.temperature is None
+
+    @property
+    def is_tempered(self) -> bool:
+        """Every live slot draws at a temperature above 0 from all tokens: its law is `tempered`."""
+        cuts = (self.top_k, self.top_p, self.min_p, self.typical_p)
+        return self.temperature is not None and cuts == (None,) * 4 and bool((self.temperature > 0).all())
+
+
+def distribution(logits: Tensor, settings: Settings) -> Tensor:
+    """The distribution of the next token.  logits [B, ..., V]; returns the same shape, each row summing to 1.
+
+    The target's logits come from `prefix.processed`; a drafter may give its own as they are, and need not be right.
+    float32, or float64 where the logits are: bf16 softmax loses mass over 150k tokens.  Ties at temperature 0 go to the
+    lowest token id.  A slot's law is computed the same way whoever shares the batch.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if settings.temperature is None:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    if settings.top_k is None:
+        return _law(logits, settings)
+    top_k = settings.top_k.tolist()
+    kinds = sorted(set(top_k))
+    if len(kinds) == 1:
+        return _law_of_few(logits, settings, kinds[0])
+    p = torch.empty_like(logits)
+    for k in kinds:
+        slots = torch.tensor([own == k for own in top_k], device=logits.device)
+        p[slots] = _law_of_few(logits[slots], settings.of_slots(slots), k)
+    return p
+
+
+def _law(logits: Tensor, settings: Settings) -> Tensor:
+    """Temperature, then every cut but top-k; slots at temperature 0 are one-hot."""
+    assert settings.temperature is not None
+    shape = (-1,) + (1,) * (logits.dim() - 1)
+    is_cold = settings.temperature == 0
+    p = tempered(logits, torch.where(is_cold, 1.0, settings.temperature))
+    is_cold = is_cold.view(shape)
+    for column, keep in ((settings.top_p, _keep_top_p), (settings.min_p, _keep_min_p), (settings.typical_p, _keep_typical)):
+        if column is not None:
+            p = keep(p, column.to(p.dtype).view(shape))
+    if bool(is_cold.any()):
+        cold = torch.zeros_like(p).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        p = torch.where(is_cold, cold, p)
+    return p
+
+
+def tempered(logits: Tensor, temperature: Tensor) -> Tensor:
+    """softmax(logits / temperature), for logits [B, ..., V] and temperatures [B] above 0."""
+    heat = temperature.to(logits.dtype).view((-1,) + (1,) * (logits.dim() - 1))
+    # the largest is 0, so that a temperature near 0 overflows to -inf alone: of two +inf softmax makes NaN
+    return ((logits - logits.amax(-1, keepdim=True)) / heat).softmax(-1)
+
+
+def _law_of_few(logits: Tensor, settings: Settings, k: int) -> Tensor:
+    """The law of slots that all keep the k most likely tokens and equals of the k-th; 0 keeps all.
+
+    Few candidates are cut out first, in the order of their ids, and all else is done on them: of 150k tokens one pass is read.
+    """
+    if not 0 < k < logits.shape[-1]:
+        return _law(logits, settings)
+    best = logits.topk(min(k + SPARE, logits.shape[-1]), -1)
+    least = best.values[..., k - 1 : k]
+    if k > FEW or bool((best.values[..., -1:] == least).any()):
+        return _law(logits.masked_fill(logits < least, -torch.inf), settings)
+    ids, order = best.indices.sort(-1)
+    few = best.values.gather(-1, order)
+    p = _law(few.masked_fill(few < least, -torch.inf), settings)
+    return torch.zeros_like(logits).scatter_(-1, ids, p)
+
+
+def _keep_top_p(p: Tensor, top_p: Tensor) -> Tensor:
+    """The most likely tokens until their sum reaches top_p, at least one, normalised again; 1 keeps all."""
+    ranked, order = p.sort(dim=-1, descending=True, stable=True)
+    before = ranked.cumsum(-1) - ranked
+    top_p = top_p.clamp(min=torch.finfo(top_p.dtype).tiny)  # what float32 rounds to 0 keeps one all the same
+    kept = torch.zeros_like(p).scatter_(-1, order, ranked.masked_fill((before >= top_p) & (top_p < 1), 0.0))
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def _keep_min_p(p: Tensor, min_p: Tensor) -> Tensor:
+    """The tokens at least min_p times as likely as the likeliest, normalised again."""
+    kept = p.masked_fill(p < min_p * p.amax(-1, keepdim=True), 0.0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def _keep_typical(p: Tensor, typical_p: Tensor) -> Tensor:
+    """The tokens whose surprise -log p is nearest to the entropy until their sum reaches typical_p; equals of the last stay.
+
+    typical_p 1 keeps all.
+    """
+    surprise = -p.log()
+    entropy = (p * surprise).nan_to_num(0.0).sum(-1, keepdim=True)
+    ranked, order = (surprise - entropy).abs().sort(dim=-1, stable=True)
+    last = (p.gather(-1, order).cumsum(-1) < typical_p).sum(-1, keepdim=True).clamp(max=p.shape[-1] - 1)
+    is_odd = (surprise - entropy).abs() > ranked.gather(-1, last)
+    kept = p.masked_fill(is_odd & (typical_p < 1), 0.0)
+    return kept / kept.sum(-1, keepdim=True)

@@ -1,0 +1,117 @@
+"""Fast paths of the acceptance rule: the same output token for token, for drafts of one kind.
+
+    accept_greedy    every slot at temperature 0        from the likeliest ids alone, no distribution
+    accept_chain     chains drawn from q                all nodes at once, no loop over them
+
+B live slots, N drafted nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.accept import Accepted, accept, judged_nodes, judged_q, refuse_other_vocabulary, residual
+from outrider.decoding.draft import Draft
+from outrider.decoding.noise import Purpose, Streams
+
+
+def accept_greedy(draft: Draft, choice: Tensor, vocabulary: int) -> Accepted:
+    """Where every slot is greedy: follow the child that is the target's choice.  choice [B, N+1] int64.
+
+    Equals `accept` with p one-hot at `choice`.
+    """
+    rows = zip(draft.ids, draft.tree, draft.live, choice.tolist(), strict=True)
+    paths, following, invalid = [], [], []
+    for tokens, parents, size, wanted in rows:
+        at, path = -1, []
+        for n in range(size):
+            if parents[n] == at and tokens[n] == wanted[at + 1]:
+                path.append(n)
+                at = n
+        paths.append(path)
+        following.append(wanted[at + 1])
+        invalid.append(sum(not 0 <= token < vocabulary for token in tokens[:size]))
+    return Accepted(paths, following, invalid)
+
+
+def accept_chain(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
+    """Chains with dense q.  p [B, N+1, V]; the coins are those of `accept`.  Other drafts go to `accept` itself."""
+    return of_chain(_passed, draft, p, streams)
+
+
+def of_chain(
+    judge: Callable[[Chain, Streams], tuple[Tensor, Tensor | None]], draft: Draft, p: Tensor, streams: Streams
+) -> Accepted:
+    """Judge a chain drawn from q as a whole; trees, deterministic drafts and slots with a seed go to `accept`.
+
+    judge: how many nodes stay, [B], and the weight of the row each node was drawn for, [B, N]; None is 1.
+    """
+    if draft.q is None or draft.branches or not draft.tokens.numel():
+        return accept(draft, p, streams)
+    refuse_other_vocabulary(draft.q, p.shape[-1])
+    if streams.seeded is not None and bool(streams.seeded.all()):
+        return accept(replace(draft, q=None), p, streams)
+    chain = Chain.of(draft, p)
+    accepted = chain.accepted(*judge(chain, streams), streams)
+    if streams.seeded is None:
+        return accepted
+    matched = accept(replace(draft, q=None), p, streams)
+    for b, is_seeded in enumerate(streams.seeded.tolist()):
+        if is_seeded:
+            accepted.paths[b], accepted.next_tokens[b] = matched.paths[b], matched.next_tokens[b]
+            accepted.invalid[b] = matched.invalid[b]
+    return accepted
+
+
+def _passed(chain: Chain, streams: Streams) -> tuple[Tensor, None]:
+    passed = chain.live & chain.known & (coins(streams, chain.tokens.shape[1]) * chain.q_own < chain.p_own)
+    return passed.long().cumprod(-1).sum(-1), None
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A drawn chain's nodes as the acceptance rule judges them: invalid ones as deterministic.  All [B, N] but `sizes` [B]."""
+
+    p: Tensor
+    """[B, N+1, V]."""
+    q: Tensor
+    """[B, N, V] as judged."""
+    tokens: Tensor
+    known: Tensor
+    """The id is inside the vocabulary."""
+    valid: Tensor
+    live: Tensor
+    p_own: Tensor
+    """The target's probability of the node's token; of token 0 where the id is outside the vocabulary."""
+    q_own: Tensor
+    """The drafter's; above 0."""
+    sizes: Tensor
+
+    @classmethod
+    def of(cls, draft: Draft, p: Tensor) -> Chain:
+        assert draft.q is not None
+        tokens, known, valid = judged_nodes(draft, draft.q, p.shape[-1])
+        own, sizes = tokens[..., None], draft.sizes.to(tokens.device)
+        q = judged_q(draft.q, tokens, known, valid).to(p.dtype)
+        q_own = torch.where(known, q.gather(-1, own)[..., 0], 1.0)
+        live = torch.arange(tokens.shape[1], device=tokens.device) < sizes[:, None]
+        return cls(p, q, tokens, known, valid, live, p[:, :-1].gather(-1, own)[..., 0], q_own, sizes)
+
+    def accepted(self, counts: Tensor, weight: Tensor | None, streams: Streams) -> Accepted:
+        """Keep the first `counts` [B] nodes; the next token comes from norm(max(weight p - q, 0)), or p after the last."""
+        slots, at = torch.arange(len(counts), device=counts.device), counts.clamp(max=self.tokens.shape[1] - 1)
+        left = self.p[slots, counts]
+        held = left if weight is None else left * weight[slots, at, None].to(left.dtype)
+        left = torch.where((counts < self.sizes)[:, None], residual(held, self.q[slots, at]), left)
+        order = torch.arange(self.tokens.shape[1], device=counts.device).expand(self.tokens.shape)
+        return Accepted.of(order, counts, streams.draw(left, counts, Purpose.TARGET), (~self.valid & self.live).sum(-1))
+
+
+def coins(streams: Streams, nodes: int) -> Tensor:
+    """[B, N] float64: column n is the coin that `accept` throws at node n of a chain."""
+    n = torch.arange(nodes, device=streams.index.device)
+    return Streams(streams.seeds[:, None], streams.index[:, None]).uniform(n, Purpose.ACCEPT, salt=n)

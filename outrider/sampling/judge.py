@@ -1,0 +1,167 @@
+"""The full judge: every node on its own prefix, by all that a request asks for; text, stop strings and log probabilities.
+
+B live slots, N drafted nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.accept import Accepted, Rule, accept, accept_top1
+from outrider.decoding.draft import Draft
+from outrider.decoding.noise import Purpose, Streams
+from outrider.decoding.state import DecodeState, Judge, Request, Scores
+from outrider.errors import ConfigError, TargetError
+from outrider.sampling import logprobs
+from outrider.sampling.distribution import Settings, distribution
+from outrider.sampling.fast import accept_chain, accept_greedy
+from outrider.sampling.logprobs import TokenLogprob
+from outrider.sampling.prefix import Prefix, emitting_rows, processed, pruned
+from outrider.sampling.text import TextStream
+
+
+class SamplingJudge(Judge):
+    """Judges by `rule`, or by the acceptance rule and its fast paths where none is given."""
+
+    def __init__(self, rule: Rule | None = None):
+        self.rule = rule
+        self.serves: Callable[[], DecodeState | None] | None = None
+        """The batch whose texts it keeps, as a weak reference; None before the first."""
+        self.settings = Settings(None, None, None)
+        """Of the live slots."""
+        self.prefixes: list[tuple[int, Prefix]] = []
+        """Place in the batch and text of each live slot whose logits change by what stands before; none by default."""
+        self.new_text: dict[int, str] = {}
+        """By slot: text that the last commit made certain, where the request has a detokenizer; see `text`."""
+        self.logprobs: dict[int, list[TokenLogprob]] = {}
+        """By slot: of the committed tokens, where the request asks for them."""
+        self._requests: list[tuple[int, Request]] = []
+        self._prefixes: dict[int, Prefix] = {}
+        self._texts: dict[int, TextStream] = {}
+        self._logits = torch.empty(0)
+        """[B, N+1, V] of the last pass, after penalties, bans and processors."""
+        self._choice: Tensor | None = None
+        """[B, N+1], their likeliest ids, where every slot is greedy."""
+
+    def admit(self, row: int, request: Request, ends: frozenset[int], device: torch.device) -> None:
+        """Raises ConfigError for a stop string that can never match."""
+        self.free(row)  # what was left off here, where this judge served before
+        self.logprobs[row], self.new_text[row] = [], ""
+        if request.detokenizer is not None or request.stop:
+            self._texts[row] = TextStream(request.detokenizer, request.stop)
+        if request.sampling.is_processed:
+            self._prefixes[row] = Prefix(request.sampling, request.prompt, ends, device)
+
+    def free(self, row: int) -> None:
+        self._prefixes.pop(row, None)
+        self._texts.pop(row, None)
+
+    def select(self, requests: dict[int, Request], rows: list[int], device: torch.device) -> None:
+        self._requests = [(row, requests[row]) for row in rows]
+        self.settings = Settings.of([request.sampling for _, request in self._requests], device)
+        self.temperature = self.settings.temperature
+        self.prefixes = [(b, self._prefixes[row]) for b, row in enumerate(rows) if row in self._prefixes]
+        self.bans = any(prefix.sampling.bans for _, prefix in self.prefixes)
+
+    def distribution(self, logits: Tensor) -> Tensor:
+        return distribution(logits, self.settings)
+
+    def masked(self, logits: Tensor, drafted: Sequence[Tensor] = ()) -> Tensor:
+        """As the target is masked by bad words, least length and grammar: what is drawn from the result has it as q.
+
+        The same tensor where no slot bans anything.
+        """
+        if not self.bans:
+            return logits
+        paths = torch.stack(list(drafted), 1).tolist() if drafted else [[]] * len(logits)
+        out = logits.clone()
+        for b, prefix in self.prefixes:
+            if not prefix.sampling.bans:
+                continue
+            possible = prefix.possible(tuple(paths[b]), logits.shape[-1])
+            if possible.any():  # after a token that can't be kept nothing may follow, and a row of -inf is no distribution
+                out[b].masked_fill_(~possible.to(out.device), -torch.inf)
+        return out
+
+    def prune(self, draft: Draft, seeded: Tensor | None, vocabulary: int) -> Draft:
+        return pruned(draft, self.prefixes, seeded, vocabulary)
+
+    def on(self, device: torch.device) -> SamplingJudge:
+        there = copy.copy(self)
+        there.settings = Settings(*(None if column is None else column.to(device) for column in self.settings))
+        there.temperature = there.settings.temperature
+        return there
+
+    def __call__(self, draft: Draft, scores: Scores, streams: Streams) -> Accepted:
+        logits = self._logits = processed(scores.logits, draft, self.prefixes)
+        self._choice = None
+        if self.rule is not None:
+            return self.rule(draft, distribution(logits, self.settings), streams)
+        if self.temperature is None:
+            is_known = scores.choice is not None and logits is scores.logits
+            self._choice = scores.choice if is_known else logits.argmax(-1)
+            assert self._choice is not None
+            return accept_greedy(draft, self._choice, logits.shape[-1])
+        if draft.q is None:
+            slots = torch.arange(len(logits), device=logits.device)
+
+            def choose(rows: Tensor, depth: int) -> Tensor:
+                return streams.draw(distribution(logits[slots, rows], self.settings), depth, Purpose.TARGET)
+
+            return accept_top1(draft, logits.shape[-1], choose)
+        rule = accept if draft.branches else accept_chain
+        return rule(draft, distribution(logits, self.settings), streams)
+
+    def read(self, row: int, tokens: list[int], is_last: bool) -> tuple[int, bool]:
+        count, is_stopped = len(tokens), False
+        if row in self._texts:
+            self.new_text[row], count, is_stopped = self._texts[row].push(tokens, is_last)
+        if row in self._prefixes:
+            self._prefixes[row].push(tokens[:count])
+        return count, is_stopped
+
+    def observe(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> None:
+        """Raises TargetError or ConfigError where a token was committed by logits that are no numbers, or all impossible."""
+        self._refuse_no_numbers(accepted, texts, scores)
+        for b, (row, request) in enumerate(self._requests):
+            if request.sampling.logprobs is not None:
+                rows = emitting_rows(accepted, b)
+                found = self._log_probabilities(b, self._logits[b : b + 1, rows])[0]
+                self.logprobs[row] += logprobs.read(found, texts[b][-len(rows) :], request.sampling.logprobs)
+
+    def _log_probabilities(self, b: int, logits: Tensor) -> Tensor:
+        """[1, R, V].  At temperature 0, where the distribution is one-hot, the softmax of the logits."""
+        if self._requests[b][1].sampling.temperature == 0:
+            return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+        return distribution(logits, Settings(*(None if x is None else x[b : b + 1] for x in self.settings))).log()
+
+    def _refuse_no_numbers(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> None:
+        """Looks at the largest logit of every row, which is NaN where any is."""
+        logits, choice = self._logits, self._choice
+        best = logits.amax(-1) if choice is None else logits.gather(-1, choice.unsqueeze(-1))[..., 0]
+        if bool(best.isfinite().all()):
+            return
+        forbids = {b for b, prefix in self.prefixes if prefix.sampling.forbids}
+        for b, text in enumerate(texts):
+            rows = emitting_rows(accepted, b)
+            for at in rows:  # what stands after a rejected token may be anything
+                value, raw = float(best[b, at]), float(scores.logits[b, at].amax())
+                if math.isfinite(value):
+                    continue
+                where = f"after {len(text) - len(rows)} or more tokens"
+                if value == -math.inf and b in forbids:
+                    raise ConfigError(
+                        f"{where} bad_words, min_new_tokens, grammar or a processor leave no token possible; let at least one "
+                        "follow every prefix"
+                    )
+                if math.isfinite(raw):
+                    raise ConfigError(f"a penalty, logit_bias or processor makes a logit {value} {where}; choose a smaller one")
+                raise TargetError(
+                    f"the target's logits are {value} {where}, so no token follows; load it in float32 or bfloat16, since "
+                    "float16 overflows, and look for weights that are not finite"
+                )

@@ -1,0 +1,531 @@
+"""A small model of another vocabulary: exact for the target's law, true to the text, and off where little is in common."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import tiny_model
+from contracts.chances import emitted, keeps_the_law
+from contracts.parties import OnAndOff, TableTarget
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from outrider import drafters
+from outrider.decoding.draft import Draft
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import Request
+from outrider.errors import ConfigError, DrafterError
+from outrider.generation import batch, generate, serve
+from outrider.sampling.settings import Sampling
+from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.vocabulary import Transcript, Twins, Vocabulary, _seam, continuation
+
+MODULE = drafters.find("cross_vocabulary")
+LINES = [
+    "the road over the river is long, and the river is wide", "der Fluß ist breit und die Straße über den Fluß lang",
+    "la forêt était déjà loin de la rivière", "道は長い。川は広い。", "def mean(values): return sum(values)",
+    "a smile 🙂 and a river 🌊 and the road", "  two  spaces\n\tand a tab",
+]  # fmt: skip
+WAYS = pytest.mark.parametrize("vocabulary", ["intersection", "text"])
+
+
+def byte_level(size: int, lines: list[str], ends: str | None = "<|end|>", alphabet: bool = True) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet() if alphabet else []
+    specials = [ends] if ends else []
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=letters, special_tokens=specials, show_progress=False)
+    tokenizer.train_from_iterator(lines, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=ends)
+
+
+def unigram(size: int, lines: list[str]) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=size, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def byte_fallback(size: int, lines: list[str]) -> PreTrainedTokenizerFast:
+    """BPE over whole lines, spaces as `▁`, one before every text; letters that it does not know are bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.train_from_iterator(lines, trainers.BpeTrainer(vocab_size=size - 257, show_progress=False))
+    parts = json.loads(tokenizer.to_str())
+    vocabulary = {text: n + 257 for text, n in parts["model"]["vocab"].items()}
+    vocabulary |= {"<s>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    merges = [tuple(pair) for pair in parts["model"]["merges"]]
+    tokenizer.model = models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+def word_piece(size: int, lines: list[str]) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.train_from_iterator(
+        lines, trainers.WordPieceTrainer(vocab_size=size, special_tokens=["[UNK]"], show_progress=False)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+
+
+def letters_alone(order: list[int]) -> PreTrainedTokenizerFast:
+    """64 letters without a merge; letter n has the id order[n]."""
+    tokenizer = Tokenizer(models.BPE(vocab={chr(48 + n): order[n] for n in range(64)}, merges=[]))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> Vocabulary:
+    return Vocabulary(tokenizer, len(tokenizer), "a test's")
+
+
+def loaded(folder, tokenizer, seed: int = 0, **sizes: object) -> TransformersTarget:
+    """A tiny model with this tokenizer, by way of the disk."""
+    if not (folder / "config.json").exists():
+        tokenizer.save_pretrained(folder)
+        tiny_model(seed, **({"vocab_size": len(tokenizer)} | sizes)).save_pretrained(folder)
+    return load_target(folder, dtype="float64")
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> TransformersTarget:
+    """A target of byte-level BPE."""
+    return loaded(tmp_path_factory.mktemp("wide"), byte_level(320, LINES))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, wide):
+    """A small model with a unigram tokenizer, for `wide`."""
+    path = tmp_path_factory.mktemp("narrow")
+    loaded(path, unigram(110, LINES), seed=1, num_hidden_layers=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(folder, wide):
+    """Drafters for `wide`; the small model is read from disk once."""
+    model = load_target(folder, dtype="float64")
+
+    def build(**settings: object) -> MODULE.CrossVocabulary:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MODULE, "load_target", lambda *args, **options: model)
+            return MODULE.build(MODULE.Config(model=str(folder), least_overlap=0, **settings), wide)
+
+    return build
+
+
+def texts(target: TransformersTarget, count: int = 9) -> list[list[int]]:
+    """Prompts that are cut anywhere, inside a character too."""
+    generator = torch.Generator().manual_seed(3)
+    found = [target.encode(line) for line in LINES]
+    cuts = torch.randint(1, 12, (count,), generator=generator).tolist()
+    return [found[n % len(found)][:cut] for n, cut in enumerate(cuts)]
+
+
+# ── what a token stands for ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("make", [byte_level, unigram, byte_fallback], ids=lambda make: make.__name__)
+def test_the_pieces_of_a_text_are_the_text(make):
+    """Catches a wrong alphabet of bytes, and a space marker taken for a letter."""
+    vocabulary = vocabulary_of(make(300, LINES))
+    for line in LINES:
+        line = line.split("\n")[0].strip()
+        text = b"".join(vocabulary.pieces[token] for token in vocabulary.encode(line).ids)
+        assert text.removeprefix(b" ") == line.encode()
+
+
+def test_word_pieces_say_where_a_word_begins():
+    """Catches the inside of a word that is paired with its beginning."""
+    vocabulary = vocabulary_of(word_piece(150, LINES))
+    assert b"".join(vocabulary.pieces[token] for token in vocabulary.encode("the river").ids) == b" the river"
+
+
+def test_byte_tokens_and_special_tokens_are_not_text():
+    """Catches `<0x0A>` taken for six letters, and a special token that is drafted as if it were written."""
+    tokenizer = unigram(110, LINES)
+    tokenizer.add_tokens(["<0x0A>", AddedToken("  ", special=False)])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    vocabulary = vocabulary_of(tokenizer)
+    assert vocabulary.pieces[tokenizer.convert_tokens_to_ids("  ")] == b"  "
+    assert vocabulary.pieces[tokenizer.convert_tokens_to_ids("<|user|>")] is None
+    assert vocabulary.specials["<|user|>"] == tokenizer.convert_tokens_to_ids("<|user|>")
+    plain = Tokenizer(models.BPE(vocab={"a": 0, "<0x0A>": 1, "▁": 2}, merges=[]))
+    assert vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=plain)).pieces == [b"a", b"\n", b" "]
+
+
+@pytest.mark.parametrize("make", [unigram, word_piece, byte_level, byte_fallback], ids=lambda make: make.__name__)
+def test_twins_say_the_same(make):
+    """Catches ids of one side taken for the other's; every token has at most one twin, and every common text has one."""
+    size = {byte_level: 290, byte_fallback: 450}.get(make, 120)
+    own, target = vocabulary_of(make(size, LINES[:4])), vocabulary_of(byte_level(320, LINES))
+    twins = Twins(own, target)
+    pairs = list(zip(twins.own_ids.tolist(), twins.target_ids.tolist(), strict=True))
+    assert len(pairs) == len({one for one, _ in pairs}) == len({other for _, other in pairs}) == twins.count
+    for one, other in pairs:
+        assert own.pieces[one] == target.pieces[other]
+        assert own.pieces[one] is not None or other == target.end
+    assert {target.pieces[other] for _, other in pairs} - {None} == {*own.pieces} & {*target.pieces} - {None, b""}
+
+
+def test_ends_are_twins_whatever_their_names():
+    """Catches a draft that can never end a text."""
+    own, target = vocabulary_of(unigram(110, LINES)), vocabulary_of(byte_level(300, LINES))
+    assert Twins(own, target).by_target[target.end] == own.end
+
+
+def test_what_has_no_twin_is_never_drawn():
+    """Catches a mask that is the wrong way round; what is left is the law given that a token is in common."""
+    own, target = vocabulary_of(unigram(110, LINES)), vocabulary_of(byte_level(320, LINES))
+    twins = Twins(own, target)
+    logits = torch.randn(3, own.size, dtype=torch.float64)
+    q, law = twins.spread(logits).softmax(-1), logits.softmax(-1)[:, twins.own_ids]
+    assert torch.allclose(q[:, twins.target_ids], law / law.sum(-1, keepdim=True))
+    assert int((q > 0).sum()) == 3 * twins.count
+    assert torch.equal(twins.own(twins.target_ids), twins.own_ids)
+
+
+# ── one text in two vocabularies ──────────────────────────────────────────────────────────────────────────────────────
+
+SOURCE, READER = vocabulary_of(byte_level(320, LINES)), vocabulary_of(byte_level(300, LINES[:3]))
+
+
+PARTS = st.one_of(st.integers(1, 319), st.sampled_from(LINES).map(lambda line: SOURCE.encode(line).ids))
+
+
+@given(st.lists(PARTS, max_size=12), st.randoms())
+def test_a_transcript_is_the_text(parts, random):
+    """Catches letters lost or doubled at a seam, half characters, and stray bytes that are waited for without end."""
+    tokens = [token for part in parts for token in (part if isinstance(part, list) else [part])]
+    transcript, at = Transcript(SOURCE, READER), 0
+    while at < len(tokens):
+        count = random.randint(1, 4)
+        transcript.push(tokens[at : at + count])
+        at += count
+        done = tokens[:at]
+        whole = done[: len(done) - len(transcript.waiting)]
+        assert transcript.taken == len(done) and len(transcript.waiting) <= 3
+        assert transcript.text == b"".join(SOURCE.pieces[token] for token in whole).decode(errors="replace")
+        assert b"".join(READER.pieces[token] for token in transcript.ids) == transcript.text.encode()
+
+
+def test_a_transcript_is_mostly_what_one_encoding_of_all_gives():
+    """Catches a seam that leaves its mark in every text: pieces that the reading model has never seen side by side."""
+    text = " ".join(LINES * 3)
+    others = unigram(110, LINES), word_piece(150, LINES), byte_fallback(500, LINES)
+    for reader in (READER, *map(vocabulary_of, others)):
+        transcript = Transcript(SOURCE, reader)
+        for token in SOURCE.encode(text).ids:
+            transcript.push([token])
+        assert transcript.ids == reader.encode(text).ids
+
+
+def test_a_seam_is_not_inside_a_character():
+    """Catches a byte lost where one encoding's token holds a space and half a character, and the other's do not."""
+    halves = [(0, 1), (1, 2), (1, 2), (2, 3)]
+    joined = [(0, 2), (1, 2), (2, 3)]
+    assert _seam(halves, 1, joined) == (3, 2)
+    assert _seam([(0, 1), *joined[1:]], 1, [(0, 1), (1, 2), (1, 2), (2, 3)]) == (2, 3)
+    assert _seam(halves, 1, halves[:1]) is None
+
+
+def test_a_special_token_is_read_where_both_have_it():
+    """Catches a marker spelt out in letters, which no model was trained on."""
+    with_user = byte_level(300, LINES[:3])
+    with_user.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    source, reader = vocabulary_of(with_user), vocabulary_of(unigram(110, LINES))
+    ids = [source.specials["<|user|>"], *source.encode("the road").ids, source.end]
+    both, one = Transcript(source, source), Transcript(source, reader)
+    both.push(ids)
+    one.push(ids)
+    assert both.ids == ids
+    assert one.text == "the road"
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback], ids=lambda make: make.__name__)
+def test_a_continuation_begins_at_the_seam(make):
+    """Catches tokens of the known text drafted again, merges over the seam, and letters that the target did not wait for."""
+    target = vocabulary_of(make(500, LINES))
+    pairs = [("the road ", "over the"), ("the ro", "ad over"), ("", "the"), ("der Fluß", " ist breit"), ("a\n", "\tb")]
+    for before, said in pairs:
+        ids = continuation(target, before, b"", said.encode())
+        assert b"".join(target.pieces[token] for token in ids) == said.encode()
+    # no token of either holds all of it
+    umbrella = "☂".encode()
+    ids = continuation(target, "an ", umbrella[:2], umbrella + b" and" + umbrella[:2])
+    assert b"".join(target.pieces[token] for token in ids) == umbrella[2:] + b" and"
+    assert continuation(target, "an ", umbrella[:2], b"xy") == []
+    assert continuation(target, "an ", b"", umbrella[:2]) == []
+
+
+def test_what_an_encoding_does_not_give_back_is_not_drafted():
+    """Catches a target's normaliser that changes what was said, and with it where the new tokens begin."""
+    reader = vocabulary_of(unigram(110, LINES))
+    assert continuation(reader, "the road", b"", " ☂ is".encode()) == []
+    assert continuation(reader, "the road", b"", b" is") != []
+
+
+# ── exact ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@WAYS
+def test_greedy_text_is_plain_text(vocabulary, wide, made):
+    """Catches a draft in wrong ids that is believed, and slots that are used again with another's text in them."""
+    prompts = texts(wide)
+    wanted = [found.tokens for found in generate(wide, prompts, max_new_tokens=25)]
+    for policy in (None, OnAndOff(4)):
+        found = generate(wide, prompts, made(vocabulary=vocabulary), max_new_tokens=25, slots=3, policy=policy)
+        assert [each.tokens for each in found] == wanted
+
+
+@WAYS
+def test_a_seeds_text_is_the_seeds_text(vocabulary, wide, made):
+    """Catches draws that are not the target's own noise, and an unlawful q."""
+    requests = [Request(prompt, 20, Sampling(0.8, top_p=0.95, seed=n)) for n, prompt in enumerate(texts(wide))]
+    state, served = batch(wide, 3, ends=frozenset()), []
+    for drafter in (None, made(vocabulary=vocabulary)):
+        found = {n: [] for n in range(len(requests))}
+        for progress in serve(wide, requests, drafter, slots=3, state=state if drafter else None):
+            found[progress.request] += progress.tokens
+        served.append(found)
+    assert served[0] == served[1]
+    assert state.invalid == 0
+
+
+SMALL_TEXT = ["ab é ab ba a é b abé"]
+
+
+@pytest.fixture(scope="module")
+def table() -> TableTarget:
+    """Eight tokens of byte-level BPE, halves of é among them."""
+    tokenizer = byte_level(8, SMALL_TEXT, ends=None, alphabet=False)
+    assert len(tokenizer) == 8
+    target = TableTarget.random(8)
+    target.tokenizer = tokenizer
+    return target
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory, table):
+    """Drafters for the table."""
+    path = tmp_path_factory.mktemp("beside")
+    model = loaded(path, unigram(11, SMALL_TEXT), seed=10, num_hidden_layers=1)
+
+    def build(vocabulary: str) -> MODULE.CrossVocabulary:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MODULE, "load_target", lambda *args, **options: model)
+            return MODULE.build(MODULE.Config(model=str(path), vocabulary=vocabulary, length=3, least_overlap=0), table)
+
+    return build
+
+
+class Bent(Drafter):
+    """A drafter whose drafts are spoilt."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, drafter, bend):
+        self.limit = drafter.limit
+        self.allocate, self.admit, self.observe, self.free = drafter.allocate, drafter.admit, drafter.observe, drafter.free
+        self.propose = lambda memory, state, budget: bend(drafter.propose(memory, state, budget))
+
+
+@WAYS
+def test_the_law_is_kept(vocabulary, table, beside):
+    """Catches a q over the wrong tokens, and a draft that hangs on the noise it is judged by.  False alarm 1e-6."""
+    prompt = table.tokenizer.encode("ab é a")
+    assert keeps_the_law(table, beside(vocabulary), prompt=prompt, slots=3000)
+    _, state, kept = emitted(table, beside(vocabulary), prompt=prompt, slots=300)
+    assert kept > 100
+    assert state.invalid == 0
+
+
+@WAYS
+def test_the_law_is_kept_under_top_k_and_top_p(vocabulary, table, beside):
+    """Catches a cut that is made before what has no twin is left out, in q alone.  False alarm 1e-6."""
+    sampling = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
+    assert keeps_the_law(table, beside(vocabulary), prompt=table.tokenizer.encode("ab"), slots=1500, sampling=sampling)
+
+
+def off_by_one(draft: Draft) -> Draft:
+    return replace(draft, tokens=(draft.tokens + 1) % 8)
+
+
+def not_renormalised(draft: Draft) -> Draft:
+    """What lies outside the tokens in common is given to one of them, in q and not in the draw."""
+    if draft.q is None:
+        return draft
+    q = 0.5 * draft.q
+    q[..., int(draft.q.sum((0, 1)).argmin())] += 0.5
+    return replace(draft, q=q)
+
+
+def uniform(draft: Draft) -> Draft:
+    return replace(draft, q=torch.full((*draft.tokens.shape, 8), 1 / 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "bend"),
+    [("intersection", off_by_one), ("intersection", not_renormalised), ("text", uniform)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_planted_faults_break_the_law(vocabulary, bend, table, beside):
+    """The law tests above have teeth: ids off by one against q, q of another draw, q for a certain draft."""
+    assert not keeps_the_law(table, Bent(beside(vocabulary), bend), prompt=table.tokenizer.encode("ab é a"), slots=3000)
+
+
+def test_a_q_that_is_not_renormalised_is_counted(table, beside):
+    """Catches mass left on tokens without a twin: q no longer sums to one, and the draft loses its worth."""
+    lacking = Bent(beside("intersection"), lambda draft: draft if draft.q is None else replace(draft, q=0.9 * draft.q))
+    _, state, _ = emitted(table, lacking, slots=50)
+    assert state.invalid > 0
+
+
+# ── true to the text ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory):
+    """A target, and the same model with its letters in another order."""
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0)).tolist()
+    target = loaded(tmp_path_factory.mktemp("ordered"), letters_alone(list(range(64))))
+    path = tmp_path_factory.mktemp("shuffled")
+    letters_alone(order).save_pretrained(path)
+    model = tiny_model()
+    with torch.no_grad():
+        for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+            weight[order] = weight.clone()
+    model.save_pretrained(path)
+    return target, path
+
+
+@WAYS
+def test_the_target_itself_in_other_ids_is_always_right(vocabulary, twin, prompts, monkeypatch):
+    """Catches a map that is off anywhere, a cache that loses the text, tokens read twice: any slip shows as a rejection."""
+    target, path = twin
+    drafter = MODULE.build(MODULE.Config(model=str(path), vocabulary=vocabulary), target)
+    assert drafter.overlap.tokens == 64 and drafter.overlap.mass == pytest.approx(1)
+    read, prefill = [], drafter.model.prefill
+    monkeypatch.setattr(drafter.model, "prefill", lambda *given: (read.extend(given[3]), prefill(*given))[1])
+    for sampling in (Sampling(), Sampling(1.0, seed=0))[: 1 if vocabulary == "text" else 2]:
+        read.clear()
+        found = generate(target, prompts, drafter, max_new_tokens=40, slots=3, sampling=sampling)
+        assert all(each.accepted == [4] * 8 for each in found)
+        # nothing is read twice: of a step the last drafted token and the bonus, and the prompt's last token
+        assert sum(read) <= sum(len(prompt) + 2 * 8 for prompt in prompts)
+    drafter.twins.own_ids = drafter.twins.own_ids.roll(1)
+    drafter.own.pieces = drafter.own.pieces[1:] + drafter.own.pieces[:1]
+    drafter.twins._own = drafter.twins._own.roll(1)
+    shifted = generate(target, prompts, drafter, max_new_tokens=40, slots=3)
+    assert sum(sum(each.accepted) for each in shifted) < 100
+
+
+@WAYS
+@pytest.mark.parametrize("room", [256, 24], ids=["roomy", "short"])
+def test_the_small_models_cache_is_as_if_it_had_read_the_text(vocabulary, room, wide, made, monkeypatch):
+    """Catches a cache that is not taken back to where two encodings part, also where only the end of the text fits."""
+    drafter = made(vocabulary=vocabulary)
+    monkeypatch.setattr(drafter.model, "spec", replace(drafter.model.spec, context=room))
+    worst, lengths, read = [0.0], [0], MODULE.read_texts
+
+    def watched(model, cache, rows, texts, most):
+        logits = read(model, cache, rows, texts, most)
+        for b, text in enumerate(texts):
+            assert cache.lengths[rows[b]] == len(text)
+            hidden, _ = drafter.model.read(torch.tensor([text]))
+            worst.append(float((logits[b] - drafter.model.head(hidden[0, -1])).abs().max()))
+            lengths.append(len(text))
+        return logits
+
+    monkeypatch.setattr(MODULE, "read_texts", watched)
+    for policy in (None, OnAndOff(4)):
+        requests = [Request(prompt, 10 + 3 * n, Sampling(float(n % 2), seed=n)) for n, prompt in enumerate(texts(wide))]
+        for _ in serve(wide, requests, drafter, slots=3, policy=policy):
+            pass
+    assert max(worst) < 1e-9
+    assert max(lengths) <= room
+    # the short one held less than some texts have
+    assert (max(lengths) < 30) == (room < 30)
+
+
+def test_a_freed_slot_is_blank(wide, made):
+    """Catches a request's text that is read on in the next one."""
+    drafter = made(vocabulary="intersection")
+    cache = wide.allocate(2, 64)
+    memory, state = drafter.allocate(cache), batch(wide, 2, ends=frozenset())
+    state.admit(1, Request(wide.encode("the road over"), 20, Sampling()))
+    first = drafter.propose(memory, state, torch.tensor([3]))
+    drafter.free(memory, [1])
+    assert memory.cache.lengths == [0, 0]
+    assert memory.slots[1].held == [] and memory.slots[1].transcript.text == "" and memory.slots[1].skipped == 0
+    assert torch.equal(drafter.propose(memory, state, torch.tensor([3])).tokens, first.tokens)
+
+
+def test_the_end_of_a_text_is_drafted_as_text(wide, made):
+    """Catches the small model's end token spelt out, dropped, or read on behind."""
+    drafter = made(vocabulary="text")
+    own, target = drafter.own, drafter.target
+    transcript = Transcript(target, own)
+    transcript.push(target.encode("the road").ids)
+    river = own.encode("river").ids
+    assert drafter._translation(transcript, [own.end, *river]) == [target.end]
+    found = drafter._translation(transcript, [*river, own.end, *river])
+    assert found[-1] == target.end
+    assert b"".join(target.pieces[token] for token in found[:-1]) == b" river"
+    transcript.push(target.encode("🙂").ids[:1])  # half a character: no end can follow
+    assert transcript.waiting and drafter._translation(transcript, [own.end]) == []
+
+
+def test_where_no_common_token_may_follow_nothing_is_drafted(wide, made):
+    """Catches a law of nothing but impossible tokens, which is no law: it would be counted as unlawful."""
+    drafter = made(vocabulary="intersection")
+    twins = set(drafter.twins.by_target)
+    for banned in (twins, twins - {min(twins)}):
+        state = batch(wide, 2, ends=frozenset())
+        sampling = Sampling(1.0, bad_words=[(token,) for token in sorted(banned)])
+        requests = [Request(prompt, 8, sampling) for prompt in texts(wide, 3)]
+        reached = [each.reached for each in serve(wide, requests, drafter, slots=2, state=state)]
+        assert state.invalid == 0
+        assert (max(reached) == 0) == (banned == twins)
+
+
+# ── settings ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_little_in_common_drafts_nothing_and_says_so(folder, wide, caplog):
+    """Catches passes of a small model that can hardly be right."""
+    with caplog.at_level(logging.INFO):
+        drafter = MODULE.build(MODULE.Config(model=str(folder), vocabulary="intersection"), wide)
+    assert 0 < drafter.overlap.mass < 0.8 and 0 < drafter.overlap.share < 0.8
+    assert drafter.limit == 0
+    assert "drafts nothing" in caplog.text and "least_overlap" in caplog.text and "tokens in common" in caplog.text
+    prompts = texts(wide, 3)
+    wanted = [each.tokens for each in generate(wide, prompts, max_new_tokens=5)]
+    assert [each.tokens for each in generate(wide, prompts, drafter, max_new_tokens=5)] == wanted
+    assert MODULE.build(MODULE.Config(model=str(folder), vocabulary="text"), wide).limit == 4
+
+
+def test_what_cannot_be_is_refused_by_name(folder, wide, target):
+    """Catches a missing tokenizer found in the middle of a text, and a draft that is longer than the context."""
+    small_model = drafters.find("small_model")
+    with pytest.raises(DrafterError, match="or draft with cross_vocabulary"):
+        small_model.build(small_model.Config(model=str(folder)), wide)
+    with pytest.raises(DrafterError, match="no tokenizer"):
+        MODULE.build(MODULE.Config(model=str(folder), vocabulary="text"), target)
+    with pytest.raises(ConfigError, match="leaves no room"):
+        MODULE.build(MODULE.Config(model=str(folder), vocabulary="text", length=100000), wide)
+    with pytest.raises(DrafterError, match="a slow tokenizer"):
+        Vocabulary(SimpleNamespace(), 5, "old")

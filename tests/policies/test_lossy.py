@@ -1,0 +1,453 @@
+"""Lossy rules do what they say and no more, say how far they strayed, and are reached by nobody who did not ask."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from contracts import chances
+from contracts.chances import _drafts, _spread, emitted, fits, outcomes
+from contracts.parties import Drawn, OnAndOff, Proposer, TableTarget, Tree
+from contracts.test_law_enumerated import random_law
+from decoding.drafts import drafts, law_of, streams_of, well_formed
+from hypothesis import given
+from torch import Tensor
+
+from outrider.decoding.accept import Accepted, accept
+from outrider.decoding.draft import Draft
+from outrider.decoding.noise import Purpose, Streams
+from outrider.decoding.state import Request
+from outrider.errors import ConfigError
+from outrider.generation import batch, generate, serve, stream
+from outrider.policies import lossy, named
+from outrider.policies.block import accept_block
+from outrider.policies.fixed import Fixed
+from outrider.policies.lossy import Lossy, LossyJudge, relaxed, tv_distance, typical
+from outrider.sampling.distribution import Settings, distribution
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.settings import Sampling
+
+V = 3
+TABLE = TableTarget.random(5)
+RULES = [typical(), typical(0.4, 0.9), relaxed(1), relaxed(2)]
+NAMED = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+
+
+# ── which tokens may stay ─────────────────────────────────────────────────────────────────────────────────────────────
+
+GRID = [[a / 20, b / 20, (20 - a - b) / 20] for a in range(21) for b in range(21 - a)]
+"""Every law over three tokens in twentieths: certain ones, equal ones, impossible tokens among them."""
+
+
+def is_typical(epsilon: float, delta: float) -> Callable[[list[float]], list[bool]]:
+    """Medusa's definition, number by number; None where rounding decides."""
+
+    def passes(p: list[float]) -> list[bool | None]:
+        entropy = -sum(x * math.log(x) for x in p if x > 0)
+        least = min(epsilon, delta * math.exp(-entropy))
+        return [None if abs(x - least) < 1e-12 else x > least for x in p]
+
+    return passes
+
+
+def is_among(k: int) -> Callable[[list[float]], list[bool]]:
+    return lambda p: [x > 0 and sum(other > x for other in p) < k for x in p]
+
+
+def is_defined(rule: Lossy, definition: Callable) -> bool:
+    """Whether the rule passes what its definition does, for every law of the grid and all of them as one batch."""
+    laws = torch.tensor(GRID, dtype=torch.float64)
+    together = rule.passes(laws).tolist()
+    alone = [rule.passes(law[None, None])[0, 0].tolist() for law in laws]
+    wanted = [definition(p) for p in GRID]
+    fits = lambda found: all(b is None or a == b for x, y in zip(found, wanted, strict=True) for a, b in zip(x, y, strict=True))
+    return fits(together) and fits(alone)
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.09, 0.3), (0.3, 0.6), (1.0, 1.0), (0.01, 5.0)])
+def test_typical_passes_what_is_above_the_lesser_of_epsilon_and_the_entropys_share(epsilon, delta):
+    """Catches bits for nats, the greater for the lesser, and NaN from tokens that are impossible."""
+    assert is_defined(typical(epsilon, delta), is_typical(epsilon, delta))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 7])
+def test_relaxed_passes_the_k_likeliest_and_their_equals(k):
+    """Catches a rank that is one off, an equal that is dropped by order, and an impossible token that is kept."""
+    assert is_defined(relaxed(k), is_among(k))
+
+
+def test_the_definitions_see_a_planted_fault():
+    """The two tests above fail for bits, for the greater of the two, for a rank one off and for impossible tokens."""
+    bits = lambda p: p > (0.6 * (torch.special.entr(p).sum(-1, keepdim=True) / math.log(2)).neg().exp()).clamp(max=0.3)
+    greater = lambda p: p > (0.6 * (-torch.special.entr(p).sum(-1, keepdim=True)).exp()).clamp(min=0.3)
+    for passes in (bits, greater):
+        assert not is_defined(Lossy("planted", passes), is_typical(0.3, 0.6))
+    anything = lambda p: p >= p.topk(2, -1).values[..., -1:]
+    for rule in (relaxed(1), relaxed(3), Lossy("planted", anything)):
+        assert not is_defined(rule, is_among(2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: typical(0.0), lambda: typical(1.1), lambda: typical(delta=0.0), lambda: typical(delta=math.inf),
+        lambda: typical(math.nan), lambda: relaxed(0),
+    ],
+)  # fmt: skip
+def test_numbers_without_meaning_are_refused(make):
+    with pytest.raises(ConfigError):
+        make()
+
+
+# ── which path stays ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def best_path(draft: Draft, b: int, p: Tensor, passes: Tensor) -> list[int]:
+    """By trying every node's path: the longest whose tokens all pass, of equals the likeliest, then the eldest."""
+    found = [(0, 0.0, 0, [])]
+    for n in range(int(draft.sizes[b])):
+        path, at = [], n
+        while at >= 0:
+            path.insert(0, at)
+            at = int(draft.parents[b, at])
+        chances = [1.0]
+        for m in path:
+            token, row = int(draft.tokens[b, m]), int(draft.parents[b, m]) + 1
+            inside = 0 <= token < p.shape[-1]
+            chances.append(float(p[b, row, token]) if inside and passes[b, row, token] else 0.0)
+        if min(chances) > 0:
+            found.append((len(path), sum(map(math.log, chances)), -n, path))
+    return max(found)[3]
+
+
+@NAMED
+@given(drafts(with_q=True))
+def test_the_longest_path_that_passes_is_kept_and_the_next_token_is_the_targets(rule, made):
+    """Catches ids outside the vocabulary that pass, a q that is read, padding that is kept, and a token from another row."""
+    draft, seed = made
+    p = law_of(draft, seed)
+    streams = streams_of(len(draft.sizes), seed)
+    accepted = rule(draft, p, streams)
+    well_formed(draft, accepted)
+    paths = [best_path(draft, b, p, rule.passes(p)) for b in range(len(draft.sizes))]
+    assert accepted.paths == paths
+    ends = p[torch.arange(len(paths)), torch.tensor([[-1, *path][-1] + 1 for path in paths])]
+    assert accepted.next_tokens == streams.draw(ends, torch.tensor(accepted.counts), Purpose.TARGET).tolist()
+    live = torch.arange(draft.tokens.shape[1]) < draft.sizes[:, None]
+    assert accepted.invalid == (((draft.tokens < 0) | (draft.tokens >= p.shape[-1])) & live).sum(-1).tolist()
+
+
+# ── how far from the law ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def proposal_of(seed: int, parents: list[int], is_certain: bool) -> Callable[[list[int]], Tensor]:
+    """One that looks at the tokens above, as a chain's q must; siblings are drawn with replacement."""
+    law = random_law(seed + 77)
+
+    def proposal(tokens: list[int]) -> Tensor:
+        at, path = parents[len(tokens)], ()
+        while at >= 0:
+            at, path = parents[at], (tokens[at], *path)
+        q = law(path)
+        return torch.nn.functional.one_hot(q.argmax(), V).double() if is_certain else q
+
+    return proposal
+
+
+def strayed(
+    rule: Lossy, parents: list[int], seed: int, measure: Callable = lossy.tv_distance, *, is_certain: bool = False,
+    size: int | None = None,
+) -> tuple[float, float, float]:  # fmt: skip
+    """(measured, exact by place, of the whole text), each the mean over all drafts and all coins of one step.
+
+    Exact by place: between p and the law of the token emitted there, given the drafted tokens kept before it.  Of the text:
+    total variation of the first three tokens' joint law, the step's tokens continued by the target.
+    """
+    law, measured = random_law(seed), 0.0
+    places: dict[tuple[int, ...], Tensor] = defaultdict(lambda: torch.zeros(V, dtype=torch.float64))
+    texts, exact = (torch.zeros((V,) * 3, dtype=torch.float64) for _ in range(2))
+    for weight, tokens, rows in _drafts(proposal_of(seed, parents, is_certain), len(parents)):
+        paths: list[tuple[int, ...]] = []
+        for n, parent in enumerate(parents):
+            paths.append((*(paths[parent] if parent >= 0 else ()), tokens[n]))
+        p = torch.stack([law(()), *(law(path) for path in paths)])[None]
+        draft = Draft(
+            torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([size or len(parents)]),
+            None if is_certain else torch.stack(rows)[None], branches=parents != list(range(-1, len(parents) - 1)),
+        )  # fmt: skip
+        found = []
+
+        def noted(draft, p, streams, found=found):
+            found.append(rule(draft, p, streams))
+            return found[-1]
+
+        for chance, out in outcomes(draft, p, noted):
+            measured += weight * chance * float(measure(rule, draft, p, found[-1]).sum())
+            for n, token in enumerate(out):
+                places[tuple(out[:n])][token] += weight * chance
+            _spread(texts, law, tuple(out[:3]), weight * chance)
+    _spread(exact, law, (), 1.0)
+    by_place = sum(float((seen - seen.sum() * law(path)).abs().sum()) / 2 for path, seen in places.items())
+    return measured, by_place, float((texts - exact).abs().sum()) / 2
+
+
+CHAINS = [[-1], [-1, 0], [-1, 0, 1]]
+TREES = [[-1, -1], [-1, -1, 0], [-1, 0, 0]]
+
+
+@NAMED
+@pytest.mark.parametrize("parents", CHAINS, ids=str)
+def test_the_distance_of_a_chain_is_exact(rule, parents):
+    """Catches a closed form that forgets what p adds where the draft fails, or counts places that were never reached."""
+    for seed in range(3):
+        measured, exact, text = strayed(rule, parents, seed)
+        assert measured == pytest.approx(exact, abs=1e-12)
+        assert text <= measured + 1e-12
+    short, exact, _ = strayed(rule, parents, 1, size=1)
+    assert short == pytest.approx(exact, abs=1e-12)
+
+
+@NAMED
+@pytest.mark.parametrize("parents", CHAINS + TREES, ids=str)
+def test_the_distance_of_a_deterministic_draft_is_exact(rule, parents):
+    """Catches a kept token that counts as lawful because it was likely."""
+    for seed in range(3):
+        measured, exact, text = strayed(rule, parents, seed, is_certain=True)
+        assert measured == pytest.approx(exact, abs=1e-12)
+        assert text <= measured + 1e-12
+
+
+@NAMED
+@pytest.mark.parametrize("parents", TREES, ids=str)
+def test_the_distance_of_a_sampled_tree_is_never_too_small(rule, parents):
+    """Catches a tree whose siblings hide how often the rule kept one of them."""
+    for seed in range(3):
+        measured, exact, text = strayed(rule, parents, seed)
+        assert measured >= exact - 1e-12
+        assert text <= measured + 1e-12
+
+
+def test_the_enumeration_sees_a_distance_that_is_wrong():
+    """Planted: what p adds is forgotten, a kept token is taken for lawful, or places behind the kept ones are counted."""
+
+    def without_rest(rule, draft, p, accepted):
+        drafted = draft.q * rule.passes(p[:, :-1])
+        place = torch.arange(draft.tokens.shape[1])
+        return ((drafted - p[:, :-1]).abs().sum(-1) / 2 * (place <= torch.tensor(accepted.counts)[:, None])).sum(-1)
+
+    def always(rule, draft, p, accepted):
+        drafted = draft.q * rule.passes(p[:, :-1])
+        law = p[:, :-1]
+        return ((drafted + (1 - drafted.sum(-1, keepdim=True)) * law - law).abs().sum(-1) / 2).sum(-1)
+
+    nothing = lambda rule, draft, p, accepted: torch.zeros(1)
+    for planted in (without_rest, always, nothing):
+        measured, exact, _ = strayed(relaxed(2), [-1, 0], 0, planted)
+        assert measured != pytest.approx(exact, abs=1e-6)
+
+
+def test_the_law_itself_strays_by_nothing():
+    """The enumeration's own floor: under `accept` every place of a chain follows p."""
+    _, _, text = strayed(accept, [-1, 0], 0, lambda *_: torch.zeros(1))
+    assert text < 1e-12
+
+
+class Wrong(Proposer):
+    """A chain, or a tree, of ids that do not depend on the target."""
+
+    def __init__(self, parents: list[int]):
+        self.parents, self.limit = parents, len(parents)
+
+    def propose(self, memory, state, budget):
+        shape = (len(state.rows), len(self.parents))
+        parents = torch.tensor(self.parents).expand(shape)
+        return Draft(torch.randint(TABLE.spec.vocabulary, shape, generator=memory), parents, budget)
+
+
+@NAMED
+def test_the_loop_emits_what_the_distance_speaks_of(rule, monkeypatch):
+    """Catches a q, or a seed's noise, that is not what the closed form takes it for.  4000 slots; false alarm 1e-6."""
+    generator = torch.Generator().manual_seed(3)
+    table = torch.randn(TABLE.table.shape, dtype=torch.float64, generator=generator)
+    law = lambda before, own: table[before, own].softmax(-1)
+    judge = LossyJudge(rule)
+    monkeypatch.setattr(chances, "SamplingJudge", lambda _: judge)
+    tokens, state, _ = emitted(TABLE, Drawn(law), seeded=True, shared_noise=False)
+    assert state.judge is judge
+    p, q = TABLE.table[0, 0].softmax(-1), table[0, 0].softmax(-1)
+    drafted = q * rule.passes(p)
+    counts = torch.bincount(tokens[:, 0], minlength=TABLE.spec.vocabulary)
+    law_here = drafted + (1 - drafted.sum()) * p
+    assert fits(counts, law_here)
+    assert judge.distance > 0.01
+    if float((law_here - p).abs().sum()) > 0.2:
+        assert not fits(counts, p)
+
+
+# ── by name alone ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_lossy_rule_is_handed_out_to_who_allows_it_alone():
+    """Catches a word, or a 1, that is taken for consent; and a message that does not say what to do."""
+    judge = named.judge("typical", allow_lossy=True)
+    assert isinstance(judge, LossyJudge)
+    assert judge.rule.name == "typical(epsilon=0.09, delta=0.3)"
+    assert named.judge("relaxed", allow_lossy=True).rule.name == "relaxed(k=2)"
+    assert lossy.RULES["relaxed"](3).name == "relaxed(k=3)"
+    for allow in (False, None, 1, "yes", "true"):
+        for refuse in (named.judge, named.check_verification):
+            with pytest.raises(ConfigError, match=r"set allow_lossy: true"):
+                refuse("typical", allow)
+    with pytest.raises(ConfigError, match=r"did you mean 'typical'"):
+        named.judge("tipical", True)
+
+
+def test_the_acceptance_rule_judges_where_nothing_else_is_named(caplog):
+    """Catches a consent that has no effect and is not told."""
+    for name in (None, "standard"):
+        caplog.clear()
+        judge = named.judge(name)
+        assert type(judge) is SamplingJudge
+        assert judge.rule is None
+        assert not caplog.records
+        assert named.judge(name, True).rule is None
+        assert "no effect" in caplog.text
+    assert named.judge("block").rule is accept_block
+    assert named.judge(judge) is judge
+
+
+def test_a_lossy_rule_is_refused_before_anything_is_computed():
+    """Catches a text that is paid for, and then refused."""
+
+    class Untouched:
+        def __getattr__(self, name):
+            raise AssertionError(name)
+
+    for continued in (generate, stream):
+        with pytest.raises(ConfigError, match="allow_lossy"):
+            continued(Untouched(), [1, 2], max_new_tokens=3, verification="typical")
+        with pytest.raises(ConfigError, match="unknown verification 'greedy'"):
+            continued(Untouched(), [1, 2], max_new_tokens=3, verification="greedy", allow_lossy=True)
+
+
+# ── through the loop ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+PROMPTS = [[0], [1, 2], [3, 4, 0, 2], [2]]
+SHAPES = [[-1, 0, 1, 2], [-1, -1, 0, 1]]
+
+
+@pytest.mark.parametrize("parents", SHAPES, ids=["chain", "tree"])
+@pytest.mark.parametrize("name", lossy.RULES)
+def test_temperature_0_is_never_changed(name, parents):
+    """Catches a rule that keeps a runner-up where the target is greedy, alone or beside a slot that is not."""
+    options = {"max_new_tokens": 24, "slots": 3}
+    wanted = [generation.tokens for generation in generate(TABLE, PROMPTS, **options)]
+    for drafter in (Wrong(parents), Tree(TABLE, parents, "replacement")):
+        judge = named.judge(name, allow_lossy=True)
+        found = generate(TABLE, PROMPTS, drafter, verification=judge, **options)
+        assert [generation.tokens for generation in found] == wanted
+        assert (judge.distance, judge.tokens) == (0.0, 24 * len(PROMPTS))
+        mixed = [Request(prompt, 24, Sampling(n % 2, seed=n)) for n, prompt in enumerate(PROMPTS)]
+        tokens, far = served(mixed, drafter, named.judge(name, allow_lossy=True))
+        assert tokens[::2] == wanted[::2]
+        assert far[::2] == [0.0, 0.0]
+        assert min(far[1::2]) > 0
+
+
+def served(requests: list[Request], drafter: Any, judge: LossyJudge, policy: Any = None) -> tuple[list[list[int]], list[float]]:
+    tokens, far = [[] for _ in requests], [0.0] * len(requests)
+    for progress in serve(TABLE, requests, drafter, slots=3, judge=judge, policy=policy):
+        tokens[progress.request] += progress.tokens
+        far[progress.request] += judge.strayed[progress.row]
+    return tokens, far
+
+
+@pytest.mark.parametrize("parents", SHAPES, ids=["chain", "tree"])
+def test_a_judge_says_what_every_text_strayed(parents):
+    """Catches a distance that is another slot's, another step's, or divided by another count; by hand from the text.
+
+    The drafts are deterministic: a kept token strays by 1 - p, a drawn one by nothing.
+    """
+    sampling = Sampling(1.0, seed=4)
+    judge = named.judge("typical", allow_lossy=True)
+    found = generate(
+        TABLE, PROMPTS, Wrong(parents), max_new_tokens=21, slots=3, verification=judge, allow_lossy=True, sampling=sampling
+    )
+    p = distribution(TABLE.table[None], Settings.of([sampling]))[0]
+    by_hand = []
+    for prompt, generation in zip(PROMPTS, found, strict=True):
+        text, at, far = [0, *prompt, *generation.tokens], len(prompt) + 1, 0.0
+        for kept in generation.accepted:
+            far += sum(1 - float(p[text[n - 2], text[n - 1], text[n]]) for n in range(at, at + kept))
+            at += kept + 1
+        assert far > 0
+        by_hand.append(far)
+    assert judge.total == pytest.approx(sum(by_hand))
+    assert judge.distance == pytest.approx(sum(by_hand) / (21 * len(PROMPTS)))
+    requests = [Request(prompt, 21, sampling) for prompt in PROMPTS]
+    tokens, far = served(requests, Wrong(parents), named.judge("typical", allow_lossy=True))
+    assert tokens == [generation.tokens for generation in found]
+    assert far == pytest.approx(by_hand)
+    pieces = [[] for _ in PROMPTS]
+    again = named.judge("typical", allow_lossy=True)
+    for piece in stream(TABLE, PROMPTS, Wrong(parents), max_new_tokens=21, slots=3, verification=again, sampling=sampling):
+        pieces[piece.prompt] += piece.tokens
+    assert (pieces, again.distance) == (tokens, judge.distance)
+
+
+def test_tokens_after_an_end_do_not_count():
+    """Catches a distance of what a text does not hold: it could exceed 1."""
+    requests = [Request(prompt, 40, Sampling(1.0, seed=n)) for n, prompt in enumerate(PROMPTS * 4)]
+    chain = Drawn(lambda before, own: torch.full((len(own), 5), 0.2, dtype=torch.float64), 4)
+    whole: list[float] = []
+
+    class Noting(LossyJudge):
+        def __call__(self, draft: Draft, scores: Any, streams: Streams) -> Accepted:
+            accepted = super().__call__(draft, scores, streams)
+            whole.append(float(tv_distance(self.rule, draft, self.distribution(scores.logits), accepted).sum()))
+            return accepted
+
+    judge = Noting(relaxed(4))
+    seen, tokens, cut = 0.0, 0, 0
+    for progress in serve(TABLE, requests, chain, state=batch(TABLE, 3, judge, ends=frozenset({3}))):
+        assert 0 <= judge.strayed[progress.row] <= len(progress.tokens)
+        seen += judge.strayed[progress.row]
+        tokens += len(progress.tokens)
+        cut += progress.finish_reason == "stop" and progress.accepted == len(progress.tokens)
+    assert cut > 3
+    assert judge.total == pytest.approx(seen)
+    assert judge.tokens == tokens
+    # what was cut off was measured, and left out
+    assert seen < sum(whole) - 0.1
+
+
+def test_a_policy_and_a_seed_go_with_a_lossy_rule():
+    """Catches a text that is not the same again, and a slot that rests and has no distance of its own."""
+    requests = [Request(prompt, 30, Sampling(1.0, seed=n)) for n, prompt in enumerate(PROMPTS)]
+    again = lambda: named.judge("relaxed", allow_lossy=True)
+    once = served(requests, Wrong(SHAPES[1]), again(), OnAndOff(4))
+    assert once == served(requests, Wrong(SHAPES[1]), again(), OnAndOff(4))
+    nothing = served(requests, Wrong(SHAPES[1]), again(), Fixed(0))
+    assert nothing == served(requests, None, again())
+    plain = [[] for _ in requests]
+    for progress in serve(TABLE, requests, slots=3):
+        plain[progress.request] += progress.tokens
+    assert nothing == (plain, [0.0] * len(requests))
+    resting = replace(requests[0], max_new_tokens=1)  # no room for a draft
+    assert served([resting], Wrong(SHAPES[1]), again())[1] == [0.0]
+
+
+@pytest.mark.parametrize("parents", SHAPES, ids=["chain", "tree"])
+def test_a_rule_that_loses_nothing_is_measured_at_nothing(parents):
+    """Catches a distance that is left from another run, or charged to the target's own tokens."""
+    assert LossyJudge(relaxed()).distance == 0
+    judge = LossyJudge(Lossy("nothing passes", lambda p: torch.zeros_like(p, dtype=torch.bool)))
+    for drafter in (Wrong(parents), Tree(TABLE, parents, "without")):
+        generate(TABLE, PROMPTS, drafter, max_new_tokens=9, sampling=Sampling(1.0), verification=judge)
+        assert set(judge.strayed.values()) == {0.0}
+    assert (judge.distance, judge.tokens) == (0.0, 2 * 9 * len(PROMPTS))

@@ -1,0 +1,224 @@
+"""Two drafts under the same anchors: what their union holds, and that it keeps the law; planted faults do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from contracts.chances import Proposal, _drafts, _spread, outcomes
+from contracts.test_law_enumerated import drawn, random_law
+from decoding.drafts import numbers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.decoding.draft import Draft
+from outrider.policies import merge
+from outrider.policies.merge import deterministic, merged
+
+V = 3
+
+
+@st.composite
+def trees(draw, slots: int):
+    """A deterministic tree a slot whose siblings differ."""
+    rows = []
+    for _ in range(slots):
+        tokens, parents, paths = [], [], [()]
+        for _ in range(draw(st.integers(0, 5))):
+            above, token = draw(st.integers(0, len(paths) - 1)), draw(st.integers(0, 2))
+            if (*paths[above], token) not in paths:
+                tokens.append(token)
+                parents.append(above - 1)
+                paths.append((*paths[above], token))
+        rows.append((tokens, parents))
+    width = max(len(tokens) for tokens, _ in rows)
+    padded = [(tokens + [7] * (width - len(tokens)), parents + [-1] * (width - len(parents))) for tokens, parents in rows]
+    tokens, parents = (torch.tensor([row[i] for row in padded], dtype=torch.int64).view(slots, width) for i in (0, 1))
+    return Draft(tokens, parents, torch.tensor([len(tokens) for tokens, _ in rows]))
+
+
+def paths_of(draft: Draft, b: int) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for n in range(draft.live[b]):
+        above = draft.tree[b][n]
+        paths.append((*(paths[above] if above >= 0 else ()), draft.ids[b][n]))
+    return paths
+
+
+@given(trees(2), trees(2), st.lists(st.integers(0, 11), min_size=2, max_size=2))
+def test_the_union_of_certain_trees_holds_every_path_once(one, other, most):
+    """Catches a node twice, a child under the wrong parent, a path lost while there is room, and an order that is no tree."""
+    union = merged(one, other, torch.tensor(most))
+    assert union.q is None
+    sound = union.checked(2)
+    assert sound.live == union.live
+    for b in range(2):
+        found, own, theirs = paths_of(union, b), paths_of(one, b), paths_of(other, b)
+        assert len(found) <= most[b]
+        assert len(set(found)) == len(found)
+        assert found[: len(own)] == own[: most[b]]
+        assert set(found) <= {*own, *theirs}
+        if len({*own, *theirs}) <= most[b]:
+            assert set(found) == {*own, *theirs}
+        # what is missing had no room
+        assert len(found) in (most[b], len({*own, *theirs}))
+        # of every node that is there, the number that its own draft gave it
+        known = numbers(union)[b].tolist()
+        assert known[: len(own)][: most[b]] == list(range(len(own)))[: most[b]]
+        for path, number in list(zip(found, known, strict=False))[len(own) :]:
+            assert theirs[number] == path
+
+
+def test_two_chains_that_go_on_from_each_other_are_a_chain():
+    """Catches a tree's mask where a chain's would do."""
+    one = Draft.chain(torch.tensor([[1, 2]]), torch.tensor([2]))
+    other = Draft.chain(torch.tensor([[1, 2, 0, 1]]), torch.tensor([4]))
+    union = merged(one, other, torch.tensor([9]))
+    assert not union.branches
+    assert union.ids == [[1, 2, 0, 1]]
+    assert merged(one, Draft.empty(1), torch.tensor([9])) is one
+
+
+def soft(tokens: list[int], seed: int = 0) -> torch.Tensor:
+    q = torch.rand(1, len(tokens), V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return q / q.sum(-1, keepdim=True)
+
+
+def test_a_certain_node_merges_with_a_drawn_one_and_a_drawn_one_with_none():
+    """Catches a sampled node that is left out for its token, and a subtree that hangs where it is never reached."""
+    chain, size = torch.tensor([[1, 2]]), torch.tensor([2])
+    by_chance, fixed = Draft.chain(chain, size, soft([1, 2])), Draft.chain(torch.tensor([[1, 0]]), size)
+    union = merged(by_chance, fixed, torch.tensor([9]))
+    assert union.ids == [[1, 2, 0]] and union.tree == ((-1, 0, 0),)
+    assert torch.equal(union.q[0, :2], by_chance.q[0])
+    assert union.q[0, 2].tolist() == [1, 0, 0]
+    turned = merged(fixed, by_chance, torch.tensor([9]))
+    # the drawn 1 stays a younger sibling of the certain 1; its child hangs under the elder
+    assert turned.ids == [[1, 0, 1, 2]] and turned.tree == ((-1, 0, -1, 0),)
+    assert torch.equal(turned.q[0, 2:], by_chance.q[0])
+
+
+def test_a_confidence_that_is_not_known_stops_nothing():
+    """Catches a node without a confidence that a policy takes for hopeless, and one that lends its neighbour's."""
+    one = Draft.chain(torch.tensor([[1]]), torch.tensor([1]), None, torch.tensor([[0.25]]))
+    other = Draft.chain(torch.tensor([[1, 2]]), torch.tensor([2]))
+    assert merged(one, other, torch.tensor([9])).confidence.tolist() == [[0.25, 1.0]]
+    third = Draft.chain(torch.tensor([[0]]), torch.tensor([1]), None, torch.tensor([[0.5]]))
+    assert merged(other, third, torch.tensor([9])).confidence.tolist() == [[1.0, 1.0, 0.5]]
+
+
+def test_an_id_outside_the_vocabulary_has_no_q():
+    """Catches an index error where a certain draft beside a drawn one holds an impossible id."""
+    one = Draft.chain(torch.tensor([[1]]), torch.tensor([1]), soft([1]))
+    union = merged(one, Draft.chain(torch.tensor([[-1, 5]]), torch.tensor([2])), torch.tensor([9]))
+    assert union.ids == [[1, -1, 5]]
+    assert union.q[0, 1:].count_nonzero() == 0
+
+
+def test_the_numbers_of_both_drafts_are_kept_where_one_was_cut_before():
+    """Catches a node that is told to its drafter by its place in the union, or by its place in what was left of its draft."""
+    one = Draft(torch.tensor([[1, 2, 0]]), torch.tensor([[-1, -1, 1]]), torch.tensor([3])).only([[1, 2]])
+    other = Draft(torch.tensor([[0, 2, 1]]), torch.tensor([[-1, -1, 0]]), torch.tensor([3]))
+    union = merged(one, other, torch.tensor([9]))
+    assert (union.ids, union.tree) == ([[2, 0, 0, 1]], ((-1, 0, -1, 2),))
+    assert numbers(union).tolist() == [[1, 2, 0, 2]]
+
+
+def test_slots_with_a_seed_count_as_deterministic():
+    """Catches a node of a seeded slot that is not merged with its twin, or a q of it that is one-hot at another token."""
+    tokens, sizes = torch.tensor([[1, 2], [1, 5], [0, 1]]), torch.tensor([2, 2, 2])
+    q = torch.full((3, 2, V), 1 / V, dtype=torch.float64)
+    draft = Draft.chain(tokens, sizes, q)
+    assert deterministic(draft, None) is draft
+    bare = Draft.chain(tokens, sizes)
+    assert deterministic(bare, torch.tensor([True] * 3)) is bare
+    assert deterministic(draft, torch.tensor([True] * 3)).q is None
+    found = deterministic(draft, torch.tensor([True, True, False])).q
+    assert found[0].tolist() == [[0, 1, 0], [0, 0, 1]]
+    assert found[1].tolist() == [[0, 1, 0], [0, 0, 0]]
+    assert torch.equal(found[2], q[2])
+
+
+# ── the law, over every draw and every coin ───────────────────────────────────────────────────────────────────────────
+
+Side = tuple[Sequence[int], Proposal, bool]
+"""Parents, proposal, and whether the draft says that it is certain."""
+Join = Callable[[Draft, Draft, torch.Tensor], Draft]
+
+
+def sides(seed: int, how: tuple[str, str], shapes: tuple[list[int], list[int]]) -> tuple[Side, Side]:
+    return tuple(
+        (shape, drawn(shape, seed + 10 * n, kind), kind == "top")
+        for n, (kind, shape) in enumerate(zip(how, shapes, strict=True))
+    )
+
+
+def error(one: Side, other: Side, most: int = 9, join: Join = merged, seed: int = 0, depth: int = 2) -> float:
+    """Largest difference between the law of the first `depth` tokens that a union emits and the target's."""
+    law = random_law(seed)
+    found = torch.zeros((V,) * depth, dtype=torch.float64)
+    for weight, first in proposals(one):
+        for chance, second in proposals(other):
+            draft = join(first, second, torch.tensor([most]))
+            p = torch.stack([law(()), *(law(path) for path in paths_of(draft, 0))])[None]
+            for coin, out in outcomes(draft, p):
+                _spread(found, law, tuple(out[:depth]), weight * chance * coin)
+    exact = torch.zeros_like(found)
+    _spread(exact, law, (), 1.0)
+    return float((found - exact).abs().max())
+
+
+def proposals(side: Side):
+    parents, proposal, is_certain = side
+    for weight, tokens, rows in _drafts(proposal, len(parents)):
+        yield weight, Draft(
+            torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([len(parents)]),
+            None if is_certain else torch.stack(rows)[None],
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("most", [2, 9])
+@pytest.mark.parametrize("shapes", [([-1], [-1, 0]), ([-1, 0], [-1, -1])], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [("replacement", "replacement"), ("without", "top"), ("top", "without"), ("mixed", "without"), ("top", "top")],
+    ids="+".join,
+)
+def test_a_union_follows_the_target_exactly(how, shapes, most):
+    """Catches any wrong q, order or cut of a union, with no chance of a false alarm."""
+    assert error(*sides(3, how, shapes), most) < 1e-12
+
+
+def test_leaving_out_a_drawn_duplicate_is_caught(monkeypatch):
+    """Planted fault: a sampled node of the other draft goes since its token stands there already."""
+    laws = [sides(seed, ("replacement", "replacement"), ([-1], [-1])) for seed in range(6)]
+    assert max(error(*chosen, seed=seed) for seed, chosen in enumerate(laws)) < 1e-12
+    monkeypatch.setattr(merge, "_deterministic", lambda draft: [[True] * draft.tokens.shape[1]])
+    # where the target says one thing only once the elder is rejected, nothing is left to go wrong
+    assert max(error(*chosen, seed=seed) for seed, chosen in enumerate(laws)) > 0.01
+
+
+def test_a_certain_elder_chosen_after_the_draw_is_caught():
+    """Planted fault: the certain node is another than the one drawn, and stands before it."""
+    chosen = sides(1, ("replacement", "top"), ([-1], [-1]))
+
+    def elder(one: Draft, other: Draft, most: torch.Tensor) -> Draft:
+        return merged(Draft((one.tokens + 1) % V, one.parents, one.sizes), one, most)
+
+    def younger(one: Draft, other: Draft, most: torch.Tensor) -> Draft:
+        return merged(one, Draft((one.tokens + 1) % V, one.parents, one.sizes), most)
+
+    assert error(*chosen, join=younger) < 1e-12
+    assert error(*chosen, join=elder) > 0.01
+
+
+def test_draws_that_are_not_independent_are_caught():
+    """Planted fault: both drafts draw from the same noise, so that the younger is the elder, whatever its q says."""
+    laws = [sides(seed, ("replacement", "replacement"), ([-1], [-1]))[0] for seed in range(6)]
+
+    def same_noise(first: Draft, second: Draft, most: torch.Tensor) -> Draft:
+        return merged(first, Draft(first.tokens, first.parents, first.sizes, first.q), most)
+
+    assert max(error(one, one, seed=seed) for seed, one in enumerate(laws)) < 1e-12
+    assert max(error(one, one, join=same_noise, seed=seed) for seed, one in enumerate(laws)) > 0.01

@@ -1,0 +1,92 @@
+"""Policies and ways to verify are made from their names, fresh; what is no name is refused with the nearest one."""
+
+from __future__ import annotations
+
+import pytest
+from contracts.parties import Oracle, TableTarget
+
+from outrider.errors import ConfigError
+from outrider.generation import generate, stream
+from outrider.policies import named
+from outrider.policies.adaptive import Adaptive
+from outrider.policies.by_confidence import ByConfidence
+from outrider.policies.fixed import Fixed
+from outrider.policies.lossy import RULES
+from outrider.sampling.settings import Sampling
+
+TABLE = TableTarget.random(6)
+DRAFTER = Oracle([], 6, depth=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [(None, Fixed), ("fixed", Fixed), ("by_confidence", ByConfidence), ("adaptive", Adaptive)]
+)
+def test_a_policy_is_made_for_its_drafter_and_not_shared(name, kind):
+    """Catches a policy of another drafter's size, and counts that two runs share."""
+    one, two = named.policy(name, DRAFTER), named.policy(name, DRAFTER)
+    assert type(one) is type(two) is kind
+    assert one is not two
+    assert (one.limit if kind is Adaptive else one.nodes) == DRAFTER.limit
+    assert named.policy(one, DRAFTER) is one
+
+
+def test_every_way_to_verify_has_a_judge_of_its_own():
+    """Catches a name that is listed and not made, and an account that two runs share."""
+    for name in [*named.EXACT, *RULES]:
+        one, two = (named.judge(name, name in RULES) for _ in "ab")
+        assert one is not two
+        assert (one.rule is None) == (name == "standard")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"), [("by confidence", "did you mean 'by_confidence'"), ("zz", "unknown policy 'zz'; there are fixed, ")]
+)
+def test_a_policy_that_is_none_is_refused(wrong, hint):
+    """Catches a typing error that decodes by the default."""
+    for refuse in (named.check_policy, lambda name: named.policy(name, DRAFTER)):
+        with pytest.raises(ConfigError, match=hint):
+            refuse(wrong)
+
+
+def test_names_are_refused_before_anything_is_computed_and_taken_by_generate():
+    """Catches a name that `generate` lets through to the first step, or does not know."""
+    for wrong in ({"policy": "adaptiv"}, {"verification": "blocks"}):
+        with pytest.raises(ConfigError, match="did you mean '(adaptive|block)'"):
+            generate(TABLE, [1], max_new_tokens=3, **wrong)
+    (plain,) = generate(TABLE, [1], max_new_tokens=30)
+    oracle = Oracle([[1, *plain.tokens]], 6)
+    for policy in named.POLICIES:
+        for verification in named.EXACT:
+            (found,) = generate(TABLE, [1], oracle, max_new_tokens=30, policy=policy, verification=verification)
+            assert found.tokens == plain.tokens
+            assert found.steps < 30
+
+
+def test_a_judge_can_serve_again_after_a_text_was_left_off():
+    """Catches a grammar or a stop string of a text that nobody read to its end, in the next text of that slot."""
+    judge = named.judge()
+    sampling = Sampling(bad_words=[[n] for n in range(5)])
+    left_off = stream(TABLE, [1], max_new_tokens=9, verification=judge, sampling=sampling, stop="5 5")
+    next(left_off)
+    left_off.close()
+    (plain,) = generate(TABLE, [1], max_new_tokens=9)
+    (again,) = generate(TABLE, [1], max_new_tokens=9, verification=judge)
+    assert (again.tokens, again.text) == (plain.tokens, plain.text)
+
+
+def test_a_judge_serves_one_batch_at_a_time(target, prompts):
+    """Catches a judge whose bans and stop strings are another stream's; one that was left off is no longer served."""
+    judge = named.judge("standard")
+    first = stream(target, prompts[0], max_new_tokens=8, verification=judge)
+    next(first)
+    with pytest.raises(ConfigError, match="serves another batch"):
+        next(stream(target, prompts[1], max_new_tokens=8, verification=judge))
+    first.close()
+    del first
+    wanted = generate(target, prompts[1], max_new_tokens=8)[0].tokens
+    assert generate(target, prompts[1], max_new_tokens=8, verification=judge)[0].tokens == wanted
+
+
+def test_an_unknown_policy_is_refused_before_the_first_piece(target, prompts):
+    with pytest.raises(ConfigError, match="unknown policy 'adaptve'; .* did you mean 'adaptive'"):
+        stream(target, prompts[0], max_new_tokens=8, policy="adaptve")

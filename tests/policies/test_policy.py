@@ -1,0 +1,382 @@
+"""Adaptive against a simulated clock: seconds from a formula, acceptance from a seeded coin; nothing here sleeps.
+
+Seeds are fixed, so a run that passed passes again.  Rates are expectations over the budgets that were played, so that they
+hang on the choices alone and not on the luck of the coin.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from operator import mul
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from contracts.chances import keeps_the_law
+from contracts.parties import TableTarget, Tree
+
+from outrider.decoding.accept import Accepted
+from outrider.decoding.protocols import Policy
+from outrider.decoding.state import DecodeState, Request, Timing
+from outrider.policies import adaptive
+from outrider.policies.adaptive import Adaptive
+from outrider.sampling.settings import Sampling
+
+LIMIT = 8
+Chances = Callable[[int], Sequence[float]]
+"""Of a slot: the chance of each node to be kept, given that the one before it was."""
+
+
+class Clock:
+    """Seconds of a pass over so many rows and of a draft so deep, with noise and now and then an outlier."""
+
+    def __init__(self, free_rows: float, per_row: float, draft: float, start: float = 0.0, noise: float = 0.1):
+        self.free_rows, self.per_row, self.draft, self.start, self.noise = free_rows, per_row, draft, start, noise
+        self.random = random.Random(1)
+        self.step, self.slow = 0, set[int]()
+        """Steps that take long."""
+
+    def seconds(self, rows: float, depth: int) -> tuple[float, float]:
+        """Draft and pass, without noise: a pass is flat up to `free_rows`, then grows (the roofline)."""
+        return (self.start + self.draft * depth if depth else 0.0), 1.0 + self.per_row * max(0.0, rows - self.free_rows)
+
+    def timing(self, rows: int, depth: int) -> Timing:
+        draft, verify = (part * self.random.uniform(1 - self.noise, 1 + self.noise) for part in self.seconds(rows, depth))
+        self.step += 1
+        is_slow = self.step in self.slow or self.random.random() < 0.005
+        outlier = 20.0 if is_slow and self.noise else 1.0
+        return Timing(draft=draft, verify=0.9 * verify * outlier, other=0.1 * verify)
+
+
+class World:
+    """Slots that accept by their chances, and a clock; what a policy does in it is played step by step."""
+
+    def __init__(self, slots: int, clock: Clock, chances: Chances, seed: int = 0):
+        self.clock, self.random = clock, random.Random(seed)
+        self.offers: Callable[[int], int] = lambda size: size
+        """Of the nodes wanted: how many the drafter gives."""
+        self.state = DecodeState(slots, 10**9)
+        for row in range(slots):
+            self.state.admit(row, Request([1, 2], 10**8, Sampling()))
+        self.becomes(chances)
+        self.budgets: list[list[int]] = []
+        self.tokens, self.elapsed = [0.0], [0.0]
+        """Expected, so far."""
+
+    def becomes(self, chances: Chances) -> World:
+        self.chances = [list(chances(row)) for row in range(len(self.state.tokens))]
+        self.worth = [[0.0, *accumulate(accumulate(mine, mul))] for mine in self.chances]
+        return self
+
+    def play(self, policy: Policy, steps: int) -> World:
+        for _ in range(steps):
+            wanted = torch.minimum(policy.budget(self.state), torch.tensor(self.state.left) - 1).clamp(0, LIMIT).tolist()
+            sizes = [self.offers(size) for size in wanted]
+            live = list(zip(self.state.rows, sizes, strict=True))
+            self.state.reached = sizes
+            rows, depth = len(sizes) * (1 + max(sizes)), max(wanted)
+            kept = verdict([self._kept(row, size) for row, size in live])
+            policy.observe(self.state, torch.tensor(sizes), kept, self.clock.timing(rows, depth))
+            self.budgets.append(wanted)
+            self.tokens.append(self.tokens[-1] + sum(1 + self.worth[row][size] for row, size in live))
+            self.elapsed.append(self.elapsed[-1] + sum(self.clock.seconds(rows, depth)))
+        return self
+
+    def rate(self, last: int) -> float:
+        """Committed tokens per second of the last steps."""
+        return (self.tokens[-1] - self.tokens[-1 - last]) / (self.elapsed[-1] - self.elapsed[-1 - last])
+
+    def fixed(self, nodes: int) -> float:
+        """Committed tokens per second of a fixed budget."""
+        rows = self.state.rows
+        return sum(1 + self.worth[row][nodes] for row in rows) / sum(self.clock.seconds(len(rows) * (1 + nodes), nodes))
+
+    def best(self) -> float:
+        return max(map(self.fixed, range(LIMIT + 1)))
+
+    def depths(self, last: int) -> list[int]:
+        return [max(budget) for budget in self.budgets[-last:]]
+
+    def _kept(self, row: int, size: int) -> int:
+        return next((n for n in range(size) if self.random.random() >= self.chances[row][n]), size)
+
+
+def verdict(kept: Sequence[int]) -> Accepted:
+    return Accepted([list(range(count)) for count in kept], [0] * len(kept), [0] * len(kept))
+
+
+def alike(chance: float) -> Chances:
+    return lambda row: [chance] * LIMIT
+
+
+def falling(row: int) -> Sequence[float]:
+    return [0.9 * 0.85**n for n in range(LIMIT)]
+
+
+CLOCKS = {
+    "free rows, cheap drafts": lambda: Clock(64, 0.01, 0.02),
+    "dear drafts": lambda: Clock(64, 0.01, 0.25),
+    "dear rows": lambda: Clock(4, 0.05, 0.02),
+    "a parallel drafter": lambda: Clock(16, 0.02, 0.0, start=0.3),
+}
+CHANCES = {"poor": alike(0.3), "fair": alike(0.6), "good": alike(0.9), "falling": falling}
+DEAR = Clock(64, 0.01, 5.0)
+"""Drafts that cost more than all they could bring."""
+
+
+# ── how fast ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("slots", [1, 4, 16])
+@pytest.mark.parametrize("chances", CHANCES.values(), ids=CHANCES.keys())
+@pytest.mark.parametrize("clock", CLOCKS.values(), ids=CLOCKS.keys())
+def test_it_comes_within_a_twentieth_of_the_best_fixed_budget(clock, chances, slots):
+    """Catches a wrong gain, wrong seconds, exploring that costs too much, and flapping between depths."""
+    world = World(slots, clock(), chances).play(Adaptive(LIMIT), 500)
+    assert world.rate(350) >= 0.95 * world.best()
+
+
+@pytest.mark.parametrize("slots", [1, 4, 16])
+@pytest.mark.parametrize("clock", [*CLOCKS.values(), lambda: DEAR], ids=[*CLOCKS.keys(), "drafts of five steps"])
+def test_worthless_drafts_cost_less_than_a_twentieth(clock, slots):
+    """Catches probes that are too dear or too many.  The first tries, which are dear, are left out."""
+    world = World(slots, clock(), alike(0.02)).play(Adaptive(LIMIT), 700)
+    assert world.rate(600) >= 0.95 * world.fixed(0)
+
+
+@pytest.mark.parametrize("slots", [1, 16])
+def test_dear_drafts_cost_less_than_a_twentieth_even_where_they_are_right(slots):
+    """Catches a policy that looks at acceptance alone."""
+    world = World(slots, DEAR, alike(0.9)).play(Adaptive(LIMIT), 700)
+    assert world.rate(600) >= 0.95 * world.fixed(0)
+
+
+class Late(Clock):
+    """A drafter that reads what it missed, at a fifth of a plain step a token."""
+
+    missed, lost = 0, 0.0
+
+    def timing(self, rows: int, depth: int) -> Timing:
+        late = 0.2 * min(self.missed, 25) if depth else 0.0
+        self.missed = 0 if depth else self.missed + 1
+        self.lost += late
+        timing = super().timing(rows, depth)
+        timing.draft += late
+        return timing
+
+
+def test_reading_what_was_missed_is_paid_for():
+    """Catches probes whose first step, which reads all that was missed in the pause, is taken for free."""
+    clock, policy = Late(64, 0.01, 0.1), Adaptive(LIMIT)
+    world = World(1, clock, alike(0.0)).play(policy, 100)
+    clock.lost = 0.0
+    world.play(policy, 1000)
+    assert clock.lost <= 0.03 * 1000
+
+
+def test_a_drafter_that_seldom_offers_a_draft_is_not_slower_than_plain():
+    """Catches seconds taken for those of a full draft, or of none, where most steps have none (as n-grams do)."""
+    for chance in (0.1, 0.9):
+        world = World(4, Clock(4, 0.05, 0.0), alike(chance))
+        world.offers = lambda size, world=world: size if world.random.random() < 0.1 else 0
+        world.play(Adaptive(LIMIT), 800)
+        assert world.rate(600) >= 0.95 * world.fixed(0)
+
+
+# ── when things change ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("slots", [1, 16])
+@pytest.mark.parametrize("clock", CLOCKS.values(), ids=CLOCKS.keys())
+def test_it_comes_back_when_acceptance_returns(clock, slots):
+    """Catches a policy that never tries again, or believes its old counts for too long."""
+    world, policy = World(slots, clock(), alike(0.0)), Adaptive(LIMIT)
+    assert world.play(policy, 500).depths(100).count(0) >= 80
+    world.becomes(alike(0.9)).play(policy, 400)
+    assert world.rate(150) >= 0.93 * world.best()
+
+
+def test_it_comes_back_when_drafts_become_cheap():
+    """Catches a policy that never measures the draft again while it is off."""
+    world, policy = World(1, Clock(64, 0.01, 1.5), alike(0.8)), Adaptive(LIMIT)
+    assert world.play(policy, 600).depths(100).count(0) >= 90
+    world.clock = Clock(64, 0.01, 0.02)
+    assert world.play(policy, 1500).rate(200) >= 0.93 * world.best()
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.95, 0.3), (0.3, 0.95)])
+def test_it_follows_a_text_that_changes(before, after):
+    """Catches counts that fade too slowly, and an acceptance that is never questioned."""
+    clock = Clock(64, 0.01, 0.1)
+    world, policy = World(1, clock, alike(before)), Adaptive(LIMIT)
+    world.play(policy, 1000).becomes(alike(after)).play(policy, 300)
+    assert world.rate(150) >= 0.93 * world.best()
+
+
+def test_it_follows_a_batch_that_empties():
+    """Catches seconds of sixteen slots that are taken for those of one."""
+    world, policy = World(16, Clock(8, 0.05, 0.02), alike(0.8)), Adaptive(LIMIT)
+    world.play(policy, 400)
+    assert world.rate(300) >= 0.95 * world.best()
+    for row in range(1, 16):
+        world.state.free(row)
+    world.play(policy, 150)
+    assert world.rate(100) >= 0.93 * world.best()
+
+
+def test_a_new_request_is_a_new_text():
+    """Catches counts that outlive their request: with them it takes longer to see that the next text is another."""
+    world, policy = World(1, Clock(64, 0.01, 0.1), alike(0.9)), Adaptive(LIMIT)
+    world.play(policy, 600).state.free(0)
+    weight = policy.tests[0]
+    world.state.admit(0, Request([1, 2], 10**8, Sampling()))
+    policy.budget(world.state)
+    assert policy.tests[0] == policy.NEW_TEXT < weight / 5
+
+
+# ── what it asks for ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_unlike_slots_are_asked_for_what_is_best_for_all():
+    """Catches a mean acceptance that is raised to a power: of unlike slots the longest drafts are kept far more often."""
+    world = World(4, Clock(64, 0.01, 0.1), lambda row: [0.95 if row % 2 else 0.1] * LIMIT)
+    world.play(Adaptive(LIMIT), 500)
+    assert world.rate(350) >= 0.95 * world.best()
+
+
+def test_a_tree_is_asked_for_as_a_whole():
+    """Catches chances of a tree read as a chain's: here node 0 is always wrong, and its sibling, node 1, always right."""
+    policy = Adaptive(LIMIT)
+    state = World(1, DEAR, alike(0.5)).state
+    budgets = []
+    for _ in range(200):
+        size = int(policy.budget(state)[0])
+        right = size > 1
+        state.reached = [min(size, 1)]
+        said = Accepted([[1] if right else []], [0], [0])
+        policy.observe(state, torch.tensor([size]), said, Timing(draft=0.05 * size, verify=1.0))
+        budgets.append(size)
+    assert budgets[-100:].count(2) > 90
+
+
+def test_equal_verdicts_and_timings_give_equal_budgets():
+    """Catches noise of its own, and a look at the real clock."""
+    first, second = (World(4, CLOCKS["dear rows"](), falling).play(Adaptive(LIMIT), 300).budgets for _ in range(2))
+    assert first == second
+
+
+def test_no_budget_exceeds_the_room_that_is_left():
+    """Catches tries and probes that forget the room; and steps of a slot with none."""
+    state, policy = DecodeState(2, 100), Adaptive(LIMIT)
+    state.admit(0, Request([1], 1, Sampling()))
+    state.admit(1, Request([1], 4, Sampling()))
+    for _ in range(200):
+        budget = policy.budget(state)
+        assert budget[0] == 0
+        assert 0 <= budget[1] <= 3
+        state.reached = budget.tolist()
+        policy.observe(state, budget, verdict([0, int(budget[1])]), Timing(draft=0.01, verify=1.0))
+
+
+def test_without_nodes_there_is_nothing_to_ask_for():
+    """Catches a crash with a drafter that has no room at all."""
+    assert max(World(2, Clock(64, 0.01, 0.02), alike(0.9)).play(Adaptive(0), 50).depths(50)) == 0
+
+
+# ── the law ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TARGET = TableTarget.random(5)
+
+
+class Alone:
+    """An Adaptive for every slot, with seconds known beforehand, and so jumpy that budgets hang on the last verdicts."""
+
+    def __init__(self, limit: int, slots: int):
+        self.policies = [Adaptive(limit) for _ in range(slots)]
+        self.budgets: list[torch.Tensor] = []
+        for policy in self.policies:
+            policy.WINDOW = 1.2
+            costs = policy.costs[0] = adaptive.Costs([])
+            costs.tried.update(range(limit + 1))
+            for depth in (0, limit):
+                costs.add(depth, 1.0 + 0.2 * depth, 1)
+
+    def budget(self, state: DecodeState) -> torch.Tensor:
+        views = zip(self.policies, self._views(state), strict=True)
+        self.budgets.append(torch.cat([policy.budget(view) for policy, view in views]))
+        return self.budgets[-1]
+
+    def keep(self, state: DecodeState, sizes: torch.Tensor, confidence: torch.Tensor | None) -> torch.Tensor:
+        return sizes
+
+    def observe(self, state: DecodeState, sizes: torch.Tensor, kept: Accepted, timing: Timing) -> None:
+        for b, (policy, view) in enumerate(zip(self.policies, self._views(state), strict=True)):
+            own = Accepted(*(part[b : b + 1] for part in kept))
+            size = int(sizes[b])
+            policy.observe(view, sizes[b : b + 1], own, Timing(draft=0.2 * size, verify=1.0))
+
+    def _views(self, state: DecodeState) -> Iterator[Any]:
+        """The state as each slot would see it alone."""
+        reached = state.reached or [0] * len(state.rows)
+        for row, left, deep in zip(state.rows, state.left, reached, strict=True):
+            yield SimpleNamespace(rows=[0], requests={0: state.requests[row]}, left=[left], reached=[deep])
+
+
+@pytest.mark.parametrize("parents", [[-1, 0, 1, 2], [-1, -1, 0, 0, 1, 2]], ids=["chain", "tree"])
+def test_budgets_that_hang_on_earlier_verdicts_keep_the_law(parents):
+    """Catches a budget that depends on what it will be spent on.  False alarm 1e-6."""
+    slots, drafter = 1200, Tree(TARGET, parents, "without")
+    policy = Alone(drafter.limit, slots)
+    assert keeps_the_law(TARGET, drafter, policy, slots=slots)
+    assert len(policy.budgets[-1].unique()) > 1
+
+
+# ── planted faults ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_choice_that_ignores_the_seconds_is_caught(monkeypatch):
+    """Planted fault: the most tokens a step, whatever it takes; the tests of speed above must see it."""
+
+    def tokens(self, live, most, costs):
+        return dict(enumerate(accumulate(self.shares(), initial=0.0)))
+
+    monkeypatch.setattr(Adaptive, "rates", tokens)
+    world = World(4, CLOCKS["dear drafts"](), CHANCES["fair"]).play(Adaptive(LIMIT), 500)
+    assert world.rate(350) < 0.95 * world.best()
+    world = World(1, DEAR, alike(0.9)).play(Adaptive(LIMIT), 700)
+    assert world.rate(600) < 0.95 * world.fixed(0)
+
+
+def test_a_policy_that_never_probes_is_caught(monkeypatch):
+    """Planted fault: it does not come back."""
+    monkeypatch.setattr(Adaptive, "SHARE", 0.0)
+    monkeypatch.setattr(Adaptive, "FUND", 0.0)
+    world, policy = World(1, CLOCKS["dear drafts"](), alike(0.0)), Adaptive(LIMIT)
+    world.play(policy, 500).becomes(alike(0.9)).play(policy, 400)
+    assert world.rate(150) < 0.93 * world.best()
+
+
+def test_probes_that_are_never_paid_for_are_caught(monkeypatch):
+    """Planted fault: it drafts on where drafts are dear."""
+    monkeypatch.setattr(Adaptive, "_charge", lambda self, *_: setattr(self, "probing", self.probing - 1))
+    world = World(1, DEAR, alike(0.9)).play(Adaptive(LIMIT), 700)
+    assert world.rate(600) < 0.95 * world.fixed(0)
+
+
+def test_seconds_that_believe_outliers_are_caught(monkeypatch):
+    """Planted fault: one slow step in the first tries turns it off, or away from the best depth."""
+
+    def mean(self, depth):
+        return sum(seconds for _, seconds in self.samples[depth]) / len(self.samples[depth])
+
+    def played() -> World:
+        clock = Clock(64, 0.01, 0.02)
+        clock.slow = {2}
+        return World(1, clock, alike(0.9)).play(Adaptive(LIMIT), 200)
+
+    assert played().rate(150) >= 0.95 * played().best()
+    monkeypatch.setattr(adaptive.Costs, "mean", mean)
+    assert played().rate(150) < 0.95 * played().best()

@@ -1,0 +1,474 @@
+"""Grammars, and the pruning of what can't be kept: by enumeration, through the loop, and with llguidance on the demo target."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import Case
+from contracts.chances import _drafts, _spread, emitted, follows, outcomes
+from contracts.parties import Proposer, TableTarget, Tree, last_two
+from contracts.test_law_enumerated import SHAPES, drawn, random_law
+from decoding.drafts import numbers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.checkpoint import load_drafter
+from outrider.decoding.draft import Draft
+from outrider.decoding.noise import Purpose
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import DecodeState, Request
+from outrider.errors import ConfigError
+from outrider.generation import generate, serve
+from outrider.policies.fixed import Fixed
+from outrider.sampling import grammar as grammars
+from outrider.sampling import prefix as prefixes
+from outrider.sampling.grammar import Grammar
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.prefix import Prefix, pruned
+from outrider.sampling.settings import Sampling
+from outrider.targets.transformers import load_target
+
+# ── a toy grammar ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Turns:
+    """What may follow hangs on every token so far, by their sum modulo 3: place to allowed tokens."""
+
+    def __init__(self, allowed: list[list[int]], vocabulary: int):
+        self.masks = [torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, torch.tensor(ids), True) for ids in allowed]
+
+    def start(self) -> Place:
+        return Place(self.masks)
+
+
+class Place:
+    def __init__(self, masks):
+        self.masks, self.at = masks, 0
+
+    def push(self, tokens):
+        self.at += sum(tokens)
+
+    def allowed(self, path):
+        return self.masks[(self.at + sum(path)) % 3]
+
+
+SMALL = Turns([[0, 1], [1, 2], [0, 2]], 3)
+BANS = {
+    "grammar": {"grammar": SMALL},
+    "bad words": {"bad_words": [[2], [1, 1]]},
+    "least": {"min_new_tokens": 2},
+}
+ENDS = {"least": frozenset({1})}
+EACH = pytest.mark.parametrize("name", BANS)
+
+
+def banned_law(name: str, seed: int):
+    """A law over paths that keeps to the bans, and what may follow a path."""
+    free, prefix = random_law(seed), Prefix(Sampling(1.0, **BANS[name]), [0], ENDS.get(name, ()))
+
+    def law(path):
+        p = free(path) * prefix.possible(path, 3)
+        return p / p.sum() if p.sum() > 0 else free(path)
+
+    return law, prefix
+
+
+def worst_error(name: str, parents: list[int], how: str, seed: int = 0, depth: int = 3) -> float:
+    """Largest difference between the law of three tokens with pruned drafts, exactly as emitted, and the target's own."""
+    law, prefix = banned_law(name, seed)
+    found = torch.zeros((3,) * depth, dtype=torch.float64)
+    for weight, tokens, rows in _drafts(drawn(parents, seed, how), len(parents)):
+        q = None if how == "top" else torch.stack(rows)[None]
+        draft = Draft(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([len(parents)]), q)
+        draft = pruned(draft, [(0, prefix)], None, 3).checked(1)
+        paths = paths_of(draft)
+        p = torch.stack([law(()), *(law(path) for path in paths)])[None]
+        for chance, out in outcomes(draft, p):
+            _spread(found, law, tuple(out[:depth]), weight * chance)
+    exact = torch.zeros_like(found)
+    _spread(exact, law, (), 1.0)
+    return float((found - exact).abs().max())
+
+
+def paths_of(draft: Draft, b: int = 0) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for n in range(int(draft.sizes[b])):
+        parent = int(draft.parents[b, n])
+        paths.append((*(paths[parent] if parent >= 0 else ()), int(draft.tokens[b, n])))
+    return paths
+
+
+@EACH
+@pytest.mark.parametrize("how", ["replacement", "without", "top", "mixed"])
+def test_a_pruned_draft_keeps_the_law_exactly(name, how):
+    """Catches a node dropped for its own value, and one that lost its parent or its q, with no chance of a false alarm."""
+    for shape in (SHAPES["siblings"], SHAPES["both"], SHAPES["long"]):
+        assert worst_error(name, shape, how) < 1e-12, (shape, how)
+
+
+@EACH
+@pytest.mark.parametrize("how", ["replacement", "without"])
+def test_pruning_a_drawn_token_that_is_impossible_is_caught(name, how, monkeypatch):
+    """Planted fault: the drawn illegal token goes as a deterministic one may, and the next is drawn from p."""
+    monkeypatch.setattr(prefixes, "_is_deterministic", lambda draft, b, n: True)
+    assert all(worst_error(name, shape, how, seed=1) > 0.01 for shape in ([-1], [-1, -1], [-1, 0]))
+
+
+def test_what_stays_is_what_can_be_kept_and_the_first_drawn_token_that_cannot():
+    """Catches a branch cut too long or too short: grammar of places, two end tokens, three slots of which one is free."""
+    rules = Turns([[0, 1, 4], [1, 2], [0, 2]], 5)
+    prefix = Prefix(Sampling(grammar=rules), [3], frozenset({4}))
+    tokens = torch.tensor([[1, 3, 0, 2, 4, 1, 2, 9]]).expand(3, -1)
+    parents = torch.tensor([[-1, -1, 0, 0, -1, 4, 1, -1]]).expand(3, -1)
+    sizes = torch.tensor([8, 8, 7])
+    confidence = torch.arange(8.0).expand(3, -1)
+    draft = Draft(tokens, parents, sizes, confidence=confidence)
+    # node 1 can't begin, so 6 goes with it; 2 can't follow 1; 5 follows an end; 7 has no such id, and is counted by the law
+    found = pruned(draft, [(0, prefix), (2, prefix)], None, 5)
+    assert found.sizes.tolist() == [4, 8, 3]
+    assert found.confidence[0, :4].tolist() == numbers(found)[0, :4].tolist() == [0, 3, 4, 7]
+    assert found.tokens[0, :4].tolist() == [1, 2, 4, 9]
+    assert found.parents[0, :4].tolist() == [-1, 0, -1, -1]
+    assert torch.equal(found.tokens[1], tokens[1]) and torch.equal(found.parents[1], parents[1])
+    assert found.tokens[2, :3].tolist() == [1, 2, 4]
+    drawn_ones = replace(draft, q=torch.full((3, 8, 5), 0.2))
+    found = pruned(drawn_ones, [(0, prefix)], None, 5)
+    assert found.confidence[0, :6].tolist() == [0, 1, 2, 3, 4, 7]
+    seeded = pruned(drawn_ones, [(0, prefix)], torch.tensor([True, False, False]), 5)
+    assert seeded.sizes.tolist() == [4, 8, 7]
+
+
+@given(st.data())
+def test_pruning_leaves_no_impossible_node_but_drawn_leaves(data):
+    """Catches shapes that the example above forgot."""
+    nodes = data.draw(st.integers(1, 7))
+    tokens = data.draw(st.lists(st.integers(0, 2), min_size=nodes, max_size=nodes))
+    parents = [data.draw(st.integers(-1, n - 1)) for n in range(nodes)]
+    is_certain = data.draw(st.lists(st.booleans(), min_size=nodes, max_size=nodes))
+    one_hot = torch.nn.functional.one_hot(torch.tensor(tokens), 3).float()
+    q = torch.where(torch.tensor(is_certain)[:, None], one_hot, torch.full((nodes, 3), 1 / 3))[None]
+    draft = Draft(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([nodes]), q)
+    prefix = Prefix(Sampling(grammar=SMALL), [0], ())
+
+    def is_possible(path):
+        return all(prefix.possible(path[:n], 3)[path[n]] for n in range(len(path)))
+
+    wanted = [
+        (path, is_certain[n])
+        for n, path in enumerate(paths_of(draft))
+        if is_possible(path) or (is_possible(path[:-1]) and not is_certain[n])
+    ]
+    found = pruned(draft, [(0, prefix)], None, 3)
+    certain = (found.q[0, :, :].amax(-1) == 1).tolist()
+    assert list(zip(paths_of(found), certain, strict=False)) == wanted
+
+
+def test_what_nobody_asks_for_costs_nothing():
+    """Catches work on the default path."""
+    state = DecodeState(2, 100, judge=SamplingJudge())
+    state.admit(0, Request([1], 5, Sampling(0.7, repetition_penalty=1.2)))
+    draft, logits = Draft.chain(torch.tensor([[1, 2]]), torch.tensor([2])), torch.randn(1, 3)
+    assert pruned(draft, state.judge.prefixes, None, 3) is draft
+    assert state.judge.masked(logits, [draft.tokens[:, 0]]) is logits
+    state.admit(1, Request([1], 5, Sampling(0.7, grammar=SMALL)))
+    possible = Draft.chain(torch.tensor([[1, 2], [1, 2]]), torch.tensor([2, 2]))
+    assert pruned(possible, state.judge.prefixes, None, 3) is possible
+
+
+def test_a_drafter_sees_what_may_follow_its_own_tokens():
+    """Catches a mask of another slot, or of the anchor alone."""
+    state = DecodeState(2, 100, judge=SamplingJudge())
+    state.admit(0, Request([1], 5, Sampling(grammar=SMALL)))
+    state.admit(1, Request([1], 5, Sampling()))
+    logits = torch.zeros(2, 3)
+    assert (state.judge.masked(logits) == -torch.inf).nonzero().tolist() == [[0, 2]]
+    drafted = [torch.tensor([1, 0]), torch.tensor([1, 0])]
+    assert (state.judge.masked(logits, drafted[:1]) == -torch.inf).nonzero().tolist() == [[0, 0]]
+    assert (state.judge.masked(logits, drafted) == -torch.inf).nonzero().tolist() == [[0, 1]]
+    state.tokens[0].append(1)
+    state.judge.prefixes[0][1].push([1])
+    assert (state.judge.masked(logits) == -torch.inf).nonzero().tolist() == [[0, 0]]
+
+
+# ── through the loop ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+TABLE = TableTarget.random(4)
+RULES = Turns([[0, 1, 3], [1, 2], [0, 2, 3]], 4)
+BANNED = {"temperature": 1.0, "grammar": RULES, "bad_words": [[1, 1], [3, 0]]}
+SLOTS = 1000
+
+
+class Masked(Proposer):
+    """A chain from a law near the table's, of which only what may stand there is left."""
+
+    def __init__(self, near: Tree):
+        self.near, self.limit = near, 3
+
+    def propose(self, memory, state, budget):
+        before, own = last_two(state)
+        tokens, rows = [], []
+        for depth in range(self.limit):
+            rows.append(state.judge.distribution(state.judge.masked(self.near.table[before, own], tokens)))
+            tokens.append(state.streams.draw(rows[-1], depth, Purpose.DRAFT))
+            before, own = own, tokens[-1]
+        return Draft.chain(torch.stack(tokens, 1), budget, torch.stack(rows, 1))
+
+
+TREES = {
+    "chain": Tree(TABLE, [-1, 0, 1], "replacement"),
+    "without": Tree(TABLE, [-1, -1, 0, 0, 1, 2], "without"),
+    "mixed": Tree(TABLE, [-1, -1, 0, 0, 1, 2], "mixed"),
+    "top": Tree(TABLE, [-1, -1, 0, 0, 1, 2], "top"),
+}
+TREES["masked"] = Masked(TREES["chain"])
+
+
+def exact_law(prompt: list[int]) -> torch.Tensor:
+    """Law of three tokens, [4, 4, 4], text by text; what is impossible is set by hand."""
+    joint = torch.zeros(4, 4, 4, dtype=torch.float64)
+    for text in itertools.product(range(4), repeat=3):
+        chance = 1.0
+        for n, token in enumerate(text):
+            before, own = ([0, *prompt, *text[:n]])[-2:]
+            p = TABLE.table[before, own].softmax(-1) * RULES.masks[sum(text[:n]) % 3]
+            p[[word[1] for word in BANNED["bad_words"] if word[0] == own]] = 0
+            chance *= float(p[token] / p.sum())
+        joint[text] = chance
+    return joint
+
+
+@pytest.mark.parametrize(
+    ("tree", "seeded"), [("chain", False), ("without", False), ("mixed", False), ("masked", False), ("without", True)]
+)
+def test_texts_of_a_grammar_keep_the_law(tree, seeded):
+    """Catches an illegal token pruned or kept wrongly, and a mask of another prefix.  False alarm 1e-6."""
+    tokens, _, kept = emitted(TABLE, TREES[tree], slots=SLOTS, prompt=[0, 2], sampling=BANNED, seeded=seeded)
+    assert follows(tokens, exact_law([0, 2]))
+    assert kept > SLOTS / 4
+
+
+@pytest.mark.parametrize("tree", [TREES["chain"], TREES["without"]], ids=["chain", "without"])
+def test_a_drawn_illegal_token_pruned_in_the_loop_is_caught(tree, monkeypatch):
+    """Planted fault, the issue's own: a sampled illegal token is pruned and the next token drawn from p."""
+    monkeypatch.setattr(prefixes, "_is_deterministic", lambda draft, b, n: True)
+    tokens, _, _ = emitted(TABLE, tree, slots=SLOTS, prompt=[0, 2], sampling=BANNED)
+    assert not follows(tokens, exact_law([0, 2]))
+
+
+class AllOrNothing(Fixed):
+    """Verifies whole drafts only: lawful, since how many nodes are offered hangs on nothing that was drawn."""
+
+    def keep(self, state, sizes, confidence):
+        return torch.where(sizes == self.nodes, sizes, 0)
+
+
+def test_a_policy_decides_before_what_is_impossible_goes(monkeypatch):
+    """Catches, and then plants, a draft pruned before `keep`: its sizes tell the policy what was drawn.  False alarm 1e-6."""
+    options = {"policy": AllOrNothing(3), "slots": SLOTS, "prompt": [0, 2], "sampling": BANNED}
+    assert follows(emitted(TABLE, TREES["chain"], **options)[0], exact_law([0, 2]))
+
+    class Hasty(Tree):
+        def propose(self, memory, state, budget):
+            return pruned(super().propose(memory, state, budget), state.judge.prefixes, None, 4)
+
+    monkeypatch.setattr(SamplingJudge, "prune", lambda self, draft, *rest: draft)
+    assert not follows(emitted(TABLE, Hasty(TABLE, [-1, 0, 1], "replacement"), **options)[0], exact_law([0, 2]))
+
+
+def test_a_seed_writes_one_text_whatever_drafts():
+    """Catches a pruned node that moves the noise of a slot with a seed."""
+    options = {"slots": 100, "prompt": [0, 2], "sampling": BANNED, "seeded": True}
+    wanted, _, _ = emitted(TABLE, Drafter(), **options)
+    for name, tree in TREES.items():
+        assert torch.equal(emitted(TABLE, tree, **options)[0], wanted), name
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_end_token_that_comes_too_early_is_never_kept(temperature, monkeypatch):
+    """Catches a draft whose early end token cuts the text, in chains and trees that like it best."""
+    table = TABLE.table.clone()
+    table[..., 1] += 3
+    target = TableTarget(table)
+    monkeypatch.setattr(target, "ends", frozenset({1}))
+    sampling = Sampling(temperature, seed=3 if temperature else None, min_new_tokens=12)
+    plain = generate(target, [[0], [2, 3]], max_new_tokens=30, sampling=sampling)
+    for how, parents in (("replacement", [-1, 0, 1]), ("top", [-1, -1, 0, 1])):
+        found = generate(target, [[0], [2, 3]], Tree(target, parents, how), max_new_tokens=30, sampling=sampling)
+        assert [each.tokens for each in found] == [each.tokens for each in plain]
+        assert all(len(each.tokens) > 12 and each.tokens[-1] == 1 and each.finish_reason == "stop" for each in found)
+
+
+# ── llguidance ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+PATTERN = r"[a-z]{3}(, [a-z]{1,4}){2,4}\."
+LARK = 'start: "[" word ("+" word)* "]"\nword: /[ab]{1,3}/\n'
+
+
+def is_person(text: str) -> bool:
+    found = json.loads(text)
+    tags = found["tags"]
+    return list(found) == ["name", "age", "tags"] and 0 <= found["age"] <= 120 and set(tags) <= {"red", "green"} and tags != []
+
+
+@pytest.fixture(scope="module")
+def demo():
+    pytest.importorskip("llguidance")
+    return load_target("demo")
+
+
+@pytest.fixture(scope="module")
+def requests(demo) -> list[Request]:
+    """Grammars of every kind beside free slots, greedy and drawn."""
+    made = []
+    for text, sampling in [
+        ("import json\n", Sampling(grammar=Grammar.json(PERSON))),
+        ("import os\n", Sampling()),
+        ("def read(path):\n", Sampling(1.0, seed=5, grammar=Grammar.json(PERSON))),
+        ("# ", Sampling(grammar=Grammar.regex(PATTERN), repetition_penalty=1.1)),
+        ("# ", Sampling(0.8, seed=2, grammar=Grammar.regex(PATTERN), top_k=50)),
+        ("x = ", Sampling(0.7, seed=1)),
+        ("x = ", Sampling(1.0, seed=8, grammar=Grammar.lark(LARK))),
+    ]:
+        if sampling.grammar is not None:
+            sampling = replace(sampling, grammar=sampling.grammar.compiled(demo))
+        made.append(Request(demo.encode(text), 40 if sampling.grammar else 16, sampling))
+    return made
+
+
+def served(target, requests, drafter=None, **options):
+    found, reasons = [[] for _ in requests], [None] * len(requests)
+    for progress in serve(target, requests, drafter, **options):
+        found[progress.request] += progress.tokens
+        reasons[progress.request] = progress.finish_reason
+    return found, reasons
+
+
+@pytest.fixture(scope="module")
+def wanted(demo, requests):
+    """Every request, decoded plainly."""
+    return served(demo, requests, slots=1)
+
+
+def test_plain_output_fits_its_grammar(demo, requests, wanted):
+    """Catches a text that ends too early, goes on, or leaves its grammar."""
+    tokens, reasons = wanted
+    texts = [demo.decode(each) for each in tokens]
+    assert is_person(texts[0]) and is_person(texts[2])
+    assert re.fullmatch(PATTERN, texts[3]) and re.fullmatch(PATTERN, texts[4])
+    assert re.fullmatch(r"\[[ab]{1,3}(\+[ab]{1,3})*\]", texts[6])
+    for n, request in enumerate(requests):
+        if request.sampling.grammar is not None:
+            assert reasons[n] == "stop" and tokens[n][-1] in demo.ends, n
+
+
+@pytest.mark.parametrize("kind", ["ngram", "small_model", "dspark"])
+def test_drafted_output_is_plain_output(kind, demo, requests, wanted, workshop):
+    """Catches a mask of another node's prefix, a matcher that does not go back, and slots that disturb each other."""
+    drafter = load_drafter(kind, demo) if kind == "small_model" else workshop.build(Case(kind), demo)
+    assert served(demo, requests, drafter, slots=3) == wanted
+
+
+def test_drawn_output_without_a_seed_fits_its_grammar(demo, workshop):
+    """Catches an illegal token that is emitted because it was drafted."""
+    drafter = workshop.build(Case("dspark"), demo)
+    sampling = Sampling(1.0, grammar=Grammar.json(PERSON))
+    found = generate(demo, ["import json\n"] * 3, drafter, max_new_tokens=48, sampling=sampling)
+    assert all(is_person(each.text) and each.finish_reason == "stop" for each in found)
+
+
+def test_a_mask_is_what_it_is_by_hand(demo, monkeypatch):
+    """Catches bits in another order, an end token in the wrong place, and a path that leaves traces in the next."""
+    monkeypatch.setattr(demo, "ends", frozenset({0, 7}))
+    ids = {text: demo.encode(text)[0] for text in "ab"}
+    pieces = [demo.tokenizer.decode([n]) for n in range(demo.spec.vocabulary)]
+
+    def by_hand(text: str) -> list[int]:
+        fits = [n for n, piece in enumerate(pieces) if piece and set(piece) <= set("ab") and len(text + piece) <= 4]
+        return sorted({*fits} - demo.ends | (demo.ends if 2 <= len(text) <= 4 else set()))
+
+    automaton = Grammar.regex("[ab]{2,4}").compiled(demo).start()
+    committed = ""
+    for texts in (["", "a", "ab", "b", "bbb", "a", "bbba", ""], ["", "bab", "b", "ba", "aab"], ["", "b", "a"]):
+        for text in texts:
+            found = automaton.allowed(tuple(ids[letter] for letter in text)).nonzero().flatten().tolist()
+            assert found == by_hand(committed + text), (committed, text)
+        assert not automaton.allowed((ids["a"], demo.encode("c")[0], ids["a"])).any()
+        automaton.push([ids["a"]])
+        committed += "a"
+
+
+def test_a_grammar_is_compiled_once_and_every_request_walks_alone(demo):
+    """Catches a compile in every request, and one request's tokens in another's automaton."""
+    first, again = Grammar.regex("ab").compiled(demo), Grammar.regex("ab").compiled(demo)
+    assert first is again
+    assert Grammar.json(PERSON) == Grammar.json(json.dumps(PERSON)) and len({Sampling(grammar=first), Sampling()}) == 2
+    one, other = first.start(), first.start()
+    one.push(demo.encode("a"))
+    assert not torch.equal(one.allowed(()), other.allowed(()))
+
+
+# ── refusals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Grammar.json({"type": "objekt"}), lambda: Grammar.json("{"), lambda: Grammar.json(3),
+        lambda: Grammar.json({"contains": {}, "unevaluatedItems": 3}), lambda: Grammar.regex("(a"),
+        lambda: Grammar.lark("start: missing"), lambda: Sampling(grammar={"type": "object"}),
+    ],
+    ids=["type", "no JSON", "no schema", "unknown key", "regex", "lark", "no grammar"],
+)  # fmt: skip
+def test_a_bad_grammar_is_refused_where_it_is_made(make):
+    """Catches a mistake that shows only after the first weights are loaded."""
+    pytest.importorskip("llguidance")
+    with pytest.raises(ConfigError, match=r"grammar|schema"):
+        make()
+
+
+def test_a_target_that_knows_no_text_is_refused(target, monkeypatch):
+    """Catches a grammar that is ignored, or an attribute error from within."""
+    pytest.importorskip("llguidance")
+    sampling = Sampling(grammar=Grammar.regex("a"))
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        generate(target, [1], max_new_tokens=4, sampling=sampling)
+    monkeypatch.setattr(target, "tokenizer", object(), raising=False)
+    with pytest.raises(ConfigError, match="no end token"):
+        generate(target, [1], max_new_tokens=4, sampling=sampling)
+    monkeypatch.setattr(target, "ends", frozenset({1}))
+    with pytest.raises(ConfigError, match="can't read the tokenizer"):
+        generate(target, [1], max_new_tokens=4, sampling=sampling)
+    with pytest.raises(ConfigError, match="compiled"):
+        list(serve(target, [Request([1], 4, sampling)]))
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    """Catches an ImportError where a line of advice belongs."""
+    grammars._source.cache_clear()
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"pip install 'outrider\[grammar\]'"):
+        Grammar.regex("a")
+
+
+def test_a_grammar_that_leaves_no_token_is_an_error(demo):
+    """Catches token 0 where a complete text must not end yet."""
+    sampling = Sampling(grammar=Grammar.regex("ab"), min_new_tokens=10)
+    with pytest.raises(ConfigError, match="no token possible"):
+        generate(demo, "x", max_new_tokens=12, sampling=sampling)

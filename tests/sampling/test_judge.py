@@ -1,0 +1,120 @@
+"""The full judge keeps what the acceptance rule keeps, whichever way it takes, and reads no more than it must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from contracts.chances import keeps_the_law, worst_error
+from contracts.parties import TableTarget, Tree
+from contracts.test_law_enumerated import random_law
+from decoding.drafts import V, drafts, streams_of
+from hypothesis import given
+from hypothesis import strategies as st
+from sampling.chains import chains
+from torch import Tensor
+
+from outrider.decoding.accept import Accepted, accept, residual
+from outrider.decoding.draft import Draft
+from outrider.decoding.noise import Purpose, Streams
+from outrider.decoding.state import DecodeState, Request, Scores
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.settings import Sampling
+
+TARGET = TableTarget.random(5)
+KINDS = [{}, {"temperature": 1.0}, {"temperature": 0.6}, {"temperature": 1.3, "top_k": 2}, {"temperature": 1, "top_p": 0.8}]
+CHOICES = st.lists(st.integers(0, len(KINDS) - 1), min_size=4, max_size=4)
+
+
+def judge_of(choices: Sequence[int]) -> SamplingJudge:
+    """The judge of as many slots."""
+    state = DecodeState(len(choices), 1000, judge=SamplingJudge())
+    for row, choice in enumerate(choices):
+        state.admit(row, Request([0], 100, Sampling(**KINDS[choice])))
+    return state.judge
+
+
+def scores_of(draft: Draft, seed: int) -> Scores:
+    slots, nodes = draft.tokens.shape
+    logits = 3 * torch.randn(slots, nodes + 1, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return Scores(logits, logits, None)
+
+
+@given(drafts(with_q=True) | chains().map(lambda made: (made[0], made[2])), CHOICES, st.none() | CHOICES)
+def test_every_way_it_takes_is_the_rule_token_for_token(made, choices, seeds):
+    """Catches temperature left out, slots of other settings judged alike, cuts forgotten, a q or a seed not looked at.
+
+    Greedy, deterministic, chain or tree: each has a way of its own.
+    """
+    draft, seed = made
+    slots = len(draft.sizes)
+    for own in (choices[:slots], [0] * slots):
+        judge, scores = judge_of(own), scores_of(draft, seed)
+        streams = streams_of(slots, seed, seeds and [choice % 2 == 1 for choice in seeds[:slots]])
+        wanted = accept(draft, judge.distribution(scores.logits), streams)
+        found = judge(draft, scores, streams)
+        if judge.temperature is None:
+            # which counts ids outside the vocabulary alone: a q is not looked at
+            wanted = wanted._replace(invalid=found.invalid)
+        assert found == wanted
+        if judge.temperature is None:
+            likeliest = scores._replace(choice=scores.logits.argmax(-1), logits=torch.zeros_like(scores.logits))
+            assert judge(draft, likeliest, streams) == found
+
+
+@given(drafts(), CHOICES)
+def test_no_row_is_read_that_nobody_walks_through(made, choices):
+    """Catches work over [B, N+1, V] for a deterministic draft: rows off the path may hold anything."""
+    draft, seed = made
+    slots = len(draft.sizes)
+    judge, scores, streams = judge_of([1, *choices][:slots]), scores_of(draft, seed), streams_of(slots, seed)
+    accepted = judge(draft, scores, streams)
+    spoilt = torch.full_like(scores.logits, torch.nan)
+    for b in range(slots):
+        spoilt[b, accepted.rows(b)] = scores.logits[b, accepted.rows(b)]
+    assert judge(draft, scores._replace(logits=spoilt), streams) == accepted
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_tree_of_the_likeliest_tokens_keeps_the_law_in_the_loop(temperature):
+    """Catches a race that is not fair.  False alarm 1e-6."""
+    tree = Tree(TARGET, [-1, -1, -1, 0, 0, 3], "top")
+    assert keeps_the_law(TARGET, tree, slots=4000, sampling={"temperature": temperature})
+
+
+# ── planted faults: the drafter's softmax left out ────────────────────────────────────────────────────────────────────
+
+
+def soft(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
+    """Careless: the drafter's softmax as q of its own argmax."""
+    q = torch.tensor([0.45, 0.35, 0.2], dtype=torch.float64).expand(1, draft.tokens.shape[1], -1)
+    return accept(replace(draft, q=q), p, streams)
+
+
+def placeholder(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
+    """Careless: a constant 1 as the probability of every token, as the skipped softmax leaves it."""
+    return accept_without_checks(draft, torch.ones(1, draft.tokens.shape[1], 3, dtype=torch.float64), p, streams)
+
+
+def from_p(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
+    """Careless: the right test, p(x), and then the correction from p with the token still in it."""
+    return accept_without_checks(draft, torch.zeros(1, draft.tokens.shape[1], 3, dtype=torch.float64), p, streams)
+
+
+def accept_without_checks(draft: Draft, q: Tensor, p: Tensor, streams: Streams) -> Accepted:
+    """One certain node, kept with chance p(x); else a token from what is left of p without q."""
+    went = bool(streams.uniform(0, Purpose.ACCEPT) * torch.tensor(1.0) < p[0, 0, draft.tokens[0, 0]])
+    left = p[:, 1] if went else residual(p[:, 0], q[:, 0])
+    return Accepted([[0] if went else []], streams.draw(left, int(went), Purpose.TARGET).tolist(), [0])
+
+
+@pytest.mark.parametrize("careless", [soft, placeholder, from_p])
+def test_a_careless_verification_of_the_likeliest_token_is_caught(careless: Callable):
+    """Planted faults, of papers that leave the drafter's softmax out: each is biased where the rule has no error."""
+    certain = lambda tokens: torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    for rule, is_exact in ((careless, False), (accept, True)):
+        error = worst_error(random_law(1), [-1], certain, rule=rule, is_certain=True)
+        assert (error < 1e-12) == is_exact
+        assert is_exact or error > 0.02

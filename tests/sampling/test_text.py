@@ -1,0 +1,328 @@
+"""A streamed text is what the tokenizer makes of all its tokens, in pieces; and no part of a stop string is ever shown."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from outrider import demo
+from outrider.errors import ConfigError
+from outrider.sampling import text
+from outrider.sampling.text import Detokenizer, TextStream, refuse_unmatchable
+from outrider.targets.detokenizer import detokenizer
+
+LETTERS = ["a", "b", "n", "nd", "é", "日", "\ufffd", ".", "'", "s", "n't", " ", "\n"]
+"""Plain tokens of every tokenizer here: among them what the clean-up of spaces looks for, and a U+FFFD that is one."""
+CHARACTERS = ["中", "🙂", "é", "\n", " ", "A", "\u200d", "\ufffd"]
+"""Written byte by byte, where a tokenizer has bytes."""
+SPECIAL, ADDED, NAMELESS = "<s>", "<think>", 3
+
+
+def made(names: Sequence[str], decoder: decoders.Decoder | None, kind: type = models.WordLevel, **options: object):
+    """A tokenizer of these names, a special token and an added one."""
+    vocabulary = {name: token for token, name in enumerate(["<unk>", *dict.fromkeys(names)])}
+    model = models.BPE(vocabulary, []) if kind is models.BPE else kind(vocabulary, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    tokenizer.add_tokens([AddedToken(ADDED, special=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=SPECIAL, **options)
+
+
+def sentencepiece(*last: decoders.Decoder) -> PreTrainedTokenizerFast:
+    names = [f"<0x{byte:02X}>" for byte in range(256)] + [name.replace(" ", "▁") for name in [*LETTERS, " a", "  ", "b c"]]
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *last]
+    return made(names, decoders.Sequence(steps), models.BPE)
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    cut = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    longer = ["".join(part for part, _ in cut.pre_tokenize_str(name)) for name in [*LETTERS, " a", "🙂"]]
+    halves = [name[:-1] for name in longer if len(name) > 2]
+    return made([*letters, *longer, *halves], decoders.ByteLevel(), models.BPE)
+
+
+def with_marks(cleans: bool) -> PreTrainedTokenizerFast:
+    names = ["▁", "▁▁", "▁a", "▁'", "▁n", "'▁", "b▁c", *(name.replace(" ", "▁") for name in LETTERS)]
+    return made(names, decoders.Metaspace(), clean_up_tokenization_spaces=cleans)
+
+
+TOKENIZERS = {
+    "byte level": byte_level(),
+    "llama 2": sentencepiece(decoders.Strip(" ", 1, 0)),
+    "gemma": sentencepiece(),
+    "metaspace": with_marks(cleans=False),
+    "metaspace, cleaned": with_marks(cleans=True),
+    "wordpiece": made([*LETTERS, "##a", "##'", "##nd"], decoders.WordPiece(), models.WordPiece),
+    "wordpiece, cleaned": made(
+        [*LETTERS, "##a", "##'", "##nd"], decoders.WordPiece(), models.WordPiece, clean_up_tokenization_spaces=True
+    ),
+    "words": made(LETTERS, None),
+}
+every_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
+
+
+@functools.cache
+def detokenizer_of(name: str) -> Detokenizer:
+    tokenizer = TOKENIZERS[name]
+    return detokenizer(tokenizer, len(tokenizer) + NAMELESS)
+
+
+@functools.cache
+def spelt(name: str) -> Callable[[str], list[int]]:
+    """Token ids of a text, byte by byte where the tokenizer has bytes, else letter by letter."""
+    names = TOKENIZERS[name].get_vocab()
+    if name == "byte level":
+        cut = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return lambda text: [names[letter] for part, _ in cut.pre_tokenize_str(text) for letter in part]
+    if "<0x00>" in names:
+        return lambda text: [names[f"<0x{byte:02X}>"] for byte in text.encode()]
+    return lambda text: [names[letter] for letter in text]
+
+
+@functools.cache
+def parts(name: str) -> list[list[int]]:
+    """What the texts of a tokenizer are made of: a few bytes that are no text, whole characters, every other token."""
+    names = TOKENIZERS[name].get_vocab()
+    spells = name == "byte level" or "<0x00>" in names
+    whole = [spelt(name)(character) for character in CHARACTERS] if spells else []
+    alone = [token for name, token in names.items() if not name.startswith("<0x") or name in ("<0xE4>", "<0xB8>", "<0xFF>")]
+    return [*whole, *whole, *([token] for token in alone), *([len(names) + n] for n in range(NAMELESS))]
+
+
+@st.composite
+def texts(draw: st.DrawFn, name: str, most: int = 60) -> list[int]:
+    return [token for part in draw(st.lists(st.sampled_from(parts(name)), max_size=most)) for token in part]
+
+
+CUTS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+"""Sizes of the pushes, over and over."""
+
+
+def pushed(stream: TextStream, tokens: list[int], cuts: list[int]) -> list[tuple[int, str]]:
+    """What each push gave out, and how many tokens stood before its end; it ends as the loop does, where the stream stops."""
+    found, begin = [], 0
+    for size in itertools.cycle(cuts):
+        is_last = begin + size >= len(tokens)
+        given_out = stream.push(tokens[begin : begin + size], is_last)
+        begin += given_out.tokens
+        found.append((begin, given_out.text))
+        if is_last or given_out.is_stopped:
+            return found
+    raise AssertionError("no cut, no end")
+
+
+@every_tokenizer
+@given(st.data())
+def test_the_pieces_joined_are_the_tokenizers_text_whatever_follows(name, data):
+    """Catches a character that is lost, shown twice or half; a byte run, a mark or a space shown before it is certain.
+
+    What was given out is compared with the text of other tokens too that could have followed.
+    """
+    tokens, other, cuts = data.draw(texts(name)), data.draw(texts(name, 6)), data.draw(CUTS)
+    own = detokenizer_of(name)
+    shown = ""
+    for end, piece in pushed(TextStream(own), tokens, cuts)[:-1]:
+        shown += piece
+        assert own.decode(tokens[:end] + other).startswith(shown)
+    assert "".join(piece for _, piece in pushed(TextStream(own), tokens, cuts)) == own.decode(tokens)
+
+
+@every_tokenizer
+@given(st.data())
+def test_a_text_ends_before_its_first_stop_string(name, data):
+    """Catches a stop string over a border, or in a text that one token more would change; against decoding token by token."""
+    own, tokens, cuts = detokenizer_of(name), data.draw(texts(name, 20)), data.draw(CUTS)
+    letters = st.sampled_from("ab n.é日中🙂\n\ufffd'A")
+    held = st.tuples(st.integers(0, 30), st.integers(1, 4)).map(lambda at: own.decode(tokens)[at[0] : sum(at)])
+    stops = data.draw(st.lists(st.text(letters, min_size=1, max_size=3) | held, min_size=1, max_size=3))
+    assume("" not in stops)
+    # the slow way: all tokens decoded again at every one of them
+    wholes = [own.decode(tokens[:n]) for n in range(1, len(tokens) + 1)]
+    last = next((n for n, whole in enumerate(wholes, 1) if any(stop in whole for stop in stops)), None)
+    wanted = own.decode(tokens)
+    if last is not None:
+        wanted = wholes[last - 1][: min(at for stop in stops if (at := wholes[last - 1].find(stop)) >= 0)]
+    found = pushed(TextStream(own, stops), tokens, cuts)
+    assert (found[-1][0], "".join(piece for _, piece in found)) == (len(tokens) if last is None else last, wanted)
+
+
+@every_tokenizer
+@pytest.mark.parametrize("stops", [(), ("zzz", "中z")])
+def test_the_tokens_decoded_at_a_step_do_not_grow_with_the_text(name, stops):
+    """Catches a stream that decodes all of its text again at every token, and a window that is never cut."""
+    own, counts = detokenizer_of(name), []
+
+    def counting(tokens: Sequence[int]) -> str:
+        counts.append(len(tokens))
+        return own.decode(tokens)
+
+    characters = "中🙂a\n" if len(parts(name)[0]) > 1 else "a日éb"
+    plain = TOKENIZERS[name].get_vocab()["a"]
+    tokens = [token for _ in range(120) for token in [*spelt(name)(characters), plain]]
+    stream = TextStream(replace(own, decode=counting), stops)
+    for token in tokens:
+        stream.push([token])
+        assert sum(counts) <= text.WINDOW + 1 + 2 * text.CONTEXT
+        counts.clear()
+
+
+@pytest.mark.parametrize("stops", [(), ("zzz",), ("\ufffd\ufffd\ufffd\ufffd\ufffdz",)])
+@pytest.mark.parametrize("name", ["byte level", "llama 2", "gemma"])
+def test_bytes_alone_cost_no_more_the_longer_they_go_on(name, stops):
+    """Catches a run of byte tokens that is decoded again at each of them: broken bytes, and text in whole characters."""
+    own, counts = detokenizer_of(name), []
+
+    def counting(tokens: Sequence[int]) -> str:
+        counts.append(len(tokens))
+        return own.decode(tokens)
+
+    for tokens in (spelt(name)("中🙂") * 100, spelt(name)("中")[:1] * 500):
+        stream = TextStream(replace(own, decode=counting), stops)
+        shown = "".join(stream.push([token]).text for token in tokens)
+        assert sum(counts) <= len(tokens) * (text.WINDOW + 1 + text.CONTEXT)
+        assert shown + stream.push([], is_last=True).text == own.decode(tokens)
+        counts.clear()
+
+
+def test_text_is_shown_as_soon_as_it_is_certain():
+    """Catches a stream that is right because it waits for the end."""
+    llama, spells = TextStream(detokenizer_of("llama 2")), spelt("llama 2")
+    a = TOKENIZERS["llama 2"].get_vocab()["a"]
+    shown = [llama.push([token]).text for token in [a, *spells("中"), a, a, *spells("\n"), a]]
+    assert shown == ["a", "", "", "", "中a", "a", "", "\na"]
+    bytes_, spells = TextStream(detokenizer_of("byte level")), spelt("byte level")
+    assert [bytes_.push([token]).text for token in spells("中a中")] == ["", "", "中", "a", "", "", "中"]
+
+
+def test_a_run_of_bytes_that_breaks_is_shown_as_it_decodes():
+    """Catches `中` given out before the byte that turns it into U+FFFD, which no later piece can take back."""
+    own, spells = detokenizer_of("llama 2"), spelt("llama 2")
+    b = TOKENIZERS["llama 2"].get_vocab()["b"]
+    tokens = [b, *spells("中\n"), spells("中")[0], b]
+    stream = TextStream(own)
+    assert [stream.push([token]).text for token in tokens] == ["b", "", "", "", "", "", "\ufffd" * 5 + "b"]
+    assert own.decode(tokens) == "b" + "\ufffd" * 5 + "b"
+
+
+def test_a_window_is_not_cut_within_a_run_that_is_open():
+    """Catches bytes counted as shown that are still to become a character."""
+    own, spells = detokenizer_of("llama 2"), spelt("llama 2")
+    a, (first, second, last) = TOKENIZERS["llama 2"].get_vocab()["a"], spells("中")
+    stream = TextStream(own)
+    pieces = [stream.push(tokens).text for tokens in ([a] * text.WINDOW, [a, first, second], [last, a])]
+    assert pieces == ["a" * text.WINDOW, "a", "中a"]
+
+
+@pytest.mark.parametrize("before", [0, 3, 200])
+@pytest.mark.parametrize("name", ["byte level", "llama 2", "gemma"])
+def test_a_stop_string_of_byte_tokens_ends_the_text_where_it_is_complete(name, before):
+    """Catches a stop string that is missed behind byte tokens, as a window that begins inside of a run misses it."""
+    spells = spelt(name)
+    tokens = spells("文" * before + "中🙂文文")
+    stream = TextStream(detokenizer_of(name), ["🙂"])
+    found = pushed(stream, tokens, [2])
+    assert found[-1][0] == len(spells("文" * before + "中🙂"))
+    assert "".join(piece for _, piece in found) == "文" * before + "中"
+
+
+def test_a_beginning_of_a_stop_string_is_held_and_given_out_when_it_goes_on_otherwise():
+    """Catches text that is swallowed because it looked like a stop string."""
+    letters = Detokenizer(lambda tokens: "".join(map(chr, tokens)), is_local=True)
+    stream = TextStream(letters, ("END",))
+    given_out = [stream.push([ord(letter)]).text for letter in "aENxEN"]
+    assert given_out == ["a", "", "", "ENx", "", ""]
+    assert stream.push([ord("d")], is_last=True).text == "ENd"
+
+
+def test_a_special_token_within_a_character_does_not_break_it():
+    """Catches a run of byte tokens that ends at a token which decoding leaves out."""
+    names = TOKENIZERS["llama 2"].get_vocab()
+    first, second, last = spelt("llama 2")("中")
+    stream = TextStream(detokenizer_of("llama 2"))
+    nameless = len(names) + 1
+    tokens = [first, second, names[SPECIAL], nameless, last, names["a"]]
+    assert [stream.push([token]).text for token in tokens] == ["", "", "", "", "", "中a"]
+
+
+def test_a_stop_string_is_looked_for_in_the_text_and_not_in_the_bytes():
+    """Catches ` A` found in the bytes of a text whose first blank is left out, and so a text that ends too soon."""
+    spells = spelt("llama 2")
+    found = pushed(TextStream(detokenizer_of("llama 2"), [" A"]), spells(" A A A"), [1])
+    assert (found[-1][0], "".join(piece for _, piece in found)) == (4, "A")
+
+
+@pytest.mark.parametrize("name", ["metaspace, cleaned", "wordpiece, cleaned"])
+@pytest.mark.parametrize("count", [60, 61])
+def test_a_window_that_no_letter_ends_is_not_cut(name, count):
+    """Catches a cut among quotes, which the clean-up pairs with blanks from the first of them on."""
+    own, names = detokenizer_of(name), TOKENIZERS[name].get_vocab()
+    quote = names["▁'"] if "▁'" in names else names["'"]
+    tokens = [names["a"], *[quote] * count, names["s"], names["b"], *[quote] * count]
+    found = pushed(TextStream(own), tokens, [1])
+    assert "".join(piece for _, piece in found) == own.decode(tokens)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.BPEDecoder("</w>"), decoders.CTC(), decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]),
+        decoders.Sequence([decoders.Replace("a", "aa"), decoders.Fuse()]),
+    ],
+    ids=["BPEDecoder", "CTC", "text replaced", "letters replaced"],
+)  # fmt: skip
+def test_a_decoder_that_is_not_known_gives_its_text_out_at_the_end(decoder, caplog):
+    """Catches a guess about a decoder: `a` that was shown, and then came to be `c`; and a stop string that is missed there."""
+    tokenizer = made(["a", "b", " ", "a</w>"], decoder)
+    own = detokenizer(tokenizer, len(tokenizer))
+    assert "is not known here" in caplog.text
+    tokens = tokenizer.convert_tokens_to_ids(["a</w>", "a", "b", " ", "a", " "])
+    stream = TextStream(own)
+    assert [stream.push([token]).text for token in tokens] == [""] * len(tokens)
+    assert stream.push([], is_last=True).text == tokenizer.decode(tokens)
+    stopped = pushed(TextStream(own, ["b"]), tokens, [1])
+    wholes = [tokenizer.decode(tokens[:n]) for n in range(len(tokens) + 1)]
+    assert stopped[-1][0] == next((n for n, whole in enumerate(wholes) if "b" in whole), len(tokens))
+
+
+def test_a_tokenizer_that_decodes_its_own_way_is_not_known(caplog):
+    """Catches trust in a decoder whose text the tokenizer changes afterwards."""
+
+    class Shouting(PreTrainedTokenizerFast):
+        def _decode(self, *args: object, **kwargs: object) -> str:
+            return super()._decode(*args, **kwargs).upper()
+
+    own = detokenizer(Shouting(tokenizer_object=TOKENIZERS["gemma"].backend_tokenizer), 300)
+    assert not own.is_local
+    assert "Shouting is not known" in caplog.text
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_the_demos_own_tokenizer_streams_whole(size):
+    """The same with the tokenizer that ships, where it is there."""
+    if not (demo.TARGET / "tokenizer.json").exists():
+        pytest.skip("the demo target is not in this tree")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(demo.TARGET / "tokenizer.json"))
+    tokens = tokenizer.encode('def naïve(日本):\n    """🙂 ends"""\n    return 0\n' * 12)
+    found = pushed(TextStream(detokenizer(tokenizer, len(tokenizer))), tokens, [size])
+    assert "".join(piece for _, piece in found) == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_a_stop_string_that_can_never_match_is_refused():
+    """Catches a text that runs to its limit: there is no text at all, or none of the special token that it holds."""
+    own = detokenizer_of("llama 2")
+    for refuse in (refuse_unmatchable, TextStream):
+        with pytest.raises(ConfigError, match=r"stop strings \['b'\] need a tokenizer"):
+            refuse(None, ["b"])
+        with pytest.raises(ConfigError, match=f"holds the special token '{SPECIAL}'"):
+            refuse(own, ["a", f"a{SPECIAL}b"])
+    assert refuse_unmatchable(own, ["a", ADDED]) is own

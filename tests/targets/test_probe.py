@@ -1,0 +1,258 @@
+"""Probe rows ride in the verified pass: they see what they are told to, nobody sees them, and nothing of them is kept."""
+
+from __future__ import annotations
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from contracts.parties import Proposer
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.families import CAUSAL, built, tiny
+from outrider.decoding.draft import Draft
+from outrider.decoding.protocols import Probe
+from outrider.decoding.state import Scores
+from outrider.errors import TargetError
+from outrider.generation import generate
+from outrider.nn import trees
+from outrider.targets import hooks
+from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.twin import enlivened
+
+V = 128
+TAPS = (0, 2)
+LENGTHS = [9, 30, 4]
+"""Of three slots' texts; one is longer than the windows and chunks of small families."""
+PARENTS = [-1, -1, 0, 2, 1]
+FAMILIES = pytest.mark.parametrize("family", ["qwen3", "gemma3", "granite", "gpt2", "llama4-chunks"])
+"""Windows, chunks and learnt positions; the embedding scales itself, or its family does so behind it."""
+SLOTS = pytest.mark.parametrize("rows", [[0], [0, 1, 2]], ids=["one slot", "three uneven slots"])
+SHAPES = pytest.mark.parametrize("shape", ["nothing", "chain", "tree"])
+
+
+@functools.cache
+def target_of(family: str) -> TransformersTarget:
+    return load_target(tiny(family, "sdpa"))
+
+
+def tokens_of(seed: int, *shape: int) -> Tensor:
+    return torch.randint(V, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def begun(target: TransformersTarget, rows: list[int]) -> Any:
+    """A cache that holds these slots' texts."""
+    cache = target.allocate(3, 60)
+    target.prefill(cache, rows, tokens_of(1, 3, max(LENGTHS))[rows], [LENGTHS[row] for row in rows])
+    return cache
+
+
+def draft_of(shape: str, slots: int) -> Draft:
+    tokens, sizes = tokens_of(2, slots, 5), torch.full((slots,), 5)
+    if shape == "nothing":
+        return Draft.empty(slots)
+    return Draft.chain(tokens, sizes) if shape == "chain" else Draft(tokens, torch.tensor(PARENTS).expand(slots, -1), sizes)
+
+
+def probe_of(target: TransformersTarget, draft: Draft, tokens: Tensor, behind: int = -1) -> Probe:
+    """These tokens [B, P] as rows of a probe: one after the other behind a node, which is the anchor for -1."""
+    own, depths = draft.rows()
+    path = own[:, behind + 1, :, None].expand(-1, -1, tokens.shape[1]).mT
+    order = torch.arange(tokens.shape[1])
+    among = (order[:, None] >= order).expand(len(tokens), -1, -1)
+    places = depths[:, behind + 1, None] + 1 + order
+    return Probe(target.embed(tokens), torch.cat([path, among], 2), places.expand(len(tokens), -1))
+
+
+def verified(target: TransformersTarget, rows: list[int], draft: Draft, probe: Probe | None = None) -> Scores:
+    return target.verify(begun(target, rows), rows, tokens_of(3, 3)[rows], draft, TAPS, probe)
+
+
+def near(one: Tensor, other: Tensor, family: str = "") -> None:
+    # the router of Llama 4 computes in float32, whatever its type
+    within = 1e-5 if family == "llama4-chunks" else 1e-10
+    torch.testing.assert_close(one, other, rtol=within, atol=within)
+
+
+# ── what is drafted is what it was ────────────────────────────────────────────────────────────────────────────────────
+
+
+@FAMILIES
+@SLOTS
+@SHAPES
+def test_drafted_rows_are_what_they_are_without_a_probe(family, rows, shape):
+    """Catches a drafted row that sees the probe, loses its place to it, or its embedding."""
+    target, draft = target_of(family), draft_of(shape, len(rows))
+    probe = probe_of(target, draft, tokens_of(4, len(rows), 3))
+    alone, beside = verified(target, rows, draft), verified(target, rows, draft, probe)
+    assert alone.probe is None and alone.taps is not None and beside.taps is not None and beside.probe is not None
+    assert beside.probe.shape == (len(rows), 3, target.spec.hidden)
+    near(beside.logits, alone.logits, family)
+    near(beside.hidden, alone.hidden, family)
+    near(beside.taps, alone.taps, family)
+
+
+@SLOTS
+@SHAPES
+def test_no_drafted_row_sees_what_the_probe_holds(rows, shape, monkeypatch):
+    """Catches a mask that is open one column too far; not even rounding may change.  With the fault planted it does."""
+    target, draft = target_of("qwen3"), draft_of(shape, len(rows))
+    probes = [probe_of(target, draft, tokens_of(seed, len(rows), 3)) for seed in (4, 5)]
+    wild = Probe(1e3 * probes[0].embeddings, probes[0].mask, probes[0].depths)
+
+    def passes() -> list[Scores]:
+        return [verified(target, rows, draft, probe) for probe in (*probes, wild)]
+
+    first, *others = passes()
+    for other in others:
+        assert torch.equal(other.logits, first.logits)
+        assert torch.equal(other.hidden, first.hidden)
+        assert not torch.allclose(other.probe, first.probe)
+    pad = torch.nn.functional.pad
+    monkeypatch.setattr(torch.nn.functional, "pad", lambda given, by, **more: pad(given, by, **{"value": True, **more}))
+    first, *others = passes()
+    assert all(not torch.allclose(other.logits, first.logits) for other in others)
+
+
+# ── what a probe is told ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@FAMILIES
+@SLOTS
+@SHAPES
+def test_a_probe_of_real_tokens_is_a_chain_of_them(family, rows, shape):
+    """Catches a scale that is applied twice, positions by order, a look at the nodes between, and rows of other slots."""
+    target, draft, tokens = target_of(family), draft_of(shape, len(rows)), tokens_of(4, len(rows), 3)
+    beside = verified(target, rows, draft, probe_of(target, draft, tokens))
+    plain = verified(target, rows, Draft.chain(tokens, torch.full((len(rows),), 3)))
+    near(beside.probe, plain.hidden[:, 1:], family)
+
+
+@SLOTS
+def test_a_probe_behind_a_node_sees_the_path_to_it(rows):
+    """Catches a probe that sees all nodes or none: it must be the chain of the path and its own tokens."""
+    target, draft, tokens = target_of("gemma3"), draft_of("tree", len(rows)), tokens_of(4, len(rows), 3)
+    for node, path in ((3, [0, 2, 3]), (4, [1, 4])):
+        beside = verified(target, rows, draft, probe_of(target, draft, tokens, node))
+        whole = torch.cat([draft.tokens[:, path], tokens], 1)
+        plain = verified(target, rows, Draft.chain(whole, torch.full((len(rows),), whole.shape[1])))
+        near(beside.probe, plain.hidden[:, 1 + len(path) :])
+
+
+def test_probes_of_unlike_slots_are_each_their_own():
+    """Catches masks or depths of the first slot that are taken for all: here every slot's probe stands behind another node."""
+    target, draft, rows, tokens = target_of("qwen3"), draft_of("tree", 3), [0, 1, 2], tokens_of(4, 3, 3)
+    each = [probe_of(target, draft, tokens, node) for node in (-1, 3, 1)]
+    pick = lambda field: torch.stack([getattr(probe, field)[b] for b, probe in enumerate(each)])
+    mixed = verified(target, rows, draft, Probe(pick("embeddings"), pick("mask"), pick("depths")))
+    for b, probe in enumerate(each):
+        near(mixed.probe[b], verified(target, rows, draft, probe).probe[b])
+        assert not torch.allclose(mixed.probe[b], verified(target, rows, draft, each[b - 1]).probe[b])
+
+
+# ── what stays ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@FAMILIES
+@SLOTS
+@SHAPES
+def test_nothing_of_a_probe_is_kept(family, rows, shape):
+    """Catches lengths that count probe rows, and keys of theirs that the next pass reads."""
+    target, draft, paths = target_of(family), draft_of(shape, len(rows)), [[1, 4], [], [0, 2]]
+    if shape != "tree":
+        paths = [[0, 1, 2], [], [0]] if shape == "chain" else [[], [], []]
+    found = []
+    for has_probe in (False, True):
+        cache = begun(target, rows)
+        seen = []
+        for turn in range(3):
+            probe = probe_of(target, draft, tokens_of(4, len(rows), 3)) if has_probe else None
+            scores = target.verify(cache, rows, tokens_of(6 + turn, 3)[rows], draft, TAPS, probe)
+            seen.append(torch.cat([scores.logits.flatten(), scores.taps.flatten()]))
+            cache.keep(paths[: len(rows)])
+        found.append((seen, list(cache.lengths)))
+    assert found[0][1] == found[1][1]
+    for without, beside in zip(found[0][0], found[1][0], strict=True):
+        near(beside, without, family)
+
+
+class Probing(Proposer):
+    """Trees of guesses, with a probe in every pass; notes how long the probes were that came back."""
+
+    probe_rows = 3
+
+    def __init__(self, target: TransformersTarget):
+        self.target, self.heard = target, set[tuple[int, ...]]()
+
+    def propose(self, memory, state, budget):
+        tokens = torch.randint(V, (len(state.rows), 4), generator=memory)
+        return Draft(tokens, torch.tensor([-1, -1, 0, 1]).expand_as(tokens), budget.clamp(max=4))
+
+    def probe(self, memory, state, draft):
+        return probe_of(self.target, draft, torch.randint(V, (len(state.rows), 3), generator=memory))
+
+    def observe(self, memory, state, draft, accepted, scores):
+        self.heard.add(tuple(scores.probe.shape[1:]))
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_drafter_that_probes_changes_no_text(slots):
+    """Catches a loop that gives probes no room in the cache, drops what they say, or lets them into the text."""
+    target = target_of("qwen3")
+    prompts = [tokens_of(seed, length).tolist() for seed, length in ((1, 9), (2, 30), (3, 1), (4, 4))]
+    drafter = Probing(target)
+    found = generate(target, prompts, drafter, max_new_tokens=20, slots=slots)
+    for prompt, generation in zip(prompts, found, strict=True):
+        given = torch.tensor([prompt])
+        out = target.model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=20, do_sample=False)
+        assert generation.tokens == out[0, len(prompt) :].tolist()
+    assert drafter.heard == {(3, target.spec.hidden)}
+
+
+def test_another_thread_s_pass_has_its_own_embeddings():
+    """Catches rows that are replaced in whatever pass the embedding is called by."""
+    target, tokens = target_of("qwen3"), tokens_of(7, 1, 9)
+    before, _ = target.read(tokens)
+    with ThreadPoolExecutor(1) as pool, hooks.replacing(target._embedding, torch.zeros(1, 4, target.spec.hidden)):
+        there, _ = pool.submit(target.read, tokens).result()
+        here, _ = target.read(tokens)
+    assert torch.equal(there, before)
+    assert torch.equal(here[:, :5], before[:, :5]) and not torch.allclose(here[:, 5:], before[:, 5:])
+    assert torch.equal(target.read(tokens)[0], before)
+
+
+# ── who takes none ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def long_rope() -> Any:
+    """Rotary factors that look at the length of the text."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + 2.0 * n for n in range(8)]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24, **factors}
+    sizes = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # fmt: skip
+    torch.manual_seed(1)
+    config = AutoConfig.for_model("llama", **sizes, max_position_embeddings=128, rope_parameters=rope)
+    return enlivened(AutoModelForCausalLM.from_config(config)).double().eval()
+
+
+MADE = {
+    "a recurrent state": lambda: tiny("lfm2"), "a state in every layer": lambda: tiny("mamba2"),
+    "no positions": lambda: tiny("bloom"), "rows one by one": lambda: built("gpt_neo", CAUSAL),
+    "a cache of its own": lambda: built("rwkv", CAUSAL), "factors by length": long_rope,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", MADE)
+def test_a_family_that_can_not_hide_rows_takes_no_probe(why):
+    """Catches a probe that is read as text there; without one the pass goes on as before."""
+    target = load_target(MADE[why]())
+    cache, anchor, draft = target.allocate(1, 20), torch.tensor([5]), trees.of_lists([[3, 4]], [[-1, 0]])
+    target.prefill(cache, [0], torch.tensor([[7, 8, 9]]), [3])
+    probe = probe_of(target, draft, torch.tensor([[1, 2]]))
+    before = target.verify(cache, [0], anchor, draft).logits
+    with pytest.raises(TargetError, match=r"takes no probe: .*; draft without one"):
+        target.verify(cache, [0], anchor, draft, (), probe)
+    assert torch.equal(target.verify(cache, [0], anchor, draft).logits, before)
