@@ -219,7 +219,8 @@ def measure(
     for task in config.tasks:
         judge = _judge(config)
         rule = judge.rule.name if isinstance(judge, lossy.LossyJudge) else None
-        table = [Measured(entry, task_name(task), rule=rule) for entry in entries]
+        asked: Any = {"rule": rule, "policy": config.policy, "verification": config.verification}
+        table = [Measured(entry, task_name(task), **asked) for entry in entries]
         kept = tried = 0
         for prompt in (draw(task, config) if drawn is None else drawn[task]).prompts:
             if kept == config.prompts:

@@ -273,6 +273,10 @@ class Row(Part):
     """Drafted nodes whose q was no distribution, or whose id no token; verified as deterministic."""
     rule: str | None = None
     """The lossy rule that decided what is kept, with its numbers; null under the law."""
+    policy: str = "fixed"
+    """How much was drafted, as in `evaluate.policy`; `own` where a measurement brought one."""
+    verification: str = "standard"
+    """How drafts were judged, as in `evaluate.verification`."""
     lossless: bool | None = None
     """False under a lossy rule, whatever the texts turned out to be."""
     distance: float | None = None
@@ -551,7 +555,10 @@ def by_turn(prompts: Iterable[PromptResult]) -> dict[tuple[str, int], PromptResu
 
 def _lost(row: Row, twin: Row) -> float | None:
     """Tokens per step that `row` is short of `twin`, the same on the precision it was trained on, over prompts of both."""
-    same = all(getattr(row, name) == getattr(twin, name) for name in ("drafter", "task", "temperature", "rule"))
+    same = all(
+        getattr(row, name) == getattr(twin, name)
+        for name in ("drafter", "task", "temperature", "rule", "policy", "verification")
+    )
     if not same or not row.crossing or not row.is_trained_on(twin.precision):
         return None
     ours, theirs = by_turn(row.per_prompt), by_turn(twin.per_prompt)

@@ -81,6 +81,8 @@ class Measured:
     generate_s: list[float] = field(default_factory=list)
     rule: str | None = None
     """The lossy rule's name, with its numbers."""
+    policy: str = "fixed"
+    verification: str = "standard"
     turns: list[list[int]] = field(default_factory=list)
     """Tokens of each turn of `reference`; empty where every prompt has one."""
     prompts: list[Prompt] = field(default_factory=list)
@@ -134,6 +136,8 @@ def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps
         "device": str(target.device),
         "unlawful": sum(run.unlawful for run in runs),
         "rule": measured.rule,
+        "policy": measured.policy if entry.policy is None else "own",
+        "verification": measured.verification,
         "lossless": measured.rule is None,
         "distance": sum(run.strayed for run in runs) / sum(len(run.tokens) for run in runs),
         "rejections": measured.rejections,

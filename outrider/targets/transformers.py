@@ -194,10 +194,12 @@ class TransformersTarget:
     ) -> Scores:
         """A plain pass with the probe's rows after those of anchor and draft."""
         family = self.family
-        if family.masks == "none" or family.follows_one_path or family.rotary is not None or not family.takes_uneven_rows:
+        is_free = self.spec.mode == "tree" and family.masks != "none" and family.takes_uneven_rows
+        # embeddings of every layer go by token ids, of which a probe's rows have none
+        if not is_free or family.follows_one_path or family.rotary is not None or self._has_ids_in_layers:
             raise TargetError(
                 f"{self.spec.name} takes no probe: its passes have no mask by row, follow one path, or look at the length of "
-                "the text; draft without one"
+                "the text or at token ids in every layer; draft without one"
             )
         slots, width, more = len(anchor), draft.tokens.shape[1] + 1, probe.depths.shape[1]
         tokens, _, _ = passed(anchor, draft, self.spec.vocabulary)
@@ -223,6 +225,10 @@ class TransformersTarget:
         cache = self.allocate(*tokens.shape)
         cache.open(range(len(tokens)), tokens.shape[1])
         return self._states(tokens, cache, taps)
+
+    @functools.cached_property
+    def _has_ids_in_layers(self) -> bool:
+        return any(name.endswith("embed_tokens_per_layer") for name, _ in self._trunk.named_modules())
 
     @functools.cached_property
     def _sublayers(self) -> Sublayers:
