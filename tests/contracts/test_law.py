@@ -12,8 +12,6 @@ import torch
 from conftest import cases
 from contracts.chances import emitted, follows, keeps_the_law
 from contracts.parties import Drawn, LookAhead, OnAndOff, TableTarget, Tree
-from hypothesis import given
-from hypothesis import strategies as st
 
 from outrider.decoding import accept as accepting
 from outrider.decoding.draft import Draft
@@ -161,15 +159,6 @@ def state_of(slots: int) -> DecodeState:
     return state
 
 
-@st.composite
-def confident(draw):
-    slots, nodes = draw(st.integers(1, 3)), draw(st.integers(1, 5))
-    chance = st.floats(0, 1, width=32)
-    table = st.lists(st.lists(chance, min_size=nodes, max_size=nodes), min_size=slots, max_size=slots)
-    sizes = draw(st.lists(st.integers(0, nodes), min_size=slots, max_size=slots))
-    return torch.tensor(sizes), torch.tensor(draw(table)), torch.tensor(draw(table)), draw(st.integers(0, slots - 1))
-
-
 def moves_behind_its_cut(policy, sizes, confidence, other, slot) -> bool:
     """Whether the slot's cut moves when its confidences behind the first node that was dropped become others."""
     state = state_of(len(sizes))
@@ -182,10 +171,14 @@ def moves_behind_its_cut(policy, sizes, confidence, other, slot) -> bool:
 
 
 @pytest.mark.parametrize("policy", policies_found(), ids=lambda policy: policy.__name__)
-@given(confident())
-def test_a_later_confidence_never_moves_a_slots_cut(policy, drawn):
-    """Catches every look-ahead, whether or not some law test is sharp enough to see it."""
-    assert not moves_behind_its_cut(made(policy, 5, 0.5), *drawn)
+def test_a_later_confidence_never_moves_a_slots_cut(policy):
+    """Catches every look-ahead, whether or not some law test is sharp enough to see it.  Dense cases: few show one."""
+    generator = torch.Generator().manual_seed(0)
+    for case in range(300):
+        slots, nodes = 1 + case % 3, 1 + case % 5
+        one, other = torch.rand(2, slots, nodes, generator=generator) ** 0.5
+        sizes = torch.randint(nodes + 1, (slots,), generator=generator)
+        assert not moves_behind_its_cut(made(policy, 5, 0.5), sizes, one, other, case % slots)
 
 
 def test_the_contract_sees_a_policy_that_looks_ahead():

@@ -110,3 +110,14 @@ def test_settings_that_make_no_sense_are_refused():
     for wrong in ({"longest": 1}, {"least": 1.0}, {"capacity": 10}, {"shared": "everyone"}):
         with pytest.raises((ConfigError, ValueError)):
             suffix.Config(**wrong)
+
+
+def test_a_slot_used_again_carries_nothing_over():
+    """Catches a former request, perhaps another tenant's, that still shows in a slot's drafts."""
+    drafter, memory, state, found = made(), [None], DecodeState(1, 1000), []
+    for text in ([1, 2, 3, 4, 5, 1, 2], [9, 8, 1, 2]):
+        state.admit(0, Request(text, 100, Sampling()))
+        found.append(drafter.propose(memory, state, torch.tensor([8])).checked(1).live)
+        drafter.free(memory, [0])
+        state.free(0)
+    assert found[0] != [0] and found[1] == [0]
