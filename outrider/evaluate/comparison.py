@@ -209,7 +209,7 @@ def _matched(base: Sequence[Row], other: Sequence[Row]) -> tuple[list[tuple[Row,
 
 
 def _place(row: Row) -> tuple[Any, ...]:
-    return row.task, row.temperature, row.rule, row.policy, row.verification, row.batch
+    return row.task, row.temperature, row.rule, row.policy or "fixed", row.verification or "standard", row.batch
 
 
 def _pair_name(base: Row, other: Row) -> str:

@@ -273,10 +273,10 @@ class Row(Part):
     """Drafted nodes whose q was no distribution, or whose id no token; verified as deterministic."""
     rule: str | None = None
     """The lossy rule that decided what is kept, with its numbers; null under the law."""
-    policy: str = "fixed"
-    """How much was drafted, as in `evaluate.policy`; `own` where a measurement brought one."""
-    verification: str = "standard"
-    """How drafts were judged, as in `evaluate.verification`."""
+    policy: str | None = None
+    """How much was drafted, as in `evaluate.policy`; `own` where a measurement brought one, null means fixed."""
+    verification: str | None = None
+    """How drafts were judged, as in `evaluate.verification`; null means standard."""
     lossless: bool | None = None
     """False under a lossy rule, whatever the texts turned out to be."""
     distance: float | None = None
