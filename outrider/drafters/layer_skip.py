@@ -59,6 +59,8 @@ class Config(Base):
 class LayerSkip(Drafter):
     """Drafts a chain with what is left of the target."""
 
+    confidence_before_draw = True
+
     def __init__(self, target: SkipsLayers, skip: Skip, length: int, least: float):
         self.target, self.skip, self.least = target, skip, least
         self.limit = length

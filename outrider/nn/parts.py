@@ -14,7 +14,7 @@ B live slots, N drafted nodes, T taps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +45,9 @@ class Parts:
     """Several drafters as one.  What is done with their drafts is the caller's affair; see `policies.merge`."""
 
     def __init__(self, drafters: Sequence[Drafter]):
+        """Raises ConfigError for a drafter with a probe, which is of a pass over its own draft alone."""
+        if any(drafter.probe_rows for drafter in drafters):
+            raise ConfigError("a drafter that puts a probe into the target's pass can be no part of another; use it by itself")
         self.drafters = tuple(drafters)
         self.taps: tuple[int, ...] = tuple(sorted({layer for drafter in drafters for layer in drafter.taps}))
         self.hidden = next((drafter.hidden for drafter in drafters if drafter.hidden is not None), None)
@@ -66,6 +69,8 @@ class Parts:
         if max(budget.tolist()):
             draft = self.drafters[part].propose(memory.parts[part], _with_own_noise(state, part), budget)
             draft = draft.checked(len(state.rows)).first(budget)
+            if not self.drafters[part].confidence_before_draw:  # as in the loop: nobody may decide by it
+                draft = replace(draft, confidence=None)
         memory.drafts[part] = draft
         return draft
 

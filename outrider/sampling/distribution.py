@@ -40,14 +40,9 @@ class Settings(NamedTuple):
             column([s.typical_p for s in samplings], 1.0),
         )
 
-    def of_slots(self, slots: Tensor) -> Settings:
-        """Those of some slots, [B] bool."""
+    def of_slots(self, slots: Tensor | slice) -> Settings:
+        """Those of some slots, [B] bool or a slice."""
         return Settings(*(None if column is None else column[slots] for column in self))
-
-    @property
-    def is_greedy(self) -> bool:
-        """Every live slot is at temperature 0."""
-        return self.temperature is None
 
     @property
     def is_tempered(self) -> bool:

@@ -138,7 +138,7 @@ class SamplingJudge(Judge):
         """[1, R, V].  At temperature 0, where the distribution is one-hot, the softmax of the logits."""
         if self._requests[b][1].sampling.temperature == 0:
             return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
-        return distribution(logits, Settings(*(None if x is None else x[b : b + 1] for x in self.settings))).log()
+        return distribution(logits, self.settings.of_slots(slice(b, b + 1))).log()
 
     def _refuse_no_numbers(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> None:
         """Looks at the largest logit of every row, which is NaN where any is."""
