@@ -14,7 +14,7 @@ from outrider import drafters
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError
-from outrider.generation import generate, serve
+from outrider.generation import batch, generate, serve
 from outrider.sampling.settings import Sampling
 
 graft, recycle = drafters.find("graft"), drafters.find("recycle")
@@ -275,3 +275,26 @@ def test_a_part_that_cannot_be_is_refused():
 
     assert graft.build(graft.Config(base="runs/some/checkpoint"), TARGET, load).limit == 2
     assert opened == ["runs/some/checkpoint"]
+
+
+def test_confidences_that_may_know_their_own_token_are_not_looked_at():
+    """Catches a node that is cut by what was known only after its draw: its base does not say when it was known."""
+    base = Tree(TARGET, [-1, 0, 1], "top")
+    propose, seen = base.propose, []
+    base.propose = lambda *args: replace(propose(*args), confidence=torch.full((1, 3), 0.25))
+    for is_known in (False, True):
+        base.confidence_before_draw = is_known
+        drafter, state = made(base), batch(TARGET, 1)
+        state.admit(0, Request([1, 2], 20, Sampling()))
+        memory = drafter.allocate(TARGET.allocate(1, 64))
+        drafter.propose(memory, state, torch.tensor([3]))
+        seen.append([score for _, score in memory.marks[0]])
+    assert seen == [[0, 0, 0], [4, 8, 12]]
+
+
+def test_a_part_with_a_probe_is_refused():
+    """Catches a drafter whose rows nobody puts into the pass, met in mid-text."""
+    base = Tree(TARGET, [-1, 0, 1], "top")
+    base.probe_rows = 3
+    with pytest.raises(ConfigError, match="use it by itself"):
+        made(base)
