@@ -32,7 +32,6 @@ from outrider.decoding.state import DecodeState, Scores
 from outrider.drafters import find
 from outrider.nn import parts
 from outrider.nn.parts import Choice, Load, Parts, PartsMemory
-from outrider.policies.merge import deterministic, merged
 from outrider.targets.protocol import Target
 
 BASE, RETRIEVER = 0, 1
@@ -84,10 +83,11 @@ class Graft(Drafter):
         whole = self.parts.propose(memory.parts, BASE, state, limits[BASE])
         memory.marks = marks_of(whole)
         kept = [memory.worth.staying(marks, above) for marks, above in zip(memory.marks, whole.tree, strict=True)]
-        draft = deterministic(whole.only(kept), state.seeded)
+        most, nothing = budget.clamp(max=self.limit), Draft.empty(len(state.rows), state.device)
+        draft = self.parts.join(memory.parts, BASE, nothing, whole.only(kept), most, state.seeded)
         has_room = torch.tensor([size < most for size, most in zip(draft.live, budget.tolist(), strict=True)])
         found = self.parts.propose(memory.parts, RETRIEVER, state, limits[RETRIEVER] * has_room)
-        return merged(draft, deterministic(found, state.seeded), budget.clamp(max=self.limit))
+        return self.parts.join(memory.parts, RETRIEVER, draft, found, most, state.seeded)
 
     def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
         (places, paths), _ = self.parts.observe(memory.parts, state, draft, kept, scores)

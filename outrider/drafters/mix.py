@@ -34,7 +34,6 @@ from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.drafters import find
 from outrider.nn import parts
 from outrider.nn.parts import Choice, Load, Parts, PartsMemory
-from outrider.policies.merge import deterministic, merged
 from outrider.retrieval.tenants import ByTenant
 from outrider.targets.protocol import Target
 
@@ -97,7 +96,7 @@ class Mix(Drafter):
             if self.config.share == "request":
                 asked = [own if share[part] else 0 for own, share in zip(asked, shares, strict=True)]
             found = self.parts.propose(memory.parts, part, state, torch.tensor(asked))
-            draft = merged(draft, deterministic(found, state.seeded), torch.tensor(most))
+            draft = self.parts.join(memory.parts, part, draft, found, torch.tensor(most), state.seeded)
         return draft
 
     def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:

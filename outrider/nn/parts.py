@@ -30,6 +30,7 @@ from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.errors import ConfigError
 from outrider.nn import trees
+from outrider.policies.merge import Places, deterministic, merged
 from outrider.targets.protocol import Target
 
 
@@ -39,6 +40,8 @@ class PartsMemory:
 
     parts: list[Any]
     drafts: list[Draft | None]
+    places: list[Places]
+    """Of each part: where its nodes stand in the union of all."""
 
 
 class Parts:
@@ -55,7 +58,9 @@ class Parts:
         self.steps = tuple(step for drafter in drafters for step in drafter.steps)
 
     def allocate(self, cache: Cache) -> PartsMemory:
-        return PartsMemory([drafter.allocate(cache) for drafter in self.drafters], [None] * len(self.drafters))
+        return PartsMemory(
+            [drafter.allocate(cache) for drafter in self.drafters], [None] * len(self.drafters), [[]] * len(self.drafters)
+        )
 
     def admit(
         self, memory: PartsMemory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
@@ -69,10 +74,20 @@ class Parts:
         if max(budget.tolist()):
             draft = self.drafters[part].propose(memory.parts[part], _with_own_noise(state, part), budget)
             draft = draft.checked(len(state.rows)).first(budget)
-            if not self.drafters[part].confidence_before_draw:  # as in the loop: nobody may decide by it
-                draft = replace(draft, confidence=None)
+            # as in the loop nobody may decide by a confidence that knows the token; numbers are those of what is returned
+            known = draft.confidence if self.drafters[part].confidence_before_draw else None
+            draft = replace(draft, confidence=known, origin=None)
         memory.drafts[part] = draft
         return draft
+
+    def join(self, memory: PartsMemory, part: int, union: Draft, own: Draft, most: Tensor, seeded: Tensor | None) -> Draft:
+        """The union of all drafts so far with what a part proposed, or with what its caller left of that; see `merged`."""
+        union, places = merged(union, deterministic(own, seeded), most)
+        if own.origin is not None:
+            number = own.origin.tolist()
+            places = [{number[b][n]: at for n, at in found.items()} for b, found in enumerate(places)]
+        memory.places[part] = places
+        return union
 
     def observe(
         self, memory: PartsMemory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores
@@ -81,10 +96,14 @@ class Parts:
         them were kept, from the anchor down.
         """
         found = []
+        verified = _verified(draft)
         for part, drafter in enumerate(self.drafters):
             own = memory.drafts[part] or Draft.empty(len(state.rows), state.device)
-            memory.drafts[part] = None
-            places = [_places(own, draft, b) for b in range(len(state.rows))]
+            joined = memory.places[part] or [{} for _ in state.rows]
+            memory.drafts[part], memory.places[part] = None, []
+            places = [
+                {n: at[place] for n, place in ours.items() if place in at} for ours, at in zip(joined, verified, strict=True)
+            ]
             paths = [_followed(own, places[b], kept.paths[b], b) for b in range(len(state.rows))]
             found.append((places, paths))
             told = self._tapped(drafter, scores)
@@ -125,23 +144,10 @@ class _Step:
     scores: Scores
 
 
-def _places(own: Draft, draft: Draft, b: int) -> dict[int, int]:
-    """Which nodes of a part's draft stand in the one that was verified, and where: the first of the same path of tokens.
-
-    By tokens, since pruning may have renumbered what was proposed.
-    """
-    ids, parents = draft.ids[b], draft.tree[b]
-    known: dict[tuple[int, int], int] = {}
-    for n in range(draft.live[b]):
-        known.setdefault((parents[n], ids[n]), n)
-    place = {-1: -1}
-    for n in range(own.live[b]):
-        above = place.get(own.tree[b][n])
-        at = None if above is None else known.get((above, own.ids[b][n]))
-        if at is not None:
-            place[n] = at
-    del place[-1]
-    return place
+def _verified(draft: Draft) -> list[dict[int, int]]:
+    """Slot by slot: the number of a node in the union, however it was cut, to its number in what was verified."""
+    numbers = [range(size) for size in draft.live] if draft.origin is None else draft.origin.tolist()
+    return [{number: n for n, number in enumerate(own[:size])} for own, size in zip(numbers, draft.live, strict=True)]
 
 
 def _followed(own: Draft, places: dict[int, int], path: Sequence[int], b: int) -> list[int]:

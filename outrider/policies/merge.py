@@ -13,30 +13,40 @@ from torch import Tensor
 
 from outrider.decoding.draft import Draft
 
+Places = list[dict[int, int]]
+"""Slot by slot: a node's number in its own draft to its number in the union.  What is not there has none."""
 
-def merged(one: Draft, other: Draft, most: Tensor) -> Draft:
-    """The nodes of `one`, then what `other` adds to them.  `origin` of the result keeps what both say.
+
+def merged(one: Draft, other: Draft, most: Tensor) -> tuple[Draft, Places]:
+    """The nodes of `one`, then what `other` adds to them; and where the nodes of `other` stand.  Its `origin` starts anew.
 
     most [B] int64 on the CPU, nodes a slot.  What is drawn in `other` must be independent of what is drawn in `one`.  A
     deterministic node of `other` whose token is under the same parent already is that node.  A drawn one is added in any case
     and tried with its own q: left out for its token, it would make the output inexact.  Of two equal siblings the younger is
     never kept, so its children become the elder's.  A confidence that its draft does not know is 1: it stops nothing.
     """
-    own = one.first(most)
-    if not any(other.live):
-        return own
+    own = _anew(one.first(most))
     if not any(own.live):
-        return other.first(most)
+        own = _anew(other.first(most))
+        return own, [dict(enumerate(range(size))) for size in own.live]
     fixed, width, limits = _deterministic(other), own.tokens.shape[1], most.tolist()
-    nodes, parents = [], []
+    nodes: list[list[int]] = []
+    parents: list[list[int]] = []
+    places: Places = []
     for b, size in enumerate(own.live):
         theirs = other.tree[b][: other.live[b]]
-        added, above = _union(own.ids[b], own.tree[b][:size], other.ids[b], theirs, fixed[b], limits[b])
+        added, above, place = _union(own.ids[b], own.tree[b][:size], other.ids[b], theirs, fixed[b], limits[b])
         nodes.append([*range(size), *(width + n for n in added)])
         parents.append(above)
-    if sum(map(len, nodes)) == sum(own.live):
-        return own
-    return _side_by_side(own, other).taken(nodes, parents)
+        places.append(place)
+    if sum(map(len, nodes)) > sum(own.live):
+        own = _anew(_side_by_side(own, other).taken(nodes, parents))
+    return own, places
+
+
+def _anew(draft: Draft) -> Draft:
+    """The draft as a proposal of its own, whose nodes are numbered as they stand."""
+    return draft if draft.origin is None else replace(draft, origin=None)
 
 
 def deterministic(draft: Draft, seeded: Tensor | None) -> Draft:
@@ -58,8 +68,10 @@ def _deterministic(draft: Draft) -> list[list[bool]]:
 
 def _union(
     ids: list[int], parents: Sequence[int], others: list[int], others_parents: Sequence[int], fixed: list[bool], most: int
-) -> tuple[list[int], list[int]]:  # fmt: skip
-    """One slot's nodes of another draft that a draft has not yet, and the parents of all nodes, those at the end."""
+) -> tuple[list[int], list[int], dict[int, int]]:  # fmt: skip
+    """One slot's nodes of another draft that a draft has not yet; the parents of all nodes, those at the end; and where the
+    other's nodes stand.
+    """
     added, above = [], list(parents)
     known: dict[tuple[int, int], int] = {}
     for n, parent in enumerate(parents):
@@ -76,7 +88,8 @@ def _union(
             above.append(here[0])
             added.append(n)
         place[n] = known[here]
-    return added, above
+    del place[-1]
+    return added, above, place
 
 
 def _side_by_side(one: Draft, other: Draft) -> Draft:
@@ -89,10 +102,8 @@ def _side_by_side(one: Draft, other: Draft) -> Draft:
     if one.confidence is not None or other.confidence is not None:
         known = [torch.ones_like(x.tokens, dtype=torch.float32) if x.confidence is None else x.confidence for x in (one, other)]
         confidence = torch.cat(known, 1)
-    numbers = [torch.arange(x.tokens.shape[1], device=x.tokens.device).expand_as(x.tokens) for x in (one, other)]
-    origin = torch.cat([n if x.origin is None else x.origin for n, x in zip(numbers, (one, other), strict=True)], 1)
     tokens = torch.cat([one.tokens, other.tokens], 1)
-    return Draft(tokens, tokens, one.sizes, q, confidence, origin=origin)
+    return Draft(tokens, tokens, one.sizes, q, confidence)
 
 
 def _one_hot(draft: Draft, like: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from contracts.chances import Proposal, _drafts, _spread, outcomes
 from contracts.test_law_enumerated import drawn, random_law
-from decoding.drafts import numbers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,7 +48,7 @@ def paths_of(draft: Draft, b: int) -> list[tuple[int, ...]]:
 @given(trees(2), trees(2), st.lists(st.integers(0, 11), min_size=2, max_size=2))
 def test_the_union_of_certain_trees_holds_every_path_once(one, other, most):
     """Catches a node twice, a child under the wrong parent, a path lost while there is room, and an order that is no tree."""
-    union = merged(one, other, torch.tensor(most))
+    union, places = merged(one, other, torch.tensor(most))
     assert union.q is None
     sound = union.checked(2)
     assert sound.live == union.live
@@ -63,21 +62,18 @@ def test_the_union_of_certain_trees_holds_every_path_once(one, other, most):
             assert set(found) == {*own, *theirs}
         # what is missing had no room
         assert len(found) in (most[b], len({*own, *theirs}))
-        # of every node that is there, the number that its own draft gave it
-        known = numbers(union)[b].tolist()
-        assert known[: len(own)][: most[b]] == list(range(len(own)))[: most[b]]
-        for path, number in list(zip(found, known, strict=False))[len(own) :]:
-            assert theirs[number] == path
+        # every node of the other is told where its path stands, and no node that had no room
+        assert {theirs[n]: found[at] for n, at in places[b].items()} == {path: path for path in theirs if path in found}
 
 
 def test_two_chains_that_go_on_from_each_other_are_a_chain():
     """Catches a tree's mask where a chain's would do."""
     one = Draft.chain(torch.tensor([[1, 2]]), torch.tensor([2]))
     other = Draft.chain(torch.tensor([[1, 2, 0, 1]]), torch.tensor([4]))
-    union = merged(one, other, torch.tensor([9]))
+    union, _ = merged(one, other, torch.tensor([9]))
     assert not union.branches
     assert union.ids == [[1, 2, 0, 1]]
-    assert merged(one, Draft.empty(1), torch.tensor([9])) is one
+    assert merged(one, Draft.empty(1), torch.tensor([9]))[0] is one
 
 
 def soft(tokens: list[int], seed: int = 0) -> torch.Tensor:
@@ -89,11 +85,11 @@ def test_a_certain_node_merges_with_a_drawn_one_and_a_drawn_one_with_none():
     """Catches a sampled node that is left out for its token, and a subtree that hangs where it is never reached."""
     chain, size = torch.tensor([[1, 2]]), torch.tensor([2])
     by_chance, fixed = Draft.chain(chain, size, soft([1, 2])), Draft.chain(torch.tensor([[1, 0]]), size)
-    union = merged(by_chance, fixed, torch.tensor([9]))
+    union, _ = merged(by_chance, fixed, torch.tensor([9]))
     assert union.ids == [[1, 2, 0]] and union.tree == ((-1, 0, 0),)
     assert torch.equal(union.q[0, :2], by_chance.q[0])
     assert union.q[0, 2].tolist() == [1, 0, 0]
-    turned = merged(fixed, by_chance, torch.tensor([9]))
+    turned, _ = merged(fixed, by_chance, torch.tensor([9]))
     # the drawn 1 stays a younger sibling of the certain 1; its child hangs under the elder
     assert turned.ids == [[1, 0, 1, 2]] and turned.tree == ((-1, 0, -1, 0),)
     assert torch.equal(turned.q[0, 2:], by_chance.q[0])
@@ -103,26 +99,30 @@ def test_a_confidence_that_is_not_known_stops_nothing():
     """Catches a node without a confidence that a policy takes for hopeless, and one that lends its neighbour's."""
     one = Draft.chain(torch.tensor([[1]]), torch.tensor([1]), None, torch.tensor([[0.25]]))
     other = Draft.chain(torch.tensor([[1, 2]]), torch.tensor([2]))
-    assert merged(one, other, torch.tensor([9])).confidence.tolist() == [[0.25, 1.0]]
+    assert merged(one, other, torch.tensor([9]))[0].confidence.tolist() == [[0.25, 1.0]]
     third = Draft.chain(torch.tensor([[0]]), torch.tensor([1]), None, torch.tensor([[0.5]]))
-    assert merged(other, third, torch.tensor([9])).confidence.tolist() == [[1.0, 1.0, 0.5]]
+    assert merged(other, third, torch.tensor([9]))[0].confidence.tolist() == [[1.0, 1.0, 0.5]]
 
 
 def test_an_id_outside_the_vocabulary_has_no_q():
     """Catches an index error where a certain draft beside a drawn one holds an impossible id."""
     one = Draft.chain(torch.tensor([[1]]), torch.tensor([1]), soft([1]))
-    union = merged(one, Draft.chain(torch.tensor([[-1, 5]]), torch.tensor([2])), torch.tensor([9]))
+    union, _ = merged(one, Draft.chain(torch.tensor([[-1, 5]]), torch.tensor([2])), torch.tensor([9]))
     assert union.ids == [[1, -1, 5]]
     assert union.q[0, 1:].count_nonzero() == 0
 
 
-def test_the_numbers_of_both_drafts_are_kept_where_one_was_cut_before():
-    """Catches a node that is told to its drafter by its place in the union, or by its place in what was left of its draft."""
+def test_the_other_draft_is_told_where_each_of_its_nodes_stands():
+    """Catches a node that is told by its place among those that were added, and numbers of one draft taken for the union's."""
     one = Draft(torch.tensor([[1, 2, 0]]), torch.tensor([[-1, -1, 1]]), torch.tensor([3])).only([[1, 2]])
     other = Draft(torch.tensor([[0, 2, 1]]), torch.tensor([[-1, -1, 0]]), torch.tensor([3]))
-    union = merged(one, other, torch.tensor([9]))
+    union, places = merged(one, other, torch.tensor([9]))
     assert (union.ids, union.tree) == ([[2, 0, 0, 1]], ((-1, 0, -1, 2),))
-    assert numbers(union).tolist() == [[1, 2, 0, 2]]
+    assert places == [{0: 2, 1: 0, 2: 3}]
+    assert union.origin is None
+    # cut to what has room, and in the first draft's stead
+    assert merged(one, other, torch.tensor([3]))[1] == [{0: 2, 1: 0}]
+    assert merged(Draft.empty(1), one, torch.tensor([1]))[1] == [{0: 0}]
 
 
 def test_slots_with_a_seed_count_as_deterministic():
@@ -144,7 +144,7 @@ def test_slots_with_a_seed_count_as_deterministic():
 
 Side = tuple[Sequence[int], Proposal, bool]
 """Parents, proposal, and whether the draft says that it is certain."""
-Join = Callable[[Draft, Draft, torch.Tensor], Draft]
+Join = Callable[[Draft, Draft, torch.Tensor], tuple[Draft, merge.Places]]
 
 
 def sides(seed: int, how: tuple[str, str], shapes: tuple[list[int], list[int]]) -> tuple[Side, Side]:
@@ -160,7 +160,7 @@ def error(one: Side, other: Side, most: int = 9, join: Join = merged, seed: int 
     found = torch.zeros((V,) * depth, dtype=torch.float64)
     for weight, first in proposals(one):
         for chance, second in proposals(other):
-            draft = join(first, second, torch.tensor([most]))
+            draft, _ = join(first, second, torch.tensor([most]))
             p = torch.stack([law(()), *(law(path) for path in paths_of(draft, 0))])[None]
             for coin, out in outcomes(draft, p):
                 _spread(found, law, tuple(out[:depth]), weight * chance * coin)
@@ -203,10 +203,10 @@ def test_a_certain_elder_chosen_after_the_draw_is_caught():
     """Planted fault: the certain node is another than the one drawn, and stands before it."""
     chosen = sides(1, ("replacement", "top"), ([-1], [-1]))
 
-    def elder(one: Draft, other: Draft, most: torch.Tensor) -> Draft:
+    def elder(one: Draft, other: Draft, most: torch.Tensor) -> tuple[Draft, merge.Places]:
         return merged(Draft((one.tokens + 1) % V, one.parents, one.sizes), one, most)
 
-    def younger(one: Draft, other: Draft, most: torch.Tensor) -> Draft:
+    def younger(one: Draft, other: Draft, most: torch.Tensor) -> tuple[Draft, merge.Places]:
         return merged(one, Draft((one.tokens + 1) % V, one.parents, one.sizes), most)
 
     assert error(*chosen, join=younger) < 1e-12
@@ -217,7 +217,7 @@ def test_draws_that_are_not_independent_are_caught():
     """Planted fault: both drafts draw from the same noise, so that the younger is the elder, whatever its q says."""
     laws = [sides(seed, ("replacement", "replacement"), ([-1], [-1]))[0] for seed in range(6)]
 
-    def same_noise(first: Draft, second: Draft, most: torch.Tensor) -> Draft:
+    def same_noise(first: Draft, second: Draft, most: torch.Tensor) -> tuple[Draft, merge.Places]:
         return merged(first, Draft(first.tokens, first.parents, first.sizes, first.q), most)
 
     assert max(error(one, one, seed=seed) for seed, one in enumerate(laws)) < 1e-12
