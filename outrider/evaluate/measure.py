@@ -220,7 +220,7 @@ def measure(
         judge = _judge(config)
         rule = judge.rule.name if isinstance(judge, lossy.LossyJudge) else None
         asked: Any = {"rule": rule, "policy": config.policy, "verification": config.verification}
-        table = [Measured(entry, task_name(task), **asked) for entry in entries]
+        table = [Measured(entry, task_name(task), chosen=_policy(entry, config), **asked) for entry in entries]
         kept = tried = 0
         for prompt in (draw(task, config) if drawn is None else drawn[task]).prompts:
             if kept == config.prompts:
@@ -301,6 +301,11 @@ def _judge(config: Config) -> SamplingJudge:
     return named.judge(config.verification, config.allow_lossy)
 
 
+def _policy(entry: Entry, config: Config) -> Policy:
+    """A fresh one, which goes on learning from prompt to prompt, as a server's does."""
+    return named.policy(config.policy, entry.drafter) if entry.policy is None else entry.policy()
+
+
 def _warm_up(target: TransformersTarget, entries: Sequence[Entry], prompt: Prompt, config: Config) -> None:
     """The first passes of a process pay for allocations and thread pools; they are nobody's measurement.
 
@@ -348,7 +353,7 @@ def _one_prompt(
                 target,
                 request,
                 entry.drafter,
-                entry.policy or config.policy,
+                measured.chosen,
                 ends=heat == 0,
                 judge=_judge(config),
                 shared_noise=SHARED_NOISE,
@@ -394,8 +399,8 @@ def _observe(target: TransformersTarget, measured: Measured, config: Config) -> 
         places = []
         for request in requests:
             found = judged(
-                target, request, entry.drafter, config.policy if entry.policy is None else entry.policy(),
-                ends=entry.temperature == 0, judge=_judge(config), shared_noise=SHARED_NOISE,
+                target, request, entry.drafter, measured.chosen, ends=entry.temperature == 0, judge=_judge(config),
+                shared_noise=SHARED_NOISE,
             )  # fmt: skip
             places += found.tested
             measured.overlap += found.overlap
@@ -457,8 +462,7 @@ def as_tokens(
 
 def run_once(
     target: TransformersTarget, request: Request, drafter: Drafter | None = None,
-    policy: Callable[[], Policy] | str | None = None, ends: bool = True, judge: SamplingJudge | None = None,
-    shared_noise: bool = True,
+    policy: Policy | None = None, ends: bool = True, judge: SamplingJudge | None = None, shared_noise: bool = True,
 ) -> Run:  # fmt: skip
     """Continue one request alone and note every step.  ends False goes on past end-of-text, for equal lengths."""
     run = Run()
@@ -471,8 +475,7 @@ def run_once(
     is_watched = memory.forget(target.device)
     with model_clock(target, drafter) as clock:
         began = last = time.perf_counter()
-        chosen = policy() if callable(policy) else policy
-        for progress in serve(listening, [request], drafter, policy=chosen, state=state):
+        for progress in serve(listening, [request], drafter, policy=policy, state=state):
             now = time.perf_counter()
             if run.steps:
                 run.gaps_s.append(now - last)

@@ -82,6 +82,8 @@ class Measured:
     rule: str | None = None
     """The lossy rule's name, with its numbers."""
     policy: str = "fixed"
+    chosen: Policy | None = None
+    """The policy itself, one for all prompts of the task."""
     verification: str = "standard"
     turns: list[list[int]] = field(default_factory=list)
     """Tokens of each turn of `reference`; empty where every prompt has one."""

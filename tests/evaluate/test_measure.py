@@ -488,7 +488,8 @@ def test_consent_to_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_policy_that_is_asked_for_is_measured_and_observed(
     talker: TransformersTarget, drafters: dict[str, Drafter], task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a setting that no run looks at, or the timed ones alone, so that what is observed is not what was measured."""
+    """Catches a setting that no run looks at, or the timed ones alone, so that what is observed is not what was measured, and a
+    policy that forgets what it learnt with every prompt."""
     real, asked = named.policy, []
 
     def noted(name: Any, drafter: Drafter) -> Any:
@@ -500,8 +501,11 @@ def test_a_policy_that_is_asked_for_is_measured_and_observed(
         asked.clear()
         (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, policy=name, temperatures=(0.0,))).rows
         assert row.exact and row.lossless
-        # three prompts timed and three observed; the warm-up has none
-        assert [found for found, drafts in asked if drafts and found] == [name] * 6
+        made, *used = [found for found, drafts in asked if drafts and found]
+        # three prompts timed and three observed, all by one policy; the warm-up has none
+        assert made == name
+        assert len(used) == 6
+        assert len(set(map(id, used))) == 1
 
 
 def test_block_verification_is_exact_and_loses_nothing(
