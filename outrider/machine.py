@@ -196,12 +196,17 @@ def identity() -> tuple[object, ...]:
     mkldnn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     chosen = {name: value for name, value in os.environ.items() if name.startswith(("ONEDNN_", "DNNL_", "MKL_ENABLE", "KMP_"))}
     capability = torch.backends.cpu.get_cpu_capability()
-    machine = (platform.machine(), cpu_name(), _cpu_line("flags"), capability, mkldnn, sorted(chosen.items()), cpu_share())
+    machine = (platform.machine(), cpu_name(), cpu_flags(), capability, mkldnn, sorted(chosen.items()), cpu_share())
     return (torch.__version__, torch.get_num_threads(), *machine)
 
 
 def cpu_name() -> str:
     return _cpu_line("model name") or platform.processor() or platform.machine()
+
+
+def cpu_flags() -> str:
+    """What its instructions are; two processors of one name may differ."""
+    return _cpu_line("flags") or _cpu_line("Features") or ""
 
 
 def cpu_share() -> float | None:

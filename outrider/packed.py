@@ -1,45 +1,53 @@
-"""Linear layers whose weights lie in the order in which oneDNN reads them, where that is measured to be faster.
+"""Linear layers whose weights lie in the order in which a few rows read them, where that is measured to be faster.
 
-torch gives float32 products on a CPU to MKL, which on some CPUs is slow with the few rows of a decoding step: one to eight
-rows through the demo target's weights take 4.3 to 5.5 ms, packed 3 to 4.  On others, and for weights that fill the memory, it
-is the other way round, so both are timed on a few of the model's own layers.
-The packed copy takes as much memory as the weights.
+torch gives float32 products on a CPU to MKL, which is slow with the few rows of a decoding step on some CPUs, and good on
+others.  Beside it stand oneDNN's packed weights, and `panels`: one small kernel of our own (packed.cpp), compiled once where
+there is a C++ compiler.  Panels read every weight once for up to a dozen rows, store weights whose values are exactly bfloat16
+in half the bytes, and sum each output in one order whatever the number of rows.  All are timed on a few of the model's own
+layers.  The packed copy takes as much memory as the weights, or half of it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import hashlib
 import itertools
+import logging
+import os
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
+from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import cpp_extension
 
 from outrider import machine
 
+log = logging.getLogger(__name__)
+
+Way = Literal["plain", "onednn", "panels"]
 MOST_BYTES = 2**31
 """Models with more weights than this are left as they are: the copy would cost more memory than the time is worth."""
-
-
 SAMPLE_BYTES = 2**26
-"""Weights on which the two ways are timed: more than most caches hold."""
+"""Weights on which the ways are timed: more than most caches hold."""
 SAMPLE_ROWS = (1, 8)
 
 
-def is_possible() -> bool:
-    """Whether this torch can multiply by packed weights, as it is set now."""
-    try:
-        if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
-            return False
-        x, weight = torch.rand(2, 8), torch.rand(4, 8)
-        return torch.allclose(_product(x, _packed(weight), None), F.linear(x, weight))
-    except (AttributeError, RuntimeError):  # the operators are torch's own, but not promised
-        return False
+class Packed(NamedTuple):
+    """A layer's weight as one of the ways reads it, and which weight that was."""
+
+    way: Way
+    weight: Tensor
+    stamp: tuple[int, int]
 
 
 def pack(model: nn.Module) -> None:
@@ -48,64 +56,51 @@ def pack(model: nn.Module) -> None:
     Nothing changes where that is not faster.  A layer whose weight changes afterwards multiplies the usual way again.
     """
     layers = [module for module in model.modules() if type(module) is nn.Linear and _fits(module)]
-    if not layers or sum(layer.weight.nbytes for layer in layers) > MOST_BYTES or not is_possible() or not _is_faster(layers):
+    if not layers or sum(layer.weight.nbytes for layer in layers) > MOST_BYTES:
+        return
+    way = _fastest(layers)
+    if way == "plain":
         return
     for layer in layers:
-        _weights[layer] = _packed(layer.weight.detach()), _stamp(layer)
+        _weights[layer] = Packed(way, packed(layer.weight.detach(), way), _stamp(layer))
         layer.forward = functools.partial(_forward, layer)  # type: ignore[method-assign]
 
 
 @contextmanager
-def products() -> Iterator[None]:
-    """While this is open, layers with packed weights use them in this thread."""
-    token = _is_open.set(True)
+def products(*ways: Way) -> Iterator[None]:
+    """While this is open, layers with packed weights use them in this thread; those packed in other `ways`, if given, don't."""
+    token = _open.set(ways or ("onednn", "panels"))
     try:
         yield
     finally:
-        _is_open.reset(token)
+        _open.reset(token)
 
 
 def is_open() -> bool:
     """Whether `products` is open in this thread."""
-    return _is_open.get()
+    return bool(_open.get())
 
 
-_is_open: ContextVar[bool] = ContextVar("is_open", default=False)
-_weights: WeakKeyDictionary[nn.Linear, tuple[Tensor, tuple[int, int]]] = WeakKeyDictionary()
-"""Packed weights, and what was packed.  Not kept in the layers: they could not be copied or saved any more."""
+def way_of(model: nn.Module) -> Way:
+    """How most of its linear layers multiply while `products` is open."""
+    found = Counter(_weights[module].way for module in model.modules() if isinstance(module, nn.Linear) and module in _weights)
+    return found.most_common(1)[0][0] if found else "plain"
+
+
+_open: ContextVar[tuple[Way, ...]] = ContextVar("open", default=())
+_weights: WeakKeyDictionary[nn.Linear, Packed] = WeakKeyDictionary()
+"""Not kept in the layers: they could not be copied or saved any more."""
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
-    usual = not is_open() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    weight, stamp = _weights.get(layer, (None, None))
-    if usual or x.dtype != torch.float32 or not x.numel() or weight is None or stamp != _stamp(layer):
+    found = _weights.get(layer)
+    usual = found is None or found.way not in _open.get() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    if found is None or usual or x.dtype != torch.float32 or not x.numel():
         return F.linear(x, layer.weight, layer.bias)
-    return _product(x, weight, layer.bias)
-
-
-@torch.inference_mode()
-def _is_faster(layers: Sequence[nn.Linear]) -> bool:
-    """Whether a plain step and a verification read these layers faster packed, by timing some of them."""
-    shapes = sorted(Counter(tuple(layer.weight.shape) for layer in layers).items())
-
-    def multiply(product: Callable[[Tensor, Tensor], Tensor], weights: Sequence[Tensor]) -> None:
-        for rows in SAMPLE_ROWS:
-            for layer, weight in zip(sample, weights, strict=True):
-                product(inputs[rows, layer.weight.shape[1]], weight)
-
-    def ways() -> dict[str, Callable[[], object]]:
-        plain = [layer.weight for layer in sample]
-        return {
-            "plain": functools.partial(multiply, F.linear, plain),
-            "packed": functools.partial(multiply, lambda x, weight: _product(x, weight, None), list(map(_packed, plain))),
-        }
-
-    sizes = list(itertools.accumulate(layer.weight.nbytes for layer in layers))
-    sample = [layer for layer, size in zip(layers, sizes, strict=True) if size <= SAMPLE_BYTES] or layers[:1]
-    # tied to another's weight, a layer may be wider than it says
-    widths = {layer.weight.shape[1] for layer in sample}
-    inputs = {(rows, width): torch.ones(rows, width) for rows in SAMPLE_ROWS for width in widths}
-    return machine.fastest(f"float32 products of linear layers {shapes}", ways) == "packed"
+    # what is traced holds the weights of the moment, and says so itself
+    if not torch.compiler.is_compiling() and found.stamp != _stamp(layer):
+        return F.linear(x, layer.weight, layer.bias)
+    return product(x, found.way, found.weight, layer.weight.shape[0], layer.bias)
 
 
 def _fits(layer: nn.Linear) -> bool:
@@ -117,16 +112,147 @@ def _fits(layer: nn.Linear) -> bool:
         return True
     # one of ours is made anew once its weight has changed; others' stays
     is_ours = isinstance(own, functools.partial) and own.func is _forward
-    return is_ours and _weights.get(layer, (None, None))[1] != _stamp(layer)
+    return is_ours and (layer not in _weights or _weights[layer].stamp != _stamp(layer))
 
 
 def _stamp(layer: nn.Linear) -> tuple[int, int]:
     return layer.weight.data_ptr(), layer.weight._version
 
 
-def _packed(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight)
+# ── ways to multiply ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+def ways() -> list[Way]:
+    """Those that this machine has, the usual one first."""
+    found: list[Way] = ["plain"]
+    if _has_onednn():
+        found.append("onednn")
+    if kernel() is not None:
+        found.append("panels")
+    return found
+
+
+def packed(weight: Tensor, way: Way) -> Tensor:
+    """The weight [outputs, inner] float32 as this way reads it."""
+    if way == "panels":
+        library = kernel()
+        assert library is not None
+        return panels(weight, library.outrider_panel())
+    return torch.ops.mkldnn._reorder_linear_weight(weight) if way == "onednn" else weight
+
+
+def product(x: Tensor, way: Way, weight: Tensor, outputs: int, bias: Tensor | None = None) -> Tensor:
+    """x [..., inner] float32 times a packed weight: [..., outputs]."""
+    if way == "panels":
+        found = torch.ops.outrider.multiply(x.contiguous(), weight, outputs)
+        return found if bias is None else found + bias
+    if way == "onednn":
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def panels(weight: Tensor, width: int) -> Tensor:
+    """The weight [outputs, inner] for the kernel: [panels, inner, words] int32, a panel's `width` outputs side by side.
+
+    As float32; or, where every value is exactly a bfloat16, two to a word: one of the panel's first half in the lower bits.
+    """
+    rounded = F.pad(weight, (0, 0, 0, -weight.shape[0] % width))
+    bits = rounded.view(-1, width, weight.shape[1]).transpose(1, 2).contiguous().view(torch.int32)
+    if bool((bits & 0xFFFF).any()):
+        return bits
+    low, high = bits.split(width // 2, -1)
+    return (((low >> 16) & 0xFFFF) | high).contiguous()
+
+
+@torch.inference_mode()
+def _fastest(layers: Sequence[nn.Linear]) -> Way:
+    """The way in which a plain step and a verification read these layers fastest, by timing some of them."""
+    shapes = sorted(Counter(tuple(layer.weight.shape) for layer in layers).items())
+    there = ways()
+    sizes = list(itertools.accumulate(layer.weight.nbytes for layer in layers))
+    sample = [layer.weight for layer, size in zip(layers, sizes, strict=True) if size <= SAMPLE_BYTES] or [layers[0].weight]
+    # tied to another's weight, a layer may be wider than it says
+    inputs = {(rows, width): torch.ones(rows, width) for rows in SAMPLE_ROWS for width in {own.shape[1] for own in sample}}
+
+    def multiply(way: Way, weights: Sequence[Tensor]) -> None:
+        for rows in SAMPLE_ROWS:
+            for own, weight in zip(sample, weights, strict=True):
+                product(inputs[rows, own.shape[1]], way, weight, own.shape[0])
+
+    def runs() -> dict[str, Callable[[], object]]:
+        return {way: functools.partial(multiply, way, [packed(own, way) for own in sample]) for way in there}
+
+    if len(there) == 1:
+        return "plain"
+    return machine.fastest(f"float32 products of linear layers {shapes}: {there}", runs)  # type: ignore[return-value]
+
+
+@functools.cache
+def _has_onednn() -> bool:
+    """Whether this torch can multiply by oneDNN's packed weights, as it is set now."""
+    try:
+        if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+            return False
+        x, weight = torch.rand(2, 8), torch.rand(4, 8)
+        return torch.allclose(product(x, "onednn", packed(weight, "onednn"), 4), F.linear(x, weight))
+    except (AttributeError, RuntimeError):  # the operators are torch's own, but not promised
+        return False
+
+
+# ── the kernel ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+SHIM = "AOTITorchError aoti_torch_cpu_multiply(AtenTensorHandle, AtenTensorHandle, int64_t, AtenTensorHandle*)"
+"""The kernel's name for compiled packages, which call it without torch's dispatcher."""
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
+
+
+def compiler() -> str | None:
+    """The C++ compiler here."""
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
+
+
+@functools.cache
+def kernel() -> ctypes.CDLL | None:
+    """The kernel, as an operator `outrider::multiply` too; compiled where that was not done before, None where it can't be."""
+    try:
+        library = _loaded(_built())
+        x, weight = torch.rand(3, 40), torch.rand(50, 40)
+        found = torch.ops.outrider.multiply(x, panels(weight, library.outrider_panel()), 50)
+        torch.testing.assert_close(found, F.linear(x, weight))
+    except (OSError, RuntimeError, AssertionError, subprocess.SubprocessError) as error:
+        log.info("products in panels are left out: %s", str(error).strip().split("\n")[0])
+        return None
+    return library
+
+
+@functools.cache
+def _loaded(path: Path) -> ctypes.CDLL:
+    # for all to see: compiled packages find it by its name
+    library = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    torch.library.register_fake("outrider::multiply")(lambda x, weights, outputs: x.new_empty(*x.shape[:-1], outputs))
+    return library
+
+
+def _built() -> Path:
+    """The compiled kernel of this machine.  Raises OSError or CalledProcessError where it can't be compiled."""
+    question = repr((torch.__version__, machine.cpu_name(), machine.cpu_flags(), SOURCE.read_text(), FLAGS))
+    path = machine.cache_folder() / "compiled" / f"panels-{hashlib.sha256(question.encode()).hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    tool = compiler()
+    if tool is None:
+        raise OSError("there is no C++ compiler here; install g++ for it")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    part = path.with_name(f".{os.getpid()}.{path.name}")
+    given = [f"-I{folder}" for folder in cpp_extension.include_paths()]
+    given += [f"-L{folder}" for folder in cpp_extension.library_paths()] + ["-ltorch_cpu"]
+    try:
+        for openmp in (["-fopenmp"], []):  # a compiler without it makes one of a single thread
+            made = subprocess.run([tool, *FLAGS, *openmp, str(SOURCE), "-o", str(part), *given], capture_output=True, text=True)
+            if made.returncode == 0:
+                part.replace(path)
+                return path
+        raise OSError(f"{tool} can't compile {SOURCE.name}: {made.stderr.strip()[:300]}")
+    finally:
+        part.unlink(missing_ok=True)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from outrider import machine
+from outrider import machine, packed
 from outrider.decoding.protocols import Drafter
 from outrider.errors import OutriderError
 
@@ -40,6 +40,14 @@ BUILDS: dict[str, dict[str, Any]] = {
     "templates": {"max_autotune": True, "max_autotune_gemm_backends": "CPP"},
 }
 """Where inductor's products come from: the libraries torch comes with, or C++ that it writes for each shape."""
+
+
+def builds(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Ways to compile this model, with inductor's settings: where its layers are packed in panels, with our kernel alone."""
+    if packed.way_of(model) != "panels":
+        return BUILDS
+    multiply = torch.ops.outrider.multiply.default
+    return {"panels": {"aot_inductor.custom_ops_to_c_shims": {multiply: [packed.SHIM]}}}
 
 
 class NotCompiled(OutriderError):
@@ -56,8 +64,11 @@ def has_compiler() -> bool:
 
 
 def fingerprint(model: nn.Module, *more: object) -> str:
-    """What a package hangs on, 16 hex digits: every weight, settings and code in `more`, torch, threads and the processor."""
-    digest = hashlib.sha256(repr((machine.identity(), more)).encode())
+    """What a package hangs on, 16 hex digits: every weight and how it is multiplied, settings and code in `more`, torch,
+    threads and the processor.
+    """
+    products = packed.way_of(model), packed.SOURCE.read_bytes()
+    digest = hashlib.sha256(repr((machine.identity(), products, more)).encode())
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
@@ -69,6 +80,7 @@ class Graph:
 
     def __init__(self, path: Path):
         """NotCompiled where the package can't be read."""
+        packed.kernel()  # which it may call
         try:
             self.package = torch._inductor.aoti_load_package(str(path))
         except Exception as error:  # native code that another program made: whatever it raises, we go on without
@@ -170,18 +182,19 @@ class Graphs:
     def _build(self, path: Path, several: bool) -> float:
         """Compile in the way whose products are fastest here; the first time on a machine in every way, timed."""
         traced, arguments, dims = self.example(several)
-        question = f"products in a compiled {self._described(several)}: {list(BUILDS)}"
-        parts = {way: path.with_name(f"{path.stem}.{way}.pt2") for way in BUILDS}
+        possible = builds(self.model())
+        question = f"products in a compiled {self._described(several)}: {list(possible)}"
+        parts = {way: path.with_name(f"{path.stem}.{way}.pt2") for way in possible}
         seconds = 0.0
 
         def build(way: str) -> Graph:
             nonlocal seconds
-            seconds += build_package(parts[way], traced, arguments, dims, BUILDS[way])
+            seconds += build_package(parts[way], traced, arguments, dims, possible[way])
             return Graph(parts[way])
 
         def ways() -> dict[str, Callable[[], object]]:
             found: dict[str, Callable[[], object]] = {}
-            for way in BUILDS:
+            for way in possible:
                 try:
                     found[way] = functools.partial(_run_all, build(way).forward, self.trials(several))
                 except NotCompiled:  # inductor has no templates of float64
@@ -190,7 +203,7 @@ class Graphs:
             return found
 
         try:
-            chosen = machine.fastest(question, ways) if len(BUILDS) > 1 else next(iter(BUILDS))
+            chosen = machine.fastest(question, ways) if len(possible) > 1 else next(iter(possible))
             if not parts[chosen].exists():
                 build(chosen)
             parts[chosen].replace(path)
@@ -273,7 +286,8 @@ def build_package(
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = path.with_name(f".{os.getpid()}.{path.name}")
     try:
-        with torch.no_grad():
+        # oneDNN's packed weights inductor makes itself
+        with torch.no_grad(), packed.products("panels"):
             # made in inference mode they could not be traced
             example = pytree.tree_map_only(Tensor, Tensor.clone, example)
             with contextlib.redirect_stderr(io.StringIO()):  # what it can't trace it prints whole, hundreds of lines

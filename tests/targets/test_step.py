@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ from conftest import PAYS, tiny_model
 from contracts.parties import Oracle, Proposer
 
 from benchmarks.families import tiny
-from outrider import compiled, machine
+from outrider import compiled, machine, packed
 from outrider.compiled import NotCompiled, compile_passes
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Request
@@ -258,6 +260,32 @@ print(sorted(target.step.graphs), generate(target, [3, 4, 5], max_new_tokens=12)
     assert done.stdout.strip() == f"{sorted(fast.step.graphs)} {generate(slow, [3, 4, 5], max_new_tokens=12)[0].tokens}", (
         done.stderr
     )
+
+
+@pytest.mark.skipif("panels" not in packed.ways(), reason="there is no C++ compiler")
+def test_a_package_multiplies_by_our_kernel(monkeypatch, tmp_path):
+    """Catches a graph that holds the plain products, one that can't be loaded where nothing has called the kernel yet, and
+    products in panels within the graph that are others than those outside.
+    """
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(machine, "fastest", lambda question, ways, margin=1.1: "panels")
+    model = tiny_model(21, num_hidden_layers=1).float()
+    target = load_target(model)
+    assert packed.way_of(target.model) == "panels"
+    assert target.compile() > 0
+    plain = load_target(copy.deepcopy(model), compile=False)
+    kept, text = target.step._pass(False)
+    given = target.step._arguments(text, kept, None, None)
+    with torch.inference_mode():
+        logits = target.step.graphs[False].forward(*given)[0]
+        torch.testing.assert_close(logits, target.step.plain(False)(*given)[0])
+    wanted = generate(plain, [3, 4, 5], max_new_tokens=12)[0].tokens
+    assert generate(target, [3, 4, 5], max_new_tokens=12)[0].tokens == wanted
+    # the package calls it by its name
+    [package] = compiled.folder().glob("step-of-one-*.pt2")
+    with zipfile.ZipFile(package) as archive:
+        [library] = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
+    assert b"aoti_torch_cpu_multiply" in library
 
 
 def test_another_weight_thread_or_line_of_code_is_another_key(fast, monkeypatch):

@@ -1,0 +1,180 @@
+// Products of a few rows with weights that lie in the order in which they are read.
+//
+// y[r, n] = sum over k of x[r, k] * w[n, k], in float32.  A panel holds 2 * LANES outputs; for each k it has their weights side by
+// side, in float32, or as bfloat16 in pairs of lanes that one shift and one mask widen exactly.  Every output is summed in the order
+// of k by fused multiply-adds, whatever else is computed beside it: a row's result does not depend on how many rows there are.
+// Vectors are GCC's and clang's own; compiler flags say how wide (AVX-512, AVX2, NEON).
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+#define omp_get_num_threads() 1
+#define omp_get_thread_num() 0
+#endif
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int BYTES = 64, MOST_ROWS = 12, MOST_SUMS = 24;
+#elif defined(__AVX2__)
+constexpr int BYTES = 32, MOST_ROWS = 6, MOST_SUMS = 12;
+#else
+constexpr int BYTES = 16, MOST_ROWS = 8, MOST_SUMS = 16;
+#endif
+typedef float Floats __attribute__((vector_size(BYTES), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(BYTES), aligned(4)));
+constexpr int LANES = BYTES / 4, PANEL = 2 * LANES;
+constexpr int AHEAD = 256;  // words by which reading runs ahead of the arithmetic
+constexpr int64_t SMALL = 1 << 16;  // multiply-adds below which a second thread costs more than it saves
+
+struct Single {  // weights in float32
+  static constexpr int WORDS = 2;
+  static void load(const uint32_t* at, Floats& low, Floats& high) {
+    low = *reinterpret_cast<const Floats*>(at);
+    high = *reinterpret_cast<const Floats*>(at + LANES);
+  }
+};
+
+struct Half {  // in bfloat16: the lower half of each word is a weight of the first vector, the upper one of the second
+  static constexpr int WORDS = 1;
+  static void load(const uint32_t* at, Floats& low, Floats& high) {
+    const Words both = *reinterpret_cast<const Words*>(at);
+    low = reinterpret_cast<Floats>(both << 16);
+    high = reinterpret_cast<Floats>(both & 0xffff0000u);
+  }
+};
+
+// Rows [0, R) of x times G panels: each output's sum stays in a register from the first k to the last.
+template <class Kind, int R, int G>
+void tile(const float* x, int64_t inner, const uint32_t* weights, float* y, int64_t outputs, int64_t left) {
+  Floats sums[G][R][2] = {};
+  const int64_t panel = inner * LANES * Kind::WORDS;
+  for (int64_t k = 0; k < inner; ++k) {
+    Floats low[G], high[G];
+#pragma GCC unroll 8
+    for (int g = 0; g < G; ++g) {
+      const uint32_t* at = weights + g * panel + k * LANES * Kind::WORDS;
+      __builtin_prefetch(at + AHEAD);
+      Kind::load(at, low[g], high[g]);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const Floats value = x[r * inner + k] - Floats{};
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) {
+        sums[g][r][0] += value * low[g];
+        sums[g][r][1] += value * high[g];
+      }
+    }
+  }
+  for (int g = 0; g < G; ++g)
+    for (int r = 0; r < R; ++r) {
+      float* at = y + r * outputs + g * PANEL;
+      if (left - g * PANEL >= PANEL) {
+        reinterpret_cast<Floats*>(at)[0] = sums[g][r][0];
+        *reinterpret_cast<Floats*>(at + LANES) = sums[g][r][1];
+      } else
+        for (int n = 0; n < left - g * PANEL; ++n) at[n] = sums[g][r][n / LANES][n % LANES];
+    }
+}
+
+// Panels [first, last) for R rows, as many side by side as registers hold.
+template <class Kind, int R>
+void panels(const float* x, int64_t inner, const uint32_t* weights, float* y, int64_t outputs, int64_t first, int64_t last) {
+  constexpr int G = std::max(1, std::min(4, MOST_SUMS / (2 * R)));
+  const int64_t panel = inner * LANES * Kind::WORDS;
+  int64_t p = first;
+  for (; p + G <= last; p += G) tile<Kind, R, G>(x, inner, weights + p * panel, y + p * PANEL, outputs, outputs - p * PANEL);
+  for (; p < last; ++p) tile<Kind, R, 1>(x, inner, weights + p * panel, y + p * PANEL, outputs, outputs - p * PANEL);
+}
+
+template <class Kind, int R = MOST_ROWS>
+void block(int64_t rows, const float* x, int64_t inner, const uint32_t* weights, float* y, int64_t outputs, int64_t first,
+           int64_t last) {
+  if constexpr (R > 0) {
+    if (rows == R) return panels<Kind, R>(x, inner, weights, y, outputs, first, last);
+    block<Kind, R - 1>(rows, x, inner, weights, y, outputs, first, last);
+  }
+}
+
+template <class Kind>
+void multiply(const float* x, int64_t rows, int64_t inner, const uint32_t* weights, float* y, int64_t outputs) {
+  const int64_t count = (outputs + PANEL - 1) / PANEL;
+  const int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  const bool alone = rows * inner * outputs < SMALL;
+  constexpr int64_t TOGETHER = 4;  // panels that stay in the cache while all rows pass
+#pragma omp parallel if (!alone)
+  {
+    const int64_t threads = omp_get_num_threads(), own = omp_get_thread_num();
+    const int64_t first = count * own / threads, last = count * (own + 1) / threads;
+    for (int64_t p = first; p < last; p += TOGETHER)
+      for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t row = rows * b / blocks, many = rows * (b + 1) / blocks - row;
+        block<Kind>(many, x + row * inner, inner, weights, y + row * outputs, outputs, p, std::min(last, p + TOGETHER));
+      }
+  }
+}
+
+}  // namespace
+
+// ── as an operator of torch, called by eager code and, by its C name, by compiled packages ───────────────────────────
+
+namespace {
+
+void sure(AOTITorchError error) {
+  if (error) throw std::runtime_error("outrider::multiply: torch's C interface reported an error");
+}
+
+}  // namespace
+
+extern "C" int outrider_panel() { return PANEL; }
+
+// x [..., inner] float32 and contiguous, weights [panels, inner, LANES * Kind::WORDS] int32; result [..., outputs].
+extern "C" AOTITorchError aoti_torch_cpu_multiply(AtenTensorHandle x, AtenTensorHandle weights, int64_t outputs, AtenTensorHandle* result) {
+  int64_t dims = 0, *sizes = nullptr, *words = nullptr;
+  void *from = nullptr, *by = nullptr, *to = nullptr;
+  sure(aoti_torch_get_dim(x, &dims));
+  sure(aoti_torch_get_sizes(x, &sizes));
+  sure(aoti_torch_get_sizes(weights, &words));
+  const int64_t inner = sizes[dims - 1];
+  std::vector<int64_t> shape(sizes, sizes + dims), strides(dims);
+  shape.back() = outputs;
+  int64_t rows = 1;
+  for (int64_t d = dims - 1, step = 1; d >= 0; step *= shape[d--]) strides[d] = step;
+  for (int64_t d = 0; d < dims - 1; ++d) rows *= shape[d];
+  sure(aoti_torch_empty_strided(dims, shape.data(), strides.data(), aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, result));
+  sure(aoti_torch_get_data_ptr(x, &from));
+  sure(aoti_torch_get_data_ptr(weights, &by));
+  sure(aoti_torch_get_data_ptr(*result, &to));
+  const auto multiply_by = words[2] == LANES ? multiply<Half> : multiply<Single>;
+  multiply_by(static_cast<float*>(from), rows, inner, static_cast<uint32_t*>(by), static_cast<float*>(to), outputs);
+  return AOTI_TORCH_SUCCESS;
+}
+
+namespace {
+
+void boxed(uint64_t* stack, uint64_t, uint64_t) {
+  AtenTensorHandle x = reinterpret_cast<AtenTensorHandle>(stack[0]), weights = reinterpret_cast<AtenTensorHandle>(stack[1]), result;
+  aoti_torch_cpu_multiply(x, weights, static_cast<int64_t>(stack[2]), &result);
+  sure(aoti_torch_delete_tensor_object(x));
+  sure(aoti_torch_delete_tensor_object(weights));
+  stack[0] = reinterpret_cast<uint64_t>(result);
+}
+
+struct Registered {
+  TorchLibraryHandle schema, kernel;
+  Registered() {
+    sure(aoti_torch_library_init_fragment("outrider", __FILE__, __LINE__, &schema));
+    sure(aoti_torch_library_def(schema, "multiply(Tensor x, Tensor weights, int outputs) -> Tensor"));
+    sure(aoti_torch_library_init_impl("outrider", "CPU", __FILE__, __LINE__, &kernel));
+    sure(aoti_torch_library_impl(kernel, "multiply", boxed));
+  }
+} registered;
+
+}  // namespace
