@@ -26,8 +26,8 @@ from serving import write
 from transformers import AutoTokenizer
 
 from outrider import demo
-from outrider.drafters.ngram import Config, History
 from outrider.retrieval import trie as tries
+from outrider.retrieval.texts import History
 from outrider.retrieval.trie import Cursor, NativeCursor, NativeTrie, Proposal, Trie
 
 RUNS, RUN = 40, 50
@@ -165,7 +165,7 @@ def ways(depth: int, nodes: int) -> dict[str, Callable[[], Propose]]:
     """What looks a new text up, one text after the other, by name."""
 
     def lookup() -> Propose:
-        history = History(Config(longest=depth - 1, shortest=SHORTEST))
+        history = History(SHORTEST, depth - 1)
 
         def propose(text: list[int], end: int) -> Proposal:
             history.read(text[:end])

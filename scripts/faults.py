@@ -48,7 +48,7 @@ CONTRACTS, SAMPLING = "tests/contracts/", "outrider/sampling/"
 ACCEPT, STATE, DRAFT, LOOP, NOISE = (f"outrider/decoding/{name}.py" for name in ("accept", "state", "draft", "loop", "noise"))
 FAST, PREFIX, TEXT = (f"{SAMPLING}{name}.py" for name in ("fast", "prefix", "text"))
 POLICY, SERVING = "outrider/policies/by_confidence.py", "outrider/nn/serving.py"
-TREES, CACHE, RECURRENT = "outrider/nn/trees.py", "outrider/targets/cache.py", "outrider/nn/recurrent.py"
+TREES, CACHE = "outrider/nn/trees.py", "outrider/targets/cache.py"
 ENUMERATED = f"{CONTRACTS}test_law_enumerated.py::test_what_is_emitted_follows_the_target_exactly"
 
 FAULTS = [
@@ -120,7 +120,7 @@ FAULTS = [
     ),
     Fault(
         "a slot given to a new request keeps a drafter's memory of the old one",
-        [Edit(RECURRENT, "        memory.kept.free(rows)\n", "")],
+        [Edit(SERVING, "        memory.kept.free(rows)\n", "")],
         ["tests/nn/test_recurrent.py::test_a_slot_used_again_drafts_as_a_new_one"],
     ),
     Fault(

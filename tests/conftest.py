@@ -25,8 +25,8 @@ from transformers import (
 
 from outrider import compiled, drafters
 from outrider.decoding.protocols import Drafter
-from outrider.drafters.gemma4_assistant import keyless_layers
 from outrider.nn.draft_model import Batch, DraftModel
+from outrider.targets.assistant import keyless_layers
 from outrider.targets.protocol import LayerSizes, Target
 from outrider.targets.transformers import TransformersTarget, load_target
 

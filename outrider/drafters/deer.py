@@ -24,13 +24,13 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from outrider import packed
-from outrider.decoding.draft import Draft
+from outrider.decoding.draft import Draft, padded
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.drafters.dflash import BlockRows
 from outrider.nn import serving
 from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
-from outrider.nn.draft_model import Batch, DraftModel, MaskToken, copy_layers, mask_token, with_mask
+from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, with_mask
 from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.cache import SlotCache
 from outrider.targets.protocol import Target
@@ -55,7 +55,7 @@ class Config(LayerConfig):
     """In stage II a token weighs alpha times what the one behind it weighs."""
 
 
-class Model(DraftModel):
+class Model(DraftModel, MaskedModule):
     """Layers of its own over text and masks, the target's embedding before and its head behind them."""
 
     def __init__(self, config: Config, target: Target):
@@ -65,9 +65,7 @@ class Model(DraftModel):
         hidden = target.spec.hidden
         self.layers = nn.ModuleList(ContextLayer(hidden, self.shape) for _ in range(config.layers))
         self.norm = RMSNorm(hidden, self.shape.rms_norm_eps)
-        self.mask_token = mask_token(config.mask_token, target)
-        if self.mask_token is None:
-            self.mask = nn.Parameter(torch.randn(hidden) * 0.02)
+        self.choose_mask(config.mask_token, target)
         if config.copies is not None:
             copy_layers(self.layers, config.copies, target)
 
@@ -76,10 +74,10 @@ class Model(DraftModel):
 
         places [B or 1, C + blocks * K], of tokens and then of masks; mask over as many columns, or over all that `kept` holds.
         """
-        x = self._inputs(tokens, blocks)
+        x = self.words(tokens, blocks * self.config.block, self.norm.weight.dtype)
         turn = angles(places.expand(len(x), -1), self.shape)
         for i, layer in enumerate(self.layers):
-            x = layer(x, x[:, :0], turn, turn, mask, kept, i)
+            x = layer(x, None, turn, turn, mask, kept, i)
         return self.norm(x[:, tokens.shape[1] :]).unflatten(1, (blocks, self.config.block))
 
     def predict(self, batch: Batch) -> BlockRows:
@@ -108,15 +106,6 @@ class Model(DraftModel):
     def drafter(self) -> MaskDrafter:
         return MaskDrafter(self)
 
-    def _inputs(self, tokens: Tensor, blocks: int) -> Tensor:
-        """Embeddings of tokens and of masks behind them, [B, C + blocks * K, H]."""
-        masks = blocks * self.config.block
-        if self.mask_token is not None:
-            words = self.target.embed(nn.functional.pad(tokens, (0, masks), value=self.mask_token))
-            return words.to(self.norm.weight.dtype)
-        words = self.target.embed(tokens).to(self.mask.dtype)
-        return torch.cat([words, self.mask.expand(len(tokens), masks, -1)], 1)
-
 
 def suffix_weights(lengths: Tensor, block: int, alpha: float) -> Tensor:
     """[..., K] alpha^(R - i) for the token at distance i = 1 ... R from the cut, 0 behind it.  lengths [...], the R."""
@@ -131,8 +120,6 @@ def build(config: Config, target: Target) -> MaskDrafter:
 class MaskDrafter(Drafter):
     """Drafts a block in one pass over what is new of the text and a block of masks.  Its memory: the text's keys and values."""
 
-    taps: tuple[int, ...] = ()
-
     def __init__(self, model: Model):
         packed.pack(model)
         self.model = model
@@ -145,14 +132,14 @@ class MaskDrafter(Drafter):
 
     def admit(self, memory: SlotCache, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
         for row in rows:
-            self._read(memory, row, state.tokens[row][: state.prefilled[row]])
+            self._pass(memory, [row], [state.tokens[row][: state.prefilled[row]]])
 
     @torch.inference_mode()
     def propose(self, memory: SlotCache, state: DecodeState, budget: Tensor) -> Draft:
         texts = [state.tokens[row] for row in state.rows]
         for row, text in zip(state.rows, texts, strict=True):
             if len(text) - memory.lengths[row] > self.limit + 1:  # more than a step brings would pad all others
-                self._read(memory, row, text[:-1])
+                self._pass(memory, [row], [text[:-1]])
         states = self._pass(memory, state.rows, texts)
         logits = self.model.target.head(states[:, : int(budget.max())])
         later = iter(logits.unbind(1)[1:])
@@ -162,25 +149,18 @@ class MaskDrafter(Drafter):
         memory.free(rows)
 
     @torch.inference_mode()
-    def _read(self, memory: SlotCache, row: int, text: list[int]) -> None:
-        if len(text) > memory.lengths[row]:
-            self._pass(memory, [row], [text])
-
     def _pass(self, memory: SlotCache, rows: Sequence[int], texts: Sequence[list[int]]) -> Tensor:
         """Read what the cache lacks of these texts, and a block of masks behind each: states [R, K, H]."""
         device, block = self.model.target.device, self.limit
-        starts = [memory.lengths[row] for row in rows]
-        pieces = [text[start:] for text, start in zip(texts, starts, strict=True)]
-        counts = [len(piece) for piece in pieces]
-        new = max(counts)
-        tokens = torch.tensor([piece + [0] * (new - len(piece)) for piece in pieces], dtype=torch.int64, device=device)
+        pieces = [text[memory.lengths[row] :] for row, text in zip(rows, texts, strict=True)]
+        tokens, counts = padded(pieces, 0, device), torch.tensor([len(piece) for piece in pieces], device=device)
+        new, masks = tokens.shape[1], counts[:, None] + torch.arange(block, device=device)
         memory.open(rows, new + block)
-        masks = torch.tensor(counts, device=device)[:, None] + torch.arange(block, device=device)
         depths = torch.cat([torch.arange(new, device=device).expand(len(rows), -1), masks], 1)
-        mask = memory.mask(sight(torch.tensor(counts, device=device), new, block), self.model.norm.weight.dtype)
+        mask = memory.mask(sight(counts, new, block), self.model.norm.weight.dtype)
         with packed.products():
-            states = self.model(tokens.view(len(rows), new), memory.positions(depths), 1, mask, memory)[:, 0]
-        memory.append(counts)
+            states = self.model(tokens, memory.positions(depths), 1, mask, memory)[:, 0]
+        memory.append([len(piece) for piece in pieces])
         return states
 
 

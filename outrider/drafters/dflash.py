@@ -13,6 +13,7 @@ Differs from the paper: the default layout; training samples anchors anew in eve
 from __future__ import annotations
 
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -22,26 +23,26 @@ from torch import Tensor, nn
 
 from outrider import packed
 from outrider.compiled.block import CompiledBlock, Drawn, Greedy, real
-from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.protocols import Cache, Drafter
-from outrider.decoding.state import DecodeState, Scores
+from outrider.decoding.protocols import Cache
+from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
-from outrider.nn import blocks, heads
+from outrider.nn import blocks, draft_model, heads
 from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
 from outrider.nn.draft_model import (
     Batch,
     DraftModel,
+    MaskedModule,
     MaskToken,
     copy_layers,
     drawn,
-    mask_token,
+    labelled,
     picked,
     resolve_taps,
     with_mask,
 )
 from outrider.nn.rows import DetachedRows, Labelled
-from outrider.nn.serving import FeatureBuffer, Sampler
+from outrider.nn.serving import FeatureBuffer, FeatureDrafter, Sampler
 from outrider.nn.shape import LayerConfig, resolved
 from outrider.nn.trees import RankTree
 from outrider.sampling.judge import SamplingJudge
@@ -50,6 +51,8 @@ from outrider.targets.protocol import Target
 
 Pick = Callable[[Tensor, int], Tensor]
 """(logits [B, V], slot) to the drafted token [B]."""
+Decoded = tuple[Tensor, Tensor, Tensor | None]
+"""Tokens [B, K], logits [B, K, V] and confidences [B, K] of one block a slot; None without a confidence head."""
 
 
 class BackboneConfig(LayerConfig):
@@ -84,7 +87,7 @@ class Config(BackboneConfig):
     """Draft k weighs exp(-k / decay) in training."""
 
 
-class Backbone(nn.Module):
+class Backbone(MaskedModule):
     """Context states and a block of anchor and masks in, one state a drafted token out."""
 
     def __init__(self, config: BackboneConfig, target: Target):
@@ -104,9 +107,7 @@ class Backbone(nn.Module):
         self.hidden_norm = RMSNorm(hidden, self.shape.rms_norm_eps)
         self.layers = nn.ModuleList(ContextLayer(hidden, self.shape) for _ in range(config.layers))
         self.norm = RMSNorm(hidden, self.shape.rms_norm_eps)
-        self.mask_token = mask_token(config.mask_token, target)
-        if self.mask_token is None:
-            self.mask = nn.Parameter(torch.randn(hidden) * 0.02)
+        self.choose_mask(config.mask_token, target)
         if config.copies is not None:
             copy_layers(self.layers, config.copies, target)
 
@@ -120,7 +121,7 @@ class Backbone(nn.Module):
         A * width columns, or over all that `kept` holds.
         """
         context = self._context(taps)
-        x = self._inputs(anchors).to(context.dtype)
+        x = self.words(anchors[..., None], self.width - 1).flatten(1, 2).to(context.dtype)
         x_at = (anchors_at[..., None] + torch.arange(self.width, device=anchors.device)).flatten(1)
         k_angles = angles(torch.cat([taps_at.expand(x_at.shape[0], -1), x_at], 1), self.shape)
         q_angles = k_angles[..., taps_at.shape[1] :, :]
@@ -149,31 +150,13 @@ class Backbone(nn.Module):
     def _context(self, taps: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(taps.flatten(2).to(self.fc.weight.dtype)))
 
-    def _inputs(self, anchors: Tensor) -> Tensor:
-        """Embeddings of every block's anchor and masks, [B, A * width, H]."""
-        masks = self.width - 1
-        if self.mask_token is not None:
-            ids = nn.functional.pad(anchors.unsqueeze(-1), (0, masks), value=self.mask_token)
-            return self.target.embed(ids.flatten(1))
-        words = self.target.embed(anchors).unsqueeze(2)
-        return torch.cat([words, self.mask.to(words.dtype).expand(*anchors.shape, masks, -1)], 2).flatten(1, 2)
 
+class BlockModel(DraftModel):
+    """A backbone, and what makes tokens of its states; `BlockDrafter` serves it."""
 
-class BlockModel(Protocol):
-    """A draft model on this backbone, as `BlockDrafter` serves it."""
+    has_confidence = False
 
-    backbone: Backbone
-
-    def __call__(
-        self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None, kept: SlotCache,
-        pick: Pick | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]: ...  # fmt: skip
-
-
-class Model(DraftModel):
-    """The backbone with the target's head on every slot."""
-
-    def __init__(self, config: Config, target: Target):
+    def __init__(self, config: BackboneConfig, target: Target):
         super().__init__()
         self.config, self.target = with_mask(resolved(config, target.spec)[0], target), target
         self.backbone = Backbone(self.config, target)
@@ -182,9 +165,23 @@ class Model(DraftModel):
     def forward(
         self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None, kept: SlotCache,
         pick: Pick | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """Draft one block a slot: tokens [B, K], logits [B, K, V], no confidence.  pick None takes the most likely token."""
+    ) -> Decoded:  # fmt: skip
+        """Draft one block a slot; as the backbone, with anchors [B], and as `decode`."""
         states = self.backbone(taps, taps_at, anchors[:, None], anchors_at[:, None], mask, kept)[:, 0]
+        return self.decode(states, anchors, pick)
+
+    @abstractmethod
+    def decode(self, states: Tensor, anchors: Tensor, pick: Pick | None) -> Decoded:
+        """The block of states [B, K, H] behind anchors [B]; pick None takes the likeliest tokens."""
+
+    def drafter(self) -> BlockDrafter:
+        return BlockDrafter(self)
+
+
+class Model(BlockModel):
+    """The backbone with the target's head on every slot."""
+
+    def decode(self, states: Tensor, anchors: Tensor, pick: Pick | None) -> Decoded:
         logits = self.target.head(states)
         if pick is None:
             return logits.argmax(-1), logits, None
@@ -192,9 +189,6 @@ class Model(DraftModel):
 
     def predict(self, batch: Batch) -> BlockRows:
         return BlockRows(self.backbone, batch, lambda states, _previous, _rows: self.target.head(states))
-
-    def drafter(self) -> BlockDrafter:
-        return BlockDrafter(self)
 
 
 def build(config: Config, target: Target) -> BlockDrafter:
@@ -207,113 +201,80 @@ def build(config: Config, target: Target) -> BlockDrafter:
 class BlockMemory:
     """Context keys and values of every slot, and taps that no pass has taken in yet."""
 
-    def __init__(self, slots: int, length: int, backbone: Backbone):
-        target = backbone.target
-        self.kept = SlotCache(slots, length, target.device, len(backbone.layers))
-        like = torch.empty(len(backbone.taps), target.spec.hidden, device=target.device, dtype=backbone.fc.weight.dtype)
-        self.waiting = FeatureBuffer(slots, like)
+    def __init__(self, slots: int, length: int, model: BlockModel):
+        self.kept = SlotCache(slots, length, model.target.device, len(model.backbone.layers))
+        self.waiting = FeatureBuffer(slots, len(model.taps), model.target, model.dtype)
 
 
-class BlockDrafter(Drafter):
-    """Drafts a block a slot in one pass.  Committed taps wait until the next pass takes them in together with the block."""
+class BlockDrafter(FeatureDrafter):
+    """Drafts a block a slot in one pass, which takes in the committed taps that wait, too."""
 
     def __init__(self, model: BlockModel):
-        assert isinstance(model, nn.Module)
-        packed.pack(model)
-        self.model = model
-        self.backbone = model.backbone
-        self.taps, self.hidden = model.backbone.taps, model.backbone.target.spec.hidden
-        self.block = model.backbone.config.block
-        self.tree = runners_up_tree(self.block, model.backbone.config.runners_up)
+        super().__init__(model, model.config.block + 1)
+        self.model, self.backbone, self.block = model, model.backbone, model.config.block
+        self.tree = runners_up_tree(self.block, model.config.runners_up)
         self.limit = len(self.tree.paths)
         # a greedy request's tree has runners-up, of which the head says nothing
-        self.confidence_before_draw = getattr(model, "confidence_head", None) is not None and self.limit == self.block
-        own = (blocks, heads, sys.modules[__name__], sys.modules[type(model).__module__])
+        self.confidence_before_draw = model.has_confidence and self.limit == self.block
+        own = (blocks, draft_model, heads, sys.modules[__name__], sys.modules[type(model).__module__])
         self.greedy, self.drawn = self.steps = CompiledBlock(Greedy(model, self.tree), own), CompiledBlock(Drawn(model), own)
 
     def allocate(self, cache: Cache) -> BlockMemory:
         # besides the context: the block, and as many columns again where slots bring unequal numbers of new taps
-        backbone = self.backbone
-        return BlockMemory(cache.slots, cache.length + 2 * backbone.width, backbone)
-
-    def admit(
-        self, memory: BlockMemory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
-    ) -> None:
-        assert scores.taps is not None
-        memory.waiting.admit(rows, scores.taps, lengths)
-        self._settle(memory, rows)
+        return BlockMemory(cache.slots, cache.length + 2 * self.backbone.width, self.model)
 
     @torch.inference_mode()
     def propose(self, memory: BlockMemory, state: DecodeState, budget: Tensor) -> Draft:
         rows, kept = state.rows, memory.kept
-        self._settle(memory, rows)
+        self.catch_up(memory, rows, state)
         taps, counts = memory.waiting.take(rows)
-        is_greedy = state.judge.temperature is None and not state.judge.bans
         step = self._compiled(state)
         if step is not None and step.fits(kept, rows, max(2, taps.shape[1]) + self.backbone.width):
             taps = nn.functional.pad(taps, (0, 0, 0, 0, 0, max(0, 2 - taps.shape[1])))
             kept.open(rows, taps.shape[1] + self.backbone.width)
             tokens, q, confidence = step.run(taps, state, counts, kept)
         else:
-            sampler = Sampler(state)
-            pick: Pick | None = None if is_greedy else lambda logits, _slot: sampler.next(logits)
             kept.open(rows, taps.shape[1] + self.backbone.width)
-            mask = self._mask(kept, taps.shape[1], counts)
-            starts = [kept.lengths[row] for row in rows]
-            taps_at = torch.tensor([list(range(start, start + taps.shape[1])) for start in starts], device=state.device)
-            anchors_at = torch.tensor([start + count for start, count in zip(starts, counts, strict=True)], device=state.device)
-            with packed.products():
-                tokens, logits, confidence = self.model(taps, taps_at, state.anchor, anchors_at, mask, kept, pick)
-            if pick is None:
-                tokens = tokens if self.tree.is_chain else self.tree.choices(logits)
-            q = torch.stack(sampler.q, 1) if sampler.q else None
+            tokens, q, confidence = self._run(taps, state, counts, kept)
         kept.append(counts)
-        if is_greedy and self.limit > self.block:
+        if _is_greedy(state) and self.limit > self.block:
             return self.tree.draft(tokens, budget)
         return Draft.chain(tokens, budget.clamp(max=self.block), q, confidence)
 
-    def observe(self, memory: BlockMemory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
-        assert scores.taps is not None
-        memory.waiting.observe(state.rows, scores.taps, kept)
+    def _run(
+        self, taps: Tensor, state: DecodeState, counts: list[int], kept: SlotCache
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As `CompiledBlock.run`."""
+        new, real_taps, sampler = taps.shape[1], torch.tensor(counts, device=state.device), Sampler(state)
+        pick: Pick | None = None if _is_greedy(state) else lambda logits, _slot: sampler.next(logits)
+        mask = None  # where no slot has padding among its new taps and all stand at the same place, all is visible
+        if not kept.is_even or min(counts) < new:
+            mask = kept.mask(real(new, real_taps, self.backbone.width), self.backbone.fc.weight.dtype)
+        with packed.products():
+            taps_at, anchors_at = kept.positions()[:, :new], kept.starts + real_taps
+            tokens, logits, confidence = self.model(taps, taps_at, state.anchor, anchors_at, mask, kept, pick)
+        if pick is None and not self.tree.is_chain:
+            tokens = self.tree.choices(logits)
+        return tokens, torch.stack(sampler.q, 1) if sampler.q else None, confidence
 
     def _compiled(self, state: DecodeState) -> CompiledBlock | None:
         """What drafts for these requests in one graph, where it is there."""
-        if state.judge.bans:
-            return None
-        if state.judge.temperature is None:
+        if _is_greedy(state):
             return self.greedy
-        # asked last: on a GPU, where there is no graph, it would wait for the device
-        return self.drawn if self.drawn.graphs and _draws_from_all(state) else None
+        # all slots draw from all tokens; asked last: on a GPU, where there is no graph, it would wait for the device
+        is_drawn = self.drawn.graphs and isinstance(state.judge, SamplingJudge) and state.judge.settings.is_tempered
+        return self.drawn if is_drawn and not state.judge.bans else None
 
-    def free(self, memory: BlockMemory, rows: Sequence[int]) -> None:
-        memory.kept.free(rows)
-        memory.waiting.free(rows)
-
-    def _settle(self, memory: BlockMemory, rows: Sequence[int]) -> None:
-        """Take in what waits where it is more than a step brings, such as a prompt; each slot by itself, so none is padded."""
-        for row in rows:
-            if memory.waiting.count(row) > self.block + 1:
-                self._take_in(memory, row)
-
-    @torch.inference_mode()
-    def _take_in(self, memory: BlockMemory, row: int) -> None:
+    def read(self, memory: BlockMemory, row: int, state: DecodeState) -> None:
         taps, [count] = memory.waiting.take([row])
-        start = memory.kept.lengths[row]
         memory.kept.open([row], count)
-        self.backbone.remember(taps, torch.arange(start, start + count, device=taps.device)[None], memory.kept)
+        self.backbone.remember(taps, memory.kept.positions(), memory.kept)
         memory.kept.append([count])
 
-    def _mask(self, kept: SlotCache, width: int, counts: list[int]) -> Tensor | None:
-        """None where no slot has padding among its new taps and all stand at the same place: then all is visible."""
-        if kept.is_even and min(counts) == width:
-            return None
-        seen = real(width, torch.tensor(counts, device=kept.device), self.backbone.width)
-        return kept.mask(seen, self.backbone.fc.weight.dtype)
 
-
-def _draws_from_all(state: DecodeState) -> bool:
-    """Every live slot draws at a temperature above 0 from all tokens."""
-    return isinstance(state.judge, SamplingJudge) and state.judge.settings.is_tempered
+def _is_greedy(state: DecodeState) -> bool:
+    """Every live slot takes the likeliest of all tokens."""
+    return state.judge.temperature is None and not state.judge.bans
 
 
 def runners_up_tree(block: int, runners_up: Sequence[int]) -> RankTree:
@@ -347,37 +308,27 @@ class Blocks(Protocol):
 class BlockRows(DetachedRows):
     """Predictions of blocks drawn under random anchors of a batch: K rows a block, row k labelled with token a + 1 + k.
 
-    head: (states [m, H], the token before each [m], which rows) to logits [m, V].
+    head: (states of n blocks [n, K, H], the token before each [n, K], which rows) to logits [n, K, V].
     """
 
     def __init__(self, blocks: Blocks, batch: Batch, head: Callable[[Tensor, Tensor, slice], Tensor]):
-        config, length = blocks.config, batch.tokens.shape[1]
+        config, (texts, length) = blocks.config, batch.tokens.shape
         self._head, self.slots = head, config.block
-        at, live = draw_anchors(batch, config.anchors)
+        # anchors whose next token is one to learn
+        follows = batch.loss_mask[:, 1:] & (batch.documents[:, 1:] == batch.documents[:, :-1])
+        at, live = drawn(follows, config.anchors)
         states = blocks.drafted(batch, at, live)
-        wanted = at[..., None] + torch.arange(config.block, device=at.device)
-        inside = (wanted + 1 < length) & live[..., None]
-        labels_at, before_at = (wanted + 1).clamp(max=length - 1), wanted.clamp(max=length - 1)
-        is_own = picked(batch.documents, labels_at) == batch.documents.gather(1, at)[..., None]
-        learnt = picked(batch.loss_mask, labels_at) & inside & is_own
+        labels_at, learnt = labelled(batch, at, 1, config.block)
+        slots, number = torch.arange(config.block, device=at.device), torch.arange(at.numel(), device=at.device)
+        before_at = (at[..., None] + slots).clamp(max=length - 1)
         self.previous = picked(batch.tokens, before_at).flatten()
+        begins = length * torch.arange(texts, device=at.device)[:, None, None]
         rows = Labelled(
-            picked(batch.tokens, labels_at).flatten(), (learnt.cumprod(-1) * blocks.weights(at)).flatten(),
-            torch.arange(config.block, device=at.device).repeat(at.numel()),
-            torch.arange(at.numel(), device=at.device).repeat_interleave(config.block),
-            (before_at + _row_offsets(batch.tokens)[..., None]).flatten(),
+            picked(batch.tokens, labels_at).flatten(), ((learnt & live[..., None]) * blocks.weights(at)).flatten(),
+            slots.repeat(at.numel()), number.repeat_interleave(config.block), (begins + before_at).flatten(),
         )  # fmt: skip
         super().__init__(blocks.target, states.flatten(0, 2), batch.hidden, rows)
 
     def head(self, states: Tensor, rows: slice) -> Tensor:
-        return self._head(states, self.previous[rows], rows)
-
-
-def draw_anchors(batch: Batch, most: int) -> tuple[Tensor, Tensor]:
-    """Up to `most` positions a text whose next token is one to learn, drawn without replacement: [B, A] and which are live."""
-    follows = batch.loss_mask[:, 1:] & (batch.documents[:, 1:] == batch.documents[:, :-1])
-    return drawn(follows, most)
-
-
-def _row_offsets(tokens: Tensor) -> Tensor:
-    return (torch.arange(len(tokens), device=tokens.device) * tokens.shape[1])[:, None]
+        whole = states.unflatten(0, (-1, self.slots)), self.previous[rows].unflatten(0, (-1, self.slots))
+        return self._head(*whole, rows).flatten(0, 1)

@@ -20,12 +20,10 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from outrider.drafters.dflash import Backbone, BackboneConfig, BlockDrafter, BlockRows, Pick
+from outrider.drafters.dflash import BackboneConfig, BlockDrafter, BlockModel, BlockRows, Decoded, Pick
 from outrider.errors import DrafterError
-from outrider.nn.draft_model import Batch, DraftModel, with_mask
+from outrider.nn.draft_model import Batch
 from outrider.nn.heads import PrefixGRU
-from outrider.nn.shape import resolved
-from outrider.targets.cache import SlotCache
 from outrider.targets.protocol import Target
 
 
@@ -45,19 +43,16 @@ class Config(BackboneConfig):
     """Draft k weighs exp(-k / decay) in training."""
 
 
-class Model(DraftModel):
+class Model(BlockModel):
     """Backbone, GRU and low-rank correction.  While the curriculum lasts, logged acceptance is that of base blocks too."""
 
     def __init__(self, config: Config, target: Target):
-        super().__init__()
         if config.pure_prefix >= config.block:
             raise DrafterError(
                 f"pure_prefix {config.pure_prefix} leaves none of a block's {config.block} slots to correct; choose fewer, "
                 "or take dflash"
             )
-        self.config, self.target = with_mask(resolved(config, target.spec)[0], target), target
-        self.backbone = Backbone(self.config, target)
-        self.taps = self.backbone.taps
+        super().__init__(config, target)
         hidden = target.spec.hidden
         self.prefix_gru = PrefixGRU(hidden, config.gru)
         self.embed_proj = nn.Sequential(
@@ -67,21 +62,14 @@ class Model(DraftModel):
         )
         nn.init.zeros_(self.embed_proj[2].weight)  # type: ignore[arg-type]
 
-    def forward(
-        self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None, kept: SlotCache,
-        pick: Pick | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """Draft one block a slot: tokens [B, K], logits [B, K, V], no confidence.  pick None takes the likeliest token."""
-        states = self.backbone(taps, taps_at, anchors[:, None], anchors_at[:, None], mask, kept)[:, 0]
-        base = self.target.head(states)
-        token, read = anchors, self.prefix_gru.start(states[:, 0])
-        tokens, corrected = [], []
+    def decode(self, states: Tensor, anchors: Tensor, pick: Pick | None) -> Decoded:
+        base, read = self.target.head(states), self.prefix_gru.start(states[:, 0])
+        tokens, corrected = [anchors], []
         for k in range(base.shape[1]):
-            read = self.prefix_gru(self._words(token), read)
+            read = self.prefix_gru(self._words(tokens[-1]), read)
             corrected.append(base[:, k] if k < self.config.pure_prefix else base[:, k] + self._delta(states[:, k], read))
-            token = corrected[-1].argmax(-1) if pick is None else pick(corrected[-1], k)
-            tokens.append(token)
-        return torch.stack(tokens, 1), torch.stack(corrected, 1), None
+            tokens.append(corrected[-1].argmax(-1) if pick is None else pick(corrected[-1], k))
+        return torch.stack(tokens[1:], 1), torch.stack(corrected, 1), None
 
     def corrections(self, states: Tensor, previous: Tensor) -> Tensor:
         """What is added to the base logits of whole blocks: states [..., K, H] and the token before each slot [..., K]."""
@@ -91,9 +79,6 @@ class Model(DraftModel):
 
     def predict(self, batch: Batch) -> DominoRows:
         return DominoRows(self, batch)
-
-    def drafter(self) -> BlockDrafter:
-        return BlockDrafter(self)
 
     def _delta(self, states: Tensor, read: Tensor) -> Tensor:
         return self.embed_proj(torch.cat([states, read], -1))
@@ -114,8 +99,8 @@ class DominoRows(BlockRows):
         """[M], which rows train by their base logits."""
 
     def _corrected(self, states: Tensor, previous: Tensor, rows: slice) -> Tensor:
-        added = self.model.corrections(states.unflatten(0, (-1, self.slots)), previous.unflatten(0, (-1, self.slots)))
-        return self.target.head(states) + added.flatten(0, 1) * ~self.is_base[rows, None]
+        is_base = self.is_base[rows].unflatten(0, (-1, self.slots))[..., None]
+        return self.target.head(states) + self.model.corrections(states, previous) * ~is_base
 
 
 def base_share(progress: float, curriculum: float) -> float:

@@ -19,11 +19,9 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from outrider.decoding.accept import overlap
-from outrider.drafters.dflash import Backbone, BackboneConfig, BlockDrafter, BlockRows, Pick
-from outrider.nn.draft_model import Batch, DraftModel, with_mask
+from outrider.drafters.dflash import BackboneConfig, BlockDrafter, BlockModel, BlockRows, Decoded, Pick
+from outrider.nn.draft_model import Batch
 from outrider.nn.heads import ConfidenceHead, MarkovHead, MarkovKind
-from outrider.nn.shape import resolved
-from outrider.targets.cache import SlotCache
 from outrider.targets.protocol import Target
 
 
@@ -37,32 +35,23 @@ class Config(BackboneConfig):
     """Train a head that predicts each slot's acceptance."""
 
 
-class Model(DraftModel):
+class Model(BlockModel):
     """Backbone, Markov head, confidence head."""
 
     def __init__(self, config: Config, target: Target):
-        super().__init__()
-        self.config, self.target = with_mask(resolved(config, target.spec)[0], target), target
-        self.backbone = Backbone(self.config, target)
-        self.taps = self.backbone.taps
+        super().__init__(config, target)
+        self.has_confidence = config.confidence
         self.markov_head = MarkovHead(config.markov, target.spec.vocabulary, target.spec.hidden, config.rank)
         self.markov_head.begin(target.embed(torch.arange(target.spec.vocabulary, device=target.device)))
         self.confidence_head = ConfidenceHead(target.spec.hidden + config.rank, config.block) if config.confidence else None
 
-    def forward(
-        self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None, kept: SlotCache,
-        pick: Pick | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """Draft one block a slot: tokens [B, K], logits [B, K, V], confidences [B, K].  pick None takes the likeliest token."""
-        states = self.backbone(taps, taps_at, anchors[:, None], anchors_at[:, None], mask, kept)[:, 0]
-        base = self.target.head(states)
-        token, state = anchors, self.markov_head.start(states[:, 0])
+    def decode(self, states: Tensor, anchors: Tensor, pick: Pick | None) -> Decoded:
+        base, state = self.target.head(states), self.markov_head.start(states[:, 0])
         tokens, corrected = [anchors], []
         for k in range(base.shape[1]):
-            bias, state = self.markov_head(token, states[:, k], state)
+            bias, state = self.markov_head(tokens[-1], states[:, k], state)
             corrected.append(base[:, k] + bias)
-            token = corrected[-1].argmax(-1) if pick is None else pick(corrected[-1], k)
-            tokens.append(token)
+            tokens.append(corrected[-1].argmax(-1) if pick is None else pick(corrected[-1], k))
         drafted, logits = torch.stack(tokens, 1), torch.stack(corrected, 1)
         if self.confidence_head is None:
             return drafted[:, 1:], logits, None
@@ -76,9 +65,6 @@ class Model(DraftModel):
     def predict(self, batch: Batch) -> DSparkRows:
         return DSparkRows(self, batch)
 
-    def drafter(self) -> BlockDrafter:
-        return BlockDrafter(self)
-
 
 class DSparkRows(BlockRows):
     """Block rows with the Markov head on them, and the confidence's own term."""
@@ -88,8 +74,7 @@ class DSparkRows(BlockRows):
         self.model = model
 
     def _corrected(self, states: Tensor, previous: Tensor, rows: slice) -> Tensor:
-        blocks = states.unflatten(0, (-1, self.slots)), previous.unflatten(0, (-1, self.slots))
-        return self.target.head(states) + self.model.markov_head.along(blocks[1], blocks[0]).flatten(0, 1)
+        return self.target.head(states) + self.model.markov_head.along(previous, states)
 
     def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         if self.model.confidence_head is None:

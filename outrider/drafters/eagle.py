@@ -22,8 +22,8 @@ from pydantic import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from outrider.nn.blocks import MLP, RMSNorm
-from outrider.nn.draft_model import Batch, DraftModel
-from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, UnrolledRows
+from outrider.nn.draft_model import Batch
+from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, RecurrentModel, UnrolledRows
 from outrider.nn.shape import resolved
 from outrider.targets.protocol import LayerSizes, Target
 
@@ -53,11 +53,8 @@ class FirstLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Model(DraftModel):
+class Model(RecurrentModel):
     """fc over embedding and feature, one layer; the head is the target's."""
-
-    num_modules = 1
-    taps: tuple[int, ...] = ()
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
@@ -67,25 +64,16 @@ class Model(DraftModel):
         self.fc = nn.Linear(2 * hidden, hidden, bias=config.bias)
         self.layers = nn.ModuleList([FirstLayer(hidden, self.shape)])
 
-    def features(self, seen: Tensor) -> Tensor:
-        return seen.to(self.fc.weight.dtype)
-
     def step(self, module: int, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
         return self.layers[0](self.fc(torch.cat([words.to(features.dtype), features], -1)), angle, attend)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.target.head(hidden)
-
     def predict(self, batch: Batch) -> UnrolledRows:
-        features = self.features(batch.hidden)
+        features = self.features(self.seen(batch))
         if self.config.noise:
             # on the CPU, whose random state a checkpoint keeps; drawn in any case: what is drawn behind it stays the same
             noise = torch.rand(features.shape, dtype=torch.float32).to(features.device, features.dtype)
             features = features + self.config.noise * (2 * noise - 1) * self.training
         return UnrolledRows(self, batch, features, lambda states, hidden: {"feature": distance(states, hidden)})
-
-    def drafter(self) -> RecurrentDrafter:
-        return RecurrentDrafter(self)
 
 
 def distance(states: Tensor, hidden: Tensor) -> Tensor:

@@ -18,8 +18,7 @@ of going on over padding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +26,9 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from outrider.nn.blocks import PairLayer, RMSNorm
-from outrider.nn.draft_model import Batch, DraftModel, resolve_taps
-from outrider.nn.heads import ReducedHead
-from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, UnrolledRows
+from outrider.nn.draft_model import resolve_taps
+from outrider.nn.heads import ReducedHead, VocabularyModel
+from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, RecurrentModel
 from outrider.nn.shape import resolved
 from outrider.targets.protocol import LayerSizes, Target
 
@@ -81,10 +80,8 @@ class MetaQuery(nn.Module):
         return self.o_proj(found.transpose(1, 2).flatten(1)).unflatten(0, taps.shape[:2])
 
 
-class Model(DraftModel):
+class Model(VocabularyModel, RecurrentModel):
     """fc over the taps, one layer, a norm, a head."""
-
-    num_modules = 1
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
@@ -100,13 +97,6 @@ class Model(DraftModel):
         self.norm = RMSNorm(hidden, shape.rms_norm_eps)
         self.head = None if config.vocabulary is None else ReducedHead(target, config.vocabulary)
 
-    def begin(self, counts: Tensor) -> None:
-        if self.head is not None:
-            self.head.begin(counts)
-
-    def facts(self) -> Mapping[str, Any]:
-        return {} if self.head is None else {"draft_vocabulary": self.head.content_hash}
-
     def features(self, seen: Tensor) -> Tensor:
         seen = seen.to(self.fc.weight.dtype)
         if self.fc_norm is not None:
@@ -119,14 +109,7 @@ class Model(DraftModel):
         return self.norm(found) if self.config.norm_output else found
 
     def logits(self, hidden: Tensor) -> Tensor:
-        normed = hidden if self.config.norm_output else self.norm(hidden)
-        return self.target.head(normed) if self.head is None else self.head(normed)
-
-    def predict(self, batch: Batch) -> UnrolledRows:
-        return UnrolledRows(self, batch, self.features(batch.taps))
-
-    def drafter(self) -> RecurrentDrafter:
-        return RecurrentDrafter(self)
+        return super().logits(hidden if self.config.norm_output else self.norm(hidden))
 
 
 def three(layers: int) -> tuple[int, ...]:

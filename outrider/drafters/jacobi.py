@@ -23,12 +23,12 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from outrider.config import Config as Base
-from outrider.decoding.accept import Accepted
+from outrider.decoding.accept import Accepted, judged_q
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
-from outrider.nn import trees
-from outrider.nn.serving import Sampler, verifies_trees, warn_idle
+from outrider.nn import serving, trees
+from outrider.retrieval.pool import Pool
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.prefix import Prefix
 from outrider.targets.protocol import Target
@@ -49,47 +49,11 @@ class Config(Base):
     """N-grams of the pool that are verified beside the window, so that the draft is a tree."""
 
 
-class Pool:
-    """What followed short sequences of tokens, the most recent first.  One slot's."""
-
-    def __init__(self, config: Config):
-        self.longest, self.most, self.siblings = config.gram - 1, config.pool, config.branches + 1
-        self.read = 0
-        """Tokens of the text that were learnt from."""
-        self.follows: dict[tuple[int, ...], list[int]] = {}
-
-    def learn(self, text: list[int]) -> None:
-        """Take in what is new of the text."""
-        for at in range(max(self.read, 1), len(text)):
-            self.add(text[max(0, at - self.longest) : at], text[at])
-        self.read = len(text)
-
-    def add(self, before: Sequence[int], token: int) -> None:
-        """Remember that this token followed these."""
-        for n in range(1, min(self.longest, len(before)) + 1):
-            key = tuple(before[-n:])
-            known = self.follows.pop(key, [])
-            self.follows[key] = [token, *(other for other in known if other != token)][: self.siblings]
-        while len(self.follows) > self.most:
-            del self.follows[next(iter(self.follows))]
-
-    def knows(self, tokens: Sequence[int]) -> bool:
-        """Whether something followed as many of these last tokens as an n-gram can begin with."""
-        return tuple(tokens[-self.longest :]) in self.follows and len(tokens) >= self.longest
-
-    def after(self, tokens: Sequence[int]) -> list[int]:
-        """What followed these tokens, each once: by the longest match first, then the most recent."""
-        found: dict[int, None] = {}
-        for n in range(min(self.longest, len(tokens)), 0, -1):
-            found |= dict.fromkeys(self.follows.get(tuple(tokens[-n:]), ()))
-        return list(found)
-
-
 class Slot:
     """What the last pass says of the tokens to come, and the pool."""
 
     def __init__(self, config: Config):
-        self.pool = Pool(config)
+        self.pool = Pool(config.gram - 1, config.pool, config.branches + 1)
         self.logits: Tensor | None = None
         """[m, V]; row i speaks of the token i places behind the anchor."""
         self.best: list[int] = []
@@ -129,27 +93,26 @@ class Jacobi(Drafter):
             branches = self._branches(slot, text, trunk, int(budget[b]) - len(trunk))
             nodes.append([*trunk, *(token for token, _ in branches)])
             parents.append([*range(-1, len(trunk) - 1), *(parent for _, parent in branches)])
-        return self._draft(nodes, parents, list(map(len, guesses)), q, state.device)
+        draft = trees.of_lists(nodes, parents, state.device)
+        return draft if q is None else replace(draft, q=_full_q(draft, q, list(map(len, guesses))))
 
     def observe(self, memory: list[Slot], state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
         best = []
         if draft.tokens.shape[1]:
             best = (scores.logits.argmax(-1) if scores.choice is None else scores.choice).tolist()
         for b, row in enumerate(state.rows):
-            slot, accepted = memory[row], len(kept.paths[b])
+            slot, accepted, trunk = memory[row], len(kept.paths[b]), _trunk(draft.tree[b][: draft.live[b]])
             slot.forget()
-            trunk = _trunk(draft.tree[b][: draft.live[b]])
-            if kept.next_tokens[b] < 0 or len(trunk) <= accepted:
+            if kept.next_tokens[b] < 0 or trunk <= accepted:
                 continue
             if self.uses_pool:
-                text = state.tokens[row]
-                before = text[max(0, len(text) - accepted - 1 - self.config.gram) : len(text) - accepted - 1]
-                self._learn(slot.pool, before, [draft.ids[b][n] for n in trunk], [best[b][n + 1] for n in trunk], accepted)
+                # what the target would say behind guesses; behind those that were kept the text says it
+                text, end = state.tokens[row], len(state.tokens[row]) - accepted - 1
+                before = text[max(0, end - self.config.gram) : end]
+                for n in range(accepted, trunk):
+                    slot.pool.add([*before, *draft.ids[b][: n + 1]], best[b][n + 1])
             # the next token took the place of the first of these nodes; the row behind it speaks of the place after
-            rows = [n + 1 for n in trunk[accepted:]]
-            is_straight = rows == list(range(rows[0], rows[0] + len(rows)))
-            slot.logits = scores.logits[b, slice(rows[0], rows[-1] + 1) if is_straight else rows]
-            slot.best = [best[b][at] for at in rows]
+            slot.logits, slot.best = scores.logits[b, accepted + 1 : trunk + 1], best[b][accepted + 1 : trunk + 1]
 
     def free(self, memory: list[Slot], rows: Sequence[int]) -> None:
         for row in rows:
@@ -166,10 +129,8 @@ class Jacobi(Drafter):
         for b, (slot, count) in enumerate(zip(slots, counts, strict=True)):
             if slot.logits is not None:
                 logits[b, :count] = slot.logits[:count]
-        sampler = Sampler(state)
-        for depth in range(deepest):
-            sampler.next(logits[:, depth])
-        drawn = sampler.draft(torch.tensor(counts))
+        later = iter(logits.unbind(1)[1:])
+        drawn = serving.chain(logits[:, 0], lambda _drafted: next(later), torch.tensor(counts), state)
         return [own[:count] for own, count in zip(drawn.ids, counts, strict=True)], drawn.q
 
     def _filled(self, slot: Slot, text: list[int], guesses: list[int], size: int, prefix: Prefix | None) -> list[int]:
@@ -204,37 +165,23 @@ class Jacobi(Drafter):
             found += zip(path, [-1, *range(at, at + len(path) - 1)], strict=True)
         return found[:room]
 
-    def _draft(
-        self, nodes: list[list[int]], parents: list[list[int]], drawn: list[int], q: Tensor | None, device: torch.device
-    ) -> Draft:
-        """Lists to tensors; the first drawn[b] nodes of slot b came from q, the others are certain."""
-        draft = trees.of_lists(nodes, parents, device)
-        if q is None:
-            return draft
-        width = draft.tokens.shape[1]
-        is_drawn = torch.arange(width, device=device) < torch.tensor(drawn, device=device)[:, None]
-        certain = q.new_zeros(*draft.tokens.shape, q.shape[-1]).scatter_(-1, draft.tokens[..., None], 1.0)
-        known = torch.nn.functional.pad(q, (0, 0, 0, width - q.shape[1]))
-        return replace(draft, q=torch.where(is_drawn[..., None], known, certain))
 
-    def _learn(self, pool: Pool, before: list[int], guesses: list[int], best: list[int], accepted: int) -> None:
-        """Put what the target would say behind guesses into the pool; of those that were kept the text says it."""
-        for n in range(accepted, len(guesses)):
-            pool.add([*before, *guesses[: n + 1]], best[n])
+def _full_q(draft: Draft, q: Tensor, drawn: list[int]) -> Tensor:
+    """q [B, m, V] over all nodes of the draft: the first drawn[b] of slot b came from it, the others are certain."""
+    width, device = draft.tokens.shape[1], q.device
+    is_drawn = torch.arange(width, device=device) < torch.tensor(drawn, device=device)[:, None]
+    known = torch.nn.functional.pad(q, (0, 0, 0, width - q.shape[1]))
+    return judged_q(known, draft.tokens, torch.ones_like(is_drawn), is_drawn)
 
 
-def _trunk(parents: Sequence[int]) -> list[int]:
-    """The window in a verified draft: the anchor's eldest child, its eldest, and so on."""
-    path = [-1]
-    for n, parent in enumerate(parents):
-        if parent == path[-1]:
-            path.append(n)
-    return path[1:]
+def _trunk(parents: Sequence[int]) -> int:
+    """Nodes of the window in a verified draft, where it stands before its branches."""
+    return next((n for n, parent in enumerate(parents) if parent != n - 1), len(parents))
 
 
 def build(config: Config, target: Target) -> Jacobi:
-    if config.branches and not verifies_trees(target, "jacobi", "its window alone"):
+    if config.branches and not serving.verifies_trees(target, "jacobi", "its window alone"):
         config = config.model_copy(update={"branches": 0})
     has_pool = config.init != "repeat" or bool(config.branches)
-    warn_idle("jacobi", config, {"gram": has_pool, "pool": has_pool}, "without a pool; set init to ngram, or branches")
+    serving.warn_idle("jacobi", config, {"gram": has_pool, "pool": has_pool}, "without a pool; set init to ngram, or branches")
     return Jacobi(config, target.spec.vocabulary)

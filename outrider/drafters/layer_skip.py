@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -87,8 +87,6 @@ class LayerSkip(Drafter):
                 sureness.append(sure)
         return sampler.draft(sizes, torch.stack(sureness, 1) if sureness else None)
 
-    def free(self, memory: Cache, rows: Sequence[int]) -> None: ...
-
 
 def probability(logits: Tensor) -> Tensor:
     """The likeliest token's, at temperature 1.  logits [B, V]; returns [B] float32."""
@@ -98,9 +96,8 @@ def probability(logits: Tensor) -> Tensor:
 
 def build(config: Config, target: Target) -> LayerSkip:
     skips = able(target)
-    skip, length, least = Skip(), LENGTH, LEAST
     if config.file is None:
-        skip = _chosen(config, target, skips.skippable())
+        skip, length, least = _chosen(config, target, skips.skippable()), LENGTH, LEAST
     else:
         skip, length, least = _saved(config.file, target)
     if not skip.attention and not skip.mlp:

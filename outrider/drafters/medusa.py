@@ -18,7 +18,6 @@ B slots, S tokens, H hidden size, V vocabulary, K heads, R ranks, N nodes, W nod
 from __future__ import annotations
 
 import heapq
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -35,8 +34,10 @@ from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.errors import DrafterError
 from outrider.nn import serving, trees
-from outrider.nn.draft_model import Batch, DraftModel, chosen
+from outrider.nn.draft_model import Batch, DraftModel, chosen, labelled
 from outrider.nn.heads import ResidualBlock
+from outrider.nn.rows import Labelled, SharedLabels, whole_blocks
+from outrider.nn.states import LastStates
 from outrider.nn.trees import Path, RankTree
 from outrider.targets.protocol import Target
 
@@ -96,26 +97,22 @@ class Model(DraftModel):
         most = max((max(path) for path in config.tree or ()), default=0)
         if most >= vocabulary:
             raise DrafterError(f"tree asks for a choice of rank {most}, {target.spec.name} has {vocabulary} tokens; lower it")
-        self.medusa_head = nn.ModuleList(nn.ModuleList(self._blocks(k, hidden)) for k in range(config.heads))
-        if config.head == "own":
-            rows = target.head_rows(torch.arange(vocabulary, device=target.device)).detach()
-            for head in self.medusa_head:
-                assert isinstance(head, nn.ModuleList)
+        rows = target.head_rows(torch.arange(vocabulary, device=target.device)).detach() if config.head == "own" else None
+        self.medusa_head = nn.ModuleList()
+        for k in range(config.heads):
+            beside = k + 1 if config.sequential else 0
+            head = nn.ModuleList(ResidualBlock(hidden, 0 if layer else beside) for layer in range(config.layers))
+            if rows is not None:
                 head.append(nn.Linear(hidden, vocabulary, bias=False))
                 head[-1].weight = nn.Parameter(rows.clone())
+            self.medusa_head.append(head)
         self.register_buffer("accuracies", assumed(config.heads, min(RANKS, vocabulary)))
 
-    def _blocks(self, k: int, hidden: int) -> Iterator[nn.Module]:
-        for layer in range(self.config.layers):
-            yield ResidualBlock(hidden, k + 1 if self.config.sequential and layer == 0 else 0)
-
     def state(self, k: int, hidden: Tensor, words: Tensor | None) -> Tensor:
-        """Head k's state [..., H] from the target's [..., H] and, where it is sequential, words [..., k + 1, H]."""
-        head = self.medusa_head[k]
-        assert isinstance(head, nn.ModuleList)
-        x = hidden if words is None else torch.cat([hidden, words.flatten(-2)], -1)
-        for block in head[: self.config.layers]:
-            x = block(x)
+        """Head k's state [..., H] from the target's [..., H] and, where it is sequential, words [..., >= k + 1, H]."""
+        x = hidden if words is None else torch.cat([hidden, words[..., : k + 1, :].flatten(-2)], -1)
+        for layer in range(self.config.layers):
+            x = self.medusa_head[k][layer](x)  # type: ignore[index]
         return x
 
     def logits(self, states: Tensor, first: int = 0) -> Tensor:
@@ -131,8 +128,7 @@ class Model(DraftModel):
 
     def along(self, hidden: Tensor, words: Tensor | None, heads: int) -> Tensor:
         """Logits [..., k, V] of the first `heads` heads on known text: hidden [..., H], words [..., K, H], the anchor first."""
-        seen = [None if words is None else words[..., : k + 1, :] for k in range(heads)]
-        return self.logits(torch.stack([self.state(k, hidden, seen[k]) for k in range(heads)], -2))
+        return self.logits(torch.stack([self.state(k, hidden, words) for k in range(heads)], -2))
 
     def predict(self, batch: Batch) -> Rows:
         return Rows(self, batch)
@@ -175,20 +171,6 @@ def search(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...
 # ── serving ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Memory:
-    """The target's state before every slot's anchor."""
-
-    def __init__(self, slots: int, hidden: int, device: torch.device, dtype: torch.dtype):
-        self.hidden = torch.zeros(slots, hidden, device=device, dtype=dtype)
-        self.known = [False] * slots
-
-    def keep(self, rows: Sequence[int], states: Tensor, at: Sequence[int]) -> None:
-        """Remember states[b, at[b]] of [B, n, H]."""
-        self.hidden[list(rows)] = states[list(range(len(rows))), list(at)].to(self.hidden)
-        for row in rows:
-            self.known[row] = True
-
-
 class MedusaDrafter(Drafter):
     """Drafts a tree of the heads' choices behind one state a slot; nothing where the anchor is all that is known."""
 
@@ -200,22 +182,23 @@ class MedusaDrafter(Drafter):
         self.tree = RankTree(_paths(model))
         self.limit = len(self.tree.paths)
 
-    def allocate(self, cache: Cache) -> Memory:
-        target = self.model.target
-        return Memory(cache.slots, target.spec.hidden, target.device, self.model.accuracies.dtype)
+    def allocate(self, cache: Cache) -> LastStates:
+        return LastStates(cache.slots, self.model.target, self.model.accuracies.dtype)
 
-    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
-        memory.keep(rows, scores.hidden, [length - 1 for length in lengths])
+    def admit(
+        self, memory: LastStates, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
+    ) -> None:
+        memory.admit(rows, scores, lengths)
 
     @torch.inference_mode()
-    def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
-        budget = budget.where(torch.tensor([memory.known[row] for row in state.rows]), 0)
+    def propose(self, memory: LastStates, state: DecodeState, budget: Tensor) -> Draft:
+        budget = memory.within(state.rows, budget)
         most = int(budget.max())
         if not most:
             return Draft.empty(len(state.rows), state.device)
         tree, drawn = self.tree.first(most), self.model.config.drawn and state.judge.temperature is not None
         with packed.products():
-            step = _Step(self.model, memory.hidden[state.rows], state, len(tree.levels))
+            step = _Step(self.model, memory.hidden[state.rows], state, 1 + int(tree.depths.max()))
             if step.all is not None and not (drawn or state.judge.bans):
                 return tree.draft(tree.choices(step.all), budget)
             if not drawn:
@@ -223,15 +206,11 @@ class MedusaDrafter(Drafter):
             draft = trees.sampled(step.first(), step.expand, budget, state, parents=tree.parents)
         return replace(draft, branches=not tree.is_chain)
 
-    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
-        # where a slot was cut its last node is the anchor again
-        paths = [path if last >= 0 else path[:-1] for path, last in zip(kept.paths, kept.next_tokens, strict=True)]
-        memory.keep(state.rows, scores.hidden, [path[-1] + 1 if path else 0 for path in paths])
+    def observe(self, memory: LastStates, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
+        memory.observe(state.rows, scores, kept)
 
-    def free(self, memory: Memory, rows: Sequence[int]) -> None:
-        for row in rows:
-            memory.known[row] = False
-        memory.hidden[list(rows)] = 0
+    def free(self, memory: LastStates, rows: Sequence[int]) -> None:
+        memory.free(rows)
 
 
 class _Step:
@@ -239,31 +218,25 @@ class _Step:
 
     def __init__(self, model: Model, hidden: Tensor, state: DecodeState, depth: int):
         self.model, self.hidden, self.state = model, hidden, state
-        self.anchor = model.words(state.anchor)
-        self.all = model.along(hidden, None, depth) if self.anchor is None else None
+        self.all = None if model.config.sequential else model.along(hidden, None, depth)
         """[B, depth, V], where no head needs to know a drafted token."""
-        self.depth = 0
 
     def first(self) -> Tensor:
         """Logits [B, V] behind the anchor, of what may stand there."""
-        if self.anchor is None:
-            assert self.all is not None
-            return self.state.judge.masked(self.all[:, 0])
-        state = self.model.state(0, self.hidden, self.anchor[:, None])
-        return self.state.judge.masked(self.model.logits(state[:, None])[:, 0])
+        return self.state.judge.masked(self._behind([], 1)[:, 0])
 
     def expand(self, tree: Draft, fresh: int) -> Tensor:
-        """Logits [B, fresh, V] behind the last nodes of the tree; called level by level, as `trees.Expand`."""
-        self.depth += 1
+        """Logits [B, fresh, V] behind the last nodes of the tree, as `trees.Expand`."""
+        return serving.masked(self._behind(trees.path(tree, fresh), fresh), tree, self.state)
+
+    def _behind(self, path: list[Tensor], fresh: int) -> Tensor:
+        """Logits [B, fresh, V] behind drafted tokens, [B, fresh] of each depth."""
+        k = len(path)
         if self.all is not None:
-            logits = self.all[:, self.depth, None].expand(-1, fresh, -1)
-        else:
-            words = self.model.words(torch.stack(trees.path(tree, fresh), -1))
-            assert words is not None and self.anchor is not None
-            seen = torch.cat([self.anchor[:, None, None].expand(-1, fresh, -1, -1), words], 2)
-            state = self.model.state(self.depth, self.hidden[:, None].expand(-1, fresh, -1), seen)
-            logits = self.model.logits(state[..., None, :], self.depth)[..., 0, :]
-        return serving.masked(logits, tree, self.state)
+            return self.all[:, k, None].expand(-1, fresh, -1)
+        words = self.model.words(torch.stack([self.state.anchor[:, None].expand(-1, fresh), *path], -1))
+        state = self.model.state(k, self.hidden[:, None].expand(-1, fresh, -1), words)
+        return self.model.logits(state[..., None, :], k)[..., 0, :]
 
 
 def _paths(model: Model) -> tuple[Path, ...]:
@@ -274,53 +247,47 @@ def _paths(model: Model) -> tuple[Path, ...]:
         return chain
     if config.tree is None:
         return search(model.accuracies.tolist(), config.nodes)
-    if config.nodes != Config.model_fields["nodes"].default:
-        message = "medusa.nodes has no effect beside medusa.tree, whose %d nodes are drafted"
-        logging.getLogger(__name__).warning(message, len(config.tree))
+    serving.warn_idle("medusa", config, {"nodes": False}, f"beside medusa.tree, whose {len(config.tree)} nodes are drafted")
     return config.tree
 
 
 # ── training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Rows:
+class Rows(SharedLabels):
     """Predictions of every head behind every anchor whose next token is one to learn: K rows an anchor, row k of head k.
 
     The hidden states are the target's and learn nothing, so a chunk's gradient goes to the weights at once.
     """
 
     def __init__(self, model: Model, batch: Batch):
-        self.model, self.target, self.vocabulary = model, model.target, model.target.spec.vocabulary
-        heads, length = model.config.heads, batch.tokens.shape[1]
-        text, at, learnt = _anchors(batch, heads, model.config.anchors)
-        steps = torch.arange(heads, device=at.device)
-        wanted = (at[:, None] + 1 + steps).clamp(max=length - 1)
-        flat = text * length
-        self._hidden = batch.hidden.flatten(0, 1)
-        self._before = flat + at - 1
-        self._target_rows = flat[:, None] + wanted - 1
-        self._seen = batch.tokens[text[:, None], (at[:, None] + steps).clamp(max=length - 1)]
-        self.labels = batch.tokens[text[:, None], wanted].flatten()
-        self.weight = (learnt * 0.8**steps).flatten()
-        self.depth = steps.repeat(len(at))
-        self.block = torch.arange(len(at), device=at.device).repeat_interleave(heads)
-        self.hits = torch.zeros(model.accuracies.shape, device=at.device)
+        self.model = model
+        heads, device = model.config.heads, batch.tokens.device
+        at = torch.arange(max(1, batch.tokens.shape[1] - 2), device=device).expand(len(batch.tokens), -1)
+        labels_at, learnt = labelled(batch, at, 2, heads)
+        text, before = chosen(learnt[..., 0], model.config.anchors).nonzero().unbind(-1)
+        labels_at, steps = labels_at[text, before], torch.arange(heads, device=device)
+        rows = Labelled.of(
+            batch, text.repeat_interleave(heads), labels_at.flatten(), (learnt[text, before] * 0.8**steps).flatten(),
+            steps.repeat(len(text)), torch.arange(len(text), device=device).repeat_interleave(heads),
+        )  # fmt: skip
+        super().__init__(model.target, batch.hidden[text, before], batch.hidden, rows)
+        self._before = batch.tokens[text[:, None], labels_at - 1]
+        """[P, K], the anchor and the tokens behind it, of which head k may see the first k + 1."""
+        self.hits = torch.zeros(model.accuracies.shape, device=device)
         """[K, R]: how often the target's likeliest token was head k's choice of rank r, in the rows that were counted."""
-        self.seen = torch.zeros(heads, device=at.device)
+        self.seen = torch.zeros(heads, device=device)
         """[K], how many those are."""
 
     def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
         heads = self.model.config.heads
-        width = max(1, rows // heads)
-        for start in range(0, len(self._before), width):
-            part = slice(start, min(start + width, len(self._before)))
+        for part in whole_blocks(self.block, rows):
+            anchors = slice(part.start // heads, part.stop // heads)
             with torch.no_grad():
-                # heads of neighbouring anchors learn from the same rows
-                places, at = self._target_rows[part].unique(return_inverse=True)
-                target = self.target.head(self._hidden[places])[at.flatten()]
-            hidden = self._hidden[self._before[part]].to(self.model.accuracies.dtype)
-            draft = self.model.along(hidden, self.model.words(self._seen[part]), heads)
-            yield draft.flatten(0, 1), target, slice(heads * part.start, heads * part.stop)
+                target = self.said(part)
+            hidden = self._states[anchors].to(self.model.accuracies.dtype)
+            draft = self.model.along(hidden, self.model.words(self._before[anchors]), heads)
+            yield draft.flatten(0, 1), target, part
 
     def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         if self.model.training:
@@ -347,19 +314,3 @@ class Rows:
         accuracies[counted] = KEEP * accuracies[counted] + (1 - KEEP) * found.to(accuracies.dtype)
         self.hits.zero_()
         self.seen.zero_()
-
-
-def _anchors(batch: Batch, heads: int, most: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Anchors to draft behind: which text, where in it [P], and which of the `heads` tokens behind each are learnt [P, K].
-
-    The token before the anchor and all that are learnt behind it are of the anchor's own text, without a gap.
-    """
-    length = batch.tokens.shape[1]
-    at = torch.arange(1, max(1, length - 1), device=batch.tokens.device)
-    wanted = at[:, None] + 1 + torch.arange(heads, device=at.device)
-    labels_at = wanted.clamp(max=length - 1)
-    own = batch.documents[:, at]
-    follows = batch.loss_mask[:, labels_at] & (batch.documents[:, labels_at] == own[..., None]) & (wanted < length)
-    learnt = (follows & (own == batch.documents[:, at - 1])[..., None]).cumprod(-1)
-    text, place = chosen(learnt[..., 0] > 0, most).nonzero().unbind(-1)
-    return text, at[place], learnt[text, place]

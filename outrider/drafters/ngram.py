@@ -7,23 +7,14 @@ other requests too; both from a trie of n-grams (see `retrieval.trie`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
-from torch import Tensor
 
 from outrider.config import Config as Base
-from outrider.decoding.accept import Accepted
-from outrider.decoding.draft import Draft
-from outrider.decoding.protocols import Cache, Drafter
-from outrider.decoding.state import DecodeState, Scores
-from outrider.nn import trees
+from outrider.nn.lookup import Lookup
 from outrider.nn.serving import verifies_trees, warn_idle
-from outrider.retrieval import trie
-from outrider.retrieval.proposal import NOTHING, Proposal
-from outrider.retrieval.tenants import ByTenant
-from outrider.retrieval.trie import NativeTrie, Trie
+from outrider.retrieval.texts import History, InTrie, Text, Tries
 from outrider.targets.protocol import Target
 
 
@@ -55,119 +46,26 @@ class Config(Base):
         return self
 
 
-class Text(Protocol):
-    """What one slot looks its text up in."""
-
-    def read(self, tokens: list[int]) -> None:
-        """Learn what is new of this text, which only ever grows."""
-
-    def propose(self, tokens: list[int], most: int) -> Proposal:
-        """What may follow it."""
-
-
-class History:
-    """One slot's text by its n-grams: where the token after each stood most recently."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.known = 0
-        self.follows: dict[tuple[int, ...], int] = {}
-
-    def read(self, tokens: list[int]) -> None:
-        """Learn the n-grams that new tokens follow.  The text's own end follows nothing yet, so it never finds itself."""
-        for at in range(max(self.known, 1), len(tokens)):
-            for n in range(self.config.shortest, min(self.config.longest, at) + 1):
-                self.follows[tuple(tokens[at - n : at])] = at
-        self.known = len(tokens)
-
-    def propose(self, tokens: list[int], most: int) -> Proposal:
-        for n in range(min(self.config.longest, len(tokens)), self.config.shortest - 1, -1):
-            at = self.follows.get(tuple(tokens[-n:]))
-            if at is not None:
-                return Proposal.chain(tokens[at : at + most])
-        return NOTHING
-
-
-class InTrie:
-    """One slot's text by its place in a trie, its own or one that is shared."""
-
-    def __init__(self, config: Config, grown: Trie | NativeTrie) -> None:
-        self.config = config
-        self.cursor = grown.cursor()
-        self.known = 0
-
-    def read(self, tokens: list[int]) -> None:
-        if len(tokens) > self.known:
-            self.cursor.append(tokens[self.known :])
-            self.known = len(tokens)
-
-    def propose(self, tokens: list[int], most: int) -> Proposal:
-        config = self.config
-        if config.tree != "chain":
-            return self.cursor.tree(config.tree, most, config.length, config.shortest)
-        return Proposal.chain(self.cursor.chain(most, config.shortest))
-
-
-class NGram(Drafter):
+class NGram(Lookup):
     """Looks the end of the text up in what was read before."""
 
     def __init__(self, config: Config):
+        tries = Tries(config.longest, config.capacity, config.tenants, config.shared)
+        super().__init__(config.length if config.tree == "chain" else config.nodes, tries)
         self.config = config
-        self.limit = config.length if config.tree == "chain" else config.nodes
-        self.shared = ByTenant(self._trie, config.tenants)
-        """Used only where `shared` asks for it."""
 
-    def allocate(self, cache: Cache) -> list[Text | None]:
-        return [None] * cache.slots
-
-    def propose(self, memory: list[Text | None], state: DecodeState, budget: Tensor) -> Draft:
-        found = [self._read(memory, state, row).propose(state.tokens[row], most) for row, most in self._wanted(state, budget)]
-        return trees.of_lists([own.tokens for own in found], [own.parents for own in found], state.device)
-
-    def observe(self, memory: list[Text | None], state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
-        """Others find what was committed at once, also where the text ends here."""
-        if self.config.shared:
-            for row in state.rows:
-                self._read(memory, state, row)
-
-    def free(self, memory: list[Text | None], rows: Sequence[int]) -> None:
-        for row in rows:
-            memory[row] = None
-
-    def _wanted(self, state: DecodeState, budget: Tensor) -> list[tuple[int, int]]:
-        return [(row, min(most, self.limit)) for row, most in zip(state.rows, budget.tolist(), strict=True)]
-
-    def _read(self, memory: list[Text | None], state: DecodeState, row: int) -> Text:
-        """The slot's text, everything committed read."""
-        text = memory[row]
-        if text is None:
-            text = memory[row] = self._text(state.requests[row].tenant)
-        text.read(state.tokens[row])
-        return text
-
-    def _text(self, tenant: str) -> Text:
+    def text(self, tenant: str) -> Text:
         config = self.config
-        if not config.shared:
-            return History(config) if config.tree == "chain" else InTrie(config, self._trie())
-        return InTrie(config, self.shared.of(tenant if config.shared == "tenant" else ""))
-
-    def _trie(self) -> Trie | NativeTrie:
-        # the longest match and the token behind it
-        return trie.fastest(self.config.longest + 1, self.config.capacity)
+        if config.tree == "chain" and not config.shared:
+            return History(config.shortest, config.longest)
+        return InTrie(self.tries.of(tenant).cursor(), config.tree, config.length, config.shortest)
 
 
 def build(config: Config, target: Target) -> NGram:
-    return NGram(_allowed(config, target))
-
-
-def _allowed(config: Config, target: Target) -> Config:
-    """The config that the target can follow; says which settings have no effect."""
+    """Says which settings the target can't follow, and which have no effect."""
     if config.tree != "chain" and not verifies_trees(target, "ngram", f"a chain of {config.length}, as with tree chain"):
         config = config.model_copy(update={"tree": "chain"})
-    needs = {
-        "nodes": config.tree != "chain",
-        "capacity": bool(config.shared) or config.tree != "chain",
-        "tenants": config.shared,
-    }
+    has_trie = config.tree != "chain" or bool(config.shared)
+    needs = {"nodes": config.tree != "chain", "capacity": has_trie, "tenants": config.shared}
     warn_idle("ngram", config, needs, "without a tree or a shared memory")
-    return config
+    return NGram(config)

@@ -46,7 +46,6 @@ TENANTS = 64
 class Recycle(Drafter):
     """Grows a tree of successors under the anchor."""
 
-    taps: tuple[int, ...] = ()
     watches = True
 
     def __init__(self, config: Config, vocabulary: int):

@@ -15,26 +15,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from pydantic import PositiveFloat, PositiveInt, model_validator
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, Qwen3Config
 
-from outrider import demo
 from outrider.config import Config as Base
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.errors import ConfigError, DrafterError
-from outrider.nn import serving, trees
+from outrider.nn import language_model, serving, trees
 from outrider.nn.draft_model import Batch, DraftModel
-from outrider.nn.language_model import TokenRows, architecture_of, fresh, learn, named, positions, read_one, read_texts
+from outrider.nn.language_model import ModelConfig, TokenRows
+from outrider.targets import causal_lm
 from outrider.targets.cache import SlotCache
-from outrider.targets.family import trunk
 from outrider.targets.protocol import Target
 from outrider.targets.quantised import quantise
 from outrider.targets.transformers import TransformersTarget, load_target
@@ -57,18 +56,12 @@ class New(Base):
     """One matrix is embedding and head."""
 
 
-class Config(Base):
+class Config(ModelConfig):
     kind: Literal["small_model"] = "small_model"
-    model: str = "demo"
-    """Folder or Hugging Face id of the drafting model; `demo` is the one that ships with Outrider."""
     new: New | None = None
     """Sizes of a fresh model to train, in place of `model`."""
     architecture: dict[str, Any] | None = None
     """What a checkpoint knows of the trained model's shape, as in a config.json: `model` is not needed again."""
-    quantize: Literal["int8"] | None = None
-    """Round the linear layers of the drafting model, whatever the target's are; needs torchao."""
-    device: str | None = None
-    """Where it drafts, such as cuda:1; the target's device unless given."""
     length: PositiveInt = 4
     """Tokens drafted per step; levels of a tree."""
     width: PositiveInt = 1
@@ -98,19 +91,11 @@ class Memory:
 class SmallModel(Drafter):
     """Drafts a chain or a tree with a language model of its own."""
 
-    taps: tuple[int, ...] = ()
-
     def __init__(self, model: TransformersTarget, config: Config):
         self.model, self.config, self.steps = model, config, (model.step,)
         self.parents = trees.shape(config.width, config.length, config.nodes) if config.width > 1 else ()
         self.limit = config.length if config.width == 1 else len(self.parents)
-        self.room = model.spec.context - config.length
-        """Tokens of a text that it can read and still draft behind."""
-        if self.room < 1:
-            raise ConfigError(
-                f"small_model.length {config.length} leaves no room in the drafting model's context of {model.spec.context}; "
-                "choose a smaller length"
-            )
+        self.room = language_model.room(model, config.kind, config.length)
 
     def allocate(self, cache: Cache) -> Memory:
         read = self.config.width * (self.config.length - 1)
@@ -118,37 +103,32 @@ class SmallModel(Drafter):
         return Memory(own, [0] * cache.slots)
 
     def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
-        self._read(memory.cache, rows, [self._seen(memory, row, state.tokens[row][: state.prefilled[row]]) for row in rows])
+        self._read(memory, rows, [state.tokens[row][: state.prefilled[row]] for row in rows])
 
     @torch.inference_mode()
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
-        logits = self._read(memory.cache, state.rows, [self._seen(memory, row, state.tokens[row]) for row in state.rows])
-        if self.config.width == 1:
-            return serving.chain(logits, lambda tokens: read_one(self.model, memory.cache, state.rows, tokens), budget, state)
-        return self._tree(memory, state, budget, logits)
-
-    def _tree(self, memory: Memory, state: DecodeState, budget: Tensor, logits: Tensor) -> Draft:
-        rows, cache = state.rows, memory.cache
+        rows, cache, config = state.rows, memory.cache, self.config
+        logits = self._read(memory, rows, [state.tokens[row] for row in rows])
+        if config.width == 1:
+            return serving.chain(logits, partial(language_model.read_one, self.model, cache, rows), budget, state)
 
         def expand(tree: Draft, fresh: int) -> Tensor:
             if memory.tree is None:
                 for row in rows:  # the anchor was read with the text; from here on it is the root of every pass
                     cache.lengths[row] -= 1
             memory.tree = tree
-            found: Tensor = self.model.verify(cache, rows, state.anchor, tree).logits[:, -fresh:]
-            return found
+            return self.model.verify(cache, rows, state.anchor, tree).logits[:, -fresh:]
 
-        shape: Any = {"width": self.config.width, "depth": self.config.length, "parents": self.parents}
-        return serving.tree(logits, expand, budget, state, **shape, replacement=self.config.replacement)
+        shape: Any = {"width": config.width, "depth": config.length, "parents": self.parents}
+        return serving.tree(logits, expand, budget, state, **shape, replacement=config.replacement)
 
     def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
         """Forget what was rejected: of the committed tokens all but the last may stand in the cache, and no draft beyond."""
         if memory.tree is not None:
             tree, memory.tree = memory.tree, None
             read = [memory.skipped[row] + memory.cache.lengths[row] for row in state.rows]
-            memory.cache.keep(
-                trees.paths(tree, [state.tokens[row][at + 1 : -1] for row, at in zip(state.rows, read, strict=True)])
-            )
+            texts = [state.tokens[row][at + 1 : -1] for row, at in zip(state.rows, read, strict=True)]
+            memory.cache.keep(trees.paths(tree, texts))
             return
         for b, row in enumerate(state.rows):
             agreed = len(state.tokens[row]) - memory.skipped[row] - (kept.next_tokens[b] >= 0)
@@ -159,16 +139,15 @@ class SmallModel(Drafter):
         for row in rows:
             memory.skipped[row] = 0
 
-    def _seen(self, memory: Memory, row: int, text: list[int]) -> list[int]:
-        """What is read of a text: its end, where all of it is more than the model's context takes."""
-        if len(text) - memory.skipped[row] > self.room:
-            # half of the room, so that all is read anew only once in a while
-            memory.skipped[row] = len(text) - max(1, self.room // 2)
-            memory.cache.free([row])
-        return text[memory.skipped[row] :]
-
-    def _read(self, cache: SlotCache, rows: Sequence[int], texts: Sequence[list[int]]) -> Tensor:
-        return read_texts(self.model, cache, rows, texts, self.limit + 1)
+    def _read(self, memory: Memory, rows: Sequence[int], texts: Sequence[list[int]]) -> Tensor:
+        """Logits [R, V] behind these texts, or behind the end of one that is more than the model's context takes."""
+        for row, text in zip(rows, texts, strict=True):
+            if len(text) - memory.skipped[row] > self.room:
+                # half of the room, so that all is read anew only once in a while
+                memory.skipped[row] = len(text) - max(1, self.room // 2)
+                memory.cache.free([row])
+        ends = [text[memory.skipped[row] :] for row, text in zip(rows, texts, strict=True)]
+        return language_model.read_texts(self.model, memory.cache, rows, ends, self.limit + 1)
 
 
 # ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -183,21 +162,13 @@ class Model(DraftModel):
         super().__init__()
         self.target = target
         self.lm: Any = _to_train(config, target)
-        self.config = config.model_copy(update={"architecture": architecture_of(self.lm)})
-        self._finish, self._reads_packed = learn(self.lm, config.model)
+        self.config = config.model_copy(update={"architecture": causal_lm.architecture_of(self.lm)})
+        self._finish, self._reads_packed = causal_lm.learn(self.lm, config.model)
 
     def read(self, tokens: Tensor, documents: Tensor) -> Tensor:
         """States [B, S, H] before the head; every text is read as if it stood alone.  tokens, documents [B, S]."""
         self._check_length(documents)
-        follows = documents[:, 1:] == documents[:, :-1]
-        if bool((follows | (documents[:, 1:] == 0)).all()):  # one text a row, padding behind it
-            return self._states(tokens)
-        if self._reads_packed:
-            return self._states(tokens, position_ids=positions(documents))
-        begins = nn.functional.pad(~follows, (1, 0), value=True).flatten()
-        lengths = torch.diff(begins.nonzero()[:, 0].cpu(), append=torch.tensor([begins.numel()])).tolist()
-        alone = self._states(pad_sequence(tokens.flatten().split(lengths), batch_first=True))
-        return torch.cat([states[:n] for states, n in zip(alone, lengths, strict=True)]).view(*tokens.shape, -1)
+        return causal_lm.read(self.lm, tokens, documents, self._reads_packed)
 
     def head(self, states: Tensor) -> Tensor:
         """Logits [..., V], the family's soft cap and scale applied."""
@@ -213,15 +184,11 @@ class Model(DraftModel):
         served = load_target(copy.deepcopy(self.lm, shared))
         return SmallModel(served, _allowed(self.config, served, self.target))
 
-    def _states(self, tokens: Tensor, **given: Tensor) -> Tensor:
-        found: Tensor = trunk(self.lm)(input_ids=tokens, use_cache=False, **given).last_hidden_state
-        return found
-
     def _check_length(self, documents: Tensor) -> None:
         context = getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
         if context is None or documents.shape[1] <= context:
             return
-        longest = int(positions(documents)[documents > 0].max()) + 1
+        longest = int(causal_lm.positions(documents)[documents > 0].max()) + 1
         if longest > context:
             raise DrafterError(
                 f"a text of {longest} tokens is longer than the context of small_model {self.config.model!r}, {context}; "
@@ -230,28 +197,23 @@ class Model(DraftModel):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Model:
         """Weights follow a change of type; what is computed once, such as rotary frequencies, keeps its own."""
-        kept = [
-            (module, name, buffer)
-            for module in self.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name in module._non_persistent_buffers_set
-        ]
+        computed = [(module, name) for module in self.modules() for name in module._non_persistent_buffers_set]
+        kept = [module._buffers[name] for module, name in computed]
         super()._apply(fn, recurse)
-        for module, name, buffer in kept:
-            there = module._buffers[name]
-            assert there is not None
-            module._buffers[name] = buffer.to(there.device)
+        for (module, name), buffer in zip(computed, kept, strict=True):
+            if buffer is not None:
+                module._buffers[name] = buffer.to(getattr(module, name).device)
         return self
 
 
 def _to_train(config: Config, target: Target) -> Any:
     """The language model in float32: of a checkpoint's shape, of the sizes asked for, or the one that is named."""
     if config.architecture is not None:
-        lm = fresh(AutoConfig.for_model(**config.architecture))
+        lm = causal_lm.fresh(AutoConfig.for_model(**config.architecture))
     elif config.new is not None:
-        lm = fresh(_qwen3(config.new, target))
+        lm = causal_lm.fresh(_qwen3(config.new, target))
     else:
-        lm = named(str(demo.SMALL_MODEL) if config.model == "demo" else config.model, target)
+        lm = causal_lm.named(config.model, target)
     own = lm.get_output_embeddings().weight.shape[0]
     if own != target.spec.vocabulary:
         raise DrafterError(
@@ -284,11 +246,9 @@ def build(config: Config, target: Target) -> SmallModel:
         if config.quantize is not None:
             quantise(fresh, config.quantize)
         return fresh.drafter()
-    name = str(demo.SMALL_MODEL) if config.model == "demo" else config.model
-    model = load_target(name, device=target.device, dtype=target.spec.dtype, quantize=config.quantize)
+    model = language_model.loaded(config, target)
     mine, theirs = model.spec, target.spec
-    is_same = mine.vocabulary == theirs.vocabulary and theirs.tokenizer_hash in (None, mine.tokenizer_hash)
-    if not is_same:
+    if mine.vocabulary != theirs.vocabulary or theirs.tokenizer_hash not in (None, mine.tokenizer_hash):
         raise DrafterError(
             f"small_model {config.model!r} has a vocabulary of {mine.vocabulary} (tokenizer {mine.tokenizer_hash}), the target "
             f"{theirs.name!r} one of {theirs.vocabulary} (tokenizer {theirs.tokenizer_hash}); choose a model with the target's "

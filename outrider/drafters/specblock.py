@@ -21,23 +21,24 @@ bandit that learns online is not here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from itertools import accumulate
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from outrider import packed
-from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.protocols import Cache, Drafter
-from outrider.decoding.state import DecodeState, Scores
+from outrider.decoding.protocols import Cache
+from outrider.decoding.state import DecodeState
 from outrider.nn import serving, trees
 from outrider.nn.blocks import ContextLayer, KeyValues, RMSNorm, angles
-from outrider.nn.draft_model import Batch, DraftModel, copy_layers, resolve_taps
-from outrider.nn.heads import ReducedHead
-from outrider.nn.pairs import Drawn, PairBuffer, draw, sight
+from outrider.nn.draft_model import Batch, copy_layers, resolve_taps
+from outrider.nn.heads import ReducedHead, VocabularyModel
+from outrider.nn.pairs import Drawn, PairMemory, draw, sight
 from outrider.nn.rows import Labelled, SharedLabels, whole_blocks
 from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.cache import SlotCache
@@ -105,7 +106,7 @@ class RankHead(nn.Module):
         return self.mlp(torch.cat([states, seen.to(states.dtype)], -1))
 
 
-class Model(DraftModel):
+class Model(VocabularyModel):
     """A feature and a token in, K states out; heads on them."""
 
     def __init__(self, config: Config, target: Target):
@@ -126,13 +127,6 @@ class Model(DraftModel):
         if config.copies is not None:
             copy_layers(self.layers, config.copies, target)
 
-    def begin(self, counts: Tensor) -> None:
-        if self.head is not None:
-            self.head.begin(counts)
-
-    def facts(self) -> Mapping[str, Any]:
-        return {} if self.head is None else {"draft_vocabulary": self.head.content_hash}
-
     def fused(self, taps: Tensor) -> Tensor:
         """What a first block stands on, [B, n, H], from taps [B, n, T, H]."""
         return self.fc(taps.flatten(2).to(self.fc.weight.dtype))
@@ -145,7 +139,7 @@ class Model(DraftModel):
         x, turn = self._rows(features, tokens), angles(self._places(at), self.shape)
         for i, layer in enumerate(self.layers):
             x = self._shifted(i, x)
-            x = layer(x, x[:, :0], turn, turn, mask, kept, i)
+            x = layer(x, None, turn, turn, mask, kept, i)
         return self.norm(x).unflatten(1, (-1, self.config.slots))
 
     def first(self, features: Tensor, tokens: Tensor, mask: Tensor, asked: Tensor, kept: KeyValues) -> Tensor:
@@ -159,12 +153,11 @@ class Model(DraftModel):
         *lower, last = self.layers
         assert isinstance(last, ContextLayer)
         for i, layer in enumerate(lower):
-            x, parts = self._shifted(i, x), []
-            for begin in range(0, x.shape[1], step):
-                end = min(begin + step, x.shape[1])
-                part, own = x[:, begin:end], turn[..., begin:end, :]
-                parts.append(layer(part, part[:, :0], own, own, mask[:, :, begin:end, :end], kept, i))
-            x = torch.cat(parts, 1)
+            parts = zip(self._shifted(i, x).split(step, 1), turn.split(step, -2), mask.split(step, 2), strict=True)
+            found = []
+            for n, (part, own, seen) in enumerate(parts, 1):
+                found.append(layer(part, None, own, own, seen[..., : n * step], kept, i))
+            x = torch.cat(found, 1)
         x = self._shifted(len(lower), x)
         rows = (self.config.slots * asked[..., None] + torch.arange(self.config.slots, device=asked.device)).flatten(1)
         texts, own = torch.arange(len(rows), device=rows.device)[:, None], angles(self._places(asked), self.shape)
@@ -188,10 +181,6 @@ class Model(DraftModel):
         """x [B, n * K, H] as it enters this layer."""
         return self.shifts[layer - 1](x.unflatten(1, (-1, self.config.slots))).flatten(1, 2) if layer else x
 
-    def logits(self, states: Tensor) -> Tensor:
-        """[..., V] of states [..., H]; -inf where a reduced vocabulary has no token."""
-        return self.target.head(states) if self.head is None else self.head(states)
-
     def predict(self, batch: Batch) -> Rows:
         return Rows(self, batch)
 
@@ -206,14 +195,6 @@ def build(config: Config, target: Target) -> SpecBlock:
 # ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Memory:
-    """Keys and values of K slots a pair, and pairs that no pass has read yet."""
-
-    def __init__(self, slots: int, pairs: int, model: Model):
-        self.kept = SlotCache(slots, pairs * model.config.slots, model.target.device, len(model.layers))
-        self.waiting = PairBuffer(slots, len(model.taps), model.target, model.fc.weight.dtype)
-
-
 class First:
     """A first block behind the newest pair of every slot."""
 
@@ -223,67 +204,50 @@ class First:
         """[B, K, H], [B, K, V], and where that pair stands, [B]."""
 
 
-class SpecBlock(Drafter):
+class SpecBlock(serving.FeatureDrafter):
     """Drafts a tree at temperature 0, where the target verifies trees, and a chain of up to two blocks else."""
 
     def __init__(self, model: Model):
-        packed.pack(model)
         self.model, self.config = model, model.config
-        self.taps, self.hidden = model.taps, model.target.spec.hidden
         self.longest = self.config.slots * min(2, self.config.blocks)
+        super().__init__(model, self.longest + 1)
         chain = min(self.longest, self.config.nodes)
         self.has_trees = serving.verifies_trees(model.target, "specblock", f"chains of at most {chain}")
         self.limit = self.config.nodes if self.has_trees else chain
 
-    def allocate(self, cache: Cache) -> Memory:
+    def allocate(self, cache: Cache) -> PairMemory:
         # besides the text: what a step brings, and a second block for each of the most candidates
-        return Memory(cache.slots, cache.length + self.longest + 1 + max(WIDTHS), self.model)
-
-    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
-        assert scores.taps is not None
-        memory.waiting.admit(rows, scores.taps, lengths)
-        self._settle(memory, rows, state)
+        pairs = cache.length + self.longest + 1 + max(WIDTHS)
+        return PairMemory(cache.slots, pairs * self.config.slots, self.config.layers, self.model)
 
     @torch.inference_mode()
-    def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
+    def propose(self, memory: PairMemory, state: DecodeState, budget: Tensor) -> Draft:
         sizes = memory.waiting.within(state.rows, budget.clamp(max=self.limit))
         if not int(sizes.max()):
             return Draft.empty(len(state.rows), state.device)
-        self._settle(memory, state.rows, state)
+        self.catch_up(memory, state.rows, state)
         with packed.products():
             first = self._first(memory, state)
             if state.judge.temperature is None and not state.judge.bans and self.has_trees:
                 return self._tree(memory.kept, first, sizes)
             return self._chain(memory.kept, first, sizes.clamp(max=self.longest), state)
 
-    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
-        assert scores.taps is not None
-        memory.waiting.observe(state.rows, scores.taps, kept)
+    def read(self, memory: PairMemory, row: int, state: DecodeState) -> None:
+        self._read(memory, [row], state, leave=1)
 
-    def free(self, memory: Memory, rows: Sequence[int]) -> None:
-        memory.kept.free(rows)
-        memory.waiting.free(rows)
-
-    def _settle(self, memory: Memory, rows: Sequence[int], state: DecodeState) -> None:
-        """Read what waits where it is more than a step brings, such as a prompt, but for its last pair."""
-        for row in rows:
-            if memory.waiting.count(row) > self.longest + 1:
-                self._read(memory, [row], state, leave=1)
-
-    @torch.inference_mode()
-    def _read(self, memory: Memory, rows: Sequence[int], state: DecodeState, leave: int) -> tuple[Tensor, Tensor]:
+    def _read(self, memory: PairMemory, rows: Sequence[int], state: DecodeState, leave: int) -> tuple[Tensor, Tensor]:
         """Read waiting pairs.  Returns the states of each slot's last one, [B, K, H], and where it stands, [B]."""
         kept, slots = memory.kept, self.config.slots
         taps, tokens, counts = memory.waiting.pairs(rows, state, leave)
         kept.open(rows, slots * tokens.shape[1])
+        at = kept.positions()[:, ::slots] // slots
+        states = self.model(self.model.fused(taps), tokens, at, kept.mask(None, self.model.dtype), kept)
+        last = (torch.tensor(counts, device=at.device) - 1).clamp(min=0)
         begins = kept.starts // slots
-        at = begins[:, None] + torch.arange(tokens.shape[1], device=begins.device)
-        states = self.model(self.model.fused(taps), tokens, at, kept.mask(None, self.model.fc.weight.dtype), kept)
         kept.append([slots * count for count in counts])
-        last = (torch.tensor(counts, device=begins.device) - 1).clamp(min=0)
-        return states[torch.arange(len(counts), device=begins.device), last], begins + last
+        return states[torch.arange(len(counts), device=at.device), last], begins + last
 
-    def _first(self, memory: Memory, state: DecodeState) -> First:
+    def _first(self, memory: PairMemory, state: DecodeState) -> First:
         states, at = self._read(memory, state.rows, state, leave=0)
         return First(state.rows, states, self.model.logits(states), at)
 
@@ -293,7 +257,7 @@ class SpecBlock(Drafter):
         kept.open(first.rows, slots * width)
         number = torch.arange(slots * width, device=tokens.device)
         own = (number[:, None] // slots == number // slots) & (number[:, None] >= number)
-        mask = kept.mask(own[None], self.model.fc.weight.dtype)
+        mask = kept.mask(own[None], self.model.dtype)
         # the slots of the first block behind the one that it goes on from; they stand last
         behind = kept.columns - kept.starts[:, None]
         hidden = (behind < 0) & (behind >= slot[:, None] + 1 - slots)
@@ -318,25 +282,21 @@ class SpecBlock(Drafter):
         return serving.possible(serving.chain(rows[0], read_one, sizes, state), state)
 
     def _tree(self, kept: SlotCache, first: First, sizes: Tensor) -> Draft:
+        """The first block's likeliest tokens, and second blocks behind the best of its first slot in doubt."""
         slot, width = doubt(self.model.rank_head(first.states, first.logits).argmax(-1))
         best = _law(first.logits).topk(min(max(WIDTHS), first.logits.shape[-1]), -1)
-        here = torch.arange(len(slot), device=slot.device)
-        candidates = best.indices[here, slot], best.values[here, slot]
-        widths, most = width.tolist(), min(int(width.max()), best.indices.shape[-1])
-        chains = zip(best.indices[..., 0].tolist(), best.values[..., 0].tolist(), strict=True)
-        grown = [Grown(*chain) for chain in chains]
-        offers = list(zip(slot.tolist(), *(found[:, :most].tolist() for found in candidates), strict=True))
-        following: list[Any] = [None] * len(grown)
+        here, most = torch.arange(len(slot), device=slot.device), min(int(width.max()), best.indices.shape[-1])
+        tokens, scores = best.indices[here, slot, :most], best.values[here, slot, :most]
+        chains, offers = _listed(best.indices[..., 0], best.values[..., 0]), _listed(tokens, scores)
+        behind: list[Path] = [[]] * tokens.numel()
         if most and self.config.blocks > 1 and int(sizes.max()) > 1:
-            second = _law(self._second(kept, first, slot, candidates[0][:, :most])).max(-1)
-            following = list(zip(second.indices.tolist(), second.values.tolist(), strict=True))
-        for b, tree in enumerate(grown):
-            at, tokens, scores = offers[b]
-            for w in range(min(widths[b], most)):
-                behind = ((), ()) if following[b] is None else (following[b][0][w], following[b][1][w])
-                tree.branch(at, [tokens[w], *behind[0]], [scores[w], *behind[1]])
-        found = [tree.best(size) for tree, size in zip(grown, sizes.tolist(), strict=True)]
-        return trees.of_lists([tokens for tokens, _ in found], [parents for _, parents in found], first.logits.device)
+            second = _law(self._second(kept, first, slot, tokens)).max(-1)
+            behind = _listed(second.indices.flatten(0, 1), second.values.flatten(0, 1))
+        found = []
+        for b, (at, wide, size) in enumerate(zip(slot.tolist(), width.tolist(), sizes.tolist(), strict=True)):
+            branches = [[*chains[b][:at], offers[b][w], *behind[b * most + w]] for w in range(min(wide, most))]
+            found.append(likeliest([chains[b], *branches], size))
+        return trees.of_lists([own for own, _ in found], [parents for _, parents in found], first.logits.device)
 
 
 def doubt(ranks: Tensor) -> tuple[Tensor, Tensor]:
@@ -349,40 +309,31 @@ def doubt(ranks: Tensor) -> tuple[Tensor, Tensor]:
     return slot, torch.tensor(WIDTHS, device=ranks.device)[ranks.gather(-1, slot[:, None])[:, 0]]
 
 
-class Grown:
-    """One slot's tree: a chain and branches off it, each node with the log probability of its path.  Equal siblings are one."""
+Path = list[tuple[int, float]]
+"""Tokens from the anchor down, each with its log probability behind the one before."""
 
-    def __init__(self, tokens: Sequence[int], scores: Sequence[float]):
-        """scores: log probability of each token in its slot."""
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.scores: list[float] = []
-        self._known: dict[tuple[int, int], int] = {}
-        self.chain: list[int] = []
-        self.branch(0, tokens, scores)
-        self.chain = list(range(len(self.tokens)))
 
-    def branch(self, at: int, tokens: Sequence[int], scores: Sequence[float]) -> None:
-        """Add a path that stands where the chain has its node `at`.  A token of probability 0 ends it."""
-        parent = self.chain[at - 1] if at else -1
-        total = self.scores[parent] if at else 0.0
-        for token, score in zip(tokens, scores, strict=True):
-            total += score
+def likeliest(paths: Sequence[Path], most: int) -> tuple[list[int], list[int]]:
+    """Tokens and parents of the likeliest nodes of these paths, descending.  Equal siblings are one, at the better's chance.
+
+    A parent is never less likely than its child, so every prefix is a tree.  A token of probability 0 ends its path.
+    """
+    totals: dict[tuple[int, ...], float] = {}
+    for path in paths:
+        tokens = tuple(token for token, _ in path)
+        for n, total in enumerate(accumulate(score for _, score in path), 1):
             if total == -torch.inf:
-                return
-            node = self._known.setdefault((parent, token), len(self.tokens))
-            if node == len(self.tokens):
-                self.tokens.append(token)
-                self.parents.append(parent)
-                self.scores.append(total)
-            self.scores[node] = max(self.scores[node], total)
-            parent = node
+                break
+            totals[tokens[:n]] = max(total, totals.get(tokens[:n], -torch.inf))
+    # of equals the first found, so parents stand before their children
+    nodes = sorted(totals, key=lambda node: -totals[node])[:most]
+    place = {(): -1} | {node: n for n, node in enumerate(nodes)}
+    return [node[-1] for node in nodes], [place[node[:-1]] for node in nodes]
 
-    def best(self, most: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of the likeliest nodes, descending; a parent is never less likely, so every prefix is a tree."""
-        order = sorted(range(len(self.tokens)), key=lambda node: (-self.scores[node], node))[:most]
-        place = {-1: -1} | {node: n for n, node in enumerate(order)}
-        return [self.tokens[node] for node in order], [place[self.parents[node]] for node in order]
+
+def _listed(tokens: Tensor, scores: Tensor) -> list[Path]:
+    """tokens, scores [n, K], row by row."""
+    return [list(zip(*row, strict=True)) for row in zip(tokens.tolist(), scores.tolist(), strict=True)]
 
 
 def _law(logits: Tensor) -> Tensor:
@@ -390,20 +341,6 @@ def _law(logits: Tensor) -> Tensor:
 
 
 # ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Tape:
-    """Keys and values of all blocks so far, with their gradients."""
-
-    def __init__(self) -> None:
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        if layer_idx in self._layers:
-            before = self._layers[layer_idx]
-            keys, values = torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
-        self._layers[layer_idx] = keys, values
-        return keys, values
 
 
 class Rows(SharedLabels):
@@ -425,10 +362,7 @@ class Rows(SharedLabels):
         text, pair, number, slot = where
         labels_at = drawn.labels_at[..., depths][where]
         block = (text * drawn.at.shape[1] + pair) * config.blocks + number
-        rows = Labelled(
-            batch.tokens[text, labels_at], torch.ones_like(block), depths[number, slot], block,
-            text * batch.tokens.shape[1] + labels_at - 1,
-        )  # fmt: skip
+        rows = Labelled.of(batch, text, labels_at, torch.ones_like(block), depths[number, slot], block)
         super().__init__(model.target, states[where], batch.hidden, rows)
         is_right, self.ranks = self._looked_at()
         right = torch.ones_like(learnt)
@@ -464,44 +398,33 @@ def rollout(model: Model, batch: Batch, drawn: Drawn, taken: Sequence[int]) -> T
     Block b + 2 goes on from slot taken[b] - 1 of the one before, with the text's own token.
     """
     slots, pairs = model.config.slots, batch.tokens.shape[1] - 1
-    seen, tape = sight(batch.documents), Tape()
-    mask = first_sight(seen, slots)[:, None]
-    found = [model.first(model.fused(batch.taps[:, :-1]), batch.tokens[:, 1:], mask, drawn.at, tape)]
+    seen, kept = sight(batch.documents), DynamicCache()
+    every = torch.arange(pairs, device=seen.device).expand(len(seen), -1)
+    mask = block_sight(seen, every, [], slots)[:, None]
+    found = [model.first(model.fused(batch.taps[:, :-1]), batch.tokens[:, 1:], mask, drawn.at, kept)]
     for b, count in enumerate(taken):
         places = drawn.at + sum(taken[: b + 1])
         tokens = batch.tokens.gather(1, (places + 1).clamp(max=pairs))
-        mask = later_sight(seen, drawn.at, taken[: b + 1], slots)[:, None]
-        found.append(model(found[-1][:, :, count - 1], tokens, places, mask, tape))
+        mask = block_sight(seen, drawn.at, taken[: b + 1], slots)[:, None]
+        found.append(model(found[-1][:, :, count - 1], tokens, places, mask, kept))
     return torch.stack(found, 2)
 
 
-def first_sight(pairs: Tensor, slots: int) -> Tensor:
-    """What rows of first blocks see, [B, P * K, P * K] bool: all slots of earlier pairs, their own up to themselves.
-
-    pairs [B, P, P] says which pairs a pair sees.
-    """
-    order = torch.arange(slots, device=pairs.device)
-    itself = torch.eye(pairs.shape[1], dtype=torch.bool, device=pairs.device)[:, None, :, None]
-    up_to = order[:, None, None] >= order
-    return torch.where(itself, up_to, pairs[:, :, None, :, None]).flatten(3).flatten(1, 2)
-
-
-def later_sight(pairs: Tensor, at: Tensor, taken: Sequence[int], slots: int) -> Tensor:
+def block_sight(pairs: Tensor, at: Tensor, taken: Sequence[int], slots: int) -> Tensor:
     """What rows of block len(taken) + 1 see of all blocks so far and their own, [B, A * K, (P + len(taken) * A) * K] bool.
 
     First blocks of earlier pairs whole, of their own pair's earlier blocks the slots that were taken, their own up to
-    themselves.  pairs [B, P, P], at [B, A].
+    themselves.  pairs [B, P, P] says which pairs a pair sees; at [B, A], in the first block every pair.
     """
-    count, order = at.shape[1], torch.arange(slots, device=at.device)
+    order = torch.arange(slots, device=at.device)
+    own = [*((order < count).expand(slots, -1) for count in taken), order[:, None] >= order]
+    is_own = torch.arange(pairs.shape[-1], device=at.device) == at[..., None]
     before = pairs.gather(1, at[..., None].expand(-1, -1, pairs.shape[-1]))
-    itself = torch.arange(pairs.shape[-1], device=at.device) == at[..., None]
-    first = torch.where(itself[..., None], order < taken[0], before[..., None]).flatten(2)
-    first = first[:, :, None].expand(-1, -1, slots, -1).flatten(1, 2)
-    same = torch.eye(count, dtype=torch.bool, device=at.device)[:, None, :, None]
-    middle = [(same & (order < some)).expand(-1, slots, -1, -1) for some in taken[1:]]
-    own = same & (order[:, None, None] >= order)
-    rest = torch.cat([block.flatten(2).flatten(0, 1) for block in (*middle, own)], -1)
-    return torch.cat([first, rest.expand(len(at), -1, -1)], -1)
+    # [B, A, K, P, K]
+    first = torch.where(is_own[:, :, None, :, None], own[0][:, None], before[:, :, None, :, None])
+    same = torch.eye(at.shape[1], dtype=torch.bool, device=at.device)[:, None, :, None]
+    later = [(same & seen[:, None]).expand(len(at), -1, -1, -1, -1) for seen in own[1:]]
+    return torch.cat([block.flatten(3).flatten(1, 2) for block in (first, *later)], -1)
 
 
 def rank_class(draft: Tensor, wanted: Tensor) -> Tensor:

@@ -10,30 +10,19 @@ merged node by node (see `retrieval.proposal`) in place of the better of two; co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
-from torch import Tensor
 
 from outrider.config import Config as Base
-from outrider.decoding.accept import Accepted
-from outrider.decoding.draft import Draft
-from outrider.decoding.protocols import Cache, Drafter
-from outrider.decoding.state import DecodeState, Scores
-from outrider.nn import trees
+from outrider.nn.lookup import Lookup
 from outrider.nn.serving import verifies_trees
-from outrider.retrieval import corpora, proposal, trie
+from outrider.retrieval import corpora, proposal
 from outrider.retrieval.proposal import Found, Proposal, Trust
 from outrider.retrieval.suffix_array import Corpus
-from outrider.retrieval.tenants import ByTenant
-from outrider.retrieval.trie import Cursor as PythonCursor
-from outrider.retrieval.trie import NativeCursor, NativeTrie
-from outrider.retrieval.trie import Trie as PythonTrie
+from outrider.retrieval.texts import Tries
+from outrider.retrieval.trie import Cursor, NativeCursor
 from outrider.targets.protocol import Target
-
-Trie = PythonTrie | NativeTrie
-Cursor = PythonCursor | NativeCursor
 
 
 class Config(Base):
@@ -60,84 +49,53 @@ class Config(Base):
     """Tenants whose texts are remembered; the one that asked least recently goes."""
 
 
-@dataclass
 class Text:
     """One slot's places in the memory of its own text and in the shared one, and what was found behind it in the last step."""
 
-    cursors: dict[str, Cursor]
-    read: int = 0
-    found: list[Found] = field(default_factory=list)
+    def __init__(self, config: Config, cursors: dict[str, Cursor | NativeCursor], sources: Sequence[Corpus], trust: Trust):
+        self.config, self.cursors, self.sources, self.trust = config, cursors, sources, trust
+        self.known = 0
+        self.found: list[Found] = []
 
-    def append(self, tokens: list[int], trust: Trust) -> None:
+    def read(self, tokens: list[int]) -> None:
         """Learn what is new of this text, which only ever grows."""
-        if len(tokens) > self.read:
-            trust.learn(self.found, tokens[self.read])
+        if len(tokens) > self.known:
+            self.trust.learn(self.found, tokens[self.known])
             self.found = []
             for cursor in self.cursors.values():
-                cursor.append(tokens[self.read :])
-            self.read = len(tokens)
+                cursor.append(tokens[self.known :])
+            self.known = len(tokens)
 
-
-class Suffix(Drafter):
-    """Looks the end of the text up in everything that may be known."""
-
-    def __init__(self, config: Config, sources: Sequence[Corpus] = ()):
-        self.config, self.sources = config, sources
-        self.limit = config.nodes
-        self.shared = ByTenant(self._trie, config.tenants)
-        self.trust = Trust()
-        """Of sources, learnt over all requests: how often they were right, nothing of what they said."""
-
-    def allocate(self, cache: Cache) -> list[Text | None]:
-        return [None] * cache.slots
-
-    def propose(self, memory: list[Text | None], state: DecodeState, budget: Tensor) -> Draft:
-        found = [
-            self._looked_up(self._read(memory, state, row), state.tokens[row], min(most, self.limit))
-            for row, most in zip(state.rows, budget.tolist(), strict=True)
-        ]
-        return trees.of_lists([own.tokens for own in found], [own.parents for own in found], state.device)
-
-    def observe(self, memory: list[Text | None], state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
-        """Others find what was committed at once, also where the text ends here."""
-        if self.config.shared:
-            for row in state.rows:
-                self._read(memory, state, row)
-
-    def free(self, memory: list[Text | None], rows: Sequence[int]) -> None:
-        for row in rows:
-            memory[row] = None
-
-    def _looked_up(self, text: Text, tokens: list[int], most: int) -> Proposal:
+    def propose(self, tokens: list[int], most: int) -> Proposal:
         """The best of what all sources say, as long as the longest match makes worth it."""
         config = self.config
         if most <= 0:
             return proposal.NOTHING
         found = [
             Found(name, cursor.followed, cursor.tree("frequency", most, config.levels, config.shortest))
-            for name, cursor in text.cursors.items()
+            for name, cursor in self.cursors.items()
         ]
         found += [corpora.looked_up(corpus, tokens, most, config.levels, config.shortest) for corpus in self.sources]
-        text.found = [one for one in found if one.proposal.tokens]
-        longest = max((one.length for one in text.found), default=0)
+        self.found = [one for one in found if one.proposal.tokens]
+        longest = max((one.length for one in self.found), default=0)
         best = proposal.merged(found, min(most, int(config.factor * longest)), self.trust)
         return best.first(sum(share >= config.least for share in best.shares))
 
-    def _read(self, memory: list[Text | None], state: DecodeState, row: int) -> Text:
-        """The slot's text, everything committed read."""
-        text = memory[row]
-        if text is None:
-            cursors = {"own": self._trie().cursor()}
-            if self.config.shared:
-                tenant = state.requests[row].tenant if self.config.shared == "tenant" else ""
-                cursors["shared"] = self.shared.of(tenant).cursor()
-            text = memory[row] = Text(cursors)
-        text.append(state.tokens[row], self.trust)
-        return text
 
-    def _trie(self) -> Trie:
-        # the longest match and the token behind it
-        return trie.fastest(self.config.longest + 1, self.config.capacity)
+class Suffix(Lookup):
+    """Looks the end of the text up in everything that may be known."""
+
+    def __init__(self, config: Config, sources: Sequence[Corpus] = ()):
+        super().__init__(config.nodes, Tries(config.longest, config.capacity, config.tenants, config.shared))
+        self.config, self.sources = config, sources
+        self.trust = Trust()
+        """Of sources, learnt over all requests: how often they were right, nothing of what they said."""
+
+    def text(self, tenant: str) -> Text:
+        cursors = {"own": self.tries.new().cursor()}
+        if self.config.shared:
+            cursors["shared"] = self.tries.of(tenant).cursor()
+        return Text(self.config, cursors, self.sources, self.trust)
 
 
 def build(config: Config, target: Target) -> Suffix:

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from outrider.errors import ExportError
 from outrider.export.formats import Config, Format, Layout, Source
-from outrider.nn.language_model import NOT_SHAPE, architecture_of
+from outrider.targets.causal_lm import NOT_SHAPE, architecture_of
 from outrider.targets.transformers import TransformersTarget
 
 

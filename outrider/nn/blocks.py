@@ -20,7 +20,7 @@ from outrider.targets.protocol import LayerSizes
 class KeyValues(Protocol):
     """Where a layer's keys and values are kept between passes."""
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, /) -> tuple[Tensor, Tensor]: ...
 
 
 class RMSNorm(nn.RMSNorm):
@@ -67,16 +67,16 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rows: Tensor,
+        rows: Tensor | None,
         q_angles: Tensor,
         k_angles: Tensor,
         mask: Tensor | None,
         kept: KeyValues | None,
         layer: int,
     ) -> Tensor:
-        """x [B, Q, H]; rows [B, C + Q, H] give keys and values; mask [B or 1, 1, Q, all] additive or bool."""
+        """x [B, Q, H]; rows [B, C + Q, H] give keys and values, x unless given; mask [B or 1, 1, Q, all] additive or bool."""
         q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))).transpose(1, 2), q_angles)
-        k, v = self.keys_values(rows, k_angles)
+        k, v = self.keys_values(x if rows is None else rows, k_angles)
         if kept is not None:
             k, v = kept.update(k, v, layer)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.heads != self.kv_heads)
@@ -87,15 +87,6 @@ class Attention(nn.Module):
         k = self.k_norm(self.k_proj(rows).unflatten(-1, (self.kv_heads, self.head_dim))).transpose(1, 2)
         v = self.v_proj(rows).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
         return rotate(k, k_angles), v
-
-
-class SelfAttention(Attention):
-    """Queries, keys and values from the same rows."""
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, turn: Tensor, mask: Tensor | None, kept: KeyValues | None, layer: int
-    ) -> Tensor:
-        return super().forward(x, x, turn, turn, mask, kept, layer)
 
 
 class MLP(nn.Module):
@@ -122,12 +113,13 @@ class ContextLayer(nn.Module):
         self.mlp = MLP(hidden, shape.intermediate)
 
     def forward(
-        self, x: Tensor, context: Tensor, q_angles: Tensor, k_angles: Tensor, mask: Tensor | None,
+        self, x: Tensor, context: Tensor | None, q_angles: Tensor, k_angles: Tensor, mask: Tensor | None,
         kept: KeyValues | None = None, layer: int = 0,
     ) -> Tensor:  # fmt: skip
-        """x [B, Q, H], context [B, C, H]; returns [B, Q, H]."""
+        """x [B, Q, H], context [B, C, H] or none; returns [B, Q, H]."""
         normed = self.input_layernorm(x)
-        x = x + self.self_attn(normed, torch.cat([context, normed], 1), q_angles, k_angles, mask, kept, layer)
+        rows = None if context is None else torch.cat([context, normed], 1)
+        x = x + self.self_attn(normed, rows, q_angles, k_angles, mask, kept, layer)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -105,6 +105,10 @@ class DraftModel(nn.Module, ABC):
         """What a checkpoint says of the weights and checks when it is loaded, such as the hash of a reduced vocabulary."""
         return {}
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
     @abstractmethod
     def predict(self, batch: Batch) -> Predictions: ...
 
@@ -115,6 +119,19 @@ class DraftModel(nn.Module, ABC):
 def picked(values: Tensor, at: Tensor) -> Tensor:
     """values [B, S] at positions [B, A, K]."""
     return values.gather(1, at.flatten(1)).view(at.shape)
+
+
+def labelled(batch: Batch, at: Tensor, first: int, depths: int) -> tuple[Tensor, Tensor]:
+    """Where the tokens stand that drafts from places `at` [B, A] guess, `first` behind them and on, and which are learnt.
+
+    Both [B, A, D].  A token is learnt if it is one to learn, of the place's own text, and so are those of all depths before;
+    where there is none, it is said to stand at the text's end.
+    """
+    length = batch.tokens.shape[1]
+    wanted = at[..., None] + first + torch.arange(depths, device=at.device)
+    labels_at = wanted.clamp(max=length - 1)
+    is_own = picked(batch.documents, labels_at) == batch.documents.gather(1, at)[..., None]
+    return labels_at, (picked(batch.loss_mask, labels_at) & is_own & (wanted < length)).cumprod(-1).bool()
 
 
 def drawn(live: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -175,6 +192,25 @@ def with_mask(config: C, target: Target) -> C:
     """The config with what stands in masked slots named, so that a checkpoint says it."""
     token = mask_token(config.mask_token, target)  # type: ignore[attr-defined]
     return config.model_copy(update={"mask_token": LEARNT if token is None else token})
+
+
+class MaskedModule(nn.Module):
+    """A module that reads masks: a token of the target's, or a vector `mask` of its own."""
+
+    target: Target
+    mask_token: int | None
+
+    def choose_mask(self, asked: MaskToken, target: Target) -> None:
+        self.mask_token = mask_token(asked, target)
+        if self.mask_token is None:
+            self.mask = nn.Parameter(torch.randn(target.spec.hidden) * 0.02)
+
+    def words(self, tokens: Tensor, masks: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Embeddings of tokens [..., n] and of masks behind them, [..., n + masks, H]; in the target's type unless given."""
+        if self.mask_token is not None:
+            return self.target.embed(nn.functional.pad(tokens, (0, masks), value=self.mask_token)).to(dtype=dtype)
+        words = self.target.embed(tokens).to(dtype=dtype)
+        return torch.cat([words, self.mask.to(words.dtype).expand(*tokens.shape[:-1], masks, -1)], -2)
 
 
 @torch.no_grad()

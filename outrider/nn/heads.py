@@ -7,13 +7,15 @@ that a draft may hold.  Parameter names follow the released checkpoints.
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.errors import DrafterError
+from outrider.nn.draft_model import DraftModel
 from outrider.targets.protocol import Target
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
@@ -145,6 +147,23 @@ class ReducedHead(nn.Module):
         found = self.lm_head(hidden)
         whole = found.new_full((*found.shape[:-1], len(self.t2d)), -torch.inf)
         return whole.index_copy(-1, self.ids, found)
+
+
+class VocabularyModel(DraftModel):
+    """A draft model that ends in the target's head, or in one of its own over fewer tokens."""
+
+    head: ReducedHead | None
+
+    def begin(self, counts: Tensor) -> None:
+        if self.head is not None:
+            self.head.begin(counts)
+
+    def facts(self) -> Mapping[str, Any]:
+        return {} if self.head is None else {"draft_vocabulary": self.head.content_hash}
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., V] of states [..., H]; -inf where a reduced vocabulary has no token."""
+        return self.target.head(states) if self.head is None else self.head(states)
 
 
 class PrefixGRU(nn.Module):

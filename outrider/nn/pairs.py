@@ -16,8 +16,9 @@ from torch import Tensor
 
 from outrider.decoding.draft import padded
 from outrider.decoding.state import DecodeState
-from outrider.nn.draft_model import Batch, drawn, picked
+from outrider.nn.draft_model import Batch, DraftModel, drawn, labelled
 from outrider.nn.serving import FeatureBuffer
+from outrider.targets.cache import SlotCache
 from outrider.targets.protocol import Target
 
 # ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -27,7 +28,7 @@ class PairBuffer(FeatureBuffer):
     """Pairs of every slot that no pass has read yet: the features wait, their tokens are the text's."""
 
     def __init__(self, slots: int, taps: int, target: Target, dtype: torch.dtype):
-        super().__init__(slots, torch.empty(taps, target.spec.hidden, device=target.device, dtype=dtype))
+        super().__init__(slots, taps, target, dtype)
         self.read = [0] * slots
         """Pairs of each slot that were taken."""
 
@@ -51,6 +52,14 @@ class PairBuffer(FeatureBuffer):
             self.read[row] = 0
 
 
+class PairMemory:
+    """Keys and values of what every slot has read, and pairs that no pass has read yet."""
+
+    def __init__(self, slots: int, length: int, layers: int, model: DraftModel):
+        self.kept = SlotCache(slots, length, model.target.device, layers)
+        self.waiting = PairBuffer(slots, len(model.taps), model.target, model.dtype)
+
+
 # ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -67,14 +76,11 @@ class Drawn(NamedTuple):
 
 def draw(batch: Batch, most: int, depths: int) -> Drawn:
     """Up to `most` pairs a text from which there is something to learn, drawn without replacement."""
-    length, texts = batch.tokens.shape[1], batch.documents
-    follows = batch.loss_mask[:, 2:] & _whole(texts)[:, : max(0, length - 2)] & (texts[:, 2:] == texts[:, :-2])
+    texts = batch.documents
+    follows = batch.loss_mask[:, 2:] & _whole(texts)[:, :-1] & (texts[:, 2:] == texts[:, :-2])
     at, live = drawn(follows, most)
-    wanted = at[..., None] + 2 + torch.arange(depths, device=at.device)
-    labels_at = wanted.clamp(max=length - 1)
-    own = picked(texts, labels_at) == texts.gather(1, at)[..., None]
-    learnt = picked(batch.loss_mask, labels_at) & own & (wanted < length) & live[..., None]
-    return Drawn(at, labels_at, learnt.cumprod(-1).bool())
+    labels_at, learnt = labelled(batch, at, 2, depths)
+    return Drawn(at, labels_at, learnt & live[..., None])
 
 
 def sight(documents: Tensor) -> Tensor:

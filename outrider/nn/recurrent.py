@@ -17,9 +17,9 @@ B slots or texts, n positions, K steps, D modules, H hidden size, V vocabulary, 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,16 +29,16 @@ from torch import Tensor, nn
 from outrider import packed
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.protocols import Cache, Drafter
+from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState, Scores
 from outrider.nn import serving, trees
-from outrider.nn.blocks import RMSNorm, angles, check_heads, rotate
-from outrider.nn.draft_model import Batch, chosen, picked
+from outrider.nn.blocks import Attention, angles, rotate
+from outrider.nn.draft_model import Batch, DraftModel, chosen, labelled
+from outrider.nn.pairs import PairBuffer
 from outrider.nn.rows import Labelled, SharedLabels
-from outrider.nn.serving import FeatureBuffer
 from outrider.nn.shape import LayerConfig
-from outrider.targets.cache import SlotCache
-from outrider.targets.protocol import LayerSizes, Target
+from outrider.targets.cache import Limit, SlotCache
+from outrider.targets.protocol import LayerSizes
 
 READ = 512
 """Most pairs of one slot read in one pass."""
@@ -75,58 +75,48 @@ class RecurrentConfig(LayerConfig):
     """Most rollouts trained per text and step; all unless given.  Fewer spare the head, which is most of a step's work."""
 
 
-class RecurrentModel(Protocol):
-    """A draft model as this module serves and unrolls it."""
-
-    @property
-    def config(self) -> RecurrentConfig: ...
+class RecurrentModel(DraftModel):
+    """A draft model of step modules: served by `RecurrentDrafter`, trained by `UnrolledRows`."""
 
     shape: LayerSizes
-    target: Target
-    taps: tuple[int, ...]
+    taps: tuple[int, ...] = ()
     """Target layers its features are made of; () takes the hidden state after the final norm."""
-    num_modules: int
+    num_modules = 1
     """Step modules with weights of their own: step s takes module min(s, num_modules - 1)."""
+    limits: Sequence[Limit | None] = (None,)
+    """How far each module sees."""
+
+    def seen(self, source: Batch | Scores) -> Tensor:
+        """What it looks at of a target's pass, [B, n, T, H]: taps, or the hidden state as the only one."""
+        if not self.taps:
+            return source.hidden.unsqueeze(-2)
+        assert source.taps is not None
+        return source.taps
 
     def features(self, seen: Tensor) -> Tensor:
-        """What the target said, taps [B, n, T, H] or hidden [B, n, H], as a step module takes it: [B, n, H]."""
-
-    def step(self, module: int, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
-        """words, features [B, n, H] to what the next step takes for features, [B, n, H].  angle as `blocks.angles` gives it."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """What a step gave, [..., H], to logits [..., V]."""
-
-
-@runtime_checkable
-class OwnRotation(Protocol):
-    """A model whose step modules turn by positions themselves, and may see less than all before them."""
-
-    limits: Sequence[Any]
-    """How far each module sees, None without end; else its `kind` is window and its `size` counts positions, its own too."""
+        """What was seen, [B, n, T, H], as a step module takes it: [B, n, H]."""
+        return seen.flatten(-2).to(self.dtype)
 
     def turn(self, positions: Tensor) -> Tensor:
         """What `step` is given as `angle`, for positions [B or 1, n] of pairs."""
+        return angles(positions, self.shape)
+
+    @abstractmethod
+    def step(self, module: int, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
+        """words, features [B, n, H] to what the next step takes for features, [B, n, H].  angle as `turn` gives it."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What a step gave, [..., H], to logits [..., V]."""
+        return self.target.head(hidden)
+
+    def predict(self, batch: Batch) -> UnrolledRows:
+        return UnrolledRows(self, batch, self.features(self.seen(batch)))
+
+    def drafter(self) -> RecurrentDrafter:
+        return RecurrentDrafter(self)
 
 
-def turned(model: RecurrentModel, positions: Tensor) -> Tensor:
-    """What the steps at these positions [B or 1, n] turn by."""
-    if isinstance(model, OwnRotation):
-        return model.turn(positions)
-    return angles(positions, model.shape)
-
-
-def limit_of(model: RecurrentModel, module: int) -> Any:
-    """How far this module sees."""
-    return model.limits[module] if isinstance(model, OwnRotation) else None
-
-
-def module_of(step: int, model: RecurrentModel) -> int:
-    """Which module takes this step, counted from 0."""
-    return min(step, model.num_modules - 1)
-
-
-class RecurrentAttention(nn.Module):
+class RecurrentAttention(Attention):
     """Self-attention that leaves to its caller what is seen.
 
     gated: sigmoid(W x + b) scales every number of every head before o_proj, x being the layer's input.
@@ -134,25 +124,16 @@ class RecurrentAttention(nn.Module):
 
     def __init__(self, width: int, hidden: int, shape: LayerSizes, qk_norm: bool = False, gated: bool = False):
         """width: of the input; hidden: of the output."""
-        super().__init__()
-        check_heads(shape)
-        self.head_dim = shape.head_dim
-        self.q_proj = nn.Linear(width, shape.heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, shape.kv_heads * shape.head_dim, bias=False)
-        self.o_proj = nn.Linear(shape.heads * shape.head_dim, hidden, bias=False)
-        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if qk_norm else nn.Identity()
+        super().__init__(hidden, shape, width)
+        if not qk_norm:
+            self.q_norm = self.k_norm = nn.Identity()  # type: ignore[assignment]
         self.gate = nn.Linear(width, shape.heads * shape.head_dim) if gated else None
 
-    def forward(self, x: Tensor, angle: Tensor, attend: Attend, layer: int) -> Tensor:
+    def forward(self, x: Tensor, angle: Tensor, attend: Attend, layer: int) -> Tensor:  # type: ignore[override]
         """x [B, n, width]; returns [B, n, H]."""
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(self.q_norm(q).transpose(1, 2), angle), rotate(self.k_norm(k).transpose(1, 2), angle)
-        out = attend(q, k, v.transpose(1, 2), layer).transpose(1, 2).flatten(2)
-        if self.gate is not None:
-            out = out * self.gate(x).sigmoid()
-        return self.o_proj(out)
+        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, -1))).transpose(1, 2), angle)
+        out = attend(q, *self.keys_values(x, angle), layer).transpose(1, 2).flatten(2)
+        return self.o_proj(out if self.gate is None else out * self.gate(x).sigmoid())
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> Tensor:
@@ -169,166 +150,101 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tenso
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def seen_of(model: RecurrentModel, source: Batch | Scores) -> Tensor:
-    """What this model looks at of a target's pass: taps [B, n, T, H], or hidden states [B, n, H] where it has no taps."""
-    if not model.taps:
-        return source.hidden
-    assert source.taps is not None
-    return source.taps
-
-
 # ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass
-class Pairs:
-    """Keys and values of the pairs every slot has read, and features of those that wait."""
+class Memory:
+    """Pairs that wait, keys and values of those that every slot has read, and what was said of the last one."""
 
-    kept: SlotCache
-    waiting: FeatureBuffer
-    """The last one known always waits: its pass gives the first drafted token."""
-    said: list[Tensor | None]
-    """Of every slot, what all modules said of the last token read, side by side [D * H]; None before the first."""
+    def __init__(self, slots: int, length: int, model: RecurrentModel):
+        target, modules = model.target, model.num_modules
+        self.waiting = PairBuffer(slots, max(1, len(model.taps)), target, model.dtype)
+        """The last one known always waits: its pass gives the first drafted token."""
+        self.kept = SlotCache(slots, length, target.device, modules)
+        self.said = torch.zeros(slots, modules * target.spec.hidden, device=target.device, dtype=model.dtype)
+        """[slots, D * H]: what all modules said of the last pair read, side by side; 0 before the first."""
 
 
-class RecurrentDrafter(Drafter):
+class RecurrentDrafter(serving.FeatureDrafter):
     """Drafts a chain or a tree, feeding a step module its own output."""
 
     def __init__(self, model: RecurrentModel):
-        assert isinstance(model, nn.Module)
-        packed.pack(model)
-        self.model = model
-        self.taps, self.hidden = model.taps, model.target.spec.hidden
-        self.width = _allowed_width(model)
-        config = model.config
+        config, self.model, self.width = model.config, model, model.config.width
+        if self.width == 1:
+            idle = {"nodes": False, "replacement": False}
+            serving.warn_idle(config.kind, config, idle, "on a chain; set width above 1 for a tree")
+        elif not serving.verifies_trees(model.target, config.kind, f"a chain of {config.length}, as with width 1"):
+            self.width = 1
         self.parents = trees.shape(self.width, config.length, config.nodes) if self.width > 1 else ()
         self.limit = len(self.parents) or config.length
-        self.dtype = next(model.parameters()).dtype
+        super().__init__(model, self.limit + 1)
 
-    def allocate(self, cache: Cache) -> Pairs:
+    def allocate(self, cache: Cache) -> Memory:
         # besides the text's pairs: drafted tokens that are read, and columns where slots bring unequal numbers of pairs
         room = self.limit + 1 + max(self.limit, self.width * self.model.config.length)
-        target, taps = self.model.target, len(self.taps)
-        like = torch.empty(*([taps] if taps else []), target.spec.hidden, device=target.device, dtype=self.dtype)
-        kept = SlotCache(cache.slots, cache.length + room, target.device, self.model.num_modules)
-        return Pairs(kept, FeatureBuffer(cache.slots, like), [None] * cache.slots)
+        return Memory(cache.slots, cache.length + room, self.model)
 
-    def admit(self, memory: Pairs, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
-        memory.waiting.admit(rows, seen_of(self.model, scores), lengths)
-        self._settle(memory, rows, state)
+    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
+        memory.waiting.admit(rows, self.model.seen(scores), lengths)
+        self.catch_up(memory, rows, state)
 
     @torch.inference_mode()
-    def propose(self, memory: Pairs, state: DecodeState, budget: Tensor) -> Draft:
-        rows, kept = state.rows, memory.kept
-        # behind the very first token of a text there is no feature yet
-        budget = budget * torch.tensor([memory.waiting.count(row) > 0 for row in rows])
-        if not int(budget.max()):
-            return Draft.empty(len(rows), state.device)
-        self._settle(memory, rows, state)
+    def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
+        sizes = memory.waiting.within(state.rows, budget)
+        if not int(sizes.max()):
+            return Draft.empty(len(state.rows), state.device)
+        self.catch_up(memory, state.rows, state)
         with packed.products():
-            rollout = Rollout(self.model, kept, rows, self._last(memory, rows, state), self.dtype)
+            self._read(memory, state.rows, state)
+            rollout = Rollout(self.model, memory.kept, state.rows, memory.said[state.rows])
             try:
-                return serving.possible(self._draft(rollout, state, budget), state)
+                return serving.possible(self._draft(rollout, state, sizes), state)
             finally:
                 rollout.forget()
 
     def _draft(self, rollout: Rollout, state: DecodeState, budget: Tensor) -> Draft:
-        first = self.model.logits(_parts(self.model, rollout.hidden)[0][:, 0])
+        first = self.model.logits(rollout.hidden[:, 0, : self.hidden])
         if self.width == 1:
             return serving.chain(first, rollout.read_one, budget, state)
         config = self.model.config
         shape: Any = {"width": self.width, "depth": config.length, "parents": self.parents}
         return serving.tree(first, rollout.expand, budget, state, **shape, replacement=config.replacement)
 
-    def observe(self, memory: Pairs, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
-        memory.waiting.observe(state.rows, seen_of(self.model, scores), kept)
+    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
+        memory.waiting.observe(state.rows, self.model.seen(scores), kept)
 
-    def free(self, memory: Pairs, rows: Sequence[int]) -> None:
-        memory.kept.free(rows)
-        memory.waiting.free(rows)
-        for row in rows:
-            memory.said[row] = None
+    def free(self, memory: Memory, rows: Sequence[int]) -> None:
+        super().free(memory, rows)
+        memory.said[list(rows)] = 0
 
-    @torch.inference_mode()
-    def _settle(self, memory: Pairs, rows: Sequence[int], state: DecodeState) -> None:
-        """Read what waits where it is more than a step brings, such as a prompt; each slot by itself, so none is padded."""
-        for row in rows:
-            while (waiting := memory.waiting.count(row)) > self.limit + 1:
-                self._read(memory, [row], state, *memory.waiting.take([row], [min(waiting - 1, READ)]))
+    def read(self, memory: Memory, row: int, state: DecodeState) -> None:
+        while (waiting := memory.waiting.count(row)) > self.most:
+            self._read(memory, [row], state, leave=max(1, waiting - READ))
 
-    def _last(self, memory: Pairs, rows: Sequence[int], state: DecodeState) -> Tensor:
-        """Read all that waits; what the modules say of each slot's last token, [B, D * H]."""
-        features, counts = memory.waiting.take(rows)
-        found = self._read(memory, rows, state, features, counts)
-        last = torch.tensor(counts, device=found.device).clamp(min=1) - 1
-        return found[torch.arange(len(rows), device=found.device), last]
-
-    def _read(
-        self, memory: Pairs, rows: Sequence[int], state: DecodeState, seen: Tensor, counts: Sequence[int]
-    ) -> Tensor:  # fmt: skip
-        """Read pairs of these slots, right-padded features [R, n, ...] of which counts[r] are real; outputs [R, n, D * H]."""
-        kept, model, width = memory.kept, self.model, seen.shape[1]
-        tokens = []
-        for row, count in zip(rows, counts, strict=True):
-            begin = kept.lengths[row] + 1
-            tokens.append(state.tokens[row][begin : begin + count] + [0] * (width - count))
-        kept.open(rows, width)
-        words, features = model.target.embed(torch.tensor(tokens, device=kept.device)), model.features(seen.to(self.dtype))
+    def _read(self, memory: Memory, rows: Sequence[int], state: DecodeState, leave: int = 0) -> None:
+        """Read all pairs of these slots that wait, but for the last `leave`."""
+        kept, model = memory.kept, self.model
+        seen, tokens, counts = memory.waiting.pairs(rows, state, leave)
+        kept.open(rows, tokens.shape[1])
         at = kept.positions()
-        angle = turned(model, at)
+        words, features, angle = model.target.embed(tokens), model.features(seen), model.turn(at)
+        before = memory.said[list(rows)][:, None].chunk(model.num_modules, -1)
         found: list[Tensor] = []
         for module in range(model.num_modules):
-            if module:
-                features = _shifted(found[-1], [memory.said[row] for row in rows], module - 1)
-            found.append(model.step(module, words, features, angle, _looking(kept, self._mask(kept, width, at, module))))
+            if module:  # what the module before said of the token before
+                features = torch.cat([before[module - 1], found[-1][:, :-1]], 1)
+            found.append(model.step(module, words, features, angle, _looking(kept, _mask(model, kept, module, at))))
         kept.append(counts)
-        joined = torch.cat(found, -1)
-        if model.num_modules > 1:
-            for b, (row, count) in enumerate(zip(rows, counts, strict=True)):
-                if count:
-                    memory.said[row] = joined[b, count - 1].clone()
-        return joined
-
-    def _mask(self, kept: SlotCache, width: int, at: Tensor, module: int) -> Tensor | None:
-        """Additive, for the open pass of pairs; None: all is seen."""
-        limit = limit_of(self.model, module)
-        if limit is not None:
-            return _without_holes(kept.masks(None, self.dtype, {"": limit})[""], at, module)
-        if width == 1 and kept.is_even and not module:
-            return None
-        return _without_holes(kept.mask(None, self.dtype), at, module)
-
-
-def _parts(model: RecurrentModel, hidden: Tensor) -> list[Tensor]:
-    """What each module said, [..., H] each, of hidden [..., D * H]."""
-    return list(hidden.chunk(model.num_modules, -1))
-
-
-def _shifted(said: Tensor, before: Sequence[Tensor | None], module: int) -> Tensor:
-    """What `module` said of the token before each, [R, n, H]; said [R, n, H], before [D * H] of each row."""
-    size = said.shape[-1]
-    nothing = said.new_zeros(size)
-    first = [nothing if own is None else own[module * size : (module + 1) * size] for own in before]
-    return torch.cat([torch.stack(first)[:, None], said[:, :-1]], 1)
-
-
-def _without_holes(mask: Tensor, at: Tensor, module: int) -> Tensor:
-    """The mask [R or 1, 1, Q, end] without the first pairs, which module m can't know.  at [R or 1, Q], where queries stand.
-
-    What stands there itself may see them: a row that sees nothing would be NaN.
-    """
-    if not module:
-        return mask
-    columns = torch.arange(mask.shape[-1], device=mask.device)
-    return mask.masked_fill((columns < module) & (at >= module)[:, None, :, None], -torch.inf)
+        read = [b for b, count in enumerate(counts) if count]
+        memory.said[[rows[b] for b in read]] = torch.cat(found, -1)[read, [counts[b] - 1 for b in read]]
 
 
 class Rollout:
     """Drafted tokens behind the pairs that some slots have read.  Their keys stand behind the pairs' until `forget`."""
 
-    def __init__(self, model: RecurrentModel, kept: SlotCache, rows: Sequence[int], root: Tensor, dtype: torch.dtype):
+    def __init__(self, model: RecurrentModel, kept: SlotCache, rows: Sequence[int], root: Tensor):
         """root [B, D * H]: what the modules said of each slot's last token."""
-        self.model, self.kept, self.rows, self.dtype = model, kept, rows, dtype
+        self.model, self.kept, self.rows = model, kept, rows
         self.starts = [kept.lengths[row] for row in rows]
         self.hidden = root[:, None]
         """[B, 1 + E, D * H] outputs: of the last token, and of drafted nodes in the order they were read.
@@ -346,23 +262,22 @@ class Rollout:
 
     def expand(self, tree: Draft, fresh: int) -> Tensor:
         """As `trees.Expand`."""
-        model, kept = self.model, self.kept
-        nodes = tree.tokens.shape[1]
+        model, kept, nodes = self.model, self.kept, tree.tokens.shape[1]
         self._step += 1
-        first = module_of(self._step, model)
+        first = min(self._step, model.num_modules - 1)
         above = tree.parents[:, -fresh:, None] + 1
-        before = _parts(model, self.hidden.gather(1, above.expand(-1, -1, self.hidden.shape[-1])))
-        words, found = model.target.embed(tree.tokens[:, -fresh:]), list(before)
-        for module in range(first, model.num_modules):
+        before = self.hidden.gather(1, above.expand(-1, -1, self.hidden.shape[-1])).chunk(model.num_modules, -1)
+        self._stand(0)
+        kept.open(self.rows, nodes)
+        at = kept.positions(torch.full((1, fresh), self._step - 1, device=kept.device))
+        masks = {module: _mask(model, kept, module, at, tree) for module in range(first, model.num_modules)}
+        self._stand(nodes - fresh)
+        kept.open(self.rows, fresh)
+        words, angle, found = model.target.embed(tree.tokens[:, -fresh:]), model.turn(at), list(before)
+        for module, mask in masks.items():
             # behind the last module goes on what it said itself
             features = before[module - 1 if self._step < model.num_modules else module]
-            self._stand(0)
-            kept.open(self.rows, nodes)
-            at = kept.positions(torch.full((1, fresh), self._step - 1, device=kept.device))
-            mask = self._mask(tree, fresh, module, at)
-            self._stand(nodes - fresh)
-            kept.open(self.rows, fresh)
-            found[module] = model.step(module, words, features, turned(model, at), _looking(kept, mask))
+            found[module] = model.step(module, words, features, angle, _looking(kept, mask))
         self.hidden = torch.cat([self.hidden, torch.cat(found, -1)], 1)
         return model.logits(found[first])
 
@@ -374,17 +289,6 @@ class Rollout:
         for row, start in zip(self.rows, self.starts, strict=True):
             self.kept.lengths[row] = start + behind
 
-    def _mask(self, tree: Draft, fresh: int, module: int, at: Tensor) -> Tensor | None:
-        """Additive, for the open pass of all nodes: pairs, ancestors and itself.  None: all is seen."""
-        limit = limit_of(self.model, module)
-        if limit is not None:
-            sees, depths = tree.rows()
-            every = self.kept.masks(sees[:, 1:, 1:], self.dtype, {"": limit}, depths[:, 1:] - 1)[""]
-            return _without_holes(every[:, :, -fresh:], at, module)
-        if not tree.branches and self.kept.is_even and not module:
-            return None
-        return _without_holes(self.kept.mask(tree.rows()[0][:, -fresh:, 1:], self.dtype), at, module)
-
 
 def _looking(kept: SlotCache, mask: Tensor | None) -> Attend:
     """Attention over all that the open pass of `kept` may look at."""
@@ -395,15 +299,22 @@ def _looking(kept: SlotCache, mask: Tensor | None) -> Attend:
     return attend
 
 
-def _allowed_width(model: RecurrentModel) -> int:
-    """The config's width, or 1 for a target that verifies no trees."""
-    config = model.config
-    kind = getattr(config, "kind", "drafter")
-    if config.width == 1:
-        serving.warn_idle(kind, config, {"nodes": False, "replacement": False}, "on a chain; set width above 1 for a tree")
-    elif not serving.verifies_trees(model.target, kind, f"a chain of {config.length}, as with width 1"):
-        return 1
-    return config.width
+def _mask(model: RecurrentModel, kept: SlotCache, module: int, at: Tensor, tree: Draft | None = None) -> Tensor | None:
+    """What the open pass's last n rows, at positions `at` [R or 1, n], may see: additive [R or 1, 1, n, end]; None: all.
+
+    The pass is of all nodes of a tree, or of pairs.  Module m can't know the first m pairs.
+    """
+    limit, is_chain = model.limits[module], tree is None or not tree.branches
+    if limit is None and not module and is_chain and at.shape[1] == 1 and kept.is_even:
+        return None
+    sees = depths = None
+    if tree is not None and tree.branches:
+        sees, depths = tree.rows()
+        sees, depths = sees[:, 1:, 1:], depths[:, 1:] - 1
+    mask = kept.masks(sees, model.dtype, {"": limit}, depths)[""][:, :, -at.shape[1] :]
+    # what stands among the first itself may see them: a row that sees nothing would be NaN
+    unknown = (torch.arange(mask.shape[-1], device=mask.device) < module) & (at >= module)[:, None, :, None]
+    return mask.masked_fill(unknown, -torch.inf) if module else mask
 
 
 # ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -421,33 +332,25 @@ class UnrolledRows(SharedLabels):
         terms: Callable[[Tensor, Tensor], Mapping[str, Tensor]] | None = None,
     ):  # fmt: skip
         """features [B, S, H].  terms: (outputs, the target's hidden states where the label is said) [m, H] each, to `extra`."""
-        config, device, length = model.config, batch.tokens.device, batch.tokens.shape[1]
+        config, device = model.config, batch.tokens.device
         self.model, self._terms = model, terms
-        at, steps = torch.arange(max(1, length - 2), device=device)[None], torch.arange(config.ttt, device=device)
-        at = at.expand(len(batch.tokens), -1)
-        learnt = self._learnt(batch, at, steps)
-        live = chosen(learnt[..., 0] > 0, config.anchors)
+        at = torch.arange(max(1, batch.tokens.shape[1] - 2), device=device).expand(len(batch.tokens), -1)
+        labels_at, learnt = labelled(batch, at, 2, config.ttt)
+        live = chosen(learnt[..., 0], config.anchors)
         if model.num_modules == 1:  # else a deeper module reads what the one before it said at every place
-            at = at.gather(1, foremost(live))
-            learnt, live = learnt.gather(1, at[..., None].expand(-1, -1, len(steps))), live.gather(1, at)
-        labels_at = (at[..., None] + 2 + steps).clamp(max=length - 1)
-        offsets, count = torch.arange(len(live), device=device)[:, None, None] * length, int(live.sum())
-        rows = Labelled(
-            picked(batch.tokens, labels_at)[live].flatten(), (learnt[live] * config.decay**steps).flatten(),
-            steps.repeat(count), torch.arange(count, device=device).repeat_interleave(config.ttt),
-            (offsets + labels_at - 1)[live].flatten().clamp(min=0),
+            first = foremost(live)
+            at, live = at.gather(1, first), live.gather(1, first)
+            labels_at, learnt = (x.gather(1, first[..., None].expand(-1, -1, config.ttt)) for x in (labels_at, learnt))
+        text, steps = live.nonzero()[:, 0], torch.arange(config.ttt, device=device)
+        weight = (learnt[live] * config.decay**steps).flatten()
+        rows = Labelled.of(
+            batch, text.repeat_interleave(config.ttt), labels_at[live].flatten(), weight, steps.repeat(len(text)),
+            torch.arange(len(text), device=device).repeat_interleave(config.ttt),
         )  # fmt: skip
         super().__init__(model.target, unrolled(model, batch, features, at)[live].flatten(0, 1), batch.hidden, rows)
 
     def head(self, states: Tensor, rows: slice) -> Tensor:
         return self.model.logits(states)
-
-    def _learnt(self, batch: Batch, at: Tensor, steps: Tensor) -> Tensor:
-        """[B, n, K] int64: the label is of the rollout's own text and one to learn, and so are those of all steps before."""
-        wanted = at[..., None] + 2 + steps
-        labels_at = wanted.clamp(max=batch.tokens.shape[1] - 1)
-        is_own = picked(batch.documents, labels_at) == batch.documents.gather(1, at)[..., None]
-        return (picked(batch.loss_mask, labels_at) & (wanted < batch.tokens.shape[1]) & is_own).long().cumprod(-1)
 
     def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         return {} if self._terms is None else self._terms(self.states[rows], self._hidden[self._hidden_at[rows]])
@@ -464,11 +367,11 @@ def unrolled(model: RecurrentModel, batch: Batch, features: Tensor, at: Tensor) 
     """Outputs of all steps of the rollouts at positions `at` [B, A], [B, A, K, H].  features [B, S, H]."""
     config, length = model.config, batch.tokens.shape[1]
     every = torch.arange(max(1, length - 2), device=features.device).expand(len(features), -1)
-    attend = Unrolled(batch.documents, every, at, lambda layer: limit_of(model, layer))
+    attend = Unrolled(batch.documents, every, at, model.limits)
 
     def step(number: int, hidden: Tensor, rows: Tensor) -> Tensor:
         words = model.target.embed(batch.tokens.gather(1, (rows + 1 + number).clamp(max=length - 1)))
-        return model.step(module_of(number, model), words, hidden, turned(model, rows + number), attend)
+        return model.step(min(number, model.num_modules - 1), words, hidden, model.turn(rows + number), attend)
 
     pairs = step(0, features[:, : every.shape[1]], every)
     states = [pairs.gather(1, at[..., None].expand(-1, -1, pairs.shape[-1]))]
@@ -480,9 +383,9 @@ def unrolled(model: RecurrentModel, batch: Batch, features: Tensor, at: Tensor) 
 class Unrolled:
     """Attention of unrolled steps.  What a layer sees first is the pairs; each later call is one more step of every rollout."""
 
-    def __init__(self, documents: Tensor, pairs: Tensor, at: Tensor, limit: Callable[[int], Any] = lambda layer: None):
-        """documents [B, S] as in `Batch`; positions of pairs [B, n] and of rollouts [B, A].  limit: how far a layer sees."""
-        self.documents, self._pairs, self._at, self._limit = documents, pairs, at, limit
+    def __init__(self, documents: Tensor, pairs: Tensor, at: Tensor, limits: Sequence[Limit | None] = (None,)):
+        """documents [B, S] as in `Batch`; positions of pairs [B, n] and of rollouts [B, A]; how far each layer sees."""
+        self.documents, self._pairs, self._at, self._limits = documents, pairs, at, limits
         # fetched once: every layer and step asks
         self._ends = [[int(part.max()) + 1 for part in rows.split(ROWS, 1)] for rows in (pairs, at)]
         self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -490,7 +393,7 @@ class Unrolled:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
         kept = self._kept.setdefault(layer, [])
         kept.append((k, v))
-        limit, found = self._limit(layer), []
+        limit, found = self._limits[layer], []
         rows, ends = (self._pairs, self._ends[0]) if len(kept) == 1 else (self._at, self._ends[1])
         for begin in range(0, q.shape[2], ROWS):
             asks = rows[:, begin : min(begin + ROWS, q.shape[2])]

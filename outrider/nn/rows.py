@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.nn.draft_model import Batch
 from outrider.targets.protocol import Target
 
 
@@ -26,6 +27,11 @@ class Labelled(NamedTuple):
     """Rows of one block stand side by side."""
     hidden_at: Tensor
     """Which of the target's hidden states says the label."""
+
+    @classmethod
+    def of(cls, batch: Batch, text: Tensor, at: Tensor, weight: Tensor, depth: Tensor, block: Tensor) -> Labelled:
+        """Rows labelled with the tokens at places `at` of these texts, all [M]."""
+        return cls(batch.tokens[text, at], weight, depth, block, text * batch.tokens.shape[1] + at - 1)
 
 
 class DetachedRows:

@@ -6,26 +6,31 @@ B live slots, N drafted nodes, V vocabulary, C features that wait.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from outrider import packed
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose
-from outrider.decoding.state import DecodeState
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import DecodeState, Scores
 from outrider.nn import trees
+from outrider.nn.draft_model import DraftModel
 from outrider.targets.protocol import Target
 
 
 class FeatureBuffer:
     """What the target said of every slot's tokens and the drafter has not read yet, in order."""
 
-    def __init__(self, slots: int, like: Tensor):
-        """like: a feature of one token, for its shape, type and device."""
+    def __init__(self, slots: int, taps: int, target: Target, dtype: torch.dtype):
+        """taps: hidden states that are a feature of one token."""
         self._parts: list[list[Tensor]] = [[] for _ in range(slots)]
-        self._none = like[None][:0]
+        self._none = torch.empty(0, taps, target.spec.hidden, device=target.device, dtype=dtype)
 
     def admit(self, rows: Sequence[int], features: Tensor, lengths: Sequence[int]) -> None:
         """Of a prompt's chunk, features [R, S, ...], right-padded."""
@@ -58,6 +63,43 @@ class FeatureBuffer:
     def free(self, rows: Sequence[int]) -> None:
         for row in rows:
             self._parts[row] = []
+
+
+class FeatureDrafter(Drafter, ABC):
+    """A drafter that reads the target's features of every committed token, once.
+
+    Its memory has `kept`, a SlotCache of what was read, and `waiting`, a FeatureBuffer of what was not.  What a step brings is
+    read together with the next draft; more than that, such as a prompt, before it.
+    """
+
+    def __init__(self, model: DraftModel, most: int):
+        """most: features of one slot that the next draft reads."""
+        packed.pack(model)
+        self.taps, self.hidden, self.most = model.taps, model.target.spec.hidden, most
+
+    def admit(self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
+        assert scores.taps is not None
+        memory.waiting.admit(rows, scores.taps, lengths)
+        self.catch_up(memory, rows, state)
+
+    def observe(self, memory: Any, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
+        assert scores.taps is not None
+        memory.waiting.observe(state.rows, scores.taps, accepted)
+
+    def free(self, memory: Any, rows: Sequence[int]) -> None:
+        memory.kept.free(rows)
+        memory.waiting.free(rows)
+
+    @torch.inference_mode()
+    def catch_up(self, memory: Any, rows: Sequence[int], state: DecodeState) -> None:
+        """Let no slot wait with more than the next draft reads; each is read by itself, so none is padded."""
+        for row in rows:
+            if memory.waiting.count(row) > self.most:
+                self.read(memory, row, state)
+
+    @abstractmethod
+    def read(self, memory: Any, row: int, state: DecodeState) -> None:
+        """Read what waits in this slot, without drafting."""
 
 
 class Sampler:

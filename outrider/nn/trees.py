@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.draft import Draft, padded
-from outrider.decoding.noise import Purpose
+from outrider.decoding.noise import Purpose, Streams
 from outrider.decoding.state import DecodeState
 
 Path = tuple[int, ...]
@@ -113,62 +113,74 @@ def sampled(
     temperature 0 above all, a sibling is the likeliest token that no elder took, certain and not drawn.  `q` says which.
     Slots with a seed draw the target's own noise, every branch the same: what the target would say there, or nearly said.
     """
+    q: dict[int, Tensor] = {}
+
+    def draw(logits: Tensor, depth: int, nodes: list[int], above: list[int]) -> Tensor:
+        tokens, own = _siblings(logits, above, state, depth, replacement)
+        q.update(zip(nodes, own.unbind(1), strict=True))
+        return tokens
+
     parents = parents[: int(budget.max())]
-    kids: dict[int, list[int]] = {}
-    for n, parent in enumerate(parents):
-        kids.setdefault(parent, []).append(n)
-    tree, logits, depth, level = Draft.empty(len(first), first.device), first[:, None], 0, [-1]
-    tokens, q = [first.new_empty(0)] * len(parents), [first.new_empty(0)] * len(parents)
-    place = {-1: -1}
-    while level:
-        drawn = _Siblings(logits, state, depth, replacement)
-        for rank in range(max(len(kids[at]) for at in level)):
-            which = [w for w, at in enumerate(level) if len(kids[at]) > rank]
-            token, row = drawn.next(which, rank)
-            for i, w in enumerate(which):
-                n = kids[level[w]][rank]
-                tokens[n], q[n] = token[:, i], row[:, i]
-        level = sorted(n for at in level for n in kids[at] if n in kids)
-        if level:
-            above = torch.tensor([place[parents[n]] for n in level], device=first.device).expand(len(first), -1)
-            place |= {n: tree.tokens.shape[1] + i for i, n in enumerate(level)}
-            tree = _joined(tree, torch.stack([tokens[n] for n in level], 1), above)
-            logits, depth = expand(tree, len(level)), depth + 1
+    tokens = _grown(first, expand, parents, draw)
     fixed = torch.tensor(parents, device=first.device).expand(len(first), -1)
-    return Draft(torch.stack(tokens, 1), fixed, budget.clamp(max=len(parents)), torch.stack(q, 1))
+    return Draft(tokens, fixed, budget.clamp(max=len(parents)), torch.stack([q[n] for n in range(len(parents))], 1))
 
 
-class _Siblings:
-    """Children of one level's W nodes, rank by rank.  logits [B, W, V]."""
+def _siblings(
+    logits: Tensor, above: Sequence[int], state: DecodeState, depth: int, replacement: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Children of one level's nodes: tokens [B, C] and the q [B, C, V] that each was drawn from.
 
-    def __init__(self, logits: Tensor, state: DecodeState, depth: int, replacement: bool):
-        self.logits, self.streams, self.depth, self.replacement = logits, state.streams, depth, replacement
-        self.q = state.judge.distribution(logits)
-        self.taken = torch.zeros_like(self.q, dtype=torch.bool)
+    logits [B, W, V], above [C]: whose child each is, elder siblings first.
+    """
+    streams, q = state.streams, state.judge.distribution(logits)[:, above]
+    ranks = torch.tensor([above[:i].count(parent) for i, parent in enumerate(above)])
+    places, tokens = torch.tensor(above, device=q.device), torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
+    taken = torch.zeros_like(logits, dtype=torch.bool)
+    for rank in range(1 + int(ranks.max())):
+        at = (ranks == rank).nonzero()[:, 0].to(q.device)
+        parents = places[at]
+        if rank:
+            q[:, at] = _left(q[:, at], logits[:, parents], taken[:, parents], streams, replacement)
+        # elder and younger are independent draws with replacement, else first and second of one race
+        salt = parents + rank * logits.shape[1] * replacement
+        tokens[:, at] = streams.draw(q[:, at], depth, Purpose.DRAFT, salt)
+        taken[:, parents] = taken[:, parents].scatter(-1, tokens[:, at, None], True)
+    return tokens, q
 
-    def next(self, which: list[int], rank: int) -> tuple[Tensor, Tensor]:
-        """One more child of the nodes `which` (w of W): tokens [B, w] and the q [B, w, V] they were drawn from."""
-        q = self._left(which) if rank else self.q[:, which]
-        salt = torch.tensor(which, device=q.device)
-        if self.replacement:
-            # elder and younger are independent draws; without replacement they are first and second of one race
-            salt = salt + rank * self.q.shape[1]
-        tokens = self.streams.draw(q, self.depth, Purpose.DRAFT, salt)
-        self.taken[:, which] = self.taken[:, which].scatter(-1, tokens[..., None], True)
-        return tokens, q
 
-    def _left(self, which: list[int]) -> Tensor:
-        """What a younger sibling is drawn from, given its elders' tokens."""
-        whole, taken = self.q[:, which], self.taken[:, which]
-        rest = whole.masked_fill(taken, 0.0)
-        mass = rest.sum(-1, keepdim=True)
-        left = rest / mass.clamp(min=1e-30)
-        if self.replacement:
-            seeded = self.streams.seeded
-            # with the target's noise a second draw from the same q would only repeat the first
-            left = whole if seeded is None else torch.where(seeded[:, None, None], left, whole)
-        runner_up = self.logits[:, which].masked_fill(taken, -torch.inf).argmax(-1, keepdim=True)
-        return torch.where(mass > 1e-30, left, torch.zeros_like(left).scatter_(-1, runner_up, 1.0))
+def _left(whole: Tensor, logits: Tensor, taken: Tensor, streams: Streams, replacement: bool) -> Tensor:
+    """What younger siblings are drawn from, given that their elders were `taken`: all [B, C, V]."""
+    rest = whole.masked_fill(taken, 0.0)
+    mass = rest.sum(-1, keepdim=True)
+    left = rest / mass.clamp(min=1e-30)
+    if replacement:
+        # with the target's noise a second draw from the same q would only repeat the first
+        left = whole if streams.seeded is None else torch.where(streams.seeded[:, None, None], left, whole)
+    runner_up = logits.masked_fill(taken, -torch.inf).argmax(-1, keepdim=True)
+    return torch.where(mass > 1e-30, left, torch.zeros_like(left).scatter_(-1, runner_up, 1.0))
+
+
+def _grown(
+    first: Tensor, expand: Expand, parents: Sequence[int], choose: Callable[[Tensor, int, list[int], list[int]], Tensor]
+) -> Tensor:  # fmt: skip
+    """Tokens [B, N] of a fixed tree, level by level.
+
+    choose: (logits [B, W, V] behind the level above's inner nodes, depth, nodes, of which of the W each is the child) to the
+    tokens of these nodes.
+    """
+    tokens = torch.zeros(len(first), len(parents), dtype=torch.int64, device=first.device)
+    logits, tree, order = first[:, None], Draft.empty(len(first), first.device), [-1]
+    inner, depth = [-1], 0
+    while nodes := [n for n, parent in enumerate(parents) if parent in inner]:
+        tokens[:, nodes] = choose(logits, depth, nodes, [inner.index(parents[n]) for n in nodes])
+        inner, depth = [n for n in nodes if n in parents], depth + 1
+        if inner:
+            above = torch.tensor([order.index(parents[n]) - 1 for n in inner], device=first.device)
+            order += inner
+            tree = _joined(tree, tokens[:, inner], above.expand(len(first), -1))
+            logits = expand(tree, len(inner))
+    return tokens
 
 
 class RankTree:
@@ -186,14 +198,6 @@ class RankTree:
         self.ranks = torch.tensor([path[-1] for path in paths])
         self.width = 1 + int(self.ranks.max())
         self.is_chain = self.parents == list(range(-1, len(paths) - 1))
-        self.levels: list[tuple[list[int], list[int], list[int]]] = []
-        """Of each depth: its nodes; for each its parent, as one of the level above's inner nodes; and its own inner nodes."""
-        inner, level = [-1], [n for n, parent in enumerate(self.parents) if parent < 0]
-        while level:
-            above = [inner.index(self.parents[n]) for n in level]
-            inner = [n for n in level if n in self.parents]
-            self.levels.append((level, above, inner))
-            level = [n for n, parent in enumerate(self.parents) if parent in inner]
 
     def first(self, nodes: int) -> RankTree:
         """The first nodes alone."""
@@ -218,20 +222,12 @@ def _cut(paths: tuple[Path, ...]) -> RankTree:
 
 def ranked(first: Tensor, expand: Expand, budget: Tensor, tree: RankTree) -> Draft:
     """Every node is its rank's choice of the logits behind its parent; no noise.  first [B, V], logits behind the anchor."""
-    logits, read = first[:, None], Draft.empty(len(first), first.device)
-    tokens = torch.zeros(len(first), len(tree.paths), dtype=torch.int64, device=first.device)
-    place = {-1: -1}
-    for level, above, inner in tree.levels:
-        ranks = tree.ranks[level]
-        best = logits.topk(1 + int(ranks.max()), -1).indices
-        tokens[:, level] = best[:, above, ranks.to(best.device)]
-        if inner:
-            parents = torch.tensor([place[tree.parents[n]] for n in inner], device=first.device).expand(len(first), -1)
-            place |= {n: read.tokens.shape[1] + i for i, n in enumerate(inner)}
-            known = torch.cat([read.tokens, tokens[:, inner]], 1)
-            read = Draft(known, torch.cat([read.parents, parents], 1), torch.full((len(first),), known.shape[1]))
-            logits = expand(read, len(inner))
-    return tree.draft(tokens, budget)
+
+    def best(logits: Tensor, depth: int, nodes: list[int], above: list[int]) -> Tensor:
+        ranks = tree.ranks[nodes]
+        return logits.topk(1 + int(ranks.max()), -1).indices[:, above, ranks.to(logits.device)]
+
+    return tree.draft(_grown(first, expand, tree.parents, best), budget)
 
 
 def path(tree: Draft, fresh: int) -> list[Tensor]:

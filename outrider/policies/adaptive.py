@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outrider.decoding.accept import Accepted
 from outrider.decoding.state import DecodeState, Request, Timing
+from outrider.policies.by_confidence import shares
 
 
 class Adaptive:
@@ -39,8 +40,6 @@ class Adaptive:
     """A depth stays until another is better by more than this leaves."""
     WINDOW, NEW_TEXT = 256.0, 16.0
     """Tests after which a count has faded to 1/e, and what counts of other requests weigh at most."""
-    GUESS, DOUBT = 0.7, 4.0
-    """What the first node is taken for, and every other for the one before it: for so many tests."""
 
     def __init__(self, limit: int):
         self.limit = self.depth = limit
@@ -86,8 +85,9 @@ class Adaptive:
         if not self.is_tree and state.reached != sizes.tolist():
             self.is_tree, self.kept, self.tests = True, [0.0] * self.limit, [0.0] * self.limit
         whole = [b for b, token in enumerate(accepted.next_tokens) if token >= 0]
-        self._wonder([(len(accepted.paths[b]), self.wanted[b]) for b in whole])
-        self._count([(accepted.paths[b], self.wanted[b]) for b in whole])
+        steps = [(accepted.paths[b], self.wanted[b]) for b in whole]
+        self._wonder(steps)
+        self._count(steps)
         # the first step of all warms caches up, and the first draft after a pause reads what it has missed
         if self.turn > 1 and not (asked and self.pause >= 8):
             costs.add(asked, seconds, self.turn)
@@ -104,12 +104,8 @@ class Adaptive:
 
     def shares(self) -> list[float]:
         """s of every node.  In a chain a node is tested where the one before it was kept, and s is the product of the shares so
-        far; in a tree, whose parents a policy does not see, every node is tested.  A share begins with that of the node before
-        it: what was not tried looks worth a try."""
-        guess, found = self.GUESS, []
-        for kept, tests in zip(self.kept, self.tests, strict=True):
-            guess = (kept + self.DOUBT * guess) / (tests + self.DOUBT)
-            found.append(guess)
+        far; in a tree, whose parents a policy does not see, every node is tested."""
+        found = shares(self.kept, self.tests)
         return found if self.is_tree else list(accumulate(found, mul))
 
     def rates(self, live: int, most: int, costs: Costs) -> dict[int, float]:
@@ -161,12 +157,12 @@ class Adaptive:
             self.tests[n] = self.tests[n] * fade + tests
             self.kept[n] = self.kept[n] * fade + sum(n in path for path, wanted in steps if wanted > n)
 
-    def _wonder(self, steps: list[tuple[int, int]]) -> None:
+    def _wonder(self, steps: list[tuple[list[int], int]]) -> None:
         """Where what a dozen steps kept is 3 standard deviations off, the text has changed: old counts weigh little."""
         shares = self.shares()
         means = list(accumulate(shares, initial=0.0))
         squares = list(accumulate(((2 * n + 1) * share for n, share in enumerate(shares)), initial=0.0))  # of a chain's length
-        self.gap = self.gap * 11 / 12 + sum(kept - means[wanted] for kept, wanted in steps)
+        self.gap = self.gap * 11 / 12 + sum(len(path) - means[wanted] for path, wanted in steps)
         self.variance = self.variance * 11 / 12 + sum(squares[wanted] - means[wanted] ** 2 for _, wanted in steps)
         if self.gap**2 > 9 * (self.variance + 1):
             self._lighten(4.0)

@@ -42,7 +42,6 @@ def _longest(chain: Chain, streams: Streams) -> tuple[Tensor, Tensor]:
 
 def _stays(chain: Chain) -> Tensor:
     """Chance w[i] that the first i tokens stay, i = 1 ... N: min(1, w[i-1] p/q), w[0] = 1.  [B, N] float64."""
-    ratio = torch.where(chain.known, chain.p_own.double() / chain.q_own.double(), 0.0)
-    walk = ratio.log().cumsum(-1)
+    walk = (chain.p_own.double() / chain.q_own.double()).log().cumsum(-1)
     # a sum held down at 0 is the sum less its highest point so far
     return (walk - walk.cummax(-1).values.clamp(min=0)).exp()

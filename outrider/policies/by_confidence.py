@@ -8,6 +8,9 @@ from torch import Tensor
 from outrider.decoding.accept import Accepted
 from outrider.decoding.state import DecodeState, Timing
 
+GUESS, DOUBT = 0.7, 4.0
+"""What the first node is taken for, and every other for the one before it: for so many tests."""
+
 
 class ByConfidence:
     """Verify a slot's nodes up to, and without, the first that is unlikely to be reached and kept.
@@ -19,8 +22,6 @@ class ByConfidence:
 
     WINDOW = 256.0
     """Steps after which a count has faded to 1/e: what is no longer tried looks worth a try."""
-    GUESS, DOUBT = 0.7, 4.0
-    """What the first node is taken for, and every other for the one before it: for so many steps."""
 
     def __init__(self, nodes: int, least: float):
         self.nodes, self.least = nodes, least
@@ -39,11 +40,7 @@ class ByConfidence:
 
     def shares(self) -> list[float]:
         """How often each node was kept of late."""
-        guess, found = self.GUESS, []
-        for kept, steps in zip(self.kept, self.steps, strict=True):
-            guess = (kept + self.DOUBT * guess) / (steps + self.DOUBT)
-            found.append(guess)
-        return found
+        return shares(self.kept, self.steps)
 
     def observe(self, state: DecodeState, sizes: Tensor, accepted: Accepted, timing: Timing) -> None:
         fade = 1 - 1 / self.WINDOW
@@ -55,3 +52,13 @@ class ByConfidence:
                 self.steps[n] += 1
             for n in path:
                 self.kept[n] += 1
+
+
+def shares(kept: list[float], tests: list[float]) -> list[float]:
+    """How often each node was kept of the times it was tested.  Where that is seldom, a share is near that of the node before
+    it: what was not tried looks worth a try."""
+    guess, found = GUESS, []
+    for own, tested in zip(kept, tests, strict=True):
+        guess = (own + DOUBT * guess) / (tested + DOUBT)
+        found.append(guess)
+    return found

@@ -42,13 +42,11 @@ class Lossy:
 
     def __call__(self, draft: Draft, p: Tensor, streams: Streams) -> Accepted:
         """p [B, N+1, V].  Ids outside the vocabulary never pass, and are counted as invalid; a q is not looked at."""
-        known = (draft.tokens >= 0) & (draft.tokens < p.shape[-1])
-        slots, rows, tokens = _places(draft, known)
-        may_stay = known & self.passes(p)[slots, rows, tokens]
-        paths = _longest(draft, may_stay, p[slots, rows, tokens])
-        last = torch.tensor([[-1, *path][-1] for path in paths], dtype=torch.int64, device=p.device)
+        known, places = _places(draft, p.shape[-1])
+        paths = _longest(draft, known & self.passes(p)[places], p[places])
+        rows = torch.tensor([path[-1] + 1 if path else 0 for path in paths], dtype=torch.int64, device=p.device)
         counts = torch.tensor([len(path) for path in paths], dtype=torch.int64, device=p.device)
-        following = streams.draw(p[slots[:, 0], last + 1], counts, Purpose.TARGET)
+        following = streams.draw(p[torch.arange(len(rows), device=p.device), rows], counts, Purpose.TARGET)
         return Accepted(paths, following.tolist(), (~known & _live(draft)).sum(-1).tolist())
 
 
@@ -140,17 +138,16 @@ def tv_distance(rule: Lossy, draft: Draft, p: Tensor, accepted: Accepted) -> Ten
 
 def _taken_as_given(draft: Draft, p: Tensor, accepted: Accepted) -> Tensor:
     """Distance of the kept tokens from p as if nothing else could have been drafted: 1 - p(x).  [B, D]."""
-    known = (draft.tokens >= 0) & (draft.tokens < p.shape[-1])
-    slots, rows, tokens = _places(draft, known)
-    strays = 1 - p[slots, rows, tokens].double()
+    strays = 1 - p[_places(draft, p.shape[-1])[1]].double()
     path = padded(accepted.paths, -1, p.device)
     return strays.gather(1, path.clamp(min=0)) * (path >= 0)
 
 
-def _places(draft: Draft, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where every node's probability stands in p: slot [B, 1], its parent's row [B, N] and its token [B, N]."""
+def _places(draft: Draft, vocabulary: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Whether each id is inside the vocabulary, [B, N]; where its probability stands in p: slot, parent's row, and token."""
+    known = (draft.tokens >= 0) & (draft.tokens < vocabulary)
     slots = torch.arange(len(draft.tokens), device=draft.tokens.device)[:, None]
-    return slots, (draft.parents + 1).clamp(0, draft.tokens.shape[1]), draft.tokens.where(known, 0)
+    return known, (slots, (draft.parents + 1).clamp(0, draft.tokens.shape[1]), draft.tokens.where(known, 0))
 
 
 def _live(draft: Draft) -> Tensor:
@@ -160,18 +157,14 @@ def _live(draft: Draft) -> Tensor:
 
 def _longest(draft: Draft, may_stay: Tensor, p_own: Tensor) -> list[list[int]]:
     """Each slot's longest path of nodes that may stay; of two as long the likelier, then the elder.  Both [B, N]."""
-    rows = zip(draft.parents.tolist(), draft.sizes.tolist(), may_stay.tolist(), p_own.double().log().tolist(), strict=True)
     paths = []
-    for parents, size, stays, logs in rows:
-        found = {-1: (0, 0.0)}
+    for parents, size, stays, logs in zip(
+        draft.tree, draft.live, may_stay.tolist(), p_own.double().log().tolist(), strict=True
+    ):
+        found: dict[int, tuple[int, float, list[int]]] = {-1: (0, 0.0, [])}
         for n in range(size):
             if stays[n] and parents[n] in found:
-                depth, likelihood = found[parents[n]]
-                found[n] = (depth + 1, likelihood + logs[n])
-        at = max(found, key=lambda n: found[n])
-        path: list[int] = []
-        while at >= 0:
-            path.insert(0, at)
-            at = parents[at]
-        paths.append(path)
+                depth, likelihood, path = found[parents[n]]
+                found[n] = depth + 1, likelihood + logs[n], [*path, n]
+        paths.append(max(found.values(), key=lambda each: each[:2])[2])
     return paths

@@ -6,7 +6,7 @@ temperature, top-k, top-p, min-p, typical-p, in the order of transformers.  B li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,8 @@ from outrider.sampling.settings import Sampling
 
 FEW, SPARE = 1024, 64
 """Most tokens of a top-k that are cut out before the rest is done, and how many equals of the last are looked for."""
+IDLE = Sampling()
+"""Its settings change nothing."""
 
 
 class Settings(NamedTuple):
@@ -29,26 +31,25 @@ class Settings(NamedTuple):
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], device: torch.device | str = "cpu") -> Settings:
-        def column(values: list, idle: float) -> Tensor | None:
-            return None if all(v == idle for v in values) else torch.tensor(values, device=device)
+        def column(name: str) -> Tensor | None:
+            values, idle = [getattr(sampling, name) for sampling in samplings], getattr(IDLE, name)
+            return None if all(value == idle for value in values) else torch.tensor(values, device=device)
 
-        return cls(
-            column([s.temperature for s in samplings], 0.0),
-            column([s.top_k for s in samplings], 0),
-            column([s.top_p for s in samplings], 1.0),
-            column([s.min_p for s in samplings], 0.0),
-            column([s.typical_p for s in samplings], 1.0),
-        )
+        return cls(*map(column, cls._fields))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Settings:
+        """The same change to every column."""
+        return Settings(*(None if column is None else change(column) for column in self))
 
     def of_slots(self, slots: Tensor | slice) -> Settings:
         """Those of some slots, [B] bool or a slice."""
-        return Settings(*(None if column is None else column[slots] for column in self))
+        return self.each(lambda column: column[slots])
 
     @property
     def is_tempered(self) -> bool:
         """Every live slot draws at a temperature above 0 from all tokens: its law is `tempered`."""
-        cuts = (self.top_k, self.top_p, self.min_p, self.typical_p)
-        return self.temperature is not None and cuts == (None,) * 4 and bool((self.temperature > 0).all())
+        has_cuts = any(cut is not None for cut in self[1:])
+        return self.temperature is not None and not has_cuts and bool((self.temperature > 0).all())
 
 
 def distribution(logits: Tensor, settings: Settings) -> Tensor:
@@ -61,9 +62,7 @@ def distribution(logits: Tensor, settings: Settings) -> Tensor:
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if settings.temperature is None:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    if settings.top_k is None:
-        return _law(logits, settings)
-    top_k = settings.top_k.tolist()
+    top_k = [0] if settings.top_k is None else settings.top_k.tolist()
     kinds = sorted(set(top_k))
     if len(kinds) == 1:
         return _law_of_few(logits, settings, kinds[0])
@@ -75,7 +74,7 @@ def distribution(logits: Tensor, settings: Settings) -> Tensor:
 
 
 def _law(logits: Tensor, settings: Settings) -> Tensor:
-    """Temperature, then every cut but top-k; slots at temperature 0 are one-hot."""
+    """Temperature, then every cut but top-k, each normalised again; slots at temperature 0 are one-hot."""
     assert settings.temperature is not None
     shape = (-1,) + (1,) * (logits.dim() - 1)
     is_cold = settings.temperature == 0
@@ -83,7 +82,8 @@ def _law(logits: Tensor, settings: Settings) -> Tensor:
     is_cold = is_cold.view(shape)
     for column, keep in ((settings.top_p, _keep_top_p), (settings.min_p, _keep_min_p), (settings.typical_p, _keep_typical)):
         if column is not None:
-            p = keep(p, column.to(p.dtype).view(shape))
+            kept = keep(p, column.to(p.dtype).view(shape))
+            p = kept / kept.sum(-1, keepdim=True)
     if bool(is_cold.any()):
         cold = torch.zeros_like(p).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         p = torch.where(is_cold, cold, p)
@@ -115,18 +115,16 @@ def _law_of_few(logits: Tensor, settings: Settings, k: int) -> Tensor:
 
 
 def _keep_top_p(p: Tensor, top_p: Tensor) -> Tensor:
-    """The most likely tokens until their sum reaches top_p, at least one, normalised again; 1 keeps all."""
+    """The most likely tokens until their sum reaches top_p, at least one; 1 keeps all."""
     ranked, order = p.sort(dim=-1, descending=True, stable=True)
     before = ranked.cumsum(-1) - ranked
     top_p = top_p.clamp(min=torch.finfo(top_p.dtype).tiny)  # what float32 rounds to 0 keeps one all the same
-    kept = torch.zeros_like(p).scatter_(-1, order, ranked.masked_fill((before >= top_p) & (top_p < 1), 0.0))
-    return kept / kept.sum(-1, keepdim=True)
+    return torch.zeros_like(p).scatter_(-1, order, ranked.masked_fill((before >= top_p) & (top_p < 1), 0.0))
 
 
 def _keep_min_p(p: Tensor, min_p: Tensor) -> Tensor:
-    """The tokens at least min_p times as likely as the likeliest, normalised again."""
-    kept = p.masked_fill(p < min_p * p.amax(-1, keepdim=True), 0.0)
-    return kept / kept.sum(-1, keepdim=True)
+    """The tokens at least min_p times as likely as the likeliest."""
+    return p.masked_fill(p < min_p * p.amax(-1, keepdim=True), 0.0)
 
 
 def _keep_typical(p: Tensor, typical_p: Tensor) -> Tensor:
@@ -139,5 +137,4 @@ def _keep_typical(p: Tensor, typical_p: Tensor) -> Tensor:
     ranked, order = (surprise - entropy).abs().sort(dim=-1, stable=True)
     last = (p.gather(-1, order).cumsum(-1) < typical_p).sum(-1, keepdim=True).clamp(max=p.shape[-1] - 1)
     is_odd = (surprise - entropy).abs() > ranked.gather(-1, last)
-    kept = p.masked_fill(is_odd & (typical_p < 1), 0.0)
-    return kept / kept.sum(-1, keepdim=True)
+    return p.masked_fill(is_odd & (typical_p < 1), 0.0)

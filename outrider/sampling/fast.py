@@ -68,28 +68,28 @@ def of_chain(
 
 
 def _passed(chain: Chain, streams: Streams) -> tuple[Tensor, None]:
-    passed = chain.live & chain.known & (coins(streams, chain.tokens.shape[1]) * chain.q_own < chain.p_own)
+    passed = chain.live & (coins(streams, chain.live.shape[1]) * chain.q_own < chain.p_own)
     return passed.long().cumprod(-1).sum(-1), None
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A drawn chain's nodes as the acceptance rule judges them: invalid ones as deterministic.  All [B, N] but `sizes` [B]."""
+    """A drawn chain's nodes as the acceptance rule judges them: invalid ones as deterministic."""
 
     p: Tensor
     """[B, N+1, V]."""
     q: Tensor
     """[B, N, V] as judged."""
-    tokens: Tensor
-    known: Tensor
-    """The id is inside the vocabulary."""
-    valid: Tensor
     live: Tensor
+    """[B, N]."""
     p_own: Tensor
-    """The target's probability of the node's token; of token 0 where the id is outside the vocabulary."""
+    """[B, N] the target's probability of the node's token; 0 where the id is outside the vocabulary."""
     q_own: Tensor
-    """The drafter's; above 0."""
+    """[B, N] the drafter's; above 0."""
     sizes: Tensor
+    """[B]."""
+    invalid: Tensor
+    """[B]."""
 
     @classmethod
     def of(cls, draft: Draft, p: Tensor) -> Chain:
@@ -97,18 +97,19 @@ class Chain:
         tokens, known, valid = judged_nodes(draft, draft.q, p.shape[-1])
         own, sizes = tokens[..., None], draft.sizes.to(tokens.device)
         q = judged_q(draft.q, tokens, known, valid).to(p.dtype)
-        q_own = torch.where(known, q.gather(-1, own)[..., 0], 1.0)
         live = torch.arange(tokens.shape[1], device=tokens.device) < sizes[:, None]
-        return cls(p, q, tokens, known, valid, live, p[:, :-1].gather(-1, own)[..., 0], q_own, sizes)
+        p_own = torch.where(known, p[:, :-1].gather(-1, own)[..., 0], 0.0)
+        q_own = torch.where(known, q.gather(-1, own)[..., 0], 1.0)
+        return cls(p, q, live, p_own, q_own, sizes, (~valid & live).sum(-1))
 
     def accepted(self, counts: Tensor, weight: Tensor | None, streams: Streams) -> Accepted:
         """Keep the first `counts` [B] nodes; the next token comes from norm(max(weight p - q, 0)), or p after the last."""
-        slots, at = torch.arange(len(counts), device=counts.device), counts.clamp(max=self.tokens.shape[1] - 1)
+        slots, at = torch.arange(len(counts), device=counts.device), counts.clamp(max=self.live.shape[1] - 1)
         left = self.p[slots, counts]
         held = left if weight is None else left * weight[slots, at, None].to(left.dtype)
         left = torch.where((counts < self.sizes)[:, None], residual(held, self.q[slots, at]), left)
-        order = torch.arange(self.tokens.shape[1], device=counts.device).expand(self.tokens.shape)
-        return Accepted.of(order, counts, streams.draw(left, counts, Purpose.TARGET), (~self.valid & self.live).sum(-1))
+        order = torch.arange(self.live.shape[1], device=counts.device).expand(self.live.shape)
+        return Accepted.of(order, counts, streams.draw(left, counts, Purpose.TARGET), self.invalid)
 
 
 def coins(streams: Streams, nodes: int) -> Tensor:

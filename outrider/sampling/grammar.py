@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from types import ModuleType
 from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
@@ -77,10 +78,10 @@ class Grammar:
 
     def compiled(self, target: Any) -> Rules:
         """The rules for the tokens of this target, which must have a tokenizer; compiled once."""
-        vocabularies = _VOCABULARIES.setdefault(target, {})
-        if target.ends not in vocabularies:
-            vocabularies[target.ends] = _Vocabulary(target)
-        return vocabularies[target.ends].rules(self)
+        compilers = _COMPILERS.setdefault(target, {})
+        if target.ends not in compilers:
+            compilers[target.ends] = _compiler(target)
+        return compilers[target.ends](self)
 
     def start(self) -> Automaton:
         raise ConfigError(f"{self} speaks of text, not of tokens; a Request takes `grammar.compiled(target)`")
@@ -109,78 +110,72 @@ def _llguidance() -> ModuleType:
 def _source(kind: Kind, text: str) -> str:
     """The grammar as llguidance reads it, checked."""
     matcher = _llguidance().LLMatcher
-    make = {"json": matcher.grammar_from_json_schema, "regex": matcher.grammar_from_regex, "lark": matcher.grammar_from_lark}
+    make, wanted = {
+        "json": (matcher.grammar_from_json_schema, "JSON schema that can be followed"),
+        "regex": (matcher.grammar_from_regex, "regular expression of Rust's syntax"),
+        "lark": (matcher.grammar_from_lark, "Lark grammar"),
+    }[kind]
     try:
-        source = make[kind](text)
+        source = make(text)
         is_wrong, messages = matcher.validate_grammar_with_warnings(source)
     except (TypeError, ValueError) as error:
         is_wrong, messages = True, [str(error)]
     if is_wrong:
-        raise ConfigError(f"the grammar {_short(text)} is no {_WANTED[kind]}: {_first_line(messages[0])}")
+        raise ConfigError(f"the grammar {_short(text)} is no {wanted}: {_first_line(messages[0])}")
     for message in messages:
         logging.getLogger(__name__).warning("grammar %s: %s", _short(text), message)
     return source
-
-
-_WANTED = {"json": "JSON schema that can be followed", "regex": "regular expression of Rust's syntax", "lark": "Lark grammar"}
 
 
 def _first_line(message: str) -> str:
     return " ".join(message.split())[:200]
 
 
-class _Vocabulary:
-    """A target's tokenizer as llguidance knows it.  Holds no target, so that one can be forgotten."""
+def _compiler(target: Any) -> Callable[[Grammar], Rules]:
+    """What compiles grammars for this target's tokenizer, each once.  Holds no target, so that one can be forgotten."""
+    name, tokenizer, size = target.spec.name, getattr(target, "tokenizer", None), target.spec.vocabulary
+    if tokenizer is None:
+        raise ConfigError(f"target {name!r} has no tokenizer, and a grammar speaks of text; load it by name or folder")
+    if not target.ends:
+        raise ConfigError(f"target {name!r} has no end token, so a text that fits its grammar could not end")
+    matcher_of = _llguidance().LLMatcher
+    from llguidance.hf import from_tokenizer
 
-    def __init__(self, target: Any):
-        name, tokenizer = target.spec.name, getattr(target, "tokenizer", None)
-        if tokenizer is None:
-            raise ConfigError(f"target {name!r} has no tokenizer, and a grammar speaks of text; load it by name or folder")
-        if not target.ends:
-            raise ConfigError(f"target {name!r} has no end token, so a text that fits its grammar could not end")
-        self.size = target.spec.vocabulary
-        _llguidance()
-        from llguidance.hf import from_tokenizer
+    try:
+        # a tokenizer may know more tokens than the target has rows for, or fewer
+        vocabulary = from_tokenizer(tokenizer, n_vocab=max(size, len(tokenizer)), eos_token=sorted(target.ends))
+    except Exception as error:  # of a Rust library: no narrower type is promised
+        raise ConfigError(f"llguidance can't read the tokenizer of {name!r}: {_first_line(str(error))}") from error
 
-        try:
-            # a tokenizer may know more tokens than the target has rows for, or fewer
-            self.tokenizer = from_tokenizer(tokenizer, n_vocab=max(self.size, len(tokenizer)), eos_token=sorted(target.ends))
-        except Exception as error:  # of a Rust library: no narrower type is promised
-            raise ConfigError(f"llguidance can't read the tokenizer of {name!r}: {_first_line(str(error))}") from error
-        self.rules = functools.lru_cache(256)(self._compile)
-
-    def _compile(self, grammar: Grammar) -> Rules:
-        matcher = _llguidance().LLMatcher(self.tokenizer, _source(grammar.kind, grammar.text), log_level=0)
+    @functools.lru_cache(256)
+    def compiled(grammar: Grammar) -> Rules:
+        matcher = matcher_of(vocabulary, _source(grammar.kind, grammar.text), log_level=0)
         if matcher.is_error():
             raise ConfigError(f"{grammar} can't be compiled: {_first_line(matcher.get_error())}")
-        return _Compiled(matcher, self.size, grammar)
+        return _Walk(matcher, size, grammar)
+
+    return compiled
 
 
-_VOCABULARIES: WeakKeyDictionary[Any, dict[frozenset[int], _Vocabulary]] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Compiled:
-    matcher: Any
-    """At the start; copied for every request."""
-    vocabulary: int
-    grammar: Grammar
-
-    def start(self) -> Automaton:
-        return _Walk(self.matcher.deep_copy(), self.vocabulary, self.grammar)
-
-
+_COMPILERS: WeakKeyDictionary[Any, dict[frozenset[int], Callable[[Grammar], Rules]]] = WeakKeyDictionary()
+"""By target and its end tokens."""
 _BITS = (torch.arange(256)[:, None] >> torch.arange(8)) & 1 == 1
 """[256, 8], a byte to its bits, the lowest first."""
 
 
 class _Walk:
-    """A matcher that has read what was committed and the path asked for last; it goes back only as far as it must."""
+    """A matcher that has read what was committed and the path asked for last; it goes back only as far as it must.
+
+    Rules too: the first one of a grammar reads nothing itself, and is copied for every request.
+    """
 
     def __init__(self, matcher: Any, vocabulary: int, grammar: Grammar):
         self.matcher, self.vocabulary, self.grammar = matcher, vocabulary, grammar
         self.ahead: list[int] = []
         self.is_lost = False
+
+    def start(self) -> Automaton:
+        return _Walk(self.matcher.deep_copy(), self.vocabulary, self.grammar)
 
     def push(self, tokens: Sequence[int]) -> None:
         self.is_lost = not self._go(tuple(tokens)) or self.is_lost
@@ -195,8 +190,7 @@ class _Walk:
 
     def _go(self, path: tuple[int, ...]) -> bool:
         """Read this path and nothing else; False where it leaves the grammar."""
-        pairs = enumerate(zip(self.ahead, path, strict=False))
-        common = next((n for n, (old, new) in pairs if old != new), min(len(self.ahead), len(path)))
+        common = len([*takewhile(lambda pair: pair[0] == pair[1], zip(self.ahead, path, strict=False))])
         if common < len(self.ahead):
             self.matcher.rollback(len(self.ahead) - common)
         went = common + self.matcher.try_consume_tokens(list(path[common:]))

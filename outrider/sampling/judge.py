@@ -21,7 +21,7 @@ from outrider.sampling import logprobs
 from outrider.sampling.distribution import Settings, distribution
 from outrider.sampling.fast import accept_chain, accept_greedy
 from outrider.sampling.logprobs import TokenLogprob
-from outrider.sampling.prefix import Prefix, emitting_rows, processed, pruned
+from outrider.sampling.prefix import Prefix, processed, pruned
 from outrider.sampling.text import TextStream
 
 
@@ -36,6 +36,8 @@ class SamplingJudge(Judge):
         """Of the live slots."""
         self.prefixes: list[tuple[int, Prefix]] = []
         """Place in the batch and text of each live slot whose logits change by what stands before; none by default."""
+        self.banning = self.prefixes
+        """Those of them that make tokens impossible."""
         self.new_text: dict[int, str] = {}
         """By slot: text that the last commit made certain, where the request has a detokenizer; see `text`."""
         self.logprobs: dict[int, list[TokenLogprob]] = {}
@@ -66,7 +68,8 @@ class SamplingJudge(Judge):
         self.settings = Settings.of([request.sampling for _, request in self._requests], device)
         self.temperature = self.settings.temperature
         self.prefixes = [(b, self._prefixes[row]) for b, row in enumerate(rows) if row in self._prefixes]
-        self.bans = any(prefix.sampling.bans for _, prefix in self.prefixes)
+        self.banning = [(b, prefix) for b, prefix in self.prefixes if prefix.sampling.bans]
+        self.bans = bool(self.banning)
 
     def distribution(self, logits: Tensor) -> Tensor:
         return distribution(logits, self.settings)
@@ -80,9 +83,7 @@ class SamplingJudge(Judge):
             return logits
         paths = torch.stack(list(drafted), 1).tolist() if drafted else [[]] * len(logits)
         out = logits.clone()
-        for b, prefix in self.prefixes:
-            if not prefix.sampling.bans:
-                continue
+        for b, prefix in self.banning:
             possible = prefix.possible(tuple(paths[b]), logits.shape[-1])
             if possible.any():  # after a token that can't be kept nothing may follow, and a row of -inf is no distribution
                 out[b].masked_fill_(~possible.to(out.device), -torch.inf)
@@ -93,7 +94,7 @@ class SamplingJudge(Judge):
 
     def on(self, device: torch.device) -> SamplingJudge:
         there = copy.copy(self)
-        there.settings = Settings(*(None if column is None else column.to(device) for column in self.settings))
+        there.settings = self.settings.each(lambda column: column.to(device))
         there.temperature = there.settings.temperature
         return there
 
@@ -103,16 +104,13 @@ class SamplingJudge(Judge):
         if self.rule is not None:
             return self.rule(draft, distribution(logits, self.settings), streams)
         if self.temperature is None:
-            is_known = scores.choice is not None and logits is scores.logits
-            self._choice = scores.choice if is_known else logits.argmax(-1)
-            assert self._choice is not None
-            return accept_greedy(draft, self._choice, logits.shape[-1])
+            known = scores.choice if logits is scores.logits else None
+            choice = self._choice = logits.argmax(-1) if known is None else known
+            return accept_greedy(draft, choice, logits.shape[-1])
         if draft.q is None:
             slots = torch.arange(len(logits), device=logits.device)
-
-            def choose(rows: Tensor, depth: int) -> Tensor:
-                return streams.draw(distribution(logits[slots, rows], self.settings), depth, Purpose.TARGET)
-
+            p = lambda rows: distribution(logits[slots, rows], self.settings)
+            choose = lambda rows, depth: streams.draw(p(rows), depth, Purpose.TARGET)
             return accept_top1(draft, logits.shape[-1], choose)
         rule = accept if draft.branches else accept_chain
         return rule(draft, distribution(logits, self.settings), streams)
@@ -130,7 +128,7 @@ class SamplingJudge(Judge):
         self._refuse_no_numbers(accepted, texts, scores)
         for b, (row, request) in enumerate(self._requests):
             if request.sampling.logprobs is not None:
-                rows = emitting_rows(accepted, b)
+                rows = _emitting_rows(accepted, b)
                 found = self._log_probabilities(b, self._logits[b : b + 1, rows])[0]
                 self.logprobs[row] += logprobs.read(found, texts[b][-len(rows) :], request.sampling.logprobs)
 
@@ -146,22 +144,26 @@ class SamplingJudge(Judge):
         best = logits.amax(-1) if choice is None else logits.gather(-1, choice.unsqueeze(-1))[..., 0]
         if bool(best.isfinite().all()):
             return
-        forbids = {b for b, prefix in self.prefixes if prefix.sampling.forbids}
         for b, text in enumerate(texts):
-            rows = emitting_rows(accepted, b)
-            for at in rows:  # what stands after a rejected token may be anything
-                value, raw = float(best[b, at]), float(scores.logits[b, at].amax())
-                if math.isfinite(value):
-                    continue
-                where = f"after {len(text) - len(rows)} or more tokens"
-                if value == -math.inf and b in forbids:
-                    raise ConfigError(
-                        f"{where} bad_words, min_new_tokens, grammar or a processor leave no token possible; let at least one "
-                        "follow every prefix"
-                    )
-                if math.isfinite(raw):
-                    raise ConfigError(f"a penalty, logit_bias or processor makes a logit {value} {where}; choose a smaller one")
-                raise TargetError(
-                    f"the target's logits are {value} {where}, so no token follows; load it in float32 or bfloat16, since "
-                    "float16 overflows, and look for weights that are not finite"
+            rows = _emitting_rows(accepted, b)  # what stands after a rejected token may be anything
+            wrong = next((at for at in rows if not math.isfinite(best[b, at])), None)
+            if wrong is None:
+                continue
+            value, where = float(best[b, wrong]), f"after {len(text) - len(rows)} or more tokens"
+            if value == -math.inf and self._requests[b][1].sampling.forbids:
+                raise ConfigError(
+                    f"{where} bad_words, min_new_tokens, grammar or a processor leave no token possible; let at least one "
+                    "follow every prefix"
                 )
+            if bool(scores.logits[b, wrong].amax().isfinite()):
+                raise ConfigError(f"a penalty, logit_bias or processor makes a logit {value} {where}; choose a smaller one")
+            raise TargetError(
+                f"the target's logits are {value} {where}, so no token follows; load it in float32 or bfloat16, since "
+                "float16 overflows, and look for weights that are not finite"
+            )
+
+
+def _emitting_rows(accepted: Accepted, b: int) -> list[int]:
+    """The rows that predicted a slot's committed tokens: each token's is its predecessor's."""
+    rows = accepted.rows(b)
+    return rows if accepted.next_tokens[b] >= 0 else rows[:-1]

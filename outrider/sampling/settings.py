@@ -8,8 +8,8 @@ top-k, top-p, min-p, typical-p.  It is the order of transformers, which has no f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
@@ -59,12 +59,12 @@ class Sampling:
     """What the output must look like: `Grammar.json(schema)`, `Grammar.regex(pattern)`, `Grammar.lark(text)`."""
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "seed", "min_new_tokens", "logprobs"):
-            value = getattr(self, name)
-            if value is not None or name in ("top_k", "min_new_tokens"):
-                object.__setattr__(self, name, whole(name, value))
-        for name in REAL:
-            object.__setattr__(self, name, _real(name, getattr(self, name)))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, float):
+                object.__setattr__(self, field.name, _real(field.name, value))
+            elif isinstance(field.default, int) or (field.name in ("seed", "logprobs") and value is not None):
+                object.__setattr__(self, field.name, whole(field.name, value))
         try:
             pairs = dict(self.logit_bias).items()
             bias = tuple(sorted((whole("a token of logit_bias", token), _real("logit_bias", value)) for token, value in pairs))
@@ -77,45 +77,35 @@ class Sampling:
             ) from error
         for name, value in (("logit_bias", bias), ("bad_words", words), ("processors", processors)):
             object.__setattr__(self, name, value)
-        self._check_draw()
-        self._check_prefix()
+        for is_right, message in self._checks():
+            if not is_right:
+                raise ConfigError(message)
 
-    def _check_draw(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError(f"temperature {self.temperature} is not a number of 0 or more; 0 is greedy")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k {self.top_k} is negative; 0 keeps every token")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p {self.top_p} lies outside (0, 1]; 1 keeps every token")
-        if not 0 <= self.min_p <= 1:
-            raise ConfigError(f"min_p {self.min_p} lies outside [0, 1]; 0 keeps every token")
-        if not 0 < self.typical_p <= 1:
-            raise ConfigError(f"typical_p {self.typical_p} lies outside (0, 1]; 1 keeps every token")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ConfigError(f"seed {self.seed} does not fit in 64 bits")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise ConfigError(f"logprobs {self.logprobs} is negative; 0 reports the emitted tokens alone, None nothing")
-
-    def _check_prefix(self) -> None:
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise ConfigError(f"repetition_penalty {self.repetition_penalty} is not a number above 0; 1 changes nothing")
+    def _checks(self) -> Iterator[tuple[bool, str]]:
+        """What must hold of each setting, and what is said where it does not; NaN is in no range."""
+        yield 0 <= self.temperature < math.inf, f"temperature {self.temperature} is not a number of 0 or more; 0 is greedy"
+        yield self.top_k >= 0, f"top_k {self.top_k} is negative; 0 keeps every token"
+        yield 0 < self.top_p <= 1, f"top_p {self.top_p} lies outside (0, 1]; 1 keeps every token"
+        yield 0 <= self.min_p <= 1, f"min_p {self.min_p} lies outside [0, 1]; 0 keeps every token"
+        yield 0 < self.typical_p <= 1, f"typical_p {self.typical_p} lies outside (0, 1]; 1 keeps every token"
+        yield -(2**63) <= (self.seed or 0) < 2**63, f"seed {self.seed} does not fit in 64 bits"
+        negative = f"logprobs {self.logprobs} is negative; 0 reports the emitted tokens alone, None nothing"
+        yield (self.logprobs or 0) >= 0, negative
+        repetition = f"repetition_penalty {self.repetition_penalty} is not a number above 0; 1 changes nothing"
+        yield 0 < self.repetition_penalty < math.inf, repetition
         for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise ConfigError(f"{name} {getattr(self, name)} is not a finite number; 0 changes nothing")
-        if self.min_new_tokens < 0:
-            raise ConfigError(f"min_new_tokens {self.min_new_tokens} is negative; 0 lets a text end at once")
+            value = getattr(self, name)
+            yield math.isfinite(value), f"{name} {value} is not a finite number; 0 changes nothing"
+        yield self.min_new_tokens >= 0, f"min_new_tokens {self.min_new_tokens} is negative; 0 lets a text end at once"
         for token, value in self.biases:
-            if not math.isfinite(value):
-                raise ConfigError(f"logit_bias {value} of token {token} is not a finite number; bad_words forbids a token")
-        if not all(self.bad_words):
-            raise ConfigError("bad_words holds an empty sequence, which every text completes; leave it out")
-        if self.grammar is not None and not callable(getattr(self.grammar, "start", None)):
-            raise ConfigError(
-                f"grammar {self.grammar!r} is none; give Grammar.json(schema), Grammar.regex(pattern) or Grammar.lark(text)"
-            )
-        for processor in self.processors:
-            if not callable(processor):
-                raise ConfigError(f"processors holds {processor!r}; wanted functions (input_ids, scores) -> scores")
+            message = f"logit_bias {value} of token {token} is not a finite number; bad_words forbids a token"
+            yield math.isfinite(value), message
+        yield all(self.bad_words), "bad_words holds an empty sequence, which every text completes; leave it out"
+        grammars = "Grammar.json(schema), Grammar.regex(pattern) or Grammar.lark(text)"
+        is_grammar = self.grammar is None or callable(getattr(self.grammar, "start", None))
+        yield is_grammar, f"grammar {self.grammar!r} is none; give {grammars}"
+        for each in self.processors:
+            yield callable(each), f"processors holds {each!r}; wanted functions (input_ids, scores) -> scores"
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -153,11 +143,6 @@ class Sampling:
             )
         if len({word[0] for word in self.bad_words if len(word) == 1}) == vocabulary:
             raise ConfigError(f"bad_words forbids all {vocabulary} tokens of the vocabulary; leave at least one")
-
-
-REAL = (
-    "temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
 
 
 def whole(name: str, value: Any) -> int:

@@ -121,11 +121,10 @@ class TextStream:
         if token in self._detokenizer.skipped:
             return
         self._window.append(token)
-        byte = self._detokenizer.byte_tokens.get(token)
-        if byte is None:
-            self._run.clear()
+        if token in self._detokenizer.byte_tokens:
+            self._run.append(self._detokenizer.byte_tokens[token])
         else:
-            self._run.append(byte)
+            self._run.clear()
 
     def _find_stop(self) -> int:
         """Where the first stop string begins in what is left of the text, as it stands; -1 where there is none."""

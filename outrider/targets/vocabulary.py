@@ -12,6 +12,7 @@ V the target's vocabulary, U the other one; K tokens in common.
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import DrafterError
+from outrider.targets.protocol import Target
 
 LOOK_BEHIND = 8
 """Tokens before a seam that are encoded again with what is new, since it may merge with them."""
@@ -56,6 +58,11 @@ class Vocabulary:
         """Ids that the tokenizer puts before every text."""
         self.filler = next((found for found in (_within(tokenizer.bos_token_id, size), self.end) if found is not None), 0)
         """Stands where there is no text at all."""
+
+    @property
+    def mute(self) -> list[bool]:
+        """Which ids say nothing, and end no text."""
+        return [piece is None and token != self.end for token, piece in enumerate(self.pieces)]
 
     def encode(self, text: str) -> Any:
         """`ids` and `offsets` of a text, with nothing added."""
@@ -144,6 +151,11 @@ class Twins:
         out[..., self.target_ids] = logits[..., self.own_ids]
         return out
 
+    def of(self, tokens: Sequence[int]) -> list[int] | None:
+        """The drafting model's ids of these tokens of the target; None where one has no twin."""
+        found = [self.by_target[token] for token in tokens if token in self.by_target]
+        return found if len(found) == len(tokens) else None
+
     def own(self, tokens: Tensor) -> Tensor:
         """The drafting model's ids of these tokens of the target; 0 for one without a twin."""
         return self._own[tokens]
@@ -215,6 +227,16 @@ class Transcript:
                 fresh, self._unsaid, self.waiting = fresh + self._unsaid, "", []
         if fresh:
             self._extend(fresh)
+
+    def continued(self, ids: Sequence[int]) -> list[int]:
+        """The source's tokens for what these ids of the reader say behind the text; the end of a text is a token of both."""
+        spoken = list(itertools.takewhile(lambda token: token != self._reader.end, ids))
+        said = b"".join(self._reader.pieces[token] or b"" for token in spoken)
+        found = continuation(self._source, self.text, self.waiting_bytes, said)
+        is_over = len(spoken) < len(ids)
+        if is_over and self._source.end is not None and (found or said == self.waiting_bytes):
+            found.append(self._source.end)
+        return found
 
     def _said(self, token: int) -> bytes:
         """A special token speaks where the reader has one of the same name."""
@@ -306,3 +328,22 @@ class Overlap(NamedTuple):
 def overlap(twins: Twins, p: Tensor) -> Overlap:
     """p [..., V]: the target's distributions at the places of some text."""
     return Overlap(twins.count, twins.count / twins.vocabulary, float(p[..., twins.target_ids].sum(-1).mean()))
+
+
+SAMPLE = """The committee met on Tuesday and agreed, after a short discussion, that the road should be repaired before winter.
+def mean(values):
+    return sum(values) / len(values)  # fails for an empty list
+In 2024 about 3,150 people lived there; by 1911 it had been twice as many.
+Die Straße führt über den Fluss. La forêt était déjà loin. El niño llegó mañana.
+{"name": "Ann", "items": [1, 2.5, null], "done": true}
+"""
+"""Prose, code, numbers and letters beyond English: where the target's probability of the tokens in common is measured."""
+
+
+@torch.inference_mode()
+def sample_distributions(vocabulary: Vocabulary, target: Target) -> Tensor:
+    """The target's distributions [1, S, V] at the places of the sample text, at temperature 1."""
+    ids = [token for token in vocabulary.encode(SAMPLE).ids if token < vocabulary.size]
+    tokens = torch.tensor([[*vocabulary.begin, *ids][: target.spec.context] or [vocabulary.filler]], device=target.device)
+    hidden, _ = target.read(tokens, ())
+    return target.head(hidden).float().softmax(-1)

@@ -121,7 +121,7 @@ def made(folder, wide):
 
     def build(**settings: object) -> MODULE.CrossVocabulary:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(MODULE, "load_target", lambda *args, **options: model)
+            patch.setattr("outrider.nn.language_model.load_target", lambda *args, **options: model)
             return MODULE.build(MODULE.Config(model=str(folder), least_overlap=0, **settings), wide)
 
     return build
@@ -326,7 +326,7 @@ def beside(tmp_path_factory, table):
 
     def build(vocabulary: str) -> MODULE.CrossVocabulary:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(MODULE, "load_target", lambda *args, **options: model)
+            patch.setattr("outrider.nn.language_model.load_target", lambda *args, **options: model)
             return MODULE.build(MODULE.Config(model=str(path), vocabulary=vocabulary, length=3, least_overlap=0), table)
 
     return build
@@ -481,12 +481,12 @@ def test_the_end_of_a_text_is_drafted_as_text(wide, made):
     transcript = Transcript(target, own)
     transcript.push(target.encode("the road").ids)
     river = own.encode("river").ids
-    assert drafter._translation(transcript, [own.end, *river]) == [target.end]
-    found = drafter._translation(transcript, [*river, own.end, *river])
+    assert transcript.continued([own.end, *river]) == [target.end]
+    found = transcript.continued([*river, own.end, *river])
     assert found[-1] == target.end
     assert b"".join(target.pieces[token] for token in found[:-1]) == b" river"
     transcript.push(target.encode("🙂").ids[:1])  # half a character: no end can follow
-    assert transcript.waiting and drafter._translation(transcript, [own.end]) == []
+    assert transcript.waiting and transcript.continued([own.end]) == []
 
 
 def test_where_no_common_token_may_follow_nothing_is_drafted(wide, made):

@@ -68,7 +68,7 @@ def served(model, text: list[int], pieces: list[int]) -> torch.Tensor:
     memory = SlotCache(2, 64, layers=2)
     with torch.inference_mode():
         for end in pieces:
-            drafter._read(memory, 0, text[:end])
+            drafter._pass(memory, [0], [text[:end]])
         return model.target.head(drafter._pass(memory, [0, 1], [text, [7] * 9])[0])
 
 

@@ -201,7 +201,7 @@ def untrained(workshop, target):
 @pytest.fixture
 def loaded(untrained, monkeypatch):
     """The small model, read from disk once for all trees."""
-    monkeypatch.setattr(drafters.find("small_model"), "load_target", lambda *args, **options: untrained)
+    monkeypatch.setattr("outrider.nn.language_model.load_target", lambda *args, **options: untrained)
     return untrained
 
 
@@ -216,10 +216,10 @@ def test_a_small_models_tree_leaves_its_cache_as_if_it_had_read_the_text(
     drafter = workshop.build(TREE, target)
     read, move, worst, moved = drafter._read, SlotCache._move, [0.0], [0]
 
-    def watched(cache, rows, texts):
-        logits = read(cache, rows, texts)
+    def watched(memory, rows, texts):
+        logits = read(memory, rows, texts)
         for b, text in enumerate(texts):
-            assert cache.lengths[rows[b]] == len(text)
+            assert memory.cache.lengths[rows[b]] == len(text)
             hidden, _ = drafter.model.read(torch.tensor([text]))
             worst.append(float((logits[b] - drafter.model.head(hidden[0, -1])).abs().max()))
         return logits
@@ -374,7 +374,7 @@ def test_runners_up_are_leaves_beside_the_chain():
     tree = dflash.runners_up_tree(3, (2, 1))
     assert tree.depths.tolist() == [0, 1, 2, 0, 1, 0]
     assert tree.ranks.tolist() == [0, 0, 0, 1, 1, 2]
-    assert tree.parents == [-1, 0, 1, -1, 0, -1]
+    assert list(tree.parents) == [-1, 0, 1, -1, 0, -1]
     logits = torch.randn(2, 3, 9)
     order = logits.argsort(-1, descending=True)
     draft = tree.draft(tree.choices(logits), torch.tensor([6, 4]))

@@ -26,6 +26,7 @@ from outrider.drafters import gemma4_assistant
 from outrider.errors import DrafterError
 from outrider.generation import generate
 from outrider.sampling.settings import Sampling
+from outrider.targets.assistant import keyless_layers
 from outrider.targets.transformers import load_target
 
 KINDS = ["sliding_attention", "full_attention"]
@@ -63,7 +64,7 @@ def folder(request, tmp_path_factory):
         text_config=text, backbone_hidden_size=32, use_ordered_embeddings=request.param, num_centroids=8,
         centroid_intermediate_top_k=3,
     )  # fmt: skip
-    with gemma4_assistant.keyless_layers():
+    with keyless_layers():
         model = Gemma4AssistantForCausalLM(config).double()
     if request.param:
         model.masked_embedding.token_ordering.copy_(torch.randperm(64))
@@ -167,7 +168,7 @@ def test_all_centroids_are_the_dense_head(folder):
 
 
 def gemma4_assistant_model(folder):
-    with gemma4_assistant.keyless_layers():
+    with keyless_layers():
         return Gemma4AssistantForCausalLM.from_pretrained(folder, dtype=torch.float64)
 
 

@@ -186,10 +186,10 @@ def test_the_bases_cache_stands_as_if_it_had_read_the_text(choices, temperature,
     drafter = made(base, target, nodes=12)
     read, worst = base._read, []
 
-    def watched(cache, rows, texts):
-        logits = read(cache, rows, texts)
+    def watched(memory, rows, texts):
+        logits = read(memory, rows, texts)
         for b, text in enumerate(texts):
-            assert cache.lengths[rows[b]] == len(text)
+            assert memory.cache.lengths[rows[b]] == len(text)
             hidden, _ = base.model.read(torch.tensor([text]))
             worst.append(float((logits[b] - base.model.head(hidden[0, -1])).abs().max()))
         return logits

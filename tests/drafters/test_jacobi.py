@@ -14,8 +14,9 @@ from contracts.parties import OnAndOff, TableTarget
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose
 from outrider.decoding.state import DecodeState, Request
-from outrider.drafters.jacobi import Config, Jacobi, Pool, build
+from outrider.drafters.jacobi import Config, Jacobi, build
 from outrider.generation import batch, generate, serve
+from outrider.retrieval.pool import Pool
 from outrider.sampling.distribution import distribution
 from outrider.sampling.settings import Sampling
 
@@ -280,12 +281,12 @@ def test_no_guess_is_a_banned_token(settings, target, prompts):
 
 def test_a_pool_prefers_the_longest_match_then_the_latest_and_forgets_the_oldest():
     """Catches an order of preferences turned round, and a pool that grows without end."""
-    pool = Pool(Config(gram=3, branches=1))
+    pool = Pool(longest=2, most=8192, siblings=2)
     pool.learn([1, 2, 3, 9, 2, 4, 1, 2])
     assert pool.after([1, 2]) == [3, 4]
     assert pool.after([7, 2]) == [4, 3]
     assert pool.after([8]) == []
-    small = Pool(Config(gram=2, pool=3))
+    small = Pool(longest=1, most=3, siblings=1)
     small.learn([1, 2, 3, 4, 5, 6])
     assert list(small.follows) == [(3,), (4,), (5,)]
 

@@ -22,6 +22,7 @@ from outrider.generation import generate
 from outrider.nn import recurrent
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
+from outrider.targets import mtp as shipped
 from outrider.targets.cache import Limit
 from outrider.targets.transformers import TransformersTarget, load_target
 
@@ -134,7 +135,7 @@ def shipping(tmp_path_factory, tiny_layer_numbers):
             torch.manual_seed(5)
             config = AutoConfig.for_model(family.kind, **(sizes | family.sizes))
             whole = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double()
-            with mtp.told(whole.config, family.modules):
+            with shipped.told(whole.config, family.modules):
                 own = MtpModel(whole, family.modules).double()
             noise = torch.Generator().manual_seed(6)
             with torch.no_grad():
@@ -163,8 +164,8 @@ def test_a_config_that_is_silent_stays_so(name, shipping):
     before = target.model.config.to_dict()
     assert native(target).native
     assert target.model.config.to_dict() == before
-    assert mtp.modules_on_disk(target.model) == FAMILIES[name].modules
-    assert mtp.modules_on_disk(load_target(tiny_model()).model) == 0
+    assert shipped.modules_on_disk(target.model) == FAMILIES[name].modules
+    assert shipped.modules_on_disk(load_target(tiny_model()).model) == 0
 
 
 def native(target, **choices):
@@ -188,7 +189,7 @@ def test_native_modules_are_those_of_the_checkpoint(name, shipping):
 def reference(target, weights, name, texts: list[list[int]]) -> list[list[torch.Tensor]]:
     """What transformers' MtpModel guesses behind each text, one logits [V] a module, its own greedy tokens read on."""
     count = FAMILIES[name].modules
-    with mtp.told(target.model.config, count):
+    with shipped.told(target.model.config, count):
         own = MtpModel(target.model, count).double().eval()
     own.load_state_dict(weights)
     found = []
@@ -329,7 +330,7 @@ def test_own_modules_are_served_as_they_are_trained(modules, target, workshop, p
 
 
 def forgets_what_was_said(memory, row):
-    memory.said[row] = None
+    memory.said[row] = 0
 
 
 def keeps_the_first(memory, row):
@@ -402,20 +403,20 @@ def test_recurrent_modules_are_refused():
         layer_types = ("full_attention", "linear_attention")
 
     with pytest.raises(DrafterError, match="layers of linear_attention"):
-        mtp.limits_of(Given(), 2)
+        shipped.limits_of(Given(), 2)
     Given.layer_types, Given.sliding_window = ("full_attention", "sliding_attention"), 5
-    assert mtp.limits_of(Given(), 2) == (None, Limit("window", 5))
+    assert shipped.limits_of(Given(), 2) == (None, Limit("window", 5))
 
 
 def test_modules_that_do_something_unknown_are_refused(shipping, monkeypatch):
     """Catches a family whose attention does more than is known here, such as a soft cap: it would draft worse in silence."""
     target, _ = shipping("glm")
-    own = mtp.attention
+    own = shipped.attention
 
     def capped(*args, attend, **given):
         return own(*args, attend=lambda *states: attend(*states).tanh(), **given)
 
-    monkeypatch.setattr(mtp, "attention", capped)
+    monkeypatch.setattr(shipped, "attention", capped)
     with pytest.raises(DrafterError, match="module 0 .* say something else"):
         native(target)
 

@@ -62,7 +62,7 @@ def test_by_default_a_slot_used_again_carries_nothing_over(tree):
     first, beside = drafts(drafter, memory, {0: asking([1, 2, 3, 1, 2]), 1: asking([5, 1, 2])})
     assert first[0] == 3 and beside == []
     assert drafts(drafter, memory, {0: asking([7, 1, 2])}) == [[]]
-    assert not drafter.shared.kept
+    assert not drafter.tries.by_tenant.kept
 
 
 @pytest.mark.usefixtures("either")
@@ -96,7 +96,7 @@ def test_a_shared_memory_outlives_the_batch_and_learns_texts_to_their_end(target
     first, again = (generate(target, prompts[2], drafter, max_new_tokens=33)[0] for _ in range(2))
     assert first.tokens == again.tokens
     assert again.steps < first.steps
-    cursor = drafter.shared.of("").cursor()
+    cursor = drafter.tries.by_tenant.of("").cursor()
     cursor.follow(first.tokens)
     assert cursor.match == 4
 
@@ -107,7 +107,7 @@ def test_of_many_tenants_those_away_longest_are_forgotten():
     memory = drafter.allocate(Slots())
     for tenant in "abac":
         drafts(drafter, memory, {0: asking([1, 2, 3], tenant)})
-    assert list(drafter.shared.kept) == ["a", "c"]
+    assert list(drafter.tries.by_tenant.kept) == ["a", "c"]
     found = [drafts(drafter, memory, {0: asking([1], tenant)})[0] for tenant in "ab"]
     assert found == [[2, 3], []]
 

@@ -43,21 +43,21 @@ def test_masks_in_training_see_their_own_pair_and_shallower_masks_of_it():
     """Catches masks of two pairs that see each other, and deeper masks seen from shallower ones."""
     at = torch.tensor([[1, 2]])
     there = torch.tensor([[[True, True, True], [True, True, False]]])
-    masks = peagle.Masks.of(at, there)
-    assert masks.pair.tolist() == [[1, 1, 2]]
-    assert masks.depth.tolist() == [[1, 2, 1]]
-    assert masks.row[0, 0, 1:].tolist() == [0, 1] and int(masks.row[0, 1, 1]) == 2
-    seen = peagle.training_sight(pairs.sight(torch.ones(1, 5, dtype=torch.int64)), masks)
+    rows = peagle.drafting_rows(at, there, 4)
+    assert rows.pair.tolist() == [[0, 1, 2, 3, 1, 1, 2]]
+    assert rows.depth.tolist() == [[0, 0, 0, 0, 1, 2, 1]]
+    assert rows.of[0, 0].tolist() == [1, 4, 5] and rows.of[0, 1, :2].tolist() == [2, 6]
+    seen = peagle.training_sight(pairs.sight(torch.ones(1, 5, dtype=torch.int64)), rows)
     #                          pairs 0-3, then (1, 1), (1, 2), (2, 1)
     assert table(seen[0]) == ["x......", "xx.....", "xxx....", "xxxx...", "xx..x..", "xx..xx.", "xxx...x"]
 
 
-def test_padding_among_masks_sees_itself_alone():
-    """Catches padding that stands on pair 0 and is taken for one of its masks."""
+def test_padding_among_masks_is_never_seen():
+    """Catches padding that is taken for a mask, or for the pair that it stands on."""
     there = torch.tensor([[[True, True]], [[True, False]]])
-    masks = peagle.Masks.of(torch.tensor([[0], [1]]), there)
-    seen = peagle.training_sight(pairs.sight(torch.ones(2, 3, dtype=torch.int64)), masks)
-    assert table(seen[1]) == ["x..", "xx.", "..x"]
+    rows = peagle.drafting_rows(torch.tensor([[0], [1]]), there, 2)
+    seen = peagle.training_sight(pairs.sight(torch.ones(2, 3, dtype=torch.int64)), rows)
+    assert table(seen[1])[:2] == ["x..", "xx."] and bool(seen[1, 2].any())
 
 
 def test_a_pair_across_two_texts_is_none():
@@ -140,8 +140,8 @@ def apart(target, prompts, monkeypatch, fault=None) -> float:
     state = generation.batch(target, 3)
     own = drafter._logits
 
-    def watched(kept, rows, *args):
-        logits = own(kept, rows, *args)
+    def watched(memory, now, depths):
+        logits, kept, rows = own(memory, now, depths), memory.kept, now.rows
         served.extend((tuple(state.tokens[row]), logits[b]) for b, row in enumerate(rows) if drafter_has(kept, row))
         assert fault or all(kept.lengths[row] == len(state.tokens[row]) - 1 for row in rows)
         return logits

@@ -32,6 +32,7 @@ from outrider.generation import generate
 from outrider.nn.draft_model import Batch
 from outrider.prepare.features import LiveFeatures
 from outrider.prepare.regenerate import Answer
+from outrider.targets import causal_lm
 from outrider.targets.quantised import is_quantised
 from outrider.train import losses
 from outrider.train.trainer import Config as Training
@@ -113,7 +114,7 @@ def test_packed_texts_are_read_as_if_each_stood_alone(family, made, target, text
         alone = torch.zeros(3, 18, 32)
         for number in range(1, 7):
             where = documents == number
-            alone[where] = model._states(texts[where][None])[0]
+            alone[where] = causal_lm.states(model.lm, texts[where][None])[0]
         real = documents > 0
         packed = model.read(texts, documents)
         torch.testing.assert_close(packed[real], alone[real], rtol=1e-4, atol=1e-4)

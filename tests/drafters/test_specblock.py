@@ -33,7 +33,7 @@ def model_of(target, **choices):
 def test_slots_of_a_first_block_see_earlier_pairs_whole_and_their_own_up_to_themselves():
     """Catches slots that see ahead in their block, and slots of another text."""
     texts = torch.tensor([[1, 1, 1, 2, 2, 2]])
-    seen = specblock.first_sight(pairs.sight(texts), 2)[0]
+    seen = specblock.block_sight(pairs.sight(texts), torch.arange(5)[None], [], 2)[0]
     pair_of = [(i, k) for i in range(5) for k in range(2)]
     for r, (i, k) in enumerate(pair_of):
         for c, (j, s) in enumerate(pair_of):
@@ -44,7 +44,7 @@ def test_slots_of_a_first_block_see_earlier_pairs_whole_and_their_own_up_to_them
 def test_slots_of_a_later_block_see_of_their_own_pair_what_was_taken():
     """Catches the slots that were not gone on from, and other pairs' later blocks."""
     texts, at, taken, slots = torch.tensor([[1, 1, 1, 1, 1]]), [1, 3], [2, 1], 3
-    seen = specblock.later_sight(pairs.sight(texts), torch.tensor([at]), taken, slots)[0]
+    seen = specblock.block_sight(pairs.sight(texts), torch.tensor([at]), taken, slots)[0]
     columns = [(1, j, s) for j in range(4) for s in range(slots)]
     columns += [(block, j, s) for block in (2, 3) for j in at for s in range(slots)]
     assert seen.shape == (len(at) * slots, len(columns))
@@ -114,13 +114,16 @@ def test_a_draft_branches_at_its_first_doubt():
 
 def test_a_tree_keeps_the_likeliest_nodes_with_their_ancestors():
     """Catches a branch under the wrong node, and a product that leaves out what stands before.  By hand."""
-    tree = specblock.Grown([1, 2, 3], [math.log(0.9), math.log(0.5), math.log(0.8)])
-    tree.branch(1, [2, 7, 8], [math.log(0.5), math.log(0.9), math.log(0.1)])
-    tree.branch(1, [4, 9, 9], [math.log(0.4), math.log(0.95), -math.inf])
+    chances = [
+        [(1, 0.9), (2, 0.5), (3, 0.8)],
+        [(1, 0.9), (2, 0.5), (7, 0.9), (8, 0.1)],
+        [(1, 0.9), (4, 0.4), (9, 0.95), (9, 0.0), (5, 1.0)],
+    ]
+    paths = [[(token, math.log(chance) if chance else -math.inf) for token, chance in path] for path in chances]
     # 1: .9   2: .45   2-7: .405   2-3: .36   4: .36   4-9: .342   2-7-8: .0405; equals in the order drawn
-    assert tree.best(10) == ([1, 2, 7, 3, 4, 9, 8], [-1, 0, 1, 1, 0, 4, 2])
-    assert tree.best(3) == ([1, 2, 7], [-1, 0, 1])
-    assert tree.best(0) == ([], [])
+    assert specblock.likeliest(paths, 10) == ([1, 2, 7, 3, 4, 9, 8], [-1, 0, 1, 1, 0, 4, 2])
+    assert specblock.likeliest(paths, 3) == ([1, 2, 7], [-1, 0, 1])
+    assert specblock.likeliest(paths, 0) == ([], [])
 
 
 chances = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([-0.0, -0.1, -0.5, -1.0, -3.0])), min_size=3, max_size=3)
@@ -129,14 +132,12 @@ chances = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([-0.0, -0.1, -0.
 @given(chances, st.lists(st.tuples(st.integers(0, 2), chances), max_size=5))
 def test_every_prefix_of_a_tree_is_a_draft_without_equal_siblings(chain, branches):
     """Catches a child before its parent, also where equal siblings of unequal worth became one node."""
-    tree = specblock.Grown(*zip(*chain, strict=True))
-    for at, branch in branches:
-        tree.branch(at, *zip(*branch, strict=True))
-    tokens, parents = tree.best(100)
+    paths = [chain, *(chain[:at] + branch for at, branch in branches)]
+    tokens, parents = specblock.likeliest(paths, 100)
     assert all(parent < n for n, parent in enumerate(parents))
     assert len(set(zip(tokens, parents, strict=True))) == len(tokens)
     for size in range(len(tokens) + 1):
-        assert tree.best(size) == (tokens[:size], parents[:size])
+        assert specblock.likeliest(paths, size) == (tokens[:size], parents[:size])
         draft = trees.of_lists([tokens[:size]], [parents[:size]])
         assert draft.checked(1).live == [size]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from outrider.generation import generate, serve
 from outrider.nn import recurrent, serving
 from outrider.nn.blocks import angles
 from outrider.nn.draft_model import Batch
-from outrider.nn.recurrent import RecurrentAttention, RecurrentConfig, RecurrentDrafter, UnrolledRows, unrolled_mask
+from outrider.nn.recurrent import RecurrentAttention, RecurrentConfig, RecurrentDrafter, RecurrentModel, unrolled_mask
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 from outrider.targets.cache import SlotCache
@@ -171,6 +172,7 @@ def spoilt_forgetting(monkeypatch):
         for row, size in zip(state.rows, draft.live, strict=True):
             if size:
                 memory.kept.lengths[row] += 1
+                memory.waiting.read[row] += 1
                 memory.waiting.take([row], [1])
 
     monkeypatch.setattr(RecurrentDrafter, "observe", observe)
@@ -282,7 +284,7 @@ def test_a_tree_is_read_as_the_chains_it_is_made_of(target, workshop):
             last = model.step(0, *given, angle, recurrent._looking(kept, kept.mask(None, torch.float64)))[:, -1]
             kept.append([count])
             roots.append(last)
-        return recurrent.Rollout(model, kept, rows, torch.cat(roots[-len(rows) :]), torch.float64)
+        return recurrent.Rollout(model, kept, rows, torch.cat(roots[-len(rows) :]))
 
     roots: list[torch.Tensor] = []
     together, found = begun([0, 1]), []
@@ -404,31 +406,26 @@ def test_a_target_of_chains_is_drafted_chains(target, workshop, caplog, monkeypa
 # ── several modules ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Several(nn.Module):
+class SeveralConfig(RecurrentConfig):
+    kind: Literal["several"] = "several"
+
+
+class Several(RecurrentModel):
     """Two modules, each a single attention with a residual: step 0 takes the first, later ones the second."""
 
     num_modules = 2
-    taps = ()
+    limits = (None, None)
 
     def __init__(self, target):
         super().__init__()
         torch.manual_seed(4)
         self.target = target
-        self.config, self.shape = RecurrentConfig(ttt=4, length=4), replace(SHAPE, heads=2, kv_heads=1)
+        self.config, self.shape = SeveralConfig(ttt=4, length=4), replace(SHAPE, heads=2, kv_heads=1)
         self.attention = nn.ModuleList(RecurrentAttention(64, 32, self.shape) for _ in range(2))
         self.double()
 
-    def features(self, seen):
-        return seen
-
     def step(self, module, words, features, angle, attend):
         return features + self.attention[module](torch.cat([words, features], -1), angle, attend, module)
-
-    def logits(self, hidden):
-        return self.target.head(hidden)
-
-    def predict(self, batch):
-        return UnrolledRows(self, batch, batch.hidden)
 
 
 def test_modules_keep_keys_of_their_own(target, prompts, plain, monkeypatch):

@@ -225,7 +225,7 @@ longest = block._longest
 
 def first_failure(chain: Chain, streams: Streams) -> tuple[Tensor, Tensor]:
     """As `_longest`, of whose coins each is asked alone, but for what is made of them: the first that failed ends the draft."""
-    place = torch.arange(chain.tokens.shape[1])
+    place = torch.arange(chain.live.shape[1])
     passed = torch.stack([longest(replace(chain, live=chain.live & (place == n)), streams)[0] > 0 for n in place], 1)
     return passed.long().cumprod(-1).sum(-1), longest(chain, streams)[1]
 

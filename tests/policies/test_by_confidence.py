@@ -18,6 +18,7 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState, Request, Timing
 from outrider.generation import generate, serve
+from outrider.policies import by_confidence
 from outrider.policies.by_confidence import ByConfidence
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
@@ -133,7 +134,7 @@ def test_a_node_that_was_not_there_was_not_tried():
 def test_nothing_known_is_worth_a_try():
     """Catches a policy that begins by cutting."""
     policy = ByConfidence(5, 0.6)
-    assert policy.shares() == [policy.GUESS] * 5
+    assert policy.shares() == [by_confidence.GUESS] * 5
     assert policy.keep(STATE, torch.tensor([5]), None).tolist() == [5]
 
 
@@ -185,6 +186,11 @@ def test_drawn_trees_keep_the_law_and_are_cut(how, before_draw):
     assert max(policy.cut) > 0.2
 
 
+@pytest.fixture
+def jumpy(monkeypatch):
+    monkeypatch.setattr(by_confidence, "DOUBT", 0.5)
+
+
 class Alone:
     """A ByConfidence for every slot, so jumpy that what a slot verifies depends on the outcome of its own last steps."""
 
@@ -192,7 +198,7 @@ class Alone:
         self.nodes, self.sizes = nodes, []
         self.policies = [ByConfidence(nodes, 0.5) for _ in range(slots)]
         for policy in self.policies:
-            policy.WINDOW, policy.DOUBT = 1.5, 0.5
+            policy.WINDOW = 1.5
 
     def budget(self, state: DecodeState) -> torch.Tensor:
         return torch.full((len(state.rows),), self.nodes)
@@ -208,7 +214,7 @@ class Alone:
 
 
 @pytest.mark.parametrize("parents", [[-1, 0, 1, 2], [-1, -1, 0, 0, 1, 2]], ids=["chain", "tree"])
-def test_cuts_that_depend_on_a_slots_own_earlier_steps_keep_the_law(parents):
+def test_cuts_that_depend_on_a_slots_own_earlier_steps_keep_the_law(parents, jumpy):
     """Catches a share that depends on what it decides about.  False alarm 1e-6."""
     slots, drafter = 1500, Tree(TARGET, parents, "without")
     drafter.confidence_before_draw = False
@@ -238,7 +244,7 @@ def test_a_confidence_that_sees_its_own_token_is_caught():
     assert keeps_the_law(UNEVEN, Drawn(even, 2), ByConfidence(2, 0.5))
 
 
-def test_a_share_of_the_step_itself_is_caught():
+def test_a_share_of_the_step_itself_is_caught(jumpy):
     """Planted fault: each slot's policy has counted the draft that it decides about, as its most likely tokens say."""
 
     class Hasty(Alone):

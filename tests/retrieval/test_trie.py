@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.drafters import ngram
 from outrider.retrieval import trie as tries
 from outrider.retrieval.proposal import NOTHING
+from outrider.retrieval.texts import History
 from outrider.retrieval.trie import Cursor, Trie
 
 MAKERS = {"python": Trie, "native": tries.fastest}
@@ -62,14 +62,13 @@ def test_a_cursor_finds_the_longest_suffix_that_was_learnt(make, texts, reader, 
 @given(text=st.lists(st.integers(0, 3), min_size=1, max_size=60), shortest=st.integers(1, 3))
 def test_a_chain_begins_as_prompt_lookup_does(make, text, shortest):
     """Catches another order of preferences than the longest match, then the most recent; token by token and at once."""
-    config = ngram.Config(longest=3, shortest=shortest)
     grown, slow = make(4, 10_000), make(4, 10_000)
     one = slow.cursor()
     for token in text:
         one.append([token])
     whole = grown.cursor()
     whole.append(text)
-    history = ngram.History(config)
+    history = History(shortest, 3)
     history.read(text)
     wanted = history.propose(text, 1).tokens
     assert whole.chain(1, shortest) == one.chain(1, shortest) == wanted

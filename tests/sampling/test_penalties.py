@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -103,11 +104,16 @@ def test_every_row_is_what_it_is_by_hand(drawn):
     found = processed(logits, draft, prefixes)
     assert torch.equal(logits, before)
     for b, name in enumerate(chosen):
+        followed = {0}
         for row in range(sizes[b] + 1):
+            if row and parents[row - 1] + 1 not in followed:
+                continue  # it can't be reached
             output = texts[b][1] + path_to(table[b], parents, row - 1)
             sampling = Sampling(**SETTINGS[name]) if name else Sampling()
             wanted = by_hand(logits[b, row].tolist(), texts[b][0], output, sampling, ENDS if name else ())
             assert found[b, row].tolist() == pytest.approx(wanted, abs=1e-12)
+            may_follow = {n for n in range(V) if wanted[n] > -math.inf and not (name and n in ENDS)}
+            followed |= {n + 1 for n in range(sizes[b]) if parents[n] == row - 1 and table[b][n] in may_follow}
 
 
 def test_what_nobody_asks_for_costs_nothing():
@@ -148,14 +154,18 @@ def test_bfloat16_logits_are_penalised_in_float32():
 def test_a_row_is_what_transformers_makes_of_it(settings, processor):
     """Catches a meaning that users do not know from elsewhere."""
     generator = torch.Generator().manual_seed(4)
-    for start in (3, 5):
+    for start in [3, 5] * 10:
         text = torch.randint(V, (start + 4,), generator=generator).tolist()
         logits = 2 * torch.randn(1, 5, V, dtype=torch.float64, generator=generator)
         prefix = Prefix(Sampling(**settings), text[:start], ENDS)
         found = processed(logits, Draft.chain(torch.tensor([text[start:]]), torch.tensor([4])), [(0, prefix)])
+        is_over = False
         for row in range(5):
             wanted = processor(start)(torch.tensor([text[: start + row]]), logits[:, row].clone())
             torch.testing.assert_close(found[:, row], wanted, rtol=1e-12, atol=1e-12)
+            if is_over:
+                break  # no later row can be reached
+            is_over = row < 4 and (text[start + row] in ENDS or wanted[0, text[start + row]] == -math.inf)
 
 
 # ── greedy: token for token ───────────────────────────────────────────────────────────────────────────────────────────
@@ -285,16 +295,17 @@ def test_penalised_and_banned_texts_keep_the_law(tree, seeded):
 @EVERY
 def test_one_penalty_vector_for_a_whole_block_is_caught(tree, seeded, monkeypatch):
     """Planted fault: every row is judged on the committed text alone."""
-    paths = prefixes._paths
-    monkeypatch.setattr(prefixes, "_paths", lambda *args: [path and () for path in paths(*args)])
+    reached = prefixes._reached
+    monkeypatch.setattr(prefixes, "_reached", lambda *args: [(n, path and (), stays) for n, path, stays in reached(*args)])
     tokens, _, _ = emitted(SMALL, tree, slots=4000, prompt=[0, 1], sampling=MIXED, seeded=seeded)
     assert not follows(tokens, exact_law([0, 1], Sampling(**MIXED)))
 
 
 def test_a_siblings_path_is_caught(monkeypatch):
     """Planted fault: a chain's prefixes for a tree's nodes."""
-    paths = prefixes._paths
-    monkeypatch.setattr(prefixes, "_paths", lambda tokens, parents, *rest: paths(tokens, [*range(-1, len(parents) - 1)], *rest))
+    reached = prefixes._reached
+    as_chain = functools.lru_cache(1)(lambda draft: Draft.chain(draft.tokens, draft.sizes))
+    monkeypatch.setattr(prefixes, "_reached", lambda draft, *rest: reached(as_chain(draft), *rest))
     tokens, _, _ = emitted(SMALL, TREES["without"], slots=4000, prompt=[0, 1], sampling=MIXED)
     assert not follows(tokens, exact_law([0, 1], Sampling(**MIXED)))
 

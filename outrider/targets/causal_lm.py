@@ -1,0 +1,121 @@
+"""A Hugging Face causal LM that is to be trained as a drafter: made or loaded, its shape, and what its passes do.
+
+B rows, S tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from outrider import demo
+from outrider.errors import DrafterError
+from outrider.targets.family import head_law, trunk
+from outrider.targets.protocol import Target
+from outrider.targets.transformers import hash_tokenizer
+
+
+def folder(model: str) -> str:
+    """Folder or Hugging Face id of a model; `demo` is the one that ships with Outrider."""
+    return str(demo.SMALL_MODEL) if model == "demo" else model
+
+
+def named(name: str, target: Target) -> Any:
+    """The language model of this folder or id, in float32.  Raises DrafterError where its tokenizer is not the target's."""
+    name = folder(name)
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        raise DrafterError(
+            f"can't load small_model.model {name!r}: {str(error).strip().splitlines()[0]}; give `demo`, a folder with "
+            "config.json and safetensors, or a Hugging Face id; or sizes of a fresh model in small_model.new"
+        ) from error
+    theirs = target.spec.tokenizer_hash
+    mine = tokenizer_hash(name) if theirs is not None else None
+    if mine != theirs:
+        raise DrafterError(
+            f"small_model {name!r} has the tokenizer {mine}, the target {target.spec.name!r} {theirs}; one of another "
+            "vocabulary can't be trained: choose a model with the target's tokenizer"
+        )
+    return lm
+
+
+def tokenizer_hash(name: str) -> str | None:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError):
+        return None
+    # where there are no files, transformers makes up one of special tokens alone
+    return hash_tokenizer(tokenizer) if len(tokenizer.get_vocab()) > len(tokenizer.all_special_tokens) else None
+
+
+def fresh(shape: Any) -> Any:
+    """A model of this shape with random weights, in float32."""
+    return AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+
+
+NOT_SHAPE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+"""What a config.json says besides the shape of a model."""
+
+
+def architecture_of(lm: Any) -> dict[str, Any]:
+    """The model's shape as a config.json says it; where its weights came from, and their type, is no part of it."""
+    said = json.loads(lm.config.to_json_string())
+    return {key: said[key] for key in said if key not in NOT_SHAPE}
+
+
+@torch.no_grad()
+def learn(lm: Any, name: str) -> tuple[Callable[[Tensor], Tensor], bool]:
+    """What becomes of the output layer's values, and whether texts in one row whose positions begin anew are read apart."""
+    tokens, head = torch.arange(12)[None] % lm.config.get_text_config().vocab_size, lm.get_output_embeddings()
+    alone = torch.cat([states(lm, part) for part in tokens.split((7, 5), 1)], 1)
+    finish = head_law(head(alone[:, :7]), lm(input_ids=tokens[:, :7], use_cache=False).logits, lm.config.get_text_config())
+    if finish is None:
+        raise DrafterError(
+            f"small_model {name!r} changes its logits after the output layer in a way that is not known here, so it can't be "
+            "trained; choose a model of another family"
+        )
+    places = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    try:
+        packed = states(lm, tokens, position_ids=places)
+    except (RuntimeError, TypeError, ValueError):
+        return finish, False
+    return finish, torch.allclose(packed, alone, rtol=1e-4, atol=1e-4 * float(alone.abs().max()))
+
+
+# ── reading with a gradient ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read(lm: Any, tokens: Tensor, documents: Tensor, reads_packed: bool) -> Tensor:
+    """States [B, S, H] before the head; every text is read as if it stood alone.  tokens, documents [B, S].
+
+    reads_packed: texts in one row may be read in one pass, by their positions; else each is given a row of its own.
+    """
+    follows = documents[:, 1:] == documents[:, :-1]
+    if bool((follows | (documents[:, 1:] == 0)).all()):  # one text a row, padding behind it
+        return states(lm, tokens)
+    if reads_packed:
+        return states(lm, tokens, position_ids=positions(documents))
+    begins = nn.functional.pad(~follows, (1, 0), value=True).flatten()
+    lengths = torch.diff(begins.nonzero()[:, 0].cpu(), append=torch.tensor([begins.numel()])).tolist()
+    alone = states(lm, pad_sequence(tokens.flatten().split(lengths), batch_first=True))
+    return torch.cat([own[:n] for own, n in zip(alone, lengths, strict=True)]).view(*tokens.shape, -1)
+
+
+def states(lm: Any, tokens: Tensor, **given: Tensor) -> Tensor:
+    """States [B, S, H] before the head."""
+    found: Tensor = trunk(lm)(input_ids=tokens, use_cache=False, **given).last_hidden_state
+    return found
+
+
+def positions(documents: Tensor) -> Tensor:
+    """Places within each text, from 0.  documents [B, S]."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return places - places.where(begins, 0).cummax(1).values

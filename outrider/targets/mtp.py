@@ -1,0 +1,243 @@
+"""Modules that a target ships to predict one token further each (MTP), as transformers builds them.  (arXiv 2412.19437.)
+
+They are driven step by step with the caller's attention, so that a draft may be longer than there are modules, or a tree.
+
+B texts, n positions, H hidden size, h heads, d head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from outrider.errors import DrafterError
+from outrider.targets.cache import Limit
+from outrider.targets.protocol import Target
+
+ATTENTION = "outrider"
+"""Under this name transformers finds our attention."""
+Attend = Callable[..., Tensor]
+"""(q, k, v, layer, sinks) to the attention's output, as `nn.recurrent.Attend`."""
+
+
+Causal = Callable[[Tensor, Sequence[Limit | None]], Attend]
+"""(positions [1, n], how far each layer sees) to causal attention over a text of these positions."""
+
+
+class NativeModules:
+    """The layers of a transformers MtpModel.  Raises DrafterError where they can't be driven here."""
+
+    def __init__(self, shipped: Any, target: Target, causal: Causal):
+        self.target = target
+        self.limits = limits_of(shipped.config, len(shipped.layers))
+        self.layers: nn.ModuleList = shipped.layers.requires_grad_(True)
+        self.shared_post_norm = shipped.shared_post_norm.requires_grad_(True) if shipped.use_shared_post_norm else None
+        # the caller moves the layers, to bf16 too; the frequencies are the target's own and stay as they are
+        self._rotary = copy.deepcopy(shipped.rotary_emb)
+        self._kinds = shipped.config.layer_types if shipped.has_per_layer_rope else None
+        self._prove(shipped, causal)
+
+    def step(self, module: int, words: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """What a module makes of words and states [B, n, H], at positions [B or 1, n]: [B, n, H]."""
+        turns = None
+        if self._rotary is not None:
+            kind = {} if self._kinds is None else {"layer_type": self._kinds[module]}
+            turns = self._rotary.to(words.device)(words, position_ids=positions, **kind)
+        found = self.layers[module](
+            words, states, position_embeddings=turns, attention_mask=None, position_ids=positions, past_key_values=None,
+            attend=attend,
+        )  # fmt: skip
+        return found if self.shared_post_norm is None else self.shared_post_norm(found)
+
+    @torch.no_grad()
+    def _prove(self, shipped: Any, causal: Causal) -> None:
+        """Let the modules pass our way, and see that they say what they said before.
+
+        Raises DrafterError where they don't: a family may do what is not known here.
+        """
+        from transformers import AttentionInterface
+        from transformers.cache_utils import MtpCache
+
+        target, first = self.target, shipped.layers[0].eh_proj.weight
+        windows = [limit.size for limit in self.limits if limit]
+        length = len(self.layers) + max([8, *(min(2 * size, 64) for size in windows)])
+        tokens = (torch.arange(length) * 7 % target.spec.vocabulary)[None].to(first.device)
+        noise = torch.randn(1, length, target.spec.hidden, generator=torch.Generator().manual_seed(0))
+        begin = states = noise.to(first)
+        positions = torch.arange(length, device=first.device)[None]
+
+        cache, expected = MtpCache(config=shipped.config), []
+        for number in range(len(self.layers)):
+            states, at = states[:, : length - number - 1], positions[:, number + 1 :]
+            states = shipped.forward_layer(number, states, at, cache, input_ids=tokens[:, number + 1 :])
+            expected.append(shipped._project_to_logits(states))
+
+        AttentionInterface.register(ATTENTION, attention)
+        for part in [shipped, *self.layers.modules()]:
+            if hasattr(part, "config"):
+                part.config._attn_implementation = ATTENTION
+        attend, states = causal(positions, self.limits), begin
+        try:
+            for number, wanted in enumerate(expected):
+                states, at = states[:, : length - number - 1], positions[:, number + 1 :]
+                words = target.embed(tokens[:, number + 1 :].to(target.device)).to(states)
+                states = self.step(number, words, states, at, attend)
+                said = target.head(states.to(target.device)).to(first.device)
+                if said.shape != wanted.shape or _apart(said, wanted) > (1e-3 if wanted.dtype.itemsize > 2 else 0.05):
+                    raise self._strange(number, "they say something else than in transformers' own pass")
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise self._strange(number, str(error).strip().split("\n")[0]) from error
+
+    def _strange(self, number: int, reason: str) -> DrafterError:
+        return DrafterError(
+            f"module {number} of {self.target.spec.name} can't be driven here: {reason}; set native to no and train modules of "
+            "your own"
+        )
+
+
+def native_modules(target: Target, wanted: bool, causal: Causal) -> NativeModules | None:
+    """The modules of this target with their weights; None where it has none and they are not `wanted`.
+
+    Raises DrafterError where they are wanted and not there, or can't be read.
+    """
+    model: Any = getattr(target, "model", None)
+    text = None if model is None else model.config.get_text_config(decoder=True)
+    count = 0 if text is None else getattr(text, "num_mtp_layers", None) or modules_on_disk(model)
+    if not count:
+        if wanted:
+            raise DrafterError(
+                f"{target.spec.name} ships no modules that transformers knows of: its config has no num_mtp_layers "
+                "(num_nextn_predict_layers in many checkpoints) above 0, and its checkpoint no weights mtp.layers; set native "
+                "to no and train modules of your own"
+            )
+        return None
+    from transformers.modeling_layers import MtpModel  # seconds to import, and needed here alone
+
+    _teach_names()
+    try:
+        with told(text, count):
+            shipped = MtpModel.from_pretrained(model, device_map={"": model.device})
+    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        looked = ", ".join(model._keys_to_ignore_on_load_unexpected or ["nothing: its class names no such weights"])
+        said = str(error).strip().split("\n")[0]
+        problem = (
+            f"the config of {target.spec.name} speaks of {count} modules, but transformers can't load them from "
+            f"{model.config.name_or_path or 'a model without a folder'} (weights looked for: {looked}): {said}"
+        )
+        if wanted:
+            raise DrafterError(
+                f"{problem}; load the target from its whole checkpoint, or set native to no and train modules of your own"
+            ) from error
+        logging.getLogger(__name__).warning("%s; modules of our own begin untrained in their place", problem)
+        return None
+    return NativeModules(shipped, target, causal)
+
+
+def modules_on_disk(model: Any) -> int:
+    """Modules in the model's checkpoint whose config is silent about them, as Qwen3-Next's and Qwen3.5's are."""
+    path = model.config.name_or_path
+    if not path or not any("mtp" in pattern for pattern in model._keys_to_ignore_on_load_unexpected or ()):
+        return 0
+    found = {name: _file(path, name) for name in ("model.safetensors.index.json", "model.safetensors")}
+    index, single = found.values()
+    if index is not None:
+        names = list(json.loads(Path(index).read_text())["weight_map"])
+    elif single is not None:
+        with safe_open(single, framework="pt") as file:
+            names = list(file.keys())
+    else:
+        return 0
+    numbers = [int(match[1]) for name in names if (match := re.match(r"(?:model\.)?mtp\.layers\.(\d+)\.", name))]
+    return 1 + max(numbers, default=-1)
+
+
+def _file(path: str, name: str) -> str | None:
+    """A file of a checkpoint, in a folder or the hub's cache."""
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False, local_files_only=True,
+    )  # fmt: skip
+    return None if found is None else str(found)
+
+
+NAMES = {"final_layernorm": "post_norm", "pre_mlp_layernorm": "post_attention_layernorm"}
+"""Norms as MiMo-V2's checkpoints call them, and as transformers does."""
+KINDS = {"mimo_v2_flash": ("sliding_attention", "dense")}
+"""Attention and MLP of a family's modules, where they are not full attention and the MLP of the last layer."""
+
+
+@functools.cache
+def _teach_names() -> None:
+    """Let transformers know the names that it does not."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    more = [WeightRenaming(source_patterns=rf"\.{own}\.", target_patterns=f".{name}.") for own, name in NAMES.items()]
+    register_checkpoint_conversion_mapping("MtpModel", [*more, *get_checkpoint_conversion_mapping("MtpModel")], overwrite=True)
+
+
+@contextmanager
+def told(text: Any, count: int) -> Iterator[None]:
+    """A config that says for the while what it leaves out: how many modules there are, and of what kind."""
+    last = (getattr(text, "mlp_layer_types", None) or [None])[-1]
+    attends, feeds = KINDS.get(text.model_type, ("full_attention", last))
+    said = {"num_mtp_layers": count, "mtp_layer_types": [attends] * count}
+    if last is not None:
+        said["mtp_mlp_layer_types"] = [feeds] * count
+    missing = {name: value for name, value in said.items() if getattr(text, name, None) is None}
+    before = {name: vars(text)[name] for name in missing if name in vars(text)}
+    for name, value in missing.items():
+        setattr(text, name, value)
+    try:
+        yield
+    finally:
+        for name in missing:
+            if name in before:
+                setattr(text, name, before[name])
+            else:
+                delattr(text, name)
+
+
+def limits_of(config: Any, count: int) -> tuple[Limit | None, ...]:
+    """How far each module of an MtpModel's config sees.  Raises DrafterError for layers that are no plain attention."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
+    strange = sorted(set(kinds[:count]) - {"full_attention", "sliding_attention"})
+    if strange:
+        raise DrafterError(
+            f"the modules of {config.model_type} have layers of {', '.join(strange)}; here only full_attention and "
+            "sliding_attention can be driven; set native to no and train modules of your own"
+        )
+    return tuple(Limit("window", config.sliding_window) if kind == "sliding_attention" else None for kind in kinds[:count])
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    attend: Attend, scaling: float | None = None, s_aux: Tensor | None = None, **_given: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention as transformers' layers call it; keys, masks and positions are those of `attend`."""
+    usual = query.shape[-1] ** -0.5
+    if scaling is not None and not math.isclose(scaling, usual, rel_tol=1e-9):
+        query = query * (scaling / usual)
+    layer: Any = module.layer_idx
+    return attend(query, key, value, layer, s_aux).transpose(1, 2).contiguous(), None
+
+
+def _apart(said: Tensor, wanted: Tensor) -> float:
+    """How far two passes are apart, relative, at half of the places: one place may fall to another expert."""
+    said, wanted = said.double(), wanted.double()
+    return float(((said - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-30)).median())
