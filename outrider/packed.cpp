@@ -30,7 +30,7 @@ constexpr int BYTES = 16, MOST_ROWS = 8, MOST_SUMS = 16;
 typedef float Floats __attribute__((vector_size(BYTES), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(BYTES), aligned(4)));
 constexpr int LANES = BYTES / 4, PANEL = 2 * LANES;
-constexpr int AHEAD = 256;  // words by which reading runs ahead of the arithmetic
+constexpr int FAR = 64 * LANES, NEAR = 8 * LANES;  // words of a panel by which reading runs ahead: to L2, from there to L1
 constexpr int64_t SMALL = 1 << 16;  // multiply-adds below which a second thread costs more than it saves
 
 struct Single {  // weights in float32
@@ -60,7 +60,10 @@ void tile(const float* x, int64_t inner, const uint32_t* weights, float* y, int6
 #pragma GCC unroll 8
     for (int g = 0; g < G; ++g) {
       const uint32_t* at = weights + g * panel + k * LANES * Kind::WORDS;
-      __builtin_prefetch(at + AHEAD);
+      for (int w = 0; w < Kind::WORDS; ++w) {
+        __builtin_prefetch(at + w * LANES + FAR * Kind::WORDS, 0, 2);
+        __builtin_prefetch(at + w * LANES + NEAR * Kind::WORDS);
+      }
       Kind::load(at, low[g], high[g]);
     }
 #pragma GCC unroll 16

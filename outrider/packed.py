@@ -19,7 +19,7 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -40,6 +40,8 @@ MOST_BYTES = 2**31
 SAMPLE_BYTES = 2**26
 """Weights on which the ways are timed: more than most caches hold."""
 SAMPLE_ROWS = (1, 8)
+PAGE, MADV_HUGEPAGE = 2**21, 14
+"""Linux's large page, and how it is asked for."""
 
 
 class Packed(NamedTuple):
@@ -157,11 +159,22 @@ def panels(weight: Tensor, width: int) -> Tensor:
     As float32; or, where every value is exactly a bfloat16, two to a word: one of the panel's first half in the lower bits.
     """
     rounded = F.pad(weight, (0, 0, 0, -weight.shape[0] % width))
-    bits = rounded.view(-1, width, weight.shape[1]).transpose(1, 2).contiguous().view(torch.int32)
-    if bool((bits & 0xFFFF).any()):
-        return bits
-    low, high = bits.split(width // 2, -1)
-    return (((low >> 16) & 0xFFFF) | high).contiguous()
+    bits = rounded.view(-1, width, weight.shape[1]).transpose(1, 2).view(torch.int32)
+    if not bool((bits & 0xFFFF).any()):
+        low, high = bits.split(width // 2, -1)
+        bits = ((low >> 16) & 0xFFFF) | high
+    return _on_large_pages(bits)
+
+
+def _on_large_pages(values: Tensor) -> Tensor:
+    """A contiguous copy, on pages of 2 MiB where the system has them: far fewer addresses to translate while it is read."""
+    size = values.numel() * values.itemsize
+    memory = torch.empty(size + 2 * PAGE, dtype=torch.uint8)
+    skip = -memory.data_ptr() % PAGE
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr() + skip), ctypes.c_size_t(size), MADV_HUGEPAGE)
+    found = memory[skip : skip + size].view(values.dtype).view(values.shape)
+    return found.copy_(values)
 
 
 @torch.inference_mode()
