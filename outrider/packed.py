@@ -14,6 +14,7 @@ import functools
 import hashlib
 import itertools
 import logging
+import mmap
 import os
 import shutil
 import subprocess
@@ -40,8 +41,8 @@ MOST_BYTES = 2**31
 SAMPLE_BYTES = 2**26
 """Weights on which the ways are timed: more than most caches hold."""
 SAMPLE_ROWS = (1, 8)
-PAGE, MADV_HUGEPAGE = 2**21, 14
-"""Linux's large page, and how it is asked for."""
+PAGE = 2**21
+"""A large page."""
 
 
 class Packed(NamedTuple):
@@ -169,12 +170,12 @@ def panels(weight: Tensor, width: int) -> Tensor:
 def _on_large_pages(values: Tensor) -> Tensor:
     """A contiguous copy, on pages of 2 MiB where the system has them: far fewer addresses to translate while it is read."""
     size = values.numel() * values.itemsize
-    memory = torch.empty(size + 2 * PAGE, dtype=torch.uint8)
-    skip = -memory.data_ptr() % PAGE
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr() + skip), ctypes.c_size_t(size), MADV_HUGEPAGE)
-    found = memory[skip : skip + size].view(values.dtype).view(values.shape)
-    return found.copy_(values)
+    if size < PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return values.contiguous()
+    memory = mmap.mmap(-1, size)
+    with suppress(OSError):  # a system without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=values.dtype).view(values.shape).copy_(values)
 
 
 @torch.inference_mode()
