@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from outrider import compiled
-from outrider.compiled import Graphs, Replays
+from outrider.compiled import Graphs, Replays, around, placed
 from outrider.decoding import noise
 from outrider.decoding.noise import Purpose, Streams, race
 from outrider.decoding.state import DecodeState
@@ -50,12 +50,22 @@ class CompiledBlock(Graphs):
     def run(
         self, taps: Tensor, state: DecodeState, counts: Sequence[int], kept: SlotCache
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """A block a slot behind taps [R, C, T, H], C at least 2, of which counts[b] are real, in the open pass of `kept`.
+        """A block a slot behind taps [R, C, T, H] of which counts[b] are real, in a pass of `kept` that is open afterwards.
 
         Returns nodes [R, N], the laws that they were drawn from [R, N, V] or None, and confidences [R, K].
         """
-        given = self._arguments(taps, state.anchor, counts, kept, self.traced.noise(state))
-        nodes, laws, *rest = self.graphs[len(taps) > 1].forward(*given)
+        rows, noise, anchors = state.rows, self.traced.noise(state), state.anchor
+        taps = nn.functional.pad(taps, (0, 0, 0, 0, 0, max(0, 2 - taps.shape[1])))
+        width, span = taps.shape[1] + self.backbone.width, around(rows)
+        kept.open(span, width)
+        if span == rows:
+            found = self.graphs[len(rows) > 1].forward(*self._arguments(taps, anchors, counts, kept, noise))
+        else:
+            passing, at = placed(rows)
+            wide = taps[passing], anchors[passing], [counts[b] for b in passing], kept, [given[passing] for given in noise]
+            found = [given[at] for given in self.graphs[True].forward(*self._arguments(*wide))]
+            kept.open(rows, width)
+        nodes, laws, *rest = found
         return nodes, laws if self.traced.draws else None, rest[0] if rest else None
 
     def model(self) -> nn.Module:

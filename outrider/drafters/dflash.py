@@ -230,8 +230,6 @@ class BlockDrafter(FeatureDrafter):
         taps, counts = memory.waiting.take(rows)
         step = self._compiled(state)
         if step is not None and step.fits(kept, rows, max(2, taps.shape[1]) + self.backbone.width):
-            taps = nn.functional.pad(taps, (0, 0, 0, 0, 0, max(0, 2 - taps.shape[1])))
-            kept.open(rows, taps.shape[1] + self.backbone.width)
             tokens, q, confidence = step.run(taps, state, counts, kept)
         else:
             kept.open(rows, taps.shape[1] + self.backbone.width)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from outrider import compiled, packed
-from outrider.compiled import Graphs, NotCompiled, Replays, dense
+from outrider.compiled import Graphs, NotCompiled, Replays, around, dense, placed
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Scores
 from outrider.targets import cache, family
@@ -62,10 +62,20 @@ class CompiledStep(Graphs):
         return [own, self.target.family, *compiled.code(compiled, family, cache, traced, sys.modules[__name__])]
 
     def run(
-        self, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
-    ) -> Scores:
-        """The open pass over tokens [R, n], n at least 2."""
-        return self._run(self.graphs[len(tokens) > 1], tokens, cache, visible, depths, taps)
+        self, cache: SlotCache, rows: Sequence[int], tokens: Tensor, visible: Tensor | None, depths: Tensor | None,
+        taps: tuple[int, ...],
+    ) -> Scores:  # fmt: skip
+        """A pass of these slots over tokens [R, n], n at least 2; it is open afterwards."""
+        span = around(rows)
+        if span == list(rows):
+            cache.open(rows, tokens.shape[1])
+            return self._run(self.graphs[len(rows) > 1], tokens, cache, visible, depths, taps)
+        passing, at = placed(rows)
+        seen, at_depths = None if visible is None else visible[passing], None if depths is None else depths[passing]
+        cache.open(span, tokens.shape[1])
+        scores = self._run(self.graphs[True], tokens[passing], cache, seen, at_depths, taps)
+        cache.open(rows, tokens.shape[1])
+        return Scores(*(None if found is None else found[at] for found in scores))  # type: ignore[arg-type]
 
     def _run(
         self, graph: Any, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]

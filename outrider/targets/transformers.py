@@ -181,8 +181,7 @@ class TransformersTarget:
         if self.step.fits(cache, rows, max(2, width)):
             # two tokens read the weights as fast as one
             tokens, visible, depths = passed(anchor, draft, self.spec.vocabulary, least=2)
-            cache.open(rows, tokens.shape[1])
-            return self.step.run(tokens, cache, visible, depths, taps).first(width)
+            return self.step.run(cache, rows, tokens, visible, depths, taps).first(width)
         tokens, visible, depths = passed(anchor, draft, self.spec.vocabulary)
         if self.family.rotary is not None:
             return self._verify_by_length(cache, list(rows), tokens, visible, depths, taps)
