@@ -15,7 +15,7 @@ from rich.table import Table
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, Overrides, Recipe, quiet, sized, write_json
-from outrider.errors import DataError
+from outrider.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from outrider.run import OnPaper, RunConfig
@@ -75,19 +75,24 @@ def drafters(json_to: JsonTo = None) -> None:
         for column in ("kind", "trains", "taps", "summary"):
             table.add_column(column)
         for entry in found:
-            table.add_row(entry["kind"], "yes" if entry["trains"] else "no", "yes" if entry["taps"] else "no", entry["summary"])
+            trains, taps = ("yes" if entry[key] else "no" for key in ("trains", "taps"))
+            table.add_row(escape(entry["kind"]), trains, taps, escape(entry["summary"]))
         console.out.print(table)
     write_json(json_to, found)
 
 
 def drafter_list() -> list[dict[str, Any]]:
-    """[{kind, summary, trains, taps}], by kind."""
+    """[{kind, summary, trains, taps}], by kind.  The summary of a drafter that can't be used says why."""
     from outrider.drafters import find, kinds
 
     found = []
     for kind in sorted(kinds()):
-        module = find(kind)
-        summary = (module.__doc__ or "").strip().splitlines()[0]
+        try:
+            module = find(kind)
+        except ConfigError as error:
+            found.append({"kind": kind, "summary": str(error), "trains": False, "taps": False})
+            continue
+        summary = (module.__doc__ or "").strip().partition("\n")[0]
         found.append(
             {"kind": kind, "summary": summary, "trains": hasattr(module, "Model"), "taps": "taps" in module.Config.model_fields}
         )

@@ -73,13 +73,17 @@ class Draft:
 
     def checked(self, slots: int) -> Draft:
         """This draft with its shape made sure of: sizes within the columns, every parent before its child, a chain a chain.
-        Raises DrafterError where the tensors' shapes don't belong together."""
-        shape = self.tokens.shape
-        shapes = [shape, self.parents.shape, *(x.shape[:2] for x in (self.q, self.confidence) if x is not None)]
-        if len(shape) != 2 or any(other != shape for other in shapes) or shape[0] != slots or self.sizes.shape != (slots,):
+        Raises DrafterError for what is no draft, and for tensors whose types or shapes don't belong together."""
+        if not isinstance(self, Draft):  # what `propose` returned is checked by `Draft.checked(returned, slots)`
+            raise DrafterError(f"propose returned {type(self).__name__}, not a Draft of {slots} slots; for none, Draft.empty")
+        ids, others = (self.tokens, self.parents, self.sizes), (x for x in (self.q, self.confidence) if x is not None)
+        shapes = [x.shape if isinstance(x, Tensor) and x.dtype == torch.int64 else () for x in ids]
+        shape = (slots, *shapes[0][1:2])
+        if len(shape) != 2 or shapes != [shape, shape, (slots,)] or any(x.shape[:2] != shape for x in others):
+            given = [f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in ids]
             raise DrafterError(
-                f"a draft of {slots} slots came with tokens {tuple(shape)}, parents {tuple(self.parents.shape)}, sizes "
-                f"{tuple(self.sizes.shape)}; tokens, parents, q and confidence must all be [slots, nodes, ...]"
+                f"a draft of {slots} slots came with tokens {given[0]}, parents {given[1]}, sizes {given[2]}; tokens and "
+                "parents must be int64 tensors [slots, nodes], sizes one [slots], q and confidence [slots, nodes, ...]"
             )
         # of a chain the mask will be a chain's, so the walk must be one too
         parents = self.parents if self.branches else _chain(*shape, self.parents.device)

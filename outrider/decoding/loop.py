@@ -35,8 +35,7 @@ def step(target: Target, drafter: Drafter, policy: Policy, cache: Cache, memory:
 def propose(target: Target, drafter: Drafter, policy: Policy, memory: Any, state: DecodeState) -> Draft:
     """What the drafter offers, within the policy's budget, the room that is left and what the target can verify.
 
-    What can't be kept by the tokens before it is pruned last: a policy decides on the draft as it was offered, since what
-    pruning leaves depends on the tokens drawn."""
+    Pruning is last: what it leaves depends on the tokens drawn, by which no policy may decide."""
     nothing = Draft.empty(len(state.rows), state.device)
     if not drafter.limit or target.spec.mode == "off":
         return nothing
@@ -45,7 +44,7 @@ def propose(target: Target, drafter: Drafter, policy: Policy, memory: Any, state
     budget = torch.tensor([max(0, min(own, left - 1, drafter.limit)) for own, left in wanted])
     if not budget.any():
         return nothing
-    draft = drafter.propose(memory, state, budget).checked(len(state.rows))
+    draft = Draft.checked(drafter.propose(memory, state, budget), len(state.rows))
     if target.spec.mode == "chain":
         draft = draft.trunk()
     confidence = draft.confidence if drafter.confidence_before_draw else None

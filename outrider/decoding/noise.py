@@ -8,13 +8,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-
-def _wrap(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
-
-
-# SplitMix64's increment and finaliser (Steele, Lea and Flood, 2014), in int64 that wraps.
-_STEP, _FIRST, _SECOND = _wrap(0x9E3779B97F4A7C15), _wrap(0xBF58476D1CE4E5B9), _wrap(0x94D049BB133111EB)
+# SplitMix64's increment and finaliser (Steele, Lea and Flood, 2014), as int64, which wraps.
+_STEP, _FIRST, _SECOND = (value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 MANY = 8192  # vocabulary from which on it pays to draw noise only for tokens that can win
 
 
@@ -70,7 +65,7 @@ class Streams:
         return torch.where(seeded, target, own)
 
     def _hash(self, depth: Tensor | int, purpose: Purpose, salt: Tensor | None = None) -> Tensor:
-        counter = (self.index + depth) * _wrap(_STEP * 3) + int(purpose)
+        counter = (self.index + depth) * (3 * _STEP + 2**64) + int(purpose)
         if purpose is Purpose.DRAFT:
             # Fresh in every step: a policy may have seen what an earlier draft held here, after its rejected token.
             counter = counter + _mix(self.index + 1)

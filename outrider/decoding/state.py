@@ -123,6 +123,12 @@ class Timing:
 class DecodeState:
     """Slots of one batch.  A slot is admitted, advances by `commit`, is finished, and is freed for the next request.
 
+    Drafters and policies read, and change nothing:
+    `rows` list[int], the live slots, ascending; a finished one stays until it is freed, before the next step
+    `tokens[row]` list[int], prompt and committed tokens, the last one the anchor; between admit and free it only grows
+    `requests[row]` the slot's `Request`, not there where the slot is free; `prefilled[row]` prompt tokens the target has read
+    `judge` what requests allow; `device` the target's; `noise_seeds` [B] int64; `seeded` [B] bool, or None, of shared noise
+
     shared_noise: a slot with a seed drafts with the target's noise and emits the target's own draws, whatever was drafted;
     without, its seed fixes the noise and no more, and its drafts are judged by their q as other slots' are."""
 
@@ -133,10 +139,8 @@ class DecodeState:
         self.context, self.ends, self.device = context, ends, torch.device(device)
         self.judge, self.shared_noise = Judge() if judge is None else judge, shared_noise
         self.requests: dict[int, Request] = {}
-        """By slot; a slot that is not there is free."""
         self.tokens: list[list[int]] = [[] for _ in range(slots)]
-        """Prompt and committed tokens; the last one is the anchor."""
-        self.prefilled = [0] * slots  # prompt tokens the target has read
+        self.prefilled = [0] * slots
         self.finished: list[FinishReason | None] = [None] * slots
         self.seeds = [0] * slots
         self.reached: list[int] = []  # depth of each live slot's draft in the last step
@@ -161,11 +165,9 @@ class DecodeState:
 
     def _select(self) -> None:
         self.rows = sorted(self.requests)
-        """Live slots, ascending; a finished one stays until it is freed, before the next step."""
         self.judge.select(self.requests, self.rows, self.device)
         seeded = [self.shared_noise and self.requests[row].sampling.seed is not None for row in self.rows]
         self.seeded = torch.tensor(seeded, device=self.device) if any(seeded) else None
-        """[B] bool, slots whose text depends on their seed alone; None where none does."""
         self.noise_seeds = torch.tensor([self.seeds[row] for row in self.rows], dtype=torch.int64, device=self.device)
 
     @property

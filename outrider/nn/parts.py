@@ -73,7 +73,7 @@ class Parts:
         draft = Draft.empty(len(state.rows), state.device)
         if max(budget.tolist()):
             draft = self.drafters[part].propose(memory.parts[part], _with_own_noise(state, part), budget)
-            draft = draft.checked(len(state.rows)).first(budget)
+            draft = Draft.checked(draft, len(state.rows)).first(budget)
             # as in the loop nobody may decide by a confidence that knows the token; numbers are those of what is returned
             known = draft.confidence if self.drafters[part].confidence_before_draw else None
             draft = replace(draft, confidence=known, origin=None)

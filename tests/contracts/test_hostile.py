@@ -138,6 +138,27 @@ def test_a_draft_of_the_wrong_shape_is_refused(wrong, target, prompts):
         generate(target, prompts[:2], drafter, max_new_tokens=10)
 
 
+NO_DRAFTS = {
+    "nothing": (lambda s: None, "NoneType, not a Draft"),
+    "a list": (lambda s: [[1]] * s, "list, not a Draft"),
+    "a tensor": (lambda s: torch.zeros(s, 2, dtype=torch.int64), "Tensor, not a Draft"),
+    "sizes of a list": (lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int64), [1] * s), "sizes list"),
+    "sizes of float32": (lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int64), torch.ones(s)), "sizes torch.float32"),
+    "tokens of int32": (
+        lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int32), torch.ones(s).long()),
+        "tokens torch.int32",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", NO_DRAFTS)
+def test_what_is_no_draft_is_refused(wrong, target, prompts):
+    """Catches an AttributeError somewhere in the loop, which does not say who was at fault."""
+    make, message = NO_DRAFTS[wrong]
+    with pytest.raises(DrafterError, match=message):
+        generate(target, prompts[:2], Returns(lambda slots, budget, generator: make(slots)), max_new_tokens=10)
+
+
 @pytest.mark.parametrize("width", [1, 4, 6])
 def test_a_q_over_another_vocabulary_is_refused(width):
     """Catches a q of a reduced vocabulary that was not spread out: of width 1 it would broadcast in silence."""

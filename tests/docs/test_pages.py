@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCED = re.compile(r'^```python(?: title="(\w+)\.py")?\n(.*?)^```', flags=re.DOTALL | re.MULTILINE)
+"""A block's title, where it is a file, and its text."""
 BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{number}")
+    pytest.param(page, number, id=f"{page.name}-{number}")
     for page in PAGES
-    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE))
+    for number in range(len(FENCED.findall(page.read_text())))
 ]
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_a_python_block_in_the_docs_runs(block: str) -> None:
-    """Catches an example that a change of names or behaviour left behind."""
+@pytest.mark.parametrize(("page", "number"), BLOCKS)
+def test_a_python_block_in_the_docs_runs(page: Path, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an example that a change of names or behaviour left behind.  Other blocks of a page can import its files."""
+    found = FENCED.findall(page.read_text())
+    title, block = found[number]
     if "outrider.Grammar" in block:
         pytest.importorskip("llguidance")
-    exec(compile(block, "a block in the docs", "exec"), {"__name__": "docs"})
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in found:
+        if name:
+            (tmp_path / f"{name}.py").write_text(text)
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))  # taken back afterwards
+            del sys.modules[name]
+    if title:
+        importlib.import_module(title)
+    else:
+        exec(compile(block, "a block in the docs", "exec"), {"__name__": "docs"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

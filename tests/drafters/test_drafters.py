@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ from contracts.parties import OnAndOff
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from outrider import drafters
+from outrider.cli.look import drafter_list
 from outrider.decoding.state import DecodeState, Request
 from outrider.drafters import dflash
 from outrider.errors import ConfigError, DrafterError
@@ -36,6 +39,60 @@ def test_an_unknown_kind_is_refused_with_the_nearest_name():
     """Catches an import error where a name was mistyped."""
     with pytest.raises(ConfigError, match="did you mean 'ngram'"):
         drafters.find("ngramm")
+
+
+WHOLE = """
+from typing import Literal
+from outrider.config import Config as Base
+class Config(Base):
+    kind: Literal["class_ngram"] = "class_ngram"
+def build(config, target): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (WHOLE, None),
+        (
+            WHOLE.replace('"class_ngram"', '"klass"'),
+            "drafters/class_ngram.py: Config.kind is 'klass'; it must be the file's name",
+        ),
+        (WHOLE.replace(' = "class_ngram"', ' = "klass"'), "Config.kind is 'klass'"),
+        (WHOLE.replace(' = "class_ngram"', ""), "Config.kind is missing"),
+        (WHOLE.replace("def build", "def make"), r"has no `build\(config, target\)`; see docs/write-a-drafter.md"),
+        (WHOLE.replace("(Base)", ""), "drafters/class_ngram.py has no `Config`, a subclass"),
+        ("import no_such_package", "drafters/class_ngram.py: can't be imported: ModuleNotFoundError: No module named"),
+    ],
+    ids=["whole", "other kind", "other default", "no default", "no build", "no Config", "no import"],
+)
+def test_a_file_that_is_no_drafter_is_refused_and_the_others_are_listed(source, message, tmp_path, monkeypatch):
+    """Catches one faulty file, or one faulty package beside ours, that takes the list and the contract suite down."""
+    (tmp_path / "class_ngram.py").write_text(source)
+    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
+    monkeypatch.setattr(drafters, "class_ngram", None, raising=False)  # set by the import, and so taken back
+    monkeypatch.setitem(sys.modules, "outrider.drafters.class_ngram", None)
+    del sys.modules["outrider.drafters.class_ngram"]
+    importlib.invalidate_caches()
+    if message is None:
+        drafters.find("class_ngram")
+    else:
+        with pytest.raises(ConfigError, match=message):
+            drafters.find("class_ngram")
+    listed = {entry["kind"]: entry["summary"] for entry in drafter_list()}
+    assert listed["ngram"].startswith("Prompt lookup")
+    assert listed["class_ngram"] == "" if message is None else "class_ngram" in listed["class_ngram"]
+    assert "class_ngram" in {case.kind for case in cases()}
+
+
+def test_an_entry_point_of_another_name_is_refused(monkeypatch):
+    """Catches a message that speaks of a file where a package is meant."""
+    monkeypatch.setattr(drafters, "kinds", lambda: {"repeat": "outrider.drafters.ngram", "twice": "no_such_package:thing"})
+    monkeypatch.setattr(drafters, "__name__", "elsewhere")
+    with pytest.raises(ConfigError, match="outrider.drafters.ngram: Config.kind is 'ngram'; it must be the entry point's name"):
+        drafters.find("repeat")
+    with pytest.raises(ConfigError, match="no_such_package:thing: can't be imported"):
+        drafters.find("twice")
 
 
 @EVERY

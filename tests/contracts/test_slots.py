@@ -1,0 +1,195 @@
+"""A slot is one request's alone: what is drafted in it does not depend on who was there before, or who stands beside.
+What is over is forgotten.
+
+No test here is random.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import cases
+from torch import Tensor
+
+from outrider import drafters
+from outrider.decoding.draft import Draft
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import DecodeState, Request
+from outrider.generation import batch, serve
+from outrider.sampling.settings import Sampling
+
+SHARES: set[str] = set()
+"""Kinds that learn from one request for the next whatever their settings; a kind that does so on purpose is added here."""
+CASES = [
+    pytest.param(case, marks=[pytest.mark.slow] if case.is_variant else [], id=str(case))
+    for case in cases()
+    if case.kind not in SHARES and "shared" not in case.choices
+]
+LONG = torch.randint(8, (24,), generator=torch.Generator().manual_seed(5)).tolist()
+ONE_BY_ONE = [LONG, [9, 9, 3, 1], LONG[:9]]
+"""The second is another text than the first, the third its beginning: who remembers the first knows what comes."""
+SIDE_BY_SIDE = [([3, 9, 4, 3, 9, 4, 3, 9], 4), (LONG[:7], 16), (LONG[:13], 9), ([5, 6, 5, 6, 5], 12)]
+"""Prompts and numbers of new tokens: slot 0 ends first, slot 2 next, those between and behind go on."""
+ROUND = 120
+
+Drafts = dict[int, list[tuple[int, list[int], tuple[int, ...]]]]
+"""By request: (tokens of the text, drafted ids, parents), step by step."""
+
+
+class Watched(Drafter):
+    """Notes what a drafter proposes for each request; passes everything else on."""
+
+    def __init__(self, drafter: Drafter):
+        self.drafter, self.seen = drafter, Drafts()
+        for name in ("taps", "limit", "hidden", "confidence_before_draw", "probe_rows", "steps", "watches"):
+            setattr(self, name, getattr(drafter, name))
+        self.allocate, self.admit, self.free = drafter.allocate, drafter.admit, drafter.free
+        self.probe, self.observe = drafter.probe, drafter.observe
+
+    def propose(self, memory: Any, state: DecodeState, budget: Tensor) -> Draft:
+        draft = self.drafter.propose(memory, state, budget)
+        for b, row in enumerate(state.rows):
+            if not budget[b]:  # alone, this slot would not be asked
+                continue
+            size = draft.live[b]
+            step = len(state.tokens[row]), draft.ids[b][:size], draft.tree[b][:size]
+            self.seen.setdefault(id(state.requests[row]), []).append(step)
+        return draft
+
+
+def drafted(target: Any, drafter: Drafter, requests: Sequence[Request], slots: int) -> list[list]:
+    """What was proposed in every step of every request."""
+    watched = Watched(drafter)
+    for _ in serve(target, requests, watched, slots=slots):
+        pass
+    return [watched.seen[id(request)] for request in requests]
+
+
+def request(prompt: list[int], count: int) -> Request:
+    return Request(list(prompt), count, Sampling())
+
+
+def differs_in_a_used_slot(target: Any, drafter: Drafter) -> bool:
+    """Whether a prompt is drafted otherwise in a slot where others were served before."""
+    used = drafted(target, drafter, [request(prompt, 10) for prompt in ONE_BY_ONE], slots=1)
+    return used[1:] != [drafted(target, drafter, [request(prompt, 10)], slots=1)[0] for prompt in ONE_BY_ONE[1:]]
+
+
+def differs_beside_others(target: Any, drafter: Drafter) -> bool:
+    """Whether a prompt is drafted otherwise beside others that end earlier and leave holes between the slots."""
+    together = drafted(target, drafter, [request(*own) for own in SIDE_BY_SIDE], slots=len(SIDE_BY_SIDE))
+    alone = [drafted(target, drafter, [request(*own)], slots=1)[0] for own in SIDE_BY_SIDE]
+    return together != alone
+
+
+def grows(target: Any, drafter: Drafter) -> bool:
+    """Whether each of two further rounds of requests leaves an object or more for every second request."""
+    state, noise, held = batch(target, 40), torch.Generator().manual_seed(2), []
+    for _ in range(3):
+        prompts = torch.randint(5, (ROUND, 6), generator=noise).tolist()
+        for _ in serve(target, [Request(own, 2, Sampling(), tenant=str(own)) for own in prompts], drafter, state=state):
+            pass
+        gc.collect()
+        held.append(len(gc.get_objects()))
+    return min(held[1] - held[0], held[2] - held[1]) >= ROUND // 2
+
+
+@pytest.fixture
+def few_objects() -> Iterator[None]:
+    """What stands already is neither counted nor looked through."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kind_in_a_config_is_the_name_it_is_found_by(case):
+    """Catches a drafter that is listed under one name and asks for another in a run file."""
+    assert drafters.find(case.kind).Config.model_fields["kind"].default == case.kind
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_slot_used_again_drafts_as_a_fresh_one(case, target, workshop):
+    """Catches a `free` that forgets nothing: one request's text shows in the drafts of the next."""
+    assert not differs_in_a_used_slot(target, workshop.build(case, target))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_slots_with_holes_between_them_draft_as_alone(case, target, workshop):
+    """Catches a memory that is indexed by a slot's place among the live ones and not by its row."""
+    assert not differs_beside_others(target, workshop.build(case, target))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_held_of_requests_that_are_over(case, target, workshop, few_objects):
+    """Catches a list or a table in the drafter that has one entry more for every request, and so no end."""
+    assert not grows(target, workshop.build(case, target))
+
+
+# ── and each of these is caught ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class Notes(Drafter):
+    """Proposes the first token it noted of a slot's text, as often as it may."""
+
+    limit = 3
+
+    def allocate(self, cache: Any) -> list[list[int]]:
+        return [[] for _ in range(cache.slots)]
+
+    def place(self, b: int, row: int) -> int:
+        return row
+
+    def propose(self, memory: list[list[int]], state: DecodeState, budget: Tensor) -> Draft:
+        first = []
+        for b, row in enumerate(state.rows):
+            notes = memory[self.place(b, row)]
+            notes += state.tokens[row][len(notes) :]
+            first.append(notes[0])
+        return Draft.chain(torch.tensor(first)[:, None].repeat(1, self.limit), budget)
+
+    def free(self, memory: list[list[int]], rows: Sequence[int]) -> None:
+        for row in rows:
+            memory[row] = []
+
+
+class NeverFrees(Notes):
+    def free(self, memory: list[list[int]], rows: Sequence[int]) -> None:
+        pass
+
+
+class ByPlace(Notes):
+    def place(self, b: int, row: int) -> int:
+        return b
+
+
+class Hoards(Notes):
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+
+    def propose(self, memory: list[list[int]], state: DecodeState, budget: Tensor) -> Draft:
+        self.texts += [list(state.tokens[row]) for row in state.rows]
+        return super().propose(memory, state, budget)
+
+
+def test_a_drafter_that_never_frees_is_caught(target):
+    """Guards the test above against prompts that a remembered text changes nothing for."""
+    assert differs_in_a_used_slot(target, NeverFrees())
+    assert not differs_in_a_used_slot(target, Notes())
+
+
+def test_a_memory_by_place_is_caught(target):
+    """Guards the test above against slots that end in an order which leaves no hole."""
+    assert differs_beside_others(target, ByPlace())
+    assert not differs_beside_others(target, Notes())
+
+
+def test_a_drafter_that_hoards_is_caught(target, few_objects):
+    """Guards the test above against a bound that lets everything pass."""
+    assert grows(target, Hoards())
+    assert not grows(target, Notes())
