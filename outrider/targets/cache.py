@@ -175,6 +175,13 @@ class SlotCache:
         """All rows of the open pass stand at the same place, side by side."""
         return self._at is None
 
+    def shaped_as(self, other: SlotCache) -> SlotCache:
+        """This cache with buffers for another's layers, before any pass: a compiled step makes none."""
+        for layer in other.layers:
+            keys, values = other._layers[layer]
+            self._layers[layer] = self._buffer(keys), self._buffer(values)
+        return self
+
     # ── one pass ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self, rows: Sequence[int], width: int, in_steps: bool = False, noted: int | None = None) -> Pass:

@@ -28,6 +28,10 @@ from outrider.targets.cache import Columns, Sight, SlotCache, additive
 from outrider.targets.captured import Captured
 from outrider.targets.selftest import PARENTS
 
+WIDEST = 1024
+"""Most tokens a row of a pass."""
+MOST_LOGITS = 2**23
+"""Of a prompt's chunk that passes compiled: the graph says them for every token, and one is asked for."""
 EXAMPLE = {False: (1, 8, 300), True: (4, 8, 300)}
 """Rows, tokens a row, and columns that stand before them, in the passes that are traced."""
 
@@ -38,6 +42,8 @@ class CompiledStep(Graphs):
     def __init__(self, target: Any):
         super().__init__()
         self.target = target
+        self.shapes: SlotCache | None = None
+        """A cache with buffers of the shapes that the graphs read."""
         self._lock = threading.Lock()
 
     def model(self) -> nn.Module:
@@ -60,6 +66,11 @@ class CompiledStep(Graphs):
         own = (transformers.__version__, type(model).__name__, config.to_json_string(), config._attn_implementation)
         traced = sys.modules[type(self.target).__module__]
         return [own, self.target.family, *compiled.code(compiled, family, cache, traced, sys.modules[__name__])]
+
+    def reads(self, cache: SlotCache, rows: Sequence[int], tokens: Tensor) -> bool:
+        """Whether a prompt's chunk [R, S] of these slots passes compiled."""
+        is_right = 2 <= tokens.shape[1] <= WIDEST and tokens.numel() * self.target.spec.vocabulary <= MOST_LOGITS
+        return is_right and around(rows) == list(rows) and self.fits(cache, rows, tokens.shape[1])
 
     def run(
         self, cache: SlotCache, rows: Sequence[int], tokens: Tensor, visible: Tensor | None, depths: Tensor | None,
@@ -90,7 +101,7 @@ class CompiledStep(Graphs):
         kept, tokens = self._pass(several)
         given = self._arguments(tokens, kept, None, None)
         r = {0: Dim("rows", min=2, max=1024)} if several else {}
-        width, end, length = Dim("width", min=2, max=1024), Dim("end", min=3, max=2**20), Dim("length", min=4, max=2**20)
+        width, end, length = Dim("width", min=2, max=WIDEST), Dim("end", min=3, max=2**20), Dim("length", min=4, max=2**20)
         of_rows, of_buffers = {**r, 1: width}, [{**r, 2: length} for _ in given[-1]]
         return _Traced(self.target, kept.layers), given, (of_rows, of_rows, {**r, 1: width, 2: width}, r, {0: end}, of_buffers)
 
@@ -122,6 +133,8 @@ class CompiledStep(Graphs):
         cache = self.target.allocate(rows, before + width + 8)
         self.target.prefill(cache, list(range(rows)), text[:, :before], [before - row for row in range(rows)])
         cache.open(range(rows), width)
+        if self.shapes is None:
+            self.shapes = SlotCache(1, 1, cache.device, cache.stacked).shaped_as(cache)
         return cache, text[:, before:]
 
     @torch.inference_mode()

@@ -142,7 +142,8 @@ class TransformersTarget:
         """
         if self.family.past is not None:
             return OwnCache(self.model, self.family.past, slots, length)
-        return SlotCache(slots, length, self.device, self.spec.layers, undo)
+        cache = SlotCache(slots, length, self.device, self.spec.layers, undo)
+        return cache if self.step.shapes is None else cache.shaped_as(self.step.shapes)
 
     @torch.inference_mode()
     def prefill(
@@ -157,6 +158,9 @@ class TransformersTarget:
                 parts.append(self._states(tokens[b : b + 1, :length], cache, taps))
                 cache.append([length])
             hidden, tapped = _padded(parts)
+        elif self.step.reads(cache, rows, tokens):
+            _, hidden, tapped, *_ = self.step.run(cache, rows, tokens, None, None, taps)
+            cache.append(lengths)
         else:
             cache.open(rows, tokens.shape[1])
             with self._prompt(cache, tokens, lengths):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from outrider.decoding.state import Request
 from outrider.drafters.small_model import Config, SmallModel
 from outrider.generation import generate, serve
 from outrider.sampling.settings import Sampling
+from outrider.targets import step
 from outrider.targets.transformers import TransformersTarget, load_target
 
 TEMPLATES = compiled.BUILDS["templates"]
@@ -136,7 +138,8 @@ def passes(target: TransformersTarget, rows: list[int], drafts: list[Draft], len
     noise = torch.Generator().manual_seed(4)
     tokens = torch.randint(target.spec.vocabulary, (4, 40), generator=noise)
     cache = target.allocate(4, length)
-    target.prefill(cache, [0, 1, 2, 3], tokens, [40, 33, 36, 7])
+    with patch.object(target.step, "reads", return_value=False):  # not to be counted
+        target.prefill(cache, [0, 1, 2, 3], tokens, [40, 33, 36, 7])
     anchor = torch.tensor([5, 6, 7, 8])[: len(rows)]
     return [target.verify(cache, rows, anchor, draft, (0, 1)) for draft in drafts]
 
@@ -200,6 +203,30 @@ def test_a_pass_may_end_where_the_cache_ends(fast, slow):
         assert calls == [False] * is_fast
         [plain] = passes(slow, [0], [draft], length)
         torch.testing.assert_close(mine.logits, plain.logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_prompt_is_read_by_the_graph(fast, slow, monkeypatch):
+    """Catches a prompt whose keys, last logits or taps are others than the plain path's, in its first chunk or behind another,
+    and a chunk of more logits than there is room for.
+    """
+    text = torch.randint(V, (1, 45), generator=torch.Generator().manual_seed(9))
+    found = []
+    for target in (fast, slow):
+        cache = target.allocate(2, 60)
+        with counted(fast) as calls:
+            scores = [target.prefill(cache, [1], text[:, :30], [30], (0, 1))]
+            scores.append(target.prefill(cache, [1], text[:, 30:], [12], (1,)))
+        assert calls == [False, False] * (target is fast)
+        assert cache.lengths == [0, 42]
+        kept = [buffer for layer in cache.layers for buffer in cache.kept(layer, [1])]
+        found.append([*kept, *(part for own in scores for part in (own.logits, own.hidden, own.taps))])
+    for mine, plain in zip(*found, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(step, "MOST_LOGITS", 29 * V)
+    with counted(fast) as calls:
+        fast.prefill(fast.allocate(1, 60), [0], text[:, :30], [30])
+        fast.prefill(fast.allocate(1, 60), [0], text[:, :1], [1])
+    assert not calls
 
 
 def test_a_text_goes_on_to_the_end_of_the_context(fast, slow):
