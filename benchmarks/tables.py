@@ -407,12 +407,63 @@ def machines(found: dict[str, Any]) -> str:
         [way, own["turns"][0]["dtype"], f"{own['steps_per_s']:.2f}", f"{own['of_native']:.2f}", str(len(own["turns"]))]
         for way, own in found["ways"].items()
     ]
+    return "\n\n".join(
+        [_processor(found), _table(["machine, train.dtype", "type", "steps/s", "of native", "turns"], lines, slice(2, 5))]
+    )
+
+
+def _processor(found: dict[str, Any]) -> str:
     machine = found["machine"]
-    said = f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}; flags: {machine['flags']}."
-    return "\n\n".join([said, _table(["machine, train.dtype", "type", "steps/s", "of native", "turns"], lines, slice(2, 5))])
+    return f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}; flags: {machine['flags']}."
+
+
+def peers(found: dict[str, Any]) -> str:
+    """One line a way; how many of its texts are ours."""
+    lines = [
+        [row["way"], f"{row['tokens_per_s']:.0f}", f"{row['first_ms']:.0f}", f"{row['equal']} of {row['texts']}"]
+        for row in sorted(found["rows"], key=lambda row: -row["tokens_per_s"])
+    ]
+    said = (
+        f"{_processor(found)} {found['prompts']} prompts of {found['prompt_tokens']:.0f} tokens, {found['new']} new ones; "
+        + (f"llama.cpp {found['llama_cpp']['commit']}.")
+    )
+    return "\n\n".join([said, _table(["way", "tokens/s", "first token, ms", "texts equal"], lines, slice(1, 3)), _kept(found)])
+
+
+def products(found: dict[str, Any]) -> str:
+    """One line a model, kind of values and number of rows."""
+    lines = [
+        [f"{row['shape']}, {row['values']}", str(row["rows"]), *(f"{row['ms'][way]:.2f}" for way in row["ms"]),
+         f"{row['bound_ms']:.2f}", row["set_by"], f"{row['times_bound']:.2f}"]
+        for row in found["rows"]
+    ]  # fmt: skip
+    ways = list(found["rows"][0]["ms"])
+    heads = ["layers of, values", "rows", *(f"{way}, ms" for way in ways), "bound, ms", "set by", "best / bound"]
+    return "\n\n".join([_processor(found), _table(heads, lines, slice(1, 3 + len(ways)))])
+
+
+def block(found: dict[str, Any]) -> str:
+    """One line a length of the drafted chain."""
+    lines = [
+        [str(row["length"]), *(f"{row['tokens_per_step'][way]:.3f}" for way in ("standard", "block")),
+         f"{row['gain']:.3f} ± {row['standard_error']:.3f}"]
+        for row in found["rows"]
+    ]  # fmt: skip
+    heads = ["length", "standard, tokens/step", "block, tokens/step", "gain"]
+    return "\n\n".join([_processor(found), _table(heads, lines, slice(0, 4))])
+
+
+def _kept(found: dict[str, Any]) -> str:
+    """What was promised of this file, and what was found."""
+    lines = [
+        [one["promise"], f"{one['wanted']:g}", f"{one['found']:.2f}", "yes" if one["holds"] else "no"]
+        for one in found["promises"]
+    ]
+    return _table(["promise", "wanted", "found", "holds"], lines, slice(1, 3))
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "peers": peers, "products": products, "block": block,
     "machines": machines, "families": families, "every_family": every_family, "loading": loading, "soak": soak,
     "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch, "retrieval": retrieval,
     "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip,
