@@ -29,7 +29,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import cpp_extension
 
 from outrider import machine
 
@@ -259,8 +258,8 @@ def _built() -> Path:
         raise OSError("there is no C++ compiler here; install g++ for it")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = path.with_name(f".{os.getpid()}.{path.name}")
-    given = [f"-I{folder}" for folder in cpp_extension.include_paths()]
-    given += [f"-L{folder}" for folder in cpp_extension.library_paths()] + ["-ltorch_cpu"]
+    torch_folder = Path(torch.__file__).parent
+    given = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
     try:
         for openmp in (["-fopenmp"], []):  # a compiler without it makes one of a single thread
             made = subprocess.run([tool, *FLAGS, *openmp, str(SOURCE), "-o", str(part), *given], capture_output=True, text=True)

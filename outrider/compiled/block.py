@@ -55,7 +55,8 @@ class CompiledBlock(Graphs):
         Returns nodes [R, N], the laws that they were drawn from [R, N, V] or None, and confidences [R, K].
         """
         rows, noise, anchors = state.rows, self.traced.noise(state), state.anchor
-        taps = nn.functional.pad(taps, (0, 0, 0, 0, 0, max(0, 2 - taps.shape[1])))
+        if taps.shape[1] < 2:
+            taps = nn.functional.pad(taps, (0, 0, 0, 0, 0, 2 - taps.shape[1]))
         width, span = taps.shape[1] + self.backbone.width, around(rows)
         kept.open(span, width)
         if span == rows:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from outrider import compiled, packed
-from outrider.compiled import Graphs, NotCompiled, Replays, around, dense, placed
+from outrider.compiled import Graph, Graphs, NotCompiled, Replays, around, dense, placed
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Scores
 from outrider.targets import cache, family
@@ -69,8 +69,11 @@ class CompiledStep(Graphs):
 
     def reads(self, cache: SlotCache, rows: Sequence[int], tokens: Tensor) -> bool:
         """Whether a prompt's chunk [R, S] of these slots passes compiled."""
+        # a GPU would capture every width that comes
+        if not isinstance(self.graphs.get(len(rows) > 1), Graph) or around(rows) != list(rows):
+            return False
         is_right = 2 <= tokens.shape[1] <= WIDEST and tokens.numel() * self.target.spec.vocabulary <= MOST_LOGITS
-        return is_right and around(rows) == list(rows) and self.fits(cache, rows, tokens.shape[1])
+        return is_right and self.fits(cache, rows, tokens.shape[1])
 
     def run(
         self, cache: SlotCache, rows: Sequence[int], tokens: Tensor, visible: Tensor | None, depths: Tensor | None,
