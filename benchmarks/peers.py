@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.engines import llama_cpp  # noqa: E402
-from benchmarks.engines.build_llama import CANNOT, COMMIT, VERSION, server  # noqa: E402
+from benchmarks.engines.build_llama import CANNOT, COMMIT, VERSION  # noqa: E402
 from outrider import generate, machine  # noqa: E402
 from outrider.checkpoint import weights_of  # noqa: E402
 from outrider.export import gguf  # noqa: E402
@@ -52,9 +49,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
     wanted = parser.parse_args()
-    binary = Path(os.environ.get("LLAMA_SERVER", server()))
-    if not binary.exists():
-        print(f"skipped: no {binary}; build it: python benchmarks/engines/build_llama.py", file=sys.stderr)
+    binary = llama_cpp.found_binary()
+    if binary is None:
         return CANNOT
     machine.settle()
     target, drafters = parties(["ngram", "dspark"], several=False)
@@ -64,7 +60,7 @@ def main() -> int:
         ways: dict[str, Ask] = {OURS + name: partial(outrider, target, drafter) for name, drafter in ours.items()}
         ways["transformers"] = partial(transformers, target)
         for name, model, more in llama_ways(target, Path(place)):
-            client = stack.enter_context(serving(binary, model, target.spec.context, more))
+            client = stack.enter_context(llama_cpp.serving(binary, model, target.spec.context, torch.get_num_threads(), more))
             ways[f"llama.cpp: {name}"] = partial(llama, client)
         rows = measured(ways, prompts, wanted.new, wanted.rounds)
     plain = OURS + "plain"
@@ -142,44 +138,7 @@ def llama_ways(target: Any, place: Path) -> Iterator[tuple[str, Path, list[objec
         gguf.write_file(path, gguf.header(lm, target.tokenizer, kind), weights_of(lm), lm, kind)
         yield name, path, []
         yield f"{name}, its n-grams", path, ["--spec-type", "ngram-simple"]
-        yield f"{name}, our small model", path, [
-            "--spec-type", "draft-simple", "-md", drafts[kind], "--spec-draft-n-max", llama_cpp.LENGTH,
-        ]  # fmt: skip
-
-
-@contextlib.contextmanager
-def serving(binary: Path, model: Path, context: int, more: list[object]) -> Iterator[httpx.Client]:
-    """llama-server as it comes, on a free port of the loopback, one slot, as many threads as we have."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    threads = torch.get_num_threads()
-    command = [
-        binary,
-        "-m",
-        model,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-        "-c",
-        context,
-        "-np",
-        1,
-        "-t",
-        threads,
-        "-tb",
-        threads,
-    ]
-    process = subprocess.Popen(list(map(str, [*command, *more])), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
-            if not llama_cpp.ready(client, process):
-                raise SystemExit(f"llama-server did not start: {' '.join(map(str, more))}")
-            yield client
-    finally:
-        process.terminate()
-        process.wait(30)
+        yield f"{name}, our small model", path, llama_cpp.drafting(drafts[kind])
 
 
 if __name__ == "__main__":

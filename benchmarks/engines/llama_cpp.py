@@ -42,6 +42,8 @@ from outrider.export import gguf  # noqa: E402
 from outrider.export.formats import export  # noqa: E402
 
 LENGTH = 4
+SAME = ("--metrics", "--no-warmup", "-ctk", "f32", "-ctv", "f32", "-fa", "off")
+"""Arithmetic as ours: caches in float32."""
 ROUNDING = 1e-3
 """Logits nearer than this may change places by the order of a float32 sum alone."""
 HARD = [
@@ -65,9 +67,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     wanted = parser.parse_args()
-    binary = Path(os.environ.get("LLAMA_SERVER", server()))
-    if not binary.exists():
-        print(f"skipped: no {binary}; build it: python benchmarks/engines/build_llama.py", file=sys.stderr)
+    binary = found_binary()
+    if binary is None:
         return CANNOT
     began = time.monotonic()
     torch.set_num_threads(wanted.threads)
@@ -82,7 +83,7 @@ def main() -> int:
         found: dict[str, Any] = {"plain": None, "drafter in float32": files["f32"], "drafter in float16": files["f16"]}
         rows, ids = [], []
         for name, draft in found.items():
-            with serving(binary, files["target"], draft, target.spec.context, wanted.threads) as client:
+            with serving(binary, files["target"], target.spec.context, wanted.threads, [*SAME, *drafting(draft)]) as client:
                 if draft is None:
                     ids = [tokenized(client, text) == target.tokenizer.encode(text) for text in [*texts, *HARD]]
                 answers = continued(client, prompts, wanted.new, name)
@@ -103,6 +104,15 @@ def main() -> int:
         wanted.out,
     )  # fmt: skip
     return int(not all(ids) or any(row["mismatches"] for row in rows))
+
+
+def found_binary() -> Path | None:
+    """The server; where there is none, that is said."""
+    binary = Path(os.environ.get("LLAMA_SERVER", server()))
+    if binary.exists():
+        return binary
+    print(f"skipped: no {binary}; build it: python benchmarks/engines/build_llama.py", file=sys.stderr)
+    return None
 
 
 def written(target: Any, place: Path) -> tuple[dict[str, Path], Path]:
@@ -132,20 +142,24 @@ def llama(
     gguf.write_file(place / "llama.gguf", gguf.header(lm, target.tokenizer, "f32"), weights_of(lm), lm, "f32")
     other = load_target(lm)
     plain = [one.tokens for one in generate(other, prompts, max_new_tokens=new)]
-    with serving(binary, place / "llama.gguf", None, 2048, threads) as client:
+    with serving(binary, place / "llama.gguf", 2048, threads, SAME) as client:
         return compared(other, "a random llama", prompts, plain, continued(client, prompts, new, "a random llama"))
 
 
+def drafting(draft: Path | None) -> list[object]:
+    """Arguments for a small model that drafts."""
+    return ["--spec-type", "draft-simple", "-md", draft, "--spec-draft-n-max", LENGTH] if draft else []
+
+
 @contextmanager
-def serving(binary: Path, target: Path, draft: Path | None, context: int, threads: int) -> Iterator[httpx.Client]:
-    """llama-server on a free port of the loopback, one slot, stopped at the end."""
+def serving(binary: Path, model: Path, context: int, threads: int, more: Sequence[object] = ()) -> Iterator[httpx.Client]:
+    """llama-server on a free port of the loopback, one slot, stopped at the end.  more: arguments."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    speculation = ["--spec-type", "draft-simple", "-md", draft, "--spec-draft-n-max", LENGTH] if draft else []
     command = [
-        binary, "-m", target, "--host", "127.0.0.1", "--port", port, "-c", context, "-np", 1, "-t", threads, "-tb", threads,
-        "--metrics", "--no-warmup", "-ctk", "f32", "-ctv", "f32", "-fa", "off", *speculation,
+        binary, "-m", model, "--host", "127.0.0.1", "--port", port, "-c", context, "-np", 1, "-t", threads, "-tb", threads,
+        *more,
     ]  # fmt: skip
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=subprocess.STDOUT)

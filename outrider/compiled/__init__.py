@@ -14,7 +14,6 @@ import io
 import logging
 import operator
 import os
-import shutil
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +59,7 @@ def folder() -> Path:
 
 
 def has_compiler() -> bool:
-    return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++"))
+    return packed.compiler() is not None
 
 
 def fingerprint(model: nn.Module, *more: object) -> str:
