@@ -86,7 +86,7 @@ def generate(
     before anything is computed.
     """
     judge = named.judge(verification, allow_lossy)
-    asked = requests(target, prompts, max_new_tokens, sampling, stop)
+    asked = requests(target, prompts, max_new_tokens, sampling, stop, streamed=False)
     found = [Generation(logprobs=None if request.sampling.logprobs is None else []) for request in asked]
     served = serve(target, asked, drafter, policy=policy, judge=judge, slots=slots, shared_noise=shared_noise)
     for progress in served:
@@ -176,9 +176,10 @@ def batch(
 
 
 def requests(
-    target: Target, prompts: Any, max_new_tokens: int, sampling: Sampling | None, stop: Sequence[str] = ()
-) -> list[Request]:
-    """What `generate` makes of its arguments, checked."""
+    target: Target, prompts: Any, max_new_tokens: int, sampling: Sampling | None, stop: Sequence[str] = (),
+    streamed: bool = True,
+) -> list[Request]:  # fmt: skip
+    """What `generate` makes of its arguments, checked.  Texts that are not streamed, nor searched, are decoded at their end."""
     if whole("max_new_tokens", max_new_tokens) < 0:
         raise ConfigError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     if sampling is not None:
@@ -190,6 +191,9 @@ def requests(
         raise ConfigError("an empty stop string would end every text at once; leave it out")
     if stops:
         refuse_unmatchable(target.detokenizer, stops)
+    detokenizer = target.detokenizer
+    if detokenizer is not None and not (streamed or stops):
+        detokenizer = replace(detokenizer, is_local=False)
     found = []
     for i, prompt in enumerate(listed(prompts)):
         tokens = target.encode(prompt)
@@ -199,7 +203,7 @@ def requests(
                 "shorten it"
             )
         own = sampling or _settled(target.default_sampling(tokens, max_new_tokens), target, max_new_tokens)
-        found.append(Request(tokens, max_new_tokens, own, stops, target.detokenizer))
+        found.append(Request(tokens, max_new_tokens, own, stops, detokenizer))
     return found
 
 

@@ -1,28 +1,20 @@
 """Linear layers whose weights lie in the order in which a few rows read them, where that is measured to be faster.
 
 torch gives float32 products on a CPU to MKL, which is slow with the few rows of a decoding step on some CPUs, and good on
-others.  Beside it stand oneDNN's packed weights, and `panels`: one small kernel of our own (packed.cpp), compiled once where
-there is a C++ compiler.  Panels read every weight once for up to a dozen rows, store weights whose values are exactly bfloat16
+others.  Beside it stand oneDNN's packed weights, and `panels`: a small kernel of our own (`outrider.kernels`), where there
+is a C++ compiler.  Panels read every weight once for up to a dozen rows, store weights whose values are exactly bfloat16
 in half the bytes, and sum each output in one order whatever the number of rows.  All are timed on a few of the model's own
 layers.  The packed copy takes as much memory as the weights, or half of it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import hashlib
 import itertools
-import logging
-import mmap
-import os
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -30,9 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider import machine
-
-log = logging.getLogger(__name__)
+from outrider import kernels, machine
 
 Way = Literal["plain", "onednn", "panels"]
 MOST_BYTES = 2**31
@@ -40,8 +30,6 @@ MOST_BYTES = 2**31
 SAMPLE_BYTES = 2**26
 """Weights on which the ways are timed: more than most caches hold."""
 SAMPLE_ROWS = (1, 8)
-PAGE = 2**21
-"""A large page."""
 
 
 class Packed(NamedTuple):
@@ -129,7 +117,7 @@ def ways() -> list[Way]:
     found: list[Way] = ["plain"]
     if _has_onednn():
         found.append("onednn")
-    if kernel() is not None:
+    if kernels.library() is not None:
         found.append("panels")
     return found
 
@@ -137,9 +125,7 @@ def ways() -> list[Way]:
 def packed(weight: Tensor, way: Way) -> Tensor:
     """The weight [outputs, inner] float32 as this way reads it."""
     if way == "panels":
-        library = kernel()
-        assert library is not None
-        return panels(weight, library.outrider_panel())
+        return kernels.panels(weight)
     return torch.ops.mkldnn._reorder_linear_weight(weight) if way == "onednn" else weight
 
 
@@ -151,30 +137,6 @@ def product(x: Tensor, way: Way, weight: Tensor, outputs: int, bias: Tensor | No
     if way == "onednn":
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
-
-
-def panels(weight: Tensor, width: int) -> Tensor:
-    """The weight [outputs, inner] for the kernel: [panels, inner, words] int32, a panel's `width` outputs side by side.
-
-    As float32; or, where every value is exactly a bfloat16, two to a word: one of the panel's first half in the lower bits.
-    """
-    rounded = F.pad(weight, (0, 0, 0, -weight.shape[0] % width))
-    bits = rounded.view(-1, width, weight.shape[1]).transpose(1, 2).view(torch.int32)
-    if not bool((bits & 0xFFFF).any()):
-        low, high = bits.split(width // 2, -1)
-        bits = ((low >> 16) & 0xFFFF) | high
-    return _on_large_pages(bits)
-
-
-def _on_large_pages(values: Tensor) -> Tensor:
-    """A contiguous copy, on pages of 2 MiB where the system has them: far fewer addresses to translate while it is read."""
-    size = values.numel() * values.itemsize
-    if size < PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return values.contiguous()
-    memory = mmap.mmap(-1, size)
-    with suppress(OSError):  # a system without large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=values.dtype).view(values.shape).copy_(values)
 
 
 @torch.inference_mode()
@@ -210,62 +172,3 @@ def _has_onednn() -> bool:
         return torch.allclose(product(x, "onednn", packed(weight, "onednn"), 4), F.linear(x, weight))
     except (AttributeError, RuntimeError):  # the operators are torch's own, but not promised
         return False
-
-
-# ── the kernel ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-SOURCE = Path(__file__).with_suffix(".cpp")
-SHIM = "AOTITorchError aoti_torch_cpu_multiply(AtenTensorHandle, AtenTensorHandle, int64_t, AtenTensorHandle*)"
-"""The kernel's name for compiled packages, which call it without torch's dispatcher."""
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
-
-
-def compiler() -> str | None:
-    """The C++ compiler here."""
-    return next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
-
-
-@functools.cache
-def kernel() -> ctypes.CDLL | None:
-    """The kernel, as an operator `outrider::multiply` too; compiled where that was not done before, None where it can't be."""
-    try:
-        library = _loaded(_built())
-        x, weight = torch.rand(3, 40), torch.rand(50, 40)
-        found = torch.ops.outrider.multiply(x, panels(weight, library.outrider_panel()), 50)
-        torch.testing.assert_close(found, F.linear(x, weight))
-    except (OSError, RuntimeError, AssertionError, subprocess.SubprocessError) as error:
-        log.info("products in panels are left out: %s", str(error).strip().split("\n")[0])
-        return None
-    return library
-
-
-@functools.cache
-def _loaded(path: Path) -> ctypes.CDLL:
-    # for all to see: compiled packages find it by its name
-    library = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
-    torch.library.register_fake("outrider::multiply")(lambda x, weights, outputs: x.new_empty(*x.shape[:-1], outputs))
-    return library
-
-
-def _built() -> Path:
-    """The compiled kernel of this machine.  Raises OSError or CalledProcessError where it can't be compiled."""
-    question = repr((torch.__version__, machine.cpu_name(), machine.cpu_flags(), SOURCE.read_text(), FLAGS))
-    path = machine.cache_folder() / "compiled" / f"panels-{hashlib.sha256(question.encode()).hexdigest()[:16]}.so"
-    if path.exists():
-        return path
-    tool = compiler()
-    if tool is None:
-        raise OSError("there is no C++ compiler here; install g++ for it")
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    part = path.with_name(f".{os.getpid()}.{path.name}")
-    torch_folder = Path(torch.__file__).parent
-    given = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
-    try:
-        for openmp in (["-fopenmp"], []):  # a compiler without it makes one of a single thread
-            made = subprocess.run([tool, *FLAGS, *openmp, str(SOURCE), "-o", str(part), *given], capture_output=True, text=True)
-            if made.returncode == 0:
-                part.replace(path)
-                return path
-        raise OSError(f"{tool} can't compile {SOURCE.name}: {made.stderr.strip()[:300]}")
-    finally:
-        part.unlink(missing_ok=True)

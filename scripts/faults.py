@@ -105,7 +105,7 @@ FAULTS = [
     ),
     Fault(
         "a sampled token that the target can't emit is pruned instead of kept as the last of its branch",
-        [Edit(PREFIX, "if may_stay or not (is_seeded or _is_deterministic(draft, b, n))]", "if may_stay]")],
+        [Edit(PREFIX, "if stays or not (q is None or is_one_hot(q[b, n], draft.tokens[b, n]))]", "if stays]")],
         ["tests/sampling/test_grammar.py::test_a_pruned_draft_keeps_the_law_exactly"],
     ),
     Fault(
@@ -149,7 +149,7 @@ FAULTS = [
     ),
     Fault(
         "a stop string that spans two steps is missed",
-        [Edit(TEXT, "cut = len(self._held) - keep", "cut = len(self._held)")],
+        [Edit(TEXT, "len(self._held) - max((len(begin) for begin", "len(self._held) - 0 * max((len(begin) for begin")],
         ["tests/decoding/test_state.py"],
     ),
     Fault(

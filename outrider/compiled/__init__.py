@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from outrider import machine, packed
+from outrider import kernels, machine, packed
+from outrider.compiled import rewrite
 from outrider.decoding.protocols import Drafter
 from outrider.errors import OutriderError
 
@@ -45,8 +46,8 @@ def builds(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Ways to compile this model, with inductor's settings: where its layers are packed in panels, with our kernel alone."""
     if packed.way_of(model) != "panels":
         return BUILDS
-    multiply = torch.ops.outrider.multiply.default
-    return {"panels": {"aot_inductor.custom_ops_to_c_shims": {multiply: [packed.SHIM]}}}
+    shims = {getattr(torch.ops.outrider, name).default: [shim] for name, shim in kernels.SHIMS.items()}
+    return {"panels": {"aot_inductor.custom_ops_to_c_shims": shims, "post_grad_custom_pre_pass": rewrite.with_kernels}}
 
 
 class NotCompiled(OutriderError):
@@ -59,14 +60,14 @@ def folder() -> Path:
 
 
 def has_compiler() -> bool:
-    return packed.compiler() is not None
+    return kernels.compiler() is not None
 
 
 def fingerprint(model: nn.Module, *more: object) -> str:
     """What a package hangs on, 16 hex digits: every weight and how it is multiplied, settings and code in `more`, torch,
     threads and the processor.
     """
-    products = packed.way_of(model), packed.SOURCE.read_bytes()
+    products = packed.way_of(model), kernels.source()
     digest = hashlib.sha256(repr((machine.identity(), products, more)).encode())
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
@@ -79,7 +80,7 @@ class Graph:
 
     def __init__(self, path: Path):
         """NotCompiled where the package can't be read."""
-        packed.kernel()  # which it may call
+        kernels.library()  # which it may call
         try:
             self.package = torch._inductor.aoti_load_package(str(path))
         except Exception as error:  # native code that another program made: whatever it raises, we go on without

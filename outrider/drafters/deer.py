@@ -142,8 +142,7 @@ class MaskDrafter(Drafter):
                 self._pass(memory, [row], [text[:-1]])
         states = self._pass(memory, state.rows, texts)
         logits = self.model.target.head(states[:, : int(budget.max())])
-        later = iter(logits.unbind(1)[1:])
-        return serving.chain(logits[:, 0], lambda _drafted: next(later), budget, state)
+        return serving.side_by_side(logits, budget, state)
 
     def free(self, memory: SlotCache, rows: Sequence[int]) -> None:
         memory.free(rows)

@@ -28,19 +28,8 @@ from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
 from outrider.nn import blocks, draft_model, heads
-from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
-from outrider.nn.draft_model import (
-    Batch,
-    DraftModel,
-    MaskedModule,
-    MaskToken,
-    copy_layers,
-    drawn,
-    labelled,
-    picked,
-    resolve_taps,
-    with_mask,
-)
+from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, angles, block_mask
+from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, resolve_taps, with_mask
 from outrider.nn.rows import DetachedRows, Labelled
 from outrider.nn.serving import FeatureBuffer, FeatureDrafter, Sampler
 from outrider.nn.shape import LayerConfig, resolved
@@ -87,23 +76,19 @@ class Config(BackboneConfig):
     """Draft k weighs exp(-k / decay) in training."""
 
 
-class Backbone(MaskedModule):
+class Backbone(MaskedModule, FusedTaps):
     """Context states and a block of anchor and masks in, one state a drafted token out."""
 
     def __init__(self, config: BackboneConfig, target: Target):
-        super().__init__()
         if len(config.runners_up) > config.block or 1 + max(config.runners_up, default=0) > target.spec.vocabulary:
             raise DrafterError(
                 f"runners_up {config.runners_up} asks for more than a block of {config.block} slots and a vocabulary of "
                 f"{target.spec.vocabulary} have; give at most one number a slot"
             )
-        self.config, self.shape = resolved(config, target.spec)
-        self.target = target
+        super().__init__(config, target, resolve_taps(config.taps, target.spec))
         self.width = config.block if config.anchor_predicts else config.block + 1
         """Input slots of a block: the anchor and the masks."""
-        self.taps = resolve_taps(config.taps, target.spec)
         hidden = target.spec.hidden
-        self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, self.shape.rms_norm_eps)
         self.layers = nn.ModuleList(ContextLayer(hidden, self.shape) for _ in range(config.layers))
         self.norm = RMSNorm(hidden, self.shape.rms_norm_eps)
@@ -120,7 +105,7 @@ class Backbone(MaskedModule):
         taps [B, C, T, H] at positions taps_at [B, C]; anchors [B, A] ids at positions anchors_at [B, A]; mask over C +
         A * width columns, or over all that `kept` holds.
         """
-        context = self._context(taps)
+        context = self.hidden_norm(self.fused(taps))
         x = self.words(anchors[..., None], self.width - 1).flatten(1, 2).to(context.dtype)
         x_at = (anchors_at[..., None] + torch.arange(self.width, device=anchors.device)).flatten(1)
         k_angles = angles(torch.cat([taps_at.expand(x_at.shape[0], -1), x_at], 1), self.shape)
@@ -141,14 +126,11 @@ class Backbone(MaskedModule):
 
     def remember(self, taps: Tensor, taps_at: Tensor, kept: SlotCache) -> None:
         """Take context in without drafting: every layer's keys and values of it go into `kept`'s open pass."""
-        context = self._context(taps)
+        context = self.hidden_norm(self.fused(taps))
         k_angles = angles(taps_at, self.shape)
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, ContextLayer)
             kept.update(*layer.self_attn.keys_values(context, k_angles), i)
-
-    def _context(self, taps: Tensor) -> Tensor:
-        return self.hidden_norm(self.fc(taps.flatten(2).to(self.fc.weight.dtype)))
 
 
 class BlockModel(DraftModel):
@@ -310,21 +292,16 @@ class BlockRows(DetachedRows):
     """
 
     def __init__(self, blocks: Blocks, batch: Batch, head: Callable[[Tensor, Tensor, slice], Tensor]):
-        config, (texts, length) = blocks.config, batch.tokens.shape
-        self._head, self.slots = head, config.block
+        config, self._head, self.slots = blocks.config, head, blocks.config.block
         # anchors whose next token is one to learn
         follows = batch.loss_mask[:, 1:] & (batch.documents[:, 1:] == batch.documents[:, :-1])
-        at, live = drawn(follows, config.anchors)
+        at, live = draft_model.drawn(follows, config.anchors)
         states = blocks.drafted(batch, at, live)
-        labels_at, learnt = labelled(batch, at, 1, config.block)
-        slots, number = torch.arange(config.block, device=at.device), torch.arange(at.numel(), device=at.device)
-        before_at = (at[..., None] + slots).clamp(max=length - 1)
-        self.previous = picked(batch.tokens, before_at).flatten()
-        begins = length * torch.arange(texts, device=at.device)[:, None, None]
-        rows = Labelled(
-            picked(batch.tokens, labels_at).flatten(), ((learnt & live[..., None]) * blocks.weights(at)).flatten(),
-            slots.repeat(at.numel()), number.repeat_interleave(config.block), (begins + before_at).flatten(),
-        )  # fmt: skip
+        labels_at, learnt = draft_model.labelled(batch, at, 1, config.block)
+        text = torch.arange(len(at), device=at.device).repeat_interleave(at.shape[1])
+        self.previous = batch.tokens[text[:, None], labels_at.flatten(0, 1) - 1].flatten()
+        """[M], the token before each row's."""
+        rows = Labelled.blocks(batch, text, labels_at.flatten(0, 1), (learnt * blocks.weights(at)).flatten(0, 1))
         super().__init__(blocks.target, states.flatten(0, 2), batch.hidden, rows)
 
     def head(self, states: Tensor, rows: slice) -> Tensor:

@@ -25,11 +25,10 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from outrider.nn.blocks import PairLayer, RMSNorm
+from outrider.nn.blocks import FusedTaps, PairLayer, RMSNorm
 from outrider.nn.draft_model import resolve_taps
 from outrider.nn.heads import ReducedHead, VocabularyModel
 from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, RecurrentModel
-from outrider.nn.shape import resolved
 from outrider.targets.protocol import LayerSizes, Target
 
 
@@ -80,16 +79,13 @@ class MetaQuery(nn.Module):
         return self.o_proj(found.transpose(1, 2).flatten(1)).unflatten(0, taps.shape[:2])
 
 
-class Model(VocabularyModel, RecurrentModel):
+class Model(VocabularyModel, RecurrentModel, FusedTaps):
     """fc over the taps, one layer, a norm, a head."""
 
     def __init__(self, config: Config, target: Target):
-        super().__init__()
-        self.config, self.shape = resolved(config, target.spec)
-        self.target, shape = target, self.shape
-        hidden = target.spec.hidden
-        self.taps = resolve_taps(three(target.spec.layers) if config.taps is None else config.taps, target.spec)
-        self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
+        taps = three(target.spec.layers) if config.taps is None else config.taps
+        super().__init__(config, target, resolve_taps(taps, target.spec))
+        hidden, shape = target.spec.hidden, self.shape
         self.fc_norm = nn.ModuleList(RMSNorm(hidden, shape.rms_norm_eps) for _ in self.taps) if config.fc_norm else None
         self.metaquery = MetaQuery(hidden, len(self.taps), config.queries, shape) if config.aggregate == "metaquery" else None
         attention = RecurrentAttention(2 * hidden, hidden, shape, config.qk_norm, config.gated)
@@ -101,7 +97,7 @@ class Model(VocabularyModel, RecurrentModel):
         seen = seen.to(self.fc.weight.dtype)
         if self.fc_norm is not None:
             seen = torch.stack([norm(seen[..., i, :]) for i, norm in enumerate(self.fc_norm)], -2)
-        fused = self.fc(seen.flatten(-2))
+        fused = self.fused(seen)
         return fused if self.metaquery is None else fused + self.metaquery(seen)
 
     def step(self, module: int, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:

@@ -13,20 +13,18 @@ centroids can't be drafted at all, where transformers gives them the least logit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
 from outrider.config import Config as Base
-from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.protocols import Drafter
-from outrider.decoding.state import DecodeState, Scores
+from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
 from outrider.nn import serving
-from outrider.nn.states import LastStates
+from outrider.nn.states import LastStates, StateDrafter
 from outrider.targets.assistant import load_assistant, shared_layers
 from outrider.targets.cache import SlotCache, additive
 from outrider.targets.protocol import Target
@@ -40,14 +38,15 @@ class Config(Base):
     """Tokens drafted per step."""
 
 
-class Memory(NamedTuple):
-    """The target's own cache, for reading, and the states that drafts begin with."""
+class Memory(LastStates):
+    """The states that drafts begin with, and the target's own cache, for reading."""
 
-    cache: SlotCache
-    last: LastStates
+    def __init__(self, cache: SlotCache, target: Target):
+        super().__init__(cache.slots, target, getattr(torch, target.spec.dtype))
+        self.cache = cache
 
 
-class Gemma4Assistant(Drafter):
+class Gemma4Assistant(StateDrafter):
     """Drafts a chain, looking at the keys and values of the target."""
 
     def __init__(self, model: Any, target: Target, config: Config):
@@ -57,24 +56,15 @@ class Gemma4Assistant(Drafter):
         """Of every kind of layer, the target layer whose keys and values are looked at."""
 
     def allocate(self, cache: Any) -> Memory:
-        return Memory(cache, LastStates(cache.slots, self.target, getattr(torch, self.target.spec.dtype)))
-
-    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
-        memory.last.admit(rows, scores, lengths)
+        return Memory(cache, self.target)
 
     @torch.inference_mode()
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
-        sizes = memory.last.within(state.rows, budget)
+        sizes = memory.within(state.rows, budget)
         if not int(sizes.max()):
             return Draft.empty(len(state.rows), state.device)
-        steps = Steps(self, memory.cache, state.rows, memory.last.hidden[state.rows])
+        steps = Steps(self, memory.cache, state.rows, memory.hidden[state.rows])
         return serving.possible(serving.chain(steps.read_one(state.anchor), steps.read_one, sizes, state), state)
-
-    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
-        memory.last.observe(state.rows, scores, kept)
-
-    def free(self, memory: Memory, rows: Sequence[int]) -> None:
-        memory.last.free(rows)
 
 
 class Steps:

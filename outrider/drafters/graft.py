@@ -16,8 +16,10 @@ the drafter are not.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Annotated, Literal
 
 import torch
@@ -136,8 +138,7 @@ class Worth:
     def __init__(self, risk: float):
         self.risk = risk
         self.turn = 0
-        self.tests: dict[int, list[float]] = {}
-        self.kept: dict[int, list[float]] = {}
+        self.tests, self.kept = (defaultdict[int, list[float]](lambda: [0.0] * BINS) for _ in range(2))
         self.first_cut: dict[int, int] = {}
         """By depth: the first bin that is cut."""
 
@@ -145,35 +146,27 @@ class Worth:
         """The nodes that are verified, with all nodes above them."""
         if self.turn % self.EXPLORE == 0:
             return list(range(len(marks)))
-        staying: list[int] = []
-        seen = {-1}
+        staying = [-1]
         for n, (depth, score) in enumerate(marks):
-            if parents[n] in seen and score < self.first_cut.get(depth, BINS):
+            if parents[n] in staying and score < self.first_cut.get(depth, BINS):
                 staying.append(n)
-                seen.add(n)
-        return staying
+        return staying[1:]
 
     def learn(self, nodes: Sequence[tuple[Mark, bool]]) -> None:
         """Marks of verified nodes, and whether each was kept."""
         self.turn += 1
         fade = 1 - 1 / self.WINDOW
         for (depth, score), was_kept in nodes:
-            tests = self.tests.setdefault(depth, [0.0] * BINS)
-            kept = self.kept.setdefault(depth, [0.0] * BINS)
-            tests[score] = fade * tests[score] + 1
-            kept[score] = fade * kept[score] + was_kept
+            self.tests[depth][score] = fade * self.tests[depth][score] + 1
+            self.kept[depth][score] = fade * self.kept[depth][score] + was_kept
         for depth in {depth for (depth, _), _ in nodes}:
             self.first_cut[depth] = self._least(depth)
 
     def _least(self, depth: int) -> int:
         """The first bin from which on nodes are kept at most `risk` of the time; one more that was kept is thought of."""
-        tests = kept = 0.0
-        first = BINS
-        for score in range(BINS - 1, -1, -1):
-            tests, kept = tests + self.tests[depth][score], kept + self.kept[depth][score]
-            if (kept + 1) / (tests + 1) <= self.risk:
-                first = score
-        return first
+        behind = (accumulate(reversed(counts[depth])) for counts in (self.tests, self.kept))
+        shares = [(kept + 1) / (tests + 1) for tests, kept in zip(*behind, strict=True)]
+        return min((BINS - 1 - n for n, share in enumerate(shares) if share <= self.risk), default=BINS)
 
 
 def build(config: Config, target: Target, load: Load | None = None) -> Graft:

@@ -21,6 +21,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from outrider.config import Config as Base
 from outrider.decoding.accept import Accepted, judged_q
@@ -85,8 +86,7 @@ class Jacobi(Drafter):
                 if self.config.init == "ngram" and slot.pool.knows(text):
                     slot.forget()
         guesses, q = self._carried(slots, state, sizes)
-        prefixes = state.judge.prefixes if isinstance(state.judge, SamplingJudge) else []
-        banning = {b: prefix for b, prefix in prefixes if prefix.sampling.bans}
+        banning = dict(state.judge.banning) if isinstance(state.judge, SamplingJudge) else {}
         nodes, parents = [], []
         for b, (slot, text) in enumerate(zip(slots, texts, strict=True)):
             trunk = self._filled(slot, text, guesses[b], sizes[b], banning.get(b))
@@ -125,12 +125,8 @@ class Jacobi(Drafter):
         if not deepest or (state.judge.temperature is None and not state.judge.bans):
             return [slot.best[:count] for slot, count in zip(slots, counts, strict=True)], None
         some = next(slot.logits for slot in slots if slot.logits is not None)
-        logits = some.new_zeros(len(slots), deepest, self.vocabulary)
-        for b, (slot, count) in enumerate(zip(slots, counts, strict=True)):
-            if slot.logits is not None:
-                logits[b, :count] = slot.logits[:count]
-        later = iter(logits.unbind(1)[1:])
-        drawn = serving.chain(logits[:, 0], lambda _drafted: next(later), torch.tensor(counts), state)
+        rows = [(some if slot.logits is None else slot.logits)[:count] for slot, count in zip(slots, counts, strict=True)]
+        drawn = serving.side_by_side(pad_sequence(rows, batch_first=True), torch.tensor(counts), state)
         return [own[:count] for own, count in zip(drawn.ids, counts, strict=True)], drawn.q
 
     def _filled(self, slot: Slot, text: list[int], guesses: list[int], size: int, prefix: Prefix | None) -> list[int]:

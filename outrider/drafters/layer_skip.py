@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,9 +24,10 @@ from outrider.config import Config as Base
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState
-from outrider.errors import CheckpointError, DrafterError, TargetError
+from outrider.errors import CheckpointError, DrafterError
 from outrider.nn.serving import Sampler
 from outrider.targets.protocol import Skip, SkipsLayers, Target
+from outrider.targets.skip import able, every_second, listed, refuse_failing
 
 LENGTH, LEAST = 6, 0.4
 """Tokens of a draft, and the probability below which it ends, where neither the config nor a saved set says it."""
@@ -102,7 +102,7 @@ def build(config: Config, target: Target) -> LayerSkip:
         skip, length, least = _saved(config.file, target)
     if not skip.attention and not skip.mlp:
         logging.getLogger(__name__).warning("layer_skip leaves nothing out: a draft costs as much as the text it saves")
-    _try(skips, target, skip)
+    refuse_failing(target, skip)
     return LayerSkip(skips, skip, config.length or length, least if config.least is None else config.least)
 
 
@@ -126,19 +126,6 @@ def _saved(path: str, target: Target) -> tuple[Skip, int, float]:
     return saved
 
 
-def able(target: Target) -> SkipsLayers:
-    """The target as one that can skip.  Raises DrafterError where it can't, or where drafts can't be verified."""
-    if not isinstance(target, SkipsLayers):
-        raise DrafterError(f"layer_skip needs a target that can leave sublayers out; {target.spec.name} can't, choose another")
-    if target.spec.mode == "off":
-        raise DrafterError(f"{target.spec.name} verifies no drafts (its mode is off); decode it without layer_skip")
-    try:
-        target.skippable()
-    except TargetError as error:
-        raise DrafterError(str(error)) from error
-    return target
-
-
 def _chosen(config: Config, target: Target, possible: Skip) -> Skip:
     """The sublayers that the config leaves out.  Raises DrafterError for what can't be."""
     layers = target.spec.layers
@@ -152,34 +139,9 @@ def _chosen(config: Config, target: Target, possible: Skip) -> Skip:
     for (name, given), allowed in zip(named.items(), (possible.attention, possible.mlp), strict=True):
         wrong = sorted(set(given or ()) - allowed)
         if wrong:
-            raise DrafterError(f"{name} names layer {wrong[0]}, which {target.spec.name} can't; it can {_spans(allowed)}")
+            raise DrafterError(f"{name} names layer {wrong[0]}, which {target.spec.name} can't; it can {listed(allowed)}")
         missing = sorted(set(behind) - allowed)
         if missing:
             raise DrafterError(f"exit_layer {config.exit_layer} is no way out: layer {missing[0]} can't be left out whole")
         sets.append(frozenset(given or ()) | frozenset(behind))
     return Skip(*sets)
-
-
-def every_second(layers: int, possible: Skip) -> Skip:
-    """Every second layer but the last, whole: where SWIFT begins."""
-    chosen = frozenset(range(1, layers - 1, 2))
-    return Skip(chosen & possible.attention, chosen & possible.mlp)
-
-
-def _spans(layers: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(layers))) or "none"
-
-
-@torch.inference_mode()
-def _try(target: SkipsLayers, whole: Target, skip: Skip) -> None:
-    """Read two tokens without these sublayers.  Raises DrafterError where another layer needs what one of them writes."""
-    cache = whole.allocate(1, 4)
-    try:
-        with target.skipping(skip, cache, [0]) as read:
-            for token in (0, 1):
-                read(torch.tensor([[token % whole.spec.vocabulary]], device=whole.device))
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise DrafterError(
-            f"{whole.spec.name} does not run without the attention of layers {_spans(skip.attention)} and the MLP of "
-            f"{_spans(skip.mlp)} ({type(error).__name__}: {error}); leave out less"
-        ) from error

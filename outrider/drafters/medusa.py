@@ -28,16 +28,15 @@ from torch import Tensor, nn
 
 from outrider import packed
 from outrider.config import Config as Base
-from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.protocols import Cache, Drafter
-from outrider.decoding.state import DecodeState, Scores
+from outrider.decoding.protocols import Cache
+from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
 from outrider.nn import serving, trees
 from outrider.nn.draft_model import Batch, DraftModel, chosen, labelled
 from outrider.nn.heads import ResidualBlock
 from outrider.nn.rows import Labelled, SharedLabels, whole_blocks
-from outrider.nn.states import LastStates
+from outrider.nn.states import LastStates, StateDrafter
 from outrider.nn.trees import Path, RankTree
 from outrider.targets.protocol import Target
 
@@ -158,23 +157,20 @@ def search(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...
     tree of its size.  Fewer paths where the heads have no more to offer.
     """
     found: list[Path] = []
-    waiting: list[tuple[float, int, Path]] = [(-chance, 1, (rank,)) for rank, chance in enumerate(accuracies[0])]
-    heapq.heapify(waiting)
-    while waiting and len(found) < nodes:
+    waiting: list[tuple[float, int, Path]] = [(-1.0, 0, ())]
+    while waiting and len(found) <= nodes:
         product, depth, path = heapq.heappop(waiting)
         found.append(path)
         for rank, chance in enumerate(accuracies[depth] if depth < len(accuracies) else ()):
             heapq.heappush(waiting, (product * chance, depth + 1, (*path, rank)))
-    return tuple(found)
+    return tuple(found[1:])  # without the anchor
 
 
 # ── serving ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(StateDrafter):
     """Drafts a tree of the heads' choices behind one state a slot; nothing where the anchor is all that is known."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self, model: Model):
         packed.pack(model)
@@ -184,11 +180,6 @@ class MedusaDrafter(Drafter):
 
     def allocate(self, cache: Cache) -> LastStates:
         return LastStates(cache.slots, self.model.target, self.model.accuracies.dtype)
-
-    def admit(
-        self, memory: LastStates, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
-    ) -> None:
-        memory.admit(rows, scores, lengths)
 
     @torch.inference_mode()
     def propose(self, memory: LastStates, state: DecodeState, budget: Tensor) -> Draft:
@@ -205,12 +196,6 @@ class MedusaDrafter(Drafter):
                 return trees.ranked(step.first(), step.expand, budget, tree)
             draft = trees.sampled(step.first(), step.expand, budget, state, parents=tree.parents)
         return replace(draft, branches=not tree.is_chain)
-
-    def observe(self, memory: LastStates, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
-        memory.observe(state.rows, scores, kept)
-
-    def free(self, memory: LastStates, rows: Sequence[int]) -> None:
-        memory.free(rows)
 
 
 class _Step:
@@ -266,18 +251,13 @@ class Rows(SharedLabels):
         at = torch.arange(max(1, batch.tokens.shape[1] - 2), device=device).expand(len(batch.tokens), -1)
         labels_at, learnt = labelled(batch, at, 2, heads)
         text, before = chosen(learnt[..., 0], model.config.anchors).nonzero().unbind(-1)
-        labels_at, steps = labels_at[text, before], torch.arange(heads, device=device)
-        rows = Labelled.of(
-            batch, text.repeat_interleave(heads), labels_at.flatten(), (learnt[text, before] * 0.8**steps).flatten(),
-            steps.repeat(len(text)), torch.arange(len(text), device=device).repeat_interleave(heads),
-        )  # fmt: skip
+        labels_at, weight = labels_at[text, before], learnt[text, before] * 0.8 ** torch.arange(heads, device=device)
+        rows = Labelled.blocks(batch, text, labels_at, weight)
         super().__init__(model.target, batch.hidden[text, before], batch.hidden, rows)
         self._before = batch.tokens[text[:, None], labels_at - 1]
         """[P, K], the anchor and the tokens behind it, of which head k may see the first k + 1."""
-        self.hits = torch.zeros(model.accuracies.shape, device=device)
-        """[K, R]: how often the target's likeliest token was head k's choice of rank r, in the rows that were counted."""
-        self.seen = torch.zeros(heads, device=device)
-        """[K], how many those are."""
+        self.hits = torch.zeros(heads, model.accuracies.shape[1] + 1, device=device)
+        """[K, R + 1]: how often the target's likeliest token was head k's choice of rank r, in the last column a later one."""
 
     def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
         heads = self.model.config.heads
@@ -301,16 +281,14 @@ class Rows(SharedLabels):
         own = draft.gather(-1, best)
         # in bf16 the best are often equals, of which only one can be the first choice
         rank = (draft > own).sum(-1) + ((draft == own) & (ids < best)).sum(-1)
-        depth, learnt = self.depth[rows], self.weight[rows] > 0
-        self.seen += torch.bincount(depth[learnt], minlength=len(self.seen))
-        near = learnt & (rank < self.hits.shape[1])
-        self.hits.index_put_((depth[near], rank[near]), torch.ones_like(self.weight[rows][near]), accumulate=True)
+        ranks, learnt = self.hits.shape[1], self.weight[rows] > 0
+        at = self.depth[rows] * ranks + rank.clamp(max=ranks - 1)
+        self.hits += torch.bincount(at[learnt], minlength=self.hits.numel()).view_as(self.hits)
 
     def backward(self) -> None:
         """Take what was counted into the model's accuracies; the heads have their gradients already."""
-        counted = self.seen > 0
-        found = self.hits[counted] / self.seen[counted, None]
-        accuracies = self.model.accuracies
+        seen, accuracies = self.hits.sum(1), self.model.accuracies
+        counted = seen > 0
+        found = self.hits[counted, :-1] / seen[counted, None]
         accuracies[counted] = KEEP * accuracies[counted] + (1 - KEEP) * found.to(accuracies.dtype)
         self.hits.zero_()
-        self.seen.zero_()

@@ -187,9 +187,7 @@ class Shares:
         self.steps = fade * self.steps + 1
         for counts, nodes in ((self.offered, offered), (self.kept, kept)):
             for part, places in enumerate(nodes):
-                counts[part] = [fade * count for count in counts[part]]
-                for n in places:
-                    counts[part][n] += 1
+                counts[part] = [fade * count + (n in places) for n, count in enumerate(counts[part])]
 
 
 class Tally:

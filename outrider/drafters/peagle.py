@@ -13,6 +13,7 @@ frozen, unless `vocabulary` is given, and a text is not split to fit a device: `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,12 +25,12 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.nn import serving
-from outrider.nn.blocks import Attention, ContextLayer, PairLayer, RMSNorm, angles
+from outrider.nn.blocks import Attention, ContextLayer, FusedTaps, PairLayer, RMSNorm, angles
 from outrider.nn.draft_model import Batch, MaskedModule, MaskToken, copy_layers, resolve_taps, with_mask
 from outrider.nn.heads import ReducedHead, VocabularyModel
 from outrider.nn.pairs import PairMemory, draw, sight
 from outrider.nn.rows import DetachedRows, Labelled
-from outrider.nn.shape import LayerConfig, resolved
+from outrider.nn.shape import LayerConfig
 from outrider.targets.cache import SlotCache
 from outrider.targets.protocol import Target
 
@@ -59,16 +60,12 @@ class Config(LayerConfig):
     """Most positions drafted from per text and step in training."""
 
 
-class Model(VocabularyModel, MaskedModule):
+class Model(VocabularyModel, MaskedModule, FusedTaps):
     """Pairs and masks in, one state a row out, and a head on it."""
 
     def __init__(self, config: Config, target: Target):
-        super().__init__()
-        self.config, self.shape = resolved(with_mask(config, target), target.spec)
-        self.target, shape = target, self.shape
-        self.taps = resolve_taps(config.taps, target.spec, 3)
-        hidden = target.spec.hidden
-        self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
+        super().__init__(with_mask(config, target), target, resolve_taps(config.taps, target.spec, 3))
+        hidden, shape = target.spec.hidden, self.shape
         first = PairLayer(hidden, shape, Attention(hidden, shape, 2 * hidden), config.norm_before_residual)
         self.layers = nn.ModuleList([first, *(ContextLayer(hidden, shape) for _ in range(config.layers - 1))])
         self.norm = RMSNorm(hidden, shape.rms_norm_eps)
@@ -85,7 +82,7 @@ class Model(VocabularyModel, MaskedModule):
 
         taps [B, C, T, H] and tokens [B, C] of pairs; at [B or 1, C + masks] rotary positions; mask as the layers take it.
         """
-        features = self.fc(taps.flatten(2).to(self.fc.weight.dtype))
+        features = self.fused(taps)
         empty = self.fc(self.mask_hidden).to(features.dtype).expand(len(tokens), masks, -1)
         features = torch.cat([features, empty], 1)
         turn = angles(at, self.shape)
@@ -125,32 +122,26 @@ class PEagle(serving.FeatureDrafter):
         if not int(sizes.max()):
             return Draft.empty(len(state.rows), state.device)
         self.catch_up(memory, state.rows, state)
-        logits = self._logits(memory, state, int(sizes.max()))
-        following = iter(logits.unbind(1)[1:])
-        return serving.possible(serving.chain(logits[:, 0], lambda _: next(following), sizes, state), state)
+        with packed.products():
+            logits = self.model.logits(self._pass(memory, state.rows, state, int(sizes.max()) - 1))
+        return serving.possible(serving.side_by_side(logits, sizes, state), state)
 
-    def _logits(self, memory: PairMemory, state: DecodeState, depths: int) -> Tensor:
-        """Read the new pairs of the live slots and draft behind the last: logits [B, depths, V]."""
-        kept, (taps, tokens, counts) = memory.kept, memory.waiting.pairs(state.rows, state)
-        new, masks, real = taps.shape[1], depths - 1, torch.tensor(counts, device=taps.device)
-        kept.open(state.rows, new + masks)
+    def read(self, memory: PairMemory, row: int, state: DecodeState) -> None:
+        self._pass(memory, [row], state, 0, leave=1)
+
+    def _pass(self, memory: PairMemory, rows: Sequence[int], state: DecodeState, masks: int, leave: int = 0) -> Tensor:
+        """Read waiting pairs and `masks` behind them.  States [B, 1 + masks, H] of each slot's last pair and the masks."""
+        kept, (taps, tokens, counts) = memory.kept, memory.waiting.pairs(rows, state, leave)
+        new, real = taps.shape[1], torch.tensor(counts, device=taps.device)
+        kept.open(rows, new + masks)
         order = torch.arange(new + masks, device=taps.device)
         # masks stand behind the last real pair
         at = kept.positions(torch.where(order < new, order, real[:, None] + order - new))
-        mask = kept.mask(visible(new, masks, real), self.model.dtype)
-        with packed.products():
-            states = self.model(taps, tokens, masks, at.clamp(min=0), mask, kept)
-            own = torch.cat([(real - 1).clamp(min=0)[:, None], order[new:].expand(len(counts), -1)], 1)
-            logits = self.model.logits(states.gather(1, own[..., None].expand(-1, -1, states.shape[-1])))
+        mask = kept.mask(visible(new, masks, real) if masks else None, self.model.dtype)
+        states = self.model(taps, tokens, masks, at.clamp(min=0), mask, kept)
         kept.append(counts)
-        return logits
-
-    def read(self, memory: PairMemory, row: int, state: DecodeState) -> None:
-        taps, tokens, [count] = memory.waiting.pairs([row], state, leave=1)
-        memory.kept.open([row], count)
-        mask = memory.kept.mask(None, self.model.dtype)
-        self.model(taps, tokens, 0, memory.kept.positions(), mask, memory.kept)
-        memory.kept.append([count])
+        own = torch.cat([(real - 1).clamp(min=0)[:, None], order[new:].expand(len(counts), -1)], 1)
+        return states.gather(1, own[..., None].expand(-1, -1, states.shape[-1]))
 
 
 def visible(new: int, masks: int, counts: Tensor) -> Tensor:

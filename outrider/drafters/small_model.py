@@ -21,7 +21,6 @@ from typing import Any, Literal
 import torch
 from pydantic import PositiveFloat, PositiveInt, model_validator
 from torch import Tensor, nn
-from transformers import AutoConfig, Qwen3Config
 
 from outrider.config import Config as Base
 from outrider.decoding.accept import Accepted
@@ -29,9 +28,10 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.errors import ConfigError, DrafterError
-from outrider.nn import language_model, serving, trees
+from outrider.nn import language_model, trees
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.language_model import ModelConfig, TokenRows
+from outrider.nn.serving import Branching, allowed
 from outrider.targets import causal_lm
 from outrider.targets.cache import SlotCache
 from outrider.targets.protocol import Target
@@ -92,9 +92,8 @@ class SmallModel(Drafter):
     """Drafts a chain or a tree with a language model of its own."""
 
     def __init__(self, model: TransformersTarget, config: Config):
-        self.model, self.config, self.steps = model, config, (model.step,)
-        self.parents = trees.shape(config.width, config.length, config.nodes) if config.width > 1 else ()
-        self.limit = config.length if config.width == 1 else len(self.parents)
+        self.model, self.branching, self.config, self.steps = model, Branching(config), config, (model.step,)
+        self.limit = self.branching.limit
         self.room = language_model.room(model, config.kind, config.length)
 
     def allocate(self, cache: Cache) -> Memory:
@@ -107,10 +106,9 @@ class SmallModel(Drafter):
 
     @torch.inference_mode()
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
-        rows, cache, config = state.rows, memory.cache, self.config
+        rows, cache = state.rows, memory.cache
         logits = self._read(memory, rows, [state.tokens[row] for row in rows])
-        if config.width == 1:
-            return serving.chain(logits, partial(language_model.read_one, self.model, cache, rows), budget, state)
+        read_one = partial(language_model.read_one, self.model, cache, rows)
 
         def expand(tree: Draft, fresh: int) -> Tensor:
             if memory.tree is None:
@@ -119,8 +117,7 @@ class SmallModel(Drafter):
             memory.tree = tree
             return self.model.verify(cache, rows, state.anchor, tree).logits[:, -fresh:]
 
-        shape: Any = {"width": config.width, "depth": config.length, "parents": self.parents}
-        return serving.tree(logits, expand, budget, state, **shape, replacement=config.replacement)
+        return self.branching.draft(logits, read_one, expand, budget, state)
 
     def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
         """Forget what was rejected: of the committed tokens all but the last may stand in the cache, and no draft beyond."""
@@ -161,13 +158,14 @@ class Model(DraftModel):
     def __init__(self, config: Config, target: Target):
         super().__init__()
         self.target = target
-        self.lm: Any = _to_train(config, target)
+        new = None if config.new is None else config.new.model_dump()
+        self.lm: Any = causal_lm.to_train(config.model, target, config.architecture, new)
         self.config = config.model_copy(update={"architecture": causal_lm.architecture_of(self.lm)})
         self._finish, self._reads_packed = causal_lm.learn(self.lm, config.model)
 
     def read(self, tokens: Tensor, documents: Tensor) -> Tensor:
         """States [B, S, H] before the head; every text is read as if it stood alone.  tokens, documents [B, S]."""
-        self._check_length(documents)
+        causal_lm.refuse_longer(self.lm, documents, self.config.model)
         return causal_lm.read(self.lm, tokens, documents, self._reads_packed)
 
     def head(self, states: Tensor) -> Tensor:
@@ -184,57 +182,11 @@ class Model(DraftModel):
         served = load_target(copy.deepcopy(self.lm, shared))
         return SmallModel(served, _allowed(self.config, served, self.target))
 
-    def _check_length(self, documents: Tensor) -> None:
-        context = getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
-        if context is None or documents.shape[1] <= context:
-            return
-        longest = int(causal_lm.positions(documents)[documents > 0].max()) + 1
-        if longest > context:
-            raise DrafterError(
-                f"a text of {longest} tokens is longer than the context of small_model {self.config.model!r}, {context}; "
-                f"set prepare.length to {context} or less"
-            )
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Model:
         """Weights follow a change of type; what is computed once, such as rotary frequencies, keeps its own."""
-        computed = [(module, name) for module in self.modules() for name in module._non_persistent_buffers_set]
-        kept = [module._buffers[name] for module, name in computed]
-        super()._apply(fn, recurse)
-        for (module, name), buffer in zip(computed, kept, strict=True):
-            if buffer is not None:
-                module._buffers[name] = buffer.to(getattr(module, name).device)
+        with causal_lm.keeping_computed(self):
+            super()._apply(fn, recurse)
         return self
-
-
-def _to_train(config: Config, target: Target) -> Any:
-    """The language model in float32: of a checkpoint's shape, of the sizes asked for, or the one that is named."""
-    if config.architecture is not None:
-        lm = causal_lm.fresh(AutoConfig.for_model(**config.architecture))
-    elif config.new is not None:
-        lm = causal_lm.fresh(_qwen3(config.new, target))
-    else:
-        lm = causal_lm.named(config.model, target)
-    own = lm.get_output_embeddings().weight.shape[0]
-    if own != target.spec.vocabulary:
-        raise DrafterError(
-            f"small_model {config.model!r} has a vocabulary of {own}, the target {target.spec.name!r} one of "
-            f"{target.spec.vocabulary}; one of another vocabulary can't be trained: choose a model with the target's tokenizer"
-        )
-    return lm.eval()
-
-
-def _qwen3(new: New, target: Target) -> Qwen3Config:
-    if new.heads % new.kv_heads:
-        raise DrafterError(f"small_model.new: heads {new.heads} is no multiple of kv_heads {new.kv_heads}")
-    if new.head_dim % 2:
-        raise DrafterError(f"small_model.new: head_dim {new.head_dim} is odd; rotary positions turn pairs, choose an even one")
-    return Qwen3Config(
-        vocab_size=target.spec.vocabulary, max_position_embeddings=target.spec.context, num_hidden_layers=new.layers,
-        hidden_size=new.hidden, intermediate_size=new.intermediate, num_attention_heads=new.heads,
-        num_key_value_heads=new.kv_heads, head_dim=new.head_dim, tie_word_embeddings=new.tied,
-        rope_parameters={"rope_type": "default", "rope_theta": new.rope_theta},
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
 
 
 # ── building ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -259,14 +211,10 @@ def build(config: Config, target: Target) -> SmallModel:
 
 def _allowed(config: Config, model: TransformersTarget, target: Target) -> Config:
     """The config that both models can follow.  Raises ConfigError for a tree that the drafting model can't read."""
-    if config.width == 1:
-        idle = {"nodes": False, "replacement": False}
-        serving.warn_idle("small_model", config, idle, "on a chain; set width above 1 for a tree")
-    elif not serving.verifies_trees(target, "small_model", f"a chain of {config.length}, as with width 1"):
-        return config.model_copy(update={"width": 1})
-    elif model.spec.mode != "tree":
+    found: Config = allowed(config, target)
+    if found.width > 1 and model.spec.mode != "tree":
         raise ConfigError(
             f"small_model.width {config.width} asks for a tree; the self-test allows {config.model!r} no more than the mode "
             f"{model.spec.mode!r} ({model.selftest.failed}); set width to 1, or choose a model whose mode is 'tree'"
         )
-    return config
+    return found

@@ -35,12 +35,12 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.nn import serving, trees
-from outrider.nn.blocks import ContextLayer, KeyValues, RMSNorm, angles
+from outrider.nn.blocks import ContextLayer, FusedTaps, KeyValues, RMSNorm, angles
 from outrider.nn.draft_model import Batch, copy_layers, resolve_taps
 from outrider.nn.heads import ReducedHead, VocabularyModel
 from outrider.nn.pairs import Drawn, PairMemory, draw, sight
 from outrider.nn.rows import Labelled, SharedLabels, whole_blocks
-from outrider.nn.shape import LayerConfig, resolved
+from outrider.nn.shape import LayerConfig
 from outrider.targets.cache import SlotCache
 from outrider.targets.protocol import Target
 
@@ -106,16 +106,12 @@ class RankHead(nn.Module):
         return self.mlp(torch.cat([states, seen.to(states.dtype)], -1))
 
 
-class Model(VocabularyModel):
+class Model(VocabularyModel, FusedTaps):
     """A feature and a token in, K states out; heads on them."""
 
     def __init__(self, config: Config, target: Target):
-        super().__init__()
-        self.config, self.shape = resolved(config, target.spec)
-        self.target, shape = target, self.shape
-        self.taps = resolve_taps(config.taps, target.spec, 3)
-        hidden = target.spec.hidden
-        self.fc = nn.Linear(hidden * len(self.taps), hidden, bias=False)
+        super().__init__(config, target, resolve_taps(config.taps, target.spec, 3))
+        hidden, shape = target.spec.hidden, self.shape
         self.cond_norm, self.word_norm, self.query_norm = (RMSNorm(hidden, shape.rms_norm_eps) for _ in range(3))
         self.queries = nn.Parameter(torch.randn(config.slots, hidden))
         self.fuse = nn.Linear(3 * hidden, hidden, bias=False)
@@ -127,10 +123,6 @@ class Model(VocabularyModel):
         if config.copies is not None:
             copy_layers(self.layers, config.copies, target)
 
-    def fused(self, taps: Tensor) -> Tensor:
-        """What a first block stands on, [B, n, H], from taps [B, n, T, H]."""
-        return self.fc(taps.flatten(2).to(self.fc.weight.dtype))
-
     def forward(self, features: Tensor, tokens: Tensor, at: Tensor, mask: Tensor, kept: KeyValues | None = None) -> Tensor:
         """States [B, n, K, H] of blocks on features [B, n, H] and the tokens [B, n] behind them, at positions `at` [B or 1, n].
 
@@ -138,8 +130,7 @@ class Model(VocabularyModel):
         """
         x, turn = self._rows(features, tokens), angles(self._places(at), self.shape)
         for i, layer in enumerate(self.layers):
-            x = self._shifted(i, x)
-            x = layer(x, None, turn, turn, mask, kept, i)
+            x = layer(self._shifted(i, x), None, turn, turn, mask, kept, i)
         return self.norm(x).unflatten(1, (-1, self.config.slots))
 
     def first(self, features: Tensor, tokens: Tensor, mask: Tensor, asked: Tensor, kept: KeyValues) -> Tensor:
@@ -154,10 +145,8 @@ class Model(VocabularyModel):
         assert isinstance(last, ContextLayer)
         for i, layer in enumerate(lower):
             parts = zip(self._shifted(i, x).split(step, 1), turn.split(step, -2), mask.split(step, 2), strict=True)
-            found = []
-            for n, (part, own, seen) in enumerate(parts, 1):
-                found.append(layer(part, None, own, own, seen[..., : n * step], kept, i))
-            x = torch.cat(found, 1)
+            seen_so_far = [(part, own, seen[..., : n * step]) for n, (part, own, seen) in enumerate(parts, 1)]
+            x = torch.cat([layer(part, None, own, own, seen, kept, i) for part, own, seen in seen_so_far], 1)
         x = self._shifted(len(lower), x)
         rows = (self.config.slots * asked[..., None] + torch.arange(self.config.slots, device=asked.device)).flatten(1)
         texts, own = torch.arange(len(rows), device=rows.device)[:, None], angles(self._places(asked), self.shape)

@@ -17,11 +17,10 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from outrider.config import Config as Base
 from outrider.nn.lookup import Lookup
 from outrider.nn.serving import verifies_trees
-from outrider.retrieval import corpora, proposal
-from outrider.retrieval.proposal import Found, Proposal, Trust
+from outrider.retrieval import corpora
+from outrider.retrieval.proposal import Trust
 from outrider.retrieval.suffix_array import Corpus
-from outrider.retrieval.texts import Tries
-from outrider.retrieval.trie import Cursor, NativeCursor
+from outrider.retrieval.texts import InSources, Tries
 from outrider.targets.protocol import Target
 
 
@@ -49,39 +48,6 @@ class Config(Base):
     """Tenants whose texts are remembered; the one that asked least recently goes."""
 
 
-class Text:
-    """One slot's places in the memory of its own text and in the shared one, and what was found behind it in the last step."""
-
-    def __init__(self, config: Config, cursors: dict[str, Cursor | NativeCursor], sources: Sequence[Corpus], trust: Trust):
-        self.config, self.cursors, self.sources, self.trust = config, cursors, sources, trust
-        self.known = 0
-        self.found: list[Found] = []
-
-    def read(self, tokens: list[int]) -> None:
-        """Learn what is new of this text, which only ever grows."""
-        if len(tokens) > self.known:
-            self.trust.learn(self.found, tokens[self.known])
-            self.found = []
-            for cursor in self.cursors.values():
-                cursor.append(tokens[self.known :])
-            self.known = len(tokens)
-
-    def propose(self, tokens: list[int], most: int) -> Proposal:
-        """The best of what all sources say, as long as the longest match makes worth it."""
-        config = self.config
-        if most <= 0:
-            return proposal.NOTHING
-        found = [
-            Found(name, cursor.followed, cursor.tree("frequency", most, config.levels, config.shortest))
-            for name, cursor in self.cursors.items()
-        ]
-        found += [corpora.looked_up(corpus, tokens, most, config.levels, config.shortest) for corpus in self.sources]
-        self.found = [one for one in found if one.proposal.tokens]
-        longest = max((one.length for one in self.found), default=0)
-        best = proposal.merged(found, min(most, int(config.factor * longest)), self.trust)
-        return best.first(sum(share >= config.least for share in best.shares))
-
-
 class Suffix(Lookup):
     """Looks the end of the text up in everything that may be known."""
 
@@ -91,11 +57,11 @@ class Suffix(Lookup):
         self.trust = Trust()
         """Of sources, learnt over all requests: how often they were right, nothing of what they said."""
 
-    def text(self, tenant: str) -> Text:
-        cursors = {"own": self.tries.new().cursor()}
-        if self.config.shared:
+    def text(self, tenant: str) -> InSources:
+        config, cursors = self.config, {"own": self.tries.new().cursor()}
+        if config.shared:
             cursors["shared"] = self.tries.of(tenant).cursor()
-        return Text(self.config, cursors, self.sources, self.trust)
+        return InSources(cursors, self.sources, self.trust, config.levels, config.shortest, config.factor, config.least)
 
 
 def build(config: Config, target: Target) -> Suffix:

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.errors import DrafterError
-from outrider.nn.shape import frequencies
-from outrider.targets.protocol import LayerSizes
+from outrider.nn.shape import LayerConfig, resolved
+from outrider.targets.protocol import LayerSizes, Target
+from outrider.targets.sizes import frequencies
 
 
 class KeyValues(Protocol):
@@ -144,6 +145,22 @@ class PairLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class FusedTaps(nn.Module):
+    """What a draft model that looks at a few of the target's layers begins with: fc makes one feature of them."""
+
+    config: Any
+
+    def __init__(self, config: LayerConfig, target: Target, taps: tuple[int, ...]):
+        super().__init__()
+        self.config, self.shape = resolved(config, target.spec)
+        self.target, self.taps = target, taps
+        self.fc = nn.Linear(target.spec.hidden * len(taps), target.spec.hidden, bias=False)
+
+    def fused(self, taps: Tensor) -> Tensor:
+        """Features [B, n, H] of taps [B, n, T, H]."""
+        return self.fc(taps.flatten(2).to(self.fc.weight.dtype))
+
+
 def angles(positions: Tensor, shape: LayerSizes) -> Tensor:
     """cos and sin of the rotary angles, float32: [2, B, 1, n, pairs of a head that turn] for positions [B, n]."""
     each, scale = frequencies(shape, positions.device)
@@ -168,10 +185,8 @@ def block_mask(anchors: Tensor, length: int, block: int, documents: Tensor, live
     see each other.  anchors [B, A] positions, documents [B, length], live [B, A] bool; a dead block sees itself alone.
     block: its input slots.
     """
-    rows = anchors.repeat_interleave(block, 1)[:, :, None]
-    columns = torch.arange(length, device=anchors.device)
-    own = documents.gather(1, anchors).repeat_interleave(block, 1)[:, :, None] == documents[:, None, :]
-    context = (columns < rows) & own & live.repeat_interleave(block, 1)[:, :, None]
-    number = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block)
-    itself = (number[:, None] == number[None, :]).expand(len(anchors), -1, -1)
-    return torch.cat([context, itself], -1)[:, None]
+    before = torch.arange(length, device=anchors.device) < anchors[..., None]
+    own = documents.gather(1, anchors)[..., None] == documents[:, None]
+    itself = torch.eye(anchors.shape[1], dtype=torch.bool, device=anchors.device).repeat_interleave(block, 1)
+    sees = torch.cat([before & own & live[..., None], itself.expand(len(anchors), -1, -1)], -1)
+    return sees.repeat_interleave(block, 1)[:, None]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from outrider.config import Config as Base
 from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import Scores
 from outrider.errors import DrafterError
 from outrider.targets.protocol import Target, TargetSpec
 
@@ -108,6 +109,13 @@ class DraftModel(nn.Module, ABC):
     @property
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
+
+    def seen(self, source: Batch | Scores) -> Tensor:
+        """What it looks at of a target's pass, [B, n, T, H]: taps, or without any the hidden state as the only one."""
+        if not self.taps:
+            return source.hidden.unsqueeze(-2)
+        assert source.taps is not None
+        return source.taps
 
     @abstractmethod
     def predict(self, batch: Batch) -> Predictions: ...

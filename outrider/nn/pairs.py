@@ -57,7 +57,7 @@ class PairMemory:
 
     def __init__(self, slots: int, length: int, layers: int, model: DraftModel):
         self.kept = SlotCache(slots, length, model.target.device, layers)
-        self.waiting = PairBuffer(slots, len(model.taps), model.target, model.dtype)
+        self.waiting = PairBuffer(slots, max(1, len(model.taps)), model.target, model.dtype)
 
 
 # ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,19 +17,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider import config as configs
 from outrider.decoding.accept import Accepted
-from outrider.decoding.draft import Draft
+from outrider.decoding.draft import Draft, padded
 from outrider.decoding.noise import Purpose, Streams
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.errors import ConfigError
-from outrider.nn import trees
 from outrider.policies.merge import Places, deterministic, merged
 from outrider.targets.protocol import Target
 
@@ -58,9 +57,8 @@ class Parts:
         self.steps = tuple(step for drafter in drafters for step in drafter.steps)
 
     def allocate(self, cache: Cache) -> PartsMemory:
-        return PartsMemory(
-            [drafter.allocate(cache) for drafter in self.drafters], [None] * len(self.drafters), [[]] * len(self.drafters)
-        )
+        parts = [drafter.allocate(cache) for drafter in self.drafters]
+        return PartsMemory(parts, [None] * len(parts), [[]] * len(parts))
 
     def admit(
         self, memory: PartsMemory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
@@ -135,8 +133,7 @@ def _with_own_noise(state: DecodeState, part: int) -> DecodeState:
 # ── what a part is told ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """What was verified, and how it ended."""
 
     draft: Draft
@@ -167,43 +164,29 @@ def _tell(
     paths: list[list[int]],
 ) -> None:  # fmt: skip
     """A part's own step, and a second one in the slots where others went on."""
-    draft, kept, scores = step.draft, step.kept, step.scores
-    tokens, following, rest = list(state.tokens), [], {}
+    draft, kept, scores = step
+    tokens, following, rest = list(state.tokens), list(kept.next_tokens), {}
     for b, row in enumerate(state.rows):
-        path, own_count, last = kept.paths[b], len(paths[b]), kept.next_tokens[b]
-        if own_count == len(path):
-            following.append(last)
+        others = kept.paths[b][len(paths[b]) :]
+        if not others:
             continue
-        following.append(draft.ids[b][path[own_count]])
-        later = len(path) - own_count - 1 + (last >= 0)
+        following[b] = draft.ids[b][others[0]]
+        later = len(others) - 1 + (kept.next_tokens[b] >= 0)
         if later:
             tokens[row] = tokens[row][:-later]
-            rest[b] = path[own_count:]
-    if [len(found) for found in places] != own.live:
-        own, paths = _rid(own, places, paths)
-        places = [dict(enumerate(found.values())) for found in places]
+            rest[b] = others
+    if [len(found) for found in places] != own.live:  # without what was not verified
+        verified = [list(found) for found in places]
+        own, paths = own.only(verified), [[nodes.index(n) for n in path] for nodes, path in zip(verified, paths, strict=True)]
     told = _scored(scores, [[0, *(place + 1 for place in found.values())] for found in places])
-    drafter.observe(memory, _seen(state, state.rows, tokens), own, Accepted(paths, following, kept.invalid), told)
+    drafter.observe(memory, state.seen(tokens=tokens), own, Accepted(paths, following, kept.invalid), told)
     if rest:
         slots = list(rest)
         ids = [[draft.ids[b][n] for n in rest[b][1:]] for b in slots]
         ended = Accepted([list(range(len(own))) for own in ids], [kept.next_tokens[b] for b in slots], [0] * len(slots))
         told = _scored(scores, [[n + 1 for n in rest[b]] for b in slots], slots)
-        view = _seen(state, [state.rows[b] for b in slots], state.tokens)
-        drafter.observe(
-            memory, view, trees.of_lists(ids, [range(-1, len(own) - 1) for own in ids], draft.tokens.device), ended, told
-        )
-
-
-def _rid(own: Draft, places: list[dict[int, int]], paths: list[list[int]]) -> tuple[Draft, list[list[int]]]:
-    """A part's draft without what was not verified, and its paths renumbered."""
-    verified = [list(found) for found in places]
-    return own.only(verified), [[nodes.index(n) for n in path] for nodes, path in zip(verified, paths, strict=True)]
-
-
-def _seen(state: DecodeState, rows: list[int], tokens: list[list[int]]) -> DecodeState:
-    """The state after a part of the step."""
-    return state if tokens is state.tokens and rows == state.rows else state.seen(rows=rows, tokens=tokens)
+        chain = Draft.chain(padded(ids, 0, draft.tokens.device), torch.tensor([len(own) for own in ids]))
+        drafter.observe(memory, state.seen(rows=[state.rows[b] for b in slots]), chain, ended, told)
 
 
 def _scored(scores: Scores, rows: list[list[int]], slots: list[int] | None = None) -> Scores:
@@ -212,9 +195,8 @@ def _scored(scores: Scores, rows: list[list[int]], slots: list[int] | None = Non
     if slots is None and all(own == list(range(len(own))) for own in rows):
         return scores.first(width)
     device = scores.logits.device
-    at = torch.tensor([own + [0] * (width - len(own)) for own in rows], device=device)
-    which = torch.arange(len(rows), device=device) if slots is None else torch.tensor(slots, device=device)
-    return Scores(*(None if x is None else x[which[:, None], at] for x in scores[:4]))  # type: ignore[arg-type]
+    at, which = padded(rows, 0, device), torch.tensor(slots or range(len(rows)), device=device)[:, None]
+    return Scores(*(None if x is None else x[which, at] for x in scores[:4]))  # type: ignore[arg-type]
 
 
 # ── how parts are named in a config ───────────────────────────────────────────────────────────────────────────────────
@@ -230,7 +212,7 @@ Load = Callable[..., Drafter]
 def checked(choice: Choice, find: Find) -> Choice:
     """The choice with every setting of its kind.  Raises ConfigError for an unknown kind or setting."""
     if isinstance(choice, str):
-        if _is_folder(choice):
+        if "/" in choice or Path(choice).exists():
             return choice
         choice = {"kind": choice}
     if not isinstance(choice.get("kind"), str):
@@ -254,7 +236,3 @@ def built(choice: Choice, target: Target, find: Find, load: Load | None) -> Draf
 def label(choice: Choice) -> str:
     """What a part is called: its kind, or its folder."""
     return choice if isinstance(choice, str) else choice["kind"]
-
-
-def _is_folder(name: str) -> bool:
-    return "/" in name or Path(name).exists()

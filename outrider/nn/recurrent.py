@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +27,13 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from outrider import packed
-from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache
-from outrider.decoding.state import DecodeState, Scores
-from outrider.nn import serving, trees
+from outrider.decoding.state import DecodeState
+from outrider.nn import serving
 from outrider.nn.blocks import Attention, angles, rotate
 from outrider.nn.draft_model import Batch, DraftModel, chosen, labelled
-from outrider.nn.pairs import PairBuffer
+from outrider.nn.pairs import PairMemory
 from outrider.nn.rows import Labelled, SharedLabels
 from outrider.nn.shape import LayerConfig
 from outrider.targets.cache import Limit, SlotCache
@@ -85,13 +84,6 @@ class RecurrentModel(DraftModel):
     """Step modules with weights of their own: step s takes module min(s, num_modules - 1)."""
     limits: Sequence[Limit | None] = (None,)
     """How far each module sees."""
-
-    def seen(self, source: Batch | Scores) -> Tensor:
-        """What it looks at of a target's pass, [B, n, T, H]: taps, or the hidden state as the only one."""
-        if not self.taps:
-            return source.hidden.unsqueeze(-2)
-        assert source.taps is not None
-        return source.taps
 
     def features(self, seen: Tensor) -> Tensor:
         """What was seen, [B, n, T, H], as a step module takes it: [B, n, H]."""
@@ -153,14 +145,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tenso
 # ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Memory:
-    """Pairs that wait, keys and values of those that every slot has read, and what was said of the last one."""
+class Memory(PairMemory):
+    """Pairs that wait, the last one known always among them: its pass gives the first drafted token."""
 
     def __init__(self, slots: int, length: int, model: RecurrentModel):
         target, modules = model.target, model.num_modules
-        self.waiting = PairBuffer(slots, max(1, len(model.taps)), target, model.dtype)
-        """The last one known always waits: its pass gives the first drafted token."""
-        self.kept = SlotCache(slots, length, target.device, modules)
+        super().__init__(slots, length, modules, model)
         self.said = torch.zeros(slots, modules * target.spec.hidden, device=target.device, dtype=model.dtype)
         """[slots, D * H]: what all modules said of the last pair read, side by side; 0 before the first."""
 
@@ -169,24 +159,14 @@ class RecurrentDrafter(serving.FeatureDrafter):
     """Drafts a chain or a tree, feeding a step module its own output."""
 
     def __init__(self, model: RecurrentModel):
-        config, self.model, self.width = model.config, model, model.config.width
-        if self.width == 1:
-            idle = {"nodes": False, "replacement": False}
-            serving.warn_idle(config.kind, config, idle, "on a chain; set width above 1 for a tree")
-        elif not serving.verifies_trees(model.target, config.kind, f"a chain of {config.length}, as with width 1"):
-            self.width = 1
-        self.parents = trees.shape(self.width, config.length, config.nodes) if self.width > 1 else ()
-        self.limit = len(self.parents) or config.length
+        self.model, self.branching = model, serving.Branching(serving.allowed(model.config, model.target))
+        self.limit = self.branching.limit
         super().__init__(model, self.limit + 1)
 
     def allocate(self, cache: Cache) -> Memory:
         # besides the text's pairs: drafted tokens that are read, and columns where slots bring unequal numbers of pairs
-        room = self.limit + 1 + max(self.limit, self.width * self.model.config.length)
+        room = self.limit + 1 + max(self.limit, self.branching.width * self.model.config.length)
         return Memory(cache.slots, cache.length + room, self.model)
-
-    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
-        memory.waiting.admit(rows, self.model.seen(scores), lengths)
-        self.catch_up(memory, rows, state)
 
     @torch.inference_mode()
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
@@ -198,20 +178,11 @@ class RecurrentDrafter(serving.FeatureDrafter):
             self._read(memory, state.rows, state)
             rollout = Rollout(self.model, memory.kept, state.rows, memory.said[state.rows])
             try:
-                return serving.possible(self._draft(rollout, state, sizes), state)
+                first = self.model.logits(rollout.hidden[:, 0, : self.hidden])
+                draft = self.branching.draft(first, rollout.read_one, rollout.expand, sizes, state)
+                return serving.possible(draft, state)
             finally:
                 rollout.forget()
-
-    def _draft(self, rollout: Rollout, state: DecodeState, budget: Tensor) -> Draft:
-        first = self.model.logits(rollout.hidden[:, 0, : self.hidden])
-        if self.width == 1:
-            return serving.chain(first, rollout.read_one, budget, state)
-        config = self.model.config
-        shape: Any = {"width": self.width, "depth": config.length, "parents": self.parents}
-        return serving.tree(first, rollout.expand, budget, state, **shape, replacement=config.replacement)
-
-    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
-        memory.waiting.observe(state.rows, self.model.seen(scores), kept)
 
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
         super().free(memory, rows)
@@ -341,12 +312,8 @@ class UnrolledRows(SharedLabels):
             first = foremost(live)
             at, live = at.gather(1, first), live.gather(1, first)
             labels_at, learnt = (x.gather(1, first[..., None].expand(-1, -1, config.ttt)) for x in (labels_at, learnt))
-        text, steps = live.nonzero()[:, 0], torch.arange(config.ttt, device=device)
-        weight = (learnt[live] * config.decay**steps).flatten()
-        rows = Labelled.of(
-            batch, text.repeat_interleave(config.ttt), labels_at[live].flatten(), weight, steps.repeat(len(text)),
-            torch.arange(len(text), device=device).repeat_interleave(config.ttt),
-        )  # fmt: skip
+        weight = learnt[live] * config.decay ** torch.arange(config.ttt, device=device)
+        rows = Labelled.blocks(batch, live.nonzero()[:, 0], labels_at[live], weight)
         super().__init__(model.target, unrolled(model, batch, features, at)[live].flatten(0, 1), batch.hidden, rows)
 
     def head(self, states: Tensor, rows: slice) -> Tensor:

@@ -33,6 +33,12 @@ class Labelled(NamedTuple):
         """Rows labelled with the tokens at places `at` of these texts, all [M]."""
         return cls(batch.tokens[text, at], weight, depth, block, text * batch.tokens.shape[1] + at - 1)
 
+    @classmethod
+    def blocks(cls, batch: Batch, text: Tensor, at: Tensor, weight: Tensor) -> Labelled:
+        """As `of` for blocks of K rows, row k of each of depth k.  text [P]; at and weight [P, K]."""
+        depths, row = at.shape[1], torch.arange(at.numel(), device=at.device)
+        return cls.of(batch, text.repeat_interleave(depths), at.flatten(), weight.flatten(), row % depths, row // depths)
+
 
 class DetachedRows:
     """`Predictions` of states [M, H]; a subclass says what its head makes of them."""

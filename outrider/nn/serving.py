@@ -75,16 +75,14 @@ class FeatureDrafter(Drafter, ABC):
     def __init__(self, model: DraftModel, most: int):
         """most: features of one slot that the next draft reads."""
         packed.pack(model)
-        self.taps, self.hidden, self.most = model.taps, model.target.spec.hidden, most
+        self.taps, self.hidden, self.most, self.seen = model.taps, model.target.spec.hidden, most, model.seen
 
     def admit(self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
-        assert scores.taps is not None
-        memory.waiting.admit(rows, scores.taps, lengths)
+        memory.waiting.admit(rows, self.seen(scores), lengths)
         self.catch_up(memory, rows, state)
 
     def observe(self, memory: Any, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
-        assert scores.taps is not None
-        memory.waiting.observe(state.rows, scores.taps, accepted)
+        memory.waiting.observe(state.rows, self.seen(scores), accepted)
 
     def free(self, memory: Any, rows: Sequence[int]) -> None:
         memory.kept.free(rows)
@@ -146,6 +144,12 @@ def chain(first: Tensor, read_one: Callable[[Tensor], Tensor], budget: Tensor, s
     return sampler.draft(budget)
 
 
+def side_by_side(logits: Tensor, budget: Tensor, state: DecodeState) -> Draft:
+    """A chain whose places do not know of each other.  logits [B, at least budget, V] of every place."""
+    later = iter(logits.unbind(1)[1:])
+    return chain(logits[:, 0], lambda _drafted: next(later), budget, state)
+
+
 def tree(
     first: Tensor, expand: trees.Expand, budget: Tensor, state: DecodeState, *, width: int, depth: int, parents: Sequence[int],
     replacement: bool = False,
@@ -159,6 +163,35 @@ def tree(
     if state.judge.temperature is None:
         return trees.beam(first, possible, budget, width=width, depth=depth)
     return trees.sampled(first, possible, budget, state, parents=parents, replacement=replacement)
+
+
+class Branching:
+    """A chain, or a tree where the config's width is above 1, of a drafter that reads its own tokens."""
+
+    def __init__(self, config: Any):
+        """config: its length, width, nodes and replacement."""
+        self.config, self.width = config, config.width
+        self.parents = trees.shape(self.width, config.length, config.nodes) if self.width > 1 else ()
+        self.limit = len(self.parents) or config.length
+
+    def draft(
+        self, first: Tensor, read_one: Callable[[Tensor], Tensor], expand: trees.Expand, budget: Tensor, state: DecodeState
+    ) -> Draft:
+        """read_one as in `chain`, expand as in `tree`."""
+        if self.width == 1:
+            return chain(first, read_one, budget, state)
+        shape: Any = {"width": self.width, "depth": self.config.length, "parents": self.parents}
+        return tree(first, expand, budget, state, **shape, replacement=self.config.replacement)
+
+
+def allowed(config: Any, target: Target) -> Any:
+    """The config, with width 1 where the target verifies no trees; says which settings have no effect."""
+    if config.width == 1:
+        idle = {"nodes": False, "replacement": False}
+        warn_idle(config.kind, config, idle, "on a chain; set width above 1 for a tree")
+    elif not verifies_trees(target, config.kind, f"a chain of {config.length}, as with width 1"):
+        return config.model_copy(update={"width": 1})
+    return config
 
 
 def masked(logits: Tensor, tree: Draft, state: DecodeState) -> Tensor:

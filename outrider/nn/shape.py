@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
-import torch
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
-from torch import Tensor
-from transformers import Qwen3Config
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.config import Config as Base
 from outrider.errors import DrafterError
@@ -104,22 +98,3 @@ def _taken(theirs: LayerSizes, given: dict[str, Any]) -> dict[str, Any]:
         logging.getLogger(__name__).warning("a drafter can't turn by the target's rope_type %s, and turns without it", kind)
         found["rope_scaling"] = None
     return found
-
-
-def frequencies(shape: LayerSizes, device: torch.device) -> tuple[Tensor, float]:
-    """By how much each pair of a head turns per position, float32 [turning / 2], and what cos and sin are multiplied by."""
-    scaling = json.dumps(shape.rope_scaling, sort_keys=True)
-    return _frequencies(shape.head_dim, shape.partial_rotary_factor, shape.rope_theta, scaling, device)
-
-
-@functools.cache
-def _frequencies(head_dim: int, share: float, theta: float, scaling: str, device: torch.device) -> tuple[Tensor, float]:
-    # not a buffer: a model that is moved to bf16 would take it along, and far positions would turn by wrong angles
-    parameters = json.loads(scaling)
-    turning = int(head_dim * share)
-    if parameters is None:
-        return theta ** -(torch.arange(0, turning, 2, device=device, dtype=torch.float32) / turning), 1.0
-    parameters |= {"rope_theta": theta, "partial_rotary_factor": share}
-    config = Qwen3Config(head_dim=head_dim, rope_parameters=parameters)
-    found, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device)
-    return found.float(), float(scale)

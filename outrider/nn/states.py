@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.accept import Accepted
-from outrider.decoding.state import Scores
+from outrider.decoding.draft import Draft
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import DecodeState, Scores
 from outrider.targets.protocol import Target
 
 
@@ -45,3 +47,18 @@ class LastStates:
         self.hidden[list(rows)] = states[list(range(len(rows))), list(at)].to(self.hidden)
         for row in rows:
             self.known[row] = True
+
+
+class StateDrafter(Drafter):
+    """A drafter that begins with these states; its memory is `LastStates`."""
+
+    def admit(
+        self, memory: LastStates, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
+    ) -> None:
+        memory.admit(rows, scores, lengths)
+
+    def observe(self, memory: LastStates, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
+        memory.observe(state.rows, scores, kept)
+
+    def free(self, memory: LastStates, rows: Sequence[int]) -> None:
+        memory.free(rows)

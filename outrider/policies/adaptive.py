@@ -181,7 +181,7 @@ class Costs:
         self.tried = set(todo)
         self.samples: dict[int, deque[tuple[int, float]]] = {}
         """By depth: step and seconds."""
-        self.curve: list[tuple[int, float]] | None = None
+        self.curve = rising([])
         """Depths and seconds, rising."""
 
     def try_first(self, depths: list[int]) -> None:
@@ -193,7 +193,7 @@ class Costs:
         stale = [other for other, samples in self.samples.items() if other and samples[-1][0] < turn - self.AGE]
         for other in stale if depth else ():
             del self.samples[other]
-        self.curve = None
+        self.curve = rising([(depth, self.mean(depth), len(self.samples[depth])) for depth in sorted(self.samples)])
 
     def mean(self, depth: int) -> float:
         ordered = sorted(seconds for _, seconds in self.samples[depth])
@@ -203,8 +203,6 @@ class Costs:
 
     def at(self, depth: int) -> float:
         """Linear between the depths that were measured, of the whole curve's slope beyond; next to nothing before any was."""
-        if self.curve is None:
-            self.curve = rising([(depth, self.mean(depth), len(self.samples[depth])) for depth in sorted(self.samples)])
         (first, low), (last, high) = self.curve[0], self.curve[-1]
         if depth >= last:
             return high + (high - low) / max(1, last - first) * (depth - last)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.decoding.accept import Accepted
-from outrider.decoding.state import DecodeState, Timing
+from outrider.decoding.protocols import Policy
+from outrider.decoding.state import DecodeState
 
 
-class Fixed:
+class Fixed(Policy):
     """`nodes` under every anchor."""
 
     def __init__(self, nodes: int):
@@ -20,5 +20,3 @@ class Fixed:
 
     def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
         return sizes
-
-    def observe(self, state: DecodeState, sizes: Tensor, accepted: Accepted, timing: Timing) -> None: ...

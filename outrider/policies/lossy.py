@@ -16,17 +16,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from outrider.decoding.accept import Accepted, judged_nodes, judged_q
+from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.noise import Purpose, Streams
 from outrider.decoding.state import Scores
 from outrider.errors import ConfigError
-from outrider.sampling.distribution import distribution
+from outrider.sampling.fast import Chain, outside
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.prefix import processed
 
@@ -44,10 +43,11 @@ class Lossy:
         """p [B, N+1, V].  Ids outside the vocabulary never pass, and are counted as invalid; a q is not looked at."""
         known, places = _places(draft, p.shape[-1])
         paths = _longest(draft, known & self.passes(p)[places], p[places])
-        rows = torch.tensor([path[-1] + 1 if path else 0 for path in paths], dtype=torch.int64, device=p.device)
-        counts = torch.tensor([len(path) for path in paths], dtype=torch.int64, device=p.device)
-        following = streams.draw(p[torch.arange(len(rows), device=p.device), rows], counts, Purpose.TARGET)
-        return Accepted(paths, following.tolist(), (~known & _live(draft)).sum(-1).tolist())
+        slots, rows, counts = torch.tensor(
+            [(b, path[-1] + 1 if path else 0, len(path)) for b, path in enumerate(paths)], device=p.device
+        ).T
+        following = streams.draw(p[slots, rows], counts, Purpose.TARGET)
+        return Accepted(paths, following.tolist(), outside(draft, p.shape[-1]))
 
 
 def typical(epsilon: float = 0.09, delta: float = 0.3) -> Lossy:
@@ -57,8 +57,7 @@ def typical(epsilon: float = 0.09, delta: float = 0.3) -> Lossy:
 
     def passes(p: Tensor) -> Tensor:
         entropy = torch.special.entr(p).sum(-1, keepdim=True)
-        least: Tensor = (delta * (-entropy).exp()).clamp(max=epsilon)
-        return p > least
+        return p > (delta * (-entropy).exp()).clamp(max=epsilon)
 
     return Lossy(f"typical(epsilon={epsilon:g}, delta={delta:g})", passes)
 
@@ -74,7 +73,7 @@ def relaxed(k: int = 2) -> Lossy:
     return Lossy(f"relaxed(k={k})", passes)
 
 
-RULES: Mapping[str, Callable[..., Lossy]] = MappingProxyType({"relaxed": relaxed, "typical": typical})
+RULES: Mapping[str, Callable[..., Lossy]] = {"relaxed": relaxed, "typical": typical}
 """By name, what makes each rule from its numbers."""
 
 
@@ -95,7 +94,7 @@ class LossyJudge(SamplingJudge):
 
     def __call__(self, draft: Draft, scores: Scores, streams: Streams) -> Accepted:
         logits = self._logits = processed(scores.logits, draft, self.prefixes)
-        p = distribution(logits, self.settings)
+        p = self.distribution(logits)
         accepted = self.rule(draft, p, streams)
         self._last = tv_distance(self.rule, draft, p, accepted)
         return accepted
@@ -127,12 +126,11 @@ def tv_distance(rule: Lossy, draft: Draft, p: Tensor, accepted: Accepted) -> Ten
     """
     if draft.q is None or draft.branches or draft.q.shape[-1] != p.shape[-1]:
         return _taken_as_given(draft, p, accepted)
-    tokens, known, valid = judged_nodes(draft, draft.q, p.shape[-1])
-    exact = p[:, :-1]
-    drafted = judged_q(draft.q, tokens, known, valid).to(p.dtype) * rule.passes(exact)
+    chain, exact = Chain.of(draft, p), p[:, :-1]
+    drafted = chain.q * rule.passes(exact)
     emitted = drafted + (1 - drafted.sum(-1, keepdim=True)) * exact
-    place = torch.arange(tokens.shape[1], device=tokens.device)
-    was_reached = _live(draft) & (place <= torch.tensor(accepted.counts, device=place.device)[:, None])
+    place = torch.arange(chain.live.shape[1], device=p.device)
+    was_reached = chain.live & (place <= torch.tensor(accepted.counts, device=p.device)[:, None])
     return (emitted - exact).abs().sum(-1).double() / 2 * was_reached
 
 
@@ -150,17 +148,11 @@ def _places(draft: Draft, vocabulary: int) -> tuple[Tensor, tuple[Tensor, Tensor
     return known, (slots, (draft.parents + 1).clamp(0, draft.tokens.shape[1]), draft.tokens.where(known, 0))
 
 
-def _live(draft: Draft) -> Tensor:
-    """[B, N] whether a node is more than padding."""
-    return torch.arange(draft.tokens.shape[1], device=draft.tokens.device) < draft.sizes.to(draft.tokens.device)[:, None]
-
-
 def _longest(draft: Draft, may_stay: Tensor, p_own: Tensor) -> list[list[int]]:
     """Each slot's longest path of nodes that may stay; of two as long the likelier, then the elder.  Both [B, N]."""
     paths = []
-    for parents, size, stays, logs in zip(
-        draft.tree, draft.live, may_stay.tolist(), p_own.double().log().tolist(), strict=True
-    ):
+    slots = zip(draft.tree, draft.live, may_stay.tolist(), p_own.double().log().tolist(), strict=True)
+    for parents, size, stays, logs in slots:
         found: dict[int, tuple[int, float, list[int]]] = {-1: (0, 0.0, [])}
         for n in range(size):
             if stays[n] and parents[n] in found:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.draft import Draft
+from outrider.sampling.prefix import is_one_hot
 
 Places = list[dict[int, int]]
 """Slot by slot: a node's number in its own draft to its number in the union.  What is not there has none."""
@@ -29,19 +30,12 @@ def merged(one: Draft, other: Draft, most: Tensor) -> tuple[Draft, Places]:
     if not any(own.live):
         own = _anew(other.first(most))
         return own, [dict(enumerate(range(size))) for size in own.live]
-    fixed, width, limits = _deterministic(other), own.tokens.shape[1], most.tolist()
-    nodes: list[list[int]] = []
-    parents: list[list[int]] = []
-    places: Places = []
-    for b, size in enumerate(own.live):
-        theirs = other.tree[b][: other.live[b]]
-        added, above, place = _union(own.ids[b], own.tree[b][:size], other.ids[b], theirs, fixed[b], limits[b])
-        nodes.append([*range(size), *(width + n for n in added)])
-        parents.append(above)
-        places.append(place)
+    slots = zip(_deterministic(other), most.tolist(), strict=True)
+    unions = [_union(own, other, b, fixed, limit) for b, (fixed, limit) in enumerate(slots)]
+    nodes, parents, places = zip(*unions, strict=True)
     if sum(map(len, nodes)) > sum(own.live):
         own = _anew(_side_by_side(own, other).taken(nodes, parents))
-    return own, places
+    return own, list(places)
 
 
 def _anew(draft: Draft) -> Draft:
@@ -62,45 +56,36 @@ def _deterministic(draft: Draft) -> list[list[bool]]:
     """Which nodes have no q, or one that is one-hot at their own token."""
     if draft.q is None:
         return [[True] * draft.tokens.shape[1]] * len(draft.tokens)
-    own = draft.q.gather(-1, draft.tokens.clamp(0, draft.q.shape[-1] - 1)[..., None])[..., 0]
-    return ((own == 1) & (draft.q.count_nonzero(dim=-1) == 1)).tolist()
+    return is_one_hot(draft.q, draft.tokens).tolist()
 
 
-def _union(
-    ids: list[int], parents: Sequence[int], others: list[int], others_parents: Sequence[int], fixed: list[bool], most: int
-) -> tuple[list[int], list[int], dict[int, int]]:  # fmt: skip
-    """One slot's nodes of another draft that a draft has not yet; the parents of all nodes, those at the end; and where the
-    other's nodes stand.
-    """
-    added, above = [], list(parents)
-    known: dict[tuple[int, int], int] = {}
-    for n, parent in enumerate(parents):
-        known.setdefault((parent, ids[n]), n)
+def _union(one: Draft, other: Draft, b: int, fixed: Sequence[bool], most: int) -> tuple[list[int], list[int], dict[int, int]]:
+    """One slot's nodes of both drafts side by side that the union has, their parents, and where the other's nodes stand."""
+    size, width = one.live[b], one.tokens.shape[1]
+    nodes, above = list(range(size)), list(one.tree[b][:size])
+    known = {(above[n], one.ids[b][n]): n for n in reversed(nodes)}
     place = {-1: -1}
-    for n, parent in enumerate(others_parents):
+    for n, parent in enumerate(other.tree[b][: other.live[b]]):
         if parent not in place:
             continue
-        here = place[parent], others[n]
-        if not (fixed[n] and here in known):
-            if len(above) >= most:
-                continue
-            known.setdefault(here, len(above))
+        here = place[parent], other.ids[b][n]
+        if fixed[n] and here in known:
+            place[n] = known[here]
+        elif len(above) < most:
+            place[n] = known.setdefault(here, len(above))
+            nodes.append(width + n)
             above.append(here[0])
-            added.append(n)
-        place[n] = known[here]
     del place[-1]
-    return added, above, place
+    return nodes, above, place
 
 
 def _side_by_side(one: Draft, other: Draft) -> Draft:
     """The nodes of two drafts, those of `other` after those of `one`, without their parents."""
-    q = confidence = None
-    if one.q is not None or other.q is not None:
-        like = one.q if one.q is not None else other.q
-        assert like is not None
-        q = torch.cat([_one_hot(x, like) if x.q is None else x.q for x in (one, other)], 1)
+    both, confidence = (one, other), None
+    like = next((x.q for x in both if x.q is not None), None)
+    q = None if like is None else torch.cat([_one_hot(x, like) if x.q is None else x.q for x in both], 1)
     if one.confidence is not None or other.confidence is not None:
-        known = [torch.ones_like(x.tokens, dtype=torch.float32) if x.confidence is None else x.confidence for x in (one, other)]
+        known = [torch.ones_like(x.tokens, dtype=torch.float32) if x.confidence is None else x.confidence for x in both]
         confidence = torch.cat(known, 1)
     tokens = torch.cat([one.tokens, other.tokens], 1)
     return Draft(tokens, tokens, one.sizes, q, confidence)
@@ -108,6 +93,4 @@ def _side_by_side(one: Draft, other: Draft) -> Draft:
 
 def _one_hot(draft: Draft, like: Tensor) -> Tensor:
     """q [B, N, V] of nodes that were not drawn; 0 for an id outside the vocabulary.  like [B, any, V]."""
-    known = (draft.tokens >= 0) & (draft.tokens < like.shape[-1])
-    q = like.new_zeros(*draft.tokens.shape, like.shape[-1])
-    return q.scatter_(-1, draft.tokens.where(known, 0)[..., None], known[..., None].to(q.dtype))
+    return (draft.tokens[..., None] == torch.arange(like.shape[-1], device=like.device)).to(like.dtype)

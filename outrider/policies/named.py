@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.errors import ConfigError
@@ -15,24 +15,25 @@ from outrider.policies.by_confidence import ByConfidence
 from outrider.policies.fixed import Fixed
 from outrider.sampling.judge import SamplingJudge
 
-POLICIES = ("fixed", "by_confidence", "adaptive")
-"""As many nodes as the drafter offers; those likely to be kept; as many as pay, by the seconds measured."""
 EXACT = ("standard", "block")
 """Ways to verify that leave the output as it is; `lossy.RULES` has those that don't."""
 LEAST = 0.4
 """Chance of being kept below which `by_confidence` verifies a node no more."""
+POLICIES: Mapping[str, Callable[[int], Policy]] = {
+    "fixed": Fixed,
+    "by_confidence": lambda limit: ByConfidence(limit, LEAST),
+    "adaptive": Adaptive,
+}
+"""As many nodes as the drafter offers; those likely to be kept; as many as pay, by the seconds measured."""
 
 
 def policy(name: str | Policy | None, drafter: Drafter) -> Policy:
     """The policy of this name, fresh, for this drafter.  Raises ConfigError for an unknown name."""
     if name is not None and not isinstance(name, str):
         return name
-    if name == "by_confidence":
-        return ByConfidence(drafter.limit, LEAST)
-    if name == "adaptive":
-        return Adaptive(drafter.limit)
-    check_policy(name or "fixed")
-    return Fixed(drafter.limit)
+    name = name or "fixed"
+    _known("policy", name, POLICIES)
+    return POLICIES[name](drafter.limit)
 
 
 def judge(name: str | SamplingJudge | None = None, allow_lossy: bool = False) -> SamplingJudge:
@@ -46,11 +47,6 @@ def judge(name: str | SamplingJudge | None = None, allow_lossy: bool = False) ->
     if allow_lossy:
         logging.getLogger(__name__).warning("allow_lossy has no effect on verification '%s': the output is exact", name)
     return SamplingJudge(accept_block if name == "block" else None)
-
-
-def check_policy(name: str) -> None:
-    """Raises ConfigError for an unknown name."""
-    _known("policy", name, POLICIES)
 
 
 def check_verification(name: str, allow_lossy: bool) -> None:

@@ -1,11 +1,13 @@
-"""What may follow a text, by what stood before: its own n-grams, or a trie that other texts may share."""
+"""What may follow a text, by what stood before: its own n-grams, tries that other texts may share, corpora."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
-from outrider.retrieval import trie
-from outrider.retrieval.proposal import NOTHING, Proposal
+from outrider.retrieval import corpora, trie
+from outrider.retrieval.proposal import NOTHING, Found, Proposal, Trust, merged
+from outrider.retrieval.suffix_array import Corpus
 from outrider.retrieval.tenants import ByTenant
 from outrider.retrieval.trie import Cursor, NativeCursor, NativeTrie, Trie
 
@@ -63,6 +65,43 @@ class InTrie:
         if self.tree == "chain":
             return Proposal.chain(self.cursor.chain(most, self.shortest))
         return self.cursor.tree(self.tree, most, self.levels, self.shortest)
+
+
+class InSources:
+    """One text by its places in several tries, its own and one that is shared, and in corpora: the best of what all say."""
+
+    def __init__(
+        self, cursors: Mapping[str, Cursor | NativeCursor], sources: Sequence[Corpus], trust: Trust, levels: int, shortest: int,
+        factor: float, least: float,
+    ):  # fmt: skip
+        """factor: nodes proposed for every token that matches.  least: continuations that are less likely are not proposed."""
+        self.cursors, self.sources, self.trust = cursors, sources, trust
+        self.levels, self.shortest, self.factor, self.least = levels, shortest, factor, least
+        self.known = 0
+        self.found: list[Found] = []
+        """What was found behind the text in the last step."""
+
+    def read(self, tokens: list[int]) -> None:
+        if len(tokens) > self.known:
+            self.trust.learn(self.found, tokens[self.known])
+            self.found = []
+            for cursor in self.cursors.values():
+                cursor.append(tokens[self.known :])
+            self.known = len(tokens)
+
+    def propose(self, tokens: list[int], most: int) -> Proposal:
+        """The best of what all sources say, as long as the longest match makes worth it."""
+        if most <= 0:
+            return NOTHING
+        found = [
+            Found(name, cursor.followed, cursor.tree("frequency", most, self.levels, self.shortest))
+            for name, cursor in self.cursors.items()
+        ]
+        found += [corpora.looked_up(corpus, tokens, most, self.levels, self.shortest) for corpus in self.sources]
+        self.found = [one for one in found if one.proposal.tokens]
+        longest = max((one.length for one in self.found), default=0)
+        best = merged(found, min(most, int(self.factor * longest)), self.trust)
+        return best.first(sum(share >= self.least for share in best.shares))
 
 
 class Tries:

@@ -79,15 +79,14 @@ def _law(logits: Tensor, settings: Settings) -> Tensor:
     shape = (-1,) + (1,) * (logits.dim() - 1)
     is_cold = settings.temperature == 0
     p = tempered(logits, torch.where(is_cold, 1.0, settings.temperature))
-    is_cold = is_cold.view(shape)
     for column, keep in ((settings.top_p, _keep_top_p), (settings.min_p, _keep_min_p), (settings.typical_p, _keep_typical)):
         if column is not None:
             kept = keep(p, column.to(p.dtype).view(shape))
             p = kept / kept.sum(-1, keepdim=True)
-    if bool(is_cold.any()):
-        cold = torch.zeros_like(p).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        p = torch.where(is_cold, cold, p)
-    return p
+    if not is_cold.any():
+        return p
+    cold = torch.zeros_like(p).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where(is_cold.view(shape), cold, p)
 
 
 def tempered(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def accept_greedy(draft: Draft, choice: Tensor, vocabulary: int) -> Accepted:
     Equals `accept` with p one-hot at `choice`.
     """
     rows = zip(draft.ids, draft.tree, draft.live, choice.tolist(), strict=True)
-    paths, following, invalid = [], [], []
+    paths, following = [], []
     for tokens, parents, size, wanted in rows:
         at, path = -1, []
         for n in range(size):
@@ -34,8 +34,13 @@ def accept_greedy(draft: Draft, choice: Tensor, vocabulary: int) -> Accepted:
                 at = n
         paths.append(path)
         following.append(wanted[at + 1])
-        invalid.append(sum(not 0 <= token < vocabulary for token in tokens[:size]))
-    return Accepted(paths, following, invalid)
+    return Accepted(paths, following, outside(draft, vocabulary))
+
+
+def outside(draft: Draft, vocabulary: int) -> list[int]:
+    """How many ids of each slot's live nodes lie outside the vocabulary."""
+    slots = zip(draft.ids, draft.live, strict=True)
+    return [sum(not 0 <= token < vocabulary for token in tokens[:size]) for tokens, size in slots]
 
 
 def accept_chain(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
@@ -60,10 +65,9 @@ def of_chain(
     if streams.seeded is None:
         return accepted
     matched = accept(replace(draft, q=None), p, streams)
-    for b, is_seeded in enumerate(streams.seeded.tolist()):
-        if is_seeded:
-            accepted.paths[b], accepted.next_tokens[b] = matched.paths[b], matched.next_tokens[b]
-            accepted.invalid[b] = matched.invalid[b]
+    for b in streams.seeded.nonzero()[:, 0].tolist():
+        accepted.paths[b], accepted.next_tokens[b] = matched.paths[b], matched.next_tokens[b]
+        accepted.invalid[b] = matched.invalid[b]
     return accepted
 
 

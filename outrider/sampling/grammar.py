@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from types import ModuleType
 from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
@@ -98,23 +97,19 @@ def _short(value: object) -> str:
 # ── llguidance ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _llguidance() -> ModuleType:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ConfigError("a grammar needs llguidance, which is not installed: pip install 'outrider[grammar]'") from error
-    return llguidance
-
-
 @functools.lru_cache(256)
 def _source(kind: Kind, text: str) -> str:
     """The grammar as llguidance reads it, checked."""
-    matcher = _llguidance().LLMatcher
-    make, wanted = {
+    try:
+        from llguidance import LLMatcher as matcher
+    except ImportError as error:
+        raise ConfigError("a grammar needs llguidance, which is not installed: pip install 'outrider[grammar]'") from error
+    makers: dict[Kind, tuple[Callable[[str], str], str]] = {
         "json": (matcher.grammar_from_json_schema, "JSON schema that can be followed"),
         "regex": (matcher.grammar_from_regex, "regular expression of Rust's syntax"),
         "lark": (matcher.grammar_from_lark, "Lark grammar"),
-    }[kind]
+    }
+    make, wanted = makers[kind]
     try:
         source = make(text)
         is_wrong, messages = matcher.validate_grammar_with_warnings(source)
@@ -138,7 +133,7 @@ def _compiler(target: Any) -> Callable[[Grammar], Rules]:
         raise ConfigError(f"target {name!r} has no tokenizer, and a grammar speaks of text; load it by name or folder")
     if not target.ends:
         raise ConfigError(f"target {name!r} has no end token, so a text that fits its grammar could not end")
-    matcher_of = _llguidance().LLMatcher
+    from llguidance import LLMatcher
     from llguidance.hf import from_tokenizer
 
     try:
@@ -149,7 +144,7 @@ def _compiler(target: Any) -> Callable[[Grammar], Rules]:
 
     @functools.lru_cache(256)
     def compiled(grammar: Grammar) -> Rules:
-        matcher = matcher_of(vocabulary, _source(grammar.kind, grammar.text), log_level=0)
+        matcher = LLMatcher(vocabulary, _source(grammar.kind, grammar.text), log_level=0)
         if matcher.is_error():
             raise ConfigError(f"{grammar} can't be compiled: {_first_line(matcher.get_error())}")
         return _Walk(matcher, size, grammar)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from outrider.decoding.accept import Accepted, Rule, accept, accept_top1
+from outrider.decoding.accept import Accepted, Rule, accept_top1
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose, Streams
 from outrider.decoding.state import DecodeState, Judge, Request, Scores
@@ -32,23 +32,17 @@ class SamplingJudge(Judge):
         self.rule = rule
         self.serves: Callable[[], DecodeState | None] | None = None
         """The batch whose texts it keeps, as a weak reference; None before the first."""
-        self.settings = Settings(None, None, None)
-        """Of the live slots."""
-        self.prefixes: list[tuple[int, Prefix]] = []
-        """Place in the batch and text of each live slot whose logits change by what stands before; none by default."""
-        self.banning = self.prefixes
-        """Those of them that make tokens impossible."""
         self.new_text: dict[int, str] = {}
         """By slot: text that the last commit made certain, where the request has a detokenizer; see `text`."""
         self.logprobs: dict[int, list[TokenLogprob]] = {}
         """By slot: of the committed tokens, where the request asks for them."""
-        self._requests: list[tuple[int, Request]] = []
         self._prefixes: dict[int, Prefix] = {}
         self._texts: dict[int, TextStream] = {}
         self._logits = torch.empty(0)
         """[B, N+1, V] of the last pass, after penalties, bans and processors."""
         self._choice: Tensor | None = None
         """[B, N+1], their likeliest ids, where every slot is greedy."""
+        self.select({}, [], torch.device("cpu"))
 
     def admit(self, row: int, request: Request, ends: frozenset[int], device: torch.device) -> None:
         """Raises ConfigError for a stop string that can never match."""
@@ -66,9 +60,12 @@ class SamplingJudge(Judge):
     def select(self, requests: dict[int, Request], rows: list[int], device: torch.device) -> None:
         self._requests = [(row, requests[row]) for row in rows]
         self.settings = Settings.of([request.sampling for _, request in self._requests], device)
+        """Of the live slots."""
         self.temperature = self.settings.temperature
         self.prefixes = [(b, self._prefixes[row]) for b, row in enumerate(rows) if row in self._prefixes]
+        """Place in the batch and text of each live slot whose logits change by what stands before; none by default."""
         self.banning = [(b, prefix) for b, prefix in self.prefixes if prefix.sampling.bans]
+        """Those of them that make tokens impossible."""
         self.bans = bool(self.banning)
 
     def distribution(self, logits: Tensor) -> Tensor:
@@ -90,7 +87,7 @@ class SamplingJudge(Judge):
         return out
 
     def prune(self, draft: Draft, seeded: Tensor | None, vocabulary: int) -> Draft:
-        return pruned(draft, self.prefixes, seeded, vocabulary)
+        return pruned(draft, self.banning, seeded, vocabulary)
 
     def on(self, device: torch.device) -> SamplingJudge:
         there = copy.copy(self)
@@ -101,19 +98,15 @@ class SamplingJudge(Judge):
     def __call__(self, draft: Draft, scores: Scores, streams: Streams) -> Accepted:
         logits = self._logits = processed(scores.logits, draft, self.prefixes)
         self._choice = None
-        if self.rule is not None:
-            return self.rule(draft, distribution(logits, self.settings), streams)
-        if self.temperature is None:
+        if self.rule is None and self.temperature is None:
             known = scores.choice if logits is scores.logits else None
             choice = self._choice = logits.argmax(-1) if known is None else known
             return accept_greedy(draft, choice, logits.shape[-1])
-        if draft.q is None:
+        if self.rule is None and draft.q is None:
             slots = torch.arange(len(logits), device=logits.device)
-            p = lambda rows: distribution(logits[slots, rows], self.settings)
-            choose = lambda rows, depth: streams.draw(p(rows), depth, Purpose.TARGET)
+            choose = lambda rows, depth: streams.draw(self.distribution(logits[slots, rows]), depth, Purpose.TARGET)
             return accept_top1(draft, logits.shape[-1], choose)
-        rule = accept if draft.branches else accept_chain
-        return rule(draft, distribution(logits, self.settings), streams)
+        return (self.rule or accept_chain)(draft, self.distribution(logits), streams)
 
     def read(self, row: int, tokens: list[int], is_last: bool) -> tuple[int, bool]:
         count, is_stopped = len(tokens), False
@@ -142,7 +135,7 @@ class SamplingJudge(Judge):
         """Looks at the largest logit of every row, which is NaN where any is."""
         logits, choice = self._logits, self._choice
         best = logits.amax(-1) if choice is None else logits.gather(-1, choice.unsqueeze(-1))[..., 0]
-        if bool(best.isfinite().all()):
+        if all(math.isfinite(value) for row in best.tolist() for value in row):
             return
         for b, text in enumerate(texts):
             rows = _emitting_rows(accepted, b)  # what stands after a rejected token may be anything

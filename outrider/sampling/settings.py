@@ -1,15 +1,14 @@
 """How a request wants its tokens drawn.
 
-Applied in this order: what depends on the text before a token (`prefix`: logit bias, repetition penalty, frequency and
-presence penalty, bad words, end tokens before `min_new_tokens`, grammar, own processors), then `distribution`: temperature,
-top-k, top-p, min-p, typical-p.  It is the order of transformers, which has no frequency and presence penalty.
+What depends on the text before a token is applied first, in the order of `prefix`, then what is in `distribution`.  It is the
+order of transformers, which has no frequency and presence penalty.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -59,12 +58,14 @@ class Sampling:
     """What the output must look like: `Grammar.json(schema)`, `Grammar.regex(pattern)`, `Grammar.lark(text)`."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(field.default, float):
-                object.__setattr__(self, field.name, _real(field.name, value))
-            elif isinstance(field.default, int) or (field.name in ("seed", "logprobs") and value is not None):
-                object.__setattr__(self, field.name, whole(field.name, value))
+        for name, (read, is_right, wanted) in NUMBERS.items():
+            value = getattr(self, name)
+            if value is None and name in ("seed", "logprobs"):
+                continue
+            value = read(name, value)
+            object.__setattr__(self, name, value)
+            if not is_right(value):
+                raise ConfigError(f"{name} {value} {wanted}")
         try:
             pairs = dict(self.logit_bias).items()
             bias = tuple(sorted((whole("a token of logit_bias", token), _real("logit_bias", value)) for token, value in pairs))
@@ -77,35 +78,17 @@ class Sampling:
             ) from error
         for name, value in (("logit_bias", bias), ("bad_words", words), ("processors", processors)):
             object.__setattr__(self, name, value)
-        for is_right, message in self._checks():
-            if not is_right:
-                raise ConfigError(message)
-
-    def _checks(self) -> Iterator[tuple[bool, str]]:
-        """What must hold of each setting, and what is said where it does not; NaN is in no range."""
-        yield 0 <= self.temperature < math.inf, f"temperature {self.temperature} is not a number of 0 or more; 0 is greedy"
-        yield self.top_k >= 0, f"top_k {self.top_k} is negative; 0 keeps every token"
-        yield 0 < self.top_p <= 1, f"top_p {self.top_p} lies outside (0, 1]; 1 keeps every token"
-        yield 0 <= self.min_p <= 1, f"min_p {self.min_p} lies outside [0, 1]; 0 keeps every token"
-        yield 0 < self.typical_p <= 1, f"typical_p {self.typical_p} lies outside (0, 1]; 1 keeps every token"
-        yield -(2**63) <= (self.seed or 0) < 2**63, f"seed {self.seed} does not fit in 64 bits"
-        negative = f"logprobs {self.logprobs} is negative; 0 reports the emitted tokens alone, None nothing"
-        yield (self.logprobs or 0) >= 0, negative
-        repetition = f"repetition_penalty {self.repetition_penalty} is not a number above 0; 1 changes nothing"
-        yield 0 < self.repetition_penalty < math.inf, repetition
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            yield math.isfinite(value), f"{name} {value} is not a finite number; 0 changes nothing"
-        yield self.min_new_tokens >= 0, f"min_new_tokens {self.min_new_tokens} is negative; 0 lets a text end at once"
-        for token, value in self.biases:
-            message = f"logit_bias {value} of token {token} is not a finite number; bad_words forbids a token"
-            yield math.isfinite(value), message
-        yield all(self.bad_words), "bad_words holds an empty sequence, which every text completes; leave it out"
-        grammars = "Grammar.json(schema), Grammar.regex(pattern) or Grammar.lark(text)"
-        is_grammar = self.grammar is None or callable(getattr(self.grammar, "start", None))
-        yield is_grammar, f"grammar {self.grammar!r} is none; give {grammars}"
-        for each in self.processors:
-            yield callable(each), f"processors holds {each!r}; wanted functions (input_ids, scores) -> scores"
+        for token, value in bias:
+            if not math.isfinite(value):
+                raise ConfigError(f"logit_bias {value} of token {token} is not a finite number; bad_words forbids a token")
+        if not all(words):
+            raise ConfigError("bad_words holds an empty sequence, which every text completes; leave it out")
+        if self.grammar is not None and not callable(getattr(self.grammar, "start", None)):
+            grammars = "Grammar.json(schema), Grammar.regex(pattern) or Grammar.lark(text)"
+            raise ConfigError(f"grammar {self.grammar!r} is none; give {grammars}")
+        for each in processors:
+            if not callable(each):
+                raise ConfigError(f"processors holds {each!r}; wanted functions (input_ids, scores) -> scores")
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -160,3 +143,19 @@ def _real(name: str, value: Any) -> float:
     if value != math.inf and abs(value) > most:  # type: ignore[operator]
         raise ConfigError(f"{name} must be at most {most:.2g} in size, which float32 holds, got {value}")
     return float(value)
+
+
+NUMBERS: Mapping[str, tuple[Callable[[str, Any], float], Callable[[float], bool], str]] = {
+    "temperature": (_real, lambda x: 0 <= x < math.inf, "is not a number of 0 or more; 0 is greedy"),
+    "top_k": (whole, lambda x: x >= 0, "is negative; 0 keeps every token"),
+    "top_p": (_real, lambda x: 0 < x <= 1, "lies outside (0, 1]; 1 keeps every token"),
+    "seed": (whole, lambda x: -(2**63) <= x < 2**63, "does not fit in 64 bits"),
+    "min_p": (_real, lambda x: 0 <= x <= 1, "lies outside [0, 1]; 0 keeps every token"),
+    "typical_p": (_real, lambda x: 0 < x <= 1, "lies outside (0, 1]; 1 keeps every token"),
+    "repetition_penalty": (_real, lambda x: 0 < x < math.inf, "is not a number above 0; 1 changes nothing"),
+    "presence_penalty": (_real, math.isfinite, "is not a finite number; 0 changes nothing"),
+    "frequency_penalty": (_real, math.isfinite, "is not a finite number; 0 changes nothing"),
+    "min_new_tokens": (whole, lambda x: x >= 0, "is negative; 0 lets a text end at once"),
+    "logprobs": (whole, lambda x: x >= 0, "is negative; 0 reports the emitted tokens alone, None nothing"),
+}
+"""How each is read, what must hold of it, and what is said where it does not; NaN is in no range."""

@@ -112,8 +112,8 @@ class TextStream:
             return Pushed(self._left(), len(tokens))
         if self._detokenizer.is_local:
             self._decode_window()
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        cut = len(self._held) - keep
+        begins = (stop[:n] for stop in self._stops for n in range(1, len(stop) + 1))
+        cut = len(self._held) - max((len(begin) for begin in begins if self._held.endswith(begin)), default=0)
         certain, self._held = self._held[:cut], self._held[cut:]
         return Pushed(certain, len(tokens))
 
@@ -171,8 +171,3 @@ def _text_of_run(run: bytearray) -> str:
 def _first(stops: Iterable[str], text: str) -> int:
     """Where the first of the stop strings begins, -1 where the text holds none."""
     return min((at for stop in stops if (at := text.find(stop)) >= 0), default=-1)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
-    return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)

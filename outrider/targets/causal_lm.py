@@ -6,13 +6,14 @@ B rows, S tokens, H hidden size.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from outrider import demo
 from outrider.errors import DrafterError
@@ -24,6 +25,40 @@ from outrider.targets.transformers import hash_tokenizer
 def folder(model: str) -> str:
     """Folder or Hugging Face id of a model; `demo` is the one that ships with Outrider."""
     return str(demo.SMALL_MODEL) if model == "demo" else model
+
+
+def to_train(name: str, target: Target, architecture: dict[str, Any] | None, new: dict[str, Any] | None) -> Any:
+    """The language model in float32: of a checkpoint's shape, of the new sizes asked for, or the one that is named."""
+    if architecture is not None:
+        lm = fresh(AutoConfig.for_model(**architecture))
+    elif new is not None:
+        lm = fresh(qwen3(target, **new))
+    else:
+        lm = named(name, target)
+    own = lm.get_output_embeddings().weight.shape[0]
+    if own != target.spec.vocabulary:
+        raise DrafterError(
+            f"small_model {name!r} has a vocabulary of {own}, the target {target.spec.name!r} one of "
+            f"{target.spec.vocabulary}; one of another vocabulary can't be trained: choose a model with the target's tokenizer"
+        )
+    return lm.eval()
+
+
+def qwen3(
+    target: Target, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, rope_theta: float,
+    tied: bool,
+) -> Qwen3Config:  # fmt: skip
+    """A Qwen3 of these sizes, of the target's vocabulary and context.  tied: one matrix is embedding and head."""
+    if heads % kv_heads:
+        raise DrafterError(f"small_model.new: heads {heads} is no multiple of kv_heads {kv_heads}")
+    if head_dim % 2:
+        raise DrafterError(f"small_model.new: head_dim {head_dim} is odd; rotary positions turn pairs, choose an even one")
+    return Qwen3Config(
+        vocab_size=target.spec.vocabulary, max_position_embeddings=target.spec.context, num_hidden_layers=layers,
+        hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        head_dim=head_dim, tie_word_embeddings=tied, rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
 
 
 def named(name: str, target: Target) -> Any:
@@ -89,7 +124,31 @@ def learn(lm: Any, name: str) -> tuple[Callable[[Tensor], Tensor], bool]:
     return finish, torch.allclose(packed, alone, rtol=1e-4, atol=1e-4 * float(alone.abs().max()))
 
 
+@contextmanager
+def keeping_computed(model: nn.Module) -> Iterator[None]:
+    """What is computed once, such as rotary frequencies, follows its module to another device, but not to another type."""
+    computed = [(module, name) for module in model.modules() for name in module._non_persistent_buffers_set]
+    kept = [module._buffers[name] for module, name in computed]
+    yield
+    for (module, name), buffer in zip(computed, kept, strict=True):
+        if buffer is not None:
+            module._buffers[name] = buffer.to(getattr(module, name).device)
+
+
 # ── reading with a gradient ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def refuse_longer(lm: Any, documents: Tensor, name: str) -> None:
+    """Raises DrafterError for a text that is longer than the model's context.  documents [B, S]."""
+    context = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+    if context is None or documents.shape[1] <= context:
+        return
+    longest = int(positions(documents)[documents > 0].max()) + 1
+    if longest > context:
+        raise DrafterError(
+            f"a text of {longest} tokens is longer than the context of small_model {name!r}, {context}; "
+            f"set prepare.length to {context} or less"
+        )
 
 
 def read(lm: Any, tokens: Tensor, documents: Tensor, reads_packed: bool) -> Tensor:

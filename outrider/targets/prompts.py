@@ -10,6 +10,8 @@ from outrider.errors import DataError
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 WANTED = "give a text, token ids or chat messages, or many of these"
+PLAIN = (int, str, list)
+"""What nearly every item is; asking whether one is an array takes longer than all else."""
 
 
 @runtime_checkable
@@ -56,6 +58,8 @@ def single(given: Any) -> Prompt:
 
 def _plain(given: Any) -> Any:
     """Arrays as lists, and of what a tokenizer returned the ids."""
+    if type(given) in PLAIN:
+        return given
     if isinstance(given, Array):
         return given.tolist()
     if not isinstance(given, Mapping) or "input_ids" not in given:

@@ -5,8 +5,15 @@ Where layers differ, the last that sees the whole text speaks for all: a drafter
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.targets.protocol import LayerSizes
 
@@ -77,3 +84,22 @@ def _rotation(text: Any) -> tuple[float, dict[str, Any] | None, float]:
     # of a proportional stretch the share is of frequencies, and all of a head turns
     share = 1.0 if kind == "proportional" else found.get("partial_rotary_factor", 1.0)
     return float(found.get("rope_theta", 10_000.0)), None if kind == "default" else stretch, float(share)
+
+
+def frequencies(shape: LayerSizes, device: torch.device) -> tuple[Tensor, float]:
+    """By how much each pair of a head turns per position, float32 [turning / 2], and what cos and sin are multiplied by."""
+    scaling = json.dumps(shape.rope_scaling, sort_keys=True)
+    return _frequencies(shape.head_dim, shape.partial_rotary_factor, shape.rope_theta, scaling, device)
+
+
+@functools.cache
+def _frequencies(head_dim: int, share: float, theta: float, scaling: str, device: torch.device) -> tuple[Tensor, float]:
+    # not a buffer: a model that is moved to bf16 would take it along, and far positions would turn by wrong angles
+    parameters = json.loads(scaling)
+    turning = int(head_dim * share)
+    if parameters is None:
+        return theta ** -(torch.arange(0, turning, 2, device=device, dtype=torch.float32) / turning), 1.0
+    parameters |= {"rope_theta": theta, "partial_rotary_factor": share}
+    config = Qwen3Config(head_dim=head_dim, rope_parameters=parameters)
+    found, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device)
+    return found.float(), float(scale)

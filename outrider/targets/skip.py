@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.errors import TargetError
+from outrider.errors import DrafterError, TargetError
 from outrider.targets import hooks
-from outrider.targets.protocol import Skip
+from outrider.targets.protocol import Skip, SkipsLayers, Target
 
 Shape = int | None
 """Length of the tuple that a module returns; None for a bare tensor."""
@@ -227,3 +227,44 @@ def _try(target: Any, found: Sublayers) -> None:
             handle.remove()
     if not all(torch.allclose(before, after, rtol=1e-3, atol=1e-5) for before, after in seen.values()):
         raise _refused(target, "a layer without attention and MLP changes what passes through it")
+
+
+# ── what a drafter asks ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def able(target: Target) -> SkipsLayers:
+    """The target as one that can skip.  Raises DrafterError where it can't, or where drafts can't be verified."""
+    if not isinstance(target, SkipsLayers):
+        raise DrafterError(f"layer_skip needs a target that can leave sublayers out; {target.spec.name} can't, choose another")
+    if target.spec.mode == "off":
+        raise DrafterError(f"{target.spec.name} verifies no drafts (its mode is off); decode it without layer_skip")
+    try:
+        target.skippable()
+    except TargetError as error:
+        raise DrafterError(str(error)) from error
+    return target
+
+
+def every_second(layers: int, possible: Skip) -> Skip:
+    """Every second layer but the last, whole: where SWIFT begins."""
+    chosen = frozenset(range(1, layers - 1, 2))
+    return Skip(chosen & possible.attention, chosen & possible.mlp)
+
+
+def listed(layers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(layers))) or "none"
+
+
+@torch.inference_mode()
+def refuse_failing(target: Target, skip: Skip) -> None:
+    """Read two tokens without these sublayers.  Raises DrafterError where another layer needs what one of them writes."""
+    cache = target.allocate(1, 4)
+    try:
+        with able(target).skipping(skip, cache, [0]) as read:
+            for token in (0, 1):
+                read(torch.tensor([[token % target.spec.vocabulary]], device=target.device))
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise DrafterError(
+            f"{target.spec.name} does not run without the attention of layers {listed(skip.attention)} and the MLP of "
+            f"{listed(skip.mlp)} ({type(error).__name__}: {error}); leave out less"
+        ) from error

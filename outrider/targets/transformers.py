@@ -185,7 +185,8 @@ class TransformersTarget:
         if self.step.fits(cache, rows, max(2, width)):
             # two tokens read the weights as fast as one
             tokens, visible, depths = passed(anchor, draft, self.spec.vocabulary, least=2)
-            return self.step.run(cache, rows, tokens, visible, depths, taps).first(width)
+            scores = self.step.run(cache, rows, tokens, visible, depths, taps)
+            return scores if width == tokens.shape[1] else scores.first(width)
         tokens, visible, depths = passed(anchor, draft, self.spec.vocabulary)
         if self.family.rotary is not None:
             return self._verify_by_length(cache, list(rows), tokens, visible, depths, taps)

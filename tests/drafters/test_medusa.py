@@ -279,19 +279,19 @@ def test_accuracies_are_counted_by_hand(target):
     # the second anchor's head 1 predicts the last token, the third anchor's would stand behind it
     assert rows.depth.tolist() == [0, 1, 0, 1, 0, 1]
     assert rows.weight.tolist() == pytest.approx([1, 0.8, 1, 0.8, 1, 0])
-    assert rows.seen.tolist() == [2, 2]
+    assert rows.hits.sum(1).tolist() == [2, 2]
     assert rows.hits[:, :4].tolist() == [[1, 1, 0, 0], [1, 0, 1, 0]]
     # of equals the lower id comes first: three are ahead of them all, and ids 0 to 4
-    assert counted(target, draft, [5, 10, 11, 20], every).hits[0].tolist() == [0] * 8 + [1, 0]
+    assert counted(target, draft, [5, 10, 11, 20], every).hits[0].tolist() == [0] * 8 + [1, 0, 1]
     swapped = counted(target, draft, [30, 10, 10, 20], every)
     assert not torch.equal(swapped.hits, rows.hits)
     short = counted(target, draft, [10, 30, 20, 10], [True, True, True, True, False])
-    assert short.seen.tolist() == [2, 1]
+    assert short.hits.sum(1).tolist() == [2, 1]
     before = rows.model.accuracies.clone()
     rows.backward()
     found = torch.tensor([[0.5, 0.5, 0], [0.5, 0, 0.5]])
     torch.testing.assert_close(rows.model.accuracies[:, :3], 0.95 * before[:, :3] + 0.05 * found, check_dtype=False)
-    assert not rows.seen.any()
+    assert not rows.hits.any()
 
 
 def test_accuracies_are_left_alone_where_nothing_is_trained(target):
@@ -324,8 +324,8 @@ def test_accuracies_of_a_batch_are_what_the_heads_said(sequential, target):
     rows = model.predict(batch)
     for draft, target_own, part in rows.chunks(6):
         rows.count(part, draft, target_own)
-    assert torch.equal(rows.hits, hits)
-    assert rows.seen.tolist() == [12, 11, 10]
+    assert torch.equal(rows.hits[:, :10], hits)
+    assert rows.hits.sum(1).tolist() == [12, 11, 10]
 
 
 def test_a_checkpoint_brings_its_tree(target, tmp_path):

@@ -138,18 +138,21 @@ def apart(target, prompts, monkeypatch, fault=None) -> float:
     model.eval()
     drafter, served = model.drafter(), []
     state = generation.batch(target, 3)
-    own = drafter._logits
+    own = drafter._pass
 
-    def watched(memory, now, depths):
-        logits, kept, rows = own(memory, now, depths), memory.kept, now.rows
+    def watched(memory, rows, now, masks, leave=0):
+        states, kept = own(memory, rows, now, masks, leave), memory.kept
+        if leave:
+            return states
+        logits = model.logits(states)
         served.extend((tuple(state.tokens[row]), logits[b]) for b, row in enumerate(rows) if drafter_has(kept, row))
         assert fault or all(kept.lengths[row] == len(state.tokens[row]) - 1 for row in rows)
-        return logits
+        return states
 
     def drafter_has(kept, row):
         return kept.lengths[row] > 0
 
-    monkeypatch.setattr(drafter, "_logits", watched)
+    monkeypatch.setattr(drafter, "_pass", watched)
     if fault is not None:
         fault(model, drafter)
     requests = [Request(prompt, 12 + n, Sampling()) for n, prompt in enumerate(prompts)]

@@ -43,9 +43,8 @@ def test_every_way_to_verify_has_a_judge_of_its_own():
 )
 def test_a_policy_that_is_none_is_refused(wrong, hint):
     """Catches a typing error that decodes by the default."""
-    for refuse in (named.check_policy, lambda name: named.policy(name, DRAFTER)):
-        with pytest.raises(ConfigError, match=hint):
-            refuse(wrong)
+    with pytest.raises(ConfigError, match=hint):
+        named.policy(wrong, DRAFTER)
 
 
 def test_names_are_refused_before_anything_is_computed_and_taken_by_generate():

@@ -116,7 +116,7 @@ def test_a_pruned_draft_keeps_the_law_exactly(name, how):
 @pytest.mark.parametrize("how", ["replacement", "without"])
 def test_pruning_a_drawn_token_that_is_impossible_is_caught(name, how, monkeypatch):
     """Planted fault: the drawn illegal token goes as a deterministic one may, and the next is drawn from p."""
-    monkeypatch.setattr(prefixes, "_is_deterministic", lambda draft, b, n: True)
+    monkeypatch.setattr(prefixes, "is_one_hot", lambda q, token: True)
     assert all(worst_error(name, shape, how, seed=1) > 0.01 for shape in ([-1], [-1, -1], [-1, 0]))
 
 
@@ -174,11 +174,11 @@ def test_what_nobody_asks_for_costs_nothing():
     state = DecodeState(2, 100, judge=SamplingJudge())
     state.admit(0, Request([1], 5, Sampling(0.7, repetition_penalty=1.2)))
     draft, logits = Draft.chain(torch.tensor([[1, 2]]), torch.tensor([2])), torch.randn(1, 3)
-    assert pruned(draft, state.judge.prefixes, None, 3) is draft
+    assert pruned(draft, state.judge.banning, None, 3) is draft
     assert state.judge.masked(logits, [draft.tokens[:, 0]]) is logits
     state.admit(1, Request([1], 5, Sampling(0.7, grammar=SMALL)))
     possible = Draft.chain(torch.tensor([[1, 2], [1, 2]]), torch.tensor([2, 2]))
-    assert pruned(possible, state.judge.prefixes, None, 3) is possible
+    assert pruned(possible, state.judge.banning, None, 3) is possible
 
 
 def test_a_drafter_sees_what_may_follow_its_own_tokens():
@@ -256,7 +256,7 @@ def test_texts_of_a_grammar_keep_the_law(tree, seeded):
 @pytest.mark.parametrize("tree", [TREES["chain"], TREES["without"]], ids=["chain", "without"])
 def test_a_drawn_illegal_token_pruned_in_the_loop_is_caught(tree, monkeypatch):
     """Planted fault, the issue's own: a sampled illegal token is pruned and the next token drawn from p."""
-    monkeypatch.setattr(prefixes, "_is_deterministic", lambda draft, b, n: True)
+    monkeypatch.setattr(prefixes, "is_one_hot", lambda q, token: True)
     tokens, _, _ = emitted(TABLE, tree, slots=SLOTS, prompt=[0, 2], sampling=BANNED)
     assert not follows(tokens, exact_law([0, 2]))
 
@@ -275,7 +275,7 @@ def test_a_policy_decides_before_what_is_impossible_goes(monkeypatch):
 
     class Hasty(Tree):
         def propose(self, memory, state, budget):
-            return pruned(super().propose(memory, state, budget), state.judge.prefixes, None, 4)
+            return pruned(super().propose(memory, state, budget), state.judge.banning, None, 4)
 
     monkeypatch.setattr(SamplingJudge, "prune", lambda self, draft, *rest: draft)
     assert not follows(emitted(TABLE, Hasty(TABLE, [-1, 0, 1], "replacement"), **options)[0], exact_law([0, 2]))

@@ -339,6 +339,7 @@ def test_a_package_multiplies_by_our_kernel(monkeypatch, tmp_path):
     with zipfile.ZipFile(package) as archive:
         [library] = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
     assert b"aoti_torch_cpu_multiply" in library
+    assert b"aoti_torch_cpu_attend" in library
 
 
 def test_another_weight_thread_or_line_of_code_is_another_key(fast, monkeypatch):

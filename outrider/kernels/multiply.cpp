@@ -3,35 +3,25 @@
 // y[r, n] = sum over k of x[r, k] * w[n, k], in float32.  A panel holds 2 * LANES outputs; for each k it has their weights side by
 // side, in float32, or as bfloat16 in pairs of lanes that one shift and one mask widen exactly.  Every output is summed in the order
 // of k by fused multiply-adds, whatever else is computed beside it: a row's result does not depend on how many rows there are.
-// Vectors are GCC's and clang's own; compiler flags say how wide (AVX-512, AVX2, NEON).
 
 #include <algorithm>
-#include <cstdint>
-#include <stdexcept>
 #include <vector>
 
-#ifdef _OPENMP
-#include <omp.h>
-#else
-#define omp_get_num_threads() 1
-#define omp_get_thread_num() 0
-#endif
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include "operators.h"
+
+using namespace outrider;
 
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int BYTES = 64, MOST_ROWS = 12, MOST_SUMS = 24;
+constexpr int MOST_ROWS = 12, MOST_SUMS = 24;
 #elif defined(__AVX2__)
-constexpr int BYTES = 32, MOST_ROWS = 6, MOST_SUMS = 12;
+constexpr int MOST_ROWS = 6, MOST_SUMS = 12;
 #else
-constexpr int BYTES = 16, MOST_ROWS = 8, MOST_SUMS = 16;
+constexpr int MOST_ROWS = 8, MOST_SUMS = 16;
 #endif
-typedef float Floats __attribute__((vector_size(BYTES), aligned(4)));
-typedef uint32_t Words __attribute__((vector_size(BYTES), aligned(4)));
-constexpr int LANES = BYTES / 4, PANEL = 2 * LANES;
+constexpr int PANEL = 2 * LANES;
 constexpr int FAR = 64 * LANES, NEAR = 8 * LANES;  // words of a panel by which reading runs ahead: to L2, from there to L1
-constexpr int64_t SMALL = 1 << 16;  // multiply-adds below which a second thread costs more than it saves
 
 struct Single {  // weights in float32
   static constexpr int WORDS = 2;
@@ -126,16 +116,6 @@ void multiply(const float* x, int64_t rows, int64_t inner, const uint32_t* weigh
 
 }  // namespace
 
-// ── as an operator of torch, called by eager code and, by its C name, by compiled packages ───────────────────────────
-
-namespace {
-
-void sure(AOTITorchError error) {
-  if (error) throw std::runtime_error("outrider::multiply: torch's C interface reported an error");
-}
-
-}  // namespace
-
 extern "C" int outrider_panel() { return PANEL; }
 
 // x [..., inner] float32 and contiguous, weights [panels, inner, LANES * Kind::WORDS] int32; result [..., outputs].
@@ -170,14 +150,6 @@ void boxed(uint64_t* stack, uint64_t, uint64_t) {
   stack[0] = reinterpret_cast<uint64_t>(result);
 }
 
-struct Registered {
-  TorchLibraryHandle schema, kernel;
-  Registered() {
-    sure(aoti_torch_library_init_fragment("outrider", __FILE__, __LINE__, &schema));
-    sure(aoti_torch_library_def(schema, "multiply(Tensor x, Tensor weights, int outputs) -> Tensor"));
-    sure(aoti_torch_library_init_impl("outrider", "CPU", __FILE__, __LINE__, &kernel));
-    sure(aoti_torch_library_impl(kernel, "multiply", boxed));
-  }
-} registered;
+const Operator multiplies("multiply", "multiply(Tensor x, Tensor weights, int outputs) -> Tensor", boxed);
 
 }  // namespace

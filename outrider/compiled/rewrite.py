@@ -1,0 +1,84 @@
+"""A traced graph, just before it is compiled: its products of one input become one, and its attention becomes our kernel's.
+
+A tensor that several layers multiply (queries, keys and values; gate and up) is read once then, and threads meet once.  The
+products are the same to the last bit: panels of outputs lie behind each other, and each output is summed as before.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from outrider import kernels
+
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def with_kernels(graph: fx.Graph) -> None:
+    """Rewrite a graph of aten operators whose products in panels are `outrider::multiply`; inductor calls it."""
+    _attend(graph)
+    _join(graph)
+    graph.lint()
+
+
+def _attend(graph: fx.Graph) -> None:
+    """Attention with a mask, in float32, by `outrider::attend`."""
+    node: Any
+    for node in list(graph.nodes):
+        if node.target is not ATTENTION:
+            continue
+        q, mask, results = node.args[0], node.kwargs.get("attn_mask"), list(node.users)
+        is_ours = mask is not None and len(node.args) == 3 and q.meta["val"].dtype == torch.float32
+        # the other result is the gradient's
+        has_more = any(each.args[1] != 0 and each.users for each in results)
+        if not is_ours or len(mask.meta["val"].shape) != 4 or has_more:
+            continue
+        scale = node.kwargs.get("scale") or q.meta["val"].shape[-1] ** -0.5
+        with graph.inserting_before(node):
+            found = _call(graph, torch.ops.outrider.attend.default, *node.args, mask, scale)
+        for result in results:
+            if result.users:
+                result.replace_all_uses_with(found)
+            graph.erase_node(result)
+        graph.erase_node(node)
+
+
+def _join(graph: fx.Graph) -> None:
+    """One product for all weights of a kind that the same tensor is multiplied with, and slices of it for who used each."""
+    multiply = torch.ops.outrider.multiply.default
+    found: dict[Any, list[tuple[Any, Tensor]]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.target is multiply and node.args[1].op == "get_attr":
+            weight = operator.attrgetter(node.args[1].target)(graph.owning_module)
+            found[node.args[0], weight.shape[1:]].append((node, weight))  # float32 and bfloat16 differ in shape
+    for number, ((x, _), products) in enumerate(found.items()):
+        if len(products) == 1:
+            continue
+        joined, width, start = torch.cat([weight for _, weight in products]), kernels.panel_width(), 0
+        with graph.inserting_before(products[0][0]):
+            weights = _constant(graph, f"_joined{number}", joined, x.meta["val"].fake_mode)
+            whole = _call(graph, multiply, x, weights, joined.shape[0] * width)
+        for node, weight in products:
+            with graph.inserting_before(node):
+                part = _call(graph, torch.ops.aten.slice.Tensor, whole, -1, start, start + node.args[2])
+            start += weight.shape[0] * width
+            node.replace_all_uses_with(part)
+            graph.erase_node(node)
+
+
+def _call(graph: fx.Graph, operator: Any, *given: Any) -> fx.Node:
+    node = graph.call_function(operator, given)
+    node.meta["val"] = operator(*(each.meta["val"] if isinstance(each, fx.Node) else each for each in given))
+    return node
+
+
+def _constant(graph: fx.Graph, name: str, value: Tensor, fake: Any) -> fx.Node:
+    assert graph.owning_module is not None
+    graph.owning_module.register_buffer(name, value)
+    node = graph.get_attr(name)
+    node.meta["val"] = fake.from_tensor(value)
+    return node

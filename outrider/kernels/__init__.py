@@ -1,0 +1,144 @@
+"""Small C++ kernels of our own for the few rows of a decoding step on a CPU, compiled once where there is a C++ compiler.
+
+`multiply`, for weights in panels (see `outrider.packed`), and `attend`.  Both are operators of torch for eager code; compiled
+packages call them by their C names.  They are written with the compiler's own vectors: its flags say how wide these are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import mmap
+import os
+import shutil
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider import machine
+
+log = logging.getLogger(__name__)
+
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
+NATIVE: tuple[list[str], ...] = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-march=native"], [])
+"""Flags that not every compiler knows, the best first: without OpenMP kernels have a single thread."""
+TENSOR = "AtenTensorHandle"
+SHIMS = {
+    "multiply": f"AOTITorchError aoti_torch_cpu_multiply({TENSOR}, {TENSOR}, int64_t, {TENSOR}*)",
+    "attend": f"AOTITorchError aoti_torch_cpu_attend({TENSOR}, {TENSOR}, {TENSOR}, {TENSOR}, double, {TENSOR}*)",
+}
+"""Operators, and their names for compiled packages, which call them without torch's dispatcher."""
+
+
+PAGE = 2**21
+"""A large page."""
+
+
+def source() -> bytes:
+    """The text of all kernels."""
+    return b"".join(path.read_bytes() for path in [*SOURCES, *sorted(Path(__file__).parent.glob("*.h"))])
+
+
+def compiler() -> str | None:
+    """The C++ compiler here."""
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The kernels, as operators `outrider::...` too; compiled where that was not done before, None where they can't be."""
+    try:
+        loaded = _loaded(_built())
+        _check()
+    except (OSError, RuntimeError, AssertionError, subprocess.SubprocessError) as error:
+        log.info("kernels are left out: %s", str(error).strip().split("\n")[0])
+        return None
+    return loaded
+
+
+def _check() -> None:
+    """That they say what torch says.  Raises AssertionError where they don't."""
+    x, weight = torch.rand(3, 40), torch.rand(50, 40)
+    torch.testing.assert_close(torch.ops.outrider.multiply(x, panels(weight), 50), F.linear(x, weight))
+    q, k, v = torch.rand(1, 2, 3, 64), torch.rand(1, 1, 40, 64), torch.rand(1, 1, 40, 64)
+    mask = torch.zeros(1, 1, 3, 40).masked_fill(torch.rand(1, 1, 3, 40) < 0.2, -torch.inf)
+    found = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    torch.testing.assert_close(torch.ops.outrider.attend(q, k, v, mask, 0.125), found)
+
+
+@functools.cache
+def _loaded(path: Path) -> ctypes.CDLL:
+    # for all to see: compiled packages find the kernels by their names
+    loaded = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    torch.library.register_fake("outrider::multiply")(lambda x, weights, outputs: x.new_empty(*x.shape[:-1], outputs))
+    torch.library.register_fake("outrider::attend")(_attended)
+    return loaded
+
+
+def panel_width() -> int:
+    """Outputs of a panel."""
+    width: int = _loaded(_built()).outrider_panel()
+    return width
+
+
+def panels(weight: Tensor) -> Tensor:
+    """The weight [outputs, inner] as `multiply` reads it: [panels, inner, words] int32, a panel's outputs side by side.
+
+    As float32; or, where every value is exactly a bfloat16, two to a word: one of the panel's first half in the lower bits.
+    """
+    width = panel_width()
+    rounded = F.pad(weight, (0, 0, 0, -weight.shape[0] % width))
+    bits = rounded.view(-1, width, weight.shape[1]).transpose(1, 2).view(torch.int32)
+    if not bool((bits & 0xFFFF).any()):
+        low, high = bits.split(width // 2, -1)
+        bits = ((low >> 16) & 0xFFFF) | high
+    return _on_large_pages(bits)
+
+
+def _on_large_pages(values: Tensor) -> Tensor:
+    """A contiguous copy, on pages of 2 MiB where the system has them: far fewer addresses to translate while it is read."""
+    size = values.numel() * values.itemsize
+    if size < PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return values.contiguous()
+    memory = mmap.mmap(-1, size)
+    with suppress(OSError):  # a system without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=values.dtype).view(values.shape).copy_(values)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    slots, heads, width, size = q.shape
+    return q.new_empty(slots, width, heads, size).transpose(1, 2)
+
+
+@functools.cache
+def _built() -> Path:
+    """The compiled kernels of this machine.  Raises OSError or CalledProcessError where they can't be compiled."""
+    question = repr((torch.__version__, machine.cpu_name(), machine.cpu_flags(), source(), FLAGS, NATIVE))
+    path = machine.cache_folder() / "compiled" / f"kernels-{hashlib.sha256(question.encode()).hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    tool = compiler()
+    if tool is None:
+        raise OSError("there is no C++ compiler here; install g++ for it")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    part = path.with_name(f".{os.getpid()}.{path.name}")
+    torch_folder = Path(torch.__file__).parent
+    given = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
+    try:
+        for native in NATIVE:
+            command = [tool, *FLAGS, *native, *map(str, SOURCES), "-o", str(part), *given]
+            made = subprocess.run(command, capture_output=True, text=True)
+            if made.returncode == 0:
+                part.replace(path)
+                return path
+        raise OSError(f"{tool} can't compile {', '.join(path.name for path in SOURCES)}: {made.stderr.strip()[:300]}")
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,235 @@
+"""Our kernels say what torch says, row by row the same whatever is computed beside it, and nothing is lost without them."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from outrider import kernels, packed
+from outrider.compiled import rewrite
+
+here = pytest.mark.skipif(kernels.compiler() is None, reason="there is no C++ compiler")
+
+# ── multiply ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def times(x: Tensor, weight: Tensor) -> Tensor:
+    return packed.product(x, "panels", kernels.panels(weight), len(weight))
+
+
+@here
+@pytest.mark.parametrize("is_half", [True, False], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("outputs", [1, 31, 32, 33, 200])
+@pytest.mark.parametrize("inner", [1, 7, 256])
+def test_the_kernel_says_what_its_plain_twin_says(outputs: int, inner: int, is_half: bool) -> None:
+    """Catches a panel's edge, a row block's edge, swapped halves of a word, a lost last k.  Whole numbers: sums are exact."""
+    noise = torch.Generator().manual_seed(outputs * inner)
+    weight = torch.randint(-99, 100, (outputs, inner), generator=noise).float()
+    # odd numbers above 256 have nine bits, and a bfloat16 eight
+    weight = weight if is_half else 2 * weight + 501
+    assert (kernels.panels(weight).shape[2] * 2 == packed.packed(weight * 0 + 257, "panels").shape[2]) is is_half
+    for rows in (1, 2, 3, 5, 6, 7, 8, 11, 12, 13, 25, 70):
+        x = torch.randint(-9, 10, (rows, inner), generator=noise).float()
+        assert torch.equal(times(x, weight).double(), x.double() @ weight.double().T), rows
+
+
+@here
+def test_a_row_says_the_same_alone_and_among_others() -> None:
+    """Catches an order of summation that hangs on the number of rows, so that a verified token is not the one written alone."""
+    torch.manual_seed(1)
+    for weight in (torch.randn(150, 333), torch.randn(150, 333).bfloat16().float()):
+        x = torch.randn(40, 333)
+        alone = torch.cat([times(row[None], weight) for row in x])
+        for rows in (2, 5, 8, 13, 40):
+            assert torch.equal(times(x[:rows], weight), alone[:rows])
+        # as bfloat16 and as float32 the same weights give the same bits
+        whole = weight.clone()
+        whole[-1, -1] = 1 + 2.0**-20
+        assert torch.equal(times(x, whole)[:, :-1], alone[:, :-1])
+
+
+@here
+def test_strange_values_and_strides_are_multiplied_as_torch_does() -> None:
+    """Catches an infinity, a NaN or a negative zero lost by widening, and rows that are read as if they lay side by side."""
+    weight = torch.tensor([[1.0, -0.0, 2.0], [float("inf"), 1.0, -1.0], [float("nan"), 0.0, 0.0], [2.0**-126, 2.0**-133, 0.0]])
+    x = torch.tensor([[1.0, 2.0, -3.0]])
+    torch.testing.assert_close(times(x, weight), F.linear(x, weight), equal_nan=True, rtol=0, atol=0)
+    wide = torch.randn(6, 9).T  # [9, 6], columns side by side
+    weight = torch.randn(40, 6)
+    torch.testing.assert_close(times(wide, weight), F.linear(wide, weight))
+
+
+@here
+def test_threads_multiply_side_by_side() -> None:
+    """Catches a kernel with something of its own between calls."""
+    torch.manual_seed(2)
+    weight, inputs = torch.randn(512, 512), [torch.randn(9, 512) for _ in range(4)]
+    held, wanted = kernels.panels(weight), [times(x, weight) for x in inputs]
+    failed: list[int] = []
+
+    def run(n: int) -> None:
+        for _ in range(30):
+            if not torch.equal(packed.product(inputs[n], "panels", held, 512), wanted[n]):
+                failed.append(n)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+# ── attend ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def attention(slots: int, heads: tuple[int, int], width: int, text: int, size: int) -> tuple[Tensor, ...]:
+    """q, k, v and a mask in which rows see different columns; keys and values are a part of longer buffers."""
+    torch.manual_seed(text)
+    q = torch.randn(slots, width, heads[0], size).transpose(1, 2)
+    k, v = (torch.randn(slots, heads[1], text + 9, size)[:, :, :text] for _ in range(2))
+    mask = torch.zeros(slots, 1, width, text).masked_fill(torch.rand(slots, 1, width, text) < 0.3, -torch.inf)
+    mask[..., :1] = 0
+    return q, k, v, mask
+
+
+def attends(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return torch.ops.outrider.attend(q, k, v, mask, q.shape[-1] ** -0.5)
+
+
+@here
+@pytest.mark.parametrize("size", [16, 64, 72, 80, 256])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (6, 1)])
+@pytest.mark.parametrize("text", [1, 15, 16, 17, 255, 256, 257, 700])
+def test_attention_is_torchs(text: int, heads: tuple[int, int], size: int) -> None:
+    """Catches the edge of a vector and of a block, a head of others' keys, a sum that is not taken on to the next block."""
+    for slots, width in ((1, 1), (1, 5), (3, 2), (1, 40)):
+        q, k, v, mask = attention(slots, heads, width, text, size)
+        wanted = F.scaled_dot_product_attention(*(each.double() for each in (q, k, v, mask)), enable_gqa=True)
+        found = attends(q, k, v, mask)
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=5e-6)
+        assert found.transpose(1, 2).is_contiguous()
+        torch.testing.assert_close(attends(q.contiguous(), k, v, mask), found, rtol=0, atol=0)
+
+
+@here
+def test_what_is_hidden_counts_for_nothing() -> None:
+    """Catches a hidden key, whatever stands there, with a weight of nearly 0; and a block that is hidden as a whole."""
+    q, k, v, mask = attention(1, (2, 1), 3, 900, 32)
+    mask[..., 300:800] = -torch.inf
+    wanted = attends(q, k, v, mask)
+    dirty_k, dirty_v = k.clone(), v.clone()
+    dirty_k[:, :, 300:800], dirty_v[:, :, 300:800] = 1e4, 1e30
+    assert torch.equal(attends(q, dirty_k, dirty_v, mask), wanted)
+    large = mask.clone()
+    large[..., 0] = 1e4  # all others are e^-10000
+    torch.testing.assert_close(attends(q, k, v, large), v[:, :, :1].expand(1, 2, 3, 32), rtol=1e-6, atol=0)
+
+
+@here
+def test_a_row_attends_alike_alone_and_among_others() -> None:
+    """Catches an order of summation that hangs on rows, slots or the columns that others may look at."""
+    q, k, v, mask = attention(2, (4, 2), 7, 300, 64)
+    mask[:, :, :, 200:] = -torch.inf
+    whole = attends(q, k, v, mask)
+    for row in range(7):
+        alone = attends(q[1:, :, row : row + 1], k[1:, :, :200], v[1:, :, :200], mask[1:, :, row : row + 1, :200])
+        assert torch.equal(alone[0, :, 0], whole[1, :, row])
+
+
+@here
+def test_a_mask_for_all_slots_will_do() -> None:
+    q, k, v, mask = attention(3, (2, 2), 2, 40, 32)
+    assert torch.equal(attends(q, k, v, mask[:1]), attends(q, k, v, mask[:1].expand(3, -1, -1, -1).contiguous()))
+
+
+# ── within a traced graph ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rewritten(function: object, *given: Tensor) -> fx.GraphModule:
+    module = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+    rewrite.with_kernels(module.graph)
+    module.recompile()
+    return module
+
+
+def called(module: fx.GraphModule) -> list[str]:
+    return [node.target.__name__ for node in module.graph.nodes if "outrider" in str(node.target)]
+
+
+@here
+def test_products_of_one_input_become_one_to_the_last_bit() -> None:
+    """Catches a slice that is one panel off, padding taken for outputs, halves joined with wholes, another input's product."""
+    torch.manual_seed(3)
+    sizes = (64, 33, 100)
+    weights = [torch.randn(size, 48).bfloat16().float() for size in sizes]
+    held, single = [kernels.panels(weight) for weight in weights], kernels.panels(torch.randn(40, 48))
+    multiply = torch.ops.outrider.multiply
+
+    def run(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        parts = [multiply(x, own, size) for own, size in zip(held, sizes, strict=True)]
+        return *parts, multiply(x, single, 40), multiply(y, held[0], 64)
+
+    given = torch.randn(2, 3, 48), torch.randn(5, 48)
+    module = rewritten(run, *given)
+    assert called(module) == ["multiply.default"] * 3
+    for found, wanted in zip(module(*given), run(*given), strict=True):
+        assert torch.equal(found, wanted)
+
+
+@here
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_attention_becomes_ours_where_it_may(dtype: torch.dtype) -> None:
+    """Catches attention in float64 read as float32, and a scale or a mask that is lost."""
+    q, k, v, mask = (each.to(dtype) for each in attention(1, (2, 2), 3, 50, 32))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        masked = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=0.3)[0]
+        return masked + torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+
+    module = rewritten(run, q, k, v, mask)
+    assert called(module) == (["attend.default"] if dtype == torch.float32 else [])
+    torch.testing.assert_close(module(q, k, v, mask), run(q, k, v, mask))
+
+
+# ── where there are none ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def afresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine on which nothing was compiled yet."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(kernels, "_built", kernels._built.__wrapped__)
+    monkeypatch.setattr(kernels, "library", functools.cache(kernels.library.__wrapped__))
+
+
+@pytest.mark.parametrize("command", ["/nowhere/c++", "false", "true"])
+def test_without_a_compiler_that_works_all_goes_on(
+    afresh: None, command: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a missing compiler, one that fails and one that writes nothing taken for the end; and silence about it."""
+    caplog.set_level("INFO", logger="outrider.kernels")
+    monkeypatch.setattr(kernels, "compiler", lambda: None if command.startswith("/") else command)
+    assert kernels.library() is None
+    assert "panels" not in packed.ways()
+    assert "kernels are left out: " in caplog.text
+
+
+@here
+def test_kernels_that_say_something_else_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted faults: weights in another order than the kernel reads them; torch says something else of attention."""
+    again = kernels.library.__wrapped__
+    assert again() is not None
+    with monkeypatch.context() as patched:
+        real = kernels.panels
+        patched.setattr(kernels, "panels", lambda weight: real(weight.flip(0)))
+        assert again() is None
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *_, **__: q)
+    assert again() is None
