@@ -44,6 +44,8 @@ TAKEN = "ms"
 INT8 = "int8 weights"
 LEAST_TURNS, MOST_TURNS, ENOUGH_S = 3, 12, 0.015
 """A way is timed by turns with the others, until this much time is spent on it; its quickest turn counts."""
+UNKNOWN_MEMORY = 2**32
+"""Bytes taken to be free where the system does not say."""
 BUSY = 1.5
 """Running programs a thread, ours among them, from which on times are not kept."""
 HOPELESS = 10.0
@@ -216,6 +218,18 @@ def cpu_share() -> float | None:
     except OSError:
         return None
     return round(int(quota) / int(period), 2) if quota.isdigit() and period.isdigit() else None
+
+
+def free_memory() -> int:
+    """Bytes of memory that are not in use, within what the container is given."""
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # a system that does not say
+        return UNKNOWN_MEMORY
+    with suppress(OSError, ValueError):  # no container, or one without a limit
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, limit - used)
+    return free
 
 
 @functools.cache

@@ -25,11 +25,13 @@ from torch import Tensor, nn
 from outrider import kernels, machine
 
 Way = Literal["plain", "onednn", "panels"]
-MOST_BYTES = 2**31
-"""Models with more weights than this are left as they are: the copy would cost more memory than the time is worth."""
+SHARE = 0.5
+"""Of the memory that is free, what a model's packed copy may take; a larger model is left as it is."""
 SAMPLE_BYTES = 2**26
 """Weights on which the ways are timed: more than most caches hold."""
 SAMPLE_ROWS = (1, 8)
+PANELS = "panels"
+"""A layer's panels as its buffer."""
 
 
 class Packed(NamedTuple):
@@ -46,7 +48,7 @@ def pack(model: nn.Module) -> None:
     Nothing changes where that is not faster.  A layer whose weight changes afterwards multiplies the usual way again.
     """
     layers = [module for module in model.modules() if type(module) is nn.Linear and _fits(module)]
-    if not layers or sum(layer.weight.nbytes for layer in layers) > MOST_BYTES:
+    if not layers or sum(layer.weight.nbytes for layer in layers) > SHARE * machine.free_memory():
         return
     way = _fastest(layers)
     if way == "plain":
@@ -64,6 +66,44 @@ def products(*ways: Way) -> Iterator[None]:
         yield
     finally:
         _open.reset(token)
+
+
+def in_panels(model: nn.Module) -> list[nn.Linear]:
+    """Its layers whose weights are packed in panels, in the model's order."""
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer in _weights]
+    return [layer for layer in layers if _weights[layer].way == "panels"]
+
+
+@contextmanager
+def as_buffers(model: nn.Module) -> Iterator[None]:
+    """While this is open, panels are buffers of their layers, so that a traced graph names them."""
+    layers = in_panels(model)
+    for layer in layers:
+        layer.register_buffer(PANELS, _weights[layer].weight, persistent=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            delattr(layer, PANELS)
+
+
+def panels_of(layers: Sequence[nn.Linear]) -> Tensor:
+    """The panels of these layers behind each other; each layer's are views of it afterwards, so that memory holds them once."""
+    parts = [_weights[layer].weight for layer in layers]
+    ends = [part.data_ptr() + part.nbytes for part in parts]
+    count = sum(map(len, parts))
+    if all(part.data_ptr() == end for part, end in zip(parts[1:], ends, strict=False)):
+        return parts[0].as_strided((count, *parts[0].shape[1:]), parts[0].stride())
+    whole, start = kernels.on_large_pages(torch.cat(parts)), 0
+    for layer, part in zip(layers, parts, strict=True):
+        _weights[layer] = _weights[layer]._replace(weight=whole[start : start + len(part)])
+        start += len(part)
+    return whole
+
+
+def stored(model: nn.Module) -> int:
+    """Bytes of packed weights that a pass reads while `products` is open."""
+    return sum(_weights[layer].weight.nbytes for layer in model.modules() if isinstance(layer, nn.Linear) and layer in _weights)
 
 
 def is_open() -> bool:
@@ -90,7 +130,8 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
     # what is traced holds the weights of the moment, and says so itself
     if not torch.compiler.is_compiling() and found.stamp != _stamp(layer):
         return F.linear(x, layer.weight, layer.bias)
-    return product(x, found.way, found.weight, layer.weight.shape[0], layer.bias)
+    weight: Tensor = getattr(layer, PANELS, found.weight)
+    return product(x, found.way, weight, layer.weight.shape[0], layer.bias)
 
 
 def _fits(layer: nn.Linear) -> bool:

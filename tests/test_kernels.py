@@ -155,7 +155,8 @@ def test_a_mask_for_all_slots_will_do() -> None:
 
 def rewritten(function: object, *given: Tensor) -> fx.GraphModule:
     module = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
-    rewrite.with_kernels(module.graph)
+    names = [node.target for node in module.graph.nodes if node.op == "get_attr"]
+    rewrite.with_kernels(module.graph, {name: number for number, name in enumerate(names)})
     module.recompile()
     return module
 
@@ -180,6 +181,9 @@ def test_products_of_one_input_become_one_to_the_last_bit() -> None:
     given = torch.randn(2, 3, 48), torch.randn(5, 48)
     module = rewritten(run, *given)
     assert called(module) == ["multiply.default"] * 3
+    weights = [node.args[1].target for node in module.graph.nodes if node.target is multiply.default]
+    assert [len(rewrite.numbers_of(name) or []) for name in weights] == [3, 1, 1]
+    assert rewrite.numbers_of("model.norm.weight") is None
     for found, wanted in zip(module(*given), run(*given), strict=True):
         assert torch.equal(found, wanted)
 

@@ -307,3 +307,16 @@ print(json.dumps([kept, before - resident()]))
     kept, released = json.loads(done.stdout)
     assert kept < 100, "32 MiB of tensors a step are 8,192 pages"
     assert released > 16 * 1024
+
+
+def test_free_memory_is_what_the_container_has_left(monkeypatch, tmp_path):
+    """Catches a limit that is not looked at, one that is not there, and a system that does not say."""
+    whole = machine.free_memory()
+    assert 2**20 < whole < 2**50
+    said = {"/sys/fs/cgroup/memory.max": "5000000", "/sys/fs/cgroup/memory.current": "1000000"}
+    monkeypatch.setattr(machine.Path, "read_text", lambda path: said[str(path)])
+    assert machine.free_memory() == 4000000
+    said["/sys/fs/cgroup/memory.max"] = "max"
+    assert machine.free_memory() > 2**20
+    monkeypatch.setattr(machine.os, "sysconf", lambda name: (_ for _ in ()).throw(ValueError(name)))
+    assert machine.free_memory() == machine.UNKNOWN_MEMORY

@@ -43,11 +43,21 @@ BUILDS: dict[str, dict[str, Any]] = {
 
 
 def builds(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Ways to compile this model, with inductor's settings: where its layers are packed in panels, with our kernel alone."""
+    """Ways to compile this model, with inductor's settings: where its layers are packed in panels, with our kernel alone, and
+    with weights that stay where they are."""
     if packed.way_of(model) != "panels":
         return BUILDS
+    number = {layer: n for n, layer in enumerate(packed.in_panels(model))}
+    names = model.named_modules(remove_duplicate=False)
+    numbers = {f"{name}.{packed.PANELS}": number[layer] for name, layer in names if layer in number}
+    rewriting = functools.partial(rewrite.with_kernels, panels=numbers)
     shims = {getattr(torch.ops.outrider, name).default: [shim] for name, shim in kernels.SHIMS.items()}
-    return {"panels": {"aot_inductor.custom_ops_to_c_shims": shims, "post_grad_custom_pre_pass": rewrite.with_kernels}}
+    ours = {"aot_inductor.custom_ops_to_c_shims": shims, "post_grad_custom_pre_pass": rewriting}
+    return {"panels": ours | {"freezing": False, HOLDS_WEIGHTS: False}}
+
+
+HOLDS_WEIGHTS = "aot_inductor.package_constants_in_so"
+"""Inductor's setting for whether a package has a copy of the weights, or is given them when it is loaded."""
 
 
 class NotCompiled(OutriderError):
@@ -78,13 +88,29 @@ def fingerprint(model: nn.Module, *more: object) -> str:
 class Graph:
     """A package, called by `forward` as a module is, so that what watches modules sees its calls."""
 
-    def __init__(self, path: Path):
-        """NotCompiled where the package can't be read."""
+    def __init__(self, path: Path, traced: nn.Module | None = None):
+        """traced: the module that was compiled, whose weights a package without a copy of them reads.
+
+        NotCompiled where the package can't be read.
+        """
         kernels.library()  # which it may call
         try:
             self.package = torch._inductor.aoti_load_package(str(path))
+            self.weights = {} if traced is None else self._weights(traced)
+            if self.weights:
+                self.package.load_constants(self.weights, check_full_update=True, user_managed=True)
         except Exception as error:  # native code that another program made: whatever it raises, we go on without
             raise NotCompiled(f"{path} can't be loaded ({_first_line(error)}); delete it and compile again") from error
+
+    def _weights(self, traced: nn.Module) -> dict[str, Tensor]:
+        """What the package is to be given: the module's weights, and panels as they lie in memory."""
+        if self.package.loader.get_metadata().get("weights") != "outside":
+            return {}
+        known, layers, found = _weights_of(traced), packed.in_panels(traced), {}
+        for name in self.package.get_constant_fqns():
+            numbers = rewrite.numbers_of(name)
+            found[name] = known[name].detach() if numbers is None else packed.panels_of([layers[n] for n in numbers])
+        return found
 
     def padded(self, width: int) -> int:
         """Tokens a row that a pass of `width` tokens writes."""
@@ -148,7 +174,7 @@ class Graphs:
             raise NotCompiled(f"{path} does not exist" if is_on_cpu else "on a GPU passes are captured only where asked for")
         if is_on_cpu and not path.exists():
             seconds = self._build(path, several)
-        graph = Graph(path) if is_on_cpu else self.captured()
+        graph = Graph(path, self.example(several)[0]) if is_on_cpu else self.captured()
         apart, allowed = self.apart(graph, several)
         if not apart <= allowed:
             if is_on_cpu:
@@ -182,7 +208,7 @@ class Graphs:
     def _build(self, path: Path, several: bool) -> float:
         """Compile in the way whose products are fastest here; the first time on a machine in every way, timed."""
         traced, arguments, dims = self.example(several)
-        possible = builds(self.model())
+        possible = builds(traced)
         question = f"products in a compiled {self._described(several)}: {list(possible)}"
         parts = {way: path.with_name(f"{path.stem}.{way}.pt2") for way in possible}
         seconds = 0.0
@@ -190,7 +216,7 @@ class Graphs:
         def build(way: str) -> Graph:
             nonlocal seconds
             seconds += build_package(parts[way], traced, arguments, dims, possible[way])
-            return Graph(parts[way])
+            return Graph(parts[way], traced)
 
         def ways() -> dict[str, Callable[[], object]]:
             found: dict[str, Callable[[], object]] = {}
@@ -286,12 +312,16 @@ def build_package(
     part = path.with_name(f".{os.getpid()}.{path.name}")
     try:
         # oneDNN's packed weights inductor makes itself
-        with torch.no_grad(), packed.products("panels"):
+        with torch.no_grad(), packed.products("panels"), packed.as_buffers(function):
             # made in inference mode they could not be traced
             example = pytree.tree_map_only(Tensor, Tensor.clone, example)
             with contextlib.redirect_stderr(io.StringIO()):  # what it can't trace it prints whole, hundreds of lines
                 exported = torch.export.export(function, example, dynamic_shapes=dims, strict=False)
             configs = {"freezing": True, **options}
+            known = _weights_of(function)
+            lifted = [name for name in exported.constants if name not in known and not name.endswith(f".{packed.PANELS}")]
+            is_outside = not options.get(HOLDS_WEIGHTS, True) and not lifted
+            configs |= {HOLDS_WEIGHTS: not is_outside, "aot_inductor.metadata": {"weights": "outside"} if is_outside else {}}
             torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=configs)
         part.replace(path)
     except Exception as error:  # the compiler is a large program of others, and every family is a new text for it
@@ -328,6 +358,11 @@ def flat(arguments: Sequence[Tensor | list[Tensor]]) -> list[Tensor]:
 def dense(tensor: Tensor, *shape: int) -> Tensor:
     """Expanded to this shape, and contiguous: a package reads its arguments by the strides that it was made for."""
     return tensor.expand(*shape).contiguous()
+
+
+def _weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by all of their names."""
+    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
 
 
 def _version(weights: Sequence[Tensor]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,14 +16,24 @@ from torch import Tensor, fx
 
 from outrider import kernels
 
+PREFIX = "panels_"
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-def with_kernels(graph: fx.Graph) -> None:
-    """Rewrite a graph of aten operators whose products in panels are `outrider::multiply`; inductor calls it."""
+def with_kernels(graph: fx.Graph, panels: Mapping[str, int]) -> None:
+    """Rewrite a graph of aten operators whose products in panels are `outrider::multiply`; inductor calls it.
+
+    panels: numbers of the weights that it multiplies by, by the names of its constants.  The new graph's constants are named
+    by these numbers, see `numbers_of`.
+    """
     _attend(graph)
-    _join(graph)
+    _join(graph, panels)
     graph.lint()
+
+
+def numbers_of(name: str) -> list[int] | None:
+    """Which panels lie behind each other in the constant of this name; None for another constant."""
+    return [int(number) for number in name.removeprefix(PREFIX).split("_")] if name.startswith(PREFIX) else None
 
 
 def _attend(graph: fx.Graph) -> None:
@@ -47,24 +58,26 @@ def _attend(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _join(graph: fx.Graph) -> None:
+def _join(graph: fx.Graph, numbers: Mapping[str, int]) -> None:
     """One product for all weights of a kind that the same tensor is multiplied with, and slices of it for who used each."""
     multiply = torch.ops.outrider.multiply.default
     found: dict[Any, list[tuple[Any, Tensor]]] = defaultdict(list)
     for node in graph.nodes:
-        if node.target is multiply and node.args[1].op == "get_attr":
+        if node.target is multiply:
             weight = operator.attrgetter(node.args[1].target)(graph.owning_module)
             found[node.args[0], weight.shape[1:]].append((node, weight))  # float32 and bfloat16 differ in shape
-    for number, ((x, _), products) in enumerate(found.items()):
-        if len(products) == 1:
-            continue
-        joined, width, start = torch.cat([weight for _, weight in products]), kernels.panel_width(), 0
+    width = kernels.panel_width()
+    for (x, _), products in found.items():
+        name = PREFIX + "_".join(str(numbers[node.args[1].target]) for node, _ in products)
+        joined, start = torch.cat([weight for _, weight in products]), 0
         with graph.inserting_before(products[0][0]):
-            weights = _constant(graph, f"_joined{number}", joined, x.meta["val"].fake_mode)
-            whole = _call(graph, multiply, x, weights, joined.shape[0] * width)
+            outputs = products[0][0].args[2] if len(products) == 1 else joined.shape[0] * width
+            whole = _call(graph, multiply, x, _constant(graph, name, joined, x.meta["val"].fake_mode), outputs)
         for node, weight in products:
-            with graph.inserting_before(node):
-                part = _call(graph, torch.ops.aten.slice.Tensor, whole, -1, start, start + node.args[2])
+            part = whole
+            if len(products) > 1:
+                with graph.inserting_before(node):
+                    part = _call(graph, torch.ops.aten.slice.Tensor, whole, -1, start, start + node.args[2])
             start += weight.shape[0] * width
             node.replace_all_uses_with(part)
             graph.erase_node(node)

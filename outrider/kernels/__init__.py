@@ -99,10 +99,10 @@ def panels(weight: Tensor) -> Tensor:
     if not bool((bits & 0xFFFF).any()):
         low, high = bits.split(width // 2, -1)
         bits = ((low >> 16) & 0xFFFF) | high
-    return _on_large_pages(bits)
+    return on_large_pages(bits)
 
 
-def _on_large_pages(values: Tensor) -> Tensor:
+def on_large_pages(values: Tensor) -> Tensor:
     """A contiguous copy, on pages of 2 MiB where the system has them: far fewer addresses to translate while it is read."""
     size = values.numel() * values.itemsize
     if size < PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
