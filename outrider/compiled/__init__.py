@@ -33,7 +33,7 @@ from outrider.errors import OutriderError
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 2**31
-"""Models with more weights than this are not compiled on a CPU: the package holds a copy of them."""
+"""Models with more weights than this are not compiled on a CPU where the package would hold a copy of them."""
 
 BUILDS: dict[str, dict[str, Any]] = {
     "libraries": {},
@@ -162,8 +162,8 @@ class Graphs:
         if any(map(is_traceable_wrapper_subclass, model.parameters())):
             raise NotCompiled("its weights are quantised, and a package would hold them in full; its steps stay plain")
         is_on_cpu = {weight.device.type for weight in model.parameters()} == {"cpu"}
-        if is_on_cpu and sum(weight.nbytes for weight in model.parameters()) > MOST_BYTES:
-            raise NotCompiled(f"more than {MOST_BYTES >> 30} GiB of weights; its steps stay plain")
+        if is_on_cpu and packed.way_of(model) != "panels":
+            _refuse_large(model)
         if self._key is None or self._is_stale():
             # without its graphs, so that what `apart` calls plain is
             self.graphs.clear()
@@ -321,9 +321,13 @@ def build_package(
             known = _weights_of(function)
             lifted = [name for name in exported.constants if name not in known and not name.endswith(f".{packed.PANELS}")]
             is_outside = not options.get(HOLDS_WEIGHTS, True) and not lifted
+            if not is_outside:
+                _refuse_large(function)
             configs |= {HOLDS_WEIGHTS: not is_outside, "aot_inductor.metadata": {"weights": "outside"} if is_outside else {}}
             torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=configs)
         part.replace(path)
+    except NotCompiled:
+        raise
     except Exception as error:  # the compiler is a large program of others, and every family is a new text for it
         raise NotCompiled(f"can't be compiled: {type(error).__name__}: {_first_line(error)}") from error
     finally:
@@ -331,6 +335,14 @@ def build_package(
     seconds = time.perf_counter() - began
     log.info("compiled %s in %.0f s, %.0f MB", path, seconds, path.stat().st_size / 1e6)
     return seconds
+
+
+def _refuse_large(model: nn.Module) -> None:
+    """Raises NotCompiled where a copy of the weights would be too large."""
+    if sum(weight.nbytes for weight in model.parameters()) > MOST_BYTES:
+        raise NotCompiled(
+            f"more than {MOST_BYTES >> 30} GiB of weights, of which a package would hold a copy; its steps stay plain"
+        )
 
 
 def around(rows: Sequence[int]) -> list[int]:

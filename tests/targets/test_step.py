@@ -447,6 +447,7 @@ def test_a_family_that_cannot_be_traced_stays_plain(family, monkeypatch):
 def test_a_model_that_is_too_large_stays_plain(slow, monkeypatch):
     """Catches a disk that is filled with copies."""
     monkeypatch.setattr(compiled, "MOST_BYTES", 1000)
+    monkeypatch.setattr(packed, "way_of", lambda model: "plain")
     with pytest.raises(NotCompiled, match="GiB"):
         slow.compile()
 
