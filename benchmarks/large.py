@@ -6,8 +6,8 @@
 A Qwen3 of that shape with random weights, as float32 numbers or as exact bfloat16 ones, greedy, one request at a time.  Drafts
 are replayed: chains of which so much is right as the demo's dspark (the checkpoint of the last `make demo`) kept on the demo
 target, step by step; drafting them costs nothing here, so the ratio is what verification allows.  Plain and drafted requests
-take turns, and all texts are compared.  `share` is how fast a plain step reads the packed weights beside the quickest reading of as
-many bytes in the same run.
+take turns, and all texts are compared.  `share`: how fast a plain step reads the packed weights beside the quickest reading of
+as many bytes in the same run.
 """
 
 from __future__ import annotations

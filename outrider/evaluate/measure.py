@@ -558,8 +558,8 @@ def _modules(party: Any) -> list[nn.Module]:
     if not isinstance(model, nn.Module):
         return []
     base = getattr(model, "base_model", model)
-    graphs = getattr(getattr(party, "step", None), "graphs", {})
-    return [*dict.fromkeys([model, base]), *graphs.values()]
+    steps: Any = [party.step] if isinstance(party, TransformersTarget) else party.steps
+    return [*dict.fromkeys([model, base]), *(graph for step in steps for graph in step.graphs.values())]
 
 
 @torch.inference_mode()

@@ -88,8 +88,10 @@ class Adaptive:
         steps = [(accepted.paths[b], self.wanted[b]) for b in whole]
         self._wonder(steps)
         self._count(steps)
-        # the first step of all warms caches up, and the first draft after a pause reads what it has missed
-        if self.turn > 1 and not (asked and self.pause >= 8):
+        # the first step of all warms caches up, the first plain one finds a draft's weights in them, and the first draft after
+        # a pause reads what it has missed
+        is_odd = self.pause >= 8 if asked else not self.pause
+        if self.turn > 1 and not is_odd:
             costs.add(asked, seconds, self.turn)
         if self.probing and asked:
             self._charge(seconds, sum(accepted.counts) / live, costs)
@@ -128,7 +130,10 @@ class Adaptive:
             if self.since < self.EXPLORE:
                 return self.depth
             self.since, self.tries, self.credit = 0, self.tries + 1, self.FUND
-            return 0 if self.tries % 2 else near[-1 if self.tries % 4 else 0]
+            if self.tries % 3 == 1:
+                costs.todo += [0, 0]  # the first of three is not counted
+                return 0
+            return near[-1 if self.tries % 3 else 0]
         self.credit = min(self.credit + self.SHARE, self.FUND)
         if not self.probing and self.credit > 0:
             self.probing = 2  # since the first after a pause says nothing of a draft's seconds
@@ -176,11 +181,13 @@ class Costs:
     """Samples of a depth that are kept, and steps until one is too old where there are younger ones."""
 
     def __init__(self, todo: list[int]):
-        self.todo = [*todo[:1], *(depth for depth in dict.fromkeys(todo) for _ in range(2))]
-        """Depths still to be tried: twice, since of two samples one may be an outlier, and the very first is not counted."""
+        self.todo = [*todo[:1], *(depth for depth in dict.fromkeys(todo) for _ in range(2 if depth else 3))]
+        """Depths still to be tried: twice, since of two samples one may be an outlier, and the very first is not counted; no
+        draft three times, since the first one after a draft is not counted either."""
         self.tried = set(todo)
         self.samples: dict[int, deque[tuple[int, float]]] = {}
         """By depth: step and seconds."""
+        self.means: dict[int, float] = {}
         self.curve = rising([])
         """Depths and seconds, rising."""
 
@@ -192,8 +199,9 @@ class Costs:
         self.samples.setdefault(depth, deque(maxlen=self.WINDOW)).append((turn, seconds))
         stale = [other for other, samples in self.samples.items() if other and samples[-1][0] < turn - self.AGE]
         for other in stale if depth else ():
-            del self.samples[other]
-        self.curve = rising([(depth, self.mean(depth), len(self.samples[depth])) for depth in sorted(self.samples)])
+            del self.samples[other], self.means[other]
+        self.means[depth] = self.mean(depth)
+        self.curve = rising([(depth, self.means[depth], len(self.samples[depth])) for depth in sorted(self.samples)])
 
     def mean(self, depth: int) -> float:
         ordered = sorted(seconds for _, seconds in self.samples[depth])
