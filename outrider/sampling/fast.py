@@ -100,7 +100,9 @@ class Chain:
         assert draft.q is not None
         tokens, known, valid = judged_nodes(draft, draft.q, p.shape[-1])
         own, sizes = tokens[..., None], draft.sizes.to(tokens.device)
-        q = judged_q(draft.q, tokens, known, valid).to(p.dtype)
+        # as nearly always: a copy would be as large as q
+        q = draft.q if bool(valid.all()) else judged_q(draft.q, tokens, known, valid)
+        q = q.to(p.dtype)
         live = torch.arange(tokens.shape[1], device=tokens.device) < sizes[:, None]
         p_own = torch.where(known, p[:, :-1].gather(-1, own)[..., 0], 0.0)
         q_own = torch.where(known, q.gather(-1, own)[..., 0], 1.0)
