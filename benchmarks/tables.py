@@ -442,6 +442,19 @@ def products(found: dict[str, Any]) -> str:
     return "\n\n".join([_processor(found), _table(heads, lines, slice(1, 3 + len(ways)))])
 
 
+def large(found: dict[str, Any]) -> str:
+    """One line a kind of values."""
+    lines = [
+        [f"{found['shape']}, {row['values']}", f"{row['stored_gb']:.2f}", f"{row['read_ms']:.0f}",
+         f"{row['plain_ms_per_token']:.0f}", f"{row['drafted_ms_per_step']:.0f}", f"{row['tokens_per_step']:.2f}",
+         f"{row['speedup']:.2f}", str(row["texts_that_differ"])]
+        for row in found["rows"]
+    ]  # fmt: skip
+    heads = ["shape, values", "stored, GB", "one reading, ms", "plain step, ms", f"step of {found['rows_verified']} rows, ms",
+             "tokens per step", "speed-up", "texts that differ"]  # fmt: skip
+    return "\n\n".join([_processor(found), _table(heads, lines, slice(1, 8)), _kept(found)])
+
+
 def block(found: dict[str, Any]) -> str:
     """One line a length of the drafted chain."""
     lines = [
@@ -463,7 +476,7 @@ def _kept(found: dict[str, Any]) -> str:
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "peers": peers, "products": products, "block": block,
+    "peers": peers, "products": products, "large": large, "block": block,
     "machines": machines, "families": families, "every_family": every_family, "loading": loading, "soak": soak,
     "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch, "retrieval": retrieval,
     "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip,

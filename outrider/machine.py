@@ -223,8 +223,9 @@ def cpu_share() -> float | None:
 def free_memory() -> int:
     """Bytes of memory that are not in use, within what the container is given."""
     try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # a system that does not say
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # a system that does not say
         return UNKNOWN_MEMORY
     with suppress(OSError, ValueError):  # no container, or one without a limit
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
