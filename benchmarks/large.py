@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serving import parties, prompts_of, serve, write
+from serving import parties, promise, prompts_of, serve, write
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -79,14 +79,8 @@ def main() -> None:
     kept = demo_kept(options.rows - 1)
     rows = [measured(options, values, kept) for values in options.values.split(",")]
     promises = [
-        {"promise": f"{row['values']}: speculation over its own plain", "wanted": WANTED[row["values"]],
-         "found": row["speedup"], "holds": row["speedup"] >= WANTED[row["values"]]}
-        for row in rows
-    ] + [
-        {"promise": f"{row['values']}: plain's share of the bandwidth", "wanted": 0.9, "found": row["share"],
-         "holds": row["share"] >= 0.9}
-        for row in rows
-    ]  # fmt: skip
+        promise(f"{row['values']}: speculation over its own plain", WANTED[row["values"]], row["speedup"]) for row in rows
+    ] + [promise(f"{row['values']}: plain's share of the bandwidth", 0.9, row["share"]) for row in rows]
     write({"promises": promises, "shape": options.shape, "rows_verified": options.rows, "rows": rows}, options.out)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx
 import torch
-from serving import parties, prompts_of, write
+from serving import parties, promise, prompts_of, write
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -77,10 +77,6 @@ def main() -> int:
     found = {"promises": promises, "llama_cpp": {"package": f"llama-cpp-python {VERSION}", "commit": COMMIT}, "rows": rows}
     write(found | {"prompts": len(prompts), "prompt_tokens": statistics.mean(map(len, prompts)), "new": wanted.new}, wanted.out)
     return 0
-
-
-def promise(what: str, least: float, found: float) -> dict[str, Any]:
-    return {"promise": what, "wanted": least, "found": found, "holds": found >= least}
 
 
 def measured(ways: dict[str, Ask], prompts: list[list[int]], new: int, rounds: int) -> list[dict[str, Any]]:

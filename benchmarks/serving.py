@@ -120,3 +120,8 @@ def write(found: dict[str, Any], out: Path | None) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text + "\n")
+
+
+def promise(what: str, least: float, found: float) -> dict[str, Any]:
+    """One line of a benchmark's `promises`, for what should be at least so much."""
+    return {"promise": what, "wanted": least, "found": found, "holds": found >= least}

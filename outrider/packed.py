@@ -90,10 +90,10 @@ def as_buffers(model: nn.Module) -> Iterator[None]:
 def panels_of(layers: Sequence[nn.Linear]) -> Tensor:
     """The panels of these layers behind each other; each layer's are views of it afterwards, so that memory holds them once."""
     parts = [_weights[layer].weight for layer in layers]
-    ends = [part.data_ptr() + part.nbytes for part in parts]
-    count = sum(map(len, parts))
-    if all(part.data_ptr() == end for part, end in zip(parts[1:], ends, strict=False)):
-        return parts[0].as_strided((count, *parts[0].shape[1:]), parts[0].stride())
+    places = {(part.untyped_storage().data_ptr(), part.storage_offset()) for part in parts}
+    starts = itertools.accumulate((part.numel() for part in parts[:-1]), initial=parts[0].storage_offset())
+    if places == {(parts[0].untyped_storage().data_ptr(), start) for start in starts}:  # joined before
+        return parts[0].as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
     whole, start = kernels.on_large_pages(torch.cat(parts)), 0
     for layer, part in zip(layers, parts, strict=True):
         _weights[layer] = _weights[layer]._replace(weight=whole[start : start + len(part)])
@@ -127,10 +127,11 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
     usual = found is None or found.way not in _open.get() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
     if found is None or usual or x.dtype != torch.float32 or not x.numel():
         return F.linear(x, layer.weight, layer.bias)
-    # what is traced holds the weights of the moment, and says so itself
-    if not torch.compiler.is_compiling() and found.stamp != _stamp(layer):
+    weight = found.weight
+    if torch.compiler.is_compiling():  # what is traced holds the weights of the moment, and says so itself
+        weight = getattr(layer, PANELS, weight)
+    elif found.stamp != _stamp(layer):
         return F.linear(x, layer.weight, layer.bias)
-    weight: Tensor = getattr(layer, PANELS, found.weight)
     return product(x, found.way, weight, layer.weight.shape[0], layer.bias)
 
 

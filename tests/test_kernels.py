@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from outrider import kernels, packed
+from outrider import kernels, machine, packed
 from outrider.compiled import rewrite
 
 here = pytest.mark.skipif(kernels.compiler() is None, reason="there is no C++ compiler")
@@ -186,6 +186,29 @@ def test_products_of_one_input_become_one_to_the_last_bit() -> None:
     assert rewrite.numbers_of("model.norm.weight") is None
     for found, wanted in zip(module(*given), run(*given), strict=True):
         assert torch.equal(found, wanted)
+
+
+@here
+def test_panels_are_joined_once_and_stay_each_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a second copy in memory, a layer that reads another's panels, and neighbours in memory taken for joined ones."""
+    monkeypatch.setattr(machine, "fastest", lambda question, ways, margin=1.1: "panels")
+    layers = [nn.Linear(16, size, bias=False) for size in (40, 64, 7)]
+    packed.pack(nn.Sequential(*layers))
+    apart = [packed.panels_of([layer]).clone() for layer in layers]
+    joined = packed.panels_of(layers)
+    assert torch.equal(joined, torch.cat(apart))
+    assert packed.panels_of(layers).data_ptr() == joined.data_ptr()
+    assert packed.panels_of(layers[1:]).data_ptr() == packed.panels_of([layers[1]]).data_ptr() != joined.data_ptr()
+    x = torch.randn(3, 16)
+    with torch.inference_mode(), packed.products():
+        for layer in layers:
+            torch.testing.assert_close(layer(x), F.linear(x, layer.weight))
+    both = torch.zeros(2, *apart[0].shape, dtype=torch.int32)
+    for layer, part in zip(layers[:2], both, strict=True):
+        # side by side in memory, and each in a storage of its own
+        own = torch.frombuffer(part.numpy(), dtype=torch.int32).view(part.shape)
+        packed._weights[layer] = packed._weights[layer]._replace(weight=own)
+    assert packed.panels_of(layers[:2]).shape[0] == 2 * len(apart[0])
 
 
 @here

@@ -299,13 +299,13 @@ def faults(steps=20):
 def resident():
     return int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")).split()[1])
 
-faults(); machine.keep_freed_memory(); faults(); kept = faults()
+faults(); machine.keep_freed_memory(); faults(); kept = min(faults() for _ in range(5))  # others take pages too
 before = resident(); machine.release_freed_memory()
 print(json.dumps([kept, before - resident()]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     kept, released = json.loads(done.stdout)
-    assert kept < 1000, "32 MiB of tensors a step are 8,192 pages"
+    assert kept < 100, "32 MiB of tensors a step are 8,192 pages"
     assert released > 16 * 1024
 
 

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 MOST_BYTES = 2**31
 """Models with more weights than this are not compiled on a CPU where the package would hold a copy of them."""
 
+HOLDS_WEIGHTS = "aot_inductor.package_constants_in_so"
+"""Inductor's setting for whether a package has a copy of the weights, or is given them when it is loaded."""
 BUILDS: dict[str, dict[str, Any]] = {
     "libraries": {},
     "templates": {"max_autotune": True, "max_autotune_gemm_backends": "CPP"},
@@ -54,10 +56,6 @@ def builds(model: nn.Module) -> dict[str, dict[str, Any]]:
     shims = {getattr(torch.ops.outrider, name).default: [shim] for name, shim in kernels.SHIMS.items()}
     ours = {"aot_inductor.custom_ops_to_c_shims": shims, "post_grad_custom_pre_pass": rewriting}
     return {"panels": ours | {"freezing": False, HOLDS_WEIGHTS: False}}
-
-
-HOLDS_WEIGHTS = "aot_inductor.package_constants_in_so"
-"""Inductor's setting for whether a package has a copy of the weights, or is given them when it is loaded."""
 
 
 class NotCompiled(OutriderError):
@@ -88,7 +86,7 @@ def fingerprint(model: nn.Module, *more: object) -> str:
 class Graph:
     """A package, called by `forward` as a module is, so that what watches modules sees its calls."""
 
-    def __init__(self, path: Path, traced: nn.Module | None = None):
+    def __init__(self, path: Path, traced: nn.Module):
         """traced: the module that was compiled, whose weights a package without a copy of them reads.
 
         NotCompiled where the package can't be read.
@@ -96,7 +94,7 @@ class Graph:
         kernels.library()  # which it may call
         try:
             self.package = torch._inductor.aoti_load_package(str(path))
-            self.weights = {} if traced is None else self._weights(traced)
+            self.weights = self._weights(traced)
             if self.weights:
                 self.package.load_constants(self.weights, check_full_update=True, user_managed=True)
         except Exception as error:  # native code that another program made: whatever it raises, we go on without
@@ -141,6 +139,8 @@ class Graphs:
     """The graphs of one model's step: one for a single slot, one for several, whose number stays open."""
 
     name = "step"
+    traced: Any
+    """The module that is compiled, as far as its weights and their names go."""
 
     def __init__(self) -> None:
         self.graphs: dict[bool, Replays] = {}
@@ -174,7 +174,7 @@ class Graphs:
             raise NotCompiled(f"{path} does not exist" if is_on_cpu else "on a GPU passes are captured only where asked for")
         if is_on_cpu and not path.exists():
             seconds = self._build(path, several)
-        graph = Graph(path, self.example(several)[0]) if is_on_cpu else self.captured()
+        graph = Graph(path, self.traced) if is_on_cpu else self.captured()
         apart, allowed = self.apart(graph, several)
         if not apart <= allowed:
             if is_on_cpu:

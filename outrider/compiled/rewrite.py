@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from outrider import kernels
 
 PREFIX = "panels_"
+"""Of the names of constants that are panels."""
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -69,7 +70,8 @@ def _join(graph: fx.Graph, numbers: Mapping[str, int]) -> None:
     width = kernels.panel_width()
     for (x, _), products in found.items():
         name = PREFIX + "_".join(str(numbers[node.args[1].target]) for node, _ in products)
-        joined, start = torch.cat([weight for _, weight in products]), 0
+        weights, start = [weight for _, weight in products], 0
+        joined = torch.cat(weights) if len(weights) > 1 else weights[0]
         with graph.inserting_before(products[0][0]):
             outputs = products[0][0].args[2] if len(products) == 1 else joined.shape[0] * width
             whole = _call(graph, multiply, x, _constant(graph, name, joined, x.meta["val"].fake_mode), outputs)
@@ -83,9 +85,9 @@ def _join(graph: fx.Graph, numbers: Mapping[str, int]) -> None:
             graph.erase_node(node)
 
 
-def _call(graph: fx.Graph, operator: Any, *given: Any) -> fx.Node:
-    node = graph.call_function(operator, given)
-    node.meta["val"] = operator(*(each.meta["val"] if isinstance(each, fx.Node) else each for each in given))
+def _call(graph: fx.Graph, called: Any, *given: Any) -> fx.Node:
+    node = graph.call_function(called, given)
+    node.meta["val"] = called(*(each.meta["val"] if isinstance(each, fx.Node) else each for each in given))
     return node
 
 

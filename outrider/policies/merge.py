@@ -93,4 +93,6 @@ def _side_by_side(one: Draft, other: Draft) -> Draft:
 
 def _one_hot(draft: Draft, like: Tensor) -> Tensor:
     """q [B, N, V] of nodes that were not drawn; 0 for an id outside the vocabulary.  like [B, any, V]."""
-    return (draft.tokens[..., None] == torch.arange(like.shape[-1], device=like.device)).to(like.dtype)
+    known = (draft.tokens >= 0) & (draft.tokens < like.shape[-1])
+    q = like.new_zeros(*draft.tokens.shape, like.shape[-1])
+    return q.scatter_(-1, draft.tokens.where(known, 0)[..., None], known[..., None].to(q.dtype))

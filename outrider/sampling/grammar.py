@@ -97,13 +97,18 @@ def _short(value: object) -> str:
 # ── llguidance ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _matcher() -> Any:
+    try:
+        from llguidance import LLMatcher
+    except ImportError as error:
+        raise ConfigError("a grammar needs llguidance, which is not installed: pip install 'outrider[grammar]'") from error
+    return LLMatcher
+
+
 @functools.lru_cache(256)
 def _source(kind: Kind, text: str) -> str:
     """The grammar as llguidance reads it, checked."""
-    try:
-        from llguidance import LLMatcher as matcher
-    except ImportError as error:
-        raise ConfigError("a grammar needs llguidance, which is not installed: pip install 'outrider[grammar]'") from error
+    matcher = _matcher()
     makers: dict[Kind, tuple[Callable[[str], str], str]] = {
         "json": (matcher.grammar_from_json_schema, "JSON schema that can be followed"),
         "regex": (matcher.grammar_from_regex, "regular expression of Rust's syntax"),
@@ -133,7 +138,7 @@ def _compiler(target: Any) -> Callable[[Grammar], Rules]:
         raise ConfigError(f"target {name!r} has no tokenizer, and a grammar speaks of text; load it by name or folder")
     if not target.ends:
         raise ConfigError(f"target {name!r} has no end token, so a text that fits its grammar could not end")
-    from llguidance import LLMatcher
+    matcher_of = _matcher()
     from llguidance.hf import from_tokenizer
 
     try:
@@ -144,7 +149,7 @@ def _compiler(target: Any) -> Callable[[Grammar], Rules]:
 
     @functools.lru_cache(256)
     def compiled(grammar: Grammar) -> Rules:
-        matcher = LLMatcher(vocabulary, _source(grammar.kind, grammar.text), log_level=0)
+        matcher = matcher_of(vocabulary, _source(grammar.kind, grammar.text), log_level=0)
         if matcher.is_error():
             raise ConfigError(f"{grammar} can't be compiled: {_first_line(matcher.get_error())}")
         return _Walk(matcher, size, grammar)

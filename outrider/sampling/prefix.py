@@ -223,9 +223,11 @@ def _ban(out: Tensor, rows: list[Row]) -> None:
     if entries:
         b, at, token = torch.tensor(entries, device=out.device).unbind(-1)
         out[b, at, token] = -torch.inf
-    for slot, prefix, row, path in rows:
-        if prefix.automaton is not None:
-            out[slot, row].masked_fill_(~prefix.possible(path, out.shape[-1]).to(out.device), -torch.inf)
+    ruled = [(b, prefix, row, path) for b, prefix, row, path in rows if prefix.automaton is not None]
+    if ruled:  # the masks of all rows go to the device at once
+        b, at = torch.tensor([(b, row) for b, _, row, _ in ruled], device=out.device).unbind(-1)
+        possible = torch.stack([prefix.possible(path, out.shape[-1]) for _, prefix, _, path in ruled])
+        out[b, at] = out[b, at].masked_fill(~possible.to(out.device), -torch.inf)
 
 
 def _call_processors(out: Tensor, draft: Draft, rows: list[Row]) -> None:

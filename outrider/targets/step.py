@@ -60,6 +60,10 @@ class CompiledStep(Graphs):
         model: nn.Module = self.target.model
         return model
 
+    @property
+    def traced(self) -> nn.Module:
+        return _Traced(self.target, [])
+
     def settings(self) -> Sequence[object]:
         model = self.target.model
         config = model.config
