@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     batches = [int(batch) for batch in options.batches.split(",")]
-    target, drafters = parties([options.drafter], several=max(batches) > 1, compiled=not options.plain_path)
+    target, drafters = parties([options.drafter], compiled=not options.plain_path)
     drafter = drafters[options.drafter]
     rows = []
     for batch in batches:

@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--plain-path", action="store_true", help="without compiled steps")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    target, _ = parties([], several=False, compiled=not options.plain_path)
+    target, _ = parties([], compiled=not options.plain_path)
     target.ends = frozenset()
     prompts = prompts_of(target, SEARCHED + options.prompts)
 

@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def loop(batches: list[int], new: int, compiled: bool) -> list[dict[str, Any]]:
-    target, drafters = parties(["ngram", "dspark"], several=max(batches) > 1, compiled=compiled)
+    target, drafters = parties(["ngram", "dspark"], compiled=compiled)
     rows = []
     for batch in batches:
         prompts = prompts_of(target, max(batch, 8))

@@ -53,7 +53,7 @@ def main() -> int:
     if binary is None:
         return CANNOT
     machine.settle()
-    target, drafters = parties(["ngram", "dspark"], several=False)
+    target, drafters = parties(["ngram", "dspark"])
     prompts = prompts_of(target, wanted.prompts)
     ours = {"plain": None, **drafters}
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as place:

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--plain-path", action="store_true", help="without compiled steps")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    target, trained = parties(["dspark"], several=False, compiled=not options.plain_path)
+    target, trained = parties(["dspark"], compiled=not options.plain_path)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["OUTRIDER_CORPORA"] = folder
         sizes = {name: built(target, Path(folder) / name, texts) for name, texts in sources().items()}

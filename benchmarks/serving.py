@@ -76,7 +76,7 @@ def serve(
     return found, texts
 
 
-def parties(names: Sequence[str], several: bool, compiled: bool = True) -> tuple[TransformersTarget, dict[str, Drafter]]:
+def parties(names: Sequence[str], compiled: bool = True) -> tuple[TransformersTarget, dict[str, Drafter]]:
     """The demo target and drafters by name; `dspark` is the checkpoint of the last `make demo`.  Compiled where asked for."""
     target = load_target("demo", compile=False)
     drafters: dict[str, Drafter] = {}
@@ -90,11 +90,10 @@ def parties(names: Sequence[str], several: bool, compiled: bool = True) -> tuple
             name: functools.partial(compile_passes, drafter) for name, drafter in drafters.items()
         }
         for name, compile_step in steps.items():
-            for batch in (False, True) if several else (False,):
-                try:
-                    print(f"{name}: compiled in {compile_step(batch):.0f} s", file=sys.stderr, flush=True)
-                except NotCompiled as error:
-                    print(f"{name}: {error}", file=sys.stderr, flush=True)
+            try:
+                print(f"{name}: compiled in {compile_step():.0f} s", file=sys.stderr, flush=True)
+            except NotCompiled as error:
+                print(f"{name}: {error}", file=sys.stderr, flush=True)
     return target, drafters
 
 

@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--plain-path", action="store_true", help="without compiled steps")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    target, drafters = parties(["ngram", "small_model", "dspark"], several=False, compiled=not options.plain_path)
+    target, drafters = parties(["ngram", "small_model", "dspark"], compiled=not options.plain_path)
     target.ends = frozenset()
     small: Any = drafters["small_model"]
     theirs = {

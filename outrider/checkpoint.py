@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from outrider.compiled import Graphs
+from outrider.compiled import Compiled
 from outrider.config import build, nearest, read_object
 from outrider.decoding.protocols import Drafter
 from outrider.drafters import find, kinds
@@ -441,7 +441,7 @@ def _placed(make: Callable[[Target], Drafter], target: Target, device: str | tor
         return RemoteDrafter(make(target.copy_to(place)), place)
     drafter = make(target)
     theirs = getattr(target, "step", None)
-    if isinstance(theirs, Graphs) and theirs.graphs:
+    if isinstance(theirs, Compiled) and theirs.graph is not None:
         for own in drafter.steps:
             own.look()
     return drafter

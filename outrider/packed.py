@@ -74,6 +74,11 @@ def in_panels(model: nn.Module) -> list[nn.Linear]:
     return [layer for layer in layers if _weights[layer].way == "panels"]
 
 
+def layout(model: nn.Module) -> list[tuple[str, torch.dtype]]:
+    """Of its layers with packed weights: name, and what the weight is stored as."""
+    return [(name, _weights[layer].weight.dtype) for name, layer in model.named_modules() if layer in _weights]
+
+
 @contextmanager
 def as_buffers(model: nn.Module) -> Iterator[None]:
     """While this is open, panels are buffers of their layers, so that a traced graph names them."""

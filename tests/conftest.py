@@ -75,7 +75,7 @@ def scaled(model: PreTrainedModel, by: float = 2.0) -> PreTrainedModel:
     return model
 
 
-PAYS = compiled.Graphs._pays
+PAYS = compiled.Compiled._pays
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -85,7 +85,7 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("OUTRIDER_CACHE", str(tmp_path_factory.mktemp("cache")))
         # compiling in every way to find the fastest takes twice as long; test_step.py does it once, and times the plain path
         patch.setattr(compiled, "BUILDS", {"libraries": {}})
-        patch.setattr(compiled.Graphs, "_pays", lambda self, graph, several: True)
+        patch.setattr(compiled.Compiled, "_pays", lambda self, graph: True)
         yield Path(os.environ["OUTRIDER_CACHE"])
 
 

@@ -312,7 +312,7 @@ def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | No
         "interleaved run",
         highlight=False,
     )
-    facts = write_provenance(settings, {"drafters": list(riders.drafters), "compiled": bool(target.step.graphs)})
+    facts = write_provenance(settings, {"drafters": list(riders.drafters), "compiled": target.step.graph is not None})
     usual, count = settings.usual_minutes.get("evaluate"), config.prompts * len(config.tasks)
     with console.started_anew("evaluation"), bar("prompts", count, usual_minutes=usual) as update:
         report = judge(

@@ -72,13 +72,21 @@ def has_compiler() -> bool:
 
 
 def fingerprint(model: nn.Module, *more: object) -> str:
-    """What a package hangs on, 16 hex digits: every weight and how it is multiplied, settings and code in `more`, torch,
-    threads and the processor.
+    """What a package hangs on, 16 hex digits: every weight's name and shape, which of them are one, and how each is multiplied;
+    settings and code in `more`; torch, threads and the processor.
     """
-    products = packed.way_of(model), kernels.source()
-    digest = hashlib.sha256(repr((machine.identity(), products, more)).encode())
+    products = packed.way_of(model), packed.layout(model), kernels.source()
+    digest, first = hashlib.sha256(repr((machine.identity(), products, more)).encode()), dict[int, str]()
     for name, weight in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        shared = first.setdefault(weight.data_ptr(), name)
+        digest.update(f"{name} {shared} {tuple(weight.shape)} {weight.dtype}".encode())
+    return digest.hexdigest()[:16]
+
+
+def values_of(model: nn.Module) -> str:
+    """What a package with a copy of the weights hangs on too, 16 hex digits: all that they say."""
+    digest = hashlib.sha256()
+    for _, weight in sorted(model.state_dict().items()):
         digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
 
@@ -123,9 +131,9 @@ class Graph:
         return found
 
 
-def compile_passes(drafter: Drafter, several: bool = False) -> float:
-    """Have a drafter's own passes compiled, of one slot or several; returns the seconds it took.  NotCompiled says why not."""
-    return sum(step.get(several, build=True) for step in drafter.steps)
+def compile_passes(drafter: Drafter) -> float:
+    """Have a drafter's own passes compiled; returns the seconds it took.  NotCompiled says why not."""
+    return sum(step.get(build=True) for step in drafter.steps)
 
 
 class Replays(Protocol):
@@ -135,82 +143,98 @@ class Replays(Protocol):
     def forward(self, *args: Any) -> list[Tensor]: ...
 
 
-class Graphs:
-    """The graphs of one model's step: one for a single slot, one for several, whose number stays open."""
+class Compiled:
+    """The graph of one model's step.  It is traced with several slots and tokens, and serves any number of both, 1 too."""
 
     name = "step"
     traced: Any
     """The module that is compiled, as far as its weights and their names go."""
 
     def __init__(self) -> None:
-        self.graphs: dict[bool, Replays] = {}
-        """By whether a pass has several rows."""
-        self._key: str | None = None
+        self.graph: Any = None
+        """A `Replays`; None where there is none."""
+        self.path: Path | None = None
+        """The package that `graph` was taken from."""
+        self._key = ""
         self._weights: list[Tensor] = []
         self._version = -1
         self._checked_for: Callable[[], Any] = lambda: None
         self._is_sound = False
 
-    def get(self, several: bool, build: bool) -> float:
-        """Take a graph from disk, or compile it; returns the seconds that compiling took.
+    def get(self, build: bool) -> float:
+        """Take the graph from disk, or compile it; returns the seconds that compiling took.
 
         NotCompiled says why there is none: this model can't be, it is not on disk, or it does not say what the plain path says.
         """
-        if several in self.graphs and not self._is_stale():
+        if self.graph is not None and not self._is_stale():
             return 0.0
         model = self.model()
         if any(map(is_traceable_wrapper_subclass, model.parameters())):
             raise NotCompiled("its weights are quantised, and a package would hold them in full; its steps stay plain")
         is_on_cpu = {weight.device.type for weight in model.parameters()} == {"cpu"}
+        if self._is_stale():
+            self.graph, self._key = None, ""  # so that what `apart` calls plain is
+            self._weights = [weight for weight in model.parameters() if not weight.is_inference()]  # these count no changes
+            self._version = _version(self._weights)
+            if packed.way_of(model) == "panels":
+                packed.pack(model)  # those that were written to
         if is_on_cpu and packed.way_of(model) != "panels":
             _refuse_large(model)
-        if self._key is None or self._is_stale():
-            # without its graphs, so that what `apart` calls plain is
-            self.graphs.clear()
-            self._weights = [weight for weight in model.parameters() if not weight.is_inference()]  # these count no changes
-            self._version, self._key = _version(self._weights), fingerprint(model, *self.settings()) if is_on_cpu else ""
-        path, seconds = folder() / f"{self.name}-of-{'several' if several else 'one'}-{self._key}.pt2", 0.0
-        if not build and not (is_on_cpu and path.exists()):
-            raise NotCompiled(f"{path} does not exist" if is_on_cpu else "on a GPU passes are captured only where asked for")
-        if is_on_cpu and not path.exists():
-            seconds = self._build(path, several)
-        graph = Graph(path, self.traced) if is_on_cpu else self.captured()
-        apart, allowed = self.apart(graph, several)
+        path, seconds = self._on_disk() if is_on_cpu else None, 0.0
+        if path is None and not build:
+            why = f"none is in {folder()}" if is_on_cpu else "on a GPU passes are captured only where asked for"
+            raise NotCompiled(f"there is no compiled {self.name} of this model: {why}")
+        if is_on_cpu and path is None:
+            path, seconds = self._build()
+        graph = self.captured() if path is None else Graph(path, self.traced)
+        apart, allowed = self.apart(graph)
         if not apart <= allowed:
-            if is_on_cpu:
+            if path is not None:
                 path.unlink(missing_ok=True)
             raise NotCompiled(
                 f"compiled logits are {apart:.1e} from plain ones, allowed are {allowed:.1e}; its steps stay plain"
             )
-        if is_on_cpu and not self._pays(graph, several):
+        if is_on_cpu and not self._pays(graph):
             raise NotCompiled("compiled it is slower than plain on this machine; its steps stay plain")
-        self.graphs[several] = graph
+        self.graph, self.path = graph, path
         return seconds
 
-    def _pays(self, graph: Replays, several: bool) -> bool:
+    def _on_disk(self) -> Path | None:
+        """The package of this model, which holds no weights or these."""
+        path = self._path(holds_weights=False)
+        if not path.exists() and any(folder().glob(f"{path.stem}-*.pt2")):
+            path = self._path(holds_weights=True)
+        return path if path.exists() else None
+
+    def _path(self, holds_weights: bool) -> Path:
+        self._key = self._key or fingerprint(self.model(), *self.settings())
+        name = f"{self.name}-{self._key}"
+        return folder() / f"{name}-{values_of(self.model())}.pt2" if holds_weights else folder() / f"{name}.pt2"
+
+    def _pays(self, graph: Replays) -> bool:
         """Whether the graph is as quick as the plain path; timed once a machine."""
 
         def ways() -> dict[str, Callable[[], object]]:
-            trials = self.trials(several)
+            trials = self.trials()
             return {
                 "compiled": functools.partial(_run_all, graph.forward, trials),
-                "plain": functools.partial(_run_all, self.plain(several), trials),
+                "plain": functools.partial(_run_all, self.plain(), trials),
             }
 
-        return machine.fastest(f"a plain {self._described(several)}", ways) == "compiled"
+        return machine.fastest(f"a plain {self._described()}", ways) == "compiled"
 
-    def _described(self, several: bool) -> str:
+    def _described(self) -> str:
         weights = list(self.model().parameters())
         types = "+".join(sorted({str(weight.dtype).removeprefix("torch.") for weight in weights}))
         size = sum(weight.nbytes for weight in weights).bit_length()
-        return f"{self.name} of {'several' if several else 'one'}, {types}, {size} bits of bytes"
+        return f"{self.name}, {types}, {size} bits of bytes"
 
-    def _build(self, path: Path, several: bool) -> float:
+    def _build(self) -> tuple[Path, float]:
         """Compile in the way whose products are fastest here; the first time on a machine in every way, timed."""
-        traced, arguments, dims = self.example(several)
+        traced, arguments, dims = self.example()
         possible = builds(traced)
-        question = f"products in a compiled {self._described(several)}: {list(possible)}"
-        parts = {way: path.with_name(f"{path.stem}.{way}.pt2") for way in possible}
+        question = f"products in a compiled {self._described()}: {list(possible)}"
+        parts = {way: folder() / f".{os.getpid()}.{self.name}.{way}.pt2" for way in possible}
         seconds = 0.0
 
         def build(way: str) -> Graph:
@@ -222,7 +246,7 @@ class Graphs:
             found: dict[str, Callable[[], object]] = {}
             for way in possible:
                 try:
-                    found[way] = functools.partial(_run_all, build(way).forward, self.trials(several))
+                    found[way] = functools.partial(_run_all, build(way).forward, self.trials())
                 except NotCompiled:  # inductor has no templates of float64
                     if not found:
                         raise
@@ -232,19 +256,20 @@ class Graphs:
             chosen = machine.fastest(question, ways) if len(possible) > 1 else next(iter(possible))
             if not parts[chosen].exists():
                 build(chosen)
+            path = self._path(holds_weights=not Graph(parts[chosen], traced).weights)
             parts[chosen].replace(path)
         finally:
             for part in parts.values():
                 part.unlink(missing_ok=True)
-        return seconds
+        return path, seconds
 
-    def trials(self, several: bool) -> list[tuple[Any, ...]]:
+    def trials(self) -> list[tuple[Any, ...]]:
         """Arguments of the passes by which ways of compiling are compared."""
-        return [self.example(several)[1]]
+        return [self.example()[1]]
 
-    def plain(self, several: bool) -> Callable[..., Any]:
+    def plain(self) -> Callable[..., Any]:
         """The traced function as it is."""
-        return self.example(several)[0]
+        return self.example()[0]
 
     def captured(self) -> Replays:
         """What stands for a package on a GPU."""
@@ -253,25 +278,24 @@ class Graphs:
     def fits(self, cache: Any, rows: Sequence[int], width: int) -> bool:
         """Whether there is a graph for a pass of `width` tokens over these slots of a SlotCache, and it is worth its while."""
         span = around(rows)
-        if (len(span) > 1) not in self.graphs or not cache.layers or len(span) > 2 * len(rows):
+        if self.graph is None or not cache.layers or len(span) > 2 * len(rows):
             return False
         if self._checked_for() is not cache:
             # once a cache, so once a batch of requests: reading 200 counters at every step would be a hundredth of it
             self._checked_for, self._is_sound = weakref.ref(cache), not self._is_stale()
-        width = self.graphs[len(span) > 1].padded(width)
+        width = self.graph.padded(width)
         return self._is_sound and max(cache.lengths[row] for row in span) + width <= cache.length
 
     def _is_stale(self) -> bool:
-        """Whether a weight was written to after the graphs were taken, which hold what it was."""
+        """Whether a weight was written to after the graph was taken, which holds what it was."""
         return _version(self._weights) != self._version
 
     def look(self) -> None:
         """Take what is on disk."""
         if not any(folder().glob(f"{self.name}-*.pt2")):
             return
-        for several in (False, True):
-            with contextlib.suppress(NotCompiled):
-                self.get(several, build=False)
+        with contextlib.suppress(NotCompiled):
+            self.get(build=False)
 
     def model(self) -> nn.Module:
         """What holds the weights.  NotCompiled where its steps can't be traced."""
@@ -281,12 +305,12 @@ class Graphs:
         """What the graph hangs on besides the weights."""
         raise NotImplementedError
 
-    def example(self, several: bool) -> tuple[nn.Module, tuple[Any, ...], Any]:
-        """What is traced, on which arguments, and which of their sizes stay open."""
+    def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:
+        """What is traced, on which arguments, and which of their sizes stay open; those are at least 2 there."""
         raise NotImplementedError
 
-    def apart(self, graph: Replays, several: bool) -> tuple[float, float]:
-        """Largest difference of a logit from the plain path's, and what rounding may make of it."""
+    def apart(self, graph: Replays) -> tuple[float, float]:
+        """Largest difference of a logit from the plain path's, and what rounding may make of it; sizes of 1 are tried too."""
         raise NotImplementedError
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from outrider import compiled
-from outrider.compiled import Graphs, Replays, around, placed
+from outrider.compiled import Compiled, Replays, around, placed
 from outrider.decoding import noise
 from outrider.decoding.noise import Purpose, Streams, race
 from outrider.decoding.state import DecodeState
@@ -38,8 +38,8 @@ def real(new: int, counts: Tensor, width: int) -> Tensor:
     return ((columns < counts[:, None]) | (columns >= new))[:, None].expand(-1, width, -1)
 
 
-class CompiledBlock(Graphs):
-    """Blocks as one graph: taps in, tokens and confidences out.  New taps are padded to two at least."""
+class CompiledBlock(Compiled):
+    """Blocks as one graph: taps in, tokens and confidences out.  New taps are padded to one at least."""
 
     def __init__(self, traced: Greedy | Drawn, code: Sequence[ModuleType]):
         """code: modules that say what the model computes, besides this one."""
@@ -55,16 +55,16 @@ class CompiledBlock(Graphs):
         Returns nodes [R, N], the laws that they were drawn from [R, N, V] or None, and confidences [R, K].
         """
         rows, noise, anchors = state.rows, self.traced.noise(state), state.anchor
-        if taps.shape[1] < 2:
-            taps = nn.functional.pad(taps, (0, 0, 0, 0, 0, 2 - taps.shape[1]))
+        if not taps.shape[1]:
+            taps = nn.functional.pad(taps, (0, 0, 0, 0, 0, 1))
         width, span = taps.shape[1] + self.backbone.width, around(rows)
         kept.open(span, width)
         if span == rows:
-            found = self.graphs[len(rows) > 1].forward(*self._arguments(taps, anchors, counts, kept, noise))
+            found = self.graph.forward(*self._arguments(taps, anchors, counts, kept, noise))
         else:
             passing, at = placed(rows)
             wide = taps[passing], anchors[passing], [counts[b] for b in passing], kept, [given[passing] for given in noise]
-            found = [given[at] for given in self.graphs[True].forward(*self._arguments(*wide))]
+            found = [given[at] for given in self.graph.forward(*self._arguments(*wide))]
             kept.open(rows, width)
         nodes, laws, *rest = found
         return nodes, laws if self.traced.draws else None, rest[0] if rest else None
@@ -76,16 +76,19 @@ class CompiledBlock(Graphs):
         ours = compiled.code(compiled, cache, distribution, noise, sys.modules[__name__], *self.code)
         return [self.backbone.config.model_dump(), self.backbone.target.spec, *ours]
 
-    def example(self, several: bool) -> tuple[nn.Module, tuple[Any, ...], Any]:
-        given = self._arguments(*self._pass(several))
-        rows = {0: Dim("rows", min=2, max=1024)} if several else {}
+    def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:
+        given = self._arguments(*self._pass(3, 4))
+        rows = {0: Dim("rows", min=2, max=1024)}
         new, end, length = Dim("new", min=2, max=4096), Dim("end", min=3, max=2**20), Dim("length", min=4, max=2**20)
         buffers = [{**rows, 2: length} for _ in given[-1]]
         return self.traced, given, ({**rows, 1: new}, rows, rows, rows, {0: end}, [rows for _ in given[-2]], buffers)
 
     @torch.inference_mode()
-    def apart(self, graph: Replays, several: bool) -> tuple[float, float]:
-        given = self._arguments(*self._pass(several))
+    def apart(self, graph: Replays) -> tuple[float, float]:
+        found = [self._apart(graph, self._arguments(*self._pass(rows, new))) for rows, new in ((1, 1), (1, 4), (3, 1), (3, 4))]
+        return max(apart for apart, _ in found), max(allowed for _, allowed in found)
+
+    def _apart(self, graph: Replays, given: tuple[Any, ...]) -> tuple[float, float]:
         (nodes, laws), (said, plain) = graph.forward(*given)[:2], self.traced(*given)[:2]
         # behind a token that a tie decided otherwise all may differ
         chain = (nodes == said)[:, self.traced.chain]
@@ -94,9 +97,8 @@ class CompiledBlock(Graphs):
         rounding = max(torch.finfo(plain.dtype).eps, torch.finfo(torch.float32).eps)
         return float(((laws - plain) * alike).abs().max()), 64 * rounding * float(plain.abs().max())
 
-    def _pass(self, several: bool) -> tuple[Any, ...]:
-        """Arguments of a pass behind some context."""
-        rows, new, before = (4 if several else 1), 4, 300
+    def _pass(self, rows: int, new: int, before: int = 100) -> tuple[Any, ...]:
+        """Arguments of a pass of so many rows and new taps, behind some context."""
         spec, noise = self.backbone.target.spec, torch.Generator().manual_seed(5)
         dtype, width = self.backbone.fc.weight.dtype, new + self.backbone.width
         kept = SlotCache(rows, before + 2 * width)
@@ -105,7 +107,7 @@ class CompiledBlock(Graphs):
         with torch.inference_mode():
             self.backbone.remember(taps[:, :before], torch.arange(before)[None].expand(rows, -1), kept)
         kept.append([before - row for row in range(rows)])
-        counts = [new - row % 2 for row in range(rows)]
+        counts = [max(1, new - row % 2) for row in range(rows)]
         kept.open(range(rows), width)
         anchors = torch.randint(spec.vocabulary, (rows,), generator=noise)
         return taps[:, before:], anchors, counts, kept, self.traced.example(rows)

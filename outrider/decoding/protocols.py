@@ -75,7 +75,7 @@ class Drafter:
     probe_rows: int = 0
     """Most rows of its probe; the cache has room for so many more."""
     steps: tuple[Any, ...] = ()
-    """Its own passes that can be compiled, as `compiled.Graphs`."""
+    """Its own passes that can be compiled, as `compiled.Compiled`."""
     watches: bool = False
     """As a part of several drafters it reads any draft, and so sees every step as it was; see `nn.parts`."""
 

@@ -242,7 +242,7 @@ class BlockDrafter(FeatureDrafter):
         if _is_greedy(state):
             return self.greedy
         # all slots draw from all tokens; asked last: on a GPU, where there is no graph, it would wait for the device
-        is_drawn = self.drawn.graphs and isinstance(state.judge, SamplingJudge) and state.judge.settings.is_tempered
+        is_drawn = self.drawn.graph is not None and isinstance(state.judge, SamplingJudge) and state.judge.settings.is_tempered
         return self.drawn if is_drawn and not state.judge.bans else None
 
     def read(self, memory: BlockMemory, row: int, state: DecodeState) -> None:

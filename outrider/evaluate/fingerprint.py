@@ -48,7 +48,7 @@ def fingerprint(target: Any = None, **more: Value) -> dict[str, Value]:
         found |= _gpu(device.index or 0) | {"cuda": torch.version.cuda}
     if target is not None:
         found |= {
-            "dtype": target.spec.dtype, "quantised": target.spec.quantised, "compiled": bool(target.step.graphs),
+            "dtype": target.spec.dtype, "quantised": target.spec.quantised, "compiled": target.step.graph is not None,
         }  # fmt: skip
     return found | more
 

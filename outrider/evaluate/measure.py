@@ -551,7 +551,7 @@ def model_clock(target: TransformersTarget, drafter: Drafter | None) -> Iterator
 
 
 def _modules(party: Any) -> list[nn.Module]:
-    """The module whose calls are the party's model, and the graphs that may stand for it."""
+    """The module whose calls are the party's model, and the graph that may stand for it."""
     model = getattr(party, "model", None)
     if isinstance(model, TransformersTarget):
         return _modules(model)
@@ -559,7 +559,7 @@ def _modules(party: Any) -> list[nn.Module]:
         return []
     base = getattr(model, "base_model", model)
     steps: Any = [party.step] if isinstance(party, TransformersTarget) else party.steps
-    return [*dict.fromkeys([model, base]), *(graph for step in steps for graph in step.graphs.values())]
+    return [*dict.fromkeys([model, base]), *(step.graph for step in steps if step.graph is not None)]
 
 
 @torch.inference_mode()

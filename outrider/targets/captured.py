@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from outrider.compiled import flat
 
-WIDTHS = (2, 4, 8, 12, 16, 24, 32, 48, 64)
+WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Tokens a row that are captured; beyond them multiples of the last."""
 COLUMNS = 256
 MOST = 48

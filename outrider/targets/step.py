@@ -1,7 +1,7 @@
-"""The target's step as one compiled graph: the same modules, the same hooks, traced once and frozen.
+"""The target's step as one compiled graph: the same modules, the same hooks, traced once.
 
-Sizes stay open: tokens a row, columns that are read, the cache's length; and slots, but that one slot has a graph of its own.
-A pass of one token is padded to two: reading the weights costs the same, and no size is special.
+Sizes stay open: slots, tokens a row, columns that are read, the cache's length.  It is traced with several of each, since
+tracing makes a size of 1 a case of its own; what comes out serves 1 as well, which is tried whenever a graph is taken.
 
 R rows of a pass, n tokens a row, h heads, L cache length.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from outrider import compiled, packed
-from outrider.compiled import Graph, Graphs, NotCompiled, Replays, around, dense, placed
+from outrider.compiled import Compiled, Graph, NotCompiled, Replays, around, dense, placed
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Scores
 from outrider.targets import cache, family
@@ -32,18 +32,18 @@ WIDEST = 1024
 """Most tokens a row of a pass."""
 MOST_LOGITS = 2**23
 """Of a prompt's chunk that passes compiled: the graph says them for every token, and one is asked for."""
-EXAMPLE = {False: (1, 8, 300), True: (4, 8, 300)}
-"""Rows, tokens a row, and columns that stand before them, in the passes that are traced."""
+EXAMPLE, BEFORE = (3, 8), 300
+"""Rows and tokens a row of the pass that is traced, and columns that stand before it."""
 
 
-class CompiledStep(Graphs):
+class CompiledStep(Compiled):
     """Verify passes of a target."""
 
     def __init__(self, target: Any):
         super().__init__()
         self.target = target
         self.shapes: SlotCache | None = None
-        """A cache with buffers of the shapes that the graphs read."""
+        """A cache with buffers of the shapes that the graph reads."""
         self._lock = threading.Lock()
 
     def model(self) -> nn.Module:
@@ -74,24 +74,24 @@ class CompiledStep(Graphs):
     def reads(self, cache: SlotCache, rows: Sequence[int], tokens: Tensor) -> bool:
         """Whether a prompt's chunk [R, S] of these slots passes compiled."""
         # a GPU would capture every width that comes
-        if not isinstance(self.graphs.get(len(rows) > 1), Graph) or around(rows) != list(rows):
+        if not isinstance(self.graph, Graph) or around(rows) != list(rows):
             return False
-        is_right = 2 <= tokens.shape[1] <= WIDEST and tokens.numel() * self.target.spec.vocabulary <= MOST_LOGITS
+        is_right = tokens.shape[1] <= WIDEST and tokens.numel() * self.target.spec.vocabulary <= MOST_LOGITS
         return is_right and self.fits(cache, rows, tokens.shape[1])
 
     def run(
         self, cache: SlotCache, rows: Sequence[int], tokens: Tensor, visible: Tensor | None, depths: Tensor | None,
         taps: tuple[int, ...],
     ) -> Scores:  # fmt: skip
-        """A pass of these slots over tokens [R, n], n at least 2; it is open afterwards."""
+        """A pass of these slots over tokens [R, n]; it is open afterwards."""
         span = around(rows)
         if span == list(rows):
             cache.open(rows, tokens.shape[1])
-            return self._run(self.graphs[len(rows) > 1], tokens, cache, visible, depths, taps)
+            return self._run(self.graph, tokens, cache, visible, depths, taps)
         passing, at = placed(rows)
         seen, at_depths = None if visible is None else visible[passing], None if depths is None else depths[passing]
         cache.open(span, tokens.shape[1])
-        scores = self._run(self.graphs[True], tokens[passing], cache, seen, at_depths, taps)
+        scores = self._run(self.graph, tokens[passing], cache, seen, at_depths, taps)
         cache.open(rows, tokens.shape[1])
         return Scores(*(None if found is None else found[at] for found in scores))  # type: ignore[arg-type]
 
@@ -104,59 +104,61 @@ class CompiledStep(Graphs):
             tapped = torch.stack([layers[tap] for tap in taps], 2) if taps else None
         return Scores(logits, hidden, tapped, choice)
 
-    def example(self, several: bool) -> tuple[nn.Module, tuple[Any, ...], Any]:
-        kept, tokens = self._pass(several)
+    def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:
+        kept, tokens = self._pass(*EXAMPLE)
         given = self._arguments(tokens, kept, None, None)
-        r = {0: Dim("rows", min=2, max=1024)} if several else {}
+        r = {0: Dim("rows", min=2, max=1024)}
         width, end, length = Dim("width", min=2, max=WIDEST), Dim("end", min=3, max=2**20), Dim("length", min=4, max=2**20)
         of_rows, of_buffers = {**r, 1: width}, [{**r, 2: length} for _ in given[-1]]
         return _Traced(self.target, kept.layers), given, (of_rows, of_rows, {**r, 1: width, 2: width}, r, {0: end}, of_buffers)
 
-    def trials(self, several: bool) -> list[tuple[Any, ...]]:
-        """The narrowest pass, which is a plain step, and the verification of a draft."""
-        kept, tokens = self._pass(several)
+    def trials(self) -> list[tuple[Any, ...]]:
+        """A plain step of one slot and of several, and the verification of a draft."""
         passes = []
-        for width in (2, tokens.shape[1]):
-            kept.open(range(len(tokens)), width)
-            passes.append(self._arguments(tokens[:, :width].contiguous(), kept, None, None))
+        for rows, width in ((1, 1), (1, EXAMPLE[1]), (EXAMPLE[0], 1)):
+            kept, tokens = self._pass(rows, width)
+            passes.append(self._arguments(tokens, kept, None, None))
         return passes
 
-    def plain(self, several: bool) -> Callable[..., Any]:
-        return packed.products()(super().plain(several))
+    def plain(self) -> Callable[..., Any]:
+        return packed.products()(super().plain())
 
     def captured(self) -> Replays:
         if self.target.device.type != "cuda":
             raise NotCompiled(
                 f"compiled steps are for CPUs and CUDA GPUs, not for {self.target.device.type!r}; steps stay plain"
             )
-        return Captured(_Traced(self.target, self._pass(False)[0].layers))
-
-    def _pass(self, several: bool) -> tuple[SlotCache, Tensor]:
-        """An open pass behind some text in slots of unequal length, and its tokens."""
-        rows, width, before = EXAMPLE[several]
-        before = min(before, self.target.spec.context // 2)
-        noise = torch.Generator().manual_seed(5)
-        text = torch.randint(self.target.spec.vocabulary, (rows, before + width), generator=noise).to(self.target.device)
-        cache = self.target.allocate(rows, before + width + 8)
-        self.target.prefill(cache, list(range(rows)), text[:, :before], [before - row for row in range(rows)])
-        cache.open(range(rows), width)
-        if self.shapes is None:
-            self.shapes = SlotCache(1, 1, cache.device, cache.stacked).shaped_as(cache)
-        return cache, text[:, before:]
+        return Captured(_Traced(self.target, self._pass(1, 1)[0].layers))
 
     @torch.inference_mode()
-    def apart(self, graph: Replays, several: bool) -> tuple[float, float]:
-        """Over a chain, a tree and one token, where the mode has trees."""
-        kept, text = self._pass(several)
-        rows, worst = list(range(len(text))), 0.0
-        drafts = [_chain(text[:, 1:]), _chain(text[:, 1:2])]
-        if self.target.spec.mode == "tree":
-            drafts.append(_tree(text[:, 1:7]))
-        for draft in drafts:
-            plain = self.target.verify(kept, rows, text[:, 0], draft).logits
-            tokens, visible, depths = passed(text[:, 0], draft, self.target.spec.vocabulary)
-            fast = self._run(graph, tokens, kept, visible, depths, ()).logits
-            worst = max(worst, float((plain - fast).abs().max()))
+    def _pass(self, rows: int, width: int) -> tuple[SlotCache, Tensor]:
+        """An open pass behind noise in slots of unequal length, and its tokens [rows, width]."""
+        before, noise = min(BEFORE, self.target.spec.context // 2), torch.Generator().manual_seed(5)
+        tokens = torch.randint(self.target.spec.vocabulary, (rows, width), generator=noise).to(self.target.device)
+        cache = self.target.allocate(rows, before + width + 8)
+        if self.shapes is None:
+            self.target.prefill(cache, [0], tokens[:1, :1], [1])
+            self.shapes = SlotCache(1, 1, cache.device, cache.stacked).shaped_as(cache)
+        cache.lengths = [before - row for row in range(rows)]
+        cache.open(range(rows), width)
+        for buffer in cache.buffers:
+            buffer.copy_(torch.randn(buffer.shape, generator=noise))
+        return cache, tokens
+
+    @torch.inference_mode()
+    def apart(self, graph: Replays) -> tuple[float, float]:
+        """Over one token, chains and, where the mode has them, a tree; of one slot and of several."""
+        worst = 0.0
+        for rows in (1, EXAMPLE[0]):
+            kept, text = self._pass(rows, EXAMPLE[1])
+            drafts = [Draft.empty(rows, text.device), _chain(text[:, 1:2]), _chain(text[:, 1:])]
+            if self.target.spec.mode == "tree":
+                drafts.append(_tree(text[:, 1:7]))
+            for draft in drafts:
+                plain = self.target.verify(kept, list(range(rows)), text[:, 0], draft).logits
+                tokens, visible, depths = passed(text[:, 0], draft, self.target.spec.vocabulary)
+                fast = self._run(graph, tokens, kept, visible, depths, ()).logits
+                worst = max(worst, float((plain - fast).abs().max()))
         return worst, self.target.selftest.allowed
 
     def _arguments(
@@ -165,7 +167,7 @@ class CompiledStep(Graphs):
         """Tokens; each one's depth and what it sees of the pass; where rows stand, and columns up to the end; buffers."""
         if visible is None or depths is None:
             depths, visible = _chain_of(*tokens.shape, tokens.device)
-        return tokens, depths.contiguous(), visible.contiguous(), cache.starts, cache.columns, cache.buffers
+        return tokens.contiguous(), depths.contiguous(), visible.contiguous(), cache.starts, cache.columns, cache.buffers
 
 
 @functools.lru_cache(256)
@@ -199,10 +201,10 @@ class _Traced(nn.Module):
         return logits, hidden, logits.argmax(-1), layers
 
 
-def passed(anchor: Tensor, draft: Draft, vocabulary: int, least: int = 1) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What a pass over anchor and draft is given: tokens [B, N+1], `least` of them at least, and a tree's sight and depths."""
+def passed(anchor: Tensor, draft: Draft, vocabulary: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What a pass over anchor and draft is given: tokens [B, N+1], and a tree's sight and depths."""
     if not draft.tokens.shape[1]:
-        return torch.stack([anchor] * least, 1), None, None
+        return anchor[:, None], None, None
     # an id outside the vocabulary is judged by the law; here it only must not break the embedding
     tokens = torch.cat([anchor[:, None], draft.tokens.clamp(0, vocabulary - 1)], 1)
     if not draft.branches:

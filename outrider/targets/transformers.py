@@ -182,12 +182,9 @@ class TransformersTarget:
         if probe is not None:
             return self._verify_beside(cache, rows, anchor, draft, taps, probe)
         width = draft.tokens.shape[1] + 1
-        if self.step.fits(cache, rows, max(2, width)):
-            # two tokens read the weights as fast as one
-            tokens, visible, depths = passed(anchor, draft, self.spec.vocabulary, least=2)
-            scores = self.step.run(cache, rows, tokens, visible, depths, taps)
-            return scores if width == tokens.shape[1] else scores.first(width)
         tokens, visible, depths = passed(anchor, draft, self.spec.vocabulary)
+        if self.step.fits(cache, rows, width):
+            return self.step.run(cache, rows, tokens, visible, depths, taps)
         if self.family.rotary is not None:
             return self._verify_by_length(cache, list(rows), tokens, visible, depths, taps)
         cache.open(rows, tokens.shape[1], in_steps=self.family.is_recurrent)
@@ -216,12 +213,12 @@ class TransformersTarget:
             scores = self._scores(tokens, cache, mask, torch.cat([depths, probe.depths], 1), taps)
         return scores.first(width)._replace(probe=scores.hidden[:, width:])
 
-    def compile(self, several: bool = False) -> float:
-        """Have verify passes of one slot, or of several, compiled; returns the seconds it took, 0 where that was done before.
+    def compile(self) -> float:
+        """Have verify passes compiled; returns the seconds it took, 0 where that was done before.
 
         Raises NotCompiled, which says why, where it can't be: all works as before, at the plain path's speed.
         """
-        return self.step.get(several, build=True)
+        return self.step.get(build=True)
 
     @torch.no_grad()
     def read(self, tokens: Tensor, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:

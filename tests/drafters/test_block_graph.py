@@ -18,10 +18,11 @@ from outrider.targets.transformers import TransformersTarget, load_target
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8), Sampling(0.8, seed=11)], ids=["greedy", "drawn", "seeded"])
+@pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize(
-    ("case", "several"),
+    "case",
     [
-        pytest.param(case, several, marks=[pytest.mark.slow] if several or case != Case("dspark") else [], id=name)
+        pytest.param(case, marks=[] if case == Case("dspark") else [pytest.mark.slow], id=str(case))
         for case in (
             Case("dspark"),
             Case("dflash"),
@@ -30,11 +31,10 @@ from outrider.targets.transformers import TransformersTarget, load_target
             Case("dflash", {"anchor_predicts": False}),
             Case("domino"),
         )
-        for several, name in ((False, f"{case}-one"), (True, f"{case}-several"))
     ],
 )
 def test_a_compiled_block_is_the_plain_one(
-    case: Case, several: bool, sampling: Sampling, workshop: Workshop, target: TransformersTarget, prompts: list[list[int]],
+    case: Case, slots: int, sampling: Sampling, workshop: Workshop, target: TransformersTarget, prompts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Catches taps, padding, masks or places that the graph reads otherwise: drafts are compared, not only what is kept."""
@@ -42,8 +42,8 @@ def test_a_compiled_block_is_the_plain_one(
     for is_compiled in (False, True):
         drafter, drafts = workshop.build(case, target), []
         if is_compiled:
-            assert compile_passes(drafter, several) >= 0
-            graph = (drafter.drawn if sampling.temperature else drafter.greedy).graphs[several]
+            assert compile_passes(drafter) >= 0
+            graph = (drafter.drawn if sampling.temperature else drafter.greedy).graph
             forward = graph.forward
 
             def counted(*given: object, forward: Any = forward) -> Any:
@@ -55,7 +55,7 @@ def test_a_compiled_block_is_the_plain_one(
         monkeypatch.setattr(drafter, "propose", functools.partial(noted, drafter.propose, drafts))
         noise = itertools.count(90)  # the same both times
         monkeypatch.setattr(state.secrets, "randbits", lambda bits, noise=noise: next(noise))
-        texts = generate(target, prompts, drafter, max_new_tokens=16, slots=3 if several else 1, sampling=sampling)
+        texts = generate(target, prompts, drafter, max_new_tokens=16, slots=slots, sampling=sampling)
         found.append((texts, drafts))
     (plain, said), (fast, mine) = found
     assert [generation.tokens for generation in fast] == [generation.tokens for generation in plain]

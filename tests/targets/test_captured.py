@@ -42,8 +42,8 @@ def with_tape(target: TransformersTarget, tape: Tape) -> TransformersTarget:
     """The target, its passes captured."""
     target.step._weights = list(target.model.parameters())
     target.step._version = sum(weight._version for weight in target.step._weights)
-    layers = target.step._pass(False)[0].layers
-    target.step.graphs = {several: Captured(_Traced(target, layers), tape) for several in (False, True)}
+    layers = target.step._pass(1, 1)[0].layers
+    target.step.graph = Captured(_Traced(target, layers), tape)
     return target
 
 
@@ -102,7 +102,7 @@ def test_no_more_captures_are_held_than_fit(fast, tape, monkeypatch):
     monkeypatch.setattr(captured, "MOST", 3)
     for _ in range(3):
         written(fast, Guesses(fast.spec.vocabulary, True), 2)
-    assert all(len(graph.captures) <= 3 for graph in fast.step.graphs.values())
+    assert len(fast.step.graph.captures) <= 3
 
 
 class Arena:
@@ -146,6 +146,6 @@ def test_nothing_is_captured_unasked(slow, monkeypatch):
     step = CompiledStep(slow)
     monkeypatch.setattr(step, "model", lambda: torch.nn.Linear(2, 2, device="meta"))
     with pytest.raises(NotCompiled, match="only where asked for"):
-        step.get(False, build=False)
+        step.get(build=False)
     with pytest.raises(NotCompiled, match="CUDA"):
-        step.get(False, build=True)
+        step.get(build=True)

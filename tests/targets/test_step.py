@@ -42,32 +42,24 @@ def model_of(**sizes: object):
 
 @pytest.fixture(scope="module")
 def fast() -> TransformersTarget:
-    """Compiled for one slot."""
     target = load_target(model_of())
-    assert not target.step.graphs
+    assert target.step.graph is None
     assert target.compile() > 0
     return target
-
-
-@pytest.fixture(scope="module")
-def both(fast: TransformersTarget) -> TransformersTarget:
-    """Compiled for several slots too, which takes as long again: its tests are slow ones."""
-    fast.compile(several=True)
-    return fast
 
 
 @pytest.fixture(scope="module")
 def slow(fast: TransformersTarget) -> TransformersTarget:
     """The same model, plain."""
     target = load_target(model_of(), compile=False)
-    assert not target.step.graphs
+    assert target.step.graph is None
     return target
 
 
 @pytest.fixture
 def package(fast: TransformersTarget, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A cache folder of this test's own that holds the graph of one slot."""
-    [path] = compiled.folder().glob(f"step-of-one-{fast.step._key}.pt2")
+    """A cache folder of this test's own that holds the graph."""
+    path = fast.step.path
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     compiled.folder().mkdir(parents=True)
     return Path(shutil.copy(path, compiled.folder()))
@@ -75,19 +67,18 @@ def package(fast: TransformersTarget, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @contextmanager
 def counted(target: TransformersTarget) -> Iterator[list[bool]]:
-    """For every pass through a graph, whether it had several rows."""
+    """For every pass through the graph, whether it had several rows."""
     found: list[bool] = []
+    graph = target.step.graph
+    forward = None if graph is None else graph.forward
 
-    def watched(forward: Any, several: bool) -> Any:
-        def forwarded(*given: object) -> Any:
-            found.append(several)
-            return forward(*given)
-
-        return forwarded
+    def watched(tokens: torch.Tensor, *more: object) -> Any:
+        found.append(len(tokens) > 1)
+        return forward(tokens, *more)
 
     with pytest.MonkeyPatch.context() as patched:
-        for several, graph in target.step.graphs.items():
-            patched.setattr(graph, "forward", watched(graph.forward, several))
+        if graph is not None:
+            patched.setattr(graph, "forward", watched)
         yield found
 
 
@@ -121,7 +112,7 @@ def written(target: TransformersTarget, drafter, slots: int) -> list[list[int]]:
 
 
 def agree(fast: TransformersTarget, slow: TransformersTarget, modes: tuple[bool, ...] = (False, True)) -> None:
-    """Their greedy texts are equal with every kind of draft, and those of `fast` came from its graphs."""
+    """Their greedy texts are equal with every kind of draft, and those of `fast` came from its graph."""
     vocabulary = slow.spec.vocabulary
     said = written(slow, None, 1)
     texts = [prompt + text for prompt, text in zip(prompts_of(vocabulary), said, strict=True)]
@@ -172,35 +163,22 @@ def close(fast: TransformersTarget, slow: TransformersTarget, rows: list[int], t
 
 def test_greedy_text_is_the_plain_path_s(fast, slow):
     """Catches masks, depths, columns or slots that the graph reads otherwise; slots are ragged and used again."""
-    agree(fast, slow, (False,))
+    agree(fast, slow)
 
 
-@pytest.mark.slow
-def test_greedy_text_of_several_slots_is_the_plain_path_s(both, slow):
-    """Catches slots that the graph of several reads one for another."""
-    agree(both, slow, (True,))
-
-
-@pytest.mark.parametrize("rows", [[0], [3]], ids=str)
+@pytest.mark.parametrize("rows", [[0], [3], [1, 2], [0, 1, 2, 3]], ids=str)
 def test_scores_are_the_plain_path_s(rows, fast, slow):
-    """Catches a tap off by one, a hidden state before the norm, a choice of another row; one token is padded to two."""
+    """Catches a tap off by one, a hidden state before the norm, a choice of another row, a size of 1 that is read otherwise."""
     close(fast, slow, rows, 1e-5)  # the family computes its norms in float32, whatever its type
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [[1, 2], [0, 1, 2, 3]], ids=str)
-def test_scores_of_several_slots_are_the_plain_path_s(rows, both, slow):
-    """The same, of slots that stand at different places."""
-    close(both, slow, rows, 1e-5)
 
 
 def test_a_pass_may_end_where_the_cache_ends(fast, slow):
     """Catches a write behind the cache's last column, and a pass that is sent to the plain path for nothing."""
     six, none = drafts_for(1, V)[2], Draft.empty(1, "cpu")
-    for length, draft, is_fast in ((47, six, True), (42, none, True), (41, none, False)):
+    for length, draft in ((47, six), (41, none)):
         with counted(fast) as calls:
             [mine] = passes(fast, [0], [draft], length)
-        assert calls == [False] * is_fast
+        assert calls == [False]
         [plain] = passes(slow, [0], [draft], length)
         torch.testing.assert_close(mine.logits, plain.logits, rtol=1e-5, atol=1e-5)
 
@@ -225,7 +203,6 @@ def test_a_prompt_is_read_by_the_graph(fast, slow, monkeypatch):
     monkeypatch.setattr(step, "MOST_LOGITS", 29 * V)
     with counted(fast) as calls:
         fast.prefill(fast.allocate(1, 60), [0], text[:, :30], [30])
-        fast.prefill(fast.allocate(1, 60), [0], text[:, :1], [1])
     assert not calls
 
 
@@ -240,11 +217,11 @@ def test_a_text_goes_on_to_the_end_of_the_context(fast, slow):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [[0, 2], [2, 1], [0, 2, 1, 3], [0, 1, 3]], ids=str)
-def test_rows_that_do_not_lie_together_pass_with_those_between(rows, both, slow):
+def test_rows_that_do_not_lie_together_pass_with_those_between(rows, fast, slow):
     """Catches a slice over other slots, an answer given to another row, and a slot between that is written to."""
     drafts = drafts_for(len(rows), V)
-    with counted(both) as calls:
-        found = passes(both, rows, drafts)
+    with counted(fast) as calls:
+        found = passes(fast, rows, drafts)
     assert calls == [True] * len(found)
     for mine, plain in zip(found, passes(slow, rows, drafts), strict=True):
         torch.testing.assert_close(mine.logits, plain.logits, rtol=1e-5, atol=1e-5)
@@ -252,22 +229,21 @@ def test_rows_that_do_not_lie_together_pass_with_those_between(rows, both, slow)
 
 
 @pytest.mark.slow
-def test_slots_far_apart_go_the_plain_way(both):
+def test_slots_far_apart_go_the_plain_way(fast):
     """Catches a pass of which more than half is nobody's."""
-    cache = both.allocate(6, 60)
-    both.prefill(cache, [0, 5], torch.tensor([[3, 4], [5, 6]]), [2, 2])
-    assert [both.step.fits(cache, rows, 4) for rows in ([0, 1, 5], [0, 4], [2, 5], [0, 5, 4, 3])] == [True, False, True, True]
+    cache = fast.allocate(6, 60)
+    fast.prefill(cache, [0, 5], torch.tensor([[3, 4], [5, 6]]), [2, 2])
+    assert [fast.step.fits(cache, rows, 4) for rows in ([0, 1, 5], [0, 4], [2, 5], [0, 5, 4, 3])] == [True, False, True, True]
 
 
-@pytest.mark.slow
-def test_a_slot_between_is_left_as_it_was(both):
+def test_a_slot_between_is_left_as_it_was(fast):
     """Catches a pass of others that changes what a slot has read, where it can be seen again."""
-    cache, drafts = both.allocate(3, 60), drafts_for(2, V)
+    cache, drafts = fast.allocate(3, 60), drafts_for(2, V)
     text = torch.randint(V, (3, 20), generator=torch.Generator().manual_seed(4))
-    both.prefill(cache, [0, 1, 2], text, [20, 17, 9])
+    fast.prefill(cache, [0, 1, 2], text, [20, 17, 9])
     held = [[kept.clone() for kept in cache.kept(layer, [1])] for layer in cache.layers]
     for draft in drafts:
-        both.verify(cache, [0, 2], torch.tensor([1, 2]), draft)
+        fast.verify(cache, [0, 2], torch.tensor([1, 2]), draft)
         cache.keep([[], []])
     assert cache.lengths[1] == 17
     for layer, was in zip(cache.layers, held, strict=True):
@@ -293,9 +269,9 @@ def test_a_second_load_finds_the_package(fast, monkeypatch):
     monkeypatch.setattr(compiled, "build_package", lambda *_: pytest.fail("compiled again"))
     for choice in (None, True):
         target = load_target(model_of(), compile=choice)
-        assert set(target.step.graphs) == set(fast.step.graphs)
+        assert target.step.path == fast.step.path
         assert target.compile() == 0
-    assert not load_target(model_of(), compile=False).step.graphs
+    assert load_target(model_of(), compile=False).step.graph is None
 
 
 def test_another_process_finds_the_package(fast, slow):
@@ -306,13 +282,11 @@ from conftest import tiny_model
 from outrider import compiled, generate, load_target
 compiled.build_package = None
 target = load_target(tiny_model(21, num_hidden_layers=2))
-print(sorted(target.step.graphs), generate(target, [3, 4, 5], max_new_tokens=12)[0].tokens)
+print(target.step.path.name, generate(target, [3, 4, 5], max_new_tokens=12)[0].tokens)
 """
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == f"{sorted(fast.step.graphs)} {generate(slow, [3, 4, 5], max_new_tokens=12)[0].tokens}", (
-        done.stderr
-    )
+    assert done.stdout.strip() == f"{fast.step.path.name} {generate(slow, [3, 4, 5], max_new_tokens=12)[0].tokens}", done.stderr
 
 
 @pytest.mark.skipif("panels" not in packed.ways(), reason="there is no C++ compiler")
@@ -327,30 +301,56 @@ def test_a_package_multiplies_by_our_kernel(monkeypatch, tmp_path):
     assert packed.way_of(target.model) == "panels"
     assert target.compile() > 0
     plain = load_target(copy.deepcopy(model), compile=False)
-    kept, text = target.step._pass(False)
+    kept, text = target.step._pass(1, 8)
     given = target.step._arguments(text, kept, None, None)
     with torch.inference_mode():
-        logits = target.step.graphs[False].forward(*given)[0]
-        torch.testing.assert_close(logits, target.step.plain(False)(*given)[0])
+        logits = target.step.graph.forward(*given)[0]
+        torch.testing.assert_close(logits, target.step.plain()(*given)[0])
     wanted = generate(plain, [3, 4, 5], max_new_tokens=12)[0].tokens
     assert generate(target, [3, 4, 5], max_new_tokens=12)[0].tokens == wanted
     # the package calls it by its name
-    [package] = compiled.folder().glob("step-of-one-*.pt2")
-    with zipfile.ZipFile(package) as archive:
+    with zipfile.ZipFile(target.step.path) as archive:
         [library] = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
     assert b"aoti_torch_cpu_multiply" in library
     assert b"aoti_torch_cpu_attend" in library
+
+
+@pytest.mark.skipif("panels" not in packed.ways(), reason="there is no C++ compiler")
+def test_a_package_without_weights_serves_every_model_of_its_shape(monkeypatch, tmp_path):
+    """Catches a drafter that is compiled anew after every training, and one that drafts with the weights it had."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(machine, "fastest", lambda question, ways, margin=1.1: "panels")
+    first, other = (load_target(tiny_model(seed, num_hidden_layers=1).float(), compile=False) for seed in (21, 22))
+    assert first.compile() > 0
+    assert other.compile() == 0
+    assert other.step.path == first.step.path
+
+    def agrees(target: TransformersTarget) -> None:
+        plain = load_target(copy.deepcopy(target.model), compile=False)
+        with counted(target) as calls:
+            assert written(target, None, 2) == written(plain, None, 2)
+        assert calls
+
+    agrees(first)
+    agrees(other)
+    with torch.no_grad():
+        for weight in first.model.parameters():
+            weight.copy_(weight.flip(0))
+    assert first.compile() == 0
+    agrees(first)
 
 
 def test_another_weight_thread_or_line_of_code_is_another_key(fast, monkeypatch):
     """Catches a package that is taken for what it was not made from."""
     step = fast.step
     keys = {compiled.fingerprint(fast.model, *step.settings())}
-    assert keys == {step._key}
+    assert fast.step.path.stem == f"step-{min(keys)}-{compiled.values_of(fast.model)}", "it holds the weights"
     other = model_of()
     with torch.no_grad():
         other.model.layers[1].mlp.down_proj.weight[-1, -1] += 1e-12
-    keys.add(compiled.fingerprint(other, *step.settings()))
+    assert compiled.values_of(other) != compiled.values_of(fast.model)
+    keys.add(compiled.fingerprint(model_of(intermediate_size=96), *step.settings()))
+    keys.add(compiled.fingerprint(model_of(tie_word_embeddings=True), *step.settings()))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 7)
         keys.add(compiled.fingerprint(fast.model, *step.settings()))
@@ -360,7 +360,7 @@ def test_another_weight_thread_or_line_of_code_is_another_key(fast, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(fast.model.config, "rms_norm_eps", 0.5)
         keys.add(compiled.fingerprint(fast.model, *step.settings()))
-    assert len(keys) == 5
+    assert len(keys) == 6
 
 
 @pytest.mark.parametrize("damage", [lambda text: text[: len(text) // 2], lambda text: b"no package" * 99, lambda text: b""])
@@ -368,7 +368,7 @@ def test_a_damaged_package_is_refused(damage, package):
     """Catches a load that fails, or a whole program that ends, over a file that a full disk cut short."""
     package.write_bytes(damage(package.read_bytes()))
     target = load_target(model_of())
-    assert not target.step.graphs
+    assert target.step.graph is None
     with pytest.raises(NotCompiled, match="can't be loaded.*delete it"):
         target.compile()
     assert len(generate(target, [3, 4, 5], max_new_tokens=5)[0].tokens) == 5
@@ -396,13 +396,13 @@ def test_the_faster_way_of_compiling_is_kept_and_the_next_model_is_compiled_in_i
     exact.compile()
     assert built[3:] == [{}, TEMPLATES]
     assert len(list(compiled.folder().glob("*"))) == 3
-    agree(exact, slow, modes=(False,))
+    agree(exact, slow)
 
 
 @pytest.mark.parametrize("quicker", ["compiled", "plain"])
 def test_a_graph_is_used_where_it_is_quicker_than_the_plain_path(quicker, fast, monkeypatch):
     """Catches a compiled step that is taken for the faster one on a machine where it is not."""
-    monkeypatch.setattr(compiled.Graphs, "_pays", PAYS)
+    monkeypatch.setattr(compiled.Compiled, "_pays", PAYS)
     asked = []
 
     def fastest(question, ways, margin=1.1):
@@ -412,12 +412,12 @@ def test_a_graph_is_used_where_it_is_quicker_than_the_plain_path(quicker, fast, 
     monkeypatch.setattr(machine, "fastest", fastest)
     target = load_target(model_of())
     assert asked[0][1:] == ["compiled", "plain"]
-    assert "step of one" in asked[0][0]
-    assert bool(target.step.graphs) == (quicker == "compiled")
+    assert "a plain step" in asked[0][0]
+    assert (target.step.graph is not None) == (quicker == "compiled")
     if quicker == "plain":
         with pytest.raises(NotCompiled, match="slower than plain on this machine"):
             target.compile()
-    assert len(list(compiled.folder().glob("step-of-one-*"))) == 1, "it is not compiled again either way"
+    assert len(list(compiled.folder().glob("step-*"))) == 1, "it is not compiled again either way"
 
 
 # ── where there is none ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -454,22 +454,21 @@ def test_a_model_that_is_too_large_stays_plain(slow, monkeypatch):
 
 def test_a_graph_of_other_weights_is_refused_and_deleted(fast, package, monkeypatch):
     """A planted fault: a package under this model's key that says something else."""
-    key = fast.step._key
-    monkeypatch.setattr(compiled, "fingerprint", lambda *_: key)
+    monkeypatch.setattr(compiled, "values_of", lambda _: fast.step.path.stem.split("-")[-1])
     model = model_of()
     with torch.no_grad():
         model.lm_head.weight[7] += 1e-3
     target = load_target(model, compile=False)
     with pytest.raises(NotCompiled, match="from plain ones"):
-        target.step.get(False, build=False)
+        target.step.get(build=False)
     assert not package.exists()
-    assert not target.step.graphs
+    assert target.step.graph is None
 
 
 def test_a_graph_is_not_used_after_its_weights_have_changed(fast, package, monkeypatch):
     """Catches a model that goes on training and speaks with the weights it had."""
     target = load_target(model_of())
-    assert set(target.step.graphs) == {False}
+    assert target.step.graph is not None
     with torch.no_grad():
         target.model.lm_head.weight.neg_()
     changed = model_of()
@@ -479,8 +478,8 @@ def test_a_graph_is_not_used_after_its_weights_have_changed(fast, package, monke
         found = generate(target, [3, 4], max_new_tokens=9)[0].tokens
     assert not calls
     assert found == generate(load_target(changed, compile=False), [3, 4], max_new_tokens=9)[0].tokens
-    with pytest.raises(NotCompiled, match="does not exist"):
-        target.step.get(False, build=False)
+    with pytest.raises(NotCompiled, match="there is no compiled step of this model"):
+        target.step.get(build=False)
     with torch.no_grad():
         target.model.lm_head.weight.neg_()
     target.step.look()
@@ -496,8 +495,7 @@ def test_a_graph_is_not_used_after_its_weights_have_changed(fast, package, monke
 def test_float32_is_the_plain_path_s_within_rounding():
     """Catches a product in a lower precision."""
     fast, slow = load_target(model_of(), dtype="float32"), load_target(model_of(), dtype="float32", compile=False)
-    for several in (False, True):
-        fast.compile(several)
+    fast.compile()
     for rows in ([0], [0, 1, 2, 3]):
         close(fast, slow, rows, 1e-4)
 
@@ -514,12 +512,11 @@ def model_like(family: str, experts: str = "batched_mm"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "mistral-window", "gpt2", "granite", *EXPERTS])
+@pytest.mark.parametrize("family", ["gemma3", "mistral-window", "gpt2", "granite", "llama4-chunks", *EXPERTS])
 def test_a_family_is_compiled_and_equal(family):
     """Catches a window, a table of positions, shared keys or experts that are traced for one size only."""
     fast, slow = load_target(model_like(family)), load_target(model_like(family), compile=False)
-    for several in (False, True):
-        fast.compile(several)
+    fast.compile()
     agree(fast, slow)
     for rows in ([0], [1, 2]):
         # all of gpt2 is float64
@@ -527,7 +524,7 @@ def test_a_family_is_compiled_and_equal(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama4-chunks", *EXPERTS])
+@pytest.mark.parametrize("family", EXPERTS)
 def test_what_cannot_be_traced_says_why_and_stays_plain(family, capfd, monkeypatch, tmp_path):
     """Catches a failure of the compiler that reaches the user: an error of torch's, or a graph on the screen."""
     # the package of the same weights with experts in one call would serve as well
