@@ -102,7 +102,7 @@ def law(rounds: int = 7) -> dict[str, Any]:
         "law": lambda: accept_chain(draft, distribution(logits, settings), streams),
         "distribution": lambda: distribution(logits, settings),
         "argmax": lambda: logits.argmax(-1),
-        "greedy": lambda: accept_greedy(certain, logits.argmax(-1), VOCABULARY),
+        "greedy": lambda: accept_greedy(certain, logits.argmax(-1).tolist(), VOCABULARY),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):

@@ -19,7 +19,7 @@ def step(target: Target, drafter: Drafter, policy: Policy, cache: Cache, memory:
     timing.lap("draft")
     scores = target.verify(cache, rows, state.anchor, draft, drafter.taps, probe)
     timing.lap("verify")
-    accepted = state.commit(draft, state.judge(draft, scores, state.streams))
+    accepted = state.commit(draft, state.judge(draft, scores, state))
     state.judge.observe(accepted, [state.tokens[row] for row in rows], scores)
     # where a slot was cut its last node is the anchor again, not yet in the cache
     ended = zip(accepted.paths, accepted.next_tokens, strict=True)
@@ -41,10 +41,9 @@ def propose(target: Target, drafter: Drafter, policy: Policy, memory: Any, state
         return nothing
     wanted = zip(policy.budget(state).tolist(), state.left, strict=True)
     # the step itself adds one token more
-    budget = torch.tensor([max(0, min(own, left - 1, drafter.limit)) for own, left in wanted])
-    if not budget.any():
+    if not any(most := [max(0, min(own, left - 1, drafter.limit)) for own, left in wanted]):
         return nothing
-    draft = Draft.checked(drafter.propose(memory, state, budget), len(state.rows))
+    draft = Draft.checked(drafter.propose(memory, state, budget := torch.tensor(most)), len(state.rows))
     if target.spec.mode == "chain":
         draft = draft.trunk()
     confidence = draft.confidence if drafter.confidence_before_draw else None

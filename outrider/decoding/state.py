@@ -50,7 +50,7 @@ class Scores(NamedTuple):
     taps: Tensor | None
     """[B, N+1, T, H]; tap i is the residual stream after decoder layer i, 0-based."""
     choice: Tensor | None = None
-    """[B, N+1], the likeliest ids, where the pass found them on its way."""
+    """[B, N+1], the likeliest ids, where the pass found them on its way; -1 where the largest logit is no finite number."""
     probe: Tensor | None = None
     """[B, P, H], hidden states of the probe's rows after the final norm, where there was one."""
 
@@ -92,8 +92,8 @@ class Judge:
         """The draft without nodes that can't be kept.  seeded [B]: slots whose every node is deterministic."""
         return draft
 
-    def __call__(self, draft: Draft, scores: Scores, streams: Streams) -> Accepted:
-        return accept(draft, self.distribution(scores.logits), streams)
+    def __call__(self, draft: Draft, scores: Scores, state: DecodeState) -> Accepted:
+        return accept(draft, self.distribution(scores.logits), state.streams)
 
     def read(self, row: int, tokens: list[int], is_last: bool) -> tuple[int, bool]:
         """These are to be committed: how many of them belong to the text, and whether it stops there."""

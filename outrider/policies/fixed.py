@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,12 @@ class Fixed(Policy):
         self.nodes = nodes
 
     def budget(self, state: DecodeState) -> Tensor:
-        return torch.full((len(state.rows),), self.nodes)
+        return _budget(len(state.rows), self.nodes)
 
     def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
         return sizes
+
+
+@functools.lru_cache(256)
+def _budget(slots: int, nodes: int) -> Tensor:
+    return torch.full((slots,), nodes)

@@ -23,7 +23,7 @@ from torch import Tensor
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.noise import Purpose, Streams
-from outrider.decoding.state import Scores
+from outrider.decoding.state import DecodeState, Scores
 from outrider.errors import ConfigError
 from outrider.sampling.fast import Chain, outside
 from outrider.sampling.judge import SamplingJudge
@@ -92,10 +92,10 @@ class LossyJudge(SamplingJudge):
         """By slot: sum of the distances of the last step's tokens."""
         self._last = torch.empty(0, 0)
 
-    def __call__(self, draft: Draft, scores: Scores, streams: Streams) -> Accepted:
+    def __call__(self, draft: Draft, scores: Scores, state: DecodeState) -> Accepted:
         logits = self._logits = processed(scores.logits, draft, self.prefixes)
         p = self.distribution(logits)
-        accepted = self.rule(draft, p, streams)
+        accepted = self.rule(draft, p, state.streams)
         self._last = tv_distance(self.rule, draft, p, accepted)
         return accepted
 

@@ -19,12 +19,12 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose, Streams
 
 
-def accept_greedy(draft: Draft, choice: Tensor, vocabulary: int) -> Accepted:
-    """Where every slot is greedy: follow the child that is the target's choice.  choice [B, N+1] int64.
+def accept_greedy(draft: Draft, choice: list[list[int]], vocabulary: int) -> Accepted:
+    """Where every slot is greedy: follow the child that is the target's choice.  choice [B, N+1], as lists.
 
     Equals `accept` with p one-hot at `choice`.
     """
-    rows = zip(draft.ids, draft.tree, draft.live, choice.tolist(), strict=True)
+    rows = zip(draft.ids, draft.tree, draft.live, choice, strict=True)
     paths, following = [], []
     for tokens, parents, size, wanted in rows:
         at, path = -1, []

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.decoding.accept import Accepted, Rule, accept_top1
 from outrider.decoding.draft import Draft
-from outrider.decoding.noise import Purpose, Streams
+from outrider.decoding.noise import Purpose
 from outrider.decoding.state import DecodeState, Judge, Request, Scores
 from outrider.errors import ConfigError, TargetError
 from outrider.sampling import logprobs
@@ -40,8 +40,8 @@ class SamplingJudge(Judge):
         self._texts: dict[int, TextStream] = {}
         self._logits = torch.empty(0)
         """[B, N+1, V] of the last pass, after penalties, bans and processors."""
-        self._choice: Tensor | None = None
-        """[B, N+1], their likeliest ids, where every slot is greedy."""
+        self._are_numbers = False
+        """Whether the pass has looked at them for NaN and found none."""
         self.select({}, [], torch.device("cpu"))
 
     def admit(self, row: int, request: Request, ends: frozenset[int], device: torch.device) -> None:
@@ -95,13 +95,15 @@ class SamplingJudge(Judge):
         there.temperature = there.settings.temperature
         return there
 
-    def __call__(self, draft: Draft, scores: Scores, streams: Streams) -> Accepted:
+    def __call__(self, draft: Draft, scores: Scores, state: DecodeState) -> Accepted:
         logits = self._logits = processed(scores.logits, draft, self.prefixes)
-        self._choice = None
+        self._are_numbers = False
         if self.rule is None and self.temperature is None:
             known = scores.choice if logits is scores.logits else None
-            choice = self._choice = logits.argmax(-1) if known is None else known
+            choice = (logits.argmax(-1) if known is None else known).tolist()
+            self._are_numbers = known is not None and min(map(min, choice)) >= 0
             return accept_greedy(draft, choice, logits.shape[-1])
+        streams = state.streams
         if self.rule is None and draft.q is None:
             slots = torch.arange(len(logits), device=logits.device)
             choose = lambda rows, depth: streams.draw(self.distribution(logits[slots, rows]), depth, Purpose.TARGET)
@@ -133,8 +135,9 @@ class SamplingJudge(Judge):
 
     def _refuse_no_numbers(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> None:
         """Looks at the largest logit of every row, which is NaN where any is."""
-        logits, choice = self._logits, self._choice
-        best = logits.amax(-1) if choice is None else logits.gather(-1, choice.unsqueeze(-1))[..., 0]
+        if self._are_numbers:
+            return
+        best = self._logits.amax(-1)
         if all(math.isfinite(value) for row in best.tolist() for value in row):
             return
         for b, text in enumerate(texts):

@@ -70,7 +70,7 @@ class Captured:
     def forward(
         self, tokens: Tensor, depths: Tensor, visible: Tensor, starts: Tensor, columns: Tensor, buffers: Sequence[Tensor]
     ) -> list[Tensor]:
-        """The traced pass's logits, hidden states and choice for tokens [R, n], then views of every layer's output."""
+        """The traced pass's logits, hidden states and choice for tokens [R, n], and a view of every layer's output."""
         rows, width = tokens.shape
         wide = self.padded(width)
         given = pad(tokens, (0, wide - width)), pad(depths, (0, wide - width)), _seen(visible, wide), starts
@@ -84,9 +84,9 @@ class Captured:
         for there, here in zip(capture.given, given, strict=True):
             there.copy_(here)
         capture.replay()
-        # the next replay writes over them, and drafters keep what they were given; the layers' are stacked into taps before
-        logits, hidden, choice, *layers = (output[:, :width] for output in capture.outputs)
-        return [logits.clone(), hidden.clone(), choice.clone(), *layers]
+        # the next replay writes over them, and drafters keep what they were given; the layers' are copied into taps before
+        logits, hidden, choice, layers = (output[:, :width] for output in capture.outputs)
+        return [logits.clone(), hidden.clone(), choice.clone(), layers]
 
     def _captured(self, given: tuple[Tensor, ...], end: int, buffers: Sequence[Tensor]) -> _Capture:
         fixed = tuple(argument.clone() for argument in given)

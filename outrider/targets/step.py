@@ -100,8 +100,8 @@ class CompiledStep(Compiled):
     ) -> Scores:
         given = self._arguments(tokens, cache, visible, depths)
         with self._lock:  # another thread's replay reads its arguments, and writes its layers, in the same place
-            logits, hidden, choice, *layers = graph.forward(*given)
-            tapped = torch.stack([layers[tap] for tap in taps], 2) if taps else None
+            logits, hidden, choice, layers = graph.forward(*given)
+            tapped = layers.index_select(2, _numbers(taps, layers.device)) if taps else None
         return Scores(logits, hidden, tapped, choice)
 
     def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:
@@ -178,7 +178,7 @@ def _chain_of(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tens
 
 
 class _Traced(nn.Module):
-    """What is compiled: one pass of the model over buffers that are given, with every layer's output."""
+    """What is compiled: one pass of the model over buffers that are given."""
 
     def __init__(self, target: Any, layers: Sequence[int]):
         super().__init__()
@@ -187,8 +187,8 @@ class _Traced(nn.Module):
 
     def forward(
         self, tokens: Tensor, depths: Tensor, visible: Tensor, starts: Tensor, columns: Tensor, buffers: list[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Logits [R, n, V], hidden [R, n, H], the likeliest ids [R, n], and every layer's output [R, n, H]."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Logits [R, n, V], hidden [R, n, H], choice [R, n] as in `Scores`, and every layer's output [R, n, layers, H]."""
         target, sight = self.target, Sight(starts, columns, tokens.shape[1])
         seen, dtype = sight.seen(visible), target.model.dtype
         masks = {
@@ -198,7 +198,13 @@ class _Traced(nn.Module):
         kept = Columns(self.layers, buffers, sight)
         positions = sight.positions(depths).clamp(max=target.spec.context - 1)
         logits, hidden, layers = target.pass_through(tokens, kept, masks, positions)
-        return logits, hidden, logits.argmax(-1), layers
+        best, choice = logits.max(-1)
+        return logits, hidden, torch.where(best.isfinite(), choice, -1), torch.stack(layers, 2)
+
+
+@functools.lru_cache(64)
+def _numbers(taps: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(taps, device=device)
 
 
 def passed(anchor: Tensor, draft: Draft, vocabulary: int) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -159,7 +159,7 @@ def test_the_greedy_way_is_the_rule_with_p_one_hot(made):
     choice = law_of(draft, seed).argmax(-1)
     one_hot = torch.nn.functional.one_hot(choice, V).double()
     streams = streams_of(len(draft.sizes), seed)
-    found = accept_greedy(draft, choice, V)
+    found = accept_greedy(draft, choice.tolist(), V)
     well_formed(draft, found)
     for q in (None, torch.nn.functional.one_hot(draft.tokens.clamp(0, V - 1), V).double()):
         assert accept(Draft(draft.tokens, draft.parents, draft.sizes, q), one_hot, streams) == found

@@ -244,12 +244,12 @@ def test_a_rule_that_keeps_one_token_too_many_is_found_out(
     """Catches a measurement of exactness that can't fail; the first difference is where brute force sees it too."""
     real = judge.accept_greedy
 
-    def generous(draft: Draft, choice: torch.Tensor, vocabulary: int) -> Accepted:
+    def generous(draft: Draft, choice: list[list[int]], vocabulary: int) -> Accepted:
         found = real(draft, choice, vocabulary)
         kept = found.counts[0]
         if len(found.paths) > 1 or kept >= draft.live[0]:
             return found
-        return Accepted([list(range(kept + 1))], [int(choice[0, kept + 1])], found.invalid)
+        return Accepted([list(range(kept + 1))], [choice[0][kept + 1]], found.invalid)
 
     with monkeypatch.context() as patched:
         patched.setattr(judge, "accept_greedy", generous)

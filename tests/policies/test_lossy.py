@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.decoding.accept import Accepted, accept
 from outrider.decoding.draft import Draft
-from outrider.decoding.noise import Purpose, Streams
+from outrider.decoding.noise import Purpose
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError
 from outrider.generation import batch, generate, serve, stream
@@ -407,8 +407,8 @@ def test_tokens_after_an_end_do_not_count():
     whole: list[float] = []
 
     class Noting(LossyJudge):
-        def __call__(self, draft: Draft, scores: Any, streams: Streams) -> Accepted:
-            accepted = super().__call__(draft, scores, streams)
+        def __call__(self, draft: Draft, scores: Any, state: Any) -> Accepted:
+            accepted = super().__call__(draft, scores, state)
             whole.append(float(tv_distance(self.rule, draft, self.distribution(scores.logits), accepted).sum()))
             return accepted
 

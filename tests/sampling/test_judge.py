@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +38,11 @@ def judge_of(choices: Sequence[int]) -> SamplingJudge:
     return state.judge
 
 
+def drawing(streams: Streams) -> Any:
+    """What a judge reads of a state."""
+    return SimpleNamespace(streams=streams)
+
+
 def scores_of(draft: Draft, seed: int) -> Scores:
     slots, nodes = draft.tokens.shape
     logits = 3 * torch.randn(slots, nodes + 1, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -54,14 +61,14 @@ def test_every_way_it_takes_is_the_rule_token_for_token(made, choices, seeds):
         judge, scores = judge_of(own), scores_of(draft, seed)
         streams = streams_of(slots, seed, seeds and [choice % 2 == 1 for choice in seeds[:slots]])
         wanted = accept(draft, judge.distribution(scores.logits), streams)
-        found = judge(draft, scores, streams)
+        found = judge(draft, scores, drawing(streams))
         if judge.temperature is None:
             # which counts ids outside the vocabulary alone: a q is not looked at
             wanted = wanted._replace(invalid=found.invalid)
         assert found == wanted
         if judge.temperature is None:
             likeliest = scores._replace(choice=scores.logits.argmax(-1), logits=torch.zeros_like(scores.logits))
-            assert judge(draft, likeliest, streams) == found
+            assert judge(draft, likeliest, drawing(streams)) == found
 
 
 @given(drafts(), CHOICES)
@@ -70,11 +77,11 @@ def test_no_row_is_read_that_nobody_walks_through(made, choices):
     draft, seed = made
     slots = len(draft.sizes)
     judge, scores, streams = judge_of([1, *choices][:slots]), scores_of(draft, seed), streams_of(slots, seed)
-    accepted = judge(draft, scores, streams)
+    accepted = judge(draft, scores, drawing(streams))
     spoilt = torch.full_like(scores.logits, torch.nan)
     for b in range(slots):
         spoilt[b, accepted.rows(b)] = scores.logits[b, accepted.rows(b)]
-    assert judge(draft, scores._replace(logits=spoilt), streams) == accepted
+    assert judge(draft, scores._replace(logits=spoilt), drawing(streams)) == accepted
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
