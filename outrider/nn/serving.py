@@ -5,6 +5,7 @@ B live slots, N drafted nodes, V vocabulary, C features that wait.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -24,69 +25,72 @@ from outrider.nn.draft_model import DraftModel
 from outrider.targets.protocol import Target
 
 
-class Part(NamedTuple):
-    """Features of a pass [B, S, ...], of which these rows of its slot b wait; copied only once they are read."""
+class Passed(NamedTuple):
+    """What a verified pass said of these slots, features [B, N+1, ...], and what was kept of it."""
 
+    rows: list[int]
     features: Tensor
-    b: int
-    rows: Sequence[int]
+    accepted: Accepted
 
 
 class FeatureBuffer:
     """What the target said of every slot's tokens and the drafter has not read yet, in order."""
 
     MOST = 64
-    """Passes whose features are held as they came; then what waits of them is put together, and they are freed."""
+    """Passes that are held as they came; a slot's share of them is taken once it is asked for."""
 
     def __init__(self, slots: int, taps: int, target: Target, dtype: torch.dtype):
         """taps: hidden states that are a feature of one token."""
-        self._parts: list[list[Part]] = [[] for _ in range(slots)]
+        self._parts: list[list[Tensor]] = [[] for _ in range(slots)]
+        self._passed: list[Passed] = []
         self._none = torch.empty(0, taps, target.spec.hidden, device=target.device, dtype=dtype)
 
     def admit(self, rows: Sequence[int], features: Tensor, lengths: Sequence[int]) -> None:
         """Of a prompt's chunk, features [R, S, ...], right-padded."""
         for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            self._add(row, Part(features, b, range(length)))
+            self._parts[row].append(features[b, :length].to(self._none))
 
-    def observe(self, rows: Sequence[int], features: Tensor, accepted: Accepted) -> None:
+    def observe(self, rows: list[int], features: Tensor, accepted: Accepted) -> None:
         """Of the old anchor and of what was kept after it, features [B, N+1, ...] of the verified pass."""
-        for b, row in enumerate(rows):
-            self._add(row, Part(features, b, accepted.rows(b)))
+        self._passed.append(Passed(rows, features, accepted))
+        if len(self._passed) > self.MOST:
+            self._share_out()
 
     def count(self, row: int) -> int:
         """How many wait."""
-        return sum(len(part.rows) for part in self._parts[row])
+        self._share_out()
+        return sum(map(len, self._parts[row]))
 
-    def _add(self, row: int, part: Part) -> None:
-        self._parts[row].append(part)
-        if len(self._parts[row]) > self.MOST:
-            self._hold(row, self._whole(row))
-
-    def _hold(self, row: int, features: Tensor) -> None:
-        """These [n, ...] are what waits."""
-        self._parts[row] = [Part(features[None], 0, range(len(features)))] if len(features) else []
-
-    def _whole(self, row: int) -> Tensor:
-        """All that waits in a slot, [n, ...]."""
-        found = [
-            features[b, rows[0] : rows[-1] + 1] if rows[-1] - rows[0] < len(rows) else features[b, rows]
-            for features, b, rows in self._parts[row]
-            if rows
-        ]
-        return (found[0] if len(found) == 1 else torch.cat(found or [self._none])).to(self._none)
+    def _share_out(self) -> None:
+        """Give each slot its part of the passes that are held; plain ones of the same slots as one."""
+        passed, self._passed = self._passed, []
+        for (rows, width), alike in itertools.groupby(passed, lambda each: (each.rows, each.features.shape[1])):
+            if width == 1:
+                whole = torch.cat([each.features for each in alike], 1).to(self._none)
+                for b, row in enumerate(rows):
+                    self._parts[row].append(whole[b])
+                continue
+            for _, features, accepted in alike:
+                for b, row in enumerate(rows):
+                    at = accepted.rows(b)
+                    is_straight = at == list(range(len(at)))
+                    self._parts[row].append((features[b, : len(at)] if is_straight else features[b, at]).to(self._none))
 
     def take(self, rows: Sequence[int], most: Sequence[int] | None = None) -> tuple[Tensor, list[int]]:
         """The first most[i] that wait, or all: [B, C, ...], right-padded, and how many are real."""
+        self._share_out()
         found = []
         for i, row in enumerate(rows):
-            whole = self._whole(row)
+            parts = self._parts[row] or [self._none]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
             count = len(whole) if most is None else most[i]
             found.append(whole[:count])
-            self._hold(row, whole[count:])
+            self._parts[row] = [whole[count:]] if count < len(whole) else []
         padded = found[0][None] if len(found) == 1 else nn.utils.rnn.pad_sequence(found, batch_first=True)
         return padded, [len(own) for own in found]
 
     def free(self, rows: Sequence[int]) -> None:
+        self._share_out()
         for row in rows:
             self._parts[row] = []
 

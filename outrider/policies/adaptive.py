@@ -7,8 +7,10 @@ node, and seconds are measured while decoding, not fitted beforehand.  Plain lis
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from operator import mul
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,16 +30,19 @@ class Adaptive:
 
     One step in `EXPLORE` tries another depth, plain steps among them, so that no measure grows old.  While off, a `SHARE` of
     the time goes into probes, so that it comes back by itself: many where they lose little, few where drafts are dear.
-    Budgets depend on earlier steps alone, so the output stays exact; equal outcomes and timings give equal budgets.
+    What was measured is read every `REST` steps, at once where something is tried or slots change: in between a step costs
+    nothing.  Budgets depend on earlier steps alone, so the output stays exact; equal outcomes and timings give equal budgets.
     """
 
     EXPLORE = 64
     """Steps between two that try another depth."""
-    SHARE, FUND, FEE = 0.02, 3.0, 0.1
+    REST = 8
+    """Steps between two decisions."""
+    SHARE, FUND, FEE = 0.01, 3.0, 0.03
     """Of a plain step: what each step while off puts aside for probes, the most that is put aside, and what a probe counts
     beside what it loses."""
     LOYALTY = 0.98
-    """A depth stays until another is better by more than this leaves."""
+    """A depth stays until another is better by more than this leaves, and drafts must bring more than that."""
     WINDOW, NEW_TEXT = 256.0, 16.0
     """Tests after which a count has faded to 1/e, and what counts of other requests weigh at most."""
 
@@ -53,9 +58,14 @@ class Adaptive:
         self.costs: dict[int, Costs] = {}
         """By the live slots' number in bits: 1, 2, 3-4, 5-8 ..."""
         self.serving: dict[int, Request] = {}
-        self.wanted: list[int] = []
-        self.turn = self.pause = self.since = self.tries = self.probing = 0
-        """Steps; plain ones since the last draft, ones since another depth was tried, such tries, and steps left of a probe."""
+        self.rows: list[int] = []
+        self.wanted, self.asked = list[int](), torch.empty(0, dtype=torch.int64)
+        self.unread: list[Step] = []
+        self.turn = self.decided = self.pause = self.since = self.tries = self.probing = 0
+        """Steps; the last one that was decided about; plain ones since the last draft, ones since another depth was tried, such
+        tries, and steps left of a probe."""
+        self.steady = 0
+        """Decisions that left the depth as it was."""
         self.credit, self.late = self.FUND, float("inf")
         """Plain steps put aside for probes; seconds of the last probe's first step, which reads what was missed."""
         self.gap = self.variance = 0.0
@@ -63,45 +73,69 @@ class Adaptive:
 
     def budget(self, state: DecodeState) -> Tensor:
         self.turn += 1
+        if (
+            state.rows is self.rows
+            and self.turn < self.decided + self.REST
+            and not (self.depth and min(state.left) <= self.depth)
+        ):
+            return self.asked
+        self._read()
         self._meet(state)
         room = [left - 1 for left in state.left]  # the step itself adds one token more
         live, most, depth = len(room), min(max(room, default=0), self.limit), 0
         if most > 0:
             costs = self.costs.setdefault((live - 1).bit_length(), Costs([self.limit, 0, (self.limit + 1) // 2, 1]))
             depth = costs.todo.pop(0) if costs.todo else self._planned(live, most, costs)
+        before, self.decided = self.asked, self.turn
         self.wanted = [max(0, min(depth, left)) for left in room]
-        return torch.tensor(self.wanted, dtype=torch.int64)
+        self.asked = torch.tensor(self.wanted, dtype=torch.int64)
+        # what is tried is tried once, and what is new is looked at step by step
+        is_steady = depth == self.depth and not self.probing and torch.equal(self.asked, before)
+        self.steady = self.steady + 1 if is_steady else 0
+        self.rows = state.rows if self.steady > self.REST else []
+        return self.asked
 
     def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
         return sizes
 
     def observe(self, state: DecodeState, sizes: Tensor, accepted: Accepted, timing: Timing) -> None:
-        live, asked = len(self.wanted), max(self.wanted, default=0)
-        costs = self.costs.get((live - 1).bit_length())
-        if costs is None:
-            return
-        seconds = timing.draft + timing.verify + timing.other
-        # a slot that ended in mid-block did not show what it would have kept
-        if not self.is_tree and state.reached != sizes.tolist():
+        asked = max(self.wanted, default=0)
+        if asked and not self.is_tree and state.reached != sizes.tolist():
             self.is_tree, self.kept, self.tests = True, [0.0] * self.limit, [0.0] * self.limit
-        whole = [b for b, token in enumerate(accepted.next_tokens) if token >= 0]
-        steps = [(accepted.paths[b], self.wanted[b]) for b in whole]
-        self._wonder(steps)
-        self._count(steps)
         # the first step of all warms caches up, the first plain one finds a draft's weights in them, and the first draft after
         # a pause reads what it has missed
-        is_odd = self.pause >= 8 if asked else not self.pause
-        if self.turn > 1 and not is_odd:
-            costs.add(asked, seconds, self.turn)
-        if self.probing and asked:
-            self._charge(seconds, sum(accepted.counts) / live, costs)
+        is_odd = self.turn == 1 or (self.pause >= 8 if asked else not self.pause)
+        seconds = timing.draft + timing.verify + timing.other
+        self.unread.append(Step(self.turn, self.wanted, asked, seconds, is_odd, self.pause, accepted))
         self.pause = 0 if asked else self.pause + 1
 
-    def _charge(self, seconds: float, accepted: float, costs: Costs) -> None:
+    def _read(self) -> None:
+        """Learn from the steps since the last decision; all were of the same slots."""
+        unread, self.unread = self.unread, []
+        live = len(self.wanted)
+        costs = self.costs.get((live - 1).bit_length())
+        if costs is None or not unread:
+            return
+        # a slot that ended in mid-block did not show what it would have kept
+        drafted = [step for step in unread if step.asked]
+        kept = [
+            (path, wanted)
+            for step in drafted
+            for path, wanted, token in zip(step.accepted.paths, step.wanted, step.accepted.next_tokens, strict=True)
+            if token >= 0
+        ]
+        if drafted:
+            self._wonder(kept, len(drafted))
+            self._count(kept)
+        costs.add([(step.asked, step.turn, step.seconds) for step in unread if not step.is_odd])
+        for step in drafted if self.probing else ():
+            self._charge(step, sum(step.accepted.counts) / live, costs)
+
+    def _charge(self, step: Step, accepted: float, costs: Costs) -> None:
         """Pay for a step of a probe: what it lost against a plain step, and a fee; one that paid brings the next nearer."""
         self.probing -= 1
-        paid = min(seconds, self.late if self.pause else costs.at(max(self.wanted)))  # an outlier comes once
-        self.late = seconds if self.pause else self.late
+        paid = min(step.seconds, self.late if step.pause else costs.at(step.asked))  # an outlier comes once
+        self.late = step.seconds if step.pause else self.late
         self.credit -= paid / costs.at(0) - 1 - accepted + self.FEE
 
     def shares(self) -> list[float]:
@@ -119,6 +153,8 @@ class Adaptive:
         """The best depth, unless another is due to be tried."""
         rates = self.rates(live, most, costs)
         best = max(rates, key=rates.__getitem__)
+        if self.LOYALTY * rates[best] < rates[0]:
+            best = 0  # so small a gain may be a measure's error
         # what drafts bring is an estimate, what a plain step brings is not: off needs no margin, on does
         if rates[self.depth] < self.LOYALTY * rates[best] or (self.depth and not best):
             self.depth = best
@@ -126,7 +162,7 @@ class Adaptive:
             at = self.depths.index(self.depth)
             near = self.depths[max(0, at - 1) : at + 2]
             costs.try_first(near)
-            self.since, self.probing = self.since + 1, 0
+            self.since, self.probing = self.since + self.turn - self.decided, 0
             if self.since < self.EXPLORE:
                 return self.depth
             self.since, self.tries, self.credit = 0, self.tries + 1, self.FUND
@@ -134,7 +170,7 @@ class Adaptive:
                 costs.todo += [0, 0]  # the first of three is not counted
                 return 0
             return near[-1 if self.tries % 3 else 0]
-        self.credit = min(self.credit + self.SHARE, self.FUND)
+        self.credit = min(self.credit + self.SHARE * (self.turn - self.decided), self.FUND)
         if not self.probing and self.credit > 0:
             self.probing = 2  # since the first after a pause says nothing of a draft's seconds
         # the deepest that is hardly slower than the best draft: a parallel drafter's costs little more
@@ -162,16 +198,32 @@ class Adaptive:
             self.tests[n] = self.tests[n] * fade + tests
             self.kept[n] = self.kept[n] * fade + sum(n in path for path, wanted in steps if wanted > n)
 
-    def _wonder(self, steps: list[tuple[list[int], int]]) -> None:
+    def _wonder(self, steps: list[tuple[list[int], int]], turns: int) -> None:
         """Where what a dozen steps kept is 3 standard deviations off, the text has changed: old counts weigh little."""
+        fade = (11 / 12) ** turns
         shares = self.shares()
         means = list(accumulate(shares, initial=0.0))
         squares = list(accumulate(((2 * n + 1) * share for n, share in enumerate(shares)), initial=0.0))  # of a chain's length
-        self.gap = self.gap * 11 / 12 + sum(len(path) - means[wanted] for path, wanted in steps)
-        self.variance = self.variance * 11 / 12 + sum(squares[wanted] - means[wanted] ** 2 for _, wanted in steps)
+        self.gap = self.gap * fade + sum(len(path) - means[wanted] for path, wanted in steps)
+        self.variance = self.variance * fade + sum(squares[wanted] - means[wanted] ** 2 for _, wanted in steps)
         if self.gap**2 > 9 * (self.variance + 1):
             self._lighten(4.0)
             self.gap = self.variance = 0.0
+
+
+class Step(NamedTuple):
+    """What was asked for and what came of it."""
+
+    turn: int
+    wanted: list[int]
+    asked: int
+    """The most of `wanted`."""
+    seconds: float
+    is_odd: bool
+    """Its seconds are no usual step's."""
+    pause: int
+    """Plain steps before it."""
+    accepted: Accepted
 
 
 class Costs:
@@ -195,12 +247,16 @@ class Costs:
         self.todo += [depth for depth in depths if depth not in self.tried for _ in range(2)]
         self.tried.update(depths)
 
-    def add(self, depth: int, seconds: float, turn: int) -> None:
-        self.samples.setdefault(depth, deque(maxlen=self.WINDOW)).append((turn, seconds))
-        stale = [other for other, samples in self.samples.items() if other and samples[-1][0] < turn - self.AGE]
-        for other in stale if depth else ():
-            del self.samples[other], self.means[other]
-        self.means[depth] = self.mean(depth)
+    def add(self, steps: Sequence[tuple[int, int, float]]) -> None:
+        """Depths, turns and seconds of steps."""
+        if not steps:
+            return
+        for depth, turn, seconds in steps:
+            self.samples.setdefault(depth, deque(maxlen=self.WINDOW)).append((turn, seconds))
+            stale = [other for other, samples in self.samples.items() if other and samples[-1][0] < turn - self.AGE]
+            for other in stale if depth else ():
+                del self.samples[other], self.means[other]
+        self.means |= {depth: self.mean(depth) for depth in {depth for depth, _, _ in steps} & self.samples.keys()}
         self.curve = rising([(depth, self.means[depth], len(self.samples[depth])) for depth in sorted(self.samples)])
 
     def mean(self, depth: int) -> float:

@@ -44,13 +44,13 @@ def cuda_graph(function: Callable[[], Outputs]) -> tuple[Callable[[], object], O
 
 
 _Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
-_Key = tuple[int, int, int, tuple[_Layout, ...]]
-"""Rows, tokens a row, columns, and the layout of every buffer."""
+_Key = tuple[int, int, int, int, tuple[_Layout, ...]]
+"""Rows, tokens a row, columns, taps, and the layout of every buffer."""
 
 
 class _Capture(NamedTuple):
     given: tuple[Tensor, ...]
-    """Tokens, depths, visible and starts, where the replay reads them."""
+    """Tokens, depths, visible, starts and taps, where the replay reads them."""
     replay: Callable[[], object]
     outputs: list[Tensor]
 
@@ -59,7 +59,7 @@ class Captured:
     """Passes of one traced function, called by `forward` as a package is."""
 
     def __init__(self, traced: nn.Module, recorder: Recorder = cuda_graph):
-        """traced: of tokens, depths, visible, starts, columns and buffers; it must not look at any of their values."""
+        """traced: of tokens, depths, visible, starts, columns, taps and buffers; it must not look at any of their values."""
         self.traced, self.recorder = traced, recorder
         self.captures: dict[_Key, _Capture] = {}
 
@@ -68,14 +68,15 @@ class Captured:
         return next((size for size in WIDTHS if size >= width), -(-width // WIDTHS[-1]) * WIDTHS[-1])
 
     def forward(
-        self, tokens: Tensor, depths: Tensor, visible: Tensor, starts: Tensor, columns: Tensor, buffers: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """The traced pass's logits, hidden states and choice for tokens [R, n], and a view of every layer's output."""
+        self, tokens: Tensor, depths: Tensor, visible: Tensor, starts: Tensor, columns: Tensor, taps: Tensor,
+        buffers: Sequence[Tensor],
+    ) -> list[Tensor]:  # fmt: skip
+        """The traced pass's logits, hidden states, choice and taps for tokens [R, n]."""
         rows, width = tokens.shape
         wide = self.padded(width)
-        given = pad(tokens, (0, wide - width)), pad(depths, (0, wide - width)), _seen(visible, wide), starts
+        given = pad(tokens, (0, wide - width)), pad(depths, (0, wide - width)), _seen(visible, wide), starts, taps
         end = min(buffers[0].shape[2], -(-(len(columns) + wide - width) // COLUMNS) * COLUMNS)
-        key = rows, wide, end, tuple(map(_layout, buffers))
+        key = rows, wide, end, len(taps), tuple(map(_layout, buffers))
         if key not in self.captures:
             if len(self.captures) >= MOST:
                 self.captures.clear()
@@ -84,14 +85,14 @@ class Captured:
         for there, here in zip(capture.given, given, strict=True):
             there.copy_(here)
         capture.replay()
-        # the next replay writes over them, and drafters keep what they were given; the layers' are copied into taps before
-        logits, hidden, choice, layers = (output[:, :width] for output in capture.outputs)
-        return [logits.clone(), hidden.clone(), choice.clone(), layers]
+        # the next replay writes over them, and drafters keep what they were given
+        return [output[:, :width].clone() for output in capture.outputs]
 
     def _captured(self, given: tuple[Tensor, ...], end: int, buffers: Sequence[Tensor]) -> _Capture:
         fixed = tuple(argument.clone() for argument in given)
         columns = torch.arange(end, device=fixed[0].device)
-        replay, outputs = self.recorder(lambda: self.traced(*fixed, columns, list(buffers)))
+        *before, taps = fixed
+        replay, outputs = self.recorder(lambda: self.traced(*before, columns, taps, list(buffers)))
         return _Capture(fixed, replay, flat(outputs))
 
 

@@ -98,26 +98,26 @@ class CompiledStep(Compiled):
     def _run(
         self, graph: Any, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
     ) -> Scores:
-        given = self._arguments(tokens, cache, visible, depths)
-        with self._lock:  # another thread's replay reads its arguments, and writes its layers, in the same place
-            logits, hidden, choice, layers = graph.forward(*given)
-            tapped = layers.index_select(2, _numbers(taps, layers.device)) if taps else None
-        return Scores(logits, hidden, tapped, choice)
+        given = self._arguments(tokens, cache, visible, depths, taps)
+        with self._lock:  # another thread's replay reads its arguments in the same place
+            logits, hidden, choice, tapped = graph.forward(*given)
+        return Scores(logits, hidden, tapped if taps else None, choice)
 
     def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:
         kept, tokens = self._pass(*EXAMPLE)
-        given = self._arguments(tokens, kept, None, None)
+        given = self._arguments(tokens, kept, None, None, (0, 1))
         r = {0: Dim("rows", min=2, max=1024)}
         width, end, length = Dim("width", min=2, max=WIDEST), Dim("end", min=3, max=2**20), Dim("length", min=4, max=2**20)
-        of_rows, of_buffers = {**r, 1: width}, [{**r, 2: length} for _ in given[-1]]
-        return _Traced(self.target, kept.layers), given, (of_rows, of_rows, {**r, 1: width, 2: width}, r, {0: end}, of_buffers)
+        of_rows, taps, of_buffers = {**r, 1: width}, {0: Dim("taps", min=2, max=2**10)}, [{**r, 2: length} for _ in given[-1]]
+        dims = of_rows, of_rows, {**r, 1: width, 2: width}, r, {0: end}, taps, of_buffers
+        return _Traced(self.target, kept.layers), given, dims
 
     def trials(self) -> list[tuple[Any, ...]]:
         """A plain step of one slot and of several, and the verification of a draft."""
         passes = []
         for rows, width in ((1, 1), (1, EXAMPLE[1]), (EXAMPLE[0], 1)):
             kept, tokens = self._pass(rows, width)
-            passes.append(self._arguments(tokens, kept, None, None))
+            passes.append(self._arguments(tokens, kept, None, None, ()))
         return passes
 
     def plain(self) -> Callable[..., Any]:
@@ -162,12 +162,21 @@ class CompiledStep(Compiled):
         return worst, self.target.selftest.allowed
 
     def _arguments(
-        self, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-        """Tokens; each one's depth and what it sees of the pass; where rows stand, and columns up to the end; buffers."""
+        self, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+        """Tokens; each one's depth and what it sees of the pass; where rows stand, and columns up to the end; taps; buffers."""
         if visible is None or depths is None:
             depths, visible = _chain_of(*tokens.shape, tokens.device)
-        return tokens.contiguous(), depths.contiguous(), visible.contiguous(), cache.starts, cache.columns, cache.buffers
+        tapped = _numbers(taps or (0,), tokens.device)
+        return (
+            tokens.contiguous(),
+            depths.contiguous(),
+            visible.contiguous(),
+            cache.starts,
+            cache.columns,
+            tapped,
+            cache.buffers,
+        )
 
 
 @functools.lru_cache(256)
@@ -186,9 +195,10 @@ class _Traced(nn.Module):
         self.target, self.layers = target, layers
 
     def forward(
-        self, tokens: Tensor, depths: Tensor, visible: Tensor, starts: Tensor, columns: Tensor, buffers: list[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Logits [R, n, V], hidden [R, n, H], choice [R, n] as in `Scores`, and every layer's output [R, n, layers, H]."""
+        self, tokens: Tensor, depths: Tensor, visible: Tensor, starts: Tensor, columns: Tensor, taps: Tensor,
+        buffers: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """Logits [R, n, V], hidden [R, n, H], choice [R, n] as in `Scores`, and outputs of layers `taps` [T]: [R, n, T, H]."""
         target, sight = self.target, Sight(starts, columns, tokens.shape[1])
         seen, dtype = sight.seen(visible), target.model.dtype
         masks = {
@@ -199,7 +209,7 @@ class _Traced(nn.Module):
         positions = sight.positions(depths).clamp(max=target.spec.context - 1)
         logits, hidden, layers = target.pass_through(tokens, kept, masks, positions)
         best, choice = logits.max(-1)
-        return logits, hidden, torch.where(best.isfinite(), choice, -1), torch.stack(layers, 2)
+        return logits, hidden, torch.where(best.isfinite(), choice, -1), torch.stack(layers, 2).index_select(2, taps)
 
 
 @functools.lru_cache(64)

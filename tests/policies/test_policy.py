@@ -301,8 +301,7 @@ class Alone:
             policy.WINDOW = 1.2
             costs = policy.costs[0] = adaptive.Costs([])
             costs.tried.update(range(limit + 1))
-            for depth in (0, limit):
-                costs.add(depth, 1.0 + 0.2 * depth, 1)
+            costs.add([(depth, 1, 1.0 + 0.2 * depth) for depth in (0, limit)])
 
     def budget(self, state: DecodeState) -> torch.Tensor:
         views = zip(self.policies, self._views(state), strict=True)
