@@ -28,6 +28,7 @@ from outrider.targets.protocol import Target
 class Passed(NamedTuple):
     """What a verified pass said of these slots, features [B, N+1, ...], and what was kept of it."""
 
+    number: int
     rows: list[int]
     features: Tensor
     accepted: Accepted
@@ -36,13 +37,16 @@ class Passed(NamedTuple):
 class FeatureBuffer:
     """What the target said of every slot's tokens and the drafter has not read yet, in order."""
 
-    MOST = 64
-    """Passes that are held as they came; a slot's share of them is taken once it is asked for."""
+    MOST = 256
+    """Passes that are held as they came; a slot's share of them is taken once it is asked for, so that nothing is copied for a
+    text that ends before."""
 
     def __init__(self, slots: int, taps: int, target: Target, dtype: torch.dtype):
         """taps: hidden states that are a feature of one token."""
         self._parts: list[list[Tensor]] = [[] for _ in range(slots)]
         self._passed: list[Passed] = []
+        self._count, self._begins = 0, [0] * slots
+        """Passes so far, and how many there were when each slot was freed."""
         self._none = torch.empty(0, taps, target.spec.hidden, device=target.device, dtype=dtype)
 
     def admit(self, rows: Sequence[int], features: Tensor, lengths: Sequence[int]) -> None:
@@ -52,7 +56,8 @@ class FeatureBuffer:
 
     def observe(self, rows: list[int], features: Tensor, accepted: Accepted) -> None:
         """Of the old anchor and of what was kept after it, features [B, N+1, ...] of the verified pass."""
-        self._passed.append(Passed(rows, features, accepted))
+        self._passed.append(Passed(self._count, rows, features, accepted))
+        self._count += 1
         if len(self._passed) > self.MOST:
             self._share_out()
 
@@ -64,14 +69,17 @@ class FeatureBuffer:
     def _share_out(self) -> None:
         """Give each slot its part of the passes that are held; plain ones of the same slots as one."""
         passed, self._passed = self._passed, []
-        for (rows, width), alike in itertools.groupby(passed, lambda each: (each.rows, each.features.shape[1])):
+        for (rows, width), group in itertools.groupby(passed, lambda each: (each.rows, each.features.shape[1])):
+            alike = list(group)
             if width == 1:
                 whole = torch.cat([each.features for each in alike], 1).to(self._none)
                 for b, row in enumerate(rows):
-                    self._parts[row].append(whole[b])
+                    self._parts[row].append(whole[b, max(0, self._begins[row] - alike[0].number) :])
                 continue
-            for _, features, accepted in alike:
+            for number, _, features, accepted in alike:
                 for b, row in enumerate(rows):
+                    if number < self._begins[row]:
+                        continue
                     at = accepted.rows(b)
                     is_straight = at == list(range(len(at)))
                     self._parts[row].append((features[b, : len(at)] if is_straight else features[b, at]).to(self._none))
@@ -90,9 +98,9 @@ class FeatureBuffer:
         return padded, [len(own) for own in found]
 
     def free(self, rows: Sequence[int]) -> None:
-        self._share_out()
         for row in rows:
-            self._parts[row] = []
+            self._parts[row], self._begins[row] = [], self._count
+        self._passed = [each for each in self._passed if any(self._begins[row] <= each.number for row in each.rows)]
 
 
 class FeatureDrafter(Drafter, ABC):

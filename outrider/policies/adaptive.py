@@ -38,9 +38,9 @@ class Adaptive:
     """Steps between two that try another depth."""
     REST = 8
     """Steps between two decisions."""
-    SHARE, FUND, FEE = 0.01, 3.0, 0.03
-    """Of a plain step: what each step while off puts aside for probes, the most that is put aside, and what a probe counts
-    beside what it loses."""
+    SHARE, DOUBT, FUND, FEE = 0.015, 3, 3.0, 0.03
+    """Of a plain step: what each step while off puts aside for probes, times the rate that the best draft promises over a plain
+    step's to the power of `DOUBT`; the most that is put aside; and what a probe counts beside what it loses."""
     LOYALTY = 0.98
     """A depth stays until another is better by more than this leaves, and drafts must bring more than that."""
     WINDOW, NEW_TEXT = 256.0, 16.0
@@ -170,7 +170,8 @@ class Adaptive:
                 costs.todo += [0, 0]  # the first of three is not counted
                 return 0
             return near[-1 if self.tries % 3 else 0]
-        self.credit = min(self.credit + self.SHARE * (self.turn - self.decided), self.FUND)
+        promise = max(rates[depth] for depth in self.depths) / rates[0]
+        self.credit = min(self.credit + self.SHARE * promise**self.DOUBT * (self.turn - self.decided), self.FUND)
         if not self.probing and self.credit > 0:
             self.probing = 2  # since the first after a pause says nothing of a draft's seconds
         # the deepest that is hardly slower than the best draft: a parallel drafter's costs little more
