@@ -65,7 +65,7 @@ def serve(
     requests = [Request(prompt, new, sampling or Sampling()) for prompt in prompts]
     last = None
     with model_clock(target, drafter) as clock:
-        for progress in generation.serve(target, requests, drafter, policy=policy, state=state):
+        for progress in generation.serve(target, requests, drafter, policy=policy or "fixed", state=state):
             texts[progress.request] += progress.tokens
             found.tokens += len(progress.tokens)
             if state.timing.began != last:

@@ -62,7 +62,7 @@ def generate(
     *,
     max_new_tokens: int,
     sampling: Sampling | None = None,
-    policy: str | Policy = "fixed",
+    policy: str | Policy | None = None,
     verification: str | SamplingJudge = "standard",
     allow_lossy: bool = False,
     stop: Sequence[str] = (),
@@ -76,7 +76,8 @@ def generate(
     batch, further ones wait.
     sampling: greedy by default, as the model's own generation_config says; one that is given takes the place of all of that but
     its end tokens.
-    policy: how much is drafted: `fixed`, `by_confidence`, `adaptive`, or one of your own.
+    policy: how much is drafted: `adaptive` unless given, as much as pays by the seconds measured, and nothing where plain steps
+    are faster; `fixed`, all that the drafter offers; `by_confidence`; or one of your own.
     verification: `standard`; `block`, which keeps more of a sampled chain and is exact too; or, only with allow_lossy=True,
     `typical` or `relaxed` (see `policies.lossy`).  `policies.named.judge(name)` gives one whose `distance` says how far a lossy
     one strayed.
@@ -108,7 +109,7 @@ def stream(
     *,
     max_new_tokens: int,
     sampling: Sampling | None = None,
-    policy: str | Policy = "fixed",
+    policy: str | Policy | None = None,
     verification: str | SamplingJudge = "standard",
     allow_lossy: bool = False,
     stop: Sequence[str] = (),

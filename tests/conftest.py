@@ -28,6 +28,7 @@ from outrider import compiled, drafters
 from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError
 from outrider.nn.draft_model import Batch, DraftModel
+from outrider.policies import named
 from outrider.targets.assistant import keyless_layers
 from outrider.targets.protocol import LayerSizes, Target
 from outrider.targets.transformers import TransformersTarget, load_target
@@ -75,7 +76,7 @@ def scaled(model: PreTrainedModel, by: float = 2.0) -> PreTrainedModel:
     return model
 
 
-PAYS = compiled.Compiled._pays
+PAYS, SHIPPED = compiled.Compiled._pays, named.DEFAULT
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -86,6 +87,8 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         # compiling in every way to find the fastest takes twice as long; test_step.py does it once, and times the plain path
         patch.setattr(compiled, "BUILDS", {"libraries": {}})
         patch.setattr(compiled.Compiled, "_pays", lambda self, graph: True)
+        # every step drafts, whatever it costs: on tiny models drafts pay by chance
+        patch.setattr(named, "DEFAULT", "fixed")
         yield Path(os.environ["OUTRIDER_CACHE"])
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 
 from outrider.decoding.protocols import Drafter, Policy
@@ -25,15 +27,28 @@ POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "adaptive": Adaptive,
 }
 """As many nodes as the drafter offers; those likely to be kept; as many as pay, by the seconds measured."""
+DEFAULT = "adaptive"
+"""What is taken unless another is asked for."""
 
 
 def policy(name: str | Policy | None, drafter: Drafter) -> Policy:
-    """The policy of this name, fresh, for this drafter.  Raises ConfigError for an unknown name."""
-    if name is not None and not isinstance(name, str):
+    """The policy of this name, fresh, for this drafter; None goes on with the one that this thread last took for it by default.
+
+    Raises ConfigError for an unknown name.
+    """
+    if name is None:
+        if not hasattr(_taken, "policies"):
+            _taken.policies = weakref.WeakKeyDictionary()
+        found: Policy = _taken.policies.setdefault(drafter, POLICIES[DEFAULT](drafter.limit))
+        return found
+    if not isinstance(name, str):
         return name
-    name = name or "fixed"
     _known("policy", name, POLICIES)
     return POLICIES[name](drafter.limit)
+
+
+_taken = threading.local()
+"""`policies`: by drafter, so that what was measured is known to the next request."""
 
 
 def judge(name: str | SamplingJudge | None = None, allow_lossy: bool = False) -> SamplingJudge:

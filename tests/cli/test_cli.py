@@ -334,8 +334,8 @@ def test_decode_drafts_and_verifies_as_it_is_asked_to(
     monkeypatch.setattr(named, "judge", lambda *given, real=named.judge: (asked.append(given), real(*given))[1])
     words = ("decode", "abcabcabc", "--target", folder, "--max-new-tokens", 12, "--drafter", "ngram")
     for more, policy, judge in (
-        ((), "fixed", ("standard", False)),
-        (("--policy", "adaptive", "--verification", "block"), "adaptive", ("block", False)),
+        ((), "adaptive", ("standard", False)),
+        (("--policy", "fixed", "--verification", "block"), "fixed", ("block", False)),
         (("--policy", "by_confidence", "--verification", "relaxed", "--allow-lossy"), "by_confidence", ("relaxed", True)),
     ):
         asked.clear()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+from conftest import SHIPPED
 from contracts.parties import Oracle, TableTarget
 
 from outrider.errors import ConfigError
@@ -18,9 +21,7 @@ TABLE = TableTarget.random(6)
 DRAFTER = Oracle([], 6, depth=2)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [(None, Fixed), ("fixed", Fixed), ("by_confidence", ByConfidence), ("adaptive", Adaptive)]
-)
+@pytest.mark.parametrize(("name", "kind"), [("fixed", Fixed), ("by_confidence", ByConfidence), ("adaptive", Adaptive)])
 def test_a_policy_is_made_for_its_drafter_and_not_shared(name, kind):
     """Catches a policy of another drafter's size, and counts that two runs share."""
     one, two = named.policy(name, DRAFTER), named.policy(name, DRAFTER)
@@ -28,6 +29,23 @@ def test_a_policy_is_made_for_its_drafter_and_not_shared(name, kind):
     assert one is not two
     assert (one.limit if kind is Adaptive else one.nodes) == DRAFTER.limit
     assert named.policy(one, DRAFTER) is one
+
+
+def test_the_default_measures_and_goes_on_with_what_it_measured(monkeypatch):
+    """Catches a default that drafts whatever it costs, one that begins anew with every request, and one that two drafters or
+    two threads share.
+    """
+    monkeypatch.setattr(named, "DEFAULT", SHIPPED)
+    (plain,) = generate(TABLE, [1], max_new_tokens=9)
+    drafter, other = (Oracle([[1, *plain.tokens]], 6) for _ in "ab")
+    one = named.policy(None, drafter)
+    assert type(one) is Adaptive
+    generate(TABLE, [1], drafter, max_new_tokens=9)
+    assert named.policy(None, drafter) is one
+    assert one.turn
+    assert named.policy(None, other) is not one
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(named.policy, None, drafter).result() is not one
 
 
 def test_every_way_to_verify_has_a_judge_of_its_own():

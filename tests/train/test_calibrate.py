@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider import checkpoint, cli, generate, load_drafter
 from outrider.cli import console
-from outrider.compiled import fingerprint
+from outrider.compiled import values_of
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.errors import CheckpointError, DataError, TrainingError
@@ -217,9 +217,9 @@ def test_what_is_served_is_scaled(talker: TransformersTarget):
 def test_another_scaling_is_another_package(talker: TransformersTarget):
     """Catches a compiled step of before a calibration that is taken for the one after it."""
     model = make_model(talker)
-    before = fingerprint(model)
+    before = values_of(model)
     model.confidence_head.temperatures[1] = 1.5
-    assert fingerprint(model) != before
+    assert values_of(model) != before
 
 
 def test_a_second_calibration_finds_nothing_more(saved: Path, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch):
