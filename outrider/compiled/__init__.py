@@ -276,15 +276,17 @@ class Compiled:
         raise NotCompiled("this step is compiled on a CPU only; on another device it stays plain")
 
     def fits(self, cache: Any, rows: Sequence[int], width: int) -> bool:
-        """Whether there is a graph for a pass of `width` tokens over these slots of a SlotCache, and it is worth its while."""
-        span = around(rows)
-        if self.graph is None or not cache.layers or len(span) > 2 * len(rows):
+        """Whether there is a graph for a pass of `width` tokens over these slots of a SlotCache; then they lie side by side."""
+        if self.graph is None or not cache.layers:
             return False
         if self._checked_for() is not cache:
             # once a cache, so once a batch of requests: reading 200 counters at every step would be a hundredth of it
             self._checked_for, self._is_sound = weakref.ref(cache), not self._is_stale()
         width = self.graph.padded(width)
-        return self._is_sound and max(cache.lengths[row] for row in span) + width <= cache.length
+        if not self._is_sound or max(cache.lengths[row] for row in rows) + width > cache.length:
+            return False
+        cache.gather(rows)
+        return True
 
     def _is_stale(self) -> bool:
         """Whether a weight was written to after the graph was taken, which holds what it was."""
@@ -367,20 +369,6 @@ def _refuse_large(model: nn.Module) -> None:
         raise NotCompiled(
             f"more than {MOST_BYTES >> 30} GiB of weights, of which a package would hold a copy; its steps stay plain"
         )
-
-
-def around(rows: Sequence[int]) -> list[int]:
-    """The slots side by side that a graph runs over for these, ascending: others between them pass along as `placed` has it.
-
-    What such a pass writes stands behind the text of a slot, where the next one writes anyway.
-    """
-    return list(range(min(rows), max(rows) + 1))
-
-
-def placed(rows: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Of each slot around these, which of them it passes as, the first for one between; and where these then stand."""
-    place = {row: b for b, row in enumerate(rows)}
-    return [place.get(row, 0) for row in around(rows)], [row - min(rows) for row in rows]
 
 
 def flat(arguments: Sequence[Tensor | list[Tensor]]) -> list[Tensor]:

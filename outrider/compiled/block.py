@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from outrider import compiled
-from outrider.compiled import Compiled, Replays, around, placed
+from outrider.compiled import Compiled, Replays
 from outrider.decoding import noise
 from outrider.decoding.noise import Purpose, Streams, race
 from outrider.decoding.state import DecodeState
@@ -57,16 +57,8 @@ class CompiledBlock(Compiled):
         rows, noise, anchors = state.rows, self.traced.noise(state), state.anchor
         if not taps.shape[1]:
             taps = nn.functional.pad(taps, (0, 0, 0, 0, 0, 1))
-        width, span = taps.shape[1] + self.backbone.width, around(rows)
-        kept.open(span, width)
-        if span == rows:
-            found = self.graph.forward(*self._arguments(taps, anchors, counts, kept, noise))
-        else:
-            passing, at = placed(rows)
-            wide = taps[passing], anchors[passing], [counts[b] for b in passing], kept, [given[passing] for given in noise]
-            found = [given[at] for given in self.graph.forward(*self._arguments(*wide))]
-            kept.open(rows, width)
-        nodes, laws, *rest = found
+        kept.open(rows, taps.shape[1] + self.backbone.width)
+        nodes, laws, *rest = self.graph.forward(*self._arguments(taps, anchors, counts, kept, noise))
         return nodes, laws if self.traced.draws else None, rest[0] if rest else None
 
     def model(self) -> nn.Module:

@@ -13,7 +13,7 @@ R rows of a pass, n tokens a row, h heads, d head size.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -48,8 +48,10 @@ class Pass:
     """Length of each row's slot before the pass."""
     width: int
     """Tokens a row, padding included."""
+    places: list[int]
+    """Where the rows lie in the buffers."""
     span: slice | None
-    """The rows as a slice, where they lie side by side."""
+    """The places as a slice, where they are side by side."""
 
     @property
     def end(self) -> int:
@@ -122,6 +124,9 @@ class SlotCache:
         self.length = length
         self.device = torch.device(device)
         self.lengths = [0] * slots
+        self.places = list(range(slots))
+        """Where in the buffers each slot's keys and values lie; see `gather`."""
+        self._gathered: Sequence[int] | None = None
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._indexers: dict[int, Tensor] = {}
         self._stacks: list[Tensor] = []
@@ -135,7 +140,7 @@ class SlotCache:
         self._noted: int | None = None
         self._remembered: dict[int, deque[States]] = {}
         """By slot, in the order of their lengths."""
-        self._now = Pass([], [], 0, None)
+        self._now = Pass([], [], 0, [], None)
         self.texts: list[list[int]] = [[] for _ in range(slots)]
         """What each slot has read, where the target says what a pass reads: by `reads`."""
         self.prompts = [0] * slots
@@ -182,6 +187,36 @@ class SlotCache:
             self._layers[layer] = self._buffer(keys), self._buffer(values)
         return self
 
+    def gather(self, rows: Sequence[int]) -> None:
+        """Let these slots lie side by side in this order, so that a pass over them is over a slice; others make room."""
+        if rows is self._gathered:
+            return
+        places = [self.places[row] for row in rows]
+        # where most of them stay
+        [(first, _)] = Counter(place - n for n, place in enumerate(places)).most_common(1)
+        first = max(0, min(first, self.slots - len(rows)))
+        wanted = dict(zip(rows, range(first, first + len(rows)), strict=True))
+        if places != list(wanted.values()):
+            taken, vacated = set(wanted.values()), set(places)
+            free = iter(sorted(vacated - taken))
+            for row in range(self.slots):
+                if row not in wanted and self.places[row] in taken:
+                    wanted[row] = next(free)
+            self._put(wanted)
+        self._gathered = rows
+
+    @torch.inference_mode()
+    def _put(self, wanted: Mapping[int, int]) -> None:
+        """Move slots to these places; who lay there is among them."""
+        moved = [row for row, place in wanted.items() if self.places[row] != place and self.lengths[row]]
+        if moved:
+            longest = max(self.lengths[row] for row in moved)
+            come_from, to = [self.places[row] for row in moved], [wanted[row] for row in moved]
+            for stack in self._stacks:
+                stack[:, to, :, :longest] = stack[:, come_from, :, :longest]  # all is read before any is written
+        for row, place in wanted.items():
+            self.places[row] = place
+
     # ── one pass ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self, rows: Sequence[int], width: int, in_steps: bool = False, noted: int | None = None) -> Pass:
@@ -190,15 +225,14 @@ class SlotCache:
         in_steps: states are noted at each position; of a pass whose last ones will be kept only the last `noted`, if given.
         """
         rows = list(rows)
-        lie_together = rows == list(range(rows[0], rows[0] + len(rows)))
-        span = slice(rows[0], rows[0] + len(rows)) if lie_together else None
-        now = Pass(rows, [self.lengths[row] for row in rows], width, span)
+        places = [self.places[row] for row in rows]
+        now = Pass(rows, [self.lengths[row] for row in rows], width, places, _span(places))
         assert now.end <= self.length, f"a pass up to {now.end} tokens in a cache of {self.length}"
         self._now, self._at, self.in_steps = now, None, in_steps
         self._work, self._trail, self._noted, self._reads = {}, {}, noted, None
         if not now.is_even:
             columns = torch.tensor(now.starts).unsqueeze(-1) + torch.arange(width)
-            self._at = torch.tensor(rows, device=self.device).unsqueeze(-1), columns.to(self.device)
+            self._at = torch.tensor(places, device=self.device).unsqueeze(-1), columns.to(self.device)
         return now
 
     def reads(self, tokens: Tensor) -> None:
@@ -221,12 +255,10 @@ class SlotCache:
 
     def kept(self, layer: int, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer for these slots, for reading: [R, h, n, d], n what the longest of them holds."""
-        rows = list(rows)
         longest = max(self.lengths[row] for row in rows)
-        if rows == list(range(rows[0], rows[0] + len(rows))):
-            rows = slice(rows[0], rows[0] + len(rows))  # type: ignore[assignment]
-        keys, values = self._layers[layer]
-        return keys[rows][:, :, :longest], values[rows][:, :, :longest]
+        places = [self.places[row] for row in rows]
+        keys, values = (kept[_span(places) or places][:, :, :longest] for kept in self._layers[layer])
+        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Asked by some families for their default positions; we always pass positions."""
@@ -463,19 +495,25 @@ class SlotCache:
     @torch.inference_mode()
     def _move(self, row: int, places: Sequence[int], to: int) -> None:
         """Put what stands at these places of a slot side by side, from place `to` on."""
-        come_from = torch.tensor(places, device=self.device)
+        come_from, at = torch.tensor(places, device=self.device), self.places[row]
         for stack in self._stacks:
-            stack[:, row, :, to : to + len(places)] = stack[:, row].index_select(2, come_from)
+            stack[:, at, :, to : to + len(places)] = stack[:, at].index_select(2, come_from)
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
         now = self._now
         if self._at is None:
             buffer[now.span, :, now.starts[0] : now.end] = states
             return buffer[now.span, :, : now.end]
-        rows, columns = self._at
-        buffer[rows, :, columns] = states.transpose(1, 2)
-        # a slice is a view, a list of rows would copy all that they hold
-        return buffer[now.span or now.rows, :, : now.end]
+        places, columns = self._at
+        buffer[places, :, columns] = states.transpose(1, 2)
+        # a slice is a view, a list of places would copy all that they hold
+        return buffer[now.span or now.places, :, : now.end]
+
+
+def _span(places: Sequence[int]) -> slice | None:
+    """These places as a slice, where they are side by side."""
+    first, last = places[0], places[0] + len(places)
+    return slice(first, last) if list(places) == list(range(first, last)) else None
 
 
 class Columns:

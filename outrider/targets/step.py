@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from outrider import compiled, packed
-from outrider.compiled import Compiled, Graph, NotCompiled, Replays, around, dense, placed
+from outrider.compiled import Compiled, Graph, NotCompiled, Replays, dense
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Scores
 from outrider.targets import cache, family
@@ -74,7 +74,7 @@ class CompiledStep(Compiled):
     def reads(self, cache: SlotCache, rows: Sequence[int], tokens: Tensor) -> bool:
         """Whether a prompt's chunk [R, S] of these slots passes compiled."""
         # a GPU would capture every width that comes
-        if not isinstance(self.graph, Graph) or around(rows) != list(rows):
+        if not isinstance(self.graph, Graph):
             return False
         is_right = tokens.shape[1] <= WIDEST and tokens.numel() * self.target.spec.vocabulary <= MOST_LOGITS
         return is_right and self.fits(cache, rows, tokens.shape[1])
@@ -84,16 +84,8 @@ class CompiledStep(Compiled):
         taps: tuple[int, ...],
     ) -> Scores:  # fmt: skip
         """A pass of these slots over tokens [R, n]; it is open afterwards."""
-        span = around(rows)
-        if span == list(rows):
-            cache.open(rows, tokens.shape[1])
-            return self._run(self.graph, tokens, cache, visible, depths, taps)
-        passing, at = placed(rows)
-        seen, at_depths = None if visible is None else visible[passing], None if depths is None else depths[passing]
-        cache.open(span, tokens.shape[1])
-        scores = self._run(self.graph, tokens[passing], cache, seen, at_depths, taps)
         cache.open(rows, tokens.shape[1])
-        return Scores(*(None if found is None else found[at] for found in scores))  # type: ignore[arg-type]
+        return self._run(self.graph, tokens, cache, visible, depths, taps)
 
     def _run(
         self, graph: Any, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]

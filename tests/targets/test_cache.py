@@ -43,7 +43,7 @@ def check(cache: SlotCache, reference: Reference) -> None:
     for layer, add in ((0, 0), (1, 10_000)):
         if layer in cache._layers:
             for row, text in enumerate(reference.texts):
-                held = cache._layers[layer][0][row, :, : len(text)]
+                held = cache._layers[layer][0][cache.places[row], :, : len(text)]
                 assert torch.equal(held, (states([text])[0] + add if text else held[:, :0]))
 
 
@@ -58,7 +58,9 @@ def histories(draw):
 @given(histories())
 @examples(max_examples=120)
 def test_any_history_leaves_what_was_kept(history):
-    """Catches a node moved over another, a row that writes in its neighbour, a freed slot that remembers."""
+    """Catches a node moved over another, a row that writes in its neighbour, a freed slot that remembers, and slots that are
+    brought together over others, or lose their text on the way.
+    """
     cache, reference = SlotCache(SLOTS, LENGTH), Reference()
     for action, seed in history:
         generator = torch.Generator().manual_seed(seed)
@@ -76,6 +78,14 @@ def test_any_history_leaves_what_was_kept(history):
         width = draw(1, min(room, 5))
         before = [list(reference.texts[row]) for row in rows]
         numbers = reference.fresh(rows, width)
+        if draw(0, 1):
+            rows = [rows[n] for n in torch.randperm(len(rows), generator=generator)]
+            before = [list(reference.texts[row]) for row in rows]
+            cache.gather(rows)
+            assert sorted(cache.places) == list(range(SLOTS))
+            check(cache, reference)
+            cache.open(rows, width)
+            assert cache._now.span is not None
         cache.open(rows, width)
         seen = written(cache, numbers)
         mask = cache.mask(None, torch.float64)
