@@ -1,6 +1,6 @@
 """Speculation over random settings: with a seed every text is that of plain decoding, token for token, at any temperature.
 
-    python benchmarks/soak.py [--tokens 1000000] [--seed 0] [--case NUMBER | --resume FILE …] [--out FILE]
+    python benchmarks/soak.py [--tokens 1000000] [--seed 0] [--compiled] [--case NUMBER | --resume FILE …] [--out FILE]
 
 A case draws a family of tiny random models in one of its real forms (or the demo target), its type, a batch of requests with
 settings of their own, a grammar over ids or over text among them, ends, a context, a drafter that replays the text to come
@@ -59,7 +59,7 @@ from outrider.targets.detokenizer import detokenizer
 from outrider.targets.transformers import TransformersTarget, load_target
 
 FORMS = {f"{kind}, {form}": (kind, form) for kind, form in forms()}
-THREADS = 4
+THREADS, COMPILED = 4, "demo, compiled"
 FLOAT64 = 1e-10
 """Largest difference between passes of other shapes that float64 explains."""
 
@@ -135,8 +135,8 @@ class Case:
 @functools.lru_cache(96)
 def target_of(family: str, dtype: str) -> TransformersTarget | None:
     """None where a form can't be built in this type, or is refused."""
-    if family == "demo":
-        return load_target("demo", dtype=dtype)
+    if family in ("demo", COMPILED):
+        return load_target("demo", dtype=dtype, compile=family == COMPILED)
     if family in FORMS:
         try:
             model = built(*FORMS[family], getattr(torch, dtype))
@@ -152,13 +152,14 @@ def target_of(family: str, dtype: str) -> TransformersTarget | None:
         return load_target(tiny(family, "eager", getattr(torch, dtype)))
 
 
-def drawn(seed: int, number: int) -> Case:
-    """Case `number` of this seed."""
+def drawn(seed: int, number: int, compiled: bool = False) -> Case:
+    """Case `number` of this seed; compiled: of the compiled demo target."""
     noise = random.Random(f"{seed} {number}")
-    family, dtype, target = _target(noise)
+    family, dtype, target = (COMPILED, "float32", target_of(COMPILED, "float32")) if compiled else _target(noise)
+    assert target is not None
     vocabulary = target.spec.vocabulary
     context = noise.choice([min(target.spec.context, LONGEST)] * 3 + [64, 128])
-    has_bytes = family != "demo" and noise.random() < 1 / 3
+    has_bytes = family not in ("demo", COMPILED) and noise.random() < 1 / 3
     generation = _generation(noise, vocabulary) if noise.random() < 1 / 3 else {}
     with configured(target, generation):
         ends = frozenset(() if generation else noise.sample(range(vocabulary), noise.choice([0, 1, 3, 6]))) | target.ends
@@ -685,6 +686,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens to compare, at least")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compiled", action="store_true", help="the demo target alone, compiled: the kernels' paths")
     parser.add_argument("--case", type=int, help="only this one, with its settings on stderr")
     parser.add_argument("--first", type=int, help="number of the first case; behind the last of --resume without it")
     parser.add_argument("--resume", type=Path, action="append", default=[], help="count in what this file found; repeatable")
@@ -703,7 +705,7 @@ def main() -> None:
         for number in itertools.count(first):
             if total.found.tokens >= options.tokens or (options.case is not None and number > first):
                 break
-            case = drawn(options.seed, number)
+            case = drawn(options.seed, number, options.compiled)
             if options.case is not None:
                 bar.console.print(case)
             total.add(case, tried(case))

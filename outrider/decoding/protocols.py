@@ -111,6 +111,7 @@ class Policy(Protocol):
         """[B] int64 on the CPU, nodes wanted."""
 
     def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
-        """[B] int64 on the CPU, at most `sizes`: how many of each slot's nodes stay."""
+        """[B] int64 on the CPU, at most `sizes`: how many of each slot's nodes stay; all unless a policy says otherwise."""
+        return sizes
 
     def observe(self, state: DecodeState, sizes: Tensor, accepted: Accepted, timing: Timing) -> None: ...

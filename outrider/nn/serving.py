@@ -9,7 +9,7 @@ import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,6 @@ from outrider.nn.draft_model import DraftModel
 from outrider.targets.protocol import Target
 
 
-class Passed(NamedTuple):
-    """What a verified pass said of these slots, features [B, N+1, ...], and what was kept of it."""
-
-    number: int
-    rows: list[int]
-    features: Tensor
-    accepted: Accepted
-
-
 class FeatureBuffer:
     """What the target said of every slot's tokens and the drafter has not read yet, in order."""
 
@@ -44,7 +35,8 @@ class FeatureBuffer:
     def __init__(self, slots: int, taps: int, target: Target, dtype: torch.dtype):
         """taps: hidden states that are a feature of one token."""
         self._parts: list[list[Tensor]] = [[] for _ in range(slots)]
-        self._passed: list[Passed] = []
+        self._passed: list[tuple[int, list[int], Tensor, Accepted]] = []
+        """Number of a verified pass, its slots, features [B, N+1, ...], and what was kept of it."""
         self._count, self._begins = 0, [0] * slots
         """Passes so far, and how many there were when each slot was freed."""
         self._none = torch.empty(0, taps, target.spec.hidden, device=target.device, dtype=dtype)
@@ -56,7 +48,7 @@ class FeatureBuffer:
 
     def observe(self, rows: list[int], features: Tensor, accepted: Accepted) -> None:
         """Of the old anchor and of what was kept after it, features [B, N+1, ...] of the verified pass."""
-        self._passed.append(Passed(self._count, rows, features, accepted))
+        self._passed.append((self._count, rows, features, accepted))
         self._count += 1
         if len(self._passed) > self.MOST:
             self._share_out()
@@ -69,18 +61,16 @@ class FeatureBuffer:
     def _share_out(self) -> None:
         """Give each slot its part of the passes that are held; plain ones of the same slots as one."""
         passed, self._passed = self._passed, []
-        for (rows, width), group in itertools.groupby(passed, lambda each: (each.rows, each.features.shape[1])):
+        for (rows, width), group in itertools.groupby(passed, lambda each: (each[1], each[2].shape[1])):
             alike = list(group)
             if width == 1:
-                whole = torch.cat([each.features for each in alike], 1).to(self._none)
+                whole = torch.cat([features for _, _, features, _ in alike], 1).to(self._none)
                 for b, row in enumerate(rows):
-                    self._parts[row].append(whole[b, max(0, self._begins[row] - alike[0].number) :])
+                    self._parts[row].append(whole[b, max(0, self._begins[row] - alike[0][0]) :])
                 continue
             for number, _, features, accepted in alike:
-                for b, row in enumerate(rows):
-                    if number < self._begins[row]:
-                        continue
-                    at = accepted.rows(b)
+                for b in (b for b, row in enumerate(rows) if number >= self._begins[row]):
+                    row, at = rows[b], accepted.rows(b)
                     is_straight = at == list(range(len(at)))
                     self._parts[row].append((features[b, : len(at)] if is_straight else features[b, at]).to(self._none))
 
@@ -100,7 +90,7 @@ class FeatureBuffer:
     def free(self, rows: Sequence[int]) -> None:
         for row in rows:
             self._parts[row], self._begins[row] = [], self._count
-        self._passed = [each for each in self._passed if any(self._begins[row] <= each.number for row in each.rows)]
+        self._passed = [each for each in self._passed if any(self._begins[row] <= each[0] for row in each[1])]
 
 
 class FeatureDrafter(Drafter, ABC):

@@ -10,17 +10,17 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from operator import mul
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.decoding.accept import Accepted
+from outrider.decoding.protocols import Policy
 from outrider.decoding.state import DecodeState, Request, Timing
 from outrider.policies.by_confidence import shares
 
 
-class Adaptive:
+class Adaptive(Policy):
     """Every step asks for the depth that commits most tokens per second, or for nothing where plain steps commit more:
 
         B * (1 + s[0] + ... + s[depth - 1]) / seconds(depth)
@@ -60,12 +60,13 @@ class Adaptive:
         self.serving: dict[int, Request] = {}
         self.rows: list[int] = []
         self.wanted, self.asked = list[int](), torch.empty(0, dtype=torch.int64)
-        self.unread: list[Step] = []
-        self.turn = self.decided = self.pause = self.since = self.tries = self.probing = 0
-        """Steps; the last one that was decided about; plain ones since the last draft, ones since another depth was tried, such
-        tries, and steps left of a probe."""
-        self.steady = 0
-        """Decisions that left the depth as it was."""
+        self.unread: list[tuple[float, bool, Accepted]] = []
+        """Of the steps since the last decision: seconds, whether they are no usual step's, and what was kept."""
+        self.turn = self.decided = self.steady = 0
+        """Steps; the last one that was decided about; decisions that left the depth as it was."""
+        self.pause = self.paused = self.since = self.tries = self.probing = 0
+        """Plain steps since the last draft, and before the last step; ones since another depth was tried, such tries, and steps
+        left of a probe."""
         self.credit, self.late = self.FUND, float("inf")
         """Plain steps put aside for probes; seconds of the last probe's first step, which reads what was missed."""
         self.gap = self.variance = 0.0
@@ -73,11 +74,8 @@ class Adaptive:
 
     def budget(self, state: DecodeState) -> Tensor:
         self.turn += 1
-        if (
-            state.rows is self.rows
-            and self.turn < self.decided + self.REST
-            and not (self.depth and min(state.left) <= self.depth)
-        ):
+        has_room = not self.depth or min(state.left) > self.depth
+        if state.rows is self.rows and self.turn < self.decided + self.REST and has_room:
             return self.asked
         self._read()
         self._meet(state)
@@ -86,17 +84,12 @@ class Adaptive:
         if most > 0:
             costs = self.costs.setdefault((live - 1).bit_length(), Costs([self.limit, 0, (self.limit + 1) // 2, 1]))
             depth = costs.todo.pop(0) if costs.todo else self._planned(live, most, costs)
-        before, self.decided = self.asked, self.turn
-        self.wanted = [max(0, min(depth, left)) for left in room]
-        self.asked = torch.tensor(self.wanted, dtype=torch.int64)
+        wanted = [max(0, min(depth, left)) for left in room]
         # what is tried is tried once, and what is new is looked at step by step
-        is_steady = depth == self.depth and not self.probing and torch.equal(self.asked, before)
-        self.steady = self.steady + 1 if is_steady else 0
+        self.steady = self.steady + 1 if depth == self.depth and not self.probing and wanted == self.wanted else 0
         self.rows = state.rows if self.steady > self.REST else []
+        self.decided, self.wanted, self.asked = self.turn, wanted, torch.tensor(wanted, dtype=torch.int64)
         return self.asked
-
-    def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
-        return sizes
 
     def observe(self, state: DecodeState, sizes: Tensor, accepted: Accepted, timing: Timing) -> None:
         asked = max(self.wanted, default=0)
@@ -105,37 +98,31 @@ class Adaptive:
         # the first step of all warms caches up, the first plain one finds a draft's weights in them, and the first draft after
         # a pause reads what it has missed
         is_odd = self.turn == 1 or (self.pause >= 8 if asked else not self.pause)
-        seconds = timing.draft + timing.verify + timing.other
-        self.unread.append(Step(self.turn, self.wanted, asked, seconds, is_odd, self.pause, accepted))
-        self.pause = 0 if asked else self.pause + 1
+        self.unread.append((timing.draft + timing.verify + timing.other, is_odd, accepted))
+        self.paused, self.pause = self.pause, 0 if asked else self.pause + 1
 
     def _read(self) -> None:
-        """Learn from the steps since the last decision; all were of the same slots."""
+        """Learn from the steps since the last decision, of which all were asked for the same."""
         unread, self.unread = self.unread, []
-        live = len(self.wanted)
+        live, asked = len(self.wanted), max(self.wanted, default=0)
         costs = self.costs.get((live - 1).bit_length())
         if costs is None or not unread:
             return
-        # a slot that ended in mid-block did not show what it would have kept
-        drafted = [step for step in unread if step.asked]
-        kept = [
-            (path, wanted)
-            for step in drafted
-            for path, wanted, token in zip(step.accepted.paths, step.wanted, step.accepted.next_tokens, strict=True)
-            if token >= 0
-        ]
-        if drafted:
-            self._wonder(kept, len(drafted))
+        if asked:
+            # a slot that ended in mid-block did not show what it would have kept
+            slots = [zip(each.paths, self.wanted, each.next_tokens, strict=True) for _, _, each in unread]
+            kept = [(path, wanted) for step in slots for path, wanted, token in step if token >= 0]
+            self._wonder(kept, len(unread))
             self._count(kept)
-        costs.add([(step.asked, step.turn, step.seconds) for step in unread if not step.is_odd])
-        for step in drafted if self.probing else ():
-            self._charge(step, sum(step.accepted.counts) / live, costs)
+        costs.add(asked, [seconds for seconds, is_odd, _ in unread if not is_odd], self.turn)
+        for seconds, _, accepted in unread if self.probing and asked else ():
+            self._charge(seconds, sum(accepted.counts) / live, costs)
 
-    def _charge(self, step: Step, accepted: float, costs: Costs) -> None:
+    def _charge(self, seconds: float, accepted: float, costs: Costs) -> None:
         """Pay for a step of a probe: what it lost against a plain step, and a fee; one that paid brings the next nearer."""
         self.probing -= 1
-        paid = min(step.seconds, self.late if step.pause else costs.at(step.asked))  # an outlier comes once
-        self.late = step.seconds if step.pause else self.late
+        paid = min(seconds, self.late if self.paused else costs.at(max(self.wanted)))  # an outlier comes once
+        self.late = seconds if self.paused else self.late
         self.credit -= paid / costs.at(0) - 1 - accepted + self.FEE
 
     def shares(self) -> list[float]:
@@ -212,21 +199,6 @@ class Adaptive:
             self.gap = self.variance = 0.0
 
 
-class Step(NamedTuple):
-    """What was asked for and what came of it."""
-
-    turn: int
-    wanted: list[int]
-    asked: int
-    """The most of `wanted`."""
-    seconds: float
-    is_odd: bool
-    """Its seconds are no usual step's."""
-    pause: int
-    """Plain steps before it."""
-    accepted: Accepted
-
-
 class Costs:
     """Seconds of a step of about so many slots, by depth, which they never fall with: trimmed means of recent samples."""
 
@@ -248,16 +220,14 @@ class Costs:
         self.todo += [depth for depth in depths if depth not in self.tried for _ in range(2)]
         self.tried.update(depths)
 
-    def add(self, steps: Sequence[tuple[int, int, float]]) -> None:
-        """Depths, turns and seconds of steps."""
-        if not steps:
+    def add(self, depth: int, seconds: Sequence[float], turn: int) -> None:
+        if not seconds:
             return
-        for depth, turn, seconds in steps:
-            self.samples.setdefault(depth, deque(maxlen=self.WINDOW)).append((turn, seconds))
-            stale = [other for other, samples in self.samples.items() if other and samples[-1][0] < turn - self.AGE]
-            for other in stale if depth else ():
-                del self.samples[other], self.means[other]
-        self.means |= {depth: self.mean(depth) for depth in {depth for depth, _, _ in steps} & self.samples.keys()}
+        self.samples.setdefault(depth, deque(maxlen=self.WINDOW)).extend((turn, each) for each in seconds)
+        stale = [other for other, samples in self.samples.items() if other and samples[-1][0] < turn - self.AGE]
+        for other in stale if depth else ():
+            del self.samples[other], self.means[other]
+        self.means[depth] = self.mean(depth)
         self.curve = rising([(depth, self.means[depth], len(self.samples[depth])) for depth in sorted(self.samples)])
 
     def mean(self, depth: int) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -18,12 +16,4 @@ class Fixed(Policy):
         self.nodes = nodes
 
     def budget(self, state: DecodeState) -> Tensor:
-        return _budget(len(state.rows), self.nodes)
-
-    def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
-        return sizes
-
-
-@functools.lru_cache(256)
-def _budget(slots: int, nodes: int) -> Tensor:
-    return torch.full((slots,), nodes)
+        return torch.full((len(state.rows),), self.nodes)

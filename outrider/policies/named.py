@@ -37,10 +37,8 @@ def policy(name: str | Policy | None, drafter: Drafter) -> Policy:
     Raises ConfigError for an unknown name.
     """
     if name is None:
-        if not hasattr(_taken, "policies"):
-            _taken.policies = weakref.WeakKeyDictionary()
-        found: Policy = _taken.policies.setdefault(drafter, POLICIES[DEFAULT](drafter.limit))
-        return found
+        policies: weakref.WeakKeyDictionary[Drafter, Policy] = vars(_taken).setdefault("policies", weakref.WeakKeyDictionary())
+        return policies.setdefault(drafter, POLICIES[DEFAULT](drafter.limit))
     if not isinstance(name, str):
         return name
     _known("policy", name, POLICIES)

@@ -301,7 +301,8 @@ class Alone:
             policy.WINDOW = 1.2
             costs = policy.costs[0] = adaptive.Costs([])
             costs.tried.update(range(limit + 1))
-            costs.add([(depth, 1, 1.0 + 0.2 * depth) for depth in (0, limit)])
+            for depth in (0, limit):
+                costs.add(depth, [1.0 + 0.2 * depth], 1)
 
     def budget(self, state: DecodeState) -> torch.Tensor:
         views = zip(self.policies, self._views(state), strict=True)
