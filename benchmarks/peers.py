@@ -1,140 +1,323 @@
-"""Tokens per second beside llama.cpp on the same machine: whole requests, prompt included, one at a time.
+"""Tokens per second beside other engines on the same machine: whole requests, prompt included, one at a time and in batches.
 
     python benchmarks/engines/build_llama.py
-    python benchmarks/peers.py [--prompts 8] [--new 96] [--rounds 2] [--out FILE]
+    python benchmarks/engines/install_openvino.py
+    python3.11 benchmarks/engines/install.py
+    python benchmarks/peers.py [--batches 1,4,16,64] [--only ours,llama] [--prompts 8] [--new 96] [--rounds 2] [--out FILE]
 
-The demo target, greedy, every way of every party by turns, prompt by prompt: llama.cpp's server with weights in float32 and in
-16 bits, as it comes, with its own n-gram speculation, and with our small model as a drafter; `generate` of transformers; ours,
-compiled: plain, with ngram, and with the checkpoint of the last `make demo`.  `first_ms` is a request for one token.  Texts are
-compared with ours, whose weights and caches are float32; llama.cpp's caches are as they come, in 16 bits.
+The demo target, greedy, every way of every party by turns.  Ours, compiled: plain, with ngram, and with the checkpoint of the
+last `make demo`.  llama.cpp's server, weights in float32 and in 16 bits: as it comes, with its own n-grams, with our small
+model and with that checkpoint as drafters.  OpenVINO GenAI on the file of 16 bits, with and without its prompt lookup; vLLM
+in float32, with and without its n-grams; `generate` of transformers.  What can't be had here, or fails in the warm-up, is in
+`left_out`, with the reason.
 
-LLAMA_SERVER names another binary.  Prints JSON; exits with 3 where there is no server.
+Batch 1 is `--prompts` requests, one after the other, ways by turns at each; `first_ms` is a request for one token.  Batch b is
+twice b requests, at least eight: b are served at a time, and where one ends the next comes.  Servers get b clients and b
+slots; transformers, which can't replace a row, b prompts after b prompts, padded on the left.  vLLM starts once, with as many
+slots as the largest batch has.  No prefix of a prompt is kept.  Texts are compared with our plain ones, whose weights and
+caches are float32; caches of others are as they come: llama.cpp's in 16 bits, OpenVINO's in 8.
+
+LLAMA_SERVER names another binary of llama.cpp; our dspark is converted by the source beside it.  Prints JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import itertools
+import os
+import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import torch
-from serving import parties, promise, prompts_of, write
+from serving import CHECKPOINT, parties, promise, prompts_of, write
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.engines import llama_cpp  # noqa: E402
-from benchmarks.engines.build_llama import CANNOT, COMMIT, VERSION  # noqa: E402
+from benchmarks.engines import dspark_gguf, install, install_openvino, llama_cpp, openvino_worker, vllm_server  # noqa: E402
+from benchmarks.engines.build_llama import COMMIT, VERSION, server  # noqa: E402
 from outrider import generate, machine  # noqa: E402
 from outrider.checkpoint import weights_of  # noqa: E402
+from outrider.errors import OutriderError  # noqa: E402
 from outrider.export import gguf  # noqa: E402
 
-Ask = Callable[[list[int], int], list[int]]
-"""(prompt, new tokens) to the tokens of the answer."""
-OURS = "outrider: "
+Answers = Callable[[list[list[int]], int, int], list[list[int]]]
+"""(prompts, new tokens, so many prompts at a time) to the tokens of the answers, without what ends a text."""
+Offer = tuple[str, AbstractContextManager[Answers]]
+"""A way by name, and what starts and ends it."""
+CANNOT = (OSError, OutriderError, httpx.HTTPError, SystemExit)
+"""What says that a way can't be had here."""
+OURS, SIXTEEN = "outrider: ", "llama.cpp: 16 bits"
+PLAIN = ("transformers", "OpenVINO: 16 bits", "vLLM: float32")
+"""Other parties without a draft."""
+KINDS = {"float32": "f32", "16 bits": "f16"}
+LOOKUP = 5
+"""Tokens that transformers drafts from the prompt."""
+
+
+class Way(NamedTuple):
+    name: str
+    answers: Answers
+
+
+class Measured(NamedTuple):
+    """One way's requests at one batch size, the warm-up left out."""
+
+    seconds: list[float]
+    first: list[float]
+    texts: list[list[int]]
+    """Round after round."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--new", type=int, default=96, help="tokens a prompt, at most")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    wanted = parser.parse_args()
-    binary = llama_cpp.found_binary()
-    if binary is None:
-        return CANNOT
+    wanted = settings()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends then, too
     machine.settle()
     target, drafters = parties(["ngram", "dspark"])
-    prompts = prompts_of(target, wanted.prompts)
-    ours = {"plain": None, **drafters}
-    with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as place:
-        ways: dict[str, Ask] = {OURS + name: partial(outrider, target, drafter) for name, drafter in ours.items()}
-        ways["transformers"] = partial(transformers, target)
-        for name, model, more in llama_ways(target, Path(place)):
-            client = stack.enter_context(llama_cpp.serving(binary, model, target.spec.context, torch.get_num_threads(), more))
-            ways[f"llama.cpp: {name}"] = partial(llama, client)
-        rows = measured(ways, prompts, wanted.new, wanted.rounds)
-    plain = OURS + "plain"
-    theirs = [row for row in rows if not row["way"].startswith(OURS)]
-    best = max(theirs, key=lambda row: row["tokens_per_s"])
-    mine = max((row for row in rows if row["way"].startswith(OURS)), key=lambda row: row["tokens_per_s"])
-    sixteen = next(row for row in rows if row["way"] == "llama.cpp: 16 bits")
-    own = next(row for row in rows if row["way"] == plain)
-    promises = [
-        promise("plain over llama.cpp with 16-bit weights", 1.1, own["tokens_per_s"] / sixteen["tokens_per_s"]),
-        promise(f"{mine['way']} over the best of others, {best['way']}", 1.5, mine["tokens_per_s"] / best["tokens_per_s"]),
-        promise("first token: theirs over ours", 1.0, min(row["first_ms"] for row in theirs) / own["first_ms"]),
-    ]
-    found = {"promises": promises, "llama_cpp": {"package": f"llama-cpp-python {VERSION}", "commit": COMMIT}, "rows": rows}
-    write(found | {"prompts": len(prompts), "prompt_tokens": statistics.mean(map(len, prompts)), "new": wanted.new}, wanted.out)
+    rows: list[dict[str, Any]] = []
+    left_out: list[dict[str, Any]] = []
+    with ExitStack() as whole, tempfile.TemporaryDirectory() as place:
+        files = written(target, Path(place))
+        vllm = started(whole, vllm_ways(target, max(wanted.batches)), wanted, left_out)
+        for batch in wanted.batches:
+            prompts = prompts_of(target, wanted.prompts if batch == 1 else max(8, 2 * batch))
+            with ExitStack() as stack:
+                offers = itertools.chain(
+                    our_ways(target, drafters), transformers_ways(target, batch), llama_ways(target, files, batch),
+                    openvino_ways(target, files, batch),
+                )  # fmt: skip
+                ways = [*started(stack, offers, wanted, left_out, batch), *vllm]
+                rows += measured(ways, prompts, wanted.new, batch, wanted.rounds, left_out)
+    lengths = [len(prompt) for prompt in prompts_of(target, wanted.prompts)]
+    write(
+        {
+            "promises": [one for batch in wanted.batches for one in promises(rows, batch)],
+            "llama_cpp": {"package": f"llama-cpp-python {VERSION}", "commit": COMMIT},
+            "openvino": install_openvino.PINS[0], "vllm": install.VLLM, "left_out": left_out, "rows": rows,
+            "prompts": wanted.prompts, "prompt_tokens": statistics.mean(lengths), "new": wanted.new,
+        },
+        wanted.out,
+    )  # fmt: skip
     return 0
 
 
-def measured(ways: dict[str, Ask], prompts: list[list[int]], new: int, rounds: int) -> list[dict[str, Any]]:
-    """Every way's requests, by turns; the first round is a warm-up."""
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    firsts: dict[str, list[float]] = {way: [] for way in ways}
-    texts: dict[str, list[list[int]]] = {way: [] for way in ways}
-    for number in range(rounds + 1):
-        for n, prompt in enumerate(prompts):
-            for way, ask in ways.items():
-                began = time.perf_counter()
-                ask(prompt, 1)
-                first = time.perf_counter() - began
-                began = time.perf_counter()
-                text = ask(prompt, new)
-                if number:
-                    seconds[way].append(time.perf_counter() - began)
-                    firsts[way].append(first)
-                if number == 1:
-                    texts[way].append(text)
-            print(f"round {number} of {rounds}: {n + 1} of {len(prompts)} prompts", file=sys.stderr, flush=True)
-    wanted = texts[OURS + "plain"]
-    return [
-        {
-            "way": way, "tokens_per_s": rounds * sum(map(len, texts[way])) / sum(seconds[way]),
-            "first_ms": 1e3 * statistics.median(firsts[way]), "texts": len(wanted),
-            "equal": sum(mine == text for mine, text in zip(wanted, texts[way], strict=True)),
-        }
-        for way in ways
-    ]  # fmt: skip
+def settings() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=lambda said: [int(one) for one in said.split(",")], default=[1])
+    parser.add_argument("--only", type=lambda said: tuple(said.lower().split(",")), help="beginnings of names; ours always")
+    parser.add_argument("--prompts", type=int, default=8, help="at batch 1")
+    parser.add_argument("--new", type=int, default=96, help="tokens a prompt, at most")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
 
 
-def outrider(target: Any, drafter: Any, prompt: list[int], new: int) -> list[int]:
-    (one,) = generate(target, prompt, drafter, max_new_tokens=new)
-    return [token for token in one.tokens if token not in target.ends]
+# ── what was found ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def started(
+    stack: ExitStack, offers: Iterator[Offer], wanted: argparse.Namespace, left_out: list[dict[str, Any]],
+    batch: int | None = None,
+) -> list[Way]:  # fmt: skip
+    """The ways that are wanted and can be had; the others are left out."""
+    ways = []
+    for name, start in offers:
+        if wanted.only and not name.startswith(OURS) and not name.lower().startswith(wanted.only):
+            continue
+        try:
+            ways.append(Way(name, stack.enter_context(start)))
+        except CANNOT as error:
+            leave_out(left_out, name, batch, error)
+    return ways
+
+
+def leave_out(left_out: list[dict[str, Any]], name: str, batch: int | None, error: BaseException) -> None:
+    print(f"left out: {name}: {error}", file=sys.stderr, flush=True)
+    left_out.append({"way": name, "batch": batch, "why": str(error)})
+
+
+def measured(
+    ways: Sequence[Way], prompts: list[list[int]], new: int, batch: int, rounds: int, left_out: list[dict[str, Any]]
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Every way's requests, by turns, behind a warm-up."""
+    groups = [[prompt] for prompt in prompts] if batch == 1 else [prompts]
+    found = {}
+    for way in ways:
+        try:
+            for group in groups:
+                asked(way, group, new, batch)
+            found[way] = Measured([], [], [])
+        except CANNOT as error:
+            leave_out(left_out, way.name, batch, error)
+    for number in range(rounds):
+        for n, group in enumerate(groups):
+            for way, own in found.items():
+                first, seconds, texts = asked(way, group, new, batch)
+                own.first.append(first)
+                own.seconds.append(seconds)
+                own.texts.extend(texts)
+            said = f"batch {batch}, round {number + 1} of {rounds}: {n + 1} of {len(groups)} turns"
+            print(said, file=sys.stderr, flush=True)
+    plain = next(own.texts for way, own in found.items() if way.name == OURS + "plain")
+    return [row(way.name, batch, own, plain[: len(prompts)]) for way, own in found.items()]
+
+
+def asked(way: Way, group: list[list[int]], new: int, batch: int) -> tuple[float, float, list[list[int]]]:
+    """Seconds to a first token, at batch 1 alone; seconds of the requests; texts."""
+    began = time.perf_counter()
+    if batch == 1:
+        way.answers(group, 1, 1)
+    middle = time.perf_counter()
+    texts = way.answers(group, new, batch)
+    return middle - began, time.perf_counter() - middle, texts
+
+
+def row(name: str, batch: int, own: Measured, plain: list[list[int]]) -> dict[str, Any]:
+    return {
+        "way": name, "batch": batch, "tokens_per_s": sum(map(len, own.texts)) / sum(own.seconds),
+        "first_ms": 1e3 * statistics.median(own.first) if batch == 1 else None, "texts": len(plain),
+        "equal": sum(mine == text for mine, text in zip(plain, own.texts, strict=False)),
+    }  # fmt: skip
+
+
+def promises(rows: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
+    """What is promised of one batch size, of the parties that are there."""
+    own = {one["way"]: one for one in rows if one["batch"] == batch}
+    speed = {name: one["tokens_per_s"] for name, one in own.items()}
+    theirs = [name for name in speed if not name.startswith(OURS)]
+    if not theirs:
+        return []
+    plain, mine = speed[OURS + "plain"], max(speed.keys() - theirs, key=speed.__getitem__)
+    best = max(theirs, key=speed.__getitem__)
+    found = [promise(f"batch {batch}: {mine} over the best of others, {best}", 1.5, speed[mine] / speed[best])]
+    if SIXTEEN in speed:
+        found.insert(0, promise(f"batch {batch}: plain over llama.cpp with 16-bit weights", 1.1, plain / speed[SIXTEEN]))
+    found += [promise(f"batch {batch}: plain over {name}", 1.5, plain / speed[name]) for name in PLAIN if name in speed]
+    if batch == 1:
+        first = min(own[name]["first_ms"] for name in theirs)
+        found.append(promise("batch 1: first token: theirs over ours", 1.0, first / own[OURS + "plain"]["first_ms"]))
+    return found
+
+
+# ── the parties ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def our_ways(target: Any, drafters: dict[str, Any]) -> Iterator[Offer]:
+    for name, drafter in ({"plain": None} | drafters).items():
+        yield OURS + name, nullcontext(partial(outrider, target, drafter))
+
+
+def outrider(target: Any, drafter: Any, prompts: list[list[int]], new: int, slots: int) -> list[list[int]]:
+    found = generate(target, prompts, drafter, max_new_tokens=new, slots=slots)
+    return [without_ends(target, one.tokens) for one in found]
+
+
+def transformers_ways(target: Any, batch: int) -> Iterator[Offer]:
+    yield "transformers", nullcontext(partial(transformers, target, {}))
+    if batch == 1:  # it drafts for no batch
+        yield (
+            "transformers, its prompt lookup",
+            nullcontext(partial(transformers, target, {"prompt_lookup_num_tokens": LOOKUP})),
+        )
 
 
 @torch.inference_mode()
-def transformers(target: Any, prompt: list[int], new: int) -> list[int]:
-    given = torch.tensor([prompt])
-    found = target.model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=new, do_sample=False)
-    return [token for token in found[0, len(prompt) :].tolist() if token not in target.ends]
+def transformers(target: Any, more: dict[str, Any], prompts: list[list[int]], new: int, slots: int) -> list[list[int]]:
+    pad, found = min(target.ends), []
+    for part in (prompts[at : at + slots] for at in range(0, len(prompts), slots)):
+        longest = max(map(len, part))
+        given = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in part])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in part])
+        texts = target.model.generate(given, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=pad, **more)
+        found += [without_ends(target, text) for text in texts[:, longest:].tolist()]
+    return found
 
 
-def llama(client: httpx.Client, prompt: list[int], new: int) -> list[int]:
-    asked = {"prompt": prompt, "n_predict": new, "temperature": 0, "cache_prompt": False, "return_tokens": True}
-    return list(client.post("/completion", json=asked).raise_for_status().json()["tokens"])
+def llama_ways(target: Any, files: dict[str, Path], batch: int) -> Iterator[Offer]:
+    binary = Path(os.environ.get("LLAMA_SERVER", server()))
+    source = binary.parents[2] / f"llama_cpp_python-{VERSION}" / "vendor" / "llama.cpp"
+    for name, kind in KINDS.items():
+        serve = partial(llama, target, binary, files[kind], batch)
+        dspark = partial(dspark_gguf.written, CHECKPOINT, target, source, files[kind].parent, kind)
+        yield f"llama.cpp: {name}", serve(list)
+        yield f"llama.cpp: {name}, its n-grams", serve(lambda: ["--spec-type", "ngram-simple"])
+        yield f"llama.cpp: {name}, our small model", serve(partial(llama_cpp.drafting, files[f"draft {kind}"]))
+        yield (
+            f"llama.cpp: {name}, our dspark",
+            serve(lambda dspark=dspark: ["--spec-type", "draft-dspark", "-md", dspark()]),
+        )
 
 
-def llama_ways(target: Any, place: Path) -> Iterator[tuple[str, Path, list[object]]]:
-    """Names, models and arguments of the servers."""
+@contextmanager
+def llama(target: Any, binary: Path, model: Path, slots: int, more: Callable[[], list[object]]) -> Iterator[Answers]:
+    threads = torch.get_num_threads()
+    with llama_cpp.serving(binary, model, target.spec.context, threads, more(), slots) as client:
+
+        def ask(prompt: list[int], new: int) -> list[int]:
+            body = {"prompt": prompt, "n_predict": new, "temperature": 0, "cache_prompt": False, "return_tokens": True}
+            said = client.post("/completion", json=body).raise_for_status().json()
+            return without_ends(target, said["tokens"])
+
+        yield partial(pooled, ask)
+
+
+def openvino_ways(target: Any, files: dict[str, Path], batch: int) -> Iterator[Offer]:
+    yield "OpenVINO: 16 bits", openvino(target, files["f16"], batch, lookup=False)
+    yield "OpenVINO: 16 bits, its prompt lookup", openvino(target, files["f16"], batch, lookup=True)
+
+
+@contextmanager
+def openvino(target: Any, model: Path, slots: int, lookup: bool) -> Iterator[Answers]:
+    python = install_openvino.AT / "bin" / "python"
+    with openvino_worker.working(python, model, slots, torch.get_num_threads(), lookup) as ask:
+        yield lambda prompts, new, _: [without_ends(target, text) for text in ask(prompts, new)]
+
+
+def vllm_ways(target: Any, slots: int) -> Iterator[Offer]:
+    yield "vLLM: float32", vllm(target, slots, None)
+    yield "vLLM: float32, its n-grams", vllm(target, slots, vllm_server.NGRAM)
+
+
+@contextmanager
+def vllm(target: Any, slots: int, speculative: dict[str, Any] | None) -> Iterator[Answers]:
+    with vllm_server.serving(slots, speculative) as client:
+
+        def ask(prompt: list[int], new: int) -> list[int]:
+            body = {"model": "demo", "prompt": prompt, "max_tokens": new, "temperature": 0, "return_token_ids": True}
+            said = client.post("/v1/completions", json=body).raise_for_status().json()
+            return without_ends(target, said["choices"][0]["token_ids"])
+
+        yield partial(pooled, ask)
+
+
+def pooled(ask: Callable[[list[int], int], list[int]], prompts: list[list[int]], new: int, slots: int) -> list[list[int]]:
+    """A server's answers to so many clients, each with one request at a time."""
+    with ThreadPoolExecutor(slots) as clients:
+        return list(clients.map(ask, prompts, itertools.repeat(new)))
+
+
+def without_ends(target: Any, tokens: Sequence[int]) -> list[int]:
+    return [token for token in tokens if token not in target.ends]
+
+
+def written(target: Any, place: Path) -> dict[str, Path]:
+    """The target and our small model as GGUF files, by type of number."""
     lm, drafts = target.model, llama_cpp.written(target, place)[0]
-    for name, kind in (("float32", "f32"), ("16 bits", "f16")):
-        path = place / f"target-{kind}.gguf"
-        gguf.write_file(path, gguf.header(lm, target.tokenizer, kind), weights_of(lm), lm, kind)
-        yield name, path, []
-        yield f"{name}, its n-grams", path, ["--spec-type", "ngram-simple"]
-        yield f"{name}, our small model", path, llama_cpp.drafting(drafts[kind])
+    files = {f"draft {kind}": drafts[kind] for kind in KINDS.values()}
+    for kind in KINDS.values():
+        files[kind] = place / f"target-{kind}.gguf"
+        gguf.write_file(files[kind], gguf.header(lm, target.tokenizer, kind), weights_of(lm), lm, kind)
+    return files
 
 
 if __name__ == "__main__":

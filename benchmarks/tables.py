@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -418,16 +419,25 @@ def _processor(found: dict[str, Any]) -> str:
 
 
 def peers(found: dict[str, Any]) -> str:
-    """One line a way; how many of its texts are ours."""
-    lines = [
-        [row["way"], f"{row['tokens_per_s']:.0f}", f"{row['first_ms']:.0f}", f"{row['equal']} of {row['texts']}"]
-        for row in sorted(found["rows"], key=lambda row: -row["tokens_per_s"])
-    ]
+    """One line a way, the fastest alone first: tokens/s at each batch, the first token alone, and texts that are ours."""
+    batches = sorted({row["batch"] for row in found["rows"]})
+    by_way: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+    for row in found["rows"]:
+        by_way[row["way"]][row["batch"]] = row
+    lines = []
+    for way, rows in sorted(by_way.items(), key=lambda each: -each[1][min(each[1])]["tokens_per_s"]):
+        speeds = [f"{rows[batch]['tokens_per_s']:.0f}" if batch in rows else "–" for batch in batches]
+        first = f"{rows[1]['first_ms']:.0f}" if 1 in rows else "–"
+        equal, texts = (sum(row[name] for row in rows.values()) for name in ("equal", "texts"))
+        lines.append([way, *speeds, first, f"{equal} of {texts}"])
+    head = ["way", *(f"tokens/s, {batch} at a time" for batch in batches), "first token, ms", "texts equal"]
     said = (
-        f"{_processor(found)} {found['prompts']} prompts of {found['prompt_tokens']:.0f} tokens, {found['new']} new ones; "
-        + (f"llama.cpp {found['llama_cpp']['commit']}.")
+        f"{_processor(found)} Prompts of about {found['prompt_tokens']:.0f} tokens, {found['new']} new ones; llama.cpp "
+        f"{found['llama_cpp']['commit']}, {found['openvino']}, {found['vllm']}."
     )
-    return "\n\n".join([said, _table(["way", "tokens/s", "first token, ms", "texts equal"], lines, slice(1, 3)), _kept(found)])
+    out = [f"- Left out: {one['way']}: {one['why']}" for one in found["left_out"]]
+    parts = [said, _table(head, lines, slice(1, len(head) - 1)), _kept(found), *(["\n".join(out)] if out else [])]
+    return "\n\n".join(parts)
 
 
 def products(found: dict[str, Any]) -> str:

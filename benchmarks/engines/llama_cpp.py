@@ -152,14 +152,16 @@ def drafting(draft: Path | None) -> list[object]:
 
 
 @contextmanager
-def serving(binary: Path, model: Path, context: int, threads: int, more: Sequence[object] = ()) -> Iterator[httpx.Client]:
-    """llama-server on a free port of the loopback, one slot, stopped at the end.  more: arguments."""
+def serving(
+    binary: Path, model: Path, context: int, threads: int, more: Sequence[object] = (), slots: int = 1
+) -> Iterator[httpx.Client]:  # fmt: skip
+    """llama-server on a free port of the loopback, stopped at the end.  context: of each slot; more: arguments."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
-        binary, "-m", model, "--host", "127.0.0.1", "--port", port, "-c", context, "-np", 1, "-t", threads, "-tb", threads,
-        *more,
+        binary, "-m", model, "--host", "127.0.0.1", "--port", port, "-c", context * slots, "-np", slots,
+        "-t", threads, "-tb", threads, *more,
     ]  # fmt: skip
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=subprocess.STDOUT)
