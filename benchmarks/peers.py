@@ -61,6 +61,8 @@ OURS, SIXTEEN = "outrider: ", "llama.cpp: 16 bits"
 PLAIN = ("transformers", "OpenVINO: 16 bits", "vLLM: float32")
 """Other parties without a draft."""
 KINDS = {"float32": "f32", "16 bits": "f16"}
+SETTLE = 0.5
+"""Seconds before each turn, in which the threads of the one before may go to sleep."""
 LOOKUP = 5
 """Tokens that transformers drafts from the prompt."""
 
@@ -174,6 +176,7 @@ def measured(
 
 def asked(way: Way, group: list[list[int]], new: int, batch: int) -> tuple[float, float, list[list[int]]]:
     """Seconds to a first token, at batch 1 alone; seconds of the requests; texts."""
+    time.sleep(SETTLE)
     began = time.perf_counter()
     if batch == 1:
         way.answers(group, 1, 1)
