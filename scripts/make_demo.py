@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import inspect
 import json
 import math
 import platform
@@ -36,6 +37,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from outrider import demo, machine  # noqa: E402  (a script beside the package, run without an install too)
+from outrider.targets.cache import cache_argument  # noqa: E402
 
 VOCABULARY = 4096
 SPECIALS = ["<|endoftext|>", "<|pad|>", "<|mask|>", *(f"<|reserved_{i}|>" for i in range(13))]
@@ -303,9 +305,10 @@ def write(model: Qwen3ForCausalLM, prompts: Tensor, new: int, temperature: float
 
     noise = torch.Generator(prompts.device).manual_seed(seed)
     cache = StaticCache(model.config, max_cache_len=prompts.shape[1] + new)
+    takes = cache_argument(inspect.signature(model.forward).parameters)
     rows, pieces = prompts, [prompts]
     for _ in range(new):
-        logits = model(rows, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+        logits = model(rows, **{takes: cache}, use_cache=True, logits_to_keep=1).logits[:, -1].float()
         if temperature:
             race = torch.empty_like(logits).exponential_(generator=noise)
             rows = (logits.div(temperature).softmax(-1) / race).argmax(-1, keepdim=True)

@@ -14,7 +14,7 @@ R rows of a pass, n tokens a row, h heads, d head size.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -31,6 +31,10 @@ class Limit(NamedTuple):
 
 Key = tuple[int, str, int]
 """Layer, `conv` or `recurrent`, number of the state within the layer."""
+
+
+ARGUMENTS = ("past_key_values", "cache_params", "cache")
+"""Names under which families take a cache: the first two up to transformers 5.23, the third since."""
 
 
 STAIR = 64
@@ -542,6 +546,11 @@ class Columns:
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.get_seq_length()
+
+
+def cache_argument(taken: Container[str]) -> str:
+    """The one of ARGUMENTS that is among those that something takes; the newest where none is."""
+    return next((name for name in ARGUMENTS if name in taken), ARGUMENTS[-1])
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

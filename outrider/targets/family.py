@@ -19,7 +19,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from outrider.errors import TargetError
 from outrider.targets import hooks
-from outrider.targets.cache import Limit, SlotCache
+from outrider.targets.cache import Limit, SlotCache, cache_argument
 from outrider.targets.rotary import Rotary, learn_rotary
 
 KINDS = (
@@ -113,7 +113,7 @@ def learn(model: PreTrainedModel, masks: Masks | None = None, one_by_one: bool =
     return Family(
         masks=masks,
         limits=limits,
-        cache="past_key_values" if "past_key_values" in asked else "cache_params",
+        cache=cache_argument(asked),
         has_positions="position_ids" in asked,
         is_recurrent=_teach_steps(model),
         rotary=learn_rotary(model),
@@ -239,8 +239,7 @@ def _in_steps(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwar
     own: Any = module
     signature = _signature(type(own).forward)
     given = signature.bind(module, *args, **kwargs)
-    cache_name = "cache_params" if "cache_params" in signature.parameters else "past_key_values"
-    cache = given.arguments.get(cache_name)
+    cache = given.arguments.get(cache_argument(signature.parameters))
     if not isinstance(cache, SlotCache) or not cache.in_steps:
         return forward(*args, **kwargs)
     hidden, layer = given.arguments["hidden_states"], own.layer_idx

@@ -56,8 +56,7 @@ class NativeModules:
             kind = {} if self._kinds is None else {"layer_type": self._kinds[module]}
             turns = self._rotary.to(words.device)(words, position_ids=positions, **kind)
         found = self.layers[module](
-            words, states, position_embeddings=turns, attention_mask=None, position_ids=positions, past_key_values=None,
-            attend=attend,
+            words, states, position_embeddings=turns, attention_mask=None, position_ids=positions, attend=attend,
         )  # fmt: skip
         return found if self.shared_post_norm is None else self.shared_post_norm(found)
 

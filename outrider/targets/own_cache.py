@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-PASTS = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states", "cache")
+from outrider.targets.cache import ARGUMENTS
+
+PASTS = (*ARGUMENTS, "state", "mems", "past_buckets_states")
 """Names by which families take what a pass before gave back."""
 
 

@@ -10,6 +10,7 @@ R rows of a pass, n tokens a row.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 
 from outrider.errors import TargetError
 from outrider.targets import hooks
+from outrider.targets.cache import cache_argument
 
 _LOCK = threading.Lock()
 _deciding: ContextVar[Tensor | None] = ContextVar("deciding", default=None)
@@ -111,5 +113,5 @@ class _Read:
 
 def _rereads(model: Any, original: int) -> bool:
     text = torch.zeros(1, original + 1, dtype=torch.int64, device=model.device)
-    given = model.prepare_inputs_for_generation(text, past_key_values=_Read(original), next_sequence_length=1)
-    return given.get("past_key_values") is None
+    name = cache_argument(inspect.signature(model.prepare_inputs_for_generation).parameters)
+    return model.prepare_inputs_for_generation(text, **{name: _Read(original)}, next_sequence_length=1).get(name) is None
