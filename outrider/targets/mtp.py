@@ -55,9 +55,8 @@ class NativeModules:
         if self._rotary is not None:
             kind = {} if self._kinds is None else {"layer_type": self._kinds[module]}
             turns = self._rotary.to(words.device)(words, position_ids=positions, **kind)
-        found = self.layers[module](
-            words, states, position_embeddings=turns, attention_mask=None, position_ids=positions, attend=attend,
-        )  # fmt: skip
+        # no mask, and no cache: what takes that has another name in each version
+        found = self.layers[module](words, states, turns, None, positions, None, attend=attend)
         return found if self.shared_post_norm is None else self.shared_post_norm(found)
 
     @torch.no_grad()
