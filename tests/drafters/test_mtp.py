@@ -307,12 +307,12 @@ def test_native_modules_can_be_tuned_and_saved(shipping, prompts, plain, tmp_pat
     texts = torch.tensor([(prompt + plain(target, prompt, 16))[:16] for prompt in prompts])
     losses = train(model.train(), batch_of(target, (), texts), 6, lr=2e-3)
     assert losses[-1] < losses[0]
+    model.float().double()  # routers are loaded in float32 whatever is asked for
     save(tmp_path / "tuned", model.eval())
     again = load_drafter(tmp_path / "tuned", target).model
     moved = 0
     for key, weight in model.state_dict().items():
-        found = again.state_dict()[key]
-        torch.testing.assert_close(found, weight.to(found.dtype), rtol=0, atol=0)
+        torch.testing.assert_close(again.state_dict()[key], weight, rtol=0, atol=0)
         moved += not torch.equal(weight, weights[key])
     assert moved > 10
 
