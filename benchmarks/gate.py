@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from outrider.evaluate.gate.gate import gate
 from outrider.evaluate.report import Report
+from outrider.gate.gate import gate
 
 TASKS = {"a": 23, "b": 23, "c": 22, "d": 22, "e": 22, "f": 22, "g": 22, "h": 22, "i": 22}
 SIGMA, DEPTH, TOKENS, DRIFT = 0.08, 4, 96, 0.03

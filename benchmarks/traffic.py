@@ -34,8 +34,8 @@ import httpx
 import numpy as np
 
 from benchmarks.replay import command
-from outrider.evaluate.traffic import replay, traces
-from outrider.evaluate.traffic.replay import Plan
+from outrider.traffic import replay, traces
+from outrider.traffic.replay import Plan
 
 STUB = Path(__file__).resolve().with_name("stub_server.py")
 
@@ -253,7 +253,7 @@ def by_h11() -> Reader:
 
 
 def by_our_own() -> Reader:
-    from outrider.evaluate.traffic.stream import Client, address_of
+    from outrider.traffic.stream import Client, address_of
 
     clients: dict[str, Client] = {}
 

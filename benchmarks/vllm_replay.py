@@ -25,8 +25,8 @@ from typing import Any
 import httpx
 
 from outrider import demo
-from outrider.evaluate.traffic import counters, traces
-from outrider.evaluate.traffic.replay import Plan, replay
+from outrider.traffic import counters, traces
+from outrider.traffic.replay import Plan, replay
 
 PLACE = Path(__file__).resolve().parent / "results" / "vllm_replay.json"
 

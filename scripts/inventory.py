@@ -27,7 +27,7 @@ import outrider
 HOMES = {
     "app": "cli cli.app cli.main", "matrix": "cli.exchange export.formats", "train": "train.trainer train.loop train",
     "evaluate": "evaluate.measure evaluate.run evaluate", "ENGINES": "deploy.engines deploy.engines.table deploy.table",
-    "NAMES": "evaluate.traffic.counters traffic.counters", "Sampling": "sampling.settings decoding.sampling sampling",
+    "NAMES": "traffic.counters", "Sampling": "sampling.settings decoding.sampling sampling",
     "RULES": "policies.lossy decoding.lossy", "RunConfig": "run runs.file", "kinds": "drafters drafters.registry",
 }  # fmt: skip
 """Modules where a name may stand, the first that has it counts.  Names that stand once in the package need no entry."""

@@ -17,7 +17,7 @@ from outrider import errors
 
 LIGHT = (
     "outrider", "outrider.config", "outrider.errors", "outrider.demo", "outrider.evaluate.report",
-    "outrider.evaluate.gate.gate", "outrider.evaluate.traffic.replay", "outrider.evaluate.traffic.watch", "outrider.cli",
+    "outrider.gate.gate", "outrider.traffic.replay", "outrider.traffic.watch", "outrider.cli",
 )  # fmt: skip
 
 IMPORTS = f"""

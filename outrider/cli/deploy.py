@@ -23,7 +23,7 @@ from outrider.errors import ConfigError, DataError, ExportError
 if TYPE_CHECKING:
     from outrider.deploy.engines import Command, Draft, Wish
     from outrider.deploy.tune import Arm, Choice, Point
-    from outrider.evaluate.traffic.traces import Trace
+    from outrider.traffic.traces import Trace
 
     Starts = Callable[[Arm], AbstractContextManager[str]]
     """A way to draft to a server that drafts so, at an address."""
@@ -230,7 +230,7 @@ def tune(
     if draft == "layer_skip":
         _sublayers(log, out, target or "demo", tries, json_to)
         return
-    from outrider.evaluate.traffic import traces
+    from outrider.traffic import traces
 
     named, at, port = _named(url), _numbers("loads", loads), port or _free_port()
     arms = _arms(sorted(named) if named else _numbers("tokens", tokens), widths, cutoffs)
@@ -391,7 +391,7 @@ def _measures(
     trace: Trace, calls: int, max_tokens: int, completions: bool, key: str | None
 ) -> Callable[[str, int], float]:  # fmt: skip
     """(address, load) to tokens per second, by a replay in a closed loop."""
-    from outrider.evaluate.traffic.replay import Plan, replay
+    from outrider.traffic.replay import Plan, replay
 
     def measure(url: str, load: int) -> float:
         count = max(calls, 8 * load)

@@ -13,8 +13,8 @@ from outrider.cli.console import JsonTo, place_of_json, write_json
 from outrider.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from outrider.evaluate.gate.verdicts import Outcome
     from outrider.evaluate.report import Report
+    from outrider.gate.verdicts import Outcome
 
 
 def gate(
@@ -35,9 +35,9 @@ def gate(
     json_to: JsonTo = None,
 ) -> None:
     """May this draft ship?  Compare its report with a baseline's.  Exit code 0: yes, 1: no, 2: they can't be compared."""
-    from outrider.evaluate.gate.gate import gate as judge
-    from outrider.evaluate.gate.gate import policy_of
     from outrider.evaluate.report import Report
+    from outrider.gate.gate import gate as judge
+    from outrider.gate.gate import policy_of
 
     try:
         place_of_json(json_to)

@@ -16,10 +16,10 @@ from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
     from outrider.decoding.protocols import Drafter
-    from outrider.evaluate.quality.harness import TaskRun
-    from outrider.evaluate.quality.parity import Comparison, TextPair
-    from outrider.evaluate.quality.two_samples import Samples
     from outrider.evaluate.tasks import Prompt
+    from outrider.gate.harness import TaskRun
+    from outrider.gate.parity import Comparison, TextPair
+    from outrider.gate.two_samples import Samples
     from outrider.targets.transformers import TransformersTarget
 
 LONGEST = 64
@@ -96,7 +96,7 @@ def _greedily(
     target: TransformersTarget, drafter: Drafter, asked: list[Prompt], read: list[list[int]], max_new_tokens: int, slots: int
 ) -> Comparison:  # fmt: skip
     """Continue every prompt at temperature 0, with and without, and say what differs."""
-    from outrider.evaluate.quality.parity import compare
+    from outrider.gate.parity import compare
 
     with bar("texts", 2 * len(read)) as update:
         found = compare(
@@ -112,7 +112,7 @@ def _by_samples(
     max_new_tokens: int, **how: Any,
 ) -> Samples:  # fmt: skip
     """Draw texts of every prompt, with and without, and say whether they are of one law.  how: see `compare_samples`."""
-    from outrider.evaluate.quality.parity import compare_samples
+    from outrider.gate.parity import compare_samples
     from outrider.sampling.settings import Sampling
 
     console.out.print(
@@ -203,7 +203,7 @@ def _say_verdict(verdict: str) -> None:
 
 
 def _texts(paths: list[Path], json_to: str | None) -> None:
-    from outrider.evaluate.quality.parity import compare_texts
+    from outrider.gate.parity import compare_texts
 
     if len(paths) != 2:
         raise ConfigError(f"--texts was given {len(paths)} times; give it twice, a file each")
@@ -265,7 +265,7 @@ def lm_eval(
     )  # read once, when lm-eval loads it; its bars and ours would write over each other
     place_of_json(json_to)
     try:
-        from outrider.evaluate.quality.harness import Job, both
+        from outrider.gate.harness import Job, both
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "lm_eval":
             raise

@@ -17,9 +17,9 @@ from outrider.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from outrider.evaluate.bootstrap import Interval
-    from outrider.evaluate.traffic.latencies import Endpoint
-    from outrider.evaluate.traffic.replay import Plan, Replayed
-    from outrider.evaluate.traffic.traces import Trace
+    from outrider.traffic.latencies import Endpoint
+    from outrider.traffic.replay import Plan, Replayed
+    from outrider.traffic.traces import Trace
 
 
 def replay(
@@ -58,8 +58,8 @@ def replay(
 ) -> None:
     """Send recorded traffic to a server, or to several side by side, and time the answers."""
     place_of_json(json_to)
-    from outrider.evaluate.traffic import traces
-    from outrider.evaluate.traffic.replay import Plan, check_servers
+    from outrider.traffic import traces
+    from outrider.traffic.replay import Plan, check_servers
 
     urls = [url.strip() for url in (against or "").split(",") if url.strip()]
     plan = Plan(
@@ -90,7 +90,7 @@ def _send(
     trace: Trace, urls: list[str], plan: Plan, out: Path | None, over: bool, key: str | None, json_to: str | None
 ) -> None:  # fmt: skip
     """Send the calls, say what came of them, and write it where it was asked for."""
-    from outrider.evaluate.traffic.replay import replay as send
+    from outrider.traffic.replay import replay as send
 
     total = min(trace.size, plan.limit or trace.size)
     _say(f"{total} calls by {plan.mode}, to {' and '.join(_shown(url) for url in urls)}{_length(trace, plan, total)}")
@@ -153,7 +153,7 @@ def limits(text: str | None) -> dict[str, float]:
 
 
 def _shown(url: str) -> str:
-    from outrider.evaluate.traffic.stream import address_of
+    from outrider.traffic.stream import address_of
 
     return address_of(url).shown
 

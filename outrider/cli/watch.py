@@ -19,7 +19,7 @@ from outrider.cli.console import JsonTo, place_of_json, write_json
 from outrider.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from outrider.evaluate.traffic.watch import Release, View, Window
+    from outrider.traffic.watch import Release, View, Window
 
 NOT_SAID = "–"
 INCOMPARABLE = (
@@ -47,7 +47,7 @@ def watch(
     json_to: JsonTo = None,
 ) -> None:
     """Watch a server's acceptance; warn, and exit with 1, when it leaves the interval of its release."""
-    from outrider.evaluate.traffic.watch import release_of
+    from outrider.traffic.watch import release_of
 
     if every < 0.1 or (for_s is not None and for_s <= 0):
         raise ConfigError(
@@ -73,8 +73,8 @@ def watch(
 
 def _once(url: str, promised: Release | None, for_s: float | None) -> tuple[dict[str, Any], bool]:
     """One reading, printed; as JSON, and whether it lies outside the release's interval."""
-    from outrider.evaluate.traffic.counters import scrape
-    from outrider.evaluate.traffic.watch import VERDICTS, Window, standing
+    from outrider.traffic.counters import scrape
+    from outrider.traffic.watch import VERDICTS, Window, standing
 
     began, before = time.monotonic(), None
     counters = scrape(url)
@@ -120,8 +120,8 @@ def _live(
     import httpx
     from rich.live import Live
 
-    from outrider.evaluate.traffic.counters import scrape
-    from outrider.evaluate.traffic.watch import Watch
+    from outrider.traffic.counters import scrape
+    from outrider.traffic.watch import Watch
 
     alarmed, view = False, None
     with httpx.Client(timeout=max(2.0, min(every, 10.0))) as client, _lines(log) as write:
@@ -180,7 +180,7 @@ def _lines(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 def _screen(view: View, promised: Release | None, drift: Any) -> Group:
     """The whole dashboard."""
-    from outrider.evaluate.traffic.watch import Window
+    from outrider.traffic.watch import Window
 
     age = view.at_s - view.counters.started if view.counters and view.counters.started else 0.0
     columns = [("1 min", view.minute), ("10 min", view.ten_minutes)]
@@ -264,7 +264,7 @@ def _loose(text: Text) -> Text:
 
 def _address(url: str) -> str:
     """Without what must not be shown."""
-    from outrider.evaluate.traffic.counters import place_of, shown
+    from outrider.traffic.counters import place_of, shown
 
     return shown(place_of(url)).removesuffix("/metrics")
 

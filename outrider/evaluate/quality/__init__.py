@@ -1,1 +1,1 @@
-"""Quality: the same text, or one of the same law, or one as good: tokens, distributions and task scores, drafted and not."""
+"""Work in a process of its own: for libraries that run code which a model wrote."""

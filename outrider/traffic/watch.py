@@ -23,7 +23,7 @@ from outrider.errors import DataError
 from outrider.evaluate import bootstrap
 from outrider.evaluate.bootstrap import Interval
 from outrider.evaluate.report import Report, Row
-from outrider.evaluate.traffic.counters import Acceptance, Counters
+from outrider.traffic.counters import Acceptance, Counters
 
 LEVEL, SIGMAS = 0.99, 2.576
 """Of the release's interval, wider than the report's 95 %: a release that stands beside its own interval alarms for ever."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from outrider.errors import DataError
-from outrider.evaluate.quality.equivalence import equivalence
+from outrider.gate.equivalence import equivalence
 
 
 def test_a_few_equal_scores_prove_nothing() -> None:

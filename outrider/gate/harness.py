@@ -1,6 +1,6 @@
 """lm-evaluation-harness on our targets, speculating or not: the same prompts, the same stops, the same scores.
 
-`import outrider.evaluate.quality.harness` registers the model `outrider` with lm-eval (arguments: target, drafter, and those of
+`import outrider.gate.harness` registers the model `outrider` with lm-eval (arguments: target, drafter, and those of
 `OutriderLM`).  `both` runs tasks twice, plain and drafted, and says whether it made a difference.  How a prompt is cut, what
 ends an answer and what is left of it are those of lm-eval's own `hf` model.  Log-likelihoods are the target's alone; nothing is
 drafted there.  Needs lm-eval, the extra `eval`.
@@ -36,7 +36,7 @@ from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError, DataError
 from outrider.evaluate.quality import apart
-from outrider.evaluate.quality.equivalence import Equivalence, equivalence
+from outrider.gate.equivalence import Equivalence, equivalence
 from outrider.generation import batch, serve
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer

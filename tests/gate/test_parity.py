@@ -20,7 +20,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose, Streams
 from outrider.decoding.protocols import Drafter
 from outrider.errors import DataError
-from outrider.evaluate.quality.parity import Audit, compare, compare_samples, compare_texts
+from outrider.gate.parity import Audit, compare, compare_samples, compare_texts
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget, load_target
@@ -247,7 +247,7 @@ def test_the_command_ends_with_1_where_texts_differ_and_2_where_it_is_used_wrong
 
 def test_the_command_ends_with_1_on_a_bug(folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an exit code that hangs on the table alone.  The rule is broken beneath the command, which offers none."""
-    from outrider.evaluate.quality import parity
+    from outrider.gate import parity
 
     whole = parity.compare
     monkeypatch.setattr(parity, "compare", lambda *given, **more: whole(*given, **more, judge=SamplingJudge(keeps_the_first)))

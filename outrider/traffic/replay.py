@@ -36,10 +36,10 @@ import httpx
 
 from outrider.errors import ConfigError, DataError
 from outrider.evaluate.bootstrap import Interval
-from outrider.evaluate.traffic import counters, latencies
-from outrider.evaluate.traffic.latencies import Endpoint, Outcome, Spread, Tally
-from outrider.evaluate.traffic.stream import Address, Answer, Client, Stopped, address_of
-from outrider.evaluate.traffic.traces import Call, Trace, keyed
+from outrider.traffic import counters, latencies
+from outrider.traffic.latencies import Endpoint, Outcome, Spread, Tally
+from outrider.traffic.stream import Address, Answer, Client, Stopped, address_of
+from outrider.traffic.traces import Call, Trace, keyed
 
 LIMITS = ("ttft", "tpot", "e2e")
 OPTIONS = {

@@ -31,10 +31,10 @@ from benchmarks import traffic
 from outrider.cli.replay import limits
 from outrider.cli.replay import replay as verb
 from outrider.errors import ConfigError, DataError
-from outrider.evaluate.traffic import latencies, replay, traces
-from outrider.evaluate.traffic.latencies import Gaps, Outcome, Tally
-from outrider.evaluate.traffic.replay import Plan, Replayed, dues, first_difference, is_worth_another, pause_s
-from outrider.evaluate.traffic.stream import Answer, Client, Events, address_of
+from outrider.traffic import latencies, replay, traces
+from outrider.traffic.latencies import Gaps, Outcome, Tally
+from outrider.traffic.replay import Plan, Replayed, dues, first_difference, is_worth_another, pause_s
+from outrider.traffic.stream import Answer, Client, Events, address_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FAST = ("--first-ms", "1", "--gap-ms", "1")
@@ -895,7 +895,7 @@ def test_redacted_no_name_of_a_call_is_written_either(plain: Stub, other: Stub, 
 
 def test_no_torch_is_loaded() -> None:
     """Catches an import that makes a replay wait for torch, and hold its 300 MB."""
-    code = "import outrider.evaluate.traffic.replay, outrider.cli.replay, sys; sys.exit('torch' in sys.modules)"
+    code = "import outrider.traffic.replay, outrider.cli.replay, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -16,10 +16,10 @@ from pydantic import BeforeValidator, Field
 
 from outrider.config import Config as Base
 from outrider.evaluate.bootstrap import Estimate, Floats, estimate_of, normal, resampled, sums
-from outrider.evaluate.gate.pairing import Comparison, Matched, Pair
-from outrider.evaluate.gate.verdicts import Part, Unit, Verdict
 from outrider.evaluate.report import PromptResult, Row
 from outrider.evaluate.tasks import TASKS
+from outrider.gate.pairing import Comparison, Matched, Pair
+from outrider.gate.verdicts import Part, Unit, Verdict
 
 Rule = Literal[
     "exactness", "lossy rule", "machine", "speed", "tokens per step", "p99 TPOT", "acceptance by depth", "train-serve skew",

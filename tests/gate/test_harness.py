@@ -25,8 +25,8 @@ pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
-from outrider.evaluate.quality import harness
-from outrider.evaluate.quality.harness import Job, OutriderLM, both
+from outrider.gate import harness
+from outrider.gate.harness import Job, OutriderLM, both
 
 CONTEXTS = ("tell 1 xyxy", "a", "say abab 3 abab", "and so on " * 40)
 

@@ -23,8 +23,8 @@ from outrider.cli.watch import _standing_said, _verdict, watch
 from outrider.errors import ConfigError, DataError
 from outrider.evaluate.bootstrap import Interval
 from outrider.evaluate.report import Report, Row
-from outrider.evaluate.traffic.counters import Counters, read
-from outrider.evaluate.traffic.watch import Drift, Release, Watch, Window, release_of, standing, together
+from outrider.traffic.counters import Counters, read
+from outrider.traffic.watch import Drift, Release, Watch, Window, release_of, standing, together
 
 EVERY_S = 5
 DAY = 86_400 // EVERY_S
@@ -480,7 +480,7 @@ def test_wrong_use_is_one_clear_sentence(words: list[str], kind: type[Exception]
 def test_a_watch_needs_no_torch() -> None:
     """Catches a heavy import: a watch must run on a small machine beside the server."""
     code = (
-        "import sys, outrider.evaluate.traffic.watch, outrider.evaluate.traffic.counters, outrider.cli.watch;"
+        "import sys, outrider.traffic.watch, outrider.traffic.counters, outrider.cli.watch;"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)

@@ -23,7 +23,7 @@ from torch import Tensor
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import Request
 from outrider.errors import DataError
-from outrider.evaluate.quality.two_samples import Samples, two_samples
+from outrider.gate.two_samples import Samples, two_samples
 from outrider.generation import serve
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling

@@ -18,7 +18,7 @@ import numpy as np
 
 from outrider.evaluate import bootstrap
 from outrider.evaluate.bootstrap import Interval
-from outrider.evaluate.traffic.stream import Answer
+from outrider.traffic.stream import Answer
 
 Table = np.ndarray[Any, np.dtype[Any]]
 BLOCKS = 500

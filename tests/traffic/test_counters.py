@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from outrider.errors import ConfigError, DataError
-from outrider.evaluate.traffic.counters import NAMES, place_of, read, scrape
+from outrider.traffic.counters import NAMES, place_of, read, scrape
 
 VLLM = "vllm:spec_decode_num_"
 
@@ -229,12 +229,12 @@ def test_nobody_at_home_is_one_clear_sentence_without_the_password() -> None:
 
 def test_an_endless_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a watch that fills the memory because its address leads to a download."""
-    monkeypatch.setattr("outrider.evaluate.traffic.counters.LARGEST_BYTES", 1000)
+    monkeypatch.setattr("outrider.traffic.counters.LARGEST_BYTES", 1000)
     with served(lambda _: (200, b"x 1\n" * 1000)) as url, pytest.raises(DataError, match="more than"):
         scrape(url)
 
 
 def test_counters_need_no_torch() -> None:
     """Catches a heavy import: a watch must run on a small machine beside the server."""
-    code = "import sys, outrider.evaluate.traffic.counters; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import sys, outrider.traffic.counters; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
