@@ -19,9 +19,9 @@ import torch
 from serving import parties, prompts_of, write
 
 from outrider.decoding.state import Request
-from outrider.deploy import sublayers
-from outrider.deploy.sublayers import Found
 from outrider.drafters import layer_skip
+from outrider.engines import sublayers
+from outrider.engines.sublayers import Found
 from outrider.evaluate.measure import run_once
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget

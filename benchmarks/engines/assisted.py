@@ -26,8 +26,8 @@ from benchmarks.replay import progress_bar, provenance, publish  # noqa: E402
 from outrider import demo, generate, load_drafter, load_target  # noqa: E402
 from outrider.checkpoint import save  # noqa: E402
 from outrider.config import build  # noqa: E402
-from outrider.deploy.parity_transformers import continued, listening, loaded  # noqa: E402
 from outrider.drafters import find  # noqa: E402
+from outrider.engines.verify_transformers import continued, listening, loaded  # noqa: E402
 from outrider.export.formats import export  # noqa: E402
 
 

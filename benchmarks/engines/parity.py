@@ -111,7 +111,7 @@ def text_only(speculative: dict[str, Any], target: Any, prompts: list[list[int]]
     """The engine's own drafters: is the text the target's?"""
     from outrider.cli.verify import place_of
     from outrider.decoding.protocols import Drafter
-    from outrider.deploy import parity
+    from outrider.engines import parity
 
     job = {"target": place_of(target), "speculative": speculative, "prompts": prompts, "max_new_tokens": wanted.max_new_tokens}
     answer = parity.asked(wanted.engine_python, job | {"slots": 8, "dtype": "float32"})

@@ -21,8 +21,8 @@ from outrider.cli.console import JsonTo, bar, key_of, place_of_json, quiet, writ
 from outrider.errors import ConfigError, DataError, ExportError
 
 if TYPE_CHECKING:
-    from outrider.deploy.engines import Command, Draft, Wish
-    from outrider.deploy.tune import Arm, Choice, Point
+    from outrider.engines.commands import Command, Draft, Wish
+    from outrider.engines.tune import Arm, Choice, Point
     from outrider.traffic.traces import Trace
 
     Starts = Callable[[Arm], AbstractContextManager[str]]
@@ -73,15 +73,15 @@ def deploy(
         return
     if draft is None or to is None:
         raise ConfigError("nothing to do; name a draft and an engine: outrider deploy FOLDER --to vllm")
-    from outrider.deploy import engines, tune
-    from outrider.deploy.engines import Wish
+    from outrider.engines import commands, tune
+    from outrider.engines.commands import Wish
 
     found = _draft(draft, target, kind, format)
-    version = engine_version or (None if python is None else engines.installed(to, python))
+    version = engine_version or (None if python is None else commands.installed(to, python))
     wish = Wish(tokens, width, cutoff, () if schedule is None else tune.read(schedule), "127.0.0.1", port, tensor_parallel)
     if out is not None:
         wish = replace(wish, files=f"{out}/settings")
-    command = engines.command(to, found, wish, version)
+    command = commands.command(to, found, wish, version)
     if command.files and out is None and to != "transformers":
         _note(f"it reads {', '.join(command.files)}, which --out FOLDER writes")
     _say(found, command, only_print)
@@ -92,8 +92,8 @@ def deploy(
 
 def _draft(place: str, target: str | None, kind: str | None, format: str | None) -> Draft:
     """A folder from elsewhere is recognised as `outrider import` does."""
-    from outrider.deploy import engines
-    from outrider.deploy import folder as folders
+    from outrider.engines import commands
+    from outrider.engines import folder as folders
 
     folder = Path(place)
     if folder.is_dir() and (kind is None or format is None) and not folders.manifest(folder):
@@ -105,11 +105,11 @@ def _draft(place: str, target: str | None, kind: str | None, format: str | None)
             names = read_names(folder)
         with suppress(ExportError, ValueError):  # of several or none, or such as we can't read, an engine may know more
             [(format, kind)] = candidates(config, format, kind, names)
-    return engines.draft_of(place, target, kind, format)
+    return commands.draft_of(place, target, kind, format)
 
 
 def _translate(text: str, only_print: bool, json_to: str | None) -> None:
-    from outrider.deploy.flags import translate
+    from outrider.engines.flags import translate
 
     found = translate(text)
     if not only_print:
@@ -130,7 +130,7 @@ def _note(text: str) -> None:
 
 def _say(draft: Draft, command: Command, only_print: bool) -> None:
     if not only_print:
-        from outrider.deploy.engines import engine_of
+        from outrider.engines.commands import engine_of
 
         what = draft.kind if draft.folder is None else f"{draft.kind} in {draft.folder} ({draft.format})"
         asked = ", not asked for: the flags are of this version" if command.is_assumed else ""
@@ -159,7 +159,7 @@ def _write(
     out: Path, engine: str, draft: Draft, wish: Wish, command: Command, version: str | None, name: str, image: str | None
 ) -> None:
     """Everything of a deployment in a new folder, whole or not at all."""
-    from outrider.deploy import manifests
+    from outrider.engines import manifests
 
     if out.exists():
         raise DataError(f"{out} is there already; name a new folder, or delete it first")
@@ -259,7 +259,7 @@ def tune(
 
 def _sublayers(prompts: Path, out: Path, target: str, tries: int, json_to: str | None) -> None:
     """The best sets of sublayers on a file's prompts; the best becomes skip.json."""
-    from outrider.deploy import sublayers
+    from outrider.engines import sublayers
     from outrider.evaluate import measure
     from outrider.targets.transformers import load_target
 
@@ -279,7 +279,7 @@ def _sublayers(prompts: Path, out: Path, target: str, tries: int, json_to: str |
 
 def _arms(lengths: list[int], widths: str, cutoffs: str | None) -> list[Arm]:
     """Every way to draft that is tried."""
-    from outrider.deploy import tune as tuning
+    from outrider.engines import tune as tuning
 
     shares = [None] if cutoffs is None else [float(share) for share in _numbers("cutoffs", cutoffs, float)]
     return tuning.arms(lengths, _numbers("widths", widths), shares)
@@ -290,7 +290,7 @@ def _measured(
     about: dict[str, Any],
 ) -> list[Point]:  # fmt: skip
     """Every measurement, with a bar on a terminal."""
-    from outrider.deploy import tune as tuning
+    from outrider.engines import tune as tuning
 
     total = len(arms) * len(loads) * rounds
     with bar("measurements", total) if console.note.is_terminal else nullcontext(None) as update:
@@ -299,7 +299,7 @@ def _measured(
 
 def _choose(points: list[Point], margin: float, largest: int, out: Path, json_to: str | None) -> None:
     """Say and write the length for each load."""
-    from outrider.deploy import tune as tuning
+    from outrider.engines import tune as tuning
     from outrider.evaluate.bootstrap import student
 
     choice = tuning.choose(points, student, margin, largest)
@@ -334,7 +334,7 @@ def _free_port() -> int:
 
 def _templates(start: str, port: int, health: str, ready_s: float, out: Path) -> Starts:
     """Servers of a command with places to fill in."""
-    from outrider.deploy.tune import served
+    from outrider.engines.tune import served
 
     if "{tokens}" not in start or "{port}" not in start:
         raise ConfigError("--start has no {tokens} or no {port}; the draft length and the port are filled in there")
@@ -353,25 +353,25 @@ def _engines(
     ready_s: float, out: Path, python: str | None, version: str | None,
 ) -> Starts:  # fmt: skip
     """Servers of an engine; every arm's command is made once before the first runs, so that none is refused in the middle."""
-    from outrider.deploy import engines
-    from outrider.deploy.tune import served
+    from outrider.engines import commands
+    from outrider.engines.tune import served
 
     if engine is None or draft is None:
         raise ConfigError("no server to measure; give --draft and --engine, or --start COMMAND, or --url TOKENS=URL")
-    found, asked = _draft(draft, target, None, None), engines.engine_of(engine)
+    found, asked = _draft(draft, target, None, None), commands.engine_of(engine)
     if asked.metrics is None:
         raise ConfigError(f"{asked.title} can't be started and measured here; name one of vllm, sglang, trtllm, llamacpp")
-    version = version or (None if python is None else engines.installed(engine, python))
-    wish = lambda arm: engines.Wish(
+    version = version or (None if python is None else commands.installed(engine, python))
+    wish = lambda arm: commands.Wish(
         arm.tokens, arm.width, arm.cutoff, port=port, tensor_parallel=tensor_parallel, files=str(out)
     )
-    commands = {arm: engines.command(engine, found, wish(arm), version) for arm in arms}
+    every = {arm: commands.command(engine, found, wish(arm), version) for arm in arms}
 
     @contextmanager
     def starts(arm: Arm) -> Iterator[str]:
-        for name, text in commands[arm].files.items():
+        for name, text in every[arm].files.items():
             (out / name).write_text(text, encoding="utf-8")
-        words = _in_environment(commands[arm].words, python)
+        words = _in_environment(every[arm].words, python)
         with served(words, f"http://127.0.0.1:{port}", asked.health, out / "server.log", ready_s) as url:
             yield url
 

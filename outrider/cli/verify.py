@@ -15,7 +15,7 @@ from outrider.cli.console import JsonTo, place_of_json, quiet, write_json
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
-    from outrider.deploy.parity import Parity
+    from outrider.engines.parity import Parity
     from outrider.nn.draft_model import DraftModel
     from outrider.targets.transformers import TransformersTarget
 
@@ -45,7 +45,7 @@ def verify_export(
     """
     quiet()
     place_of_json(json_to)
-    from outrider.deploy import parity
+    from outrider.engines import parity
 
     _check(folder, engine, python, checkpoint)
     loaded, model = _sides(folder, checkpoint, target)
@@ -62,7 +62,7 @@ def verify_export(
 
 def _check(folder: Path, engine: str, python: str | None, checkpoint: Path | None) -> None:
     """Refuse what can't be done before anything is loaded."""
-    from outrider.deploy import parity
+    from outrider.engines import parity
 
     if engine not in parity.ENGINES:
         raise ConfigError(f"engine {engine!r} is not known; choose from {', '.join(parity.ENGINES)}")
@@ -79,7 +79,7 @@ def _check(folder: Path, engine: str, python: str | None, checkpoint: Path | Non
 
 
 def _check_kind(engine: str, kind: str) -> None:
-    from outrider.deploy import parity
+    from outrider.engines import parity
 
     kinds = parity.READ.get(engine, ("small_model",) if engine == "transformers" else ())
     if kinds and kind not in kinds:
@@ -115,7 +115,7 @@ def verified(
     prompts: list[list[int]], max_new_tokens: int, mend: tuple[str, ...] = (), prefix_caching: bool = False,
 ) -> Parity:  # fmt: skip
     """The whole comparison.  known: `model` is what the folder was made from, not what was read from it."""
-    from outrider.deploy import parity, readers
+    from outrider.engines import parity, readers
 
     kind, length = model.config.kind, parity.length_of(model)
     about: dict[str, Any] = {"kind": kind, "format": _format(folder), "length": length}
@@ -146,7 +146,7 @@ def _served(
     length: int, mend: tuple[str, ...], prefix_caching: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """vLLM's answer."""
-    from outrider.deploy import parity, readers
+    from outrider.engines import parity, readers
 
     job = {
         "target": place_of(target), "speculative": parity.speculative(folder, kind, length), "prompts": prompts,
@@ -163,11 +163,11 @@ def _assisted(
     folder: Path, target: TransformersTarget, prompts: list[list[int]], max_new_tokens: int, length: int
 ) -> dict[str, Any]:  # fmt: skip
     """transformers' answer."""
-    from outrider.deploy import parity_transformers
+    from outrider.engines import verify_transformers
 
     said = f"running transformers on {len(prompts)} prompts x {max_new_tokens} tokens, one after the other"
     console.note.print(said, style="dim", highlight=False)
-    return parity_transformers.answer(folder, target, prompts, max_new_tokens, length)
+    return verify_transformers.answer(folder, target, prompts, max_new_tokens, length)
 
 
 def _explained(
@@ -177,13 +177,13 @@ def _explained(
     """What was measured, with causes.  What a reader can't do is a warning: the engine has run for minutes."""
     from dataclasses import replace
 
-    from outrider.deploy import parity_causes, readers
+    from outrider.engines import causes, readers
 
     length = found.length
     try:
         if known:
-            causes, stage = _causes(folder, found.engine, target, model, prompts, theirs.tokens, length)
-            found = replace(found, causes=causes, stage=stage)
+            those, stage = _causes(folder, found.engine, target, model, prompts, theirs.tokens, length)
+            found = replace(found, causes=those, stage=stage)
         if found.is_equal is False and not found.causes:
             found = replace(found, guesses=_guesses(target, model, prompts, theirs, length))
     except Exception as error:
@@ -194,7 +194,7 @@ def _explained(
     try:
         read = readers.of_folder(folder, found.engine)
         seen = readers.states(target, said["text"])
-        heard = parity_causes.heard(read, said["rows"], seen, len(prompts[0]), length)
+        heard = causes.heard(read, said["rows"], seen, len(prompts[0]), length)
     except Exception as error:
         return _warned(found, f"its modules were not compared: {error}")
     return replace(found, stages=heard.stages, engine_stage=heard.first)
@@ -211,25 +211,25 @@ def _causes(
     texts: list[list[int]], length: int,
 ) -> tuple[tuple[Any, ...], tuple[str, float] | None]:  # fmt: skip
     """What in the folder changes drafts, and the first stage that comes out otherwise."""
-    from outrider.deploy import parity_causes, readers
+    from outrider.engines import causes, readers
 
     pairs = list(zip(prompts, texts, strict=False))[:LOOKED_AT]
     seen = [(readers.states(target, [*prompt, *text]), len(prompt)) for prompt, text in pairs]
     read, own = readers.of_folder(folder, engine), readers.of_model(model)
-    found = tuple(parity_causes.causes(read, own, seen, length))
+    found = tuple(causes.causes(read, own, seen, length))
     text, begun = seen[0]
-    return found, parity_causes.first_difference(read, own, text, begun, length) if found else None
+    return found, causes.first_difference(read, own, text, begun, length) if found else None
 
 
 def _guesses(
     target: TransformersTarget, model: DraftModel, prompts: list[list[int]], theirs: Any, length: int
 ) -> tuple[tuple[str, str, float], ...]:
-    from outrider.deploy import parity, parity_causes, readers
+    from outrider.engines import causes, parity, readers
 
     steps = parity.engine_steps(prompts, theirs, length)
     some = list(zip(prompts, theirs.tokens, steps, strict=True))[:LOOKED_AT]
     texts = [(readers.states(target, [*prompt, *text]), kept) for prompt, text, kept in some]
-    found = parity_causes.guesses(readers.of_model(model), texts, length)[:3]
+    found = causes.guesses(readers.of_model(model), texts, length)[:3]
     return tuple((guess.name, guess.what, guess.share) for guess in found)
 
 
@@ -250,7 +250,7 @@ def _format(folder: Path) -> str:
 
 def _write(folder: Path, found: Parity) -> None:
     """Beside the weights; that this fails takes nothing of what was printed."""
-    from outrider.deploy.parity import write_verified
+    from outrider.engines.parity import write_verified
 
     try:
         place = write_verified(folder, found)

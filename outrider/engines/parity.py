@@ -201,7 +201,7 @@ def asked(python: str | Path, job: Mapping[str, Any], timeout_s: float = SECONDS
 
     Raises ConfigError where that can't run, or leaves no answer, with the last that it said.
     """
-    script = Path(__file__).with_name("parity_vllm.py")
+    script = Path(__file__).with_name("verify_vllm.py")
     with tempfile.TemporaryDirectory(prefix="outrider-parity-") as place:
         question, answer = Path(place) / "job.json", Path(place) / "answer.json"
         question.write_text(json.dumps(job), encoding="utf-8")

@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verbs import outrider_with
 
-from outrider.deploy import tune
-from outrider.deploy.tune import Arm, Point, Range
+from outrider.engines import tune
+from outrider.engines.tune import Arm, Point, Range
 from outrider.errors import ConfigError, DataError
 from outrider.evaluate.bootstrap import student
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from outrider.deploy.shell import Simple, as_json, filled, joined, parsed, plain
+from outrider.engines.shell import Simple, as_json, filled, joined, parsed, plain
 from outrider.errors import ConfigError, DataError
 
 LARGEST_BATCH = 512

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.deploy import readers
-from outrider.deploy.parity import Cause
-from outrider.deploy.readers import Draft, States
+from outrider.engines import readers
+from outrider.engines.parity import Cause
+from outrider.engines.readers import Draft, States
 from outrider.errors import ExportError
 
 PLACES = 12

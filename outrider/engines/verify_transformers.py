@@ -29,7 +29,7 @@ class Round(NamedTuple):
 def answer(
     folder: Path, target: TransformersTarget, prompts: Sequence[Sequence[int]], max_new_tokens: int, length: int
 ) -> dict[str, Any]:  # fmt: skip
-    """What `parity_vllm` leaves as its answer: {engine, version, tokens, accepted, drafted}, or with error where it can't load.
+    """What `verify_vllm` leaves as its answer: {engine, version, tokens, accepted, drafted}, or with error where it can't load.
 
     length: tokens drafted per step.
     """

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from outrider.deploy import engines, manifests
-from outrider.deploy.engines import Draft, Wish, draft_of
-from outrider.deploy.manifests import Place, files_of
-from outrider.deploy.tune import Range
+from outrider.engines import commands, manifests
+from outrider.engines.commands import Draft, Wish, draft_of
+from outrider.engines.manifests import Place, files_of
+from outrider.engines.tune import Range
 from outrider.errors import ConfigError
-from tests.deploy.test_engines import folder_of, outrider_with
+from tests.engines.test_commands import folder_of, outrider_with
 
 ENGINES = sorted(manifests.IMAGES)
 SCHEDULE = (Range(1, 8, 3), Range(9, 512, 0))
@@ -266,6 +266,6 @@ def test_out_writes_everything_or_nothing(tmp_path: Path, capsys: pytest.Capture
 
 def test_every_served_engine_has_an_image_and_a_health() -> None:
     """Catches an engine that was added in one table only."""
-    served = {name for name, engine in engines.ENGINES.items() if name != "transformers"}
+    served = {name for name, engine in commands.ENGINES.items() if name != "transformers"}
     assert served == set(manifests.IMAGES)
-    assert set(manifests.METRICS) == {name for name in served if engines.ENGINES[name].metrics is not None}
+    assert set(manifests.METRICS) == {name for name in served if commands.ENGINES[name].metrics is not None}

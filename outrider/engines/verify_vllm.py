@@ -1,6 +1,6 @@
 """Continue token ids greedily with vLLM and write down what became of its drafts; runs inside the engine's own environment.
 
-    VENV/bin/python parity_vllm.py JOB.json ANSWER.json [JOB.json ANSWER.json ...]
+    VENV/bin/python verify_vllm.py JOB.json ANSWER.json [JOB.json ANSWER.json ...]
 
 JOB: {target, speculative (None, or vLLM's speculative config), prompts [[id]], max_new_tokens, slots, prefix_caching, dtype,
 mend, stages}.  mend: names of this engine's own faults to work around, as in `mend_dflash`.  stages: hear what the draft

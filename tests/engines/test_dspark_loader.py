@@ -17,8 +17,8 @@ from tiny import make_folder, randomise
 from outrider import load_target
 from outrider.checkpoint import save
 from outrider.config import build
-from outrider.deploy import readers
 from outrider.drafters import find as find_drafter
+from outrider.engines import readers
 from outrider.export.formats import export
 
 ROOT = Path(__file__).parents[2]

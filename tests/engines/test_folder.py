@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from outrider.deploy import engines, folder
-from outrider.deploy.engines import Wish, command, draft_of
+from outrider.engines import commands, folder
+from outrider.engines.commands import Wish, command, draft_of
 from outrider.errors import ConfigError, ExportError
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -192,7 +192,7 @@ def test_a_checkpoint_is_not_sent_to_a_format_that_is_not_written(tmp_path: Path
     from outrider.export import formats
 
     writes = {name: any(layout.config for layout in formats.find(name).layouts.values()) for name in formats.formats()}
-    assert sorted(name for name, written in writes.items() if not written) == sorted(engines.READ_ONLY)
+    assert sorted(name for name, written in writes.items() if not written) == sorted(commands.READ_ONLY)
     checkpoint = {key: value for key, value in OURS.items() if key != "format"} | {"kind": "eagle"}
     with pytest.raises(ConfigError, match="is a checkpoint.*outrider decode") as caught:
         draft_of(lying(tmp_path, {}, checkpoint))

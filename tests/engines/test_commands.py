@@ -17,9 +17,9 @@ import pytest
 import yaml
 from verbs import outrider_with
 
-from outrider.deploy import engines, flags
-from outrider.deploy.engines import ENGINES, Draft, Wish, command, draft_of
-from outrider.deploy.tune import Range
+from outrider.engines import commands, flags
+from outrider.engines.commands import ENGINES, Draft, Wish, command, draft_of
+from outrider.engines.tune import Range
 from outrider.errors import ConfigError, DataError, OutriderError
 
 VLLM_KEYS = {
@@ -83,13 +83,13 @@ CASES = [
 ]
 
 
-def made(name: str, given: Draft, **wishes: Any) -> engines.Command:
+def made(name: str, given: Draft, **wishes: Any) -> commands.Command:
     """A command; llama.cpp gets its target as GGUF, vLLM a version that still has Medusa."""
     given = given if name != "llamacpp" else Draft(given.kind, "target.gguf", given.folder, given.format, given.length)
     return command(name, given, Wish(**wishes), "0.32.0" if given.kind == "medusa" else None)
 
 
-def unknown_to(name: str, found: engines.Command) -> set[str]:
+def unknown_to(name: str, found: commands.Command) -> set[str]:
     """Flags and keys of a command that its engine has not."""
     flags_ = {word[2:] for word in found.words if word.startswith("--")}
     if name in ("vllm", "triton"):
@@ -123,9 +123,9 @@ def test_a_command_has_only_flags_that_its_engine_has(name: str, kind: str, form
 def test_a_misspelt_flag_would_be_found(tmp_path: Path) -> None:
     """Catches a check of flags that looks away."""
     found = command("sglang", draft_of("ngram", "org/target"))
-    assert unknown_to("sglang", engines.replace(found, words=(*found.words, "--speculative-algo"))) == {"speculative-algo"}
+    assert unknown_to("sglang", commands.replace(found, words=(*found.words, "--speculative-algo"))) == {"speculative-algo"}
     found = command("vllm", draft_of("ngram", "org/target"))
-    assert unknown_to("vllm", engines.replace(found, settings={"tensor_parallel_size": 1})) == {"tensor_parallel_size"}
+    assert unknown_to("vllm", commands.replace(found, settings={"tensor_parallel_size": 1})) == {"tensor_parallel_size"}
 
 
 @pytest.mark.parametrize(
@@ -275,17 +275,17 @@ def test_the_page_lists_every_method_with_its_formats() -> None:
     """Catches a table on docs/deploy.md that lags behind the engines'."""
     shown = [name for name in ENGINES if name != "triton"]
     lines = [f"| | {' | '.join(shown)} |", "|---|" + "---|" * len(shown)]
-    for kind in engines.TOKENS:
+    for kind in commands.TOKENS:
         cells = [_cell(ENGINES[name].methods.get(kind)) for name in shown]
         label = "mtp, the target's own" if kind == "mtp" else kind
         lines.append(f"| {label} | {' | '.join(cells)} |")
     wanted = "\n".join(re.sub(r" +", " ", line) for line in lines)
     page = (Path(__file__).resolve().parents[2] / "docs" / "deploy.md").read_text()
     assert page.partition("<!-- methods -->\n")[2].partition("\n<!-- /methods -->")[0] == wanted, wanted
-    assert {kind for engine in ENGINES.values() for kind in engine.methods} <= set(engines.TOKENS)
+    assert {kind for engine in ENGINES.values() for kind in engine.methods} <= set(commands.TOKENS)
 
 
-def _cell(method: engines.Method | None) -> str:
+def _cell(method: commands.Method | None) -> str:
     if method is None:
         return ""
     versions = [(word, ".".join(map(str, at))) for word, at in (("since", method.since), ("before", method.until)) if at]
@@ -326,23 +326,23 @@ def test_an_odd_folder_is_refused_or_taken_in_a_sentence(config: dict[str, Any],
 @pytest.mark.parametrize(("text", "wanted"), [("0.33.0rc1", (0, 33, 0)), ("v0.5.23", (0, 5, 23)), ("b9999", (9999,)), ("", ())])
 def test_versions_compare_by_number(text: str, wanted: tuple[int, ...]) -> None:
     """Catches 0.9 above 0.33."""
-    assert engines.numbers(text) == wanted
+    assert commands.numbers(text) == wanted
 
 
 def test_a_version_is_asked_of_the_environment() -> None:
     """Catches a command for another version than the one installed."""
     import transformers
 
-    assert engines.installed("transformers", sys.executable) == transformers.__version__
+    assert commands.installed("transformers", sys.executable) == transformers.__version__
     with pytest.raises(ConfigError, match="has no vLLM"):
-        engines.installed("vllm", sys.executable)
+        commands.installed("vllm", sys.executable)
     with pytest.raises(ConfigError, match="can't be asked"):
-        engines.installed("sglang", "/no/such/python")
+        commands.installed("sglang", "/no/such/python")
 
 
 def test_deploy_loads_no_torch() -> None:
     """Catches seconds of waiting for a line of text."""
-    code = "import sys; from outrider.deploy import engines, flags, manifests, tune; assert 'torch' not in sys.modules"
+    code = "import sys; from outrider.engines import commands, flags, manifests, tune; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from drafters.test_layer_skip import silenced, whole
 
-from outrider.deploy import sublayers
-from outrider.deploy.sublayers import search
 from outrider.drafters.layer_skip import Config, LayerSkip, build
+from outrider.engines import sublayers
+from outrider.engines.sublayers import search
 from outrider.errors import CheckpointError
 from outrider.generation import generate
 from outrider.targets.protocol import Skip

@@ -18,9 +18,9 @@ from typing import Any
 import yaml
 
 from outrider.config import nearest
-from outrider.deploy import folder as folders
-from outrider.deploy import tune
-from outrider.deploy.folder import BLOCKS, CONFIG, IDS, MANIFEST
+from outrider.engines import folder as folders
+from outrider.engines import tune
+from outrider.engines.folder import BLOCKS, CONFIG, IDS, MANIFEST
 from outrider.errors import ConfigError
 
 UNTRAINED = ("ngram", "suffix", "mtp")

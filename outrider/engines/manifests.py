@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from outrider.deploy import engines
-from outrider.deploy.engines import REPOSITORY, Command, Draft, Wish
+from outrider.engines import commands
+from outrider.engines.commands import REPOSITORY, Command, Draft, Wish
 from outrider.errors import ConfigError
 
 IMAGES = {
@@ -68,7 +68,7 @@ def inside(engine: str, draft: Draft, wish: Wish, version: str | None = None) ->
     if mounted is not None and (Path(draft.target) / "model.gguf").exists() and engine == "llamacpp":
         mounted += "/model.gguf"
     moved = replace(draft, folder=draft.folder and Path(MODELS) / "draft", target=mounted or draft.target)
-    command = engines.command(engine, moved, replace(wish, host="0.0.0.0", port=None, files=SETTINGS), version)
+    command = commands.command(engine, moved, replace(wish, host="0.0.0.0", port=None, files=SETTINGS), version)
     return replace(command, words=(PROGRAMS.get(engine, command.words[0]), *command.words[1:]))
 
 
@@ -166,7 +166,7 @@ def kubernetes(
             },
         }
     )  # fmt: skip
-    port = engines.engine_of(engine).port
+    port = commands.engine_of(engine).port
     ports = [{"name": "http", "port": port, "targetPort": "http"}]
     service = {"type": "ClusterIP", "selector": labels, "ports": ports}
     found.append({"apiVersion": "v1", "kind": "Service", "metadata": about(place.name), "spec": service})
@@ -175,7 +175,7 @@ def kubernetes(
 
 def _scraped(engine: str) -> dict[str, str]:
     """Annotations by which Prometheus finds a pod."""
-    found = engines.engine_of(engine)
+    found = commands.engine_of(engine)
     if found.metrics is None:
         return {}
     return {
@@ -184,7 +184,7 @@ def _scraped(engine: str) -> dict[str, str]:
 
 
 def _pod(engine: str, command: Command, draft: Draft, place: Place, files: Sequence[str]) -> Manifest:
-    found = engines.engine_of(engine)
+    found = commands.engine_of(engine)
     asked = {"httpGet": {"path": found.health, "port": "http"}, "periodSeconds": PROBE_S}
     mounts = [{"name": "models", "mountPath": MODELS}, {"name": "shared-memory", "mountPath": "/dev/shm"}]
     volumes: list[Manifest] = [
@@ -233,7 +233,7 @@ def _environment(draft: Draft, token: Sequence[Manifest]) -> list[Manifest]:
 
 def compose(engine: str, command: Command, draft: Draft, place: Place) -> Manifest:
     """The engine, and beside it Prometheus and Grafana where it has metrics; all published to loopback only."""
-    found = engines.engine_of(engine)
+    found = commands.engine_of(engine)
     mounted = mounted_target(draft)
     volumes = ["hub:/models/hub"] if mounted is None else [f"{Path(draft.target).absolute()}:{mounted}:ro"]
     if draft.folder is not None:
@@ -284,7 +284,7 @@ def _watchers() -> dict[str, Manifest]:
 
 def prometheus(engine: str, place: Place) -> Manifest:
     """What Prometheus scrapes."""
-    found = engines.engine_of(engine)
+    found = commands.engine_of(engine)
     job = {
         "job_name": place.name, "metrics_path": found.metrics, "static_configs": [{"targets": [f"engine:{found.port}"]}],
     }  # fmt: skip
@@ -390,7 +390,7 @@ WIDTH, HEIGHT = 12, 8
 
 def dashboard(engine: str, place: Place) -> Manifest:
     """A Grafana dashboard of what the engine says of its drafts."""
-    metrics, title = METRICS[engine], engines.engine_of(engine).title
+    metrics, title = METRICS[engine], commands.engine_of(engine).title
     panels = [_panel(place_, *one) for place_, one in enumerate(_panels(metrics))]
     return {
         "uid": f"{place.name}-{engine}"[:40], "title": f"{place.name}: speculation in {title}", "tags": ["outrider"],

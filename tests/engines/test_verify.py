@@ -19,8 +19,8 @@ from tiny import make_folder, randomise
 from outrider import load_target
 from outrider.checkpoint import load_model, save
 from outrider.config import build
-from outrider.deploy import parity, parity_causes, readers
 from outrider.drafters import find as find_drafter
+from outrider.engines import causes, parity, readers
 from outrider.errors import ConfigError, ExportError
 from outrider.export.formats import export
 
@@ -155,10 +155,10 @@ def test_a_sound_folder_has_no_cause(format, kind, made, texts):
     model, folder = made(format, kind)
     read = readers.of_folder(folder, "sglang" if format == "sglang" and kind == "eagle3" else "vllm")
     own = readers.of_model(model)
-    assert parity_causes.causes(read, own, texts, parity.length_of(model)) == []
-    assert list(parity_causes.differences(read, own)) == []
+    assert causes.causes(read, own, texts, parity.length_of(model)) == []
+    assert list(causes.differences(read, own)) == []
     seen, begun = texts[0]
-    assert parity_causes.first_difference(read, own, seen, begun, parity.length_of(model)) is None
+    assert causes.first_difference(read, own, seen, begun, parity.length_of(model)) is None
 
 
 # ── planted faults ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -257,11 +257,11 @@ def test_what_is_wrong_with_a_folder_is_named(pair, name, plant, made, texts, tm
     plant(tmp_path / "there")
     engine = "sglang" if pair == ("sglang", "eagle3") else "vllm"
     read, own = readers.of_folder(tmp_path / "there", engine), readers.of_model(model)
-    found = parity_causes.causes(read, own, texts, parity.length_of(model))
+    found = causes.causes(read, own, texts, parity.length_of(model))
     assert [cause.name for cause in found] == [name]
     assert 0 < found[0].changed <= 1
     seen, begun = texts[0]
-    assert parity_causes.first_difference(read, own, seen, begun, parity.length_of(model)) is not None
+    assert causes.first_difference(read, own, seen, begun, parity.length_of(model)) is not None
 
 
 def test_vllm_takes_sglangs_layer_numbers_one_too_low(made, texts):
@@ -285,16 +285,16 @@ def test_vllm_knows_no_dflash_that_drafts_in_the_anchors_slot(target, made, text
     shutil.copytree(folder_of_theirs, folder)
     config_of(lambda config: config.update(sample_from_anchor=True))(folder)
     model.load_state_dict(theirs.state_dict())
-    found = parity_causes.causes(readers.of_folder(folder, "vllm"), readers.of_model(model), texts, 3)
+    found = causes.causes(readers.of_folder(folder, "vllm"), readers.of_model(model), texts, 3)
     assert [cause.name for cause in found] == ["label shift"]
-    assert parity_causes.causes(readers.of_folder(folder, "speculators"), readers.of_model(model), texts, 3) == []
+    assert causes.causes(readers.of_folder(folder, "speculators"), readers.of_model(model), texts, 3) == []
 
 
 def test_another_kinds_folder_is_refused(made, texts):
     model, _ = made("medusa", "medusa")
     _, folder = made("speculators", "dflash")
     with pytest.raises(ExportError, match="the folder holds a dflash"):
-        parity_causes.causes(readers.of_folder(folder), readers.of_model(model), texts, 3)
+        causes.causes(readers.of_folder(folder), readers.of_model(model), texts, 3)
 
 
 # ── two sides ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -334,8 +334,8 @@ def test_how_an_engine_misreads_a_sound_folder_is_guessed_from_what_it_kept(targ
     kept = []
     for seen, begun in texts:
         drafts = {at: readers.drafted(broken, seen, at, 3).tokens for at in range(begun, len(seen.tokens) - 4)}
-        kept.append((seen, {at: parity_causes._kept(draft, seen, at) for at, draft in drafts.items()}))
-    best = parity_causes.guesses(own, kept, 3)
+        kept.append((seen, {at: causes._kept(draft, seen, at) for at, draft in drafts.items()}))
+    best = causes.guesses(own, kept, 3)
     scores = {guess.what: guess.share for guess in best}
     assert scores["it norms the context's keys of every layer by the first layer's k_norm"] == 1.0 == best[0].share
 
@@ -356,7 +356,7 @@ def test_what_a_stage_of_the_engine_says_is_held_against_the_folder(made, texts)
             name: value.reshape(-1, value.shape[-1])[-8:].tolist()
             for name, value in stages.items() if name.endswith(("fc", "norms", "attention", "out", "norm"))
         }  # fmt: skip
-        heard = parity_causes.heard(read, rows, seen, begun, 3)
+        heard = causes.heard(read, rows, seen, begun, 3)
         assert heard.stages == len(rows) > 6
         assert (heard.first and heard.first[0]) == wanted
 
