@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from outrider.evaluate.report import Report
 from outrider.gate.gate import gate
+from outrider.report.schema import Report
 
 TASKS = {"a": 23, "b": 23, "c": 22, "d": 22, "e": 22, "f": 22, "g": 22, "h": 22, "i": 22}
 SIGMA, DEPTH, TOKENS, DRIFT = 0.08, 4, 96, 0.03
@@ -87,7 +87,7 @@ SHELL = {"A/A": 0, "5 % slower": 1, "one token wrong": 1}
 def measure_noise() -> Noise:
     """Two runs of one and the same: the demo target with the n-gram drafter."""
     from outrider import load_drafter, load_target
-    from outrider.evaluate.measure import Config, evaluate
+    from outrider.measure.run import Config, evaluate
 
     target = load_target("demo")
     config = Config(prompts=24, max_new_tokens=TOKENS, temperatures=(0.0,), observed=0)

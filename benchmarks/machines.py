@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.replay import processor
-from outrider.evaluate.fingerprint import fingerprint
+from outrider.measure.fingerprint import fingerprint
 
 ROOT = Path(__file__).resolve().parent.parent
 EMULATED = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}

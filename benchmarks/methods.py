@@ -36,8 +36,8 @@ from serving import write
 from outrider import load_drafter, load_target
 from outrider.checkpoint import load_model
 from outrider.drafters import find
-from outrider.evaluate.measure import Config as MeasureConfig
-from outrider.evaluate.measure import Entry, measure
+from outrider.measure.run import Config as MeasureConfig
+from outrider.measure.run import Entry, measure
 from outrider.nn.draft_model import Batch
 from outrider.prepare import conversations, regenerate
 from outrider.prepare.features import LiveFeatures

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from outrider.decoding.accept import Accepted, accept, overlap
     from outrider.decoding.draft import Draft
     from outrider.decoding.protocols import Drafter
-    from outrider.evaluate.measure import evaluate
-    from outrider.evaluate.report import Report
     from outrider.generation import Generation, generate, stream
+    from outrider.measure.run import evaluate
+    from outrider.report.schema import Report
     from outrider.sampling.grammar import Grammar
     from outrider.sampling.settings import Sampling
     from outrider.targets.transformers import load_target
@@ -26,7 +26,7 @@ _HOMES = {
     "Drafter": "decoding.protocols",
     "Generation": "generation",
     "Grammar": "sampling.grammar",
-    "Report": "evaluate.report",
+    "Report": "report.schema",
     "Sampling": "sampling.settings",
     "accept": "decoding.accept",
     "evaluate": "evaluate",

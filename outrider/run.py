@@ -24,7 +24,7 @@ from outrider import config as configs
 from outrider.config import Config as Base
 from outrider.drafters import find, kinds
 from outrider.errors import ConfigError, DrafterError, TargetError
-from outrider.evaluate.measure import Config as EvaluateConfig
+from outrider.measure.run import Config as EvaluateConfig
 from outrider.nn.draft_model import DraftModel
 from outrider.nn.shape import LayerConfig, left_out, resolved
 from outrider.prepare.conversations import Config as PrepareConfig

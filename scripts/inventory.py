@@ -26,7 +26,7 @@ import outrider
 
 HOMES = {
     "app": "cli cli.app cli.main", "matrix": "cli.exchange export.formats", "train": "train.trainer train.loop train",
-    "evaluate": "evaluate.measure evaluate.run evaluate", "ENGINES": "engines.commands",
+    "evaluate": "measure.run", "ENGINES": "engines.commands",
     "NAMES": "traffic.counters", "Sampling": "sampling.settings decoding.sampling sampling",
     "RULES": "policies.lossy decoding.lossy", "RunConfig": "run runs.file", "kinds": "drafters drafters.registry",
 }  # fmt: skip

@@ -51,12 +51,12 @@ def main() -> None:
 
 
 def _html(report: Path | None) -> str:
-    from outrider.evaluate.report import Report
+    from outrider.report.schema import Report
 
     if report is not None:
         return Report.load(report).html()
     sys.path.insert(0, str(ROOT))
-    from tests.evaluate.examples import full_report
+    from tests.report.examples import full_report
 
     return full_report().html()
 

@@ -260,7 +260,7 @@ def tune(
 def _sublayers(prompts: Path, out: Path, target: str, tries: int, json_to: str | None) -> None:
     """The best sets of sublayers on a file's prompts; the best becomes skip.json."""
     from outrider.engines import sublayers
-    from outrider.evaluate import measure
+    from outrider.measure import run as measure
     from outrider.targets.transformers import load_target
 
     loaded = load_target(target)
@@ -300,7 +300,7 @@ def _measured(
 def _choose(points: list[Point], margin: float, largest: int, out: Path, json_to: str | None) -> None:
     """Say and write the length for each load."""
     from outrider.engines import tune as tuning
-    from outrider.evaluate.bootstrap import student
+    from outrider.report.bootstrap import student
 
     choice = tuning.choose(points, student, margin, largest)
     _report(points, choice)

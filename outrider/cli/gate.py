@@ -13,8 +13,8 @@ from outrider.cli.console import JsonTo, place_of_json, write_json
 from outrider.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from outrider.evaluate.report import Report
     from outrider.gate.verdicts import Outcome
+    from outrider.report.schema import Report
 
 
 def gate(
@@ -35,9 +35,9 @@ def gate(
     json_to: JsonTo = None,
 ) -> None:
     """May this draft ship?  Compare its report with a baseline's.  Exit code 0: yes, 1: no, 2: they can't be compared."""
-    from outrider.evaluate.report import Report
     from outrider.gate.gate import gate as judge
     from outrider.gate.gate import policy_of
+    from outrider.report.schema import Report
 
     try:
         place_of_json(json_to)
@@ -64,7 +64,7 @@ def gate(
 
 def _pairs(group: str) -> list[tuple[Report, Report]]:
     """Each report with the one before it."""
-    from outrider.evaluate.report import Report
+    from outrider.report.schema import Report
 
     paths = [path.strip() for path in group.split(",") if path.strip()]
     if len(paths) < 2:

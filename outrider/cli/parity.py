@@ -16,10 +16,10 @@ from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
     from outrider.decoding.protocols import Drafter
-    from outrider.evaluate.tasks import Prompt
     from outrider.gate.harness import TaskRun
     from outrider.gate.parity import Comparison, TextPair
     from outrider.gate.two_samples import Samples
+    from outrider.measure.tasks import Prompt
     from outrider.targets.transformers import TransformersTarget
 
 LONGEST = 64
@@ -60,8 +60,8 @@ def parity(
     if texts:
         _texts(texts, json_to)
         return
-    from outrider.evaluate import tasks
-    from outrider.evaluate.measure import as_tokens
+    from outrider.measure import tasks
+    from outrider.measure.run import as_tokens
 
     if not (recipe or drafter):
         raise ConfigError("nothing to compare; give a run file, or --drafter NAME with --target NAME, or --texts FILE twice")

@@ -16,7 +16,7 @@ from outrider.cli.console import JsonTo, SkipBad, bar, counted, key_of, place_of
 from outrider.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from outrider.evaluate.bootstrap import Interval
+    from outrider.report.bootstrap import Interval
     from outrider.traffic.latencies import Endpoint
     from outrider.traffic.replay import Plan, Replayed
     from outrider.traffic.traces import Trace

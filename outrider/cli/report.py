@@ -12,7 +12,7 @@ from outrider.cli.console import JsonTo, place_of_json, write_json
 from outrider.errors import DataError
 
 if TYPE_CHECKING:
-    from outrider.evaluate.report import Report
+    from outrider.report.schema import Report
 
 Reports = Annotated[
     list[Path],
@@ -26,7 +26,7 @@ def report(paths: Reports, out: Out = None, json_to: JsonTo = None) -> None:
     place_of_json(json_to)
     if out is not None and not out.absolute().parent.is_dir():
         raise DataError(f"can't write {out}: no such folder; name a file in a folder that exists")
-    from outrider.evaluate.report import Report
+    from outrider.report.schema import Report
 
     found = [(name, Report.load(path)) for name, path in zip(names(paths), paths, strict=True)]
     if len(found) == 1:
@@ -47,7 +47,7 @@ def names(paths: list[Path]) -> list[str]:
 
 
 def _page(path: Path, found: Report, out: Path | None, json_to: str | None) -> None:
-    from outrider.evaluate.comparison import write_page
+    from outrider.report.compare import write_page
 
     beside = path / "report.html" if path.is_dir() else path.with_suffix(".html")
     console.out.print(found.table())
@@ -58,7 +58,7 @@ def _page(path: Path, found: Report, out: Path | None, json_to: str | None) -> N
 
 
 def _comparison(found: list[tuple[str, Report]], out: Path, json_to: str | None) -> None:
-    from outrider.evaluate.comparison import Comparison
+    from outrider.report.compare import Comparison
 
     console.out.print(f"compare   {', '.join(name for name, _ in found[1:])} with {found[0][0]}", highlight=False)
     comparison = Comparison.of(found)

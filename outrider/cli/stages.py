@@ -18,8 +18,8 @@ from outrider.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from outrider.decoding.protocols import Drafter
-    from outrider.evaluate.measure import Drawn
-    from outrider.evaluate.summary import Overlaps
+    from outrider.measure.row import Overlaps
+    from outrider.measure.run import Drawn
     from outrider.nn.draft_model import DraftModel
     from outrider.run import RunConfig
     from outrider.targets.transformers import TransformersTarget
@@ -241,8 +241,8 @@ def _calibrate(
     """Calibrate a checkpoint's confidences and print what it was worth."""
     from dataclasses import asdict
 
-    from outrider.evaluate.measure import as_tokens
-    from outrider.evaluate.tasks import prompts
+    from outrider.measure.run import as_tokens
+    from outrider.measure.tasks import prompts
     from outrider.train.calibrate import calibrate as fit
 
     texts = [as_tokens(target, prompt) for prompt in prompts(task, count, seed)]
@@ -277,8 +277,8 @@ def _calibrate(
 
 def _probe(settings: RunConfig, target: TransformersTarget) -> Callable[[DraftModel], dict[str, float]] | None:
     """Real acceptance on a few prompts at the end of training, where the run file says which prompts."""
-    from outrider.evaluate.measure import as_tokens, draw
     from outrider.generation import generate
+    from outrider.measure.run import as_tokens, draw
 
     chosen = settings.evaluate
     if chosen is None:
@@ -294,9 +294,9 @@ def _probe(settings: RunConfig, target: TransformersTarget) -> Callable[[DraftMo
 
 def _evaluate(settings: RunConfig, target: TransformersTarget, json_to: str | None) -> None:
     from outrider.checkpoint import amend
-    from outrider.evaluate.measure import draw
-    from outrider.evaluate.measure import evaluate as judge
-    from outrider.evaluate.report import Report
+    from outrider.measure.run import draw
+    from outrider.measure.run import evaluate as judge
+    from outrider.report.schema import Report
     from outrider.run import write_provenance
 
     config = settings.evaluate
@@ -350,7 +350,7 @@ class Riders(NamedTuple):
 def _riders(settings: RunConfig, target: TransformersTarget, drawn: Mapping[str, Drawn]) -> Riders:
     """Load the run's drafter and those beside it, and see which prompts each has seen before."""
     from outrider.checkpoint import load_drafter, manifest_of, trained_on
-    from outrider.evaluate.measure import training_of
+    from outrider.measure.run import training_of
 
     config = settings.evaluate
     assert config is not None
@@ -383,8 +383,8 @@ def _riders(settings: RunConfig, target: TransformersTarget, drawn: Mapping[str,
 def _overlaps(name: str, choice: str | dict[str, Any], drawn: Mapping[str, Drawn]) -> dict[str, Overlaps]:
     """Which prompts stand in what a drafter was trained on, or draws from; {} for one that has no texts of its own."""
     from outrider.evaluate.contamination import check, sources_of
-    from outrider.evaluate.summary import Overlaps
-    from outrider.evaluate.tasks import task_name
+    from outrider.measure.row import Overlaps
+    from outrider.measure.tasks import task_name
 
     sources = sources_of(choice)
     if not sources:

@@ -42,7 +42,7 @@ def task_list(data: Path | None = None) -> list[dict[str, Any]]:
     Looks at no network.  The last three are None where the folder holds nothing of a task.  Raises DataError for a
     row that can't be read.
     """
-    from outrider.evaluate.tasks import TASKS, found, load
+    from outrider.measure.tasks import TASKS, found, load
 
     listed = []
     for task in TASKS.values():

@@ -104,8 +104,8 @@ def _sides(folder: Path, checkpoint: Path | None, target: str | None) -> tuple[T
 
 
 def prompt_tokens(target: TransformersTarget, task: str, count: int) -> list[list[int]]:
-    from outrider.evaluate.measure import as_tokens
-    from outrider.evaluate.tasks import prompts
+    from outrider.measure.run import as_tokens
+    from outrider.measure.tasks import prompts
 
     return [as_tokens(target, prompt) for prompt in prompts(task, count)]
 

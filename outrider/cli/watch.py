@@ -58,7 +58,7 @@ def watch(
     place_of_json(json_to)
     promised = None
     if release is not None:
-        from outrider.evaluate.report import Report
+        from outrider.report.schema import Report
 
         promised = release_of(Report.load(release), drafter, temperature)
     elif drafter is not None:

@@ -1,6 +1,6 @@
 """What a drafter does, measured against the target alone in the same run: acceptance, speed, latency, exactness.
 
-`outrider.evaluate` is this package and the function of that name at once: calling the package calls `measure.evaluate`.
+`outrider.evaluate` is this package and the function of that name at once: calling the package calls `measure.run.evaluate`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 class _Callable(ModuleType):
     def __call__(self, *args: Any, **options: Any) -> Any:
-        from outrider.evaluate.measure import evaluate
+        from outrider.measure.run import evaluate
 
         return evaluate(*args, **options)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from outrider.config import build
 from outrider.errors import DataError
-from outrider.evaluate.tasks import Prompt
+from outrider.measure.tasks import Prompt
 from outrider.prepare import grams
 from outrider.retrieval import corpora
 

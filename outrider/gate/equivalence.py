@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from outrider.errors import DataError
-from outrider.evaluate.bootstrap import DRAWS, NORMAL, Interval, interval_of, resampled
+from outrider.report.bootstrap import DRAWS, NORMAL, Interval, interval_of, resampled
 
 UNSEEN = 2
 """Prompts imagined on either side."""

@@ -18,12 +18,12 @@ import numpy as np
 
 from outrider.config import build, read
 from outrider.errors import DataError
-from outrider.evaluate.bootstrap import NORMAL, Floats, Interval, holm
-from outrider.evaluate.fingerprint import differences
-from outrider.evaluate.report import Report
 from outrider.gate.pairing import Comparison, bare_name, compare
 from outrider.gate.rules import TIMED, Open, Policy, Test, opened, silent
 from outrider.gate.verdicts import Finding, Outcome, Part, Verdict
+from outrider.report.bootstrap import NORMAL, Floats, Interval, holm
+from outrider.report.fingerprint import differences
+from outrider.report.schema import Report
 
 POWER = 0.8
 LOSSES = (0.01, 0.02, 0.03)

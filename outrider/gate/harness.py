@@ -35,9 +35,9 @@ from outrider.checkpoint import load_drafter
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError, DataError
-from outrider.evaluate.quality import apart
 from outrider.gate.equivalence import Equivalence, equivalence
 from outrider.generation import batch, serve
+from outrider.measure import sandbox
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
 from outrider.targets.detokenizer import detokenizer
@@ -365,9 +365,9 @@ def both(job: Job, on_request: Callable[[str, int, int], None] | None = None, lo
     """Run every task plain, then drafted.  load(name, target, **settings) makes the drafter.
 
     Tasks that run code which the model wrote are refused by name, before anything of them is loaded, unless job.allow_code;
-    then all happens in a process of its own, under the limits of `apart` and for at most job.timeout_s seconds, and only there
-    is HF_ALLOW_CODE_EVAL set.  on_request(stage, done, of).  Raises ConfigError for such a task or one that does not exist,
-    DataError where a task's data can't be had or that process comes to no result.
+    then all happens in a process of its own, under the limits of `sandbox.confine` and for at most job.timeout_s seconds, and
+    only there is HF_ALLOW_CODE_EVAL set.  on_request(stage, done, of).  Raises ConfigError for such a task or one that does
+    not exist, DataError where a task's data can't be had or that process comes to no result.
     """
     unsafe = unsafe_tasks(manager_of(job), job.tasks)
     if not unsafe:
@@ -377,7 +377,7 @@ def both(job: Job, on_request: Callable[[str, int, int], None] | None = None, lo
             f"{', '.join(unsafe)}: runs code that the model wrote; give --allow-code-execution on a machine where that can do "
             "no harm, or leave it out"
         )
-    return apart.run_apart(functools.partial(_both, job, None, load, runs_code=True), job.timeout_s)
+    return sandbox.run_in_subprocess(functools.partial(_both, job, None, load, runs_code=True), job.timeout_s)
 
 
 def _both(
@@ -393,7 +393,7 @@ def _both(
         for _ in serve(target, [Request([0], 16, Sampling())], rider):
             pass
     if runs_code:  # not before: a model that comes from the hub is larger than any file that is written from here on
-        apart.confine(job.timeout_s)
+        sandbox.confine(job.timeout_s)
     found: list[TaskRun] = []
     for task in job.tasks:
         pair = []

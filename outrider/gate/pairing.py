@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.errors import DataError
-from outrider.evaluate.report import PromptResult, Report, Row, by_turn
+from outrider.report.schema import PromptResult, Report, Row, by_turn
 
 
 class Pair(NamedTuple):

@@ -15,11 +15,11 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from outrider.config import Config as Base
-from outrider.evaluate.bootstrap import Estimate, Floats, estimate_of, normal, resampled, sums
-from outrider.evaluate.report import PromptResult, Row
-from outrider.evaluate.tasks import TASKS
 from outrider.gate.pairing import Comparison, Matched, Pair
 from outrider.gate.verdicts import Part, Unit, Verdict
+from outrider.measure.tasks import TASKS
+from outrider.report.bootstrap import Estimate, Floats, estimate_of, normal, resampled, sums
+from outrider.report.schema import PromptResult, Row
 
 Rule = Literal[
     "exactness", "lossy rule", "machine", "speed", "tokens per step", "p99 TPOT", "acceptance by depth", "train-serve skew",

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import DataError
-from outrider.evaluate.bootstrap import NORMAL, holm
+from outrider.report.bootstrap import NORMAL, holm
 
 Floats = NDArray[np.float32]
 Text = Sequence[int]

@@ -15,7 +15,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from outrider.evaluate.bootstrap import Interval
+from outrider.report.bootstrap import Interval
 
 Verdict = Literal["pass", "warn", "stop", "not measured"]
 Unit = Literal["new/old", "difference", "share", "count"]

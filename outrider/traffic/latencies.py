@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outrider.evaluate import bootstrap
-from outrider.evaluate.bootstrap import Interval
+from outrider.report import bootstrap
+from outrider.report.bootstrap import Interval
 from outrider.traffic.stream import Answer
 
 Table = np.ndarray[Any, np.dtype[Any]]

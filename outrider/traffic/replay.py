@@ -35,7 +35,7 @@ from typing import IO, Any, NamedTuple
 import httpx
 
 from outrider.errors import ConfigError, DataError
-from outrider.evaluate.bootstrap import Interval
+from outrider.report.bootstrap import Interval
 from outrider.traffic import counters, latencies
 from outrider.traffic.latencies import Endpoint, Outcome, Spread, Tally
 from outrider.traffic.stream import Address, Answer, Client, Stopped, address_of

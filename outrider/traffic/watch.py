@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import DataError
-from outrider.evaluate import bootstrap
-from outrider.evaluate.bootstrap import Interval
-from outrider.evaluate.report import Report, Row
+from outrider.report import bootstrap
+from outrider.report.bootstrap import Interval
+from outrider.report.schema import Report, Row
 from outrider.traffic.counters import Acceptance, Counters
 
 LEVEL, SIGMAS = 0.99, 2.576

@@ -519,7 +519,7 @@ def test_a_place_for_the_json_is_looked_for_before_it_is_measured(
     made: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a long measurement whose last act is to fail on a folder that was never there."""
-    from outrider.evaluate import measure
+    from outrider.measure import run as measure
 
     monkeypatch.chdir(made)
     monkeypatch.setattr(measure, "measure", lambda *_, **__: pytest.fail("measured first"))

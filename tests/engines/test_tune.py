@@ -24,7 +24,7 @@ from verbs import outrider_with
 from outrider.engines import tune
 from outrider.engines.tune import Arm, Point, Range
 from outrider.errors import ConfigError, DataError
-from outrider.evaluate.bootstrap import student
+from outrider.report.bootstrap import student
 
 STUB = Path(__file__).with_name("stub_engine.py")
 LENGTHS, LOADS = (0, 1, 2, 3, 5, 7), (1, 2, 4, 8, 16, 32, 64)

@@ -14,7 +14,7 @@ from train.bench import TAPS, fit
 from outrider import checkpoint, load_drafter
 from outrider.errors import ConfigError
 from outrider.evaluate.contamination import Found, Source, check, sources_of
-from outrider.evaluate.tasks import Prompt
+from outrider.measure.tasks import Prompt
 from outrider.prepare import grams
 from outrider.prepare.conversations import Config, Conversation
 from outrider.prepare.features import LiveFeatures

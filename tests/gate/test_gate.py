@@ -18,10 +18,10 @@ import pytest
 
 from benchmarks.gate import COMMAND, reports
 from outrider.errors import ConfigError, DataError
-from outrider.evaluate.report import Report
 from outrider.gate.gate import gate, policy_of, prompts_needed
 from outrider.gate.rules import Policy, depths_of
 from outrider.gate.verdicts import Outcome
+from outrider.report.schema import Report
 
 Made = dict[str, Any]
 QUICK = Policy(draws=2000)

@@ -12,7 +12,7 @@ from tiny import make_tokenizer
 
 from outrider import demo
 from outrider.errors import DataError
-from outrider.evaluate import tasks
+from outrider.measure import tasks
 from outrider.prepare.conversations import Config, Conversation, Skipped, prompt_tokens, read, render, template_hash
 from outrider.targets.transformers import TransformersTarget
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Torc
 from outrider import checkpoint, compiled, generate, load_drafter
 from outrider.decoding.draft import Draft
 from outrider.errors import CheckpointError, ConfigError, TargetError
-from outrider.evaluate.report import Report
+from outrider.report.schema import Report
 from outrider.run import TargetConfig
 from outrider.sampling.settings import Sampling
 from outrider.targets import quantised

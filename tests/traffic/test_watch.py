@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from outrider.cli.watch import _standing_said, _verdict, watch
 from outrider.errors import ConfigError, DataError
-from outrider.evaluate.bootstrap import Interval
-from outrider.evaluate.report import Report, Row
+from outrider.report.bootstrap import Interval
+from outrider.report.schema import Report, Row
 from outrider.traffic.counters import Counters, read
 from outrider.traffic.watch import Drift, Release, Watch, Window, release_of, standing, together
 

@@ -1,0 +1,219 @@
+"""Where drafts are turned down: one more run that nobody times, with a note on every place that the target judged.
+
+The target's chances, ranks and entropies are read at temperature 1 whatever the run's own is, so that rows can be compared.
+V vocabulary, N drafted nodes.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.draft import Draft
+from outrider.decoding.generate import Progress
+from outrider.decoding.protocols import Drafter, Policy, Probe
+from outrider.decoding.state import Judge, Request, Scores
+from outrider.generation import batch, serve
+from outrider.report.schema import Pattern, Rejections, Tested
+from outrider.sampling.judge import SamplingJudge
+from outrider.sampling.text import TextStream
+from outrider.targets.transformers import TransformersTarget
+
+ENTROPIES = (0.1, 0.5, 1.0, 2.0)
+"""Nats, where one bin ends and the next begins."""
+RANKS = (2, 3, 6, 21)
+"""Where bins of ranks begin, after the first."""
+ENTROPY_NAMES = ("below 0.1", "0.1 to 0.5", "0.5 to 1", "1 to 2", "2 and more")
+RANK_NAMES = ("1", "2", "3-5", "6-20", ">20")
+KINDS = ("word", "number", "space", "punctuation", "symbol", "hangul", "other script", "special")
+
+
+class Judged(NamedTuple):
+    """One text with every judgement on it."""
+
+    tokens: list[int]
+    tested: list[Tested]
+    """One for each token."""
+    overlap: list[float]
+    """Of every place where something was proposed the chance that the law keeps it, at the run's own temperature."""
+
+
+class Listening:
+    """A target that tells of every draft that it is given to verify, and otherwise is what it was."""
+
+    def __init__(self, target: Any, heard: Callable[[Draft, Scores], None]):
+        self._target = target
+        self._heard = heard
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def verify(
+        self, cache: Any, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...] = (),
+        probe: Probe | None = None,
+    ) -> Scores:  # fmt: skip
+        scores: Scores = self._target.verify(cache, rows, anchor, draft, taps, probe)
+        self._heard(draft, scores)
+        return scores
+
+
+def observe(
+    target: TransformersTarget, request: Request, drafter: Drafter, policy: Policy | str | None = None, *, ends: bool = True,
+    judge: SamplingJudge | None = None, shared_noise: bool = True,
+) -> list[Tested]:  # fmt: skip
+    """Continue one request and note every token: what was proposed there, and what the target thought of it."""
+    return judged(target, request, drafter, policy, ends=ends, judge=judge, shared_noise=shared_noise).tested
+
+
+def judged(
+    target: TransformersTarget, request: Request, drafter: Drafter, policy: Policy | str | None = None, *, ends: bool = True,
+    judge: SamplingJudge | None = None, shared_noise: bool = True,
+) -> Judged:  # fmt: skip
+    """As `observe`, with the tokens themselves.  ends False goes on past end-of-text, as timed runs above temperature 0 do."""
+    found = Judged([], [], [])
+    last: list[Any] = []
+
+    def heard(draft: Draft, scores: Scores) -> None:
+        # a copy: a compiled step gives its buffers out again
+        last[:] = [draft, scores.logits[0].clone()]
+
+    words = _Words(target)
+    state = batch(target, 1, judge or "standard", shared_noise, None if ends else frozenset())
+    listening: Any = Listening(target, heard)
+    for progress in serve(listening, [request], drafter, policy=policy, state=state):
+        draft, logits = last
+        for tested, chance in _places(draft, logits, state.judge, progress, words):
+            found.tested.append(tested)
+            if chance is not None:
+                found.overlap.append(chance)
+        found.tokens.extend(progress.tokens)
+    return found
+
+
+def _places(draft: Draft, logits: Tensor, judge: Judge, progress: Progress, words: _Words) -> list[tuple[Tested, float | None]]:
+    """One step's tokens, each with what was proposed for it and the chance that some of it would be kept.  logits [N+1, V]."""
+    size, at = draft.live[0], -1
+    places: list[tuple[Tested, float | None]] = []
+    law = judge.distribution(logits[None])[0]
+    logs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+    for depth, token in enumerate(progress.tokens):
+        children = [n for n in range(size) if draft.tree[0][n] == at]
+        is_kept = depth < progress.accepted
+        # of equal siblings the elder is kept; where none is, the eldest stands for all
+        node = next((n for n in children if is_kept and draft.ids[0][n] == token), children[0] if children else None)
+        own = logs[at + 1]
+        entropy = _short(-(own.exp() * own).nan_to_num(0.0).sum())
+        is_last = progress.finish_reason is not None and depth + 1 == len(progress.tokens)
+        text = words.next(token, is_last)
+        if node is None:
+            places.append((Tested(text=text, entropy=entropy), None))
+            break
+        proposed = draft.ids[0][node]
+        known = 0 <= proposed < len(own)
+        tested = Tested(
+            text=text, drafted=words.of(proposed) if known else None, kept=is_kept, depth=depth + 1,
+            p=_short(own[proposed].exp()) if known else 0.0,
+            q=_short(draft.q[0, node, proposed]) if draft.q is not None and known else None,
+            rank=1 + int((own > own[proposed]).sum()) if known else None,
+            entropy=entropy, kind=words.kind(proposed) if known else None,
+        )  # fmt: skip
+        places.append((tested, _chance(law[at + 1], draft, children)))
+        at = node
+    return places
+
+
+def _short(number: Tensor) -> float:
+    """Six digits, which is more than a reader wants and half of what a float takes in a file."""
+    return float(f"{float(number):.6g}")
+
+
+def _chance(p: Tensor, draft: Draft, children: Sequence[int]) -> float:
+    """That the law keeps one of these siblings, before they are drawn: overlap with what the elder ones left.  p [V]."""
+    left, missed = p, 1.0
+    for node in children:
+        if draft.q is not None:
+            q = draft.q[0, node].to(p)
+        else:
+            token = draft.ids[0][node]
+            q = torch.zeros_like(p)
+            if 0 <= token < len(p):
+                q[token] = 1.0
+        missed *= 1 - min(1.0, float(torch.minimum(left, q).clamp(min=0).sum()))
+        rest = (left - q).clamp(min=0)
+        left = rest / rest.sum() if rest.sum() > 1e-12 else left
+    return 1 - missed
+
+
+class _Words:
+    """Texts and kinds of tokens; the texts of a run, one after the other, are the run's text, special tokens by name."""
+
+    def __init__(self, target: TransformersTarget):
+        self.tokenizer = target.tokenizer
+        self.special = {*target.ends, *getattr(self.tokenizer, "all_special_ids", ())}
+        self.stream = None if target.detokenizer is None else TextStream(target.detokenizer)
+
+    def of(self, token: int) -> str:
+        return str(token) if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+
+    def next(self, token: int, is_last: bool) -> str:
+        """What this token adds to the text: nothing yet where a character is not whole."""
+        if self.stream is None:
+            return self.of(token)
+        if token in self.special:
+            # text that waited for a token to follow it, where this is the last
+            return self.stream.push([], is_last).text + self.of(token)
+        return self.stream.push([token], is_last).text
+
+    def kind(self, token: int) -> str | None:
+        return None if self.tokenizer is None else "special" if token in self.special else kind_of(self.of(token))
+
+
+def kind_of(text: str) -> str:
+    """The class of a token's text, by its letters, else its digits, else its marks; whole characters are not needed."""
+    stripped = text.strip()
+    if not stripped:
+        return "space"
+    names = [unicodedata.name(letter, "") for letter in stripped]
+    if any(name.startswith("HANGUL") for name in names):
+        return "hangul"
+    classes = [unicodedata.category(letter)[0] for letter in stripped]
+    letters = [name for name, kind in zip(names, classes, strict=True) if kind in "LM"]
+    # part of a character decodes to the replacement sign: byte-level vocabularies split the scripts that they saw seldom
+    if "\ufffd" in stripped or (letters and not any(name.startswith(("LATIN", "FULLWIDTH LATIN")) for name in letters)):
+        return "other script"
+    if letters:
+        return "word"
+    return "number" if "N" in classes else "punctuation" if "P" in classes else "symbol"
+
+
+def patterns(tested: Sequence[Tested]) -> Rejections:
+    """How often proposals of each kind, entropy and rank were tested and kept."""
+    proposals = [place for place in tested if place.depth is not None]
+    return Rejections(
+        by_kind=_counted(KINDS, [(place.kind, place.kept) for place in proposals]),
+        by_entropy=_counted(ENTROPY_NAMES, [(_entropy_name(place.entropy), place.kept) for place in proposals]),
+        by_rank=_counted(RANK_NAMES, [(_rank_name(place.rank), place.kept) for place in proposals]),
+    )
+
+
+def _counted(names: Sequence[str], places: Sequence[tuple[str | None, bool]]) -> tuple[Pattern, ...]:
+    """All names in their order, those that never came up with zeros."""
+    return tuple(
+        Pattern(name=name, tested=sum(own == name for own, _ in places), kept=sum(own == name and kept for own, kept in places))
+        for name in names
+    )
+
+
+def _entropy_name(nats: float | None) -> str | None:
+    return None if nats is None or not math.isfinite(nats) else ENTROPY_NAMES[bisect_right(ENTROPIES, nats)]
+
+
+def _rank_name(rank: int | None) -> str | None:
+    """A token that is no token of the target's stands behind all of them."""
+    return RANK_NAMES[-1] if rank is None else RANK_NAMES[bisect_right(RANKS, rank)]

@@ -1,0 +1,382 @@
+"""From runs to a row: what was noted step by step, and every figure that follows from it.
+
+A run holds raw counts and seconds and nothing derived; a row holds figures and no step.  What each means: docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from outrider.decoding.protocols import Drafter, Policy
+from outrider.decoding.state import Request
+from outrider.measure.tasks import Prompt
+from outrider.report import bootstrap
+from outrider.targets.transformers import TransformersTarget
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One drafter to measure, at one temperature."""
+
+    name: str
+    drafter: Drafter
+    temperature: float = 0.0
+    policy: Callable[[], Policy] | None = None
+    trained_on: str | None = None
+    """The precision of the target that it was trained beside, such as float32."""
+    acceptance: tuple[float, ...] = ()
+    """What training expected to keep at each depth, given that all before it were kept, at temperature 1."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One prompt continued once, all its turns."""
+
+    tokens: list[int] = field(default_factory=list)
+    steps: int = 0
+    accepted: list[int] = field(default_factory=list)
+    """Drafted tokens kept, step by step."""
+    reached: list[int] = field(default_factory=list)
+    """Depth of each step's draft; where the text ended within it, as far as it was judged."""
+    seconds: float = 0.0
+    first_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    other_s: float = 0.0
+    model_s: float = 0.0
+    unlawful: int = 0
+    strayed: float = 0.0
+    """Total variation of its tokens from the target's law, added up."""
+    nodes: list[int] = field(default_factory=list)
+    """Drafted tokens verified in each step, on all branches; empty where drafts are chains and `reached` says it."""
+    turns: list[int] = field(default_factory=list)
+    """Tokens written in each turn; empty is one turn."""
+    memory_peak_bytes: int | None = None
+
+    def joined(self, other: Run) -> Run:
+        """This run and the next turn's, as one.  Seconds to the first token are added up: a reader waits for each."""
+        peaks = [run.memory_peak_bytes for run in (self, other) if run.memory_peak_bytes is not None]
+        added = ("tokens", "steps", "accepted", "reached", "nodes", "seconds", "first_s", "gaps_s", "draft_s", "verify_s",
+                 "other_s", "model_s", "unlawful", "strayed")  # fmt: skip
+        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in added}
+        turns = [*(self.turns or [len(self.tokens)]), *(other.turns or [len(other.tokens)])]
+        return Run(**sums, turns=turns, memory_peak_bytes=max(peaks, default=None))
+
+
+@dataclass(slots=True)
+class Measured:
+    """All prompts of one entry, beside plain decoding of the same."""
+
+    entry: Entry
+    task: str
+    ids: list[str] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    plain: list[Run] = field(default_factory=list)
+    reference: list[list[int]] = field(default_factory=list)
+    generate_s: list[float] = field(default_factory=list)
+    rule: str | None = None
+    """The lossy rule's name, with its numbers."""
+    policy: str = "fixed"
+    chosen: Policy | None = None
+    """The policy itself, one for all prompts of the task."""
+    verification: str = "standard"
+    turns: list[list[int]] = field(default_factory=list)
+    """Tokens of each turn of `reference`; empty where every prompt has one."""
+    prompts: list[Prompt] = field(default_factory=list)
+    """As they were given; needed for their scores alone."""
+    requests: list[list[Request]] = field(default_factory=list)
+    """Of the first prompts what was asked in each turn, to be observed."""
+    scores: list[tuple[float | None, float | None]] = field(default_factory=list)
+    """Of the drafted and the plain answer to each prompt; empty where answers were not scored."""
+    score_measure: str = ""
+    observed: list[dict[str, Any]] = field(default_factory=list)
+    rejections: dict[str, Any] | None = None
+    overlap: list[float] = field(default_factory=list)
+    """sum(min(p, q)) of every judged token of the observed prompts."""
+
+
+class Overlaps(NamedTuple):
+    """Which prompts stand in what one drafter was trained on, or draws from."""
+
+    found: Mapping[tuple[str, str], bool]
+    """By task and prompt id; one that is not there is not known."""
+    rule: str = ""
+    """What counts as standing there, in words."""
+
+
+def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps | None = None) -> dict[str, Any]:
+    """One row of the report.  overlaps: of this drafter, where that was looked for."""
+    entry, runs, plain = measured.entry, measured.runs, measured.plain
+    is_greedy = entry.temperature == 0
+    firsts = differences(measured, runs) if is_greedy else [None] * len(runs)
+    prompts = [_prompt(measured, i, firsts[i], overlaps) for i in range(len(runs))]
+    return {
+        "drafter": entry.name,
+        "task": measured.task,
+        "prompts": len(runs),
+        "temperature": entry.temperature,
+        **acceptance(runs),
+        "expected_acceptance": _mean(measured.overlap),
+        "predicted_by_depth": predicted(entry.acceptance),
+        **_speed(runs, plain),
+        "generate_tokens_per_s": sum(map(len, measured.reference)) / sum(measured.generate_s),
+        "noise": None if is_greedy else "own",
+        "exact": all(first is None for first in firsts) if is_greedy else None,
+        "compared_tokens": sum(map(len, measured.reference)) if is_greedy else 0,
+        "plain_exact": all(first is None for first in differences(measured, plain)) if is_greedy else None,
+        **_times(runs, plain),
+        "memory_peak_bytes": max((peak for run in runs if (peak := run.memory_peak_bytes) is not None), default=None),
+        "dtype": target.spec.dtype,
+        "precision": target.spec.precision,
+        "trained_on": entry.trained_on,
+        "batch": 1,
+        "device": str(target.device),
+        "unlawful": sum(run.unlawful for run in runs),
+        "rule": measured.rule,
+        "policy": measured.policy if entry.policy is None else "own",
+        "verification": measured.verification,
+        "lossless": measured.rule is None,
+        "distance": sum(run.strayed for run in runs) / sum(len(run.tokens) for run in runs),
+        "rejections": measured.rejections,
+        "observed": measured.observed,
+        "score": _score(prompts, measured.score_measure),
+        "clean": None if overlaps is None else _clean(measured, prompts, overlaps.rule),
+        "per_prompt": prompts,
+    }
+
+
+# ── acceptance ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
+    """What was kept of what was drafted, over all steps of all runs."""
+    accepted = [a for run in runs for a in run.accepted]
+    reached = [r for run in runs for r in run.reached]
+    pairs, depths = list(zip(accepted, reached, strict=True)), max(reached, default=0)
+    tokens, steps, kept = sum(len(run.tokens) for run in runs), sum(run.steps for run in runs), sum(accepted)
+    nodes = sum(sum(run.nodes or run.reached) for run in runs)
+    interval = bootstrap.ratio_of_totals([len(run.tokens) for run in runs], [run.steps for run in runs])
+    return {
+        "tokens_per_step": tokens / steps,
+        "tokens_per_step_range": interval._asdict(),
+        "accepted_by_depth": [_share(sum(a > k for a in accepted), sum(r > k for r in reached)) for k in range(depths)],
+        "conditional_acceptance": conditional(accepted, reached),
+        "rejections_by_depth": [sum(a == k < r for a, r in pairs) for k in range(depths)],
+        "token_acceptance": _share(kept, sum(a + (a < r) for a, r in pairs)),
+        "draft_acceptance": _share(kept, sum(reached)),
+        "accepted_histogram": histogram(accepted, reached),
+        "wasted": _share(nodes - kept, nodes),
+        "steps": steps,
+        "tokens": tokens,
+    }
+
+
+def conditional(accepted: Sequence[int], reached: Sequence[int]) -> list[float | None]:
+    """Acceptance at depth k given that depth k - 1 was accepted and the draft went on."""
+    pairs = list(zip(accepted, reached, strict=True))
+    return [_share(sum(a > k for a, _ in pairs), sum(a >= k < r for a, r in pairs)) for k in range(max(reached, default=0))]
+
+
+def histogram(accepted: Sequence[int], reached: Sequence[int]) -> list[list[int]]:
+    """[k][a]: steps whose draft was k deep and kept a; row k has k + 1 places."""
+    counts = [[0] * (k + 1) for k in range(max(reached, default=-1) + 1)]
+    for a, r in zip(accepted, reached, strict=True):
+        counts[r][a] += 1
+    return counts
+
+
+def predicted(by_depth: Sequence[float]) -> list[float]:
+    """`accepted_by_depth` as training expects it.  by_depth: mean overlap at each depth, 1 - TV of draft and target."""
+    return list(itertools.accumulate(by_depth, lambda product, share: product * share))
+
+
+# ── speed ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _speed(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    tokens, plain_tokens = sum(len(run.tokens) for run in runs), sum(len(run.tokens) for run in plain)
+    seconds, plain_seconds = sum(run.seconds for run in runs), sum(run.seconds for run in plain)
+    rates, plain_rates = [_rate(run) for run in runs], [_rate(run) for run in plain]
+    ratios = [rate / alone for rate, alone in zip(rates, plain_rates, strict=True)]
+    return {
+        "tokens_per_s": tokens / seconds,
+        "plain_tokens_per_s": plain_tokens / plain_seconds,
+        "speedup": plain_seconds / plain_tokens * tokens / seconds,
+        "speedup_geomean": bootstrap.geometric_mean(ratios)._asdict(),
+        "speedup_of_means": sum(rates) / sum(plain_rates),
+        "seconds": seconds,
+        "plain_seconds": plain_seconds,
+    }
+
+
+def _times(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    """Where a step's seconds go, and what a reader waits for."""
+    parts = {name: sum(getattr(run, f"{name}_s") for run in runs) for name in ("draft", "verify", "other")}
+    inside, alone = sum(parts.values()), sum(run.draft_s + run.verify_s + run.other_s for run in plain)
+    gaps, plain_gaps = ([gap for run in some for gap in run.gaps_s] for some in (runs, plain))
+    per_token = [_per_token(run) for run in runs]
+    return {
+        "share": {name: part / inside for name, part in parts.items()},
+        "loop_overhead": 1 - sum(run.model_s for run in runs) / inside,
+        "plain_loop_overhead": 1 - sum(run.model_s for run in plain) / alone,
+        "ttft_ms": _three([_first(run) for run in runs]),
+        "itl_ms": _three(gaps),
+        "tpot_ms": _three(per_token),
+        "tpot_curve_ms": _curve(per_token),
+        "plain_ttft_ms": _three([_first(run) for run in plain]),
+        "plain_itl_ms": _three(plain_gaps),
+        "itl_curve_ms": _curve(gaps),
+        "plain_itl_curve_ms": _curve(plain_gaps),
+    }
+
+
+def _rate(run: Run) -> float:
+    return len(run.tokens) / run.seconds
+
+
+def _first(run: Run) -> float:
+    """Seconds to the first token of a turn."""
+    return run.first_s / max(1, len(run.turns))
+
+
+def _per_token(run: Run) -> float:
+    """Seconds a token after the first of its turn: (all - first) / (tokens - turns)."""
+    return (run.seconds - run.first_s) / max(1, len(run.tokens) - max(1, len(run.turns)))
+
+
+# ── one prompt ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _prompt(measured: Measured, i: int, first: int | None, overlaps: Overlaps | None) -> dict[str, Any]:
+    run, alone, name = measured.runs[i], measured.plain[i], measured.ids[i]
+    score, plain_score = measured.scores[i] if measured.scores else (None, None)
+    return {
+        "id": name,
+        "tokens": len(run.tokens),
+        "steps": run.steps,
+        "tokens_per_s": _rate(run),
+        "plain_tokens_per_s": _rate(alone),
+        "speedup": alone.seconds / len(alone.tokens) * len(run.tokens) / run.seconds,
+        "exact": first is None if measured.entry.temperature == 0 else None,
+        "first_difference": first,
+        "tpot_ms": 1000 * _per_token(run),
+        "plain_tpot_ms": 1000 * _per_token(alone),
+        "overlaps": None if overlaps is None else overlaps.found.get((measured.task, name)),
+        "score": score,
+        "plain_score": plain_score,
+    }
+
+
+def differences(measured: Measured, runs: Sequence[Run]) -> list[int | None]:
+    """Of every run the first token that is not the reference's, counted over its turns; None where there is none."""
+    turns = measured.turns or [[len(reference)] for reference in measured.reference]
+    return [
+        _first_in_turns(list(parts(run.tokens, run.turns)), list(parts(wanted, lengths)))
+        for run, wanted, lengths in zip(runs, measured.reference, turns, strict=True)
+    ]
+
+
+def _first_in_turns(mine: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> int | None:
+    # turn by turn: a turn that ends early moves the next one up, and the whole might look alike
+    before = 0
+    for own, wanted in zip(mine, theirs, strict=True):
+        first = first_difference(own, wanted)
+        if first is not None:
+            return before + first
+        before += len(wanted)
+    return None
+
+
+def parts(tokens: Sequence[int], lengths: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The tokens of each turn."""
+    start = 0
+    for length in lengths or [len(tokens)]:
+        yield tokens[start : start + length]
+        start += length
+
+
+def first_difference(mine: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """Index of the first token that differs, the shorter one's length where one ends early; None where they are equal."""
+    if list(mine) == list(theirs):
+        return None
+    return next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+
+
+# ── scores, and the row without what was known before ─────────────────────────────────────────────────────────────────
+
+
+def _score(prompts: Sequence[Mapping[str, Any]], measure: str) -> dict[str, Any] | None:
+    """Means over the prompts of which both answers have a score."""
+    both = [(p["score"], p["plain_score"]) for p in prompts if p["score"] is not None and p["plain_score"] is not None]
+    if not both:
+        return None
+    drafted, plain = (sum(side) / len(both) for side in zip(*both, strict=True))
+    return {"drafted": drafted, "plain": plain, "prompts": len(both), "measure": measure}
+
+
+def _clean(measured: Measured, prompts: Sequence[Mapping[str, Any]], rule: str) -> dict[str, Any] | None:
+    """Figures over the prompts that were looked for and not found; None where nothing is known of any."""
+    if all(prompt["overlaps"] is None for prompt in prompts):
+        return None
+    kept = [i for i, prompt in enumerate(prompts) if prompt["overlaps"] is False]
+    runs, plain = [measured.runs[i] for i in kept], [measured.plain[i] for i in kept]
+    return {
+        "overlapping": [prompt["id"] for prompt in prompts if prompt["overlaps"]],
+        "checked": sum(prompt["overlaps"] is not None for prompt in prompts),
+        "rule": rule,
+        "tokens_per_step": _share(sum(len(run.tokens) for run in runs), sum(run.steps for run in runs)),
+        "speedup": _speed(runs, plain)["speedup"] if runs else None,
+        "score": _score([prompts[i] for i in kept], measured.score_measure),
+    }
+
+
+# ── numbers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    """Linear interpolation between the ordered values; NaN without any."""
+    if not values:
+        return math.nan
+    ordered, at = sorted(values), share * (len(values) - 1)
+    low = math.floor(at)
+    return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+
+
+def _three(seconds: Sequence[float]) -> dict[str, float]:
+    return {f"p{p}": 1000 * _quantile(seconds, p / 100) for p in (50, 95, 99)}
+
+
+def _curve(seconds: Sequence[float]) -> list[float]:
+    return [1000 * _quantile(seconds, p / 100) for p in range(101)]
+
+
+def training_of(manifest: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the report says of a drafter's training."""
+    training, lines = manifest.get("training", {}), list(metrics)
+    return {
+        "steps": training.get("step"),
+        "seconds": training.get("seconds"),
+        "tokens": training.get("tokens"),
+        "precision": manifest.get("target", {}).get("precision"),
+        "loss_curve": [[row["step"], row["loss"]] for row in lines if "loss" in row],
+        "acceptance": _last_acceptance([row["acceptance"] for row in lines if row.get("acceptance")]),
+    }
+
+
+def _last_acceptance(lines: Sequence[Sequence[float]]) -> list[float]:
+    """Mean over the last tenth of what was logged, since one batch is few texts; by depth, as far as all of it goes."""
+    last = lines[-max(1, len(lines) // 10) :]
+    return [sum(depth) / len(depth) for depth in zip(*last, strict=False)]

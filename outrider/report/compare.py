@@ -1,0 +1,382 @@
+"""Comparison: the same rows of several reports side by side, prompt against prompt.  Measures nothing, knows no torch.
+
+A ratio is drawn over prompts that both reports have: what differs between prompts cancels, so a small change shows.  Its
+interval says how far it would move with other prompts; it knows nothing of a machine that was busy on one of the days, which
+is why speed-ups, each taken against the target alone in its own run, stand before tokens per second.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from outrider.errors import DataError
+from outrider.report import page
+from outrider.report.bootstrap import Floats, Interval, estimate_of, resampled
+from outrider.report.page.acceptance import by_depth
+from outrider.report.page.charts import MISSING, Axis, Line, Spread, many, panel, say, spreads, tag
+from outrider.report.page.figure import figure, grid, named, whole
+from outrider.report.schema import PromptResult, Report, Row, by_turn
+
+FEWEST = 5
+"""Prompts that an interval needs; of fewer, resampling says less than it seems to."""
+Pairs = Sequence[tuple[PromptResult, PromptResult]]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One measure in both reports."""
+
+    measure: str
+    base: float | None
+    other: float | None
+    ratio: float | None
+    """other / base over the prompts of both."""
+    low: float | None
+    high: float | None
+    """The ratio's 95 % interval; null where there are too few prompts."""
+    prompts: int
+    more_is_better: bool
+
+    @property
+    def verdict(self) -> str:
+        """better or worse where the interval lies on one side of 1, unclear where it reaches across."""
+        if self.ratio is None or self.low is None or self.high is None:
+            return "too few prompts" if self.prompts else "not measured"
+        if self.low <= 1 <= self.high:
+            return "unclear"
+        return "better" if (self.ratio > 1) == self.more_is_better else "worse"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One row in both reports."""
+
+    name: str
+    base: Row
+    other: Row
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True)
+class Against:
+    """One report against the base."""
+
+    name: str
+    report: Report
+    pairs: tuple[Pair, ...]
+    unmatched: tuple[str, ...]
+    """Rows that stand in one of the two only."""
+    differing: dict[str, tuple[Any, Any]]
+    """Entries of the fingerprint, and the target, that differ: (base's, the other's)."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Reports against the first of them."""
+
+    name: str
+    base: Report
+    others: tuple[Against, ...]
+
+    @classmethod
+    def of(cls, reports: Sequence[tuple[str, Report]]) -> Comparison:
+        """Compare (name, report) pairs with the first one.  DataError where nothing can be compared."""
+        if len(reports) < 2:
+            raise DataError(f"{many(len(reports), 'report')} given; a comparison needs two or more")
+        (name, base), rest = reports[0], reports[1:]
+        others = tuple(_against(base, other, report) for other, report in rest)
+        for other in others:
+            if not other.pairs:
+                raise DataError(
+                    f"{name} and {other.name} have no row in common: {'; '.join(other.unmatched) or 'both are empty'}; compare "
+                    "reports of the same drafter, task and temperature"
+                )
+        return cls(name, base, others)
+
+    def headline(self) -> str:
+        """What changed, in a sentence for each report."""
+        return " ".join(_sentence(self.name, other) for other in self.others)
+
+    def warnings(self) -> list[str]:
+        """What makes the comparison weaker than it looks."""
+        said = []
+        for other in self.others:
+            if other.differing:
+                parts = [f"{key} {_plain(a)} / {_plain(b)}" for key, (a, b) in other.differing.items()]
+                said.append(
+                    f"{self.name} and {other.name} were not measured alike: {', '.join(parts)}. Their tokens per second can't "
+                    "be compared; their tokens per step can, and their speed-ups with care."
+                )
+            if not self.base.fingerprint or not other.report.fingerprint:
+                said.append(f"{self.name} or {other.name} has no fingerprint: whether they ran on one machine is not known.")
+            if any(pair.base.noise != pair.other.noise for pair in other.pairs):
+                said.append(
+                    f"Above temperature 0, drafts of one of {self.name} and {other.name} drew from the target's noise, "
+                    "which keeps fewer: their acceptance can't be compared there."
+                )
+            if other.unmatched:
+                said.append(f"In only one of {self.name} and {other.name}: {'; '.join(other.unmatched)}.")
+        return said
+
+    def values(self) -> dict[str, Any]:
+        """The comparison as JSON."""
+        return {
+            "base": self.name,
+            "others": [
+                {
+                    "name": other.name, "unmatched": list(other.unmatched),
+                    "differing": {key: list(values) for key, values in other.differing.items()},
+                    "rows": [
+                        {"row": pair.name, "changes": [asdict(change) | {"verdict": change.verdict} for change in pair.changes]}
+                        for pair in other.pairs
+                    ],
+                }
+                for other in self.others
+            ],
+        }  # fmt: skip
+
+    def table(self) -> Table:
+        """Every change, for a terminal."""
+        table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+        heads = ("row", "measure", self.name, "other", "ratio", "95 %", "of", "")
+        for i, head in enumerate(heads):
+            table.add_column(head, justify="left" if i in (0, 1, 7) else "right", overflow="fold", no_wrap=i in (1, 4, 5))
+        for other in self.others:
+            for pair in other.pairs:
+                for i, change in enumerate(pair.changes):
+                    label = f"{pair.name}{f' ({other.name})' if len(self.others) > 1 else ''}" if i == 0 else ""
+                    table.add_row(Text(label), *(Text(cell) for cell in _cells(change)))
+        return table
+
+    def html(self) -> str:
+        """The page: one file that asks the network for nothing."""
+        bad = "".join(f'<div class="warning">{escape(text)}</div>' for text in self.warnings())
+        alarms = "".join(
+            f'<div class="alarm" role="alert"><strong>{escape(f"{name}: {sentence}")}</strong></div>'
+            for name, report in [(self.name, self.base), *((other.name, other.report) for other in self.others)]
+            for _, sentence in report.alarms()
+        )
+        names = " and ".join([self.name, *(other.name for other in self.others)])
+        body = "\n".join([_ratios(self), _numbers(self), _depths(self), _machines(self)])
+        return page.assemble(self.base.target, f"{names} compared by Outrider", self.headline(), alarms + bad, "", body, names)
+
+    def save(self, path: Path) -> None:
+        """Write the page; it is whole or as it was before."""
+        write_page(path, self.html())
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page through NAME.part."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise DataError(f"can't write {path}: {error.strerror}; name a file in a folder that can be written") from None
+
+
+def _against(base: Report, name: str, other: Report) -> Against:
+    matched, unmatched = _matched(base.rows, other.rows)
+    pairs = tuple(Pair(_pair_name(a, b), a, b, _changes(a, b)) for a, b in matched)
+    keys = dict.fromkeys([*base.fingerprint, *other.fingerprint]) if base.fingerprint and other.fingerprint else {}
+    values = {"target": (base.target, other.target)} | {k: (base.fingerprint.get(k), other.fingerprint.get(k)) for k in keys}
+    return Against(name, other, pairs, unmatched, {key: found for key, found in values.items() if found[0] != found[1]})
+
+
+def _matched(base: Sequence[Row], other: Sequence[Row]) -> tuple[list[tuple[Row, Row]], tuple[str, ...]]:
+    """Rows of the same drafter, task, temperature and rule; then what is left alone on its task and temperature."""
+    left, right, found = list(base), list(other), []
+    for key in (lambda row: (row.drafter, *_place(row)), _place):
+        for row in list(left):
+            twins = [twin for twin in right if key(twin) == key(row)]
+            alone = sum(key(twin) == key(row) for twin in left) == 1 and len(twins) == 1
+            if alone:
+                found.append((row, twins[0]))
+                left.remove(row)
+                right.remove(twins[0])
+    return found, tuple(named(row) for row in [*left, *right])
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return row.task, row.temperature, row.rule, row.policy or "fixed", row.verification or "standard", row.batch
+
+
+def _pair_name(base: Row, other: Row) -> str:
+    return named(base) if base.drafter == other.drafter else f"{named(base)} against {other.drafter}"
+
+
+def _changes(base: Row, other: Row) -> tuple[Change, ...]:
+    """The measures that both rows have, the sturdiest first."""
+    ours, theirs = by_turn(base.per_prompt), by_turn(other.per_prompt)
+    pairs = [(ours[key], theirs[key]) for key in ours if key in theirs]
+    return (
+        _of_totals("tokens per step", base.tokens_per_step, other.tokens_per_step, pairs),
+        _of_means("speed-up", base.speedup, other.speedup, pairs, lambda prompt: prompt.speedup, True),
+        _of_means("tokens/s", base.tokens_per_s, other.tokens_per_s, pairs, lambda prompt: prompt.tokens_per_s, True),
+        _of_means("ms per token", base.tpot_ms.p50, other.tpot_ms.p50, pairs, lambda prompt: prompt.tpot_ms, False),
+    )
+
+
+def _of_totals(measure: str, base: float | None, other: float | None, pairs: Pairs) -> Change:
+    """Ratio of two ratios of totals: tokens over steps there, by tokens over steps here."""
+    values = [(b.tokens, b.steps, a.tokens, a.steps) for a, b in pairs if a.tokens and a.steps and b.tokens and b.steps]
+
+    def ratio(drawn: Floats) -> Floats:
+        sums = drawn.sum(axis=-2)
+        result: Floats = sums[..., 0] / sums[..., 1] * sums[..., 3] / sums[..., 2]
+        return result
+
+    if not values:
+        return _without(measure, base, other, True)
+    center = float(ratio(np.asarray(values, dtype=np.float64)))
+    found = _interval(center, resampled(values, ratio), len(values)) if len(values) >= FEWEST else None
+    return _change(measure, base, other, center, found, len(values), True)
+
+
+def _of_means(
+    measure: str, base: float | None, other: float | None, pairs: Pairs, pick: Callable[[PromptResult], float | None],
+    more_is_better: bool,
+) -> Change:  # fmt: skip
+    """Geometric mean of the prompts' own ratios."""
+    ratios = [there / here for a, b in pairs if (here := pick(a)) and (there := pick(b))]
+    if not ratios:
+        return _without(measure, base, other, more_is_better)
+    center = float(np.exp(np.mean(np.log(ratios))))
+    found = None
+    if len(ratios) >= FEWEST:
+        logs = resampled(np.log(ratios), lambda table: table.mean(axis=1))
+        found = Interval(*(float(np.exp(end)) for end in _interval(float(np.log(center)), logs, len(ratios))))
+    return _change(measure, base, other, center, found, len(ratios), more_is_better)
+
+
+def _interval(center: float, drawn: Floats, prompts: int) -> Interval:
+    """Widened for few prompts, whose draws vary too little."""
+    return estimate_of(center, drawn, prompts).interval(0.025)
+
+
+def _change(
+    measure: str, base: float | None, other: float | None, center: float, found: Interval | None, prompts: int, more: bool
+) -> Change:
+    low, high = (found.low, found.high) if found is not None else (None, None)
+    return Change(measure, base, other, center, low, high, prompts, more)
+
+
+def _without(measure: str, base: float | None, other: float | None, more: bool) -> Change:
+    return Change(measure, base, other, None, None, None, 0, more)
+
+
+def _sentence(base: str, other: Against) -> str:
+    """How many rows got better or worse, by the speed-up where it was measured, else by tokens per step."""
+    verdicts = []
+    for pair in other.pairs:
+        steps, speed = pair.changes[0], pair.changes[1]
+        verdicts.append((speed if speed.ratio is not None else steps).verdict)
+    if len(verdicts) == 1:
+        pair = other.pairs[0]
+        change = pair.changes[1] if pair.changes[1].ratio is not None else pair.changes[0]
+        ends = "" if change.low is None else f" ({change.low:.2f} to {change.high:.2f})"
+        ratio = "was not timed in both" if change.ratio is None else f"is {change.ratio:.2f} times {base}'s{ends}"
+        return f"{pair.name}: {other.name}'s {change.measure} {ratio}, {change.verdict}."
+    parts = [
+        f"{verdicts.count(v)} {v}" for v in ("better", "worse", "unclear", "too few prompts", "not measured") if v in verdicts
+    ]
+    return f"Of {many(len(verdicts), 'row')}, {other.name} against {base}: {', '.join(parts)}."
+
+
+def _cells(change: Change) -> tuple[str, ...]:
+    spec = ".2f" if change.measure in ("tokens per step", "speed-up") else ".1f"
+    ends = "–" if change.low is None else f"{change.low:.2f} to {change.high:.2f}"
+    return (
+        change.measure, say(change.base, spec), say(change.other, spec), say(change.ratio, ".3f", missing="–"), ends,
+        f"{change.prompts:,}", change.verdict,
+    )  # fmt: skip
+
+
+def _ratios(comparison: Comparison) -> str:
+    """A forest of ratios: one chart a measure."""
+    panels = []
+    for place in range(4):
+        found = [
+            (pair, change, other.name, number)
+            for number, other in enumerate(comparison.others)
+            for pair in other.pairs
+            if (change := pair.changes[place]).ratio is not None
+        ]
+        if not found:
+            continue
+        ends = [value for _, change, _, _ in found for value in (change.low, change.ratio, change.high) if value is not None]
+        pad = 0.04 * (max([*ends, 1.0]) - min([*ends, 1.0])) or 0.05
+        axis = Axis(f"{comparison.name} = 1", min([*ends, 1.0]) - pad, max([*ends, 1.0]) + pad, lambda value: f"{value:.3g}")
+        items = [
+            Spread(
+                pair.name,
+                name,
+                number,
+                change.low,
+                change.ratio,
+                change.high,
+                f"{change.ratio:.3f}  {change.verdict}",
+                hollow=change.verdict != "better" and change.verdict != "worse",
+            )
+            for pair, change, name, number in found
+        ]
+        better = "right of the line is better" if found[0][1].more_is_better else "left of the line is better"
+        panels.append(panel(f"{found[0][1].measure}, {better}", spreads(items, axis, 1.0, comparison.name)))
+    says = (
+        "Each mark is a ratio over the prompts that both reports have, with its 95 % interval over prompts. One that reaches "
+        "across the line is unclear. Speed-ups are against the target alone in the same run; tokens/s are not."
+    )
+    return figure("ratios", "What changed", says, *panels)
+
+
+def _numbers(comparison: Comparison) -> str:
+    heads = ("", "measure", comparison.name, "other", "ratio", "95 %", "prompts", "")
+    rows = [
+        (f"{pair.name} · {other.name}", *_cells(change))
+        for other in comparison.others
+        for pair in other.pairs
+        for change in pair.changes
+    ]
+    return whole("table", "All ratios", "One line a measure; what was not measured in both has no ratio.", grid(heads, rows))
+
+
+def _depths(comparison: Comparison) -> str:
+    panels = []
+    for number, other in enumerate(comparison.others):
+        for pair in other.pairs:
+            series = [
+                Line(comparison.name, None, list(enumerate(pair.base.accepted_by_depth, 1))),
+                Line(other.name, number, list(enumerate(pair.other.accepted_by_depth, 1))),
+            ]
+            drawing = by_depth(series)
+            panels += [panel(pair.name, drawing, pair.other.conditions)] if drawing else []
+    says = "The chance that a draft survives whole up to a depth, in both."
+    return figure("acceptance", "Acceptance by depth", says, *panels, across=2)
+
+
+def _machines(comparison: Comparison) -> str:
+    """The fingerprints beside one another."""
+    reports = [(comparison.name, comparison.base), *((other.name, other.report) for other in comparison.others)]
+    keys = dict.fromkeys(key for _, report in reports for key in report.fingerprint)
+    if not keys:
+        return whole("fingerprint", "Fingerprints", "The machine and the versions that times depend on.", tag("p", MISSING))
+    rows = [("target", *(report.target for _, report in reports))]
+    rows += [(key, *(_plain(report.fingerprint.get(key)) for _, report in reports)) for key in keys]
+    rows = [(f"≠ {key}" if len(set(values)) > 1 else key, *values) for key, *values in rows]
+    says = "The machine and the versions that times depend on; ≠ marks what differs."
+    return whole("fingerprint", "Fingerprints", says, grid(("", *(name for name, _ in reports)), rows))
+
+
+def _plain(value: Any) -> str:
+    return "–" if value is None else str(value)

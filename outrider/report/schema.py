@@ -1,0 +1,635 @@
+"""Report: JSON to keep, table to read, HTML to look at.  Holds what an evaluation found; measures nothing, knows no torch.
+
+The names in report.json are a public promise under `schema` 1: they stay, more may come, and fields that this version does
+not know survive load and save.  A number that is not finite is null, and null reads "not measured", never 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_origin
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from outrider.errors import DataError
+from outrider.report import page
+from outrider.report.page.charts import many, say
+
+SCHEMA = 1
+SKEW = 0.05
+"""How far below what training expected acceptance may lie without a word."""
+
+
+def _finite(value: Any) -> Any:
+    """`value` with None for every number that is not finite, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+class Part(BaseModel):
+    """Base of all below: frozen, keeps fields it doesn't know, turns numbers that are not finite into None."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", coerce_numbers_to_str=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_finite(cls, data: Any) -> Any:
+        return _finite(data)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _null_is_empty(cls, value: Any, info: ValidationInfo) -> Any:
+        """A list or a mapping that was not measured may be null in the file; here it is empty."""
+        if value is not None:
+            return value
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if (isinstance(kind, type) and issubclass(kind, Part)) or get_origin(kind) is dict:
+            return {}
+        return () if get_origin(kind) is tuple else None
+
+
+class Percentiles(Part):
+    """Milliseconds."""
+
+    p50: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+
+
+class Share(Part):
+    """Fractions of a step's time; they sum to 1."""
+
+    draft: float | None = None
+    verify: float | None = None
+    other: float | None = None
+
+
+class PromptResult(Part):
+    """One prompt under one drafter."""
+
+    id: str
+    tokens: int | None = None
+    steps: int | None = None
+    tokens_per_s: float | None = None
+    plain_tokens_per_s: float | None = None
+    speedup: float | None = None
+    exact: bool | None = None
+    first_difference: int | None = None
+    """Place of the first token that is not the target's own, from 0."""
+    tpot_ms: float | None = None
+    plain_tpot_ms: float | None = None
+    overlaps: bool | None = None
+    """It stands in what the drafter was trained on, or draws from; null where that was not looked for."""
+    score: float | None = None
+    plain_score: float | None = None
+
+
+class Range(Part):
+    """A figure with its 95 % interval over prompts."""
+
+    center: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+class Tested(Part):
+    """One place where the target judged a drafted token, or wrote one where none was drafted.  Of a run that was not timed."""
+
+    text: str
+    """What stands there in the output."""
+    drafted: str | None = None
+    """What was proposed; null where nothing was."""
+    kept: bool = False
+    depth: int | None = None
+    """Of the proposal, from 1."""
+    p: float | None = None
+    """The target's chance of the proposal at temperature 1, whatever the run's temperature."""
+    q: float | None = None
+    """The drafter's chance of it; null where the proposal is deterministic."""
+    rank: int | None = None
+    """Of the proposal under the target, 1 is its favourite."""
+    entropy: float | None = None
+    """Of the target's distribution there at temperature 1, nats."""
+    kind: str | None = None
+    """Class of the proposal: word, number, space, punctuation, symbol, hangul, other script, special."""
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """There are thousands of these in a file, and where nothing was proposed most of it is null."""
+        return {name: value for name, value in fields(self).items() if value is not None}
+
+
+class Observed(Part):
+    """One prompt's text with every judgement on it."""
+
+    id: str
+    tokens: tuple[Tested, ...] = ()
+
+
+class Pattern(Part):
+    """Judgements of one sort, such as numbers, or places of high entropy."""
+
+    name: str
+    tested: int = 0
+    kept: int = 0
+
+
+class Rejections(Part):
+    """Where drafts are turned down: how often proposals of each sort were tested and kept."""
+
+    by_kind: tuple[Pattern, ...] = ()
+    by_entropy: tuple[Pattern, ...] = ()
+    by_rank: tuple[Pattern, ...] = ()
+    """By the proposal's rank under the target."""
+
+
+class Score(Part):
+    """How right the answers are, drafted and alone; fractions of all prompts that have a reference."""
+
+    drafted: float | None = None
+    plain: float | None = None
+    prompts: int = 0
+    measure: str = ""
+    """Such as `exact match` or `passes its tests`."""
+
+
+class Clean(Part):
+    """The row again without prompts that stand in what the drafter was trained on, or draws from."""
+
+    overlapping: tuple[str, ...] = ()
+    """Ids of prompts that were found there."""
+    checked: int = 0
+    rule: str = ""
+    """Such as `one 13-gram of words in common`."""
+    tokens_per_step: float | None = None
+    speedup: float | None = None
+    score: Score | None = None
+
+
+class Row(Part):
+    """One drafter on one task at one temperature.  Without a default: always there, null where it was not measured."""
+
+    drafter: str
+    task: str
+    prompts: int
+    temperature: float
+    tokens_per_step: float | None
+    """Tokens committed per target pass, bonus token included."""
+    accepted_by_depth: tuple[float | None, ...]
+    """[k]: share of the drafts reaching depth k + 1 whose first k + 1 tokens were all kept."""
+    tokens_per_s: float | None
+    plain_tokens_per_s: float | None
+    """The target alone, through the same loop."""
+    speedup: float | None
+    exact: bool | None
+    """Every text is the target's own, token for token; null where that was not compared, as at temperatures above 0."""
+    compared_tokens: int | None
+    share: Share
+    ttft_ms: Percentiles
+    itl_ms: Percentiles
+    """Gaps between steps, as a reader sees them."""
+    conditional_acceptance: tuple[float | None, ...] = ()
+    """[k]: the same, given that the first k were kept."""
+    token_acceptance: float | None = None
+    """Share of the drafted tokens that were judged, which is up to the first rejection, that were kept."""
+    draft_acceptance: float | None = None
+    """Share of all drafted tokens on the path that were kept; the longer drafts are, the lower."""
+    expected_acceptance: float | None = None
+    """Mean of sum(min(p, q)) over the judged tokens of the observed prompts: acceptance without the noise of the draws."""
+    accepted_histogram: tuple[tuple[int, ...], ...] = ()
+    """[k][a]: steps that drafted k tokens deep and kept a of them."""
+    wasted: float | None = None
+    """Share of drafted tokens that were verified for nothing; branches that lost count."""
+    predicted_by_depth: tuple[float | None, ...] = ()
+    """What training expected of `accepted_by_depth`.  Empty where it did not say."""
+    speedup_geomean: Range | None = None
+    """Geometric mean of the prompts' own speed-ups, with its interval."""
+    speedup_of_means: float | None = None
+    """Mean tokens/s over mean plain tokens/s, as Spec-Bench has it."""
+    tokens_per_step_range: Range | None = None
+    tpot_curve_ms: tuple[float | None, ...] = ()
+    """Percentiles 0 to 100 of `tpot_ms`, over prompts."""
+    memory_peak_bytes: int | None = None
+    """Highest memory of the process, or of the device, while the row was measured."""
+    rejections: Rejections | None = None
+    observed: tuple[Observed, ...] = ()
+    """A few prompts in full."""
+    score: Score | None = None
+    clean: Clean | None = None
+    rejections_by_depth: tuple[int, ...] = ()
+    steps: int | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+    plain_seconds: float | None = None
+    generate_tokens_per_s: float | None = None
+    """transformers' own generate with the target alone, in the same run."""
+    loop_overhead: float | None = None
+    """Fraction of a step spent outside the calls into the two models."""
+    plain_loop_overhead: float | None = None
+    noise: Literal["own"] | None = None
+    """Above temperature 0: drafts are drawn from noise of their own, as for requests without a seed.  Older reports do not say
+    so: their drafts shared the target's noise, and fewer of them were kept."""
+    plain_exact: bool | None = None
+    """The target alone, through the same loop, writes what transformers' generate does."""
+    tpot_ms: Percentiles = Percentiles()
+    plain_itl_ms: Percentiles = Percentiles()
+    plain_ttft_ms: Percentiles = Percentiles()
+    itl_curve_ms: tuple[float | None, ...] = ()
+    """Percentiles 0 to 100 of the gap between steps."""
+    plain_itl_curve_ms: tuple[float | None, ...] = ()
+    dtype: str | None = None
+    precision: str | None = None
+    """int8 or the like where the target was quantised, else its number type."""
+    trained_on: str | None = None
+    """The precision of the target that the drafter was trained beside, or `unquantised weights`; null where it is not known."""
+    tokens_per_step_lost: float | None = None
+    """How many more the drafter had on the precision it was trained on, over the same prompts; null where not measured."""
+    batch: int | None = None
+    device: str | None = None
+    unlawful: int | None = None
+    """Drafted nodes whose q was no distribution, or whose id no token; verified as deterministic."""
+    rule: str | None = None
+    """The lossy rule that decided what is kept, with its numbers; null under the law."""
+    policy: str | None = None
+    """How much was drafted, as in `evaluate.policy`; `own` where a measurement brought one, null means fixed."""
+    verification: str | None = None
+    """How drafts were judged, as in `evaluate.verification`; null means standard."""
+    lossless: bool | None = None
+    """False under a lossy rule, whatever the texts turned out to be."""
+    distance: float | None = None
+    """Mean total variation of an emitted token from the target's law; 0 under the law."""
+    per_prompt: tuple[PromptResult, ...] = ()
+
+    @property
+    def conditions(self) -> str:
+        return " · ".join(part for part in (self.task, f"T {self.temperature:g}", many(self.prompts, "prompt")) if part)
+
+    def is_trained_on(self, precision: str | None) -> bool:
+        """Older checkpoints say no more than that the target's weights were unquantised."""
+        is_float = precision is not None and precision.removeprefix("b").startswith("float")
+        return precision == self.trained_on or (self.trained_on == "unquantised weights" and is_float)
+
+    @property
+    def crossing(self) -> str:
+        """That it was trained beside another precision, and what that lost, in words; empty where it was not."""
+        if self.trained_on is None or self.precision is None or self.is_trained_on(self.precision):
+            return ""
+        lost = self.tokens_per_step_lost
+        by_it = "" if lost is None else f", {abs(lost):.2f} tokens per step {'fewer' if lost >= 0 else 'more'} by it"
+        return f"trained on {self.trained_on}, served on {self.precision}{by_it}"
+
+    @property
+    def skew(self) -> str:
+        """That less is kept than training expected, at the depth where most is missing; empty where it is not so.
+
+        More than 5 points, and more than three standard errors: depths are many, and the steps of a text are alike.
+        """
+        short = []
+        for depth, (wanted, kept) in enumerate(zip(self.predicted_by_depth, self.accepted_by_depth, strict=False), 1):
+            if wanted is None or kept is None:
+                continue
+            drafts = sum(sum(counts) for counts in self.accepted_histogram[depth:])
+            error = math.sqrt(wanted * (1 - wanted) / drafts) if drafts else 0.0
+            if wanted - kept > max(SKEW, 3 * error):
+                short.append((wanted - kept, depth, wanted, kept))
+        if not short:
+            return ""
+        _, depth, wanted, kept = max(short)
+        return (
+            f"{self.drafter}{f' on {self.task}' if self.task else ''} at temperature {self.temperature:g} keeps "
+            f"{100 * kept:.0f} % of its drafts to depth {depth}, where its training expected {100 * wanted:.0f} %: it is fed "
+            "other inputs than in training, or these texts are unlike those it learnt from."
+        )
+
+    @property
+    def different(self) -> list[PromptResult]:
+        """Prompts whose text is not the target's own."""
+        return [prompt for prompt in self.per_prompt if prompt.exact is False]
+
+    @property
+    def is_inexact(self) -> bool:
+        return self.exact is False or bool(self.different)
+
+    @property
+    def loss(self) -> str:
+        """What a lossy rule did, in words; empty under the law."""
+        if self.lossless is not False:
+            return ""
+        return f"not lossless, by rule {self.rule or 'unknown'}: {say(self.distance, '.3g')} from the exact law per token"
+
+
+class LeftOut(Part):
+    """A prompt that was not measured because the target's own text loops there, or is one token."""
+
+    id: str
+    fresh_share: float | None = None
+    reason: str = "loop"
+    """`loop` or `short`."""
+
+
+class Training(Part):
+    """How a drafter was trained."""
+
+    precision: str | None = None
+    """That of the target beside it."""
+
+    steps: int | None = None
+    seconds: float | None = None
+    tokens: int | None = None
+    loss_curve: tuple[tuple[float, float | None], ...] = ()
+    acceptance: tuple[float | None, ...] = ()
+    """[k]: mean overlap of draft and target at depth k + 1 over the last logged steps, at temperature 1."""
+
+
+class TaskSource(Part):
+    """Where a task's prompts are from."""
+
+    source: str = ""
+    revision: str | None = None
+    """Commit of the data set, or `sha256:` and the start of a file's hash."""
+    prompts: int | None = None
+    """Of the whole set; those measured are drawn from them."""
+
+
+class Report(Part):
+    """What one evaluation found."""
+
+    schema_: Literal[1] = Field(default=1, alias="schema")
+    target: str
+    provenance: dict[str, Any] = {}
+    rows: tuple[Row, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+    share_left_out: float | None = None
+    training: dict[str, Training] = {}
+    tasks: dict[str, TaskSource] = {}
+    made: str = ""
+    """ISO time."""
+    notes: tuple[str, ...] = ()
+    fingerprint: dict[str, str | int | float | bool | None] = {}
+    """Machine and versions that times depend on; what a gate compares must agree in all of it."""
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        """The report in a file, or in a folder's report.json.  DataError says what is wrong with it."""
+        path = Path(path)
+        path = path / "report.json" if path.is_dir() else path
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise DataError(f"no report at {path}; `outrider evaluate` writes one") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise DataError(f"can't read report {path}: {error}; restore it, or measure again") from None
+        found = data.get("schema", "none") if isinstance(data, dict) else "none"
+        if found != SCHEMA:
+            raise DataError(
+                f"{path} has schema {found!r}; this Outrider reads schema {SCHEMA}; open it with the version that wrote it"
+            )
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise DataError(f"report {path} is damaged at {where}: {first['msg']}; restore it, or measure again") from None
+
+    def beside(self, other: Report) -> Report:
+        """This report with `tokens_per_step_lost`, where `other` has the same drafter on the precision it was trained on.
+
+        Over the prompts that both have.
+        """
+        rows = []
+        for row in self.rows:
+            lost = next((found for twin in other.rows if (found := _lost(row, twin)) is not None), None)
+            rows.append(row if lost is None else row.model_copy(update={"tokens_per_step_lost": lost}))
+        return self.model_copy(update={"rows": tuple(rows)})
+
+    def json_text(self) -> str:
+        """The text of report.json."""
+        values = _finite(self.model_dump(mode="json", by_alias=True))
+        return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def save(self, folder: str | Path) -> Path:
+        """Write report.json and report.html; each is whole or as it was before.  Returns the folder."""
+        folder = Path(folder)
+        texts = {"report.html": self.html(), "report.json": self.json_text()}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in texts.items():
+                (folder / f"{name}.part").write_text(text, encoding="utf-8")
+            for name in texts:
+                os.replace(folder / f"{name}.part", folder / name)
+        except OSError as error:
+            raise DataError(f"can't write the report to {folder}: {error}; choose a folder that can be written") from None
+        return folder
+
+    def brief(self, drafter: str) -> dict[str, Any]:
+        """What a checkpoint says of how it was measured: one drafter's figures, and on which machine by which commit."""
+        kept = ("task", "temperature", "prompts", "tokens", "tokens_per_step", "accepted_by_depth", "speedup", "exact")
+        rows = [row.model_dump(mode="json", include=set(kept)) for row in self.rows if row.drafter == drafter]
+        where = {"made": self.made, "commit": self.provenance.get("commit"), "fingerprint": dict(self.fingerprint)}
+        found: dict[str, Any] = _finite(where | {"rows": rows})
+        return found
+
+    @property
+    def lead(self) -> Row | None:
+        """The row to speak of first: the fastest of those shown exact, else of those not compared, else of all."""
+        rank = lambda row: (0 if row.is_inexact else 2 if row.exact else 1, row.speedup or -1.0)
+        return max(self.rows, key=rank, default=None)
+
+    def headline(self, *, alarms: bool = True) -> str:
+        """What was found, in one sentence; with `alarms`, one more for every other row whose text is not the target's own,
+        and for every row that keeps less than its training expected."""
+        row = self.lead
+        if row is None:
+            return "Nothing was measured: the report has no rows."
+        alone = len({(row.task, row.temperature) for row in self.rows}) == 1
+        where = "" if alone else f"On {row.task or 'its prompts'} at temperature {row.temperature:g}, "
+        crossing = f" ({row.crossing})" if row.crossing else ""
+        first = f"{where}{row.drafter}{crossing} {_pace_said(row)}; {_truth_said(row)}."
+        if not alarms:
+            return first
+        return " ".join([first, *(alarm for other, alarm in self.alarms() if other is not row), *self.skews])
+
+    @property
+    def left_out_because(self) -> str:
+        """Why prompts were left out, as half a sentence."""
+        short = sum(left_out.reason == "short" for left_out in self.left_out)
+        if not short:
+            return "because the target's own text loops there"
+        if short == len(self.left_out):
+            return "because the target answers them with one token"
+        return f"because the target's own text loops there, or in {short} is one token"
+
+    @property
+    def skews(self) -> list[str]:
+        """A sentence for every row that keeps less than its training expected."""
+        return [row.skew for row in self.rows if row.skew]
+
+    def alarms(self) -> list[tuple[Row, str]]:
+        """A sentence for every row whose text is not the target's own."""
+        return [
+            (row, f"NOT EXACT: {row.drafter}{f' on {row.task}' if row.task else ''} at temperature {row.temperature:g}; "
+                  f"{_truth_said(row)}.")
+            for row in self.rows if row.is_inexact
+        ]  # fmt: skip
+
+    def table(self) -> Table:
+        """Every row, for a terminal; a text that is not the target's own stands in white on red."""
+        title = Text(f"{self.target}: drafters against the target alone")
+        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=0, show_edge=False)
+        # least widths: at 80 columns names and lists wrap, but no number is cut
+        table.add_column("drafter", overflow="fold")
+        table.add_column("task", overflow="fold")
+        table.add_column("T", justify="right", no_wrap=True)
+        table.add_column("tokens\n/step", justify="right", min_width=6)
+        table.add_column("kept at\ndepth\n1 2 … %")
+        for name, least in (
+            ("tokens\n/s", 6), ("plain\n/s", 5), ("speed\n-up", 5), ("exact", 5), ("draft/\nverify/\nother %", 7),
+            ("loop\n%", 4), ("TTFT\nms\np50", 4), ("ITL\np50\np95", 4),
+        ):  # fmt: skip
+            table.add_column(name, justify="right", min_width=least)
+        for row in self.rows:
+            accepted = " ".join(f"{_dash(value, '.0f', scale=100):>2}" for value in row.accepted_by_depth)
+            share = "/".join(_dash(v, ".0f", scale=100) for v in (row.share.draft, row.share.verify, row.share.other))
+            itl = f"{_digits(row.itl_ms.p50)} {_digits(row.itl_ms.p95)}"
+            table.add_row(
+                Text(row.drafter), Text(row.task), f"{row.temperature:g}", _dash(row.tokens_per_step, ".2f"),
+                accepted or "–", _digits(row.tokens_per_s), _digits(row.plain_tokens_per_s), _dash(row.speedup, ".2f", "×"),
+                _exact_mark(row),
+                share, _dash(row.loop_overhead, ".1f", scale=100), _digits(row.ttft_ms.p50), itl,
+            )  # fmt: skip
+        return table
+
+    def markdown(self) -> str:
+        """The short table for a README; tasks are named where there is more than one."""
+        tasks = len({row.task for row in self.rows}) > 1
+        heads = ["drafter", *["task"] * tasks, "temperature", "tokens per step", "speed-up"]
+        heads += ["tokens/s", "plain tokens/s", "exact"]
+        left = 1 + tasks
+        lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * left + "---:|" * (len(heads) - left - 1) + "---|"]
+        for row in self.rows:
+            cells = [
+                _cell(row.drafter), *[_cell(row.task)] * tasks, f"{row.temperature:g}", _dash(row.tokens_per_step, ".2f"),
+                _dash(row.speedup, ".2f", "×"), _dash(row.tokens_per_s, ".1f"),
+                _dash(row.plain_tokens_per_s, ".1f"), _exact_said(row),
+            ]  # fmt: skip
+            lines.append("| " + " | ".join(cells) + " |")
+        return "\n".join(lines) + "\n"
+
+    def html(self) -> str:
+        """The page: one file that asks the network for nothing."""
+        return page.render(self)
+
+
+def by_turn(prompts: Iterable[PromptResult]) -> dict[tuple[str, int], PromptResult]:
+    """Prompts by their id and, where an id stands several times, by its turn: what those of two reports are paired by."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for prompt in prompts:
+        found[prompt.id, seen[prompt.id]] = prompt
+        seen[prompt.id] += 1
+    return found
+
+
+def _lost(row: Row, twin: Row) -> float | None:
+    """Tokens per step that `row` is short of `twin`, the same on the precision it was trained on, over prompts of both."""
+    same = all(
+        getattr(row, name) == getattr(twin, name)
+        for name in ("drafter", "task", "temperature", "rule", "policy", "verification")
+    )
+    if not same or not row.crossing or not row.is_trained_on(twin.precision):
+        return None
+    ours, theirs = by_turn(row.per_prompt), by_turn(twin.per_prompt)
+    pairs = [(ours[key], theirs[key]) for key in ours if key in theirs and ours[key].steps and theirs[key].steps]
+    if not pairs:
+        return None
+    here, there = (sum(p.tokens or 0 for p in side) / sum(p.steps or 0 for p in side) for side in zip(*pairs, strict=True))
+    return there - here
+
+
+def _dash(value: float | None, spec: str, unit: str = "", scale: float = 1) -> str:
+    return say(value, spec, unit, scale=scale, missing="–")
+
+
+def _exact_mark(row: Row) -> Text:
+    """Yes, no or not compared, with the distance that a lossy rule had: NO and a lossy rule must not be missed."""
+    mark = Text("NO", "bold white on red") if row.is_inexact else Text("yes" if row.exact else "–")
+    if row.lossless is False:
+        mark.append(Text(f" lossy {_dash(row.distance, '.3f')}", "bold white on red"))
+    return mark
+
+
+def _digits(value: float | None) -> str:
+    """A number with a decimal while it is below 100."""
+    return _dash(value, ".1f" if value is not None and value < 99.95 else ".0f")
+
+
+def _cell(text: str) -> str:
+    """Text that can't end a Markdown cell or start markup in it."""
+    text = " ".join(text.split())
+    for mark in "\\`*_[]<>|":
+        text = text.replace(mark, "\\" + mark)
+    return text
+
+
+def _pace_said(row: Row) -> str:
+    """Tokens per pass and speed, as far as they were measured."""
+    speed, depth = row.speedup, ""
+    if row.tokens_per_step is not None:
+        depth = f"writes {row.tokens_per_step:.1f} tokens per target pass and "
+    if speed is None:
+        return depth + "was not timed"
+    if 0.97 < speed < 1.03:
+        return depth + "is about as fast as the target alone"
+    if speed < 1:
+        return depth + f"is slower than the target alone, at {speed:.2f}× its speed"
+    return depth + f"is {speed:{'.1f' if speed >= 1.2 else '.2f'}}× as fast as the target alone"
+
+
+def _truth_said(row: Row) -> str:
+    """Whether the texts are the target's own, as half a sentence."""
+    return "; ".join(part for part in (row.loss, _equality_said(row)) if part)
+
+
+def _equality_said(row: Row) -> str:
+    if row.is_inexact:
+        if not row.different:
+            return "its text is not the target's own"
+        count, first = len(row.different), row.different[0]
+        said = f"{count} of {many(row.prompts, 'text')} {'differs' if count == 1 else 'differ'} from the target's own"
+        at = "" if first.first_difference is None else f" after {many(first.first_difference, 'token')}"
+        return f"{said}{': ' if count == 1 else ', such as '}{first.id}{at}"
+    if row.exact is None:
+        sampled = f"are drawn at temperature {row.temperature:g} and so not compared word for word"
+        return "its texts " + (sampled if row.temperature > 0 else "were not compared with the target's own")
+    every = "its one text" if row.prompts == 1 else f"every one of {many(row.prompts, 'text')}"
+    compared = "" if row.compared_tokens is None else f", {row.compared_tokens:,} tokens compared"
+    return f"{every} is identical to the target's own{compared}"
+
+
+def _exact_said(row: Row) -> str:
+    compared = "" if row.compared_tokens is None else f", {row.compared_tokens:,} tokens compared"
+    said = f"**NO**{compared}" if row.is_inexact else "–" if row.exact is None else f"yes{compared}"
+    return f"{said}; {_cell(row.loss)}" if row.loss else said

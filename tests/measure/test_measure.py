@@ -1,0 +1,857 @@
+"""What is measured is what happened: counts, shares and exactness against brute force, faults planted to be found."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from tiny import DRAFTER, make_folder
+
+import outrider
+from outrider import config as configs
+from outrider import load_drafter
+from outrider.cli import console
+from outrider.decoding.accept import Accepted
+from outrider.decoding.draft import Draft
+from outrider.decoding.protocols import Drafter
+from outrider.errors import ConfigError, DataError, OutriderError
+from outrider.measure import row as summary
+from outrider.measure import run as measure
+from outrider.measure.row import conditional, first_difference
+from outrider.measure.run import Config, evaluate, fresh_share, generate_once
+from outrider.policies import named
+from outrider.report.schema import Report, Row
+from outrider.sampling import judge
+from outrider.targets.transformers import TransformersTarget, load_target
+
+PROMPTS = ["tell 1", "xyxyxy", "q", "another one"]
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> TransformersTarget:
+    return load_target(make_folder(tmp_path_factory.mktemp("target") / "tiny"), dtype="float64")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("task") / "quiz.jsonl"
+    path.write_text("".join(json.dumps({"id": f"q{i}", "prompt": prompt}) + "\n" for i, prompt in enumerate(PROMPTS)))
+    return str(path)
+
+
+def settings(task: str, **more: Any) -> Config:
+    return Config(**({"tasks": (task,), "prompts": 3, "max_new_tokens": 16, "fresh": 0.0} | more))
+
+
+@pytest.fixture(scope="module")
+def drafters(talker: TransformersTarget) -> dict[str, Drafter]:
+    return {
+        "ngram": load_drafter("ngram", talker, shortest=1),
+        "dspark": load_drafter("dspark", talker, **{key: value for key, value in DRAFTER.items() if key != "kind"}),
+    }
+
+
+@pytest.fixture(scope="module")
+def report(talker: TransformersTarget, drafters: dict[str, Drafter], task: str) -> Report:
+    return evaluate(talker, drafters, settings(task))
+
+
+# ── pieces ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "at"),
+    [
+        ([], [], None), ([1, 2], [1, 2], None), ([1, 3], [1, 2], 1), ([5], [1, 2], 0), ([1], [1, 2], 1), ([1, 2, 3], [1, 2], 2),
+        ([], [1], 0), ([1, 2, 9, 4], [1, 2, 3, 5], 2),
+    ],
+)  # fmt: skip
+def test_the_first_difference_is_found(mine: list[int], theirs: list[int], at: int | None) -> None:
+    """Catches two texts that count as equal because the shorter one is a beginning of the other."""
+    assert first_difference(mine, theirs) == at
+    assert first_difference(tuple(theirs), mine) == at
+
+
+def steps(seed: int, count: int = 40) -> list[tuple[int, int]]:
+    """(accepted, reached) of random steps."""
+    order = random.Random(seed)
+    return [(order.randint(0, reached), reached) for reached in (order.randint(0, 5) for _ in range(count))]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_conditional_acceptance_is_counted_among_drafts_that_came_so_far(seed: int) -> None:
+    """Catches drafts that were too short being counted as rejections; by brute force over every step."""
+    pairs = steps(seed)
+    found = conditional([a for a, _ in pairs], [r for _, r in pairs])
+    for k in range(5):
+        came = [(a, r) for a, r in pairs if r > k and a >= k]
+        assert found[k] == (pytest.approx(sum(a > k for a, _ in came) / len(came)) if came else None)
+
+
+def test_conditional_acceptance_multiplies_to_acceptance_by_depth() -> None:
+    """Catches one of the two being counted in another way; a law where every draft has the same length."""
+    pairs = [(a, 4) for a, _ in steps(1) if a <= 4]
+    found = conditional([a for a, _ in pairs], [4] * len(pairs))
+    for k in range(4):
+        assert np.prod(found[: k + 1]) == pytest.approx(sum(a > k for a, _ in pairs) / len(pairs))
+
+
+def test_depths_that_were_never_reached_are_not_measured() -> None:
+    """Catches a division by zero, and 0 in the place of nothing."""
+    assert conditional([], []) == []
+    assert conditional([0, 0], [0, 0]) == []
+    assert conditional([0, 0], [2, 2]) == [0.0, None]
+
+
+def test_a_loop_has_few_fresh_pieces() -> None:
+    """Catches short texts counting as loops, and loops of any period that pass."""
+    assert fresh_share(list(range(50))) == 1.0
+    assert fresh_share([1] * 7) == 1.0
+    assert fresh_share([]) == 1.0
+    assert fresh_share([1] * 100) == pytest.approx(1 / 93)
+    assert fresh_share([1, 2, 3] * 40) == pytest.approx(3 / 113)
+    assert fresh_share([1, 1, 2], n=1) == pytest.approx(2 / 3)
+
+
+def test_quantiles_are_numpy_s() -> None:
+    """Catches another definition of a percentile."""
+    order = random.Random(3)
+    for count in (1, 2, 3, 10, 101):
+        values = [order.expovariate(1) for _ in range(count)]
+        for share in (0.0, 0.5, 0.95, 0.99, 1.0):
+            assert summary._quantile(values, share) == pytest.approx(np.quantile(values, share))
+    assert np.isnan(summary._quantile([], 0.5))
+
+
+# ── a whole evaluation ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_drafter_has_its_rows(report: Report) -> None:
+    """Catches a drafter or a temperature that is left out: the last is measured at each, the others at the first."""
+    assert [(row.drafter, row.temperature, row.task, row.prompts) for row in report.rows] == [
+        ("ngram", 0.0, "quiz", 3), ("dspark", 0.0, "quiz", 3), ("dspark", 1.0, "quiz", 3),
+    ]  # fmt: skip
+    assert [prompt.id for prompt in report.rows[0].per_prompt] == ["q0", "q1", "q2"]
+
+
+def test_greedy_text_is_exact_and_sampled_text_is_not_compared(report: Report) -> None:
+    """Catches `exact` claimed for what was never compared, and denied for what is equal."""
+    for row in report.rows:
+        assert row.exact is (True if row.temperature == 0 else None)
+        assert row.compared_tokens == (48 if row.temperature == 0 else 0)
+        assert {prompt.exact for prompt in row.per_prompt} == {True if row.temperature == 0 else None}
+        assert {prompt.first_difference for prompt in row.per_prompt} == {None}
+        assert row.unlawful == 0
+
+
+def test_tokens_per_step_is_tokens_over_steps(report: Report, talker: TransformersTarget) -> None:
+    """Catches the bonus token being left out, or a mean of means."""
+    for row in report.rows:
+        assert row.tokens_per_step == pytest.approx(row.tokens / row.steps)
+        assert row.tokens == sum(prompt.tokens for prompt in row.per_prompt) == 48
+        assert row.steps == sum(prompt.steps for prompt in row.per_prompt) <= 48
+
+
+def test_a_row_is_counted_from_its_runs(talker: TransformersTarget, drafters: dict[str, Drafter]) -> None:
+    """Catches any of a row's numbers that is not what its steps say; two runs of steps made up, all counted by brute force."""
+    pairs = [steps(1), steps(2)]
+    runs = [
+        measure.Run(
+            tokens=list(range(sum(a + 1 for a, _ in pair))), steps=len(pair), accepted=[a for a, _ in pair],
+            reached=[r for _, r in pair], seconds=2.0 + i, first_s=0.5, gaps_s=[0.01 * n for n in range(1, len(pair))],
+            draft_s=0.3, verify_s=0.5, other_s=0.2, model_s=0.7, unlawful=i,
+        )
+        for i, pair in enumerate(pairs)
+    ]  # fmt: skip
+    plain = [
+        measure.Run(tokens=run.tokens, steps=len(run.tokens), seconds=9.0, first_s=1.0, verify_s=8.0, model_s=6.0)
+        for run in runs
+    ]
+    references = [runs[0].tokens, [*runs[1].tokens[:5], -1, *runs[1].tokens[6:]]]
+    measured = measure.Measured(measure.Entry("n", drafters["ngram"]), "quiz", ["a", "b"], runs, plain, references, [4.0, 4.0])
+    row = measure.summarise(measured, talker)
+    every = [pair for part in pairs for pair in part]
+    tokens = sum(a + 1 for a, _ in every)
+    assert row["tokens_per_step"] == tokens / len(every)
+    for k in range(5):
+        came = [(a, r) for a, r in every if r > k]
+        assert row["accepted_by_depth"][k] == pytest.approx(sum(a > k for a, _ in came) / len(came))
+        assert row["rejections_by_depth"][k] == sum(a == k for a, r in came)
+    assert len(row["accepted_by_depth"]) == 5
+    assert row["tokens_per_s"] == pytest.approx(tokens / 5)
+    assert row["plain_tokens_per_s"] == pytest.approx(tokens / 18)
+    assert row["generate_tokens_per_s"] == pytest.approx(tokens / 8)
+    assert row["speedup"] == pytest.approx(18 / 5)
+    assert row["share"] == pytest.approx({"draft": 0.3, "verify": 0.5, "other": 0.2})
+    assert row["loop_overhead"] == pytest.approx(0.3)
+    assert row["plain_loop_overhead"] == pytest.approx(0.25)
+    gaps = [1000 * gap for run in runs for gap in run.gaps_s]
+    assert row["itl_ms"] == pytest.approx({f"p{p}": np.percentile(gaps, p) for p in (50, 95, 99)})
+    assert row["itl_curve_ms"] == pytest.approx(list(np.percentile(gaps, range(101))))
+    assert row["ttft_ms"]["p50"] == pytest.approx(500)
+    assert row["tpot_ms"]["p50"] == pytest.approx(
+        np.mean([1000 * (2 + i - 0.5) / (len(run.tokens) - 1) for i, run in enumerate(runs)])
+    )
+    assert (row["exact"], row["unlawful"], row["prompts"]) == (False, 1, 2)
+    assert [(prompt["id"], prompt["exact"], prompt["first_difference"]) for prompt in row["per_prompt"]] == [
+        ("a", True, None), ("b", False, 5),
+    ]  # fmt: skip
+    assert [prompt["speedup"] for prompt in row["per_prompt"]] == pytest.approx([9 / 2, 9 / 3])
+    assert Row(**row).is_inexact
+
+
+def test_shares_sum_to_one(report: Report) -> None:
+    """Catches a part of the time that nobody is charged with."""
+    for row in report.rows:
+        assert row.share.draft + row.share.verify + row.share.other == pytest.approx(1)
+        assert 0 < row.loop_overhead < 1
+        assert row.seconds > 0
+        assert row.speedup == pytest.approx(row.tokens_per_s / row.plain_tokens_per_s)
+        assert row.ttft_ms.p50 <= row.ttft_ms.p99
+
+
+def test_a_report_survives_its_file(report: Report, tmp_path: Path) -> None:
+    """Catches a number that JSON can't hold."""
+    report.save(tmp_path)
+    assert Report.load(tmp_path).rows == report.rows
+    assert "NaN" not in (tmp_path / "report.json").read_text()
+
+
+def test_the_package_is_the_function(talker: TransformersTarget, task: str) -> None:
+    """Catches `outrider.evaluate` as its documentation calls it, and the count that it tells of."""
+    told: list[tuple[int, int, int]] = []
+    found = outrider.evaluate(
+        talker, {"ngram": load_drafter("ngram", talker)}, settings(task, prompts=2, temperatures=(0.0,)),
+        provenance={"who": "me"}, on_prompt=lambda *counts: told.append(counts),
+    )  # fmt: skip
+    assert told == [(1, 2, 0), (2, 2, 0)]
+    assert found.provenance == {"who": "me"}
+    assert found.share_left_out == 0
+
+
+# ── planted faults ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_rule_that_keeps_one_token_too_many_is_found_out(
+    talker: TransformersTarget, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a measurement of exactness that can't fail; the first difference is where brute force sees it too."""
+    real = judge.accept_greedy
+
+    def generous(draft: Draft, choice: list[list[int]], vocabulary: int) -> Accepted:
+        found = real(draft, choice, vocabulary)
+        kept = found.counts[0]
+        if len(found.paths) > 1 or kept >= draft.live[0]:
+            return found
+        return Accepted([list(range(kept + 1))], [choice[0][kept + 1]], found.invalid)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(judge, "accept_greedy", generous)
+        drafter = load_drafter("dspark", talker, **{key: value for key, value in DRAFTER.items() if key != "kind"})
+        found = evaluate(talker, {"dspark": drafter}, settings(task, temperatures=(0.0,)))
+        texts = outrider.generate(
+            talker, [[{"role": "user", "content": p}] for p in PROMPTS[:3]], drafter, max_new_tokens=16, slots=1
+        )
+    (row,) = found.rows
+    assert row.exact is False
+    for prompt, seen, text in zip(PROMPTS, row.per_prompt, texts, strict=False):
+        wanted, _ = generate_once(talker, talker.encode([{"role": "user", "content": prompt}]), 16)
+        assert seen.exact is False
+        assert seen.first_difference == first_difference(text.tokens, wanted) is not None
+
+
+def test_a_fault_of_plain_decoding_is_not_the_drafter_s(
+    talker: TransformersTarget, task: str, drafters: dict[str, Drafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches `plain_exact` being copied from the drafter's row: here only transformers' text is wrong, so neither is exact."""
+    real = measure.generate_once
+
+    def wrong(*given: Any) -> tuple[list[int], float]:
+        tokens, seconds = real(*given)
+        return [*tokens[:-1], tokens[-1] ^ 1], seconds
+
+    monkeypatch.setattr(measure, "generate_once", wrong)
+    found = measure.measure(talker, [measure.Entry("ngram", drafters["ngram"])], settings(task))
+    assert (found.rows[0]["exact"], found.rows[0]["plain_exact"]) == (False, False)
+    assert {prompt["first_difference"] for prompt in found.rows[0]["per_prompt"]} == {15}
+
+
+def test_nobody_who_is_timed_is_timed_cold(
+    talker: TransformersTarget, drafters: dict[str, Drafter], task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches first passes that the first prompt of the baseline pays for, which would flatter every drafter."""
+    run, said, one = measure.run_once, measure.generate_once, measure._one_prompt
+    heard: list[Any] = []
+
+    def ran(target: TransformersTarget, request: Any, drafter: Any = None, *rest: Any, **more: Any) -> summary.Run:
+        found = run(target, request, drafter, *rest, **more)
+        heard.append((request.sampling.temperature, drafter, len(found.tokens) > 4))
+        return found
+
+    monkeypatch.setattr(measure, "run_once", ran)
+    monkeypatch.setattr(measure, "generate_once", lambda *given: (heard.append("generate"), said(*given))[1])
+    monkeypatch.setattr(measure, "_one_prompt", lambda *given: (heard.append("timed"), one(*given))[1])
+    evaluate(talker, drafters, settings(task, observed=0))
+    cold, ngram, dspark = heard[: heard.index("timed")], drafters["ngram"], drafters["dspark"]
+    for timed in (
+        "generate",
+        (0.0, None, True),
+        (1.0, None, True),
+        (0.0, ngram, True),
+        (0.0, dspark, True),
+        (1.0, dspark, True),
+    ):
+        assert timed in cold
+
+
+# ── loops, and what can't be measured ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_prompts_that_loop_are_left_out_and_listed(
+    talker: TransformersTarget, task: str, drafters: dict[str, Drafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a loop that flatters the drafter, or one that vanishes without a word; another prompt takes its place."""
+    real, calls = measure.fresh_share, []
+
+    def share(tokens: list[int]) -> float:
+        calls.append(tokens)
+        return 0.25 if len(calls) == 2 else real(tokens)
+
+    monkeypatch.setattr(measure, "fresh_share", share)
+    found = evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, fresh=0.3, temperatures=(0.0,)))
+    assert [prompt.id for prompt in found.rows[0].per_prompt] == ["q0", "q2", "q3"]
+    assert [(left.id, left.fresh_share) for left in found.left_out] == [("q1", 0.25)]
+    assert found.share_left_out == pytest.approx(1 / 4)
+
+
+def test_an_answer_of_one_token_is_left_out_for_a_reason_of_its_own_and_kept_where_all_are(
+    talker: TransformersTarget, drafters: dict[str, Drafter], task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a short answer listed as a loop that is wholly fresh, and fresh=0 which does not keep all."""
+    prompts = measure.draw(task, settings(task)).prompts
+    first = measure.generate_once(talker, measure.as_tokens(talker, prompts[1]), 1)[0]
+    monkeypatch.setattr(talker, "ends", frozenset(first))
+    only = {"ngram": drafters["ngram"]}
+    found = evaluate(talker, only, settings(task, fresh=1e-9, prompts=2, temperatures=(0.0,)))
+    short = [left for left in found.left_out if left.id == "q1"]
+    assert [(left.fresh_share, left.reason) for left in short] == [(1.0, "short")]
+    assert "one token" in found.left_out_because and "(one token)" in found.html()
+    (row,) = evaluate(talker, only, settings(task, prompts=4)).rows[:1]
+    assert [prompt.tokens for prompt in row.per_prompt][1] == 1 and row.exact
+    drawn = {task: measure.Drawn(prompts[1:2], "", None, None)}
+    with pytest.raises(DataError, match=r"every one of 1 prompts is answered with one token; set evaluate\.fresh=0"):
+        evaluate(talker, only, settings(task, fresh=0.6), drawn=drawn)
+
+
+def test_ctrl_c_promises_nothing_of_an_evaluation_that_is_not_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches "the same command goes on from there": one interleaved run starts anew."""
+    with pytest.raises(SystemExit) as done, console.started_anew("evaluation"):
+        raise KeyboardInterrupt
+    said = " ".join(capsys.readouterr().err.split())
+    assert done.value.code == 130 and "starts it anew" in said and "goes on" not in said
+
+
+def test_a_task_of_loops_alone_is_refused(talker: TransformersTarget, task: str, drafters: dict[str, Drafter]) -> None:
+    """Catches a division by zero, or a report without numbers."""
+    with pytest.raises(DataError, match=r"every one of 4 prompts falls into a loop; set evaluate\.fresh=0"):
+        evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, fresh=1.5))
+
+
+@pytest.mark.parametrize("values", [{"tasks": ()}, {"temperatures": ()}, {"prompts": 0}, {"temperatures": (-1.0,)}])
+def test_settings_that_measure_nothing_are_refused(values: dict[str, Any]) -> None:
+    """Catches a ZeroDivisionError, or a ValueError of Python's, after the models were loaded."""
+    with pytest.raises(ValidationError):
+        Config(**values)
+
+
+def test_an_evaluation_of_no_drafter_is_refused(talker: TransformersTarget, task: str) -> None:
+    """Catches a ZeroDivisionError in the middle of the first prompt."""
+    with pytest.raises(OutriderError, match="drafter"):
+        evaluate(talker, {}, settings(task))
+
+
+def test_an_answer_longer_than_the_context_is_refused(
+    talker: TransformersTarget, task: str, drafters: dict[str, Drafter]
+) -> None:
+    """Catches a prompt cut from the wrong end, and `generate` running beyond the context: a false alarm of inexactness."""
+    for count in (255, 256, 300):
+        with pytest.raises(OutriderError, match="max_new_tokens"):
+            evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, prompts=1, max_new_tokens=count, temperatures=(0.0,)))
+
+
+def test_a_prompt_too_long_for_the_context_loses_its_beginning(
+    talker: TransformersTarget, drafters: dict[str, Drafter], tmp_path: Path
+) -> None:
+    """Catches a crash on one long prompt of a task, and a cut that leaves no room for the answer."""
+    path = tmp_path / "long.txt"
+    path.write_text("".join(random.Random(1).choices("abcdefgh", k=500)) + "\n")
+    (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, settings(str(path), prompts=1, temperatures=(0.0,))).rows
+    assert (row.tokens, row.exact) == (16, True)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        (("stdlib", "gsm8k", "stdlib"), "evaluate.tasks: stdlib stands there twice"),
+        (("a/quiz.jsonl", "b/quiz.txt"), "evaluate.tasks: a/quiz.jsonl and b/quiz.txt are both 'quiz' in the report"),
+        (("gsm8k", "mine/gsm8k.jsonl"), "evaluate.tasks: gsm8k and mine/gsm8k.jsonl are both 'gsm8k'"),
+    ],
+)
+def test_two_tasks_of_one_name_are_refused(tasks: tuple[str, ...], said: str) -> None:
+    """Catches rows and tables of two tasks that run together under one name."""
+    with pytest.raises(ConfigError, match=said):
+        configs.build(Config, {"tasks": tasks}, "evaluate")
+
+
+@pytest.mark.parametrize(
+    ("revisions", "said"),
+    [
+        ({"gsm8": "0" * 40}, "evaluate.revisions: 'gsm8' is no task; did you mean 'gsm8k'"),
+        ({"q": "0" * 40}, "evaluate.revisions: 'q' is no task; known: .*gsm8k, .*x/quiz.jsonl"),
+        ({"quiz.jsonl": "sha256:0"}, "evaluate.revisions: 'quiz.jsonl' is no task; did you mean 'x/quiz.jsonl'"),
+        ({"x/quiz.jsonl": "main"}, "evaluate.revisions: x/quiz.jsonl is a file and has no commit 'main'"),
+        ({"stdlib": "0" * 40}, "evaluate.revisions: stdlib is .* can't be pinned"),
+    ],
+)
+def test_a_pin_that_nobody_looks_at_is_refused(revisions: dict[str, str], said: str) -> None:
+    """Catches a misspelt pin: the newest commit is measured and the run file says otherwise."""
+    with pytest.raises(ConfigError, match=said):
+        configs.build(Config, {"tasks": ("gsm8k", "x/quiz.jsonl"), "revisions": revisions}, "evaluate")
+
+
+def test_a_pin_of_a_task_that_is_not_measured_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a setting without effect that is ignored in silence."""
+    Config(tasks=("gsm8k",), revisions={"gsm8k": "0" * 40})
+    assert caplog.text == ""
+    Config(tasks=("gsm8k",), revisions={"alpaca": "0" * 40})
+    assert "evaluate.revisions: alpaca has no effect" in caplog.text
+
+
+# ── lossy rules ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_lossy_rule_is_said_in_every_row(
+    talker: TransformersTarget, drafters: dict[str, Drafter], task: str, report: Report
+) -> None:
+    """Catches a rule that is not used, or is used and not told; a greedy text stays the target's own, at distance 0."""
+    config = settings(task, verification="typical", allow_lossy=True, temperatures=(0.0, 1.0))
+    found = evaluate(talker, drafters, config)
+    assert {row.rule for row in found.rows} == {"typical(epsilon=0.09, delta=0.3)"}
+    assert {row.lossless for row in found.rows} == {False}
+    for row in found.rows:
+        if row.temperature == 0:
+            assert (row.exact, row.distance) == (True, 0.0)
+        else:
+            assert 0 < row.distance < 1
+    for row in report.rows:
+        assert (row.rule, row.lossless, row.distance) == (None, True, 0.0)
+
+
+def test_a_rows_distance_is_that_of_its_tokens(talker: TransformersTarget, drafters: dict[str, Drafter], task: str) -> None:
+    """Catches a mean over steps or prompts in the place of tokens."""
+    runs = [measure.Run([1] * 4, 2, [1, 1], [1, 1], 1.0, strayed=1.0), measure.Run([1], 1, [0], [1], 1.0, strayed=0.5)]
+    for run in runs:
+        run.verify_s = 1.0
+    measured = measure.Measured(
+        measure.Entry("n", drafters["ngram"], 1.0), "quiz", ["a", "b"], runs, runs, [[1] * 4, [1]], [1.0, 1.0], rule="r"
+    )
+    row = measure.summarise(measured, talker)
+    assert (row["rule"], row["lossless"], row["distance"]) == ("r", False, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"verification": "typical"}, "evaluate.allow_lossy: verification 'typical' changes .* set allow_lossy: true"),
+        ({"verification": "typical", "allow_lossy": False}, "evaluate.allow_lossy: .* set allow_lossy: true"),
+        ({"verification": "tipical", "allow_lossy": True}, "evaluate.verification: unknown .* did you mean 'typical'"),
+    ],
+)
+def test_a_lossy_rule_needs_consent(values: dict[str, Any], said: str) -> None:
+    """Catches a recipe that loses exactness by one word, and an error without its key."""
+    with pytest.raises(ConfigError, match=said):
+        configs.build(Config, values, "evaluate")
+
+
+def test_consent_to_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a setting without effect that is ignored in silence."""
+    assert Config(allow_lossy=True).verification == "standard"
+    assert "allow_lossy has no effect" in caplog.text
+
+
+def test_a_policy_that_is_asked_for_is_measured_and_observed(
+    talker: TransformersTarget, drafters: dict[str, Drafter], task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a setting that no run looks at, or the timed ones alone, so that what is observed is not what was measured, and a
+    policy that forgets what it learnt with every prompt."""
+    real, asked = named.policy, []
+
+    def noted(name: Any, drafter: Drafter) -> Any:
+        asked.append((name, drafter.limit > 0))
+        return real(name, drafter)
+
+    monkeypatch.setattr(named, "policy", noted)
+    for name in ("by_confidence", "adaptive"):
+        asked.clear()
+        (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, policy=name, temperatures=(0.0,))).rows
+        assert row.exact and row.lossless
+        made, *used = [found for found, drafts in asked if drafts and found]
+        # three prompts timed and three observed, all by one policy; the warm-up has none
+        assert made == name
+        assert len(used) == 6
+        assert len(set(map(id, used))) == 1
+
+
+def test_block_verification_is_exact_and_loses_nothing(
+    talker: TransformersTarget, drafters: dict[str, Drafter], task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a way to verify that is not used, and one without loss that is reported as lossy."""
+    real, called = named.accept_block, []
+    monkeypatch.setattr(named, "accept_block", lambda *given: (called.append(1), real(*given))[1])
+    for row in evaluate(talker, {"dspark": drafters["dspark"]}, settings(task, verification="block")).rows:
+        assert (row.exact, row.lossless, row.rule) == (True if row.temperature == 0 else None, True, None)
+    assert called
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"policy": "adaptve"}, "evaluate.policy: .*'fixed', 'by_confidence' or 'adaptive'"),
+        ({"verification": "blok"}, "evaluate.verification: unknown verification 'blok'.* did you mean 'block'"),
+    ],
+)
+def test_an_unknown_way_to_decode_is_refused(values: dict[str, Any], said: str) -> None:
+    """Catches a misspelt name that is measured as the default."""
+    with pytest.raises(ConfigError, match=said):
+        configs.build(Config, values, "evaluate")
+
+
+def test_hooks_are_gone_after_a_run(talker: TransformersTarget, report: Report) -> None:
+    """Catches a clock that is left in the model and slows every later pass."""
+
+    def hooks() -> Iterator[int]:
+        for module in (talker.model, talker.model.base_model):
+            yield len(module._forward_pre_hooks) + len(module._forward_hooks)
+
+    assert list(hooks()) == [0, 0]
+
+
+def test_what_a_report_says_of_training_is_what_the_checkpoint_says(report: Report) -> None:
+    """Catches two names for one fact, so that the report says nothing."""
+    found = measure.training_of(
+        {"training": {"step": 40, "seconds": 2.5, "tokens": 900}}, [{"step": 20, "loss": 0.5}, {"step": 40}]
+    )
+    shown = Report(target="t", training={"dspark": found}).training["dspark"]
+    assert (shown.steps, shown.seconds, shown.tokens, shown.loss_curve) == (40, 2.5, 900, ((20.0, 0.5),))
+
+
+# ── turns, thinking, ends ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def dialogue(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("task") / "talk.jsonl"
+    rows = [{"id": "t0", "turns": ["say ab", "and now?", "again"]}, {"id": "t1", "turns": ["q"]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_every_party_is_asked_the_same_conversation(
+    talker: TransformersTarget, drafters: dict[str, Drafter], dialogue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a later turn that is dropped, a party that goes on from its own answers, and counts of one turn alone."""
+    real, asked = measure.run_once, []
+
+    def noted(target: TransformersTarget, request: Any, drafter: Any = None, *rest: Any, **more: Any) -> summary.Run:
+        found = real(target, request, drafter, *rest, **more)
+        asked.append((request.sampling.temperature, drafter, request.prompt, len(found.tokens), found.steps))
+        return found
+
+    monkeypatch.setattr(measure, "run_once", noted)
+    found = evaluate(talker, drafters, settings(dialogue, prompts=2, max_new_tokens=8, observed=0))
+    said: list[dict[str, str]] = []
+    wanted = []
+    for turn in ("say ab", "and now?", "again"):
+        said.append({"role": "user", "content": turn})
+        wanted.append(talker.encode(said))
+        said.append({"role": "assistant", "content": talker.decode(generate_once(talker, wanted[-1], 8)[0])})
+    asked = asked[5:]  # the warm-up
+    parties = [(0.0, None), (0.0, drafters["ngram"]), (0.0, drafters["dspark"]), (1.0, None), (1.0, drafters["dspark"])]
+    for heat, party in parties:
+        own = [prompt for temperature, drafter, prompt, *_ in asked if (temperature, drafter) == (heat, party)]
+        assert own[:3] == wanted
+        assert len(own) == 4
+    for row in found.rows:
+        one, other = row.per_prompt
+        assert (one.tokens, other.tokens, row.compared_tokens) == (24, 8, 32 if row.temperature == 0 else 0)
+        assert row.exact is (True if row.temperature == 0 else None)
+        steps = sum(n for heat, drafter, *_, n in asked if (heat, drafter) == (row.temperature, drafters[row.drafter]))
+        assert row.steps == steps
+
+
+def test_a_temperature_that_stands_twice_is_refused() -> None:
+    """Catches two rows of one name, of which a comparison takes one."""
+    with pytest.raises(ValueError, match="names a temperature twice"):
+        Config(temperatures=(0.0, 1.0, 0.0))
+
+
+def test_a_sampled_run_is_drawn_as_requests_without_a_seed_are_and_can_be_repeated(
+    talker: TransformersTarget, drafters: dict[str, Drafter], task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches drafts that share the target's noise, which keep less than users' requests do, and noise that is not fixed."""
+    real, shared = drafters["dspark"].propose, []
+
+    def noted(memory: Any, state: Any, budget: Any) -> Any:
+        shared.append(state.seeded is not None)
+        return real(memory, state, budget)
+
+    monkeypatch.setattr(drafters["dspark"], "propose", noted, raising=False)
+    config = settings(task, temperatures=(1.0,))
+    first, second = (evaluate(talker, {"dspark": drafters["dspark"]}, config).rows[0] for _ in range(2))
+    assert shared and not any(shared)
+    assert first.accepted_histogram == second.accepted_histogram
+    assert first.per_prompt[0].steps == second.per_prompt[0].steps
+
+
+def test_an_answer_changed_in_a_later_turn_is_found_out(
+    talker: TransformersTarget, drafters: dict[str, Drafter], dialogue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault: a second turn that differs from generate's is no longer exact, and the place is counted over turns."""
+    real, calls = measure.run_once, []
+
+    def wrong(target: TransformersTarget, request: Any, drafter: Any = None, *rest: Any, **more: Any) -> summary.Run:
+        found = real(target, request, drafter, *rest, **more)
+        calls.append(drafter)
+        if len([one for one in calls if one is not None]) == 3:  # warm-up, first turn, second turn
+            found.tokens[3] ^= 1
+        return found
+
+    monkeypatch.setattr(measure, "run_once", wrong)
+    config = settings(dialogue, prompts=1, max_new_tokens=8, temperatures=(0.0,), observed=0)
+    (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, config).rows
+    assert (row.exact, row.plain_exact, row.per_prompt[0].first_difference) == (False, True, 8 + 3)
+
+
+def test_thinking_is_handed_to_the_template(
+    talker: TransformersTarget, drafters: dict[str, Drafter], task: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Catches a setting without effect that is ignored in silence, and one that is set although nobody asked."""
+    prompt = measure.draw(task, settings(task)).prompts[0]
+    plain = measure.as_tokens(talker, prompt)
+    evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, prompts=1, temperatures=(0.0,), thinking=True))
+    assert "evaluate.thinking has no effect" in caplog.text
+    template = talker.tokenizer.chat_template
+    added = "{% if enable_thinking is defined %}{% if enable_thinking %}yes{% else %}no{% endif %}{% endif %}"
+    monkeypatch.setattr(talker.tokenizer, "chat_template", template + added)
+    said = {choice: talker.decode(measure.as_tokens(talker, prompt, thinking=choice)) for choice in (None, True, False)}
+    assert said == {None: talker.decode(plain), True: talker.decode(plain) + "yes", False: talker.decode(plain) + "no"}
+    caplog.clear()
+    found = evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, prompts=1, temperatures=(0.0,), thinking=False))
+    assert found.rows[0].exact
+    assert "no effect" not in caplog.text
+
+
+def test_without_a_template_a_conversation_is_one_text(talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a crash on base models, and a system prompt or an earlier turn that they never see."""
+    monkeypatch.setattr(talker.tokenizer, "chat_template", None)
+    prompt = measure.Prompt("p", ("one", "two"), "sys ")
+    assert measure.as_tokens(talker, prompt) == talker.encode("sys one")
+    assert measure.as_tokens(talker, prompt, [" 1 "]) == talker.encode("sys one 1 two")
+
+
+def test_what_stands_behind_a_text_s_end_was_not_turned_down(
+    talker: TransformersTarget, drafters: dict[str, Drafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an end of text within a draft that is counted as a rejection of what nobody judged."""
+    prompt = talker.encode([{"role": "user", "content": "xyxyxy"}])
+    whole, _ = generate_once(talker, prompt, 24)
+    # an end that greedy decoding reaches, and that a draft of its own text runs over
+    end = next(token for n, token in enumerate(whole) if n > 6 and token not in whole[:n])
+    monkeypatch.setattr(talker, "ends", frozenset({end}))
+
+    class Foretold(Drafter):
+        limit = 5
+
+        def propose(self, memory: None, state: Any, budget: torch.Tensor) -> Draft:
+            at = len(state.tokens[state.rows[0]]) - len(prompt)
+            return Draft.chain(torch.tensor([whole[at : at + 5]]), torch.tensor([5]))
+
+    at = whole.index(end)
+    shifted = [n for n in range(at + 1) if n % 6 == 0][-1]
+    run = measure.run_once(talker, measure.Request(prompt, 24, measure.Sampling(0.0)), Foretold())
+    assert run.tokens == whole[: at + 1]
+    assert run.accepted == run.reached
+    assert sum(run.nodes) == 5 * run.steps
+    assert run.reached[-1] == min(5, at - shifted + 1)
+    row = summary.acceptance([run])
+    assert (row["token_acceptance"], row["draft_acceptance"]) == (1.0, 1.0)
+    assert row["wasted"] == pytest.approx(1 - sum(run.accepted) / (5 * run.steps))
+
+
+def test_branches_count_as_verified_tokens(talker: TransformersTarget, task: str) -> None:
+    """Catches a tree that seems to waste as little as its longest branch; ngram by frequency drafts several branches."""
+    drafter = load_drafter("ngram", talker, shortest=1, tree="frequency", nodes=6)
+    prompt = talker.encode([{"role": "user", "content": "xyxzxyxzxw xyxz"}])
+    run = measure.run_once(talker, measure.Request(prompt, 24, measure.Sampling(0.0)), drafter)
+    assert len(run.nodes) == run.steps == len(run.reached)
+    assert all(nodes >= reached for nodes, reached in zip(run.nodes, run.reached, strict=True))
+    assert sum(run.nodes) > sum(run.reached)
+
+
+# ── what is noted beside the times ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_first_prompts_are_observed_in_every_row(report: Report, talker: TransformersTarget) -> None:
+    """Catches observations of another prompt, or of another entry's temperature, and rows without any."""
+    for row in report.rows:
+        assert [seen.id for seen in row.observed] == ["q0", "q1", "q2"]
+        assert [len(seen.tokens) for seen in row.observed] == [prompt.tokens for prompt in row.per_prompt]
+        places = [place for seen in row.observed for place in seen.tokens]
+        assert row.rejections is not None
+        tested = sum(pattern.tested for pattern in row.rejections.by_rank)
+        assert tested == sum(place.depth is not None for place in places)
+        # all prompts were observed: what was kept there is what was kept in the timed runs
+        assert sum(pattern.kept for pattern in row.rejections.by_rank) == pytest.approx(row.token_acceptance * tested)
+        assert 0 <= row.expected_acceptance <= 1
+        if row.temperature == 0:
+            assert row.expected_acceptance == pytest.approx(row.token_acceptance)
+    texts = {seen.id: "".join(place.text for place in seen.tokens) for seen in report.rows[0].observed}
+    wanted, _ = generate_once(talker, talker.encode([{"role": "user", "content": PROMPTS[0]}]), 16)
+    assert texts["q0"].startswith(talker.decode(wanted)[:8])
+
+
+def test_observing_can_be_left_out(talker: TransformersTarget, drafters: dict[str, Drafter], task: str) -> None:
+    """Catches an untimed run that nobody wanted, and zeros in the place of what was not looked at."""
+    (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, prompts=1, temperatures=(0.0,), observed=0)).rows
+    assert (row.observed, row.rejections, row.expected_acceptance) == ((), None, None)
+
+
+def test_the_report_knows_its_machine_and_its_memory(report: Report) -> None:
+    """Catches reports that any two machines may compare."""
+    assert report.fingerprint["torch"] == torch.__version__
+    assert report.fingerprint["dtype"] == "float64"
+    for row in report.rows:
+        assert row.memory_peak_bytes is None or row.memory_peak_bytes > 2**20
+        assert row.speedup_geomean.low <= row.speedup_geomean.center <= row.speedup_geomean.high
+        assert row.tokens_per_step_range.center == pytest.approx(row.tokens_per_step)
+
+
+def test_overlaps_are_each_drafter_s_own(talker: TransformersTarget, drafters: dict[str, Drafter], task: str) -> None:
+    """Catches one drafter's training set held against another, and drafters that were not looked at taken for clean."""
+    overlaps = {"dspark": summary.Overlaps({("quiz", "q0"): True, ("quiz", "q1"): False, ("quiz", "q2"): False}, "a word")}
+    found = evaluate(talker, drafters, settings(task, temperatures=(0.0,)), overlaps=overlaps)
+    ngram, dspark = found.rows
+    assert ngram.clean is None
+    assert {prompt.overlaps for prompt in ngram.per_prompt} == {None}
+    assert (dspark.clean.overlapping, dspark.clean.checked, dspark.clean.rule) == (("q0",), 3, "a word")
+    steps = sum(prompt.steps for prompt in dspark.per_prompt[1:])
+    assert dspark.clean.tokens_per_step == pytest.approx(32 / steps)
+
+
+def test_less_than_training_expected_is_said(talker: TransformersTarget, drafters: dict[str, Drafter], task: str) -> None:
+    """Catches a drafter that is served otherwise than it was trained, and one that is accused although it does better."""
+    config, own = settings(task, temperatures=(0.0,), observed=0), {"dspark": drafters["dspark"]}
+    high, low = ({"dspark": {"acceptance": [share] * 3}} for share in (0.99, 0.001))
+    found = evaluate(talker, own, config, training=high)
+    assert found.rows[0].predicted_by_depth == pytest.approx((0.99, 0.99**2, 0.99**3))
+    (said,) = found.skews
+    assert "dspark on quiz at temperature 0 keeps" in said and "its training expected" in said
+    assert said in found.headline()
+    found = evaluate(talker, own, config, training=low)
+    assert (found.skews, len(found.rows[0].predicted_by_depth)) == ([], 3)
+
+
+def test_tasks_are_counted_together(
+    talker: TransformersTarget, drafters: dict[str, Drafter], task: str, dialogue: str
+) -> None:  # fmt: skip
+    """Catches a progress bar that begins again with every task, and rows of one task alone."""
+    told: list[tuple[int, int, int]] = []
+    config = Config(tasks=(task, dialogue), prompts=2, max_new_tokens=4, fresh=0.0, temperatures=(0.0,), observed=0)
+    found = evaluate(talker, {"ngram": drafters["ngram"]}, config, on_prompt=lambda *counts: told.append(counts))
+    assert told == [(1, 4, 0), (2, 4, 0), (3, 4, 0), (4, 4, 0)]
+    assert [row.task for row in found.rows] == ["quiz", "talk"]
+
+
+def test_a_task_is_read_from_where_the_settings_say_and_the_report_says_so(
+    talker: TransformersTarget, drafters: dict[str, Drafter], tmp_path: Path
+) -> None:
+    """Catches a folder or a pinned content that is dropped, and a report that does not tell which rows it measured."""
+    rows = [{"question": f"What is {n} + 1?", "answer": f"think\n#### {n + 1}"} for n in range(30)]
+    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = settings("gsm8k", prompts=2, max_new_tokens=4, temperatures=(0.0,), data=str(tmp_path), observed=0, score=True)
+    found = evaluate(talker, {"ngram": drafters["ngram"]}, config)
+    source = found.tasks["gsm8k"]
+    assert str(tmp_path) in source.source and source.prompts == 30 and source.revision.startswith("sha256:")
+    assert found.rows[0].score.model_dump(include={"drafted", "plain", "prompts"}) == {"drafted": 0, "plain": 0, "prompts": 2}
+    assert len(measure.draw("gsm8k", config).prompts) == 8
+    wrong = config.model_copy(update={"revisions": {"gsm8k": "sha256:0123"}})
+    with pytest.raises(DataError, match="not the pinned"):
+        evaluate(talker, {"ngram": drafters["ngram"]}, wrong)
+
+
+def test_a_right_answer_is_scored_beside_the_target_s_own(
+    talker: TransformersTarget, drafters: dict[str, Drafter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a score of the reference text in the place of the drafted one: here the drafted answer alone loses its number."""
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps({"question": "?", "answer": "#### 7"}) + "\n")
+    answer = talker.encode("it is 7")
+    real = measure.run_once
+
+    def said(target: TransformersTarget, request: Any, drafter: Any = None, *rest: Any, **more: Any) -> summary.Run:
+        found = real(target, request, drafter, *rest, **more)
+        found.tokens = answer if drafter is None else answer[:-1]
+        return found
+
+    monkeypatch.setattr(measure, "run_once", said)
+    config = settings("gsm8k", prompts=1, max_new_tokens=4, temperatures=(0.0,), data=str(tmp_path), observed=0, score=True)
+    (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, config).rows
+    assert (row.score.drafted, row.score.plain, row.score.prompts) == (0.0, 1.0, 1)
+    assert row.score.measure == "exact match of the final answer"
+    assert (row.per_prompt[0].score, row.per_prompt[0].plain_score) == (0.0, 1.0)
+
+
+def test_tests_that_can_not_be_read_are_refused_before_anything_is_measured(
+    talker: TransformersTarget, drafters: dict[str, Drafter], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a bad row that throws away hours of measuring; one that went bad meanwhile has no score, and that is said."""
+    good = {"task_id": 1, "prompt": "Add.", "test_imports": [], "test_list": ["assert add(1, 2) == 3"]}
+    bad = good | {"task_id": 2, "test_list": []}
+    (tmp_path / "mbpp.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (good, bad)))
+    config = settings(
+        "mbpp", prompts=2, max_new_tokens=4, fresh=0.0, temperatures=(0.0,), data=str(tmp_path), observed=0, score=True,
+        allow_code_execution=True,
+    )  # fmt: skip
+    with pytest.raises(DataError, match="the tests of mbpp mbpp/2 can't be read"):
+        measure.draw("mbpp", config)
+    unscored = config.model_copy(update={"allow_code_execution": False})
+    drawn = {"mbpp": measure.draw("mbpp", unscored)}
+    assert len(drawn["mbpp"].prompts) == 2
+    (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, config, drawn=drawn).rows
+    scores = {prompt.id: prompt.score for prompt in row.per_prompt}
+    assert scores == {"mbpp/1": 0.0, "mbpp/2": None}
+    assert "the tests of mbpp mbpp/2 can't be read" in caplog.text and "no score" in caplog.text
+
+
+def test_code_that_nobody_scores_is_not_run(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a setting without effect that is ignored in silence."""
+    Config(allow_code_execution=True)
+    assert "allow_code_execution has no effect without evaluate.score" in caplog.text
+    caplog.clear()
+    Config(allow_code_execution=True, score=True)
+    assert caplog.text == ""
+
+
+def test_answers_end_where_the_text_ends(talker: TransformersTarget) -> None:
+    """Catches scoring what a sampled run wrote past its end, for equal lengths, and turns run together."""
+    end = min(talker.ends)
+    a, b = talker.encode("ab"), talker.encode("cd")
+    run = summary.Run([*a, end, *b, *b, end], turns=[len(a) + 1 + len(b), len(b) + 1])
+    assert measure.answers_of(talker, run) == ["ab", "cd"]

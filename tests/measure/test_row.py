@@ -1,0 +1,243 @@
+"""Every figure of a row from two runs made by hand: the right value is worked out here, and its likely mistakes are planted."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tiny import folder, talker
+
+from outrider import load_drafter
+from outrider.measure import row as summary
+from outrider.measure.row import Entry, Measured, Overlaps, Run, differences, predicted, training_of
+from outrider.report.schema import Row
+from outrider.targets.transformers import TransformersTarget
+
+__all__ = ["folder", "talker"]
+STEPS = {"a": [(2, 3, 3), (0, 3, 3), (3, 3, 3), (1, 1, 1)], "b": [(0, 0, 0), (1, 2, 4), (2, 2, 4)]}
+"""Of every step what was kept, how deep its draft was, how many tokens it had on all branches; b drafts trees."""
+
+
+def run_of(steps: list[tuple[int, int, int]], **more: Any) -> Run:
+    accepted, reached, nodes = (list(column) for column in zip(*steps, strict=True))
+    return Run(list(range(sum(accepted) + len(steps))), len(steps), accepted, reached, nodes=nodes, **more)
+
+
+def hand_made(target: TransformersTarget, **more: Any) -> Measured:
+    """Two prompts: a writes 10 tokens in 4 steps, b 6 in 3; alone they take 6 and 4.5 seconds, drafted 2 and 3."""
+    runs = [
+        run_of(STEPS["a"], seconds=2.0, first_s=0.5, gaps_s=[0.3, 0.5, 0.7], draft_s=0.3, verify_s=1.2, other_s=0.5,
+               model_s=1.6, memory_peak_bytes=100),
+        run_of(STEPS["b"], seconds=3.0, first_s=0.4, gaps_s=[0.6, 2.0], draft_s=0.7, verify_s=1.8, other_s=0.5, model_s=2.4,
+               memory_peak_bytes=300),
+    ]  # fmt: skip
+    plain = [
+        Run(run.tokens, len(run.tokens), seconds=seconds, first_s=1.0, gaps_s=[0.5], verify_s=4.0, model_s=3.0)
+        for run, seconds in zip(runs, (6.0, 4.5), strict=True)
+    ]
+    values: dict[str, Any] = {
+        "entry": Entry("n", load_drafter("ngram", target), acceptance=(0.8, 0.5)), "task": "quiz", "ids": ["a", "b"],
+        "runs": runs, "plain": plain, "reference": [run.tokens for run in runs], "generate_s": [5.0, 5.0],
+        "overlap": [0.5, 1.0, 0.75],
+        "scores": [(1.0, 1.0), (0.0, 1.0)], "score_measure": "exact match",
+    }  # fmt: skip
+    return Measured(**(values | more))
+
+
+RIGHT: dict[str, Any] = {
+    "tokens_per_step": 16 / 7,
+    # of two prompts drawn twice: a a is 10/4, b b is 6/3
+    "tokens_per_step_range": {"center": 16 / 7, "low": 2.0, "high": 2.5},
+    "accepted_by_depth": [5 / 6, 3 / 5, 1 / 3],
+    "conditional_acceptance": [5 / 6, 3 / 4, 1 / 2],
+    "rejections_by_depth": [1, 1, 1],
+    # 9 kept; judged 3 + 1 + 3 + 1 + 0 + 2 + 2
+    "token_acceptance": 9 / 12,
+    "draft_acceptance": 9 / 14,
+    "expected_acceptance": 0.75,
+    "accepted_histogram": [[1], [0, 1], [0, 1, 1], [1, 0, 1, 1]],
+    # 18 verified on all branches
+    "wasted": 9 / 18,
+    "predicted_by_depth": [0.8, 0.4],
+    "tokens_per_s": 16 / 5,
+    "plain_tokens_per_s": 16 / 10.5,
+    "generate_tokens_per_s": 16 / 10,
+    "speedup": 2.1,
+    # their own are 3 and 1.5
+    "speedup_geomean": {"center": math.sqrt(4.5), "low": 1.5, "high": 3.0},
+    # (5 + 2) / (10/6 + 6/4.5)
+    "speedup_of_means": 7 / 3,
+    "share": {"draft": 0.2, "verify": 0.6, "other": 0.2},
+    "loop_overhead": 0.2,
+    "plain_loop_overhead": 0.25,
+    "ttft_ms": {"p50": 450.0, "p95": 495.0, "p99": 499.0},
+    "itl_ms": {"p50": 600.0, "p95": 1740.0, "p99": 1948.0},
+    # 1.5 s over 9 tokens, 2.6 s over 5
+    "tpot_ms": {f"p{p}": 1500 / 9 + p / 100 * (520 - 1500 / 9) for p in (50, 95, 99)},
+    "memory_peak_bytes": 300,
+    "score": {"drafted": 0.5, "plain": 1.0, "prompts": 2, "measure": "exact match"},
+    "compared_tokens": 16,
+    "exact": True,
+    "plain_exact": True,
+}  # fmt: skip
+
+
+def same(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, list):
+        return len(found) == len(wanted) and all(same(a, b) for a, b in zip(found, wanted, strict=True))
+    if isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(same(found[key], wanted[key]) for key in wanted)
+    return found == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_figure_is_what_was_worked_out_by_hand(talker: TransformersTarget, name: str) -> None:
+    """Catches another definition under the same name."""
+    assert same(summary.summarise(hand_made(talker), talker)[name], RIGHT[name])
+
+
+def test_every_figure_has_its_place_in_the_report(talker: TransformersTarget) -> None:
+    """Catches a figure that the report keeps as an unknown field, or drops, because its name is another there."""
+    row = summary.summarise(hand_made(talker), talker, Overlaps({("quiz", "a"): True}, "a rule"))
+    assert row.keys() <= Row.model_fields.keys()
+    assert json.loads(Row(**row).model_dump_json())["speedup_geomean"]["high"] == pytest.approx(3.0)
+    assert len(row["tpot_curve_ms"]) == 101
+    assert (row["tpot_curve_ms"][0], row["tpot_curve_ms"][100]) == (pytest.approx(1500 / 9), pytest.approx(520))
+    assert [prompt["tpot_ms"] for prompt in row["per_prompt"]] == pytest.approx([1500 / 9, 520])
+    assert [prompt["plain_tpot_ms"] for prompt in row["per_prompt"]] == pytest.approx([5000 / 9, 3500 / 5])
+
+
+MISTAKES = [
+    # the bonus token forgotten; a mean of the prompts' means is caught by the range's centre
+    ("tokens_per_step", '"tokens_per_step": tokens / steps', '"tokens_per_step": kept / steps'),
+    ("tokens_per_step_range", "bootstrap.ratio_of_totals(", "bootstrap.mean([2.5, 2.0]) or ("),
+    # steps whose draft was too short counted as rejections
+    ("accepted_by_depth", "sum(r > k for r in reached)) for k", "len(reached)) for k"),
+    ("conditional_acceptance", "sum(a >= k < r for a, r in pairs)", "sum(a >= k for a, r in pairs)"),
+    ("rejections_by_depth", "sum(a == k < r for a, r in pairs)", "sum(a == k for a, r in pairs)"),
+    # a test of every draft that was wholly kept
+    ("token_acceptance", "sum(a + (a < r) for a, r in pairs)", "sum(a + 1 for a, r in pairs)"),
+    ("draft_acceptance", "_share(kept, sum(reached))", "_share(kept, nodes)"),
+    ("accepted_histogram", "counts[r][a] += 1", "counts[r][r - a] += 1"),
+    ("wasted", "_share(nodes - kept, nodes)", "_share(sum(reached) - kept, sum(reached))"),
+    ("wasted", "sum(sum(run.nodes or run.reached) for run in runs)", "sum(sum(run.reached) for run in runs)"),
+    ("predicted_by_depth", "lambda product, share: product * share", "lambda product, share: share"),
+    ("speedup", "plain_seconds / plain_tokens * tokens / seconds", "sum(ratios) / len(ratios)"),
+    ("speedup_of_means", "sum(rates) / sum(plain_rates)", "sum(ratios) / len(ratios)"),
+    ("speedup_geomean", "bootstrap.geometric_mean(ratios)", "bootstrap.mean(ratios)"),
+    ("tpot_ms", "(run.seconds - run.first_s) / max(1, len(run.tokens) - ", "run.seconds / max(1, len(run.tokens) - 0 * "),
+    ("tpot_ms", "max(1, len(run.tokens) - max(1, len(run.turns)))", "max(1, len(run.tokens))"),
+    ("ttft_ms", "run.first_s / max(1, len(run.turns))", "run.gaps_s[0]"),
+    ("memory_peak_bytes", '"memory_peak_bytes": max((', '"memory_peak_bytes": min(('),
+    ("expected_acceptance", "sum(values) / len(values) if values", "max(values) if values"),
+    ("score", "sum(side) / len(both) for side", "sum(side) for side"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "right", "wrong"), MISTAKES, ids=[f"{n}-{name}" for n, (name, *_) in enumerate(MISTAKES)])
+def test_a_planted_mistake_is_seen(
+    name: str, right: str, wrong: str, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Catches two runs by hand on which a wrong definition happens to give the right figure."""
+    source = inspect.getsource(summary)
+    assert source.count(right) >= 1, "the mistake can't be planted: its place has changed"
+    broken = ModuleType("broken")
+    monkeypatch.setitem(sys.modules, "broken", broken)
+    exec(compile(source.replace(right, wrong), "summary with a mistake", "exec"), broken.__dict__)
+    assert not same(broken.summarise(hand_made(talker), talker)[name], RIGHT[name])
+
+
+# ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_turns_add_up(talker: TransformersTarget) -> None:
+    """Catches a count or a time of a later turn that is dropped, and a first token counted as one of the later ones."""
+    whole = hand_made(talker).runs
+    joined = whole[0].joined(whole[1])
+    assert joined.turns == [10, 6]
+    assert (joined.steps, len(joined.tokens), joined.seconds, joined.memory_peak_bytes) == (7, 16, 5.0, 300)
+    assert joined.accepted == whole[0].accepted + whole[1].accepted
+    assert joined.nodes == whole[0].nodes + whole[1].nodes
+    assert joined.joined(whole[0]).turns == [10, 6, 10]
+    measured = hand_made(
+        talker,
+        ids=["c"],
+        runs=[joined],
+        plain=[joined],
+        reference=[joined.tokens],
+        turns=[[10, 6]],
+        generate_s=[1.0],
+        scores=[],
+    )
+    row = summary.summarise(measured, talker)
+    assert row["ttft_ms"]["p50"] == pytest.approx(450)
+    assert row["tpot_ms"]["p50"] == pytest.approx(1000 * (5.0 - 0.9) / 14)
+    assert row["tokens_per_step"] == pytest.approx(16 / 7)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "at"),
+    [
+        ([[1, 2], [3, 4]], [[1, 2], [3, 4]], None),
+        # as one text they would be equal
+        ([[1, 2], [3, 4]], [[1, 2, 3], [4]], 2),
+        ([[1, 2, 3], [4]], [[1, 2], [3, 4]], 2),
+        ([[1, 2], [3, 5]], [[1, 2], [3, 4]], 3),
+    ],
+)
+def test_turns_are_compared_one_by_one(
+    mine: list[list[int]], theirs: list[list[int]], at: int | None, talker: TransformersTarget
+) -> None:  # fmt: skip
+    """Catches two conversations that are equal only when their turns are strung together."""
+    flat = lambda turns: [token for turn in turns for token in turn]
+    run = Run(flat(mine), turns=[len(turn) for turn in mine])
+    measured = hand_made(talker, runs=[run], reference=[flat(theirs)], turns=[[len(turn) for turn in theirs]])
+    assert differences(measured, [run]) == [at]
+
+
+# ── predictions, overlaps, scores ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_prediction_multiplies_up_the_overlaps() -> None:
+    assert predicted((0.8, 0.5)) == pytest.approx([0.8, 0.4])
+    assert predicted(()) == []
+    assert predicted((1.0, 0.0)) == [1.0, 0.0]
+
+
+def test_the_clean_row_leaves_out_what_was_trained_on(talker: TransformersTarget) -> None:
+    """Catches an overlapping prompt that still counts, and one that was not looked for taken for clean."""
+    measured = hand_made(talker)
+    found = summary.summarise(measured, talker, Overlaps({("quiz", "a"): True, ("quiz", "b"): False}, "one 13-gram"))["clean"]
+    assert found == {
+        "overlapping": ["a"], "checked": 2, "rule": "one 13-gram", "tokens_per_step": 2.0, "speedup": pytest.approx(1.5),
+        "score": {"drafted": 0.0, "plain": 1.0, "prompts": 1, "measure": "exact match"},
+    }  # fmt: skip
+    unknown = summary.summarise(measured, talker, Overlaps({("quiz", "a"): True}))
+    assert [prompt["overlaps"] for prompt in unknown["per_prompt"]] == [True, None]
+    assert (unknown["clean"]["checked"], unknown["clean"]["tokens_per_step"], unknown["clean"]["speedup"]) == (1, None, None)
+    assert summary.summarise(measured, talker)["clean"] is None
+    assert summary.summarise(measured, talker, Overlaps({}, "one 13-gram"))["clean"] is None
+
+
+def test_answers_without_a_score_are_not_wrong_answers(talker: TransformersTarget) -> None:
+    """Catches a prompt without a reference counted as a failure, and 0 in the place of nothing."""
+    scored: Callable[..., Any] = lambda *scores: summary.summarise(hand_made(talker, scores=list(scores)), talker)["score"]
+    assert scored((1.0, 0.0), (None, None)) == {"drafted": 1.0, "plain": 0.0, "prompts": 1, "measure": "exact match"}
+    assert scored((None, None), (None, None)) is None
+    assert scored() is None
+
+
+def test_what_training_expected_is_a_mean_of_its_last_steps() -> None:
+    """Catches the first steps, when nothing was learnt, or one noisy batch standing for the whole."""
+    lines = [{"step": n, "loss": 1.0, "acceptance": [n / 100, 0.5]} for n in range(40)] + [{"step": 40, "probe": 2.0}]
+    assert training_of({}, lines)["acceptance"] == pytest.approx([0.375, 0.5])
+    assert training_of({}, lines[:3])["acceptance"] == pytest.approx([0.02, 0.5])
+    assert training_of({}, [{"step": 1, "loss": 1.0}])["acceptance"] == []
+    # one batch of short texts reached less deep
+    assert training_of({}, [{"acceptance": [0.5]}, *[{"acceptance": [0.5, 0.4]}] * 19])["acceptance"] == [0.5, 0.4]

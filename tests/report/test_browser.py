@@ -1,0 +1,278 @@
+"""The page as a reader's browser sees it: nothing breaks, nothing leaves, everything is drawn and can be read."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from base64 import b64encode
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.report.compare import Comparison
+from outrider.report.page.cost import costs, said
+from outrider.report.schema import Report
+from tests.report.examples import full_report, hostile_report, large_report, null_report, row
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium")
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+WIDTHS = (360, 800, 1400)
+
+
+def compared() -> Comparison:
+    other = full_report(rows=[row("dspark", "chat"), row("dspark", "code")], fingerprint={"device": "cpu"})
+    return Comparison.of([("before", full_report()), ("after", other)])
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One window for the whole file, with a profile of its own."""
+    with playwright.sync_playwright() as play:
+        profile = tmp_path_factory.mktemp("profile")
+        context = play.chromium.launch_persistent_context(profile, executable_path=CHROMIUM, headless=True, args=FLAGS)
+        yield context
+        context.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files by the name of what they show."""
+    folder = tmp_path_factory.mktemp("pages")
+    found = {
+        "full": full_report(), "null": null_report(), "hostile": hostile_report(), "large": large_report(),
+        "empty": Report(target="tiny"), "compared": compared(),
+    }  # fmt: skip
+    for name, shown in found.items():
+        (folder / f"{name}.html").write_text(shown.html(), encoding="utf-8")
+    return {name: folder / f"{name}.html" for name in found}
+
+
+class Opened:
+    """A page that is open, and what it complained of or asked for meanwhile."""
+
+    def __init__(self, browser: Any, path: Path, width: int = 1400, scheme: str = "light") -> None:
+        self.page = browser.new_page()
+        self.faults: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda said: self.faults.append(said.text) if said.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.emulate_media(color_scheme=scheme)
+        self.page.goto(path.as_uri())
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.page.close()
+
+
+NAMES = ["full", "null", "hostile", "empty", "compared", pytest.param("large", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_opens_without_a_fault_and_asks_for_nothing_else(browser, pages, name):
+    """Catches a script that throws, a style or script that its own policy refuses, and anything that is fetched."""
+    with Opened(browser, pages[name]) as opened:
+        assert opened.faults == []
+        assert opened.asked == [pages[name].as_uri()]
+
+
+def with_script(html: str, script: str) -> str:
+    """The page with another script, which its policy lets in."""
+    before = re.search(r"<script>(.*?)</script>", html, re.DOTALL)
+    assert before is not None
+    new = b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return re.sub(r"script-src 'sha256-[^']+'", f"script-src 'sha256-{new}'", html).replace(before[1], script)
+
+
+def test_a_broken_script_is_caught(browser, pages, tmp_path):
+    """Planted: a name that does not exist.  Catches a listener that hears nothing."""
+    broken = tmp_path / "broken.html"
+    html = pages["full"].read_text(encoding="utf-8")
+    script = re.search(r"<script>(.*?)</script>", html, re.DOTALL)[1]
+    broken.write_text(with_script(html, script.replace("let shown = null;", "let shown = nowhere;")), encoding="utf-8")
+    with Opened(browser, broken) as opened:
+        assert any("nowhere" in fault for fault in opened.faults)
+
+
+def test_a_script_that_is_not_ours_does_not_run(browser, pages, tmp_path):
+    """Catches a policy that lets inline scripts in as such: the second lock behind the escaping."""
+    evil = tmp_path / "evil.html"
+    html = pages["full"].read_text(encoding="utf-8")
+    evil.write_text(html.replace("</main>", "<script>window.ran = 1</script><img src=x onerror='window.ran = 2'></main>"))
+    with Opened(browser, evil) as opened:
+        assert opened.page.evaluate("window.ran") is None
+        assert opened.faults
+
+
+UNDRAWN = """() => [...document.querySelectorAll('svg')].filter(svg => {
+  const own = svg.getBoundingClientRect(), inner = svg.getBBox();
+  const bad = [...svg.querySelectorAll('*')].some(n => [...n.attributes].some(a => /NaN|undefined|Infinity/.test(a.value)));
+  return bad || own.width < 50 || own.height < 20 || inner.width < 50 || inner.height < 20;
+}).map(svg => svg.outerHTML.slice(0, 200))"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_chart_is_drawn(browser, pages, name):
+    """Catches a chart of no size, and a place that is no number."""
+    with Opened(browser, pages[name]) as opened:
+        assert opened.page.evaluate(UNDRAWN) == []
+        if name == "full":
+            assert opened.page.locator("svg").count() > 30
+
+
+def test_a_chart_of_no_size_is_caught(browser, pages, tmp_path):
+    """Planted: a place that is no number, and a drawing of nothing."""
+    bad = tmp_path / "bad.html"
+    html = pages["full"].read_text(encoding="utf-8")
+    bad.write_text(
+        html.replace("</main>", '<svg width="200" height="90"><rect x="NaN" width="9" height="9"></rect></svg></main>')
+    )
+    with Opened(browser, bad) as opened:
+        assert len(opened.page.evaluate(UNDRAWN)) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_sticks_out_at_the_side(browser, pages, name):
+    """Catches a table or a chart that makes the whole page scroll sideways on a phone."""
+    with Opened(browser, pages[name]) as opened:
+        for width in WIDTHS:
+            opened.page.set_viewport_size({"width": width, "height": 900})
+            assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_what_sticks_out_is_caught(browser, pages):
+    """Planted: a heading that can't wrap."""
+    with Opened(browser, pages["empty"], 360) as opened:
+        opened.page.evaluate("document.querySelector('h1').style.setProperty('white-space', 'nowrap')")
+        assert opened.page.evaluate("document.documentElement.scrollWidth") > 360
+
+
+FAINT = """() => {
+  const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true }), known = {};
+  const rgba = text => known[text] ??= (canvas.clearRect(0, 0, 1, 1), canvas.fillStyle = text, canvas.fillRect(0, 0, 1, 1),
+    [...canvas.getImageData(0, 0, 1, 1).data].map((v, i) => i < 3 ? v : v / 255));
+  const over = (top, under) => top.slice(0, 3).map((v, i) => v * top[3] + under[i] * (1 - top[3]));
+  const light = c => { const [r, g, b] = c.map(v => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+    return .2126 * r + .7152 * g + .0722 * b; };
+  const ground = node => {
+    const layers = [];
+    for (let n = node; n; n = n.parentElement) layers.push(rgba(getComputedStyle(n).backgroundColor));
+    return layers.reverse().reduce((under, top) => over(top, under), [255, 255, 255]);
+  };
+  const found = new Set();
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || ['SCRIPT', 'STYLE', 'TITLE'].includes(node.tagName.toUpperCase())) continue;
+    if (!node.checkVisibility()) continue;
+    const style = getComputedStyle(node), drawn = node instanceof SVGElement;
+    let under = ground(node);
+    const before = node.previousElementSibling;
+    if (drawn && /^in-/.test(node.className.baseVal)) under = over(rgba(getComputedStyle(before).fill), under);
+    const ink = over(rgba(drawn ? style.fill : style.color), under);
+    const [a, b] = [light(ink), light(under)].sort((x, y) => y - x), ratio = (a + .05) / (b + .05);
+    if (ratio < 4.5) found.add(`${node.tagName}.${drawn ? node.className.baseVal : node.className} ${ratio.toFixed(2)}`);
+  }
+  return [...found];
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["full", "null", "hostile", "compared"])
+def test_all_text_has_enough_contrast(browser, pages, name, scheme):
+    """4.5 to 1, as WCAG AA asks of text: catches a grey that was fine on paper and is gone by night."""
+    with Opened(browser, pages[name], scheme=scheme) as opened:
+        if opened.page.locator("#ghosts").count():
+            opened.page.check("#ghosts")
+        if opened.page.locator(".tokens .r").count():
+            opened.page.hover(".tokens .r >> nth=0")
+        assert opened.page.evaluate(FAINT) == []
+
+
+def test_faint_text_is_caught(browser, pages):
+    """Planted: grey on grey."""
+    with Opened(browser, pages["full"]) as opened:
+        opened.page.evaluate("document.querySelector('h1').style.setProperty('color', '#9a9a9a')")
+        assert any(found.startswith("H1") for found in opened.page.evaluate(FAINT))
+
+
+def test_pointing_at_a_token_says_p_q_and_rank(browser, pages):
+    """Catches a tip that never shows, shows twice, or hangs outside the window."""
+    with Opened(browser, pages["full"], 800) as opened:
+        page = opened.page
+        assert page.locator("#tip").is_hidden()
+        page.hover(".tokens .r >> nth=1")
+        text = page.inner_text("#tip")
+        assert re.search(r"turned down “.*” at depth \d", text)
+        assert re.search(r"p [\d.e-]+ target · q [\d.e-]+ drafter\nrank \d+ · target's entropy [\d.]+ nats", text)
+        box, window = page.locator("#tip").bounding_box(), page.viewport_size
+        assert box["x"] >= 0 and box["y"] >= 0
+        assert box["x"] + box["width"] <= window["width"]
+        assert page.locator("[title]").count() == 0  # the browser's own tip would stand beside ours
+        page.mouse.move(2, 2)
+        assert page.locator("#tip").is_hidden()
+
+
+def test_the_keyboard_reads_the_text_too(browser, pages):
+    """Catches tips that only a mouse can reach."""
+    with Opened(browser, pages["full"]) as opened:
+        page = opened.page
+        page.focus(".tokens >> nth=0")
+        page.keyboard.press("ArrowRight")
+        first = page.inner_text("#tip")
+        page.keyboard.press("ArrowRight")
+        assert page.inner_text("#tip") != first
+        assert page.locator(".tokens .at").count() == 1
+        page.keyboard.press("Escape")
+        assert page.locator("#tip").is_hidden()
+
+
+def test_what_was_turned_down_shows_on_request(browser, pages):
+    """A switch that works without the script: catches a rule whose selector went stale."""
+    with Opened(browser, pages["full"]) as opened:
+        ghost = opened.page.locator(".tokens s >> nth=0")
+        assert ghost.is_hidden()
+        opened.page.check("#ghosts")
+        assert ghost.is_visible()
+
+
+GIVEN = [(2.5, 10.0, 0.0), (5.0, 10.0, 0.0), (0.37, 1234.5, 999.0), (0.0, 1.0, 0.0), (98.32, 0.001, 1e6)]
+SHOWN = """() => [...document.querySelectorAll('tr[data-plain]')].map(line =>
+  Object.fromEntries([...line.querySelectorAll('[data-cell]')].map(cell => [cell.dataset.cell, cell.textContent])))"""
+
+
+def test_the_costs_follow_the_inputs_as_python_reckons_them(browser, pages):
+    """Two programs hold the same sums: catches the day one of them changes, or rounds another way."""
+    report = full_report()
+    with Opened(browser, pages["full"]) as opened:
+        for given in GIVEN:
+            for name, value in zip(("price", "tokens", "other"), given, strict=True):
+                opened.page.fill(f"[data-setting={name}]", repr(value))
+            wanted = []
+            for line in report.rows:
+                training = report.training.get(line.drafter)
+                trained = training.seconds if training else None
+                wanted.append(said(costs(line.plain_tokens_per_s, line.tokens_per_s, trained, *given)))
+            assert opened.page.evaluate(SHOWN) == wanted
+
+
+def test_an_input_that_is_no_price_gives_no_figure(browser, pages):
+    """Catches NaN or a negative saving in a page that a decision is made from."""
+    with Opened(browser, pages["full"]) as opened:
+        before = opened.page.locator("[data-cell]").all_inner_texts()
+        for wrong in ("", "-1"):
+            opened.page.fill("[data-setting=price]", wrong)
+            assert set(opened.page.locator("[data-cell]").all_inner_texts()) == {"–"}
+        opened.page.fill("[data-setting=price]", "2.5")
+        assert opened.page.locator("[data-cell]").all_inner_texts() == before

@@ -1,0 +1,463 @@
+"""A report says what was measured, loses nothing, and never hides a text that is not the target's own."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from rich.console import Console
+
+from outrider.errors import DataError
+from outrider.report.page import charts
+from outrider.report.schema import Report, Row
+
+CHARTS = ("speedup", "acceptance", "latency", "time", "rejections", "prompts", "training")
+VOID = {"meta", "br", "link", "img", "hr", "input"}
+NULLS = {
+    "drafter": "ngram", "task": "chat", "prompts": 2, "temperature": 0, "tokens_per_step": None, "accepted_by_depth": [],
+    "tokens_per_s": None, "plain_tokens_per_s": None, "speedup": None, "exact": None, "compared_tokens": None,
+    "share": None, "ttft_ms": None, "itl_ms": None,
+}  # fmt: skip
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    """A plausible row of report.json."""
+    curve = [30 + i / 4 for i in range(101)]
+    prompts = [
+        {"id": f"chat/{i}", "tokens": 96, "steps": 40, "tokens_per_s": 40.0, "plain_tokens_per_s": 24.0,
+         "speedup": 1.2 + i / 10, "exact": True, "first_difference": None}
+        for i in range(24)
+    ]  # fmt: skip
+    return {
+        "drafter": "dspark", "task": "chat", "prompts": 24, "temperature": 0.0, "tokens_per_step": 2.61,
+        "accepted_by_depth": [0.78, 0.58, 0.42, 0.28, 0.17, 0.11, 0.06], "conditional_acceptance": [0.78, 0.74, 0.72, None],
+        "rejections_by_depth": [272, 245, 194, 158], "steps": 1180, "tokens": 2304, "seconds": 56.1, "plain_seconds": 96.4,
+        "tokens_per_s": 41.1, "plain_tokens_per_s": 23.9, "generate_tokens_per_s": 22.4, "speedup": 1.72, "exact": True,
+        "compared_tokens": 2304, "share": {"draft": 0.14, "verify": 0.79, "other": 0.07}, "loop_overhead": 0.041,
+        "ttft_ms": {"p50": 88.1, "p95": 141.0, "p99": 160.2}, "itl_ms": {"p50": 50.0, "p95": 58.2, "p99": 66.7},
+        "tpot_ms": {"p50": 24.0, "p95": 31.0, "p99": 38.0}, "itl_curve_ms": curve, "plain_itl_curve_ms": curve,
+        "dtype": "float32", "batch": 1, "device": "cpu", "unlawful": 0, "per_prompt": prompts,
+    } | changes  # fmt: skip
+
+
+def inexact(**changes: Any) -> dict[str, Any]:
+    wrong = {"id": "chat/3", "speedup": 1.3, "exact": False, "first_difference": 17}
+    return row(drafter="ngram", exact=False, per_prompt=[*row()["per_prompt"][:23], wrong]) | changes
+
+
+def report(*rows: dict[str, Any], **changes: Any) -> Report:
+    training = {"dspark": {"steps": 40, "seconds": 5210.0, "tokens": 12_000, "loss_curve": [[0, 9.0], [20, 4.0], [40, 2.5]]}}
+    values = {"schema": 1, "target": "Qwen/Qwen3-0.6B", "rows": rows, "training": training, "made": "2026-05-09T10:12:00Z"}
+    values |= {"provenance": {"commit": "5f129c3", "machine": {"cpu": "EPYC", "threads": 2}}, "share_left_out": 0.04}
+    return Report.model_validate(values | {"left_out": [{"id": "chat/31", "fresh_share": 0.2}]} | changes)
+
+
+class Page(HTMLParser):
+    """Fails where an element is closed that is not open; keeps ids, tags, addresses and the visible text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: set[str] = set()
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.said: list[str] = []
+        self.scripts: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += attrs
+        self.ids |= {value for name, value in attrs if name == "id" and value}
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "script" in self.open:
+            self.scripts.append(data)
+        elif "style" not in self.open:
+            self.said.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.said).split())
+
+
+def printed(found: Report, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(found.table())
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def test_save_then_load_changes_nothing(tmp_path):
+    """A field that is written under another name, or a list that comes back as something else."""
+    found = report(row(), inexact(), NULLS)
+    assert found.save(tmp_path / "new" / "run") == tmp_path / "new" / "run"
+    assert Report.load(tmp_path / "new" / "run") == found
+    assert Report.load(tmp_path / "new" / "run" / "report.json") == found
+    assert {path.name for path in (tmp_path / "new" / "run").iterdir()} == {"report.json", "report.html"}
+
+
+def test_the_promised_names_stand_in_the_file(tmp_path):
+    """A renamed field breaks every reader of report.json."""
+    values = json.loads((report(row()).save(tmp_path) / "report.json").read_text())
+    assert values["schema"] == 1
+    assert set(row()) <= set(values["rows"][0])
+    assert set(NULLS) <= set(Row.model_fields)
+    assert set(values["rows"][0]["itl_ms"]) == {"p50", "p95", "p99"}
+
+
+def test_fields_of_a_later_version_survive_load_and_save(tmp_path):
+    """An older Outrider that opens a newer report and saves it must not drop what it can't read."""
+    late = row(energy_joules=12.5, share={"draft": 0.1, "verify": 0.8, "other": 0.1, "sampling": 0.05})
+    late["per_prompt"][0]["memory_bytes"] = 7
+    found = report(late, cluster={"nodes": [1, 2]}, training={"dspark": {"steps": 1, "optimiser": "muon"}})
+    values = json.loads((Report.load(found.save(tmp_path)).save(tmp_path) / "report.json").read_text())
+    assert values["cluster"] == {"nodes": [1, 2]}
+    assert values["rows"][0]["energy_joules"] == 12.5
+    assert values["rows"][0]["share"]["sampling"] == 0.05
+    assert values["rows"][0]["per_prompt"][0]["memory_bytes"] == 7
+    assert values["training"]["dspark"]["optimiser"] == "muon"
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path):
+    """json writes NaN, which no other reader accepts; a dict that changed after validation is caught as well."""
+    found = report(row(speedup=math.nan, itl_curve_ms=[1.0, math.inf], later=[{"deep": -math.inf}]))
+    assert found.rows[0].speedup is None
+    found.provenance["drift"] = math.nan
+
+    def refuse(text: str) -> None:
+        raise AssertionError(text)
+
+    values = json.loads((found.save(tmp_path) / "report.json").read_text(), parse_constant=refuse)
+    assert values["rows"][0]["itl_curve_ms"] == [1.0, None]
+    assert values["rows"][0]["later"] == [{"deep": None}]
+    assert values["provenance"]["drift"] is None
+
+
+def test_a_promised_field_that_is_misspelt_is_refused():
+    """Unknown fields are kept, so without required names a typo would pass as an unmeasured value."""
+    with pytest.raises(ValidationError, match="tokens_per_s"):
+        report({("tokens_per_sec" if key == "tokens_per_s" else key): value for key, value in row().items()})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "no report at"),
+        ("{", "can't read report"),
+        ("[1, 2]", "schema 'none'"),
+        ('{"target": "x"}', "schema 'none'"),
+        ('{"schema": 2, "target": "x"}', "schema 2; this Outrider reads schema 1"),
+        ('{"schema": 1}', "damaged at target"),
+        ('{"schema": 1, "target": "x", "rows": [{"drafter": "a"}]}', "damaged at rows.0.task"),
+    ],
+)
+def test_a_report_that_cannot_be_read_says_why(tmp_path, text, says):
+    """A traceback of pydantic's or json's own is no answer to a user."""
+    if text is not None:
+        (tmp_path / "report.json").write_text(text)
+    with pytest.raises(DataError) as error:
+        Report.load(tmp_path)
+    assert says in str(error.value)
+    assert "report.json" in str(error.value)
+
+
+def test_a_file_that_is_not_text_is_a_data_error(tmp_path):
+    """UnicodeDecodeError is a ValueError of another kind than json's."""
+    (tmp_path / "report.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="can't read report"):
+        Report.load(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_a_data_error(tmp_path):
+    """An hour of measuring must not end in a traceback."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="choose a folder"):
+        report(row()).save(tmp_path / "file")
+
+
+def test_a_failed_save_leaves_the_old_report_whole(tmp_path, monkeypatch):
+    """Writing in place would leave half a file where a whole one stood."""
+    before = report(row()).save(tmp_path)
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(DataError, match="disk full"):
+        report(row(), row()).save(tmp_path)
+    assert len(Report.load(before).rows) == 1
+
+
+def test_the_page_is_well_formed_and_holds_every_chart():
+    """A chart that raises for no data, or an element left open, shows an empty page in the browser."""
+    page = Page(report(row(), inexact(), NULLS).html())
+    assert set(CHARTS) <= page.ids
+    assert {"table", "scope", "provenance", "words"} <= page.ids
+    assert "svg" in page.tags
+    for said in ("Qwen/Qwen3-0.6B", "machine.threads", "chat/31", "1.72×", "loop overhead 4.1%", "87 min", "median"):
+        assert said in page.text
+
+
+def test_the_page_asks_the_network_for_nothing():
+    """One font or script from elsewhere, and the file does not open on a plane, or tells a stranger who reads it."""
+    html = report(row(), inexact()).html()
+    page = Page(html)
+    assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & page.tags
+    assert not {"src", "xlink:href", "srcset"} & {name for name, _ in page.attributes}
+    assert all(value and value.startswith("#") for name, value in page.attributes if name == "href")
+    for address in ("http://", "https://", "url(", "@import", "//cdn"):
+        assert address not in html
+    assert "default-src 'none'" in html
+
+
+def test_strings_from_data_cannot_become_markup():
+    """Prompt ids and notes come from anywhere; the page is opened from file://, where a script may do more."""
+    bad = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>$title"
+    prompts = [{"id": bad, "speedup": 1.5, "exact": False, "first_difference": 2}]
+    evil = row(drafter=bad, task=bad, device=bad, dtype=bad, per_prompt=prompts, exact=False, unlawful=3)
+    found = report(evil, row(task="other"), target=bad, made=bad, notes=[bad], provenance={bad: bad, "deep": {bad: [bad]}},
+                   training={bad: {"loss_curve": [[0, 1], [1, 2]]}}, left_out=[{"id": bad}])  # fmt: skip
+    page = Page(found.html())
+    assert "img" not in page.tags
+    assert page.scripts == Page(report(row()).html()).scripts  # the page's own and nothing of the data
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+    assert bad in page.text  # shown as it is, not dropped
+    assert "\\<script\\>" in found.markdown()
+    assert "<script>alert(1)</script>" in "".join(printed(found, 400))
+
+
+def test_a_text_that_differs_is_impossible_to_miss():
+    """The one failure that matters most must not drown among good numbers, even where it is not the first row."""
+    found = report(row(), inexact())
+    html = found.html()
+    assert 'class="alarm" role="alert"' in html
+    said = "NOT EXACT: ngram on chat at temperature 0; 1 of 24 texts differs from the target's own: chat/3 after 17 tokens."
+    assert said in Page(html).text
+    assert 'class="bar alarmed"' in html
+    assert 'class="dot alarmed"' in html
+    assert '<td class="bad">NOT EXACT</td>' in html
+    assert "NOT EXACT: ngram" in found.headline()
+    assert "**NO**, 2,304 tokens compared" in found.markdown()
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="standard")
+    console.print(found.table())
+    assert re.search("\x1b\\[1;37;41m *NO", console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_one_differing_prompt_is_an_alarm_although_the_row_calls_itself_exact():
+    """A row whose summary and prompts disagree must be read the careful way."""
+    assert report(inexact(exact=True)).rows[0].is_inexact
+    assert report(inexact(exact=None)).alarms()
+
+
+def test_a_loop_that_is_itself_wrong_is_said():
+    """Where plain decoding differs from transformers' generate, the speed-up is measured against the wrong text."""
+    assert "does not write what transformers' generate does" in Page(report(row(plain_exact=False)).html()).text
+    assert 'class="warning"' not in report(row(plain_exact=True)).html()
+
+
+def test_sampled_text_is_not_said_to_be_compared():
+    """Zero compared tokens at temperature 0.7 is not a comparison that found nothing."""
+    found = report(row(temperature=0.7, exact=None, compared_tokens=0))
+    assert "tokens compared" not in found.headline()
+    assert "0 tokens compared" not in Page(found.html()).text
+    assert found.markdown().rstrip().endswith("| – |")
+
+
+def test_a_lossy_rule_is_impossible_to_miss():
+    """Catches a report whose page, table, README line or headline keeps the loss to itself."""
+    lossy = {"rule": "typical(epsilon=0.09, delta=0.3)", "lossless": False, "distance": 0.0123}
+    found = report(row(temperature=1.0, exact=None, compared_tokens=None, **lossy))
+    said = "not lossless, by rule typical(epsilon=0.09, delta=0.3): 0.0123 from the exact law per token"
+    assert said in found.headline()
+    assert said in found.html()
+    assert "not lossless" in found.markdown()
+    assert re.search(r"lossy\s+0\.012", " ".join(printed(found, 200)))
+    exact = report(row(lossless=True, distance=0.0))
+    for text in (exact.headline(), exact.html(), exact.markdown(), " ".join(printed(exact, 200))):
+        assert "lossless" not in text
+        assert "lossy" not in text
+    assert report(row()).rows[0].lossless is None
+
+
+def test_no_alarm_without_a_difference():
+    """An alarm that always shows is one nobody reads."""
+    found = report(row(), row(temperature=0.7, exact=None, compared_tokens=None))
+    assert found.alarms() == []
+    html = found.html()
+    assert 'class="alarm"' not in html
+    assert "alarmed" not in html.split("</style>")[1]
+    assert "NOT EXACT" not in html
+
+
+def test_the_headline_says_it_in_plain_words():
+    """The sentence a manager reads; each word of it must follow from a number."""
+    assert report(row()).headline() == (
+        "dspark writes 2.6 tokens per target pass and is 1.7× as fast as the target alone; every one of 24 texts is identical "
+        "to the target's own, 2,304 tokens compared."
+    )
+    assert "slower than the target alone, at 0.80× its speed" in report(row(speedup=0.8)).headline()
+    assert "about as fast as" in report(row(speedup=1.01)).headline()
+    assert "was not timed" in report(row(speedup=None)).headline()
+    assert "drawn at temperature 0.7" in report(row(temperature=0.7, exact=None)).headline()
+    assert report().headline() == "Nothing was measured: the report has no rows."
+
+
+def test_a_faster_text_that_differs_does_not_lead():
+    """The best number of a report must not be one that was got by writing something else."""
+    found = report(inexact(speedup=9.0), row(speedup=1.1), row(drafter="eagle", speedup=3.0, exact=None, temperature=1.0))
+    assert found.lead is not None
+    assert found.lead.drafter == "dspark"
+    assert found.headline().startswith("On chat at temperature 0, dspark")
+
+
+def test_an_empty_report_still_makes_a_page():
+    """A run that was stopped before its first row writes a report too."""
+    found = Report(target="tiny")
+    page = Page(found.html())
+    assert set(CHARTS) - {"training"} <= page.ids  # nothing was trained: no figure
+    assert "not measured" in page.text
+    assert found.markdown().count("\n") == 2
+    assert printed(found, 100)
+
+
+def test_what_is_null_reads_not_measured():
+    """A null shown as 0 or None is a false number."""
+    found = report(NULLS, training={"ngram": {}})
+    page = Page(found.html())
+    assert page.text.count("not measured") > 15
+    assert "None" not in page.text
+    assert not re.search(r"\bnan\b", page.text, re.IGNORECASE)
+    assert "| ngram | 0 | – | – | – | – | – |" in found.markdown()
+    assert "None" not in "".join(printed(found, 120))
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_every_line_of_the_table_fits_and_no_number_is_cut(width):
+    """rich cuts with an ellipsis, or drops the columns at the right, where least widths do not add up."""
+    lines = printed(report(row(), row(temperature=0.7, exact=None), NULLS), width)
+    assert max(len(line) for line in lines) <= width
+    body = "\n".join(lines[4:])
+    for said in ("2.61", "41.1", "23.9", "1.72×", "yes", "14/79/7", "4.1", "88.1", "50.0", "58.2"):
+        assert said in body
+    assert "…" not in body.split("─\n")[-1]
+
+
+def test_markdown_names_the_task_only_where_there_are_several():
+    """Two rows that look the same but for their numbers, or a column that says the same word in each."""
+    assert "task" not in report(row(), row(drafter="a|b")).markdown()
+    assert "a\\|b" in report(row(drafter="a|b")).markdown()
+    several = report(row(), row(task="code")).markdown().splitlines()
+    assert several[0].startswith("| drafter | task |")
+    assert len({line.replace("\\|", "").count("|") for line in several}) == 1
+    assert "yes, 2,304 tokens compared" in several[2]
+
+
+def test_the_report_loads_without_torch():
+    """A dashboard that only reads reports should not wait for, or need, torch."""
+    code = "import sys, outrider.report.schema; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_many_dots_and_one_depth_and_equal_values_are_drawn():
+    """Scales divide by a span that can be 0; a swarm has fewer lanes than dots."""
+    prompts = [{"id": str(i), "speedup": 1.0, "exact": True} for i in range(500)]
+    flat = row(per_prompt=prompts, accepted_by_depth=[1.0], conditional_acceptance=[1.0], rejections_by_depth=[0], speedup=1.0)
+    html = report(
+        flat | {"itl_curve_ms": [0.0] * 101, "plain_itl_curve_ms": []}, training={"dspark": {"loss_curve": [[0, 0]]}}
+    ).html()
+    assert html.count('class="dot c0"') == 500
+    assert not re.search(r"\bnan\b", html, re.IGNORECASE)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0), (0.93, 1.07), (0, 1e7), (-3, 12), (0, 1e-6)])
+def test_ticks_are_few_and_inside(low, high):
+    """A step rounded to 0 loops for ever or fills the axis."""
+    ticks = charts.round_ticks(low, high)
+    assert 1 <= len(ticks) <= 12
+    assert ticks == sorted(set(ticks))
+    assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
+
+
+def test_names_at_line_ends_keep_their_distance():
+    """Two drafters of like acceptance would write over one another."""
+    places = charts._apart([10, 11, 12, 90, 99], 15, 100)
+    assert places == sorted(places)
+    assert all(b - a >= 15 for a, b in pairwise(places))
+    assert places[-1] <= 100
+
+
+def skewed(**changes: Any) -> dict[str, Any]:
+    """1,000 drafts of two tokens: 600 keep the first, 450 both; training expected 80 and 50 percent."""
+    counts = [[0], [0, 0], [400, 150, 450]]
+    values = {"accepted_by_depth": [0.6, 0.45], "predicted_by_depth": [0.8, 0.5], "accepted_histogram": counts}
+    return row(**(values | changes))
+
+
+def test_less_than_training_expected_is_said_at_its_worst_depth():
+    """A drafter that is served on other inputs than it was trained on writes exact text, only slowly: nobody would look."""
+    found = report(row(), skewed())
+    (said,) = found.skews
+    assert said.startswith(
+        "dspark on chat at temperature 0 keeps 60 % of its drafts to depth 1, where its training expected 80 %"
+    )
+    assert found.headline().endswith(said)
+    assert said not in found.headline(alarms=False)
+    assert said in Page(found.html()).text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"predicted_by_depth": []},
+        {"predicted_by_depth": [0.64, 0.5]},
+        {"predicted_by_depth": [None, 0.5]},
+        {"predicted_by_depth": [0.2, 0.1]},
+        {"accepted_by_depth": [None, None]},
+        {"accepted_by_depth": []},
+        # ten drafts: 60 % of them is what 80 % looks like in one case of ten
+        {"accepted_histogram": [[0], [0, 0], [4, 2, 4]]},
+    ],
+)
+def test_no_skew_is_said_without_ground(changes):
+    """An alarm from noise, from more than was expected, or from what nobody predicted, is one that nobody reads."""
+    assert report(skewed(**changes)).skews == []
+
+
+def test_where_a_task_is_from_survives_the_file(tmp_path):
+    """Numbers of two commits of a data set can't be compared; the report must say which one it was."""
+    tasks = {"gsm8k": {"source": "openai/gsm8k main test", "revision": "0" * 40, "prompts": 1319}}
+    found = Report.load(report(row(), tasks=tasks).save(tmp_path))
+    assert (found.tasks["gsm8k"].revision, found.tasks["gsm8k"].prompts) == ("0" * 40, 1319)
+
+
+def test_a_place_without_a_proposal_takes_little_room_and_comes_back_as_it_was(tmp_path):
+    """Thousands of judged places, each with seven nulls, would make a report that no editor opens."""
+    places = [{"text": "a", "entropy": 0.5}, {"text": "b", "drafted": "c", "kept": False, "depth": 1, "p": 0.0, "later": 1}]
+    found = report(row(observed=[{"id": "x", "tokens": places}]))
+    folder = found.save(tmp_path)
+    assert Report.load(folder) == found
+    written = json.loads((folder / "report.json").read_text())["rows"][0]["observed"][0]["tokens"]
+    assert written == [{"text": "a", "kept": False, "entropy": 0.5}, {"kept": False, **places[1]}]
+
+
+def test_what_a_precision_lost_is_counted_turn_by_turn() -> None:
+    """Catches each turn of a name held against every other: such a prompt then weighs as much as four."""
+    steps = {"int8": (12, 6, 24), "bfloat16": (8, 4, 24)}
+    sides = []
+    for precision, own in steps.items():
+        prompts = [{"id": name, "tokens": 24, "steps": count} for name, count in zip("aab", own, strict=True)]
+        sides.append(report(row(precision=precision, trained_on="bfloat16", per_prompt=prompts)))
+    served, there = sides
+    assert served.beside(there).rows[0].tokens_per_step_lost == pytest.approx(72 / 36 - 72 / 42)
