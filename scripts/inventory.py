@@ -19,7 +19,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import typer
 from pydantic import BaseModel
 
 import outrider
@@ -98,8 +97,9 @@ def called(head: str, what: Any) -> Iterator[str]:
 
 
 def verbs(command: Any, path: str) -> Iterator[str]:
-    for name, verb in getattr(command, "commands", {}).items():
-        yield from (f"{path} {name}", *verbs(verb, f"{path} {name}"))
+    load = getattr(command, "load", lambda name: command.commands[name])  # verbs may be loaded when they are called
+    for name in getattr(command, "commands", ()):
+        yield from (f"{path} {name}", *verbs(load(name), f"{path} {name}"))
     for place, each in enumerate(sorted(command.params, key=lambda each: each.opts[0].startswith("-")), 1):
         kind = said(each.type_descriptor.annotation) if hasattr(each, "type_descriptor") else each.type.name
         kind += "".join(f" {end}={getattr(each, end)}" for end in ("min", "max") if getattr(each, end, None) is not None)
@@ -108,7 +108,7 @@ def verbs(command: Any, path: str) -> Iterator[str]:
 
 
 def facts() -> Iterator[str]:
-    yield from verbs(typer.main.get_command(home("app")), "verb")
+    yield from verbs(home("app"), "verb")
     run = [*settings("setting ", home("RunConfig")), *settings("setting gate.", get_type_hints(home("policy_of"))["return"])]
     yield from (*run, *settings("sampling ", home("Sampling")), *settings("metric report.", home("Report")))
     yield from ("optimizer " + line.split("'")[1] for line in run if line.startswith("setting train.optimizer may be "))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ try:
 except SystemExit as done:
     code = done.code or 0
 loaded["--help"] = sorted({{"torch", "transformers", "datasets"}} & set(sys.modules))
-print(json.dumps({{"loaded": loaded, "code": code, "help": text.getvalue()}}))
+print(json.dumps({{"loaded": loaded, "code": code, "help": text.getvalue(), "verbs": list(sys.modules)}}))
 """
 
 
@@ -63,11 +64,18 @@ def test_every_public_name_is_documented_where_it_lives() -> None:
 
 def test_imports_and_help_need_no_torch() -> None:
     """Catches a heavy import at the top of a light module, which makes `outrider --help` take seconds."""
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60)
+    screen = os.environ | {"COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60, env=screen)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["code"] == 0
     assert {name: modules for name, modules in found["loaded"].items() if modules} == {}
+    assert {name for name in found["verbs"] if name.startswith("outrider.cli.")} == {"outrider.cli.console"}
+    assert found["help"].count("\n") <= 40
+    assert max(map(len, found["help"].splitlines())) <= 80
+    first = ("decode", "prepare", "train", "evaluate", "run", "export", "deploy", "corpus")
+    order = [found["help"].index(f"│ {verb} ") for verb in first]
+    assert order == sorted(order)
     for verb in (
         "run", "prepare", "train", "evaluate", "decode", "parity", "lm-eval", "replay", "gate", "report", "watch", "export",
         "import", "verify-export", "deploy", "tune", "show", "drafters", "tasks", "formats", "corpus", "doctor",

@@ -1,47 +1,97 @@
-"""The command line: one verb per stage.  Heavy modules load inside the verbs, so `--help` is instant."""
+"""The command line: one file a verb, loaded when its verb is called, so that `--help` needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import keyword
+from importlib import import_module
+from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from outrider.cli import (
-    console,
-    corpora,
-    decode,
-    deploy,
-    exchange,
-    gate,
-    look,
-    parity,
-    replay,
-    report,
-    stages,
-    tasks,
-    verify,
-    watch,
-)
+from outrider.cli import console
 from outrider.errors import ConfigError, OutriderError
 
-app = typer.Typer(
+VERBS = {
+    "Steps": {
+        "decode": ("decode", "Stream a continuation; what was drafted is marked"),
+        "prepare": ("stages", "Let the target answer the prompts"),
+        "train": ("stages", "Train the drafter on the target's answers"),
+        "evaluate": ("stages", "Measure the drafter and its baselines"),
+        "run": ("stages", "Prepare, train and evaluate: all that a run file has"),
+        "export": ("exchange", "Write a drafter in another's format, and check it"),
+        "deploy": ("deploy", "The command and files with which an engine serves it"),
+    },
+    "Data and weights": {
+        "corpus": ("corpora", "Texts to draft from: add, list, remove, stats, verify"),
+        "import": ("exchange", "Make a checkpoint of a draft in another's format"),
+        "calibrate": ("stages", "Scale confidences by what was accepted"),
+    },
+    "Checks": {
+        "parity": ("parity", "Are the answers the same with a drafter?"),
+        "lm-eval": ("parity", "Are the scores of public tasks the same?"),
+        "verify-export": ("verify", "Does an engine accept what is accepted here?"),
+        "report": ("report", "Write a report's page again, or compare reports"),
+        "gate": ("gate", "May this draft ship?  Compare with a baseline's report"),
+    },
+    "Servers": {
+        "tune": ("deploy", "Find which draft length pays at which load"),
+        "replay": ("replay", "Send recorded traffic to servers, and time the answers"),
+        "watch": ("watch", "Warn when a server's acceptance leaves its release's"),
+    },
+    "Lists": {
+        "show": ("look", "A run file resolved, and the size of its drafter"),
+        "drafters": ("look", "The drafters there are"),
+        "tasks": ("tasks", "The prompt sets to measure on"),
+        "formats": ("exchange", "Which drafters can be written and read in which format"),
+        "doctor": ("look", "What this machine can do, and what to install for more"),
+    },
+}  # fmt: skip
+"""Heading of the help → verb → its module in this package, and its line in the help.
+
+The function has the verb's name, with `_` for `-` and after a word of Python's.  It may be a Typer with verbs of its own.
+"""
+
+
+class Verbs(TyperGroup):
+    """Verbs that are listed by the table, and loaded when they are called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """As the parent's, which knows the table, with the verb itself in the place of its line."""
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, self.load(name) if name else None, rest
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Known, but without a panel of its own: all of the help fits one screen."""
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.hidden = True
+        return option
+
+    def load(self, name: str) -> Any:
+        """A verb as a command with all its options."""
+        module = next(verbs[name][0] for verbs in VERBS.values() if name in verbs)
+        word = name.replace("-", "_") + "_" * keyword.iskeyword(name)
+        found = getattr(import_module(f"outrider.cli.{module}"), word)
+        if not isinstance(found, typer.Typer):
+            alone = typer.Typer(add_completion=False)
+            alone.command(name)(found)
+            found = alone
+        command = typer.main.get_command(found)
+        command.name = name
+        return command
+
+
+app = Verbs(
     name="outrider",
-    help="Speculative decoding, the whole road: prepare, train, evaluate, export, decode.  The output is the target's own.",
+    help="Speculative decoding with exact output.  `outrider COMMAND -h` says more.",
+    commands={
+        name: TyperCommand(name, short_help=line, rich_help_panel=heading)
+        for heading, verbs in VERBS.items() for name, (_, line) in verbs.items()
+    },
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-)
-VERBS: tuple[Callable[..., None], ...] = (
-    stages.run, stages.prepare, stages.train, stages.calibrate, stages.evaluate, decode.decode,
-    parity.parity, parity.lm_eval, replay.replay, gate.gate, report.report, watch.watch,
-    exchange.export, verify.verify_export, deploy.deploy, deploy.tune,
-    look.show, look.drafters, tasks.tasks, exchange.formats, look.doctor,
 )  # fmt: skip
-for verb in VERBS:
-    app.command()(verb)
-app.command("import")(exchange.import_)
-app.add_typer(corpora.app, name="corpus")
 
 
 def main() -> None:

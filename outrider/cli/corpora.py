@@ -17,7 +17,7 @@ from outrider.cli import console
 from outrider.cli.console import JsonTo, bar, counted, place_of_json, quiet, sized, write_json
 from outrider.errors import DataError, TargetError
 
-app = typer.Typer(help="Texts to draft from: add, list, remove, stats, verify.", no_args_is_help=True)
+corpus = typer.Typer(help="Texts to draft from: add, list, remove, stats, verify.", no_args_is_help=True, add_completion=False)
 
 CorpusName = Annotated[str, typer.Argument(help="Name of the corpus.", show_default=False)]
 CorpusFolder = Annotated[
@@ -25,7 +25,7 @@ CorpusFolder = Annotated[
 ]
 
 
-@app.command("add")
+@corpus.command("add")
 def corpus_add(
     name: CorpusName,
     files: Annotated[list[Path], typer.Argument(help="Text, .jsonl with a `text` a row, or folders.", show_default=False)],
@@ -78,7 +78,7 @@ def corpus_add(
     )
 
 
-@app.command("list")
+@corpus.command("list")
 def corpus_list(folder: CorpusFolder = None, json_to: JsonTo = None) -> None:
     """List the corpora there are."""
     from outrider.retrieval import corpora
@@ -115,7 +115,7 @@ def _corpus_row(name: str, folder: Path | None) -> dict[str, Any]:
     return {"name": name, "error": None, **facts, "size_bytes": corpora.size_of(path), "folder": str(path)}
 
 
-@app.command("stats")
+@corpus.command("stats")
 def corpus_stats(name: CorpusName, folder: CorpusFolder = None, json_to: JsonTo = None) -> None:
     """Say what a corpus holds, and which files it was made of."""
     from outrider.retrieval import corpora
@@ -137,7 +137,7 @@ def corpus_stats(name: CorpusName, folder: CorpusFolder = None, json_to: JsonTo 
     write_json(json_to, row | {"sources": [{"name": source, "size_bytes": size} for source, size in sources]})
 
 
-@app.command("remove")
+@corpus.command("remove")
 def corpus_remove(name: CorpusName, folder: CorpusFolder = None) -> None:
     """Delete a corpus."""
     from outrider.retrieval import corpora
@@ -145,7 +145,7 @@ def corpus_remove(name: CorpusName, folder: CorpusFolder = None) -> None:
     console.out.print(f"removed {name}, {sized(corpora.remove(name, folder))}", highlight=False)
 
 
-@app.command("verify")
+@corpus.command("verify")
 def corpus_verify(name: CorpusName, folder: CorpusFolder = None) -> None:
     """Read a whole corpus and compare it with its checksums."""
     from outrider.retrieval import corpora

@@ -324,7 +324,7 @@ def test_a_server_that_dies_or_is_another_is_refused_in_a_sentence(tmp_path: Pat
 def test_a_stopped_tune_leaves_no_server_and_goes_on(tmp_path: Path) -> None:
     """Catches engines that survive Ctrl-C and hold the GPU, and a sweep that starts anew."""
     out, port = tmp_path / "tuned", tune_port()
-    program = "from outrider import cli\nfrom outrider.cli.deploy import tune\ncli.app.command()(tune)\ncli.main()"
+    program = "from outrider import cli\ncli.main()"
     words = ["tune", str(log_of(tmp_path)), "--out", str(out), "--start", COMMAND, "--port", str(port), "--tokens", "0,2,4"]
     words += ["--loads", "1,4", "--rounds", "2", "--calls", "8", "--max-tokens", "12"]
     run = subprocess.Popen([sys.executable, "-c", program, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
