@@ -19,7 +19,7 @@ import torch
 from serving import prompts_of, write
 
 from outrider import load_drafter, load_target
-from outrider.train.calibrate import BINS, Outcomes, Scaling, head_of, scaling, watch
+from outrider.training.calibrate import BINS, Outcomes, Scaling, head_of, scaling, watch
 
 WANTED = 0.02
 

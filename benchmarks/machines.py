@@ -71,13 +71,13 @@ def turn(dtype: str, steps: int) -> dict[str, Any]:
     import torch
 
     from outrider import demo, machine
+    from outrider.data.features import LiveFeatures
+    from outrider.data.regenerate import Answer
     from outrider.drafters import find
-    from outrider.prepare.features import LiveFeatures
-    from outrider.prepare.regenerate import Answer
     from outrider.run import load
     from outrider.targets.transformers import load_target
-    from outrider.train.optimizers import Optimizers
-    from outrider.train.trainer import optimise, settled
+    from outrider.training.optimizers import Optimizers
+    from outrider.training.trainer import optimise, settled
 
     settings, _ = load(ROOT / "recipes" / "demo.yaml", [f"train.dtype={dtype}"])
     assert settings.train is not None

@@ -35,15 +35,15 @@ from serving import write
 
 from outrider import load_drafter, load_target
 from outrider.checkpoint import load_model
+from outrider.data import conversations, regenerate
+from outrider.data.features import LiveFeatures
 from outrider.drafters import find
 from outrider.measure.run import Config as MeasureConfig
 from outrider.measure.run import Entry, measure
 from outrider.nn.draft_model import Batch
-from outrider.prepare import conversations, regenerate
-from outrider.prepare.features import LiveFeatures
 from outrider.run import RunConfig, load
 from outrider.targets.transformers import TransformersTarget
-from outrider.train.trainer import train
+from outrider.training.trainer import train
 
 HERE = Path(__file__).resolve().parent
 RECIPES, CELLS, RUNS = HERE.parent / "recipes", HERE / "results" / "methods", HERE.parent / "runs" / "methods"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from outrider.sampling.grammar import Grammar
     from outrider.sampling.settings import Sampling
     from outrider.targets.transformers import load_target
-    from outrider.train.trainer import train
+    from outrider.training.trainer import train
 
 _HOMES = {
     "Accepted": "decoding.accept",
@@ -35,9 +35,9 @@ _HOMES = {
     "load_target": "targets.transformers",
     "overlap": "decoding.accept",
     "stream": "generation",
-    "train": "train",
+    "train": "training.trainer",
 }
-_PACKAGES = ("evaluate", "train")
+_PACKAGES = ("evaluate",)
 """Packages that can be called, see their docstrings."""
 
 __all__ = [

@@ -22,15 +22,15 @@ from pydantic import Field, PositiveFloat
 
 from outrider import config as configs
 from outrider.config import Config as Base
+from outrider.data.conversations import Config as PrepareConfig
 from outrider.drafters import find, kinds
 from outrider.errors import ConfigError, DrafterError, TargetError
 from outrider.measure.run import Config as EvaluateConfig
 from outrider.nn.draft_model import DraftModel
 from outrider.nn.shape import LayerConfig, left_out, resolved
-from outrider.prepare.conversations import Config as PrepareConfig
 from outrider.targets.protocol import TargetSpec
 from outrider.targets.sketch import sketch
-from outrider.train.trainer import Config as TrainConfig
+from outrider.training.trainer import Config as TrainConfig
 
 
 class TargetConfig(Base):

@@ -20,7 +20,7 @@ from outrider import machine
 from outrider.cli import console
 from outrider.cli.console import Forecast, lasting
 from outrider.targets.transformers import load_target
-from outrider.train.optimizers import Muon, orthogonal
+from outrider.training.optimizers import Muon, orthogonal
 
 SLOW = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 """An AVX2 machine without bfloat16 units, as far as torch and oneDNN go by it."""

@@ -59,7 +59,7 @@ def _sizes(paper: OnPaper) -> dict[str, int]:
 def _chosen(settings: RunConfig) -> dict[str, str]:
     """What this machine makes of settings that are left to it, by key path."""
     from outrider.targets.transformers import default_device
-    from outrider.train.trainer import settled
+    from outrider.training.trainer import settled
 
     if settings.train is None or settings.train.dtype != "auto":
         return {}

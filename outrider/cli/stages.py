@@ -145,7 +145,7 @@ def compile_drafter(drafter: Any) -> None:
 
 
 def _prepare(settings: RunConfig, target: TransformersTarget) -> None:
-    from outrider.prepare import conversations, regenerate
+    from outrider.data import conversations, regenerate
 
     config, skipped = settings.prepare, conversations.Skipped()
     asked = list(conversations.read(config, skipped))
@@ -185,14 +185,14 @@ def _train(settings: RunConfig, target: TransformersTarget) -> None:
     import torch
 
     from outrider.checkpoint import load_model, manifest_of
+    from outrider.data.conversations import template_hash
+    from outrider.data.features import LiveFeatures
+    from outrider.data.ngram_hashes import named
+    from outrider.data.regenerate import answers_for
     from outrider.drafters import find
-    from outrider.prepare.conversations import template_hash
-    from outrider.prepare.features import LiveFeatures
-    from outrider.prepare.grams import named
-    from outrider.prepare.regenerate import answers_for
     from outrider.run import write_config, write_provenance
-    from outrider.train.trainer import settled
-    from outrider.train.trainer import train as fit
+    from outrider.training.trainer import settled
+    from outrider.training.trainer import train as fit
 
     kind = settings.drafter["kind"]
     assert settings.train is not None
@@ -243,7 +243,7 @@ def _calibrate(
 
     from outrider.measure.run import as_tokens
     from outrider.measure.tasks import prompts
-    from outrider.train.calibrate import calibrate as fit
+    from outrider.training.calibrate import calibrate as fit
 
     texts = [as_tokens(target, prompt) for prompt in prompts(task, count, seed)]
     console.out.print(
@@ -382,7 +382,7 @@ def _riders(settings: RunConfig, target: TransformersTarget, drawn: Mapping[str,
 
 def _overlaps(name: str, choice: str | dict[str, Any], drawn: Mapping[str, Drawn]) -> dict[str, Overlaps]:
     """Which prompts stand in what a drafter was trained on, or draws from; {} for one that has no texts of its own."""
-    from outrider.evaluate.contamination import check, sources_of
+    from outrider.data.contamination import check, sources_of
     from outrider.measure.row import Overlaps
     from outrider.measure.tasks import task_name
 

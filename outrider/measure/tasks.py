@@ -21,10 +21,10 @@ from typing import Any, Literal, NamedTuple, cast, overload
 
 from outrider import demo
 from outrider.config import nearest
+from outrider.data.conversations import Config as Source
+from outrider.data.conversations import read
 from outrider.errors import DataError
 from outrider.measure.fields import Row, has, text, texts, word
-from outrider.prepare.conversations import Config as Source
-from outrider.prepare.conversations import read
 
 STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 FILES = (".jsonl", ".txt")

@@ -76,7 +76,7 @@ class MarkovHead(nn.Module):
 class ConfidenceHead(nn.Module):
     """How likely slot k is accepted once slots before it were: sigmoid((w [h; W1[x]] + b + shift_k) / T_k).
 
-    Known before slot k is drawn.  Shifts and temperatures change no order within a slot; see `outrider.train.calibrate`.
+    Known before slot k is drawn.  Shifts and temperatures change no order within a slot; see `outrider.training.calibrate`.
     """
 
     defaults = ("shifts", "temperatures")

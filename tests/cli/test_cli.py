@@ -20,11 +20,11 @@ from tiny import DRAFTER, write_recipe
 from outrider import cli, compiled, demo, generate
 from outrider.cli import console, look
 from outrider.compiled import NotCompiled
+from outrider.data.regenerate import read_answers
 from outrider.decoding.protocols import Drafter
-from outrider.prepare.regenerate import read_answers
 from outrider.targets import transformers
 from outrider.targets.transformers import TransformersTarget, load_target
-from outrider.train import trainer
+from outrider.training import trainer
 
 
 class Done(NamedTuple):
@@ -177,7 +177,7 @@ def test_ctrl_c_while_answering_is_130_too(
     folder: Path, outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a traceback where no stage catches the signal itself; the answers there are stay."""
-    from outrider.prepare import regenerate
+    from outrider.data import regenerate
 
     write_recipe(tmp_path / "tiny.yaml", folder)
     real = regenerate._answers

@@ -7,15 +7,15 @@ import torch
 from conftest import Case, batch_of
 from safetensors.torch import load_file
 from tiny import randomise
-from train.bench import make_answers
+from training.bench import make_answers
 
+from outrider.data.features import LiveFeatures
 from outrider.decoding.state import Request
 from outrider.drafters import deer
 from outrider.generation import serve
-from outrider.prepare.features import LiveFeatures
 from outrider.sampling.settings import Sampling
 from outrider.targets.cache import SlotCache
-from outrider.train import trainer
+from outrider.training import trainer
 
 SIZES = {"layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32, "block": 4, "anchors": 16}
 

@@ -10,15 +10,15 @@ from conftest import batch_of
 from contracts.parties import TableTarget
 from safetensors.torch import load_file
 from tiny import randomise
-from train.bench import make_answers
+from training.bench import make_answers
 
+from outrider.data.features import LiveFeatures
 from outrider.drafters import dflash, domino
 from outrider.errors import DrafterError
 from outrider.generation import generate
 from outrider.nn.draft_model import Batch
 from outrider.nn.heads import PrefixGRU
-from outrider.prepare.features import LiveFeatures
-from outrider.train import trainer
+from outrider.training import trainer
 
 SIZES = {
     "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32, "block": 4, "anchors": 16, "decay": 4.0,

@@ -15,9 +15,9 @@ from outrider.drafters import eagle, eagle3
 from outrider.errors import DrafterError
 from outrider.generation import batch, generate, serve
 from outrider.sampling.settings import Sampling
-from outrider.train import losses
-from outrider.train.trainer import Config as TrainConfig
-from outrider.train.trainer import accumulate
+from outrider.training import losses
+from outrider.training.trainer import Config as TrainConfig
+from outrider.training.trainer import accumulate
 
 OPTIONS = {
     "plain": {},

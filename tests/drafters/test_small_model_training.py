@@ -26,17 +26,17 @@ from transformers import (
 
 from outrider import checkpoint, drafters, load_drafter
 from outrider.config import build
+from outrider.data.features import LiveFeatures
+from outrider.data.regenerate import Answer
 from outrider.decoding.accept import overlap
 from outrider.errors import ConfigError, DrafterError
 from outrider.generation import generate
 from outrider.nn.draft_model import Batch
-from outrider.prepare.features import LiveFeatures
-from outrider.prepare.regenerate import Answer
 from outrider.targets import causal_lm
 from outrider.targets.quantised import is_quantised
-from outrider.train import losses
-from outrider.train.trainer import Config as Training
-from outrider.train.trainer import train
+from outrider.training import losses
+from outrider.training.trainer import Config as Training
+from outrider.training.trainer import train
 
 __all__ = ["folder", "talker"]
 MODULE = drafters.find("small_model")

@@ -29,8 +29,8 @@ from outrider.decoding.accept import overlap
 from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.lock import held
 from outrider.nn.draft_model import Batch, DraftModel, FeatureSource, Predictions
-from outrider.train import losses, rows
-from outrider.train.optimizers import Kind, Optimizers, pack, unpack
+from outrider.training import losses, rows
+from outrider.training.optimizers import Kind, Optimizers, pack, unpack
 
 log = logging.getLogger(__name__)
 

@@ -21,14 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.decoding.protocols import Drafter
-from outrider.decoding.state import Request
-from outrider.errors import DataError
-from outrider.generation import serve
-from outrider.lock import held
-from outrider.nn.draft_model import binding
-from outrider.prepare import grams
-from outrider.prepare.conversations import (
+from outrider.data import ngram_hashes
+from outrider.data.conversations import (
     Config,
     Conversation,
     Skipped,
@@ -38,6 +32,12 @@ from outrider.prepare.conversations import (
     render,
     template_hash,
 )
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import Request
+from outrider.errors import DataError
+from outrider.generation import serve
+from outrider.lock import held
+from outrider.nn.draft_model import binding
 from outrider.sampling.settings import Sampling
 from outrider.targets.protocol import Target
 
@@ -295,11 +295,11 @@ def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 def _keep_grams(folder: Path, target: Target, asked: list[Asked]) -> None:
     """Write the hashes of all prompts and answers there are, and name them in the manifest; nothing where they are there."""
-    there = grams.named(folder, MANIFEST)
-    if there is not None and not there.facts["unknown"] and grams.is_whole(there):
+    there = ngram_hashes.named(folder, MANIFEST)
+    if there is not None and not there.facts["unknown"] and ngram_hashes.is_whole(there):
         return
     prompts = {one.prompt_hash: [m["content"] for m in one.conversation.messages if m["role"] != "assistant"] for one in asked}
-    collected, unknown = grams.Collector("prompts", "answers"), 0
+    collected, unknown = ngram_hashes.Collector("prompts", "answers"), 0
     with (folder / ANSWERS).open(encoding="utf-8") as lines:
         for line in lines:
             answer = _answer(line)

@@ -25,10 +25,10 @@ from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.lock import held
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.targets.transformers import TransformersTarget
-from outrider.train import losses, trainer
-from outrider.train.optimizers import Optimizers
-from outrider.train.trainer import Config, first_bad, rate, train
-from train.bench import SETTINGS, fit, make_model, make_source
+from outrider.training import losses, trainer
+from outrider.training.optimizers import Optimizers
+from outrider.training.trainer import Config, first_bad, rate, train
+from training.bench import SETTINGS, fit, make_model, make_source
 
 
 class Stop(Exception):

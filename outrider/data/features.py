@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider import machine
+from outrider.data.ngram_hashes import Named
+from outrider.data.regenerate import Answer
 from outrider.errors import DataError
 from outrider.nn.draft_model import Batch, Manifest
-from outrider.prepare.grams import Named
-from outrider.prepare.regenerate import Answer
 from outrider.targets.protocol import Target
 
 MIN_LEARNT = 4

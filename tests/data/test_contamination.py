@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 from tiny import folder, talker
-from train.bench import TAPS, fit
+from training.bench import TAPS, fit
 
 from outrider import checkpoint, load_drafter
+from outrider.data import ngram_hashes
+from outrider.data.contamination import Found, Source, check, sources_of
+from outrider.data.conversations import Config, Conversation
+from outrider.data.features import LiveFeatures
+from outrider.data.regenerate import ANSWERS, prepare, read_answers
 from outrider.errors import ConfigError
-from outrider.evaluate.contamination import Found, Source, check, sources_of
 from outrider.measure.tasks import Prompt
-from outrider.prepare import grams
-from outrider.prepare.conversations import Config, Conversation
-from outrider.prepare.features import LiveFeatures
-from outrider.prepare.regenerate import ANSWERS, prepare, read_answers
 from outrider.retrieval import corpora
 from outrider.targets.transformers import TransformersTarget
 
@@ -54,7 +54,7 @@ def answered(target: TransformersTarget, folder: Path, asked: list[Conversation]
 
 def source_of(target: TransformersTarget, answers: Path) -> LiveFeatures:
     read = read_answers(answers / ANSWERS)
-    return LiveFeatures(target, read, TAPS, batch=2, length=400, grams=grams.named(answers))
+    return LiveFeatures(target, read, TAPS, batch=2, length=400, grams=ngram_hashes.named(answers))
 
 
 @pytest.fixture(scope="module")
@@ -254,8 +254,8 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "corpora" / "mine"
 
 
-def collected() -> grams.Collector:
-    documents = grams.Collector("documents")
+def collected() -> ngram_hashes.Collector:
+    documents = ngram_hashes.Collector("documents")
     documents.add("documents", [f"# Notes\n\nOn Monday they asked this. {PLANTED} I did not know."])
     documents.add("documents", ["say b"])
     return documents

@@ -25,7 +25,7 @@ from outrider.decoding.protocols import Drafter
 from outrider.errors import CheckpointError, ConfigError, DrafterError, OutriderError, TrainingError
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget, load_target
-from train.bench import KINDS, fit, make_model
+from training.bench import KINDS, fit, make_model
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 9, 8, 7, 9]]
 

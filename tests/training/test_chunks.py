@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from outrider.targets.transformers import TransformersTarget
-from outrider.train import trainer
-from train.bench import KINDS, make_model, make_source
+from outrider.training import trainer
+from training.bench import KINDS, make_model, make_source
 
 BOUNDED = """
 import resource, sys
@@ -20,7 +20,7 @@ from conftest import tiny_model
 from outrider.drafters import dflash
 from outrider.nn.draft_model import Batch
 from outrider.targets.transformers import load_target
-from outrider.train import trainer
+from outrider.training import trainer
 
 torch.set_num_threads(1)
 V, B, S, A, K = 150_000, 10, 100, 90, 3

@@ -18,11 +18,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.data import ngram_hashes
+from outrider.data.conversations import Config, Conversation
+from outrider.data.ngram_hashes import COMMON, WORDS, Collector, Grams, Named, Tally, hashes, named, read
+from outrider.data.regenerate import ANSWERS, GRAMS, MANIFEST, prepare
 from outrider.errors import DataError
-from outrider.prepare import grams
-from outrider.prepare.conversations import Config, Conversation
-from outrider.prepare.grams import COMMON, WORDS, Collector, Grams, Named, Tally, hashes, named, read
-from outrider.prepare.regenerate import ANSWERS, GRAMS, MANIFEST, prepare
 from outrider.targets.transformers import TransformersTarget
 
 QUESTION = (
@@ -33,7 +33,7 @@ KOREAN = "농부가 사과를 한 개에 이천 원에 팝니다. 영희가 일�
 CHINESE = "一个农夫每个苹果卖两元。如果小明买了七个苹果，并付了二十元的钞票，他应该找回多少钱？"
 
 
-def opened(path: Path, documents: dict[str, list[list[str]]], limit: int = grams.LIMIT) -> Grams:
+def opened(path: Path, documents: dict[str, list[list[str]]], limit: int = ngram_hashes.LIMIT) -> Grams:
     collected = Collector(*documents, limit=limit)
     for part, texts in documents.items():
         for turns in texts:
@@ -132,8 +132,8 @@ def test_false_alarms_are_rarer_than_one_in_a_million() -> None:
 @pytest.mark.parametrize("bits", [16, 32])
 def test_a_hash_that_is_cut_is_seen(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a test of width that any hash passes; 32 bits of 300 thousand runs collide but for one chance in 10**4."""
-    mixed = grams._mixed
-    monkeypatch.setattr(grams, "_mixed", lambda sums: mixed(sums) & np.uint64((1 << bits) - 1))
+    mixed = ngram_hashes._mixed
+    monkeypatch.setattr(ngram_hashes, "_mixed", lambda sums: mixed(sums) & np.uint64((1 << bits) - 1))
     with pytest.raises(AssertionError):
         check_that_hashes_are_wide(300_000)
 
@@ -153,7 +153,7 @@ def test_odd_texts_have_hashes_too() -> None:
 def test_a_tally_counts_as_a_counter_does_and_samples_alike_in_any_order(limit: int) -> None:
     """Catches a merge that loses counts, a cap that wraps around, or a sample that depends on what came first."""
     order = np.random.default_rng(5)
-    documents = [np.unique(grams._mixed(order.integers(0, 3000, 40, dtype=np.uint64))) for _ in range(400)]
+    documents = [np.unique(ngram_hashes._mixed(order.integers(0, 3000, 40, dtype=np.uint64))) for _ in range(400)]
     documents += [documents[0]] * 300
     slow = Counter(one for document in documents for one in document.tolist())
     often, once = Tally(limit), Tally(limit)
@@ -260,7 +260,7 @@ def test_a_disk_that_can_not_be_written_leaves_what_was_there(tmp_path: Path) ->
 
 def test_hashes_need_no_torch() -> None:
     """Catches an import that takes seconds where a gate only looks two files up."""
-    asked = "import sys, outrider.prepare.grams, outrider.evaluate.contamination; sys.exit('torch' in sys.modules)"
+    asked = "import sys, outrider.data.ngram_hashes, outrider.data.contamination; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", asked]).returncode == 0
 
 

@@ -11,11 +11,11 @@ from tiny import DRAFTER, randomise
 
 from outrider import drafters
 from outrider.config import build
+from outrider.data.features import LiveFeatures
+from outrider.data.regenerate import Answer
 from outrider.nn.draft_model import DraftModel
-from outrider.prepare.features import LiveFeatures
-from outrider.prepare.regenerate import Answer
 from outrider.targets.transformers import TransformersTarget
-from outrider.train.trainer import Config, train
+from outrider.training.trainer import Config, train
 
 KINDS: dict[str, dict[str, Any]] = {
     "dflash": {key: value for key, value in DRAFTER.items() if key != "rank"} | {"kind": "dflash"},

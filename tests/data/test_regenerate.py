@@ -18,9 +18,9 @@ import pytest
 from tiny import TEMPLATE, make_folder, make_tokenizer
 
 from outrider import generate, load_drafter
+from outrider.data.conversations import Config, Conversation, Skipped, prompt_tokens, read, render
+from outrider.data.regenerate import ANSWERS, MANIFEST, Answer, answered, answers_for, prepare, read_answers
 from outrider.errors import DataError
-from outrider.prepare.conversations import Config, Conversation, Skipped, prompt_tokens, read, render
-from outrider.prepare.regenerate import ANSWERS, MANIFEST, Answer, answered, answers_for, prepare, read_answers
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget, load_target
 

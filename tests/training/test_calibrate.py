@@ -23,9 +23,9 @@ from outrider.errors import CheckpointError, DataError, TrainingError
 from outrider.nn.heads import ConfidenceHead
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
-from outrider.train import calibrate
-from outrider.train.calibrate import LEAST, Outcomes, Scaling, ece, scaling
-from train.bench import make_model
+from outrider.training import calibrate
+from outrider.training.calibrate import LEAST, Outcomes, Scaling, ece, scaling
+from training.bench import make_model
 
 PLANTED = Scaling(torch.tensor([1.6, 0.7, 2.2]).double(), torch.tensor([-0.5, 0.4, 0.0]).double())
 

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
+from outrider.data.features import MIN_LEARNT, LiveFeatures
+from outrider.data.regenerate import Answer
 from outrider.errors import DataError
-from outrider.prepare.features import MIN_LEARNT, LiveFeatures
-from outrider.prepare.regenerate import Answer
 from outrider.targets.transformers import TransformersTarget
 
 TAPS = (0, 2)

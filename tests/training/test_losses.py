@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.decoding.accept import overlap
 from outrider.errors import ConfigError
-from outrider.train import losses
+from outrider.training import losses
 
 NAMES = sorted(losses.DIVERGENCES)
 NEAR = 0.6

@@ -11,9 +11,9 @@ import pytest
 from tiny import make_tokenizer
 
 from outrider import demo
+from outrider.data.conversations import Config, Conversation, Skipped, prompt_tokens, read, render, template_hash
 from outrider.errors import DataError
 from outrider.measure import tasks
-from outrider.prepare.conversations import Config, Conversation, Skipped, prompt_tokens, read, render, template_hash
 from outrider.targets.transformers import TransformersTarget
 
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}

@@ -8,13 +8,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from outrider.config import build
+from outrider.data import ngram_hashes
 from outrider.errors import DataError
-from outrider.measure.tasks import Prompt
-from outrider.prepare import grams
 from outrider.retrieval import corpora
+
+
+class Prompt(Protocol):
+    """A prompt of a task, as far as it is looked for."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def turns(self) -> tuple[str, ...]: ...
 
 
 class Source(NamedTuple):
@@ -116,24 +125,24 @@ def _keyed(prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[tuple[Key, Promp
 
 def _is_text(prompt: Prompt) -> bool:
     """Whether there is a word to look for."""
-    return any(grams.hashes(turn).whole is not None for turn in prompt.turns)
+    return any(ngram_hashes.hashes(turn).whole is not None for turn in prompt.turns)
 
 
 def _rule(samples: dict[str, int]) -> str:
     kept = [f"of {name} 1 in {sampled} kept" for name, sampled in samples.items() if sampled > 1]
-    return "; ".join([grams.RULE, *kept])
+    return "; ".join([ngram_hashes.RULE, *kept])
 
 
-def _open(source: Source) -> tuple[list[grams.Grams], str | None]:
+def _open(source: Source) -> tuple[list[ngram_hashes.Grams], str | None]:
     """All hashes that a source kept, and why these are not all there is to know."""
-    opened: list[grams.Grams] = []
+    opened: list[ngram_hashes.Grams] = []
     why = None
     for entry in _entries(source.path):
         if isinstance(entry, str):
             why = why or entry
             continue
         try:
-            opened.append(grams.read(entry))
+            opened.append(ngram_hashes.read(entry))
         except DataError as error:
             why = why or str(error)
             continue
@@ -142,16 +151,17 @@ def _open(source: Source) -> tuple[list[grams.Grams], str | None]:
     return opened, why
 
 
-def _entries(folder: Path) -> Iterator[grams.Named | str]:
+def _entries(folder: Path) -> Iterator[ngram_hashes.Named | str]:
     """What a folder's manifest names, or why there is nothing."""
     if not folder.is_dir():
         yield "there is no such folder here, so nobody can tell what texts are behind it"
     elif (folder / "outrider.json").exists():
         for entry in _of_checkpoint(folder / "outrider.json"):
             named = isinstance(entry, dict) and isinstance(entry.get("file"), str)
-            yield grams.Named(folder / Path(entry["file"]).name, entry) if named else "it kept no hashes of its training texts"
+            path = folder / Path(entry["file"]).name if named else folder
+            yield ngram_hashes.Named(path, entry) if named else "it kept no hashes of its training texts"
     else:
-        found = [grams.named(folder, manifest) for manifest in ("answers.json", "corpus.json")]
+        found = [ngram_hashes.named(folder, manifest) for manifest in ("answers.json", "corpus.json")]
         yield next((one for one in found if one is not None), "it kept no hashes of its texts, or these have changed since")
 
 
