@@ -87,7 +87,8 @@ SHELL = {"A/A": 0, "5 % slower": 1, "one token wrong": 1}
 def measure_noise() -> Noise:
     """Two runs of one and the same: the demo target with the n-gram drafter."""
     from outrider import load_drafter, load_target
-    from outrider.measure.run import Config, evaluate
+    from outrider.measure.config import Config
+    from outrider.measure.run import evaluate
 
     target = load_target("demo")
     config = Config(prompts=24, max_new_tokens=TOKENS, temperatures=(0.0,), observed=0)

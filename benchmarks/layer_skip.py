@@ -22,7 +22,7 @@ from outrider.decoding.state import Request
 from outrider.drafters import layer_skip
 from outrider.engines import sublayers
 from outrider.engines.sublayers import Found
-from outrider.measure.run import run_once
+from outrider.measure.timing import run_once
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 

@@ -38,9 +38,11 @@ from outrider.checkpoint import load_model
 from outrider.data import conversations, regenerate
 from outrider.data.features import LiveFeatures
 from outrider.drafters import find
-from outrider.measure.run import Config as MeasureConfig
-from outrider.measure.run import Entry, measure
+from outrider.measure.config import Config as MeasureConfig
+from outrider.measure.row import Entry
+from outrider.measure.run import measure
 from outrider.nn.draft_model import Batch
+from outrider.report.schema import Row
 from outrider.run import RunConfig, load
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.trainer import train
@@ -204,7 +206,7 @@ class Bench:
         say(f"measuring {', '.join(trained)}")
         outcome = measure(self.target, entries, self.config)
         for name, facts in trained.items():
-            rows = [row for row in outcome.rows if row["drafter"] == name]
+            rows = [row for row in outcome.rows if row.drafter == name]
             cell = {"method": name, "seed": seed, "column": column, **facts, "rows": [short(row) for row in rows]}
             path = cell_of(name, seed, column)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -299,11 +301,11 @@ def slug(name: str) -> str:
     return name.replace(",", "").replace("'", "").replace(" ", "-")
 
 
-def short(row: Mapping[str, Any]) -> dict[str, Any]:
+def short(row: Row) -> dict[str, Any]:
     """What of a report's row a cell keeps."""
     kept = ("temperature", "prompts", "tokens", "steps", "tokens_per_step", "accepted_by_depth", "speedup", "exact", "share")
-    prompts = [[one["id"], one["tokens"], one["steps"]] for one in row["per_prompt"]]
-    return {key: row[key] for key in kept} | {"per_prompt": prompts}
+    prompts = [[one.id, one.tokens, one.steps] for one in row.per_prompt]
+    return row.model_dump(mode="json", include=set(kept)) | {"per_prompt": prompts}
 
 
 def version() -> str:

@@ -28,7 +28,8 @@ from serving import parties, write
 
 from outrider import demo, load_drafter
 from outrider.decoding.state import Request
-from outrider.measure.run import Run, run_once
+from outrider.measure.row import Run
+from outrider.measure.timing import run_once
 from outrider.retrieval import suffix_array
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget

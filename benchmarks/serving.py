@@ -21,7 +21,7 @@ from outrider import demo, generation, load_drafter, load_target
 from outrider.compiled import NotCompiled, compile_passes
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import Request
-from outrider.measure.run import model_clock
+from outrider.measure.timing import model_clock
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 

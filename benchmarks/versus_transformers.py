@@ -19,7 +19,8 @@ import torch
 from serving import parties, prompts_of, write
 
 from outrider.decoding.state import Request
-from outrider.measure.run import Run, run_once
+from outrider.measure.row import Run
+from outrider.measure.timing import run_once
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 

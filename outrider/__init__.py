@@ -29,7 +29,7 @@ _HOMES = {
     "Report": "report.schema",
     "Sampling": "sampling.settings",
     "accept": "decoding.accept",
-    "evaluate": "evaluate",
+    "evaluate": "measure.run",
     "generate": "generation",
     "load_drafter": "checkpoint",
     "load_target": "targets.transformers",
@@ -37,8 +37,6 @@ _HOMES = {
     "stream": "generation",
     "train": "training.trainer",
 }
-_PACKAGES = ("evaluate",)
-"""Packages that can be called, see their docstrings."""
 
 __all__ = [
     "Accepted",
@@ -64,9 +62,7 @@ def __getattr__(name: str) -> Any:
     # loaded on first use, so that `import outrider` and `outrider --help` need no torch
     if name not in _HOMES:
         raise AttributeError(f"module 'outrider' has no attribute {name!r}")
-    value = importlib.import_module(f"outrider.{_HOMES[name]}")
-    if name not in _PACKAGES:
-        value = getattr(value, name)
+    value = getattr(importlib.import_module(f"outrider.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 

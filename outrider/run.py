@@ -25,7 +25,7 @@ from outrider.config import Config as Base
 from outrider.data.conversations import Config as PrepareConfig
 from outrider.drafters import find, kinds
 from outrider.errors import ConfigError, DrafterError, TargetError
-from outrider.measure.run import Config as EvaluateConfig
+from outrider.measure.config import Config as EvaluateConfig
 from outrider.nn.draft_model import DraftModel
 from outrider.nn.shape import LayerConfig, left_out, resolved
 from outrider.targets.protocol import TargetSpec

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from types import ModuleType
 
 import pytest
 
@@ -91,40 +88,3 @@ def test_every_error_is_an_outrider_error() -> None:
         assert issubclass(value, errors.OutriderError)
         assert value.__name__ in (errors.__doc__ or "")
         assert value.__doc__
-
-
-def forget() -> dict[str, ModuleType]:
-    """Take all of Outrider out of the loaded modules; returns what was there."""
-    names = [name for name in sys.modules if name == "outrider" or name.startswith("outrider.")]
-    return {name: sys.modules.pop(name) for name in names}
-
-
-@pytest.fixture
-def unloaded() -> Iterator[None]:
-    """As in a fresh process; what was loaded before is there again afterwards, and nothing else."""
-    before = forget()
-    yield
-    forget()
-    sys.modules.update(before)
-
-
-@pytest.mark.parametrize("name", ["evaluate"])
-@pytest.mark.parametrize("first", ["attribute", "package", "module"])
-def test_evaluate_is_a_function_and_a_package(name: str, first: str, unloaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches the package hiding the function, or the function hiding the package, in one of the import orders."""
-    home = {"evaluate": "outrider.measure.run"}[name]
-    fresh = importlib.import_module("outrider")
-    assert fresh is not outrider
-    if first == "attribute":
-        assert callable(getattr(fresh, name))
-    elif first == "package":
-        importlib.import_module(f"outrider.{name}")
-    else:
-        importlib.import_module(home)
-    part = getattr(fresh, name)
-    assert callable(part)
-    module = importlib.import_module(home)
-    calls = []
-    monkeypatch.setattr(module, name, lambda *values, **options: calls.append((values, options)))
-    part(1, two=2)
-    assert calls == [((1,), {"two": 2})]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from outrider.measure.row import Overlaps
     from outrider.measure.run import Drawn
     from outrider.nn.draft_model import DraftModel
+    from outrider.report.schema import Training
     from outrider.run import RunConfig
     from outrider.targets.transformers import TransformersTarget
 
@@ -340,7 +341,7 @@ class Riders(NamedTuple):
     """The drafters that are measured together, by label."""
 
     drafters: dict[str, Drafter]
-    training: dict[str, dict[str, Any]]
+    training: dict[str, Training]
     """What their training said, of those that were trained."""
     overlaps: dict[str, Overlaps]
     own: str
@@ -350,7 +351,7 @@ class Riders(NamedTuple):
 def _riders(settings: RunConfig, target: TransformersTarget, drawn: Mapping[str, Drawn]) -> Riders:
     """Load the run's drafter and those beside it, and see which prompts each has seen before."""
     from outrider.checkpoint import load_drafter, manifest_of, trained_on
-    from outrider.measure.run import training_of
+    from outrider.measure.row import training_of
 
     config = settings.evaluate
     assert config is not None
@@ -376,7 +377,7 @@ def _riders(settings: RunConfig, target: TransformersTarget, drawn: Mapping[str,
         if is_checkpoint:
             manifest = manifest_of(name)
             found = training_of(manifest, _metrics(Path(name).parent))
-            training[label] = found | {"precision": trained_on(manifest, target)}
+            training[label] = found.model_copy(update={"precision": trained_on(manifest, target)})
     return Riders(drafters, training, overlaps, label)
 
 

@@ -6,15 +6,28 @@ A run holds raw counts and seconds and nothing derived; a row holds figures and 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import Request
 from outrider.measure.tasks import Prompt
 from outrider.report import bootstrap
+from outrider.report.schema import (
+    Clean,
+    Observed,
+    Percentiles,
+    PromptResult,
+    Range,
+    Rejections,
+    Row,
+    Score,
+    Share,
+    Training,
+)
 from outrider.targets.transformers import TransformersTarget
 
 
@@ -28,7 +41,7 @@ class Entry:
     policy: Callable[[], Policy] | None = None
     trained_on: str | None = None
     """The precision of the target that it was trained beside, such as float32."""
-    acceptance: tuple[float, ...] = ()
+    acceptance: tuple[float | None, ...] = ()
     """What training expected to keep at each depth, given that all before it were kept, at temperature 1."""
 
 
@@ -94,8 +107,8 @@ class Measured:
     scores: list[tuple[float | None, float | None]] = field(default_factory=list)
     """Of the drafted and the plain answer to each prompt; empty where answers were not scored."""
     score_measure: str = ""
-    observed: list[dict[str, Any]] = field(default_factory=list)
-    rejections: dict[str, Any] | None = None
+    observed: list[Observed] = field(default_factory=list)
+    rejections: Rejections | None = None
     overlap: list[float] = field(default_factory=list)
     """sum(min(p, q)) of every judged token of the observed prompts."""
 
@@ -109,52 +122,52 @@ class Overlaps(NamedTuple):
     """What counts as standing there, in words."""
 
 
-def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps | None = None) -> dict[str, Any]:
+def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps | None = None) -> Row:
     """One row of the report.  overlaps: of this drafter, where that was looked for."""
     entry, runs, plain = measured.entry, measured.runs, measured.plain
     is_greedy = entry.temperature == 0
     firsts = differences(measured, runs) if is_greedy else [None] * len(runs)
-    prompts = [_prompt(measured, i, firsts[i], overlaps) for i in range(len(runs))]
-    return {
-        "drafter": entry.name,
-        "task": measured.task,
-        "prompts": len(runs),
-        "temperature": entry.temperature,
+    prompts = tuple(_prompt(measured, i, firsts[i], overlaps) for i in range(len(runs)))
+    return Row(
+        drafter=entry.name,
+        task=measured.task,
+        prompts=len(runs),
+        temperature=entry.temperature,
         **acceptance(runs),
-        "expected_acceptance": _mean(measured.overlap),
-        "predicted_by_depth": predicted(entry.acceptance),
+        expected_acceptance=_mean(measured.overlap),
+        predicted_by_depth=predicted(entry.acceptance),
         **_speed(runs, plain),
-        "generate_tokens_per_s": sum(map(len, measured.reference)) / sum(measured.generate_s),
-        "noise": None if is_greedy else "own",
-        "exact": all(first is None for first in firsts) if is_greedy else None,
-        "compared_tokens": sum(map(len, measured.reference)) if is_greedy else 0,
-        "plain_exact": all(first is None for first in differences(measured, plain)) if is_greedy else None,
+        generate_tokens_per_s=sum(map(len, measured.reference)) / sum(measured.generate_s),
+        noise=None if is_greedy else "own",
+        exact=all(first is None for first in firsts) if is_greedy else None,
+        compared_tokens=sum(map(len, measured.reference)) if is_greedy else 0,
+        plain_exact=all(first is None for first in differences(measured, plain)) if is_greedy else None,
         **_times(runs, plain),
-        "memory_peak_bytes": max((peak for run in runs if (peak := run.memory_peak_bytes) is not None), default=None),
-        "dtype": target.spec.dtype,
-        "precision": target.spec.precision,
-        "trained_on": entry.trained_on,
-        "batch": 1,
-        "device": str(target.device),
-        "unlawful": sum(run.unlawful for run in runs),
-        "rule": measured.rule,
-        "policy": measured.policy if entry.policy is None else "own",
-        "verification": measured.verification,
-        "lossless": measured.rule is None,
-        "distance": sum(run.strayed for run in runs) / sum(len(run.tokens) for run in runs),
-        "rejections": measured.rejections,
-        "observed": measured.observed,
-        "score": _score(prompts, measured.score_measure),
-        "clean": None if overlaps is None else _clean(measured, prompts, overlaps.rule),
-        "per_prompt": prompts,
-    }
+        memory_peak_bytes=max((peak for run in runs if (peak := run.memory_peak_bytes) is not None), default=None),
+        dtype=target.spec.dtype,
+        precision=target.spec.precision,
+        trained_on=entry.trained_on,
+        batch=1,
+        device=str(target.device),
+        unlawful=sum(run.unlawful for run in runs),
+        rule=measured.rule,
+        policy=measured.policy if entry.policy is None else "own",
+        verification=measured.verification,
+        lossless=measured.rule is None,
+        distance=sum(run.strayed for run in runs) / sum(len(run.tokens) for run in runs),
+        rejections=measured.rejections,
+        observed=tuple(measured.observed),
+        score=_score(prompts, measured.score_measure),
+        clean=None if overlaps is None else _clean(measured, prompts, overlaps.rule),
+        per_prompt=prompts,
+    )
 
 
 # ── acceptance ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
-    """What was kept of what was drafted, over all steps of all runs."""
+    """The row's fields on what was kept of what was drafted, over all steps of all runs."""
     accepted = [a for run in runs for a in run.accepted]
     reached = [r for run in runs for r in run.reached]
     pairs, depths = list(zip(accepted, reached, strict=True)), max(reached, default=0)
@@ -163,7 +176,7 @@ def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
     interval = bootstrap.ratio_of_totals([len(run.tokens) for run in runs], [run.steps for run in runs])
     return {
         "tokens_per_step": tokens / steps,
-        "tokens_per_step_range": interval._asdict(),
+        "tokens_per_step_range": Range(**interval._asdict()),
         "accepted_by_depth": [_share(sum(a > k for a in accepted), sum(r > k for r in reached)) for k in range(depths)],
         "conditional_acceptance": conditional(accepted, reached),
         "rejections_by_depth": [sum(a == k < r for a, r in pairs) for k in range(depths)],
@@ -190,9 +203,13 @@ def histogram(accepted: Sequence[int], reached: Sequence[int]) -> list[list[int]
     return counts
 
 
-def predicted(by_depth: Sequence[float]) -> list[float]:
-    """`accepted_by_depth` as training expects it.  by_depth: mean overlap at each depth, 1 - TV of draft and target."""
-    return list(itertools.accumulate(by_depth, lambda product, share: product * share))
+def predicted(by_depth: Iterable[float | None]) -> list[float]:
+    """`accepted_by_depth` as training expects it, as far as it is known.
+
+    by_depth: mean overlap at each depth, 1 - TV of draft and target.
+    """
+    known = [share for share in itertools.takewhile(lambda share: share is not None, by_depth) if share is not None]
+    return list(itertools.accumulate(known, lambda product, share: product * share))
 
 
 # ── speed ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -207,7 +224,7 @@ def _speed(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
         "tokens_per_s": tokens / seconds,
         "plain_tokens_per_s": plain_tokens / plain_seconds,
         "speedup": plain_seconds / plain_tokens * tokens / seconds,
-        "speedup_geomean": bootstrap.geometric_mean(ratios)._asdict(),
+        "speedup_geomean": Range(**bootstrap.geometric_mean(ratios)._asdict()),
         "speedup_of_means": sum(rates) / sum(plain_rates),
         "seconds": seconds,
         "plain_seconds": plain_seconds,
@@ -221,7 +238,7 @@ def _times(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     gaps, plain_gaps = ([gap for run in some for gap in run.gaps_s] for some in (runs, plain))
     per_token = [_per_token(run) for run in runs]
     return {
-        "share": {name: part / inside for name, part in parts.items()},
+        "share": Share(**{name: part / inside for name, part in parts.items()}),
         "loop_overhead": 1 - sum(run.model_s for run in runs) / inside,
         "plain_loop_overhead": 1 - sum(run.model_s for run in plain) / alone,
         "ttft_ms": _three([_first(run) for run in runs]),
@@ -252,24 +269,24 @@ def _per_token(run: Run) -> float:
 # ── one prompt ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _prompt(measured: Measured, i: int, first: int | None, overlaps: Overlaps | None) -> dict[str, Any]:
+def _prompt(measured: Measured, i: int, first: int | None, overlaps: Overlaps | None) -> PromptResult:
     run, alone, name = measured.runs[i], measured.plain[i], measured.ids[i]
     score, plain_score = measured.scores[i] if measured.scores else (None, None)
-    return {
-        "id": name,
-        "tokens": len(run.tokens),
-        "steps": run.steps,
-        "tokens_per_s": _rate(run),
-        "plain_tokens_per_s": _rate(alone),
-        "speedup": alone.seconds / len(alone.tokens) * len(run.tokens) / run.seconds,
-        "exact": first is None if measured.entry.temperature == 0 else None,
-        "first_difference": first,
-        "tpot_ms": 1000 * _per_token(run),
-        "plain_tpot_ms": 1000 * _per_token(alone),
-        "overlaps": None if overlaps is None else overlaps.found.get((measured.task, name)),
-        "score": score,
-        "plain_score": plain_score,
-    }
+    return PromptResult(
+        id=name,
+        tokens=len(run.tokens),
+        steps=run.steps,
+        tokens_per_s=_rate(run),
+        plain_tokens_per_s=_rate(alone),
+        speedup=alone.seconds / len(alone.tokens) * len(run.tokens) / run.seconds,
+        exact=first is None if measured.entry.temperature == 0 else None,
+        first_difference=first,
+        tpot_ms=1000 * _per_token(run),
+        plain_tpot_ms=1000 * _per_token(alone),
+        overlaps=None if overlaps is None else overlaps.found.get((measured.task, name)),
+        score=score,
+        plain_score=plain_score,
+    )
 
 
 def differences(measured: Measured, runs: Sequence[Run]) -> list[int | None]:
@@ -310,29 +327,29 @@ def first_difference(mine: Sequence[int], theirs: Sequence[int]) -> int | None:
 # ── scores, and the row without what was known before ─────────────────────────────────────────────────────────────────
 
 
-def _score(prompts: Sequence[Mapping[str, Any]], measure: str) -> dict[str, Any] | None:
+def _score(prompts: Iterable[PromptResult], measure: str) -> Score | None:
     """Means over the prompts of which both answers have a score."""
-    both = [(p["score"], p["plain_score"]) for p in prompts if p["score"] is not None and p["plain_score"] is not None]
+    both = [(p.score, p.plain_score) for p in prompts if p.score is not None and p.plain_score is not None]
     if not both:
         return None
     drafted, plain = (sum(side) / len(both) for side in zip(*both, strict=True))
-    return {"drafted": drafted, "plain": plain, "prompts": len(both), "measure": measure}
+    return Score(drafted=drafted, plain=plain, prompts=len(both), measure=measure)
 
 
-def _clean(measured: Measured, prompts: Sequence[Mapping[str, Any]], rule: str) -> dict[str, Any] | None:
+def _clean(measured: Measured, prompts: Sequence[PromptResult], rule: str) -> Clean | None:
     """Figures over the prompts that were looked for and not found; None where nothing is known of any."""
-    if all(prompt["overlaps"] is None for prompt in prompts):
+    if all(prompt.overlaps is None for prompt in prompts):
         return None
-    kept = [i for i, prompt in enumerate(prompts) if prompt["overlaps"] is False]
-    runs, plain = [measured.runs[i] for i in kept], [measured.plain[i] for i in kept]
-    return {
-        "overlapping": [prompt["id"] for prompt in prompts if prompt["overlaps"]],
-        "checked": sum(prompt["overlaps"] is not None for prompt in prompts),
-        "rule": rule,
-        "tokens_per_step": _share(sum(len(run.tokens) for run in runs), sum(run.steps for run in runs)),
-        "speedup": _speed(runs, plain)["speedup"] if runs else None,
-        "score": _score([prompts[i] for i in kept], measured.score_measure),
-    }
+    known = [i for i, prompt in enumerate(prompts) if prompt.overlaps is False]
+    runs, plain = [measured.runs[i] for i in known], [measured.plain[i] for i in known]
+    return Clean(
+        overlapping=tuple(prompt.id for prompt in prompts if prompt.overlaps),
+        checked=sum(prompt.overlaps is not None for prompt in prompts),
+        rule=rule,
+        tokens_per_step=_share(sum(len(run.tokens) for run in runs), sum(run.steps for run in runs)),
+        speedup=_speed(runs, plain)["speedup"] if runs else None,
+        score=_score([prompts[i] for i in known], measured.score_measure),
+    )
 
 
 # ── numbers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -346,37 +363,31 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _quantile(values: Sequence[float], share: float) -> float:
-    """Linear interpolation between the ordered values; NaN without any."""
-    if not values:
-        return math.nan
-    ordered, at = sorted(values), share * (len(values) - 1)
-    low = math.floor(at)
-    return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+def _three(seconds: Sequence[float]) -> Percentiles:
+    if not seconds:
+        return Percentiles()
+    p50, p95, p99 = (1000 * float(value) for value in np.percentile(seconds, (50, 95, 99)))
+    return Percentiles(p50=p50, p95=p95, p99=p99)
 
 
-def _three(seconds: Sequence[float]) -> dict[str, float]:
-    return {f"p{p}": 1000 * _quantile(seconds, p / 100) for p in (50, 95, 99)}
+def _curve(seconds: Sequence[float]) -> list[float | None]:
+    return [1000 * float(value) for value in np.percentile(seconds, range(101))] if seconds else [None] * 101
 
 
-def _curve(seconds: Sequence[float]) -> list[float]:
-    return [1000 * _quantile(seconds, p / 100) for p in range(101)]
-
-
-def training_of(manifest: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def training_of(manifest: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> Training:
     """What the report says of a drafter's training."""
     training, lines = manifest.get("training", {}), list(metrics)
-    return {
-        "steps": training.get("step"),
-        "seconds": training.get("seconds"),
-        "tokens": training.get("tokens"),
-        "precision": manifest.get("target", {}).get("precision"),
-        "loss_curve": [[row["step"], row["loss"]] for row in lines if "loss" in row],
-        "acceptance": _last_acceptance([row["acceptance"] for row in lines if row.get("acceptance")]),
-    }
+    return Training(
+        steps=training.get("step"),
+        seconds=training.get("seconds"),
+        tokens=training.get("tokens"),
+        precision=manifest.get("target", {}).get("precision"),
+        loss_curve=tuple((line["step"], line["loss"]) for line in lines if "loss" in line),
+        acceptance=_last_acceptance([line["acceptance"] for line in lines if line.get("acceptance")]),
+    )
 
 
-def _last_acceptance(lines: Sequence[Sequence[float]]) -> list[float]:
+def _last_acceptance(lines: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Mean over the last tenth of what was logged, since one batch is few texts; by depth, as far as all of it goes."""
     last = lines[-max(1, len(lines) // 10) :]
-    return [sum(depth) / len(depth) for depth in zip(*last, strict=False)]
+    return tuple(sum(depth) / len(depth) for depth in zip(*last, strict=False))

@@ -8,129 +8,28 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
-from torch import nn
-
-from outrider.config import Config as Base
-from outrider.config import nearest
-from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter, Policy
-from outrider.decoding.state import Request, Scores
+from outrider.decoding.state import Request
 from outrider.errors import ConfigError, DataError
-from outrider.generation import batch, serve
-from outrider.measure import memory, tasks
+from outrider.measure import scoring, tasks
+from outrider.measure.config import Config
 from outrider.measure.fingerprint import fingerprint
-from outrider.measure.rejections import Listening, judged, patterns
+from outrider.measure.rejections import judged, patterns
 from outrider.measure.row import Entry, Measured, Overlaps, Run, parts, summarise
-from outrider.measure.row import first_difference as first_difference
-from outrider.measure.row import training_of as training_of
-from outrider.measure.tasks import Prompt, check, task_name
+from outrider.measure.tasks import Prompt, task_name
+from outrider.measure.timing import generate_once, run_once
 from outrider.policies import lossy, named
-from outrider.report.schema import Report, TaskSource
+from outrider.report.schema import LeftOut, Observed, Report, Row, TaskSource, Tested, Training
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
 log = logging.getLogger(__name__)
-
-
-class Config(Base):
-    """What is measured."""
-
-    tasks: tuple[str, ...] = Field(("stdlib",), min_length=1)
-    """`stdlib`, or files of prompts."""
-    prompts: PositiveInt = 24
-    """Prompts measured per task; more are tried where some fall into loops."""
-    max_new_tokens: PositiveInt = 96
-    temperatures: tuple[NonNegativeFloat, ...] = Field((0.0, 1.0), min_length=1)
-    """The drafter of this run is measured at each, those beside it at the first."""
-    beside: tuple[str | dict[str, Any], ...] = ()
-    """Other drafters in the same run: kinds, kinds with their settings, or checkpoint folders."""
-    thinking: bool | None = None
-    """Handed to the chat template as `enable_thinking`; unless given, the template does as it always does."""
-    data: str | None = None
-    """Folder with files of tasks, taken instead of the hub's: gsm8k.jsonl and so on."""
-    revisions: dict[str, str] = Field(default={})
-    """Pins, by task as `tasks` names it: a commit of its data set, the newest unless given, or `sha256:...` of a file."""
-    observed: NonNegativeInt = 4
-    """Prompts of each task that are run once more, untimed, to note what was kept where and why; 0 notes nothing."""
-    score: bool = False
-    """Compare answers with the references of tasks that have some, those of the target alone too."""
-    allow_code_execution: bool = False
-    """Score tasks of code by running the answers, in a sandbox; without it they have no score."""
-    fresh: NonNegativeFloat = 0.6
-    """A prompt whose plain text has a smaller share of first-time 8-grams loops: it is listed and left out, and so is one whose
-    answer is one token.  0 keeps all."""
-    seed: int = 0
-    quantize: Literal["int8"] | None = None
-    """Round the linear layers of this run's own draft model, whatever the target's are; needs torchao."""
-    policy: Literal["fixed", "by_confidence", "adaptive"] = "fixed"
-    """How much is drafted: all that the drafter offers, what is likely to be kept, or as much as pays by measured seconds."""
-    verification: str = "standard"
-    """`standard`, or `block`, which keeps more of a sampled chain; both are exact.  `typical` and `relaxed` keep likely tokens
-    that the acceptance rule would not, and every row says so."""
-    allow_lossy: bool = Field(default=False, validate_default=True)
-    """A lossy verification is refused without it."""
-
-    @field_validator("tasks")
-    @classmethod
-    def _known_tasks(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
-        known: dict[str, str] = {}
-        for task in map(check, tasks):
-            name = task_name(task)
-            if name in known:
-                both = f"{task} stands there twice" if known[name] == task else f"{known[name]} and {task} are both {name!r}"
-                raise ConfigError(f"{both} in the report, and their rows would run together; leave one out, or rename its file")
-            known[name] = task
-        return tasks
-
-    @field_validator("temperatures")
-    @classmethod
-    def _different_temperatures(cls, temperatures: tuple[float, ...]) -> tuple[float, ...]:
-        if len(set(temperatures)) < len(temperatures):
-            raise ConfigError(f"{list(temperatures)} names a temperature twice, and its rows would run together; leave one out")
-        return temperatures
-
-    @field_validator("revisions")
-    @classmethod
-    def _known_pins(cls, revisions: dict[str, str], info: ValidationInfo) -> dict[str, str]:
-        measured = info.data.get("tasks", ())
-        for task, revision in revisions.items():
-            if task == "stdlib":
-                raise ConfigError("stdlib is the library of the Python that runs, and can't be pinned; leave it out")
-            if task not in measured and task not in tasks.TASKS:
-                raise ConfigError(f"{task!r} is no task{nearest(task, [*tasks.TASKS, *measured])}")
-            if task.endswith(tasks.FILES) and not revision.startswith(tasks.CONTENT):
-                raise ConfigError(f"{task} is a file and has no commit {revision!r}; pin its content, {tasks.CONTENT}...")
-            if measured and task not in measured:
-                log.warning("evaluate.revisions: %s has no effect, since evaluate.tasks does not name it", task)
-        return revisions
-
-    @field_validator("verification")
-    @classmethod
-    def _known_verification(cls, verification: str) -> str:
-        named.check_verification(verification, allow_lossy=True)
-        return verification
-
-    @field_validator("allow_lossy")
-    @classmethod
-    def _allowed_verification(cls, allow_lossy: bool, info: ValidationInfo) -> bool:
-        named.judge(info.data.get("verification"), allow_lossy)
-        return allow_lossy
-
-    @model_validator(mode="after")
-    def _says_what_is_idle(self) -> Config:
-        if self.allow_code_execution and not self.score:
-            log.warning("evaluate.allow_code_execution has no effect without evaluate.score: no answer is run")
-        return self
 
 
 SPARE = 4
@@ -154,9 +53,9 @@ class Drawn:
 class Outcome:
     """Rows for the report, and the prompts that were left out of them."""
 
-    rows: list[dict[str, Any]]
-    left_out: list[dict[str, Any]]
-    tried: int
+    rows: list[Row] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+    tried: int = 0
 
 
 def evaluate(
@@ -167,19 +66,15 @@ def evaluate(
 ) -> Report:  # fmt: skip
     """Measure drafters by name beside the target alone; the last is measured at every temperature, the others at the first.
 
-    overlaps: by drafter; one that is not named was not looked at.  drawn: prompts by task, where `draw` was asked before.
+    training: by drafter, as `row.training_of` has it.  overlaps: by drafter; one that is not named was not looked at.
+    drawn: prompts by task, where `draw` was asked before.
     Raises DataError where a task has no prompt that stays.
     """
     config = config or Config()
     first, *hotter = config.temperatures
-    facts = training or {}
-    entries = [
-        Entry(
-            name, drafter, first, trained_on=facts.get(name, {}).get("precision"),
-            acceptance=tuple(facts.get(name, {}).get("acceptance") or ()),
-        )
-        for name, drafter in drafters.items()
-    ]  # fmt: skip
+    known = {name: Training.model_validate(own) for name, own in (training or {}).items()}
+    facts = [(name, drafter, known.get(name, Training())) for name, drafter in drafters.items()]
+    entries = [Entry(name, drafter, first, None, own.precision, own.acceptance) for name, drafter, own in facts]
     if entries:
         entries += [replace(entries[-1], temperature=heat) for heat in hotter]
     drawn = {task: draw(task, config) for task in config.tasks} if drawn is None else drawn
@@ -187,10 +82,10 @@ def evaluate(
     return Report(
         target=target.spec.name,
         provenance=dict(provenance or {}),
-        rows=outcome.rows,
-        left_out=outcome.left_out,
+        rows=tuple(outcome.rows),
+        left_out=tuple(outcome.left_out),
         share_left_out=len(outcome.left_out) / outcome.tried,
-        training=dict(facts),
+        training=known,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         fingerprint=fingerprint(target, drafter_quantised=config.quantize),
         tasks={
@@ -213,7 +108,7 @@ def measure(
     overlaps, drawn: as in `evaluate`.  Raises DataError where a task has no prompt that stays.
     """
     _refuse(target, entries, config)
-    found = Outcome([], [], 0)
+    found = Outcome()
     wanted = config.prompts * len(config.tasks)
     done = lost = 0
     for task in config.tasks:
@@ -232,13 +127,13 @@ def measure(
             if left_out is None:
                 kept += 1
             else:
-                found.left_out.append({"id": prompt.id, "task": task_name(task)} | left_out)
+                found.left_out.append(left_out)
             if on_prompt is not None:
                 on_prompt(done + kept, wanted, lost + tried - kept)
         if not tried:
             raise DataError(f"task {task} has no prompt; give it one, or leave it out of evaluate.tasks")
         if not kept:
-            reasons = {left_out["reason"] for left_out in found.left_out[-tried:]}
+            reasons = {left_out.reason for left_out in found.left_out[-tried:]}
             why = " or ".join({"loop": "falls into a loop", "short": "is answered with one token"}[r] for r in sorted(reasons))
             raise DataError(f"task {task}: every one of {tried} prompts {why}; set evaluate.fresh=0 to measure them anyway")
         done, lost, found.tried = done + kept, lost + tried - kept, found.tried + tried
@@ -284,8 +179,6 @@ def _refuse_tests(task: str, prompts: Sequence[Prompt], config: Config) -> None:
     name = task_name(task)
     if not config.score or not config.allow_code_execution or name not in tasks.TASKS or tasks.TASKS[name].score != "tests":
         return
-    from outrider.measure import scoring
-
     for prompt in prompts:
         if prompt.reference is not None:
             scoring.program(name, prompt, "")
@@ -323,7 +216,7 @@ def _warm_up(target: TransformersTarget, entries: Sequence[Entry], prompt: Promp
 
 def _one_prompt(
     target: TransformersTarget, table: Sequence[Measured], prompt: Prompt, config: Config, number: int
-) -> dict[str, Any] | None:
+) -> LeftOut | None:
     """Continue one prompt every way, turn after turn, and note the runs; or return why it is left out: it loops, or has a turn
     of one token.
 
@@ -332,7 +225,8 @@ def _one_prompt(
     asked, references, generate_s = _conversation(target, prompt, config)
     share = min(map(fresh_share, references))
     if config.fresh and (share < config.fresh or min(map(len, references)) < 2):
-        return {"fresh_share": round(share, 3), "reason": "loop" if share < config.fresh else "short"}
+        reason = "loop" if share < config.fresh else "short"
+        return LeftOut(id=prompt.id, task=table[0].task, fresh_share=round(share, 3), reason=reason)
 
     def requests(heat: float) -> list[Request]:
         seed = config.seed + number
@@ -348,17 +242,9 @@ def _one_prompt(
         heat = entry.temperature
         if heat not in plains:
             plains[heat] = _joined([run_once(target, request, ends=heat == 0) for request in requests(heat)])
+        own: dict[str, Any] = {"ends": heat == 0, "shared_noise": SHARED_NOISE}
         runs = [
-            run_once(
-                target,
-                request,
-                entry.drafter,
-                measured.chosen,
-                ends=heat == 0,
-                judge=_judge(config),
-                shared_noise=SHARED_NOISE,
-            )
-            for request in requests(heat)
+            run_once(target, request, entry.drafter, measured.chosen, judge=_judge(config), **own) for request in requests(heat)
         ]
         measured.ids.append(prompt.id)
         measured.runs.append(_joined(runs))
@@ -394,9 +280,10 @@ def _joined(runs: Sequence[Run]) -> Run:
 
 def _observe(target: TransformersTarget, measured: Measured, config: Config) -> None:
     """Run the first prompts once more, untimed, and note where drafts were turned down."""
-    tested, entry = [], measured.entry
+    tested: list[Tested] = []
+    entry = measured.entry
     for name, requests in zip(measured.ids, measured.requests, strict=False):
-        places = []
+        places: list[Tested] = []
         for request in requests:
             found = judged(
                 target, request, entry.drafter, measured.chosen, ends=entry.temperature == 0, judge=_judge(config),
@@ -405,17 +292,15 @@ def _observe(target: TransformersTarget, measured: Measured, config: Config) -> 
             places += found.tested
             measured.overlap += found.overlap
         tested += places
-        measured.observed.append({"id": name, "tokens": [place.model_dump() for place in places[:SHOWN]]})
+        measured.observed.append(Observed(id=name, tokens=tuple(places[:SHOWN])))
     if measured.requests:
-        measured.rejections = patterns(tested).model_dump()
+        measured.rejections = patterns(tested)
 
 
 def _score(target: TransformersTarget, measured: Measured, config: Config) -> None:
     """Compare answers with references, where that was asked for."""
     if not config.score:
         return
-    from outrider.measure import scoring
-
     task = measured.task
     kind = tasks.TASKS[task].score if task in tasks.TASKS else None
     if kind is None:
@@ -458,121 +343,6 @@ def as_tokens(
     if getattr(target.tokenizer, "chat_template", None) is None:
         return target.encode("".join(message["content"] for message in messages))
     return target.encode(messages, thinking)
-
-
-def run_once(
-    target: TransformersTarget, request: Request, drafter: Drafter | None = None,
-    policy: Policy | None = None, ends: bool = True, judge: SamplingJudge | None = None, shared_noise: bool = True,
-) -> Run:  # fmt: skip
-    """Continue one request alone and note every step.  ends False goes on past end-of-text, for equal lengths."""
-    run = Run()
-
-    def heard(draft: Draft, scores: Scores) -> None:
-        run.nodes.append(sum(draft.live))
-
-    state = batch(target, 1, judge or "standard", shared_noise, None if ends else frozenset())
-    listening: Any = Listening(target, heard)
-    is_watched = memory.forget(target.device)
-    with model_clock(target, drafter) as clock:
-        began = last = time.perf_counter()
-        for progress in serve(listening, [request], drafter, policy=policy, state=state):
-            now = time.perf_counter()
-            if run.steps:
-                run.gaps_s.append(now - last)
-            else:
-                run.first_s = now - began
-            last = now
-            run.tokens += progress.tokens
-            run.steps += 1
-            run.accepted.append(progress.accepted)
-            # what stood behind the text's end was never judged
-            is_cut = len(progress.tokens) == progress.accepted
-            run.reached.append(progress.accepted if is_cut else progress.reached)
-            if isinstance(judge, lossy.LossyJudge):
-                run.strayed += judge.strayed[progress.row]
-            run.draft_s += state.timing.draft
-            run.verify_s += state.timing.verify
-            run.other_s += state.timing.other
-            run.model_s += clock.since(state.timing.began)
-        run.seconds = time.perf_counter() - began
-    run.memory_peak_bytes = memory.peak(target.device) if is_watched else None
-    run.unlawful = state.invalid
-    return run
-
-
-class ModelClock:
-    """When the outermost calls into the models began and ended."""
-
-    def __init__(self) -> None:
-        self._calls: list[tuple[float, float]] = []
-        self._depth = 0
-
-    def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, its outermost calls noted."""
-
-        @functools.wraps(forward)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            self._depth += 1
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._depth -= 1
-                if self._depth == 0:
-                    self._calls.append((began, time.perf_counter()))
-
-        return timed
-
-    def since(self, moment: float) -> float:
-        """Seconds inside calls that began after `moment`; forgets them and all before."""
-        seconds = sum(end - began for began, end in self._calls if began >= moment)
-        self._calls.clear()
-        return seconds
-
-
-@contextmanager
-def model_clock(target: TransformersTarget, drafter: Drafter | None) -> Iterator[ModelClock]:
-    """Watch every forward call of target and drafter while the block runs.
-
-    Around `forward`, not by hooks: a module with hooks is called by a longer way, which would count as the loop's.
-    """
-    clock, before = ModelClock(), {}
-    for module in {*_modules(target), *_modules(drafter)}:
-        before[module] = vars(module).get("forward")
-        module.forward = clock.watched(module.forward)
-    try:
-        yield clock
-    finally:
-        for module, forward in before.items():
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
-
-
-def _modules(party: Any) -> list[nn.Module]:
-    """The module whose calls are the party's model, and the graph that may stand for it."""
-    model = getattr(party, "model", None)
-    if isinstance(model, TransformersTarget):
-        return _modules(model)
-    if not isinstance(model, nn.Module):
-        return []
-    base = getattr(model, "base_model", model)
-    steps: Any = [party.step] if isinstance(party, TransformersTarget) else party.steps
-    return [*dict.fromkeys([model, base]), *(step.graph for step in steps if step.graph is not None)]
-
-
-@torch.inference_mode()
-def generate_once(target: TransformersTarget, tokens: Sequence[int], max_new_tokens: int) -> tuple[list[int], float]:
-    """transformers' own greedy `generate`: its new tokens, and its seconds."""
-    began = time.perf_counter()
-    inputs = torch.tensor([tokens], device=target.device)
-    out = target.model.generate(
-        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_new_tokens, do_sample=False, temperature=None,
-        top_p=None, top_k=None, repetition_penalty=1.0, eos_token_id=sorted(target.ends) or None,
-        pad_token_id=min(target.ends, default=0),
-    )  # fmt: skip
-    return out[0, len(tokens) :].tolist(), time.perf_counter() - began
 
 
 def fresh_share(tokens: Sequence[int], n: int = 8) -> float:

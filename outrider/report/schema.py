@@ -345,6 +345,7 @@ class LeftOut(Part):
     """A prompt that was not measured because the target's own text loops there, or is one token."""
 
     id: str
+    task: str | None = None
     fresh_share: float | None = None
     reason: str = "loop"
     """`loop` or `short`."""

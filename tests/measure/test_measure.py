@@ -24,10 +24,12 @@ from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.measure import row as summary
 from outrider.measure import run as measure
+from outrider.measure.config import Config
 from outrider.measure.row import conditional, first_difference
-from outrider.measure.run import Config, evaluate, fresh_share, generate_once
+from outrider.measure.run import evaluate, fresh_share
+from outrider.measure.timing import generate_once
 from outrider.policies import named
-from outrider.report.schema import Report, Row
+from outrider.report.schema import Report
 from outrider.sampling import judge
 from outrider.targets.transformers import TransformersTarget, load_target
 
@@ -120,16 +122,6 @@ def test_a_loop_has_few_fresh_pieces() -> None:
     assert fresh_share([1, 1, 2], n=1) == pytest.approx(2 / 3)
 
 
-def test_quantiles_are_numpy_s() -> None:
-    """Catches another definition of a percentile."""
-    order = random.Random(3)
-    for count in (1, 2, 3, 10, 101):
-        values = [order.expovariate(1) for _ in range(count)]
-        for share in (0.0, 0.5, 0.95, 0.99, 1.0):
-            assert summary._quantile(values, share) == pytest.approx(np.quantile(values, share))
-    assert np.isnan(summary._quantile([], 0.5))
-
-
 # ── a whole evaluation ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -179,32 +171,32 @@ def test_a_row_is_counted_from_its_runs(talker: TransformersTarget, drafters: di
     row = measure.summarise(measured, talker)
     every = [pair for part in pairs for pair in part]
     tokens = sum(a + 1 for a, _ in every)
-    assert row["tokens_per_step"] == tokens / len(every)
+    assert row.tokens_per_step == tokens / len(every)
     for k in range(5):
         came = [(a, r) for a, r in every if r > k]
-        assert row["accepted_by_depth"][k] == pytest.approx(sum(a > k for a, _ in came) / len(came))
-        assert row["rejections_by_depth"][k] == sum(a == k for a, r in came)
-    assert len(row["accepted_by_depth"]) == 5
-    assert row["tokens_per_s"] == pytest.approx(tokens / 5)
-    assert row["plain_tokens_per_s"] == pytest.approx(tokens / 18)
-    assert row["generate_tokens_per_s"] == pytest.approx(tokens / 8)
-    assert row["speedup"] == pytest.approx(18 / 5)
-    assert row["share"] == pytest.approx({"draft": 0.3, "verify": 0.5, "other": 0.2})
-    assert row["loop_overhead"] == pytest.approx(0.3)
-    assert row["plain_loop_overhead"] == pytest.approx(0.25)
+        assert row.accepted_by_depth[k] == pytest.approx(sum(a > k for a, _ in came) / len(came))
+        assert row.rejections_by_depth[k] == sum(a == k for a, r in came)
+    assert len(row.accepted_by_depth) == 5
+    assert row.tokens_per_s == pytest.approx(tokens / 5)
+    assert row.plain_tokens_per_s == pytest.approx(tokens / 18)
+    assert row.generate_tokens_per_s == pytest.approx(tokens / 8)
+    assert row.speedup == pytest.approx(18 / 5)
+    assert row.share.model_dump() == pytest.approx({"draft": 0.3, "verify": 0.5, "other": 0.2})
+    assert row.loop_overhead == pytest.approx(0.3)
+    assert row.plain_loop_overhead == pytest.approx(0.25)
     gaps = [1000 * gap for run in runs for gap in run.gaps_s]
-    assert row["itl_ms"] == pytest.approx({f"p{p}": np.percentile(gaps, p) for p in (50, 95, 99)})
-    assert row["itl_curve_ms"] == pytest.approx(list(np.percentile(gaps, range(101))))
-    assert row["ttft_ms"]["p50"] == pytest.approx(500)
-    assert row["tpot_ms"]["p50"] == pytest.approx(
+    assert row.itl_ms.model_dump() == pytest.approx({f"p{p}": np.percentile(gaps, p) for p in (50, 95, 99)})
+    assert list(row.itl_curve_ms) == pytest.approx(list(np.percentile(gaps, range(101))))
+    assert row.ttft_ms.p50 == pytest.approx(500)
+    assert row.tpot_ms.p50 == pytest.approx(
         np.mean([1000 * (2 + i - 0.5) / (len(run.tokens) - 1) for i, run in enumerate(runs)])
     )
-    assert (row["exact"], row["unlawful"], row["prompts"]) == (False, 1, 2)
-    assert [(prompt["id"], prompt["exact"], prompt["first_difference"]) for prompt in row["per_prompt"]] == [
+    assert (row.exact, row.unlawful, row.prompts) == (False, 1, 2)
+    assert [(prompt.id, prompt.exact, prompt.first_difference) for prompt in row.per_prompt] == [
         ("a", True, None), ("b", False, 5),
     ]  # fmt: skip
-    assert [prompt["speedup"] for prompt in row["per_prompt"]] == pytest.approx([9 / 2, 9 / 3])
-    assert Row(**row).is_inexact
+    assert [prompt.speedup for prompt in row.per_prompt] == pytest.approx([9 / 2, 9 / 3])
+    assert row.is_inexact
 
 
 def test_shares_sum_to_one(report: Report) -> None:
@@ -224,7 +216,7 @@ def test_a_report_survives_its_file(report: Report, tmp_path: Path) -> None:
     assert "NaN" not in (tmp_path / "report.json").read_text()
 
 
-def test_the_package_is_the_function(talker: TransformersTarget, task: str) -> None:
+def test_the_public_function_measures(talker: TransformersTarget, task: str) -> None:
     """Catches `outrider.evaluate` as its documentation calls it, and the count that it tells of."""
     told: list[tuple[int, int, int]] = []
     found = outrider.evaluate(
@@ -279,8 +271,8 @@ def test_a_fault_of_plain_decoding_is_not_the_drafter_s(
 
     monkeypatch.setattr(measure, "generate_once", wrong)
     found = measure.measure(talker, [measure.Entry("ngram", drafters["ngram"])], settings(task))
-    assert (found.rows[0]["exact"], found.rows[0]["plain_exact"]) == (False, False)
-    assert {prompt["first_difference"] for prompt in found.rows[0]["per_prompt"]} == {15}
+    assert (found.rows[0].exact, found.rows[0].plain_exact) == (False, False)
+    assert {prompt.first_difference for prompt in found.rows[0].per_prompt} == {15}
 
 
 def test_nobody_who_is_timed_is_timed_cold(
@@ -463,7 +455,7 @@ def test_a_rows_distance_is_that_of_its_tokens(talker: TransformersTarget, draft
         measure.Entry("n", drafters["ngram"], 1.0), "quiz", ["a", "b"], runs, runs, [[1] * 4, [1]], [1.0, 1.0], rule="r"
     )
     row = measure.summarise(measured, talker)
-    assert (row["rule"], row["lossless"], row["distance"]) == ("r", False, 0.3)
+    assert (row.rule, row.lossless, row.distance) == ("r", False, 0.3)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState, Request
 from outrider.measure import rejections
 from outrider.measure.rejections import judged, kind_of, observe, patterns
-from outrider.measure.run import run_once
+from outrider.measure.timing import run_once
 from outrider.nn import trees
 from outrider.report import schema as report
 from outrider.sampling.settings import Sampling

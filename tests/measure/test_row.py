@@ -16,7 +16,7 @@ from tiny import folder, talker
 from outrider import load_drafter
 from outrider.measure import row as summary
 from outrider.measure.row import Entry, Measured, Overlaps, Run, differences, predicted, training_of
-from outrider.report.schema import Row
+from outrider.report.schema import Score
 from outrider.targets.transformers import TransformersTarget
 
 __all__ = ["folder", "talker"]
@@ -99,18 +99,18 @@ def same(found: Any, wanted: Any) -> bool:
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_figure_is_what_was_worked_out_by_hand(talker: TransformersTarget, name: str) -> None:
     """Catches another definition under the same name."""
-    assert same(summary.summarise(hand_made(talker), talker)[name], RIGHT[name])
+    assert same(summary.summarise(hand_made(talker), talker).model_dump(mode="json")[name], RIGHT[name])
 
 
 def test_every_figure_has_its_place_in_the_report(talker: TransformersTarget) -> None:
     """Catches a figure that the report keeps as an unknown field, or drops, because its name is another there."""
     row = summary.summarise(hand_made(talker), talker, Overlaps({("quiz", "a"): True}, "a rule"))
-    assert row.keys() <= Row.model_fields.keys()
-    assert json.loads(Row(**row).model_dump_json())["speedup_geomean"]["high"] == pytest.approx(3.0)
-    assert len(row["tpot_curve_ms"]) == 101
-    assert (row["tpot_curve_ms"][0], row["tpot_curve_ms"][100]) == (pytest.approx(1500 / 9), pytest.approx(520))
-    assert [prompt["tpot_ms"] for prompt in row["per_prompt"]] == pytest.approx([1500 / 9, 520])
-    assert [prompt["plain_tpot_ms"] for prompt in row["per_prompt"]] == pytest.approx([5000 / 9, 3500 / 5])
+    assert not row.model_extra
+    assert json.loads(row.model_dump_json())["speedup_geomean"]["high"] == pytest.approx(3.0)
+    assert len(row.tpot_curve_ms) == 101
+    assert (row.tpot_curve_ms[0], row.tpot_curve_ms[100]) == (pytest.approx(1500 / 9), pytest.approx(520))
+    assert [prompt.tpot_ms for prompt in row.per_prompt] == pytest.approx([1500 / 9, 520])
+    assert [prompt.plain_tpot_ms for prompt in row.per_prompt] == pytest.approx([5000 / 9, 3500 / 5])
 
 
 MISTAKES = [
@@ -134,7 +134,7 @@ MISTAKES = [
     ("tpot_ms", "(run.seconds - run.first_s) / max(1, len(run.tokens) - ", "run.seconds / max(1, len(run.tokens) - 0 * "),
     ("tpot_ms", "max(1, len(run.tokens) - max(1, len(run.turns)))", "max(1, len(run.tokens))"),
     ("ttft_ms", "run.first_s / max(1, len(run.turns))", "run.gaps_s[0]"),
-    ("memory_peak_bytes", '"memory_peak_bytes": max((', '"memory_peak_bytes": min(('),
+    ("memory_peak_bytes", 'memory_peak_bytes=max((', 'memory_peak_bytes=min(('),
     ("expected_acceptance", "sum(values) / len(values) if values", "max(values) if values"),
     ("score", "sum(side) / len(both) for side", "sum(side) for side"),
 ]  # fmt: skip
@@ -150,7 +150,7 @@ def test_a_planted_mistake_is_seen(
     broken = ModuleType("broken")
     monkeypatch.setitem(sys.modules, "broken", broken)
     exec(compile(source.replace(right, wrong), "summary with a mistake", "exec"), broken.__dict__)
-    assert not same(broken.summarise(hand_made(talker), talker)[name], RIGHT[name])
+    assert not same(broken.summarise(hand_made(talker), talker).model_dump(mode="json")[name], RIGHT[name])
 
 
 # ── turns ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -176,9 +176,9 @@ def test_turns_add_up(talker: TransformersTarget) -> None:
         scores=[],
     )
     row = summary.summarise(measured, talker)
-    assert row["ttft_ms"]["p50"] == pytest.approx(450)
-    assert row["tpot_ms"]["p50"] == pytest.approx(1000 * (5.0 - 0.9) / 14)
-    assert row["tokens_per_step"] == pytest.approx(16 / 7)
+    assert row.ttft_ms.p50 == pytest.approx(450)
+    assert row.tpot_ms.p50 == pytest.approx(1000 * (5.0 - 0.9) / 14)
+    assert row.tokens_per_step == pytest.approx(16 / 7)
 
 
 @pytest.mark.parametrize(
@@ -213,22 +213,22 @@ def test_a_prediction_multiplies_up_the_overlaps() -> None:
 def test_the_clean_row_leaves_out_what_was_trained_on(talker: TransformersTarget) -> None:
     """Catches an overlapping prompt that still counts, and one that was not looked for taken for clean."""
     measured = hand_made(talker)
-    found = summary.summarise(measured, talker, Overlaps({("quiz", "a"): True, ("quiz", "b"): False}, "one 13-gram"))["clean"]
-    assert found == {
+    found = summary.summarise(measured, talker, Overlaps({("quiz", "a"): True, ("quiz", "b"): False}, "one 13-gram")).clean
+    assert found is not None and found.model_dump(mode="json") == {
         "overlapping": ["a"], "checked": 2, "rule": "one 13-gram", "tokens_per_step": 2.0, "speedup": pytest.approx(1.5),
         "score": {"drafted": 0.0, "plain": 1.0, "prompts": 1, "measure": "exact match"},
     }  # fmt: skip
     unknown = summary.summarise(measured, talker, Overlaps({("quiz", "a"): True}))
-    assert [prompt["overlaps"] for prompt in unknown["per_prompt"]] == [True, None]
-    assert (unknown["clean"]["checked"], unknown["clean"]["tokens_per_step"], unknown["clean"]["speedup"]) == (1, None, None)
-    assert summary.summarise(measured, talker)["clean"] is None
-    assert summary.summarise(measured, talker, Overlaps({}, "one 13-gram"))["clean"] is None
+    assert [prompt.overlaps for prompt in unknown.per_prompt] == [True, None]
+    assert (unknown.clean.checked, unknown.clean.tokens_per_step, unknown.clean.speedup) == (1, None, None)
+    assert summary.summarise(measured, talker).clean is None
+    assert summary.summarise(measured, talker, Overlaps({}, "one 13-gram")).clean is None
 
 
 def test_answers_without_a_score_are_not_wrong_answers(talker: TransformersTarget) -> None:
     """Catches a prompt without a reference counted as a failure, and 0 in the place of nothing."""
-    scored: Callable[..., Any] = lambda *scores: summary.summarise(hand_made(talker, scores=list(scores)), talker)["score"]
-    assert scored((1.0, 0.0), (None, None)) == {"drafted": 1.0, "plain": 0.0, "prompts": 1, "measure": "exact match"}
+    scored: Callable[..., Any] = lambda *scores: summary.summarise(hand_made(talker, scores=list(scores)), talker).score
+    assert scored((1.0, 0.0), (None, None)) == Score(drafted=1.0, plain=0.0, prompts=1, measure="exact match")
     assert scored((None, None), (None, None)) is None
     assert scored() is None
 
@@ -236,8 +236,8 @@ def test_answers_without_a_score_are_not_wrong_answers(talker: TransformersTarge
 def test_what_training_expected_is_a_mean_of_its_last_steps() -> None:
     """Catches the first steps, when nothing was learnt, or one noisy batch standing for the whole."""
     lines = [{"step": n, "loss": 1.0, "acceptance": [n / 100, 0.5]} for n in range(40)] + [{"step": 40, "probe": 2.0}]
-    assert training_of({}, lines)["acceptance"] == pytest.approx([0.375, 0.5])
-    assert training_of({}, lines[:3])["acceptance"] == pytest.approx([0.02, 0.5])
-    assert training_of({}, [{"step": 1, "loss": 1.0}])["acceptance"] == []
+    assert training_of({}, lines).acceptance == pytest.approx([0.375, 0.5])
+    assert training_of({}, lines[:3]).acceptance == pytest.approx([0.02, 0.5])
+    assert training_of({}, [{"step": 1, "loss": 1.0}]).acceptance == ()
     # one batch of short texts reached less deep
-    assert training_of({}, [{"acceptance": [0.5]}, *[{"acceptance": [0.5, 0.4]}] * 19])["acceptance"] == [0.5, 0.4]
+    assert training_of({}, [{"acceptance": [0.5]}, *[{"acceptance": [0.5, 0.4]}] * 19]).acceptance == (0.5, 0.4)

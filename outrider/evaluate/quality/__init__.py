@@ -1,1 +1,0 @@
-"""Work in a process of its own: for libraries that run code which a model wrote."""

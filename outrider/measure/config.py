@@ -1,0 +1,108 @@
+"""What is measured: the section `evaluate` of a run file."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
+
+from outrider.config import Config as Base
+from outrider.config import nearest
+from outrider.errors import ConfigError
+from outrider.measure import tasks
+from outrider.measure.tasks import check, task_name
+from outrider.policies import named
+
+log = logging.getLogger(__name__)
+
+
+class Config(Base):
+    """What is measured."""
+
+    tasks: tuple[str, ...] = Field(("stdlib",), min_length=1)
+    """`stdlib`, or files of prompts."""
+    prompts: PositiveInt = 24
+    """Prompts measured per task; more are tried where some fall into loops."""
+    max_new_tokens: PositiveInt = 96
+    temperatures: tuple[NonNegativeFloat, ...] = Field((0.0, 1.0), min_length=1)
+    """The drafter of this run is measured at each, those beside it at the first."""
+    beside: tuple[str | dict[str, Any], ...] = ()
+    """Other drafters in the same run: kinds, kinds with their settings, or checkpoint folders."""
+    thinking: bool | None = None
+    """Handed to the chat template as `enable_thinking`; unless given, the template does as it always does."""
+    data: str | None = None
+    """Folder with files of tasks, taken instead of the hub's: gsm8k.jsonl and so on."""
+    revisions: dict[str, str] = Field(default={})
+    """Pins, by task as `tasks` names it: a commit of its data set, the newest unless given, or `sha256:...` of a file."""
+    observed: NonNegativeInt = 4
+    """Prompts of each task that are run once more, untimed, to note what was kept where and why; 0 notes nothing."""
+    score: bool = False
+    """Compare answers with the references of tasks that have some, those of the target alone too."""
+    allow_code_execution: bool = False
+    """Score tasks of code by running the answers, in a sandbox; without it they have no score."""
+    fresh: NonNegativeFloat = 0.6
+    """A prompt whose plain text has a smaller share of first-time 8-grams loops: it is listed and left out, and so is one whose
+    answer is one token.  0 keeps all."""
+    seed: int = 0
+    quantize: Literal["int8"] | None = None
+    """Round the linear layers of this run's own draft model, whatever the target's are; needs torchao."""
+    policy: Literal["fixed", "by_confidence", "adaptive"] = "fixed"
+    """How much is drafted: all that the drafter offers, what is likely to be kept, or as much as pays by measured seconds."""
+    verification: str = "standard"
+    """`standard`, or `block`, which keeps more of a sampled chain; both are exact.  `typical` and `relaxed` keep likely tokens
+    that the acceptance rule would not, and every row says so."""
+    allow_lossy: bool = Field(default=False, validate_default=True)
+    """A lossy verification is refused without it."""
+
+    @field_validator("tasks")
+    @classmethod
+    def _known_tasks(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
+        known: dict[str, str] = {}
+        for task in map(check, tasks):
+            name = task_name(task)
+            if name in known:
+                both = f"{task} stands there twice" if known[name] == task else f"{known[name]} and {task} are both {name!r}"
+                raise ConfigError(f"{both} in the report, and their rows would run together; leave one out, or rename its file")
+            known[name] = task
+        return tasks
+
+    @field_validator("temperatures")
+    @classmethod
+    def _different_temperatures(cls, temperatures: tuple[float, ...]) -> tuple[float, ...]:
+        if len(set(temperatures)) < len(temperatures):
+            raise ConfigError(f"{list(temperatures)} names a temperature twice, and its rows would run together; leave one out")
+        return temperatures
+
+    @field_validator("revisions")
+    @classmethod
+    def _known_pins(cls, revisions: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        measured = info.data.get("tasks", ())
+        for task, revision in revisions.items():
+            if task == "stdlib":
+                raise ConfigError("stdlib is the library of the Python that runs, and can't be pinned; leave it out")
+            if task not in measured and task not in tasks.TASKS:
+                raise ConfigError(f"{task!r} is no task{nearest(task, [*tasks.TASKS, *measured])}")
+            if task.endswith(tasks.FILES) and not revision.startswith(tasks.CONTENT):
+                raise ConfigError(f"{task} is a file and has no commit {revision!r}; pin its content, {tasks.CONTENT}...")
+            if measured and task not in measured:
+                log.warning("evaluate.revisions: %s has no effect, since evaluate.tasks does not name it", task)
+        return revisions
+
+    @field_validator("verification")
+    @classmethod
+    def _known_verification(cls, verification: str) -> str:
+        named.check_verification(verification, allow_lossy=True)
+        return verification
+
+    @field_validator("allow_lossy")
+    @classmethod
+    def _allowed_verification(cls, allow_lossy: bool, info: ValidationInfo) -> bool:
+        named.judge(info.data.get("verification"), allow_lossy)
+        return allow_lossy
+
+    @model_validator(mode="after")
+    def _says_what_is_idle(self) -> Config:
+        if self.allow_code_execution and not self.score:
+            log.warning("evaluate.allow_code_execution has no effect without evaluate.score: no answer is run")
+        return self
