@@ -71,8 +71,8 @@ def turn(dtype: str, steps: int) -> dict[str, Any]:
     import torch
 
     from outrider import demo, machine
+    from outrider.data.answers import Answer
     from outrider.data.features import LiveFeatures
-    from outrider.data.regenerate import Answer
     from outrider.drafters import find
     from outrider.run import load
     from outrider.targets.transformers import load_target

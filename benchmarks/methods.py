@@ -36,6 +36,7 @@ from serving import write
 from outrider import load_drafter, load_target
 from outrider.checkpoint import load_model
 from outrider.data import conversations, regenerate
+from outrider.data.answers import read_answers
 from outrider.data.features import LiveFeatures
 from outrider.drafters import find
 from outrider.measure.config import Config as MeasureConfig
@@ -266,7 +267,7 @@ class Bench:
             asked = list(conversations.read(settings.prepare))
             path = regenerate.prepare(self.target, self.target.tokenizer, asked, settings.answers, settings.prepare)
             self.sources[count] = LiveFeatures(
-                self.target, regenerate.read_answers(path), tuple(range(self.target.spec.layers)), batch=BATCH,
+                self.target, read_answers(path), tuple(range(self.target.spec.layers)), batch=BATCH,
                 length=settings.prepare.length, keep=1 << 33,
             )  # fmt: skip
             say("reading the texts once for all methods")

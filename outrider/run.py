@@ -22,7 +22,7 @@ from pydantic import Field, PositiveFloat
 
 from outrider import config as configs
 from outrider.config import Config as Base
-from outrider.data.conversations import Config as PrepareConfig
+from outrider.data.config import Config as PrepareConfig
 from outrider.drafters import find, kinds
 from outrider.errors import ConfigError, DrafterError, TargetError
 from outrider.measure.config import Config as EvaluateConfig

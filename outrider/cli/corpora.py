@@ -36,7 +36,7 @@ def corpus_add(
     """Make a corpus of texts, in the place of one of that name."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     quiet()
-    from outrider.data.ngram_hashes import Collector
+    from outrider.data.hash_files import Collector
     from outrider.retrieval import corpora, suffix_array
     from outrider.targets.transformers import hash_tokenizer
 

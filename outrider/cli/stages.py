@@ -147,8 +147,10 @@ def compile_drafter(drafter: Any) -> None:
 
 def _prepare(settings: RunConfig, target: TransformersTarget) -> None:
     from outrider.data import conversations, regenerate
+    from outrider.data.answers import read_answers
+    from outrider.data.sources import Skipped
 
-    config, skipped = settings.prepare, conversations.Skipped()
+    config, skipped = settings.prepare, Skipped()
     asked = list(conversations.read(config, skipped))
     there = regenerate.answered(settings.answers, asked, config)
     most = len(asked) * (config.max_new_tokens if config.regenerate else config.length)
@@ -163,7 +165,7 @@ def _prepare(settings: RunConfig, target: TransformersTarget) -> None:
         )
     if skipped:
         console.out.print(f"          {len(skipped)} rows left out; the first: {skipped.reasons[0]}", highlight=False)
-    answers = regenerate.read_answers(path)
+    answers = read_answers(path)
     learnt = sum(end - start for answer in answers for start, end in answer.learn)
     console.out.print(f"          {len(answers)} answers, {counted(learnt)} tokens to learn, in {path}", highlight=False)
     hashes = {one.prompt_hash for one in regenerate.as_asked(asked, config)}
@@ -186,10 +188,10 @@ def _train(settings: RunConfig, target: TransformersTarget) -> None:
     import torch
 
     from outrider.checkpoint import load_model, manifest_of
-    from outrider.data.conversations import template_hash
+    from outrider.data.answers import answers_for
     from outrider.data.features import LiveFeatures
-    from outrider.data.ngram_hashes import named
-    from outrider.data.regenerate import answers_for
+    from outrider.data.hash_files import named
+    from outrider.data.rendering import template_hash
     from outrider.drafters import find
     from outrider.run import write_config, write_provenance
     from outrider.training.trainer import settled
@@ -383,7 +385,8 @@ def _riders(settings: RunConfig, target: TransformersTarget, drawn: Mapping[str,
 
 def _overlaps(name: str, choice: str | dict[str, Any], drawn: Mapping[str, Drawn]) -> dict[str, Overlaps]:
     """Which prompts stand in what a drafter was trained on, or draws from; {} for one that has no texts of its own."""
-    from outrider.data.contamination import check, sources_of
+    from outrider.data.contamination import check
+    from outrider.data.origins import sources_of
     from outrider.measure.row import Overlaps
     from outrider.measure.tasks import task_name
 

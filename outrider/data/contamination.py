@@ -10,10 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from outrider.config import build
-from outrider.data import ngram_hashes
+from outrider.data import hash_files, ngram_hashes
 from outrider.errors import DataError
-from outrider.retrieval import corpora
 
 
 class Prompt(Protocol):
@@ -70,28 +68,6 @@ class Found(NamedTuple):
         return f"{told}; not known of {why}" if self.checked else f"overlap with the prompts is not known: {why}"
 
 
-def sources_of(choice: str | Mapping[str, Any]) -> list[Source]:
-    """The texts behind a drafter: a checkpoint's, those of its corpora, and those behind its parts.
-
-    choice: as a run file names one, a kind, a kind with its settings, or a checkpoint.  None for a drafter that only reads the
-    request.  What the target was trained on is not asked for.
-    """
-    from outrider.drafters import find, kinds  # loads torch, which asking does without
-
-    if isinstance(choice, str):
-        if choice not in kinds():
-            return [Source(choice, Path(choice))]
-        choice = {"kind": choice}
-    settings = build(find(choice["kind"]).Config, dict(choice), "drafter").model_dump(mode="json")
-    found = [Source(f"corpus {name}", corpora.place(name)) for name in settings.get("corpora", ())]
-    model = settings.get("model")
-    if model and not settings.get("new"):
-        found.append(Source(model, Path(model)))
-    for part in (settings.get("base"), settings.get("retriever"), *settings.get("parts", ())):
-        found += sources_of(part) if part else []
-    return list(dict.fromkeys(found))
-
-
 def check(prompts: Mapping[str, Sequence[Prompt]], sources: Sequence[Source]) -> Found:
     """Look for every user turn of these prompts, by task, in every source; a prompt overlaps where one of its turns does.
 
@@ -130,19 +106,19 @@ def _is_text(prompt: Prompt) -> bool:
 
 def _rule(samples: dict[str, int]) -> str:
     kept = [f"of {name} 1 in {sampled} kept" for name, sampled in samples.items() if sampled > 1]
-    return "; ".join([ngram_hashes.RULE, *kept])
+    return "; ".join([hash_files.RULE, *kept])
 
 
-def _open(source: Source) -> tuple[list[ngram_hashes.Grams], str | None]:
+def _open(source: Source) -> tuple[list[hash_files.Grams], str | None]:
     """All hashes that a source kept, and why these are not all there is to know."""
-    opened: list[ngram_hashes.Grams] = []
+    opened: list[hash_files.Grams] = []
     why = None
     for entry in _entries(source.path):
         if isinstance(entry, str):
             why = why or entry
             continue
         try:
-            opened.append(ngram_hashes.read(entry))
+            opened.append(hash_files.read(entry))
         except DataError as error:
             why = why or str(error)
             continue
@@ -151,7 +127,7 @@ def _open(source: Source) -> tuple[list[ngram_hashes.Grams], str | None]:
     return opened, why
 
 
-def _entries(folder: Path) -> Iterator[ngram_hashes.Named | str]:
+def _entries(folder: Path) -> Iterator[hash_files.Named | str]:
     """What a folder's manifest names, or why there is nothing."""
     if not folder.is_dir():
         yield "there is no such folder here, so nobody can tell what texts are behind it"
@@ -159,9 +135,9 @@ def _entries(folder: Path) -> Iterator[ngram_hashes.Named | str]:
         for entry in _of_checkpoint(folder / "outrider.json"):
             named = isinstance(entry, dict) and isinstance(entry.get("file"), str)
             path = folder / Path(entry["file"]).name if named else folder
-            yield ngram_hashes.Named(path, entry) if named else "it kept no hashes of its training texts"
+            yield hash_files.Named(path, entry) if named else "it kept no hashes of its training texts"
     else:
-        found = [ngram_hashes.named(folder, manifest) for manifest in ("answers.json", "corpus.json")]
+        found = [hash_files.named(folder, manifest) for manifest in ("answers.json", "corpus.json")]
         yield next((one for one in found if one is not None), "it kept no hashes of its texts, or these have changed since")
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider import machine
-from outrider.data.ngram_hashes import Named
-from outrider.data.regenerate import Answer
+from outrider.data.answers import Answer
+from outrider.data.hash_files import Named
 from outrider.errors import DataError
 from outrider.nn.draft_model import Batch, Manifest
 from outrider.targets.protocol import Target

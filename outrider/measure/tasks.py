@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, cast, overload
 
 from outrider import demo
 from outrider.config import nearest
-from outrider.data.conversations import Config as Source
+from outrider.data.config import Config as Source
 from outrider.data.conversations import read
 from outrider.errors import DataError
 from outrider.measure.fields import Row, has, text, texts, word

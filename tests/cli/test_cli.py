@@ -20,7 +20,7 @@ from tiny import DRAFTER, write_recipe
 from outrider import cli, compiled, demo, generate
 from outrider.cli import console, look
 from outrider.compiled import NotCompiled
-from outrider.data.regenerate import read_answers
+from outrider.data.answers import read_answers
 from outrider.decoding.protocols import Drafter
 from outrider.targets import transformers
 from outrider.targets.transformers import TransformersTarget, load_target

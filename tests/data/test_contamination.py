@@ -12,11 +12,14 @@ from tiny import folder, talker
 from training.bench import TAPS, fit
 
 from outrider import checkpoint, load_drafter
-from outrider.data import ngram_hashes
-from outrider.data.contamination import Found, Source, check, sources_of
-from outrider.data.conversations import Config, Conversation
+from outrider.data import hash_files
+from outrider.data.answers import ANSWERS, read_answers
+from outrider.data.config import Config
+from outrider.data.contamination import Found, Source, check
+from outrider.data.conversations import Conversation
 from outrider.data.features import LiveFeatures
-from outrider.data.regenerate import ANSWERS, prepare, read_answers
+from outrider.data.origins import sources_of
+from outrider.data.regenerate import prepare
 from outrider.errors import ConfigError
 from outrider.measure.tasks import Prompt
 from outrider.retrieval import corpora
@@ -54,7 +57,7 @@ def answered(target: TransformersTarget, folder: Path, asked: list[Conversation]
 
 def source_of(target: TransformersTarget, answers: Path) -> LiveFeatures:
     read = read_answers(answers / ANSWERS)
-    return LiveFeatures(target, read, TAPS, batch=2, length=400, grams=ngram_hashes.named(answers))
+    return LiveFeatures(target, read, TAPS, batch=2, length=400, grams=hash_files.named(answers))
 
 
 @pytest.fixture(scope="module")
@@ -254,8 +257,8 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "corpora" / "mine"
 
 
-def collected() -> ngram_hashes.Collector:
-    documents = ngram_hashes.Collector("documents")
+def collected() -> hash_files.Collector:
+    documents = hash_files.Collector("documents")
     documents.add("documents", [f"# Notes\n\nOn Monday they asked this. {PLANTED} I did not know."])
     documents.add("documents", ["say b"])
     return documents

@@ -11,7 +11,10 @@ import pytest
 from tiny import make_tokenizer
 
 from outrider import demo
-from outrider.data.conversations import Config, Conversation, Skipped, prompt_tokens, read, render, template_hash
+from outrider.data.config import Config
+from outrider.data.conversations import Conversation, read
+from outrider.data.rendering import prompt_tokens, render, template_hash
+from outrider.data.sources import Skipped
 from outrider.errors import DataError
 from outrider.measure import tasks
 from outrider.targets.transformers import TransformersTarget

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
+from outrider.data.answers import Answer
 from outrider.data.features import MIN_LEARNT, LiveFeatures
-from outrider.data.regenerate import Answer
 from outrider.errors import DataError
 from outrider.targets.transformers import TransformersTarget
 

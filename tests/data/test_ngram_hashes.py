@@ -18,10 +18,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.data import ngram_hashes
-from outrider.data.conversations import Config, Conversation
-from outrider.data.ngram_hashes import COMMON, WORDS, Collector, Grams, Named, Tally, hashes, named, read
-from outrider.data.regenerate import ANSWERS, GRAMS, MANIFEST, prepare
+from outrider.data import hash_files, ngram_hashes
+from outrider.data.answers import ANSWERS, GRAMS, MANIFEST
+from outrider.data.config import Config
+from outrider.data.conversations import Conversation
+from outrider.data.hash_files import COMMON, Collector, Grams, Named, Tally, named, read
+from outrider.data.ngram_hashes import WORDS, hashes
+from outrider.data.regenerate import prepare
 from outrider.errors import DataError
 from outrider.targets.transformers import TransformersTarget
 
@@ -33,7 +36,7 @@ KOREAN = "농부가 사과를 한 개에 이천 원에 팝니다. 영희가 일�
 CHINESE = "一个农夫每个苹果卖两元。如果小明买了七个苹果，并付了二十元的钞票，他应该找回多少钱？"
 
 
-def opened(path: Path, documents: dict[str, list[list[str]]], limit: int = ngram_hashes.LIMIT) -> Grams:
+def opened(path: Path, documents: dict[str, list[list[str]]], limit: int = hash_files.LIMIT) -> Grams:
     collected = Collector(*documents, limit=limit)
     for part, texts in documents.items():
         for turns in texts:

@@ -18,8 +18,12 @@ import pytest
 from tiny import TEMPLATE, make_folder, make_tokenizer
 
 from outrider import generate, load_drafter
-from outrider.data.conversations import Config, Conversation, Skipped, prompt_tokens, read, render
-from outrider.data.regenerate import ANSWERS, MANIFEST, Answer, answered, answers_for, prepare, read_answers
+from outrider.data.answers import ANSWERS, MANIFEST, Answer, answers_for, read_answers
+from outrider.data.config import Config
+from outrider.data.conversations import Conversation, read
+from outrider.data.regenerate import answered, prepare
+from outrider.data.rendering import prompt_tokens, render
+from outrider.data.sources import Skipped
 from outrider.errors import DataError
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget, load_target

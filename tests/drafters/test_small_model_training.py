@@ -26,8 +26,8 @@ from transformers import (
 
 from outrider import checkpoint, drafters, load_drafter
 from outrider.config import build
+from outrider.data.answers import Answer
 from outrider.data.features import LiveFeatures
-from outrider.data.regenerate import Answer
 from outrider.decoding.accept import overlap
 from outrider.errors import ConfigError, DrafterError
 from outrider.generation import generate

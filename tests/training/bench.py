@@ -11,8 +11,8 @@ from tiny import DRAFTER, randomise
 
 from outrider import drafters
 from outrider.config import build
+from outrider.data.answers import Answer
 from outrider.data.features import LiveFeatures
-from outrider.data.regenerate import Answer
 from outrider.nn.draft_model import DraftModel
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.trainer import Config, train

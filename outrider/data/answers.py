@@ -1,0 +1,200 @@
+"""The target's answers on disk, and whose they are.
+
+    answers.jsonl   {"id", "prompt_hash", "settings_hash", "tokens", "learn": [[start, end], ...], "finish_reason"} a line
+    answers.json    the target, sampling and template they belong to, and which hashes are theirs
+    prompts.grams   hashes of what stands in prompts and answers, to ask later whether a text was among them
+
+An answer is known by what was asked and who answered, never by where the prompt stood: `prompt_hash` is that of the prompt's
+content, `settings_hash` that of answers.json's target, template and settings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from outrider.atomic import replacing
+from outrider.data import hash_files
+from outrider.data.config import Config
+from outrider.data.rendering import template_hash
+from outrider.errors import DataError
+from outrider.nn.draft_model import binding
+from outrider.targets.protocol import Target
+
+ANSWERS, MANIFEST, GRAMS = "answers.jsonl", "answers.json", "prompts.grams"
+KEYS = ("id", "prompt_hash", "settings_hash", "tokens", "learn", "finish_reason")
+SHAPING = {"regenerate", "length", "max_new_tokens", "temperature", "top_p", "top_k", "seed"}
+"""Settings on which the text of an answer depends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One text as the target saw it, and the spans of it that train."""
+
+    id: str
+    tokens: list[int]
+    learn: list[tuple[int, int]]
+    finish_reason: str | None = None
+    prompt_hash: str | None = None
+    settings_hash: str | None = None
+
+
+def read_answers(path: str | Path, vocabulary: int | None = None) -> list[Answer]:
+    """All answers of a file.  Raises DataError with the line of one that can't be read, or has ids outside the vocabulary."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"no answers at {path} ({error.strerror}); run `outrider prepare` first") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no text ({error}); delete it and run `outrider prepare` again") from None
+    answers = []
+    for number, line in enumerate(lines, 1):
+        try:
+            answers.append(_from_line(line))
+            _check_ids(answers[-1], vocabulary)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path}, line {number} is no answer ({error}); run `outrider prepare` again, it cuts a torn line off"
+            ) from None
+    return answers
+
+
+def _from_line(line: str) -> Answer:
+    row = json.loads(line)
+    learn = [(start, end) for start, end in row["learn"]]
+    known_by = row.get("prompt_hash"), row.get("settings_hash")
+    return Answer(row["id"], row["tokens"], learn, row.get("finish_reason"), *known_by)
+
+
+def _check_ids(answer: Answer, vocabulary: int | None) -> None:
+    """Raise ValueError for tokens that are no ids of this vocabulary, and spans outside the text."""
+    if not answer.tokens or not all(type(token) is int for token in answer.tokens):
+        raise ValueError("its tokens are no list of whole numbers")
+    least, most = min(answer.tokens), max(answer.tokens)
+    if least < 0 or (vocabulary is not None and most >= vocabulary):
+        wrong = least if least < 0 else most
+        raise ValueError(f"token {wrong} lies outside the target's vocabulary" + f" of {vocabulary}" * (vocabulary is not None))
+    if not all(0 <= start <= end <= len(answer.tokens) for start, end in answer.learn):
+        raise ValueError(f"its spans {answer.learn} reach outside its {len(answer.tokens)} tokens")
+
+
+def answers_for(folder: Path, target: Target, tokenizer: Any) -> list[Answer]:
+    """All answers of a folder, to train on.  Raises DataError where they are those of another target or template."""
+    answers = read_answers(folder / ANSWERS, target.spec.vocabulary)
+    mine = whose(target, tokenizer, Config())
+    del mine["config"]  # to train on shorter texts than were written, or with other prompts to come, is no harm
+    theirs = _manifest(folder)
+    if answers and not theirs:
+        raise DataError(f"{folder / MANIFEST} is missing or damaged; run `outrider prepare` again, it writes the file anew")
+    _check(folder, answers, mine, theirs)
+    return answers
+
+
+def whose(target: Target, tokenizer: Any, config: Config) -> dict[str, Any]:
+    """The target, template and settings on which answers depend, as answers.json has them."""
+    return {
+        "target": binding(target) | {"ends": sorted(target.ends)},
+        "template": template_hash(tokenizer),
+        "config": config.model_dump(mode="json", include=SHAPING),
+    }
+
+
+def content_hash(value: Any) -> str:
+    """16 hex digits that tell two values apart."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def to_line(answer: Answer, settings_hash: str) -> str:
+    """An answer as it stands in answers.jsonl."""
+    row = asdict(replace(answer, settings_hash=settings_hash))
+    return json.dumps({key: row[key] for key in KEYS}) + "\n"
+
+
+def repair(path: Path, vocabulary: int) -> list[Answer]:
+    """The answers that are whole; a torn line at the end is cut off the file."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        os.truncate(path, len(whole))
+    return read_answers(path, vocabulary)
+
+
+def put_in_order(path: Path, prompts: Mapping[str, list[str]]) -> None:
+    """Sort answers as their prompts stand, others behind them: a run that was stopped leaves what an undisturbed one does."""
+    place = {prompt_hash: number for number, prompt_hash in enumerate(prompts)}
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    ordered = sorted(lines, key=lambda line: place.get(json.loads(line)["prompt_hash"], len(prompts)))
+    if ordered != lines:
+        with replacing(path) as part:
+            part.write_text("".join(ordered), encoding="utf-8")
+
+
+def claim(folder: Path, mine: dict[str, Any], there: Sequence[Answer]) -> None:
+    """Say whose answers these are; refuse to mix them with others'."""
+    theirs = _manifest(folder)
+    _check(folder, there, mine, theirs or mine)  # where answers.json is lost, the answers themselves say whose they are
+    if theirs != mine:
+        _write_manifest(folder, mine)
+
+
+def _check(folder: Path, answers: Sequence[Answer], mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Raises DataError for answers of another target, template or setting than `mine`, and for one that does not say."""
+    if any(answer.prompt_hash is None or answer.settings_hash is None for answer in answers):
+        raise DataError(
+            f"{folder / ANSWERS} does not say to which prompts its answers belong, because an older Outrider wrote it; name "
+            "another prepare.folder, or delete this one, and run `outrider prepare` again"
+        )
+    if answers and (differs := [key for key, value in mine.items() if theirs.get(key) != value]):
+        raise DataError(
+            f"{folder} holds answers made with another {' and '.join(differs)}; name another prepare.folder, or delete it"
+        )
+    settings_hash = content_hash(theirs)
+    for number, answer in enumerate(answers, 1):
+        if answer.settings_hash != settings_hash:
+            raise DataError(
+                f"{folder / ANSWERS}, line {number} was made with another target, template or config; name another "
+                "prepare.folder, or delete that line"
+            )
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """What answers.json says of whose the answers are; empty where it says nothing."""
+    try:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return {key: value for key, value in found.items() if key != "grams"}
+    except (FileNotFoundError, ValueError, AttributeError):
+        return {}
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    with replacing(folder / MANIFEST) as part:
+        part.write_text(json.dumps(manifest, indent=2))
+
+
+def keep_hashes(folder: Path, target: Target, prompts: Mapping[str, list[str]]) -> None:
+    """Write the n-gram hashes of all prompts and answers, and name them in the manifest; nothing where they are there.
+
+    prompts: the texts of each prompt by its hash.
+    """
+    there = hash_files.named(folder, MANIFEST)
+    if there is not None and not there.facts["unknown"] and hash_files.is_whole(there):
+        return
+    collected, unknown = hash_files.Collector("prompts", "answers"), 0
+    with (folder / ANSWERS).open(encoding="utf-8") as lines:
+        for line in lines:
+            answer = _from_line(line)
+            if (texts := prompts.get(answer.prompt_hash or "")) is not None:
+                collected.add("prompts", texts)
+            else:  # of a row that was edited since, or of an earlier run that was asked more, and stopped before it came here
+                unknown += 1
+            collected.add("answers", [target.decode(answer.tokens[start:end]) for start, end in answer.learn])
+    facts = collected.save(folder / GRAMS) | {"unknown": unknown}
+    facts["of"] = {"file": ANSWERS, "size_bytes": (folder / ANSWERS).stat().st_size}
+    _write_manifest(folder, json.loads((folder / MANIFEST).read_text()) | {"grams": facts})

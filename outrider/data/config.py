@@ -1,0 +1,36 @@
+"""The `prepare` section of a run file: where conversations come from, and how the target answers them."""
+
+from __future__ import annotations
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from outrider.config import Config as Base
+
+
+class Config(Base):
+    """Where prompts come from, and how the target answers them."""
+
+    conversations: str = "stdlib:train"
+    """`stdlib:train`, FILE.jsonl, FILE.txt, or a Hugging Face data set."""
+    split: str = "train"
+    """Split of a Hugging Face data set."""
+    count: PositiveInt = 1000
+    """Most conversations used."""
+    length: PositiveInt = 4096
+    """Most tokens of one text; what is beyond is cut off."""
+    regenerate: bool = True
+    """Let the target write the answers.  A drafter learns the target's own text best; false keeps the answers given."""
+    max_new_tokens: PositiveInt = 512
+    """Longest answer."""
+    temperature: NonNegativeFloat = 0.7
+    top_p: float = Field(0.8, gt=0, le=1)
+    top_k: NonNegativeInt = 20
+    seed: int = 0
+    slots: PositiveInt = 16
+    """Answers written at the same time."""
+    folder: str | None = None
+    """Where the answers go; runs that name the same folder share them.  The run's own folder unless given."""
+    grams: bool = True
+    """Keep hashes of prompts and answers, so that a drafter can be asked later what it was trained on; see docs/overlap.md."""
+    skip_bad: bool = False
+    """Count rows that can't be read and go on, instead of stopping at the first."""
