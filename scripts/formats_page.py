@@ -29,7 +29,7 @@ def replaced(page: str, text: str) -> str:
 
 
 def main() -> None:
-    from outrider.cli.exchange import matrix
+    from outrider.export.formats import matrix
 
     PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), table(matrix())), encoding="utf-8")
     print(f"wrote {PAGE}")

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 import outrider
 
 HOMES = {
-    "app": "cli cli.app cli.main", "matrix": "cli.exchange export.formats", "train": "training.trainer",
+    "app": "cli cli.app cli.main", "matrix": "export.formats", "train": "training.trainer",
     "evaluate": "measure.run", "ENGINES": "engines.commands",
     "NAMES": "traffic.counters", "Sampling": "sampling.settings decoding.sampling sampling",
     "RULES": "policies.lossy decoding.lossy", "RunConfig": "run runs.file", "kinds": "drafters drafters.registry",

@@ -60,7 +60,7 @@ def main() -> int:
         return 3
     folder = wanted.out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    from outrider.cli.verify import prompt_tokens
+    from outrider.engines.verify import prompt_tokens
     from outrider.targets.transformers import load_target
 
     target = load_target("demo", dtype="float32", compile=False)
@@ -84,7 +84,7 @@ def main() -> int:
 
 def row(name: str, target: Any, prompts: list[list[int]], wanted: Any, exports: Path) -> dict[str, Any]:
     from outrider.checkpoint import load_model
-    from outrider.cli.verify import verified
+    from outrider.engines.verify import verified
     from outrider.errors import OutriderError
     from outrider.export.formats import export
 
@@ -109,9 +109,9 @@ def row(name: str, target: Any, prompts: list[list[int]], wanted: Any, exports: 
 
 def text_only(speculative: dict[str, Any], target: Any, prompts: list[list[int]], wanted: Any) -> dict[str, Any]:
     """The engine's own drafters: is the text the target's?"""
-    from outrider.cli.verify import place_of
     from outrider.decoding.protocols import Drafter
     from outrider.engines import parity
+    from outrider.engines.verify import place_of
 
     job = {"target": place_of(target), "speculative": speculative, "prompts": prompts, "max_new_tokens": wanted.max_new_tokens}
     answer = parity.asked(wanted.engine_python, job | {"slots": 8, "dtype": "float32"})

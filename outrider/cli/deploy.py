@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import shlex
-import shutil
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, bar, key_of, place_of_json, quiet, write_json
-from outrider.errors import ConfigError, DataError, ExportError
-
-if TYPE_CHECKING:
-    from outrider.engines.commands import Command, Draft, Wish
-    from outrider.engines.tune import Arm, Choice, Point
-    from outrider.traffic.traces import Trace
-
-    Starts = Callable[[Arm], AbstractContextManager[str]]
-    """A way to draft to a server that drafts so, at an address."""
+from outrider.engines import commands, flags, manifests, sweep
+from outrider.engines import tune as tuning
+from outrider.engines.commands import Command, Draft, Wish
+from outrider.engines.tune import Arm, Choice, Point
+from outrider.errors import ConfigError
+from outrider.traffic import traces
 
 TargetOption = Annotated[str | None, typer.Option("--target", help="Hub id, folder or GGUF file, if not as in training.")]
 KindOption = Annotated[str | None, typer.Option("--kind", help="Kind of drafter, of a folder that comes from elsewhere.")]
@@ -73,12 +67,9 @@ def deploy(
         return
     if draft is None or to is None:
         raise ConfigError("nothing to do; name a draft and an engine: outrider deploy FOLDER --to vllm")
-    from outrider.engines import commands, tune
-    from outrider.engines.commands import Wish
-
-    found = _draft(draft, target, kind, format)
+    found = commands.draft_of(draft, target, kind, format)
     version = engine_version or (None if python is None else commands.installed(to, python))
-    wish = Wish(tokens, width, cutoff, () if schedule is None else tune.read(schedule), "127.0.0.1", port, tensor_parallel)
+    wish = Wish(tokens, width, cutoff, () if schedule is None else tuning.read(schedule), "127.0.0.1", port, tensor_parallel)
     if out is not None:
         wish = replace(wish, files=f"{out}/settings")
     command = commands.command(to, found, wish, version)
@@ -86,32 +77,13 @@ def deploy(
         _note(f"it reads {', '.join(command.files)}, which --out FOLDER writes")
     _say(found, command, only_print)
     if out is not None:
-        _write(out, to, found, wish, command, version, name, image)
-    write_json(json_to, _plain(found, command))
-
-
-def _draft(place: str, target: str | None, kind: str | None, format: str | None) -> Draft:
-    """A folder from elsewhere is recognised as `outrider import` does."""
-    from outrider.engines import commands
-    from outrider.engines import folder as folders
-
-    folder = Path(place)
-    if folder.is_dir() and (kind is None or format is None) and not folders.manifest(folder):
-        from outrider.export.folder import read_json, read_names
-        from outrider.export.formats import candidates
-
-        config, names = read_json(folder / folders.CONFIG), frozenset[str]()
-        with suppress(ExportError):  # pickles, which an engine may open
-            names = read_names(folder)
-        with suppress(ExportError, ValueError):  # of several or none, or such as we can't read, an engine may know more
-            [(format, kind)] = candidates(config, format, kind, names)
-    return commands.draft_of(place, target, kind, format)
+        place = manifests.Place(name, image, gpus=wish.tensor_parallel)
+        _note(f"written to {out}: {', '.join(manifests.write(out, to, found, wish, place, version))}")
+    write_json(json_to, command.plain(found))
 
 
 def _translate(text: str, only_print: bool, json_to: str | None) -> None:
-    from outrider.engines.flags import translate
-
-    found = translate(text)
+    found = flags.translate(text)
     if not only_print:
         console.out.print("deploy    an older command in today's words", highlight=False)
         for note in found.notes or ("nothing in it is old",):
@@ -130,11 +102,9 @@ def _note(text: str) -> None:
 
 def _say(draft: Draft, command: Command, only_print: bool) -> None:
     if not only_print:
-        from outrider.engines.commands import engine_of
-
         what = draft.kind if draft.folder is None else f"{draft.kind} in {draft.folder} ({draft.format})"
         asked = ", not asked for: the flags are of this version" if command.is_assumed else ""
-        title = f"{engine_of(command.engine).title} {command.version.removeprefix('vLLM ')}{asked}"
+        title = f"{commands.engine_of(command.engine).title} {command.version.removeprefix('vLLM ')}{asked}"
         console.out.print(f"deploy    {what} for {draft.target}, with {title}", highlight=False, markup=False, soft_wrap=True)
         for note in command.notes:
             console.out.print(f"          {note}", highlight=False, markup=False, soft_wrap=True)
@@ -145,45 +115,6 @@ def _say(draft: Draft, command: Command, only_print: bool) -> None:
     print(command.shell, file=console.out.file)
     if command.engine == "transformers" and not only_print:
         print("\n".join(f"# {name}\n{text}" for name, text in command.files.items()), file=console.out.file)
-
-
-def _plain(draft: Draft, command: Command) -> dict[str, Any]:
-    return {
-        "engine": command.engine, "version": command.version, "version_is_assumed": command.is_assumed, "kind": draft.kind,
-        "format": draft.format, "target": draft.target, "command": command.shell, "words": list(command.words),
-        "speculative": command.settings, "files": dict(command.files), "before": command.before, "notes": list(command.notes),
-    }  # fmt: skip
-
-
-def _write(
-    out: Path, engine: str, draft: Draft, wish: Wish, command: Command, version: str | None, name: str, image: str | None
-) -> None:
-    """Everything of a deployment in a new folder, whole or not at all."""
-    from outrider.engines import manifests
-
-    if out.exists():
-        raise DataError(f"{out} is there already; name a new folder, or delete it first")
-    place = manifests.Place(name, image, gpus=wish.tensor_parallel)
-    own = dict(command.files)
-    if engine == "triton":
-        own = manifests.triton(name, draft.target, wish, command.settings)
-    files = {f"settings/{path}": text for path, text in own.items()}
-    files |= manifests.files_of(engine, draft, wish, place, version)
-    lines = ["#!/bin/sh", "set -e", *([command.before] if command.before else []), f"exec {command.shell}", ""]
-    files["serve.sh"] = "\n".join(lines)
-    part = out.with_name(out.name + ".part")
-    try:
-        shutil.rmtree(part, ignore_errors=True)
-        for path, text in files.items():
-            (part / path).parent.mkdir(parents=True, exist_ok=True)
-            (part / path).write_text(text, encoding="utf-8")
-        (part / "serve.sh").chmod(0o755)
-        part.rename(out)
-    except OSError as error:
-        raise DataError(f"can't write {out}: {error.strerror}; name a folder that can be written") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    _note(f"written to {out}: {', '.join(sorted({path.split('/')[0] for path in files}))}")
 
 
 # ── tune ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -230,44 +161,47 @@ def tune(
     if draft == "layer_skip":
         _sublayers(log, out, target or "demo", tries, json_to)
         return
-    from outrider.traffic import traces
-
-    named, at, port = _named(url), _numbers("loads", loads), port or _free_port()
-    arms = _arms(sorted(named) if named else _numbers("tokens", tokens), widths, cutoffs)
+    named, at, port = _named(url), _numbers("loads", loads), port or sweep.free_port()
+    lengths, shares = sorted(named) if named else _numbers("tokens", tokens), _numbers("cutoffs", cutoffs or "", float)
+    arms = sweep.arms(lengths, _numbers("widths", widths), shares if cutoffs is not None else [None])
     trace = traces.read(log)
     if named:
-        starts: Starts = lambda arm: nullcontext(named[arm.tokens])
+        starts: sweep.Starts = lambda arm: nullcontext(named[arm.tokens])
     elif start is not None:
-        starts = _templates(start, port, health, ready, out)
+        starts = sweep.of_template(start, port, health, out, ready)
+    elif engine is None or draft is None:
+        raise ConfigError("no server to measure; give --draft and --engine, or --start COMMAND, or --url TOKENS=URL")
     else:
-        starts = _engines(engine, draft, target, arms, tensor_parallel, port, ready, out, python, engine_version)
+        wish = Wish(port=port, tensor_parallel=tensor_parallel)
+        starts = sweep.of_engine(engine, commands.draft_of(draft, target), wish, arms, out, ready, python, engine_version)
     about = {
         "log": log.name, "draft": draft, "engine": engine, "target": target, "servers": sorted(named),
         # a command or an address may hold a key, which is nothing to write down
         "start": None if start is None else hashlib.sha256(start.encode()).hexdigest()[:16],
         "calls": calls, "max_tokens": max_tokens, "tensor_parallel": tensor_parallel,
     }  # fmt: skip
+    total = len(arms) * len(at) * rounds
     console.out.print(
         f"tune      {len(arms)} ways to draft at {len(at)} loads, {rounds} times: "
-        f"{len(arms) * len(at) * rounds} measurements of {calls} to {max(calls, 8 * max(at))} requests from {log}",
+        f"{total} measurements of {calls} to {max(calls, 8 * max(at))} requests from {log}",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
-    measure = _measures(trace, calls, max_tokens, completions, key_of(key_from))
-    points = _measured(arms, at, rounds, starts, measure, out, about)
-    _choose(points, margin, largest, out, json_to)
+    measure = sweep.by_replay(trace, calls, max_tokens, completions, key_of(key_from))
+    with bar("measurements", total) if console.note.is_terminal else nullcontext(None) as update:
+        points = sweep.sweep(arms, at, rounds, starts, measure, out, about, update)
+    choice = tuning.choose(points, margin, largest)
+    _report(points, choice)
+    choice.write(out / "tune.json")
+    console.out.print(f"          written to {out / 'tune.json'}; use it with `outrider deploy --schedule`", highlight=False)
+    write_json(json_to, choice.plain())
 
 
 def _sublayers(prompts: Path, out: Path, target: str, tries: int, json_to: str | None) -> None:
     """The best sets of sublayers on a file's prompts; the best becomes skip.json."""
-    from outrider.engines import sublayers
-    from outrider.measure import run as measure
-    from outrider.targets.transformers import load_target
+    from outrider.engines import sublayers  # loads torch, which the other verbs of this file do without
 
-    loaded = load_target(target)
-    drawn = measure.draw(str(prompts), measure.Config(tasks=(str(prompts),), prompts=8))
-    texts = [measure.as_tokens(loaded, prompt) for prompt in drawn.prompts[:8]]
-    console.out.print(f"tune      {tries} sets of layers on {len(texts)} prompts of {prompts}", highlight=False, soft_wrap=True)
-    found = sublayers.search(loaded, texts, tries=tries)
+    say = lambda text: console.out.print(f"tune      {text}", highlight=False, soft_wrap=True)
+    found = sublayers.search_prompts(str(prompts), target, tries, say)
     out.mkdir(parents=True, exist_ok=True)
     found[0].save(out / "skip.json")
     for one in found[:3]:
@@ -275,37 +209,6 @@ def _sublayers(prompts: Path, out: Path, target: str, tries: int, json_to: str |
         console.out.print(f"          {one.speedup:.2f}x without {skipped}", highlight=False, markup=False, soft_wrap=True)
     console.out.print(f"          written to {out / 'skip.json'}; use it with {{kind: layer_skip, file: ...}}", highlight=False)
     write_json(json_to, [dataclasses.asdict(one) | {"speedup": one.speedup} for one in found])
-
-
-def _arms(lengths: list[int], widths: str, cutoffs: str | None) -> list[Arm]:
-    """Every way to draft that is tried."""
-    from outrider.engines import tune as tuning
-
-    shares = [None] if cutoffs is None else [float(share) for share in _numbers("cutoffs", cutoffs, float)]
-    return tuning.arms(lengths, _numbers("widths", widths), shares)
-
-
-def _measured(
-    arms: list[Arm], loads: list[int], rounds: int, starts: Starts, measure: Callable[[str, int], float], out: Path,
-    about: dict[str, Any],
-) -> list[Point]:  # fmt: skip
-    """Every measurement, with a bar on a terminal."""
-    from outrider.engines import tune as tuning
-
-    total = len(arms) * len(loads) * rounds
-    with bar("measurements", total) if console.note.is_terminal else nullcontext(None) as update:
-        return tuning.sweep(arms, loads, rounds, starts, measure, out, about, update)
-
-
-def _choose(points: list[Point], margin: float, largest: int, out: Path, json_to: str | None) -> None:
-    """Say and write the length for each load."""
-    from outrider.engines import tune as tuning
-    from outrider.report.bootstrap import student
-
-    choice = tuning.choose(points, student, margin, largest)
-    _report(points, choice)
-    _tables(out, choice)
-    write_json(json_to, choice.plain())
 
 
 def _numbers(name: str, text: str, kind: Callable[[str], Any] = int) -> list[Any]:
@@ -326,103 +229,9 @@ def _named(urls: list[str] | None) -> dict[int, str]:
     return found
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-def _templates(start: str, port: int, health: str, ready_s: float, out: Path) -> Starts:
-    """Servers of a command with places to fill in."""
-    from outrider.engines.tune import served
-
-    if "{tokens}" not in start or "{port}" not in start:
-        raise ConfigError("--start has no {tokens} or no {port}; the draft length and the port are filled in there")
-
-    def starts(arm: Arm) -> AbstractContextManager[str]:
-        filled = start
-        for name, value in {"tokens": arm.tokens, "width": arm.width, "cutoff": arm.cutoff or 0, "port": port}.items():
-            filled = filled.replace(f"{{{name}}}", str(value))
-        return served(shlex.split(filled), f"http://127.0.0.1:{port}", health, out / "server.log", ready_s)
-
-    return starts
-
-
-def _engines(
-    engine: str | None, draft: str | None, target: str | None, arms: list[Arm], tensor_parallel: int, port: int,
-    ready_s: float, out: Path, python: str | None, version: str | None,
-) -> Starts:  # fmt: skip
-    """Servers of an engine; every arm's command is made once before the first runs, so that none is refused in the middle."""
-    from outrider.engines import commands
-    from outrider.engines.tune import served
-
-    if engine is None or draft is None:
-        raise ConfigError("no server to measure; give --draft and --engine, or --start COMMAND, or --url TOKENS=URL")
-    found, asked = _draft(draft, target, None, None), commands.engine_of(engine)
-    if asked.metrics is None:
-        raise ConfigError(f"{asked.title} can't be started and measured here; name one of vllm, sglang, trtllm, llamacpp")
-    version = version or (None if python is None else commands.installed(engine, python))
-    wish = lambda arm: commands.Wish(
-        arm.tokens, arm.width, arm.cutoff, port=port, tensor_parallel=tensor_parallel, files=str(out)
-    )
-    every = {arm: commands.command(engine, found, wish(arm), version) for arm in arms}
-
-    @contextmanager
-    def starts(arm: Arm) -> Iterator[str]:
-        for name, text in every[arm].files.items():
-            (out / name).write_text(text, encoding="utf-8")
-        words = _in_environment(every[arm].words, python)
-        with served(words, f"http://127.0.0.1:{port}", asked.health, out / "server.log", ready_s) as url:
-            yield url
-
-    return starts
-
-
-def _in_environment(words: tuple[str, ...], python: str | None) -> list[str]:
-    """The same words with programs of that Python's environment."""
-    if python is None:
-        return list(words)
-    beside = Path(python).parent / words[0]
-    first = python if words[0] == "python" else str(beside) if beside.exists() else words[0]
-    return [first, *words[1:]]
-
-
-def _measures(
-    trace: Trace, calls: int, max_tokens: int, completions: bool, key: str | None
-) -> Callable[[str, int], float]:  # fmt: skip
-    """(address, load) to tokens per second, by a replay in a closed loop."""
-    from outrider.traffic.replay import Plan, replay
-
-    def measure(url: str, load: int) -> float:
-        count = max(calls, 8 * load)
-        plan = Plan(concurrency=load, limit=count, max_tokens=max_tokens, ignore_eos=True, completions=completions)
-        result = replay(_repeated(trace, count), [url], plan, key=key)
-        if not result.is_whole:
-            raise KeyboardInterrupt
-        [one] = result.endpoints
-        if one.answered < one.sent:
-            said = ", ".join(f"{reason}: {number}" for reason, number in {**one.failed, **one.cut_off}.items())
-            raise DataError(
-                f"{one.sent - one.answered} of {one.sent} requests were not answered ({said}); see the server's log"
-            )
-        if not one.tokens:
-            raise DataError(f"{url} does not count its tokens (usage); measure an engine that does")
-        return one.tokens_per_s
-
-    return measure
-
-
-def _repeated(trace: Trace, count: int) -> Trace:
-    """The log as often as it takes to have `count` calls."""
-    times = -(-count // trace.size)
-    return replace(
-        trace, size=trace.size * times, places=[*trace.places] * times, lines=[*trace.lines] * times, has_times=False
-    )  # fmt: skip
-
-
 def _report(points: list[Point], choice: Choice) -> None:
     """Tokens per second by load and way to draft, and what is chosen."""
-    arms = sorted({point.arm for point in points}, key=lambda arm: (arm.tokens, arm.width, arm.cutoff or 0.0))
+    arms = sorted({point.arm for point in points}, key=Arm.order)
     table = Table(box=None, pad_edge=False)
     for name in ("at once", *(_name(arm) for arm in arms), "best", "of none"):
         table.add_column(name, justify="right")
@@ -443,13 +252,3 @@ def _report(points: list[Point], choice: Choice) -> None:
 
 def _name(arm: Arm) -> str:
     return f"{arm.tokens}" + (f"×{arm.width}" if arm.width > 1 else "") + (f">{arm.cutoff}" if arm.cutoff else "")
-
-
-def _tables(out: Path, choice: Choice) -> None:
-    """tune.json, with the tables as engines read them."""
-    import json
-
-    part = out / "tune.json.part"
-    part.write_text(json.dumps(choice.plain(), indent=2) + "\n", encoding="utf-8")
-    part.replace(out / "tune.json")
-    console.out.print(f"          written to {out / 'tune.json'}; use it with `outrider deploy --schedule`", highlight=False)

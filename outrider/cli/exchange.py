@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -71,6 +71,8 @@ def formats(json_to: JsonTo = None) -> None:
     """List which methods can be written and read in which format."""
     quiet()
     place_of_json(json_to)
+    from outrider.export.formats import matrix
+
     rows = matrix()
     if json_to != "-":
         table = Table(box=None, pad_edge=False)
@@ -82,17 +84,3 @@ def formats(json_to: JsonTo = None) -> None:
             table.add_row(row["format"], row["kind"], *("yes" if row[way] else "–" for way in ("export", "import")), counted)
         console.out.print(table)
     write_json(json_to, rows)
-
-
-def matrix() -> list[dict[str, Any]]:
-    """[{format, kind, export, import, shift}], by format and kind."""
-    from outrider.export.formats import find
-    from outrider.export.formats import formats as names
-
-    return [
-        {
-            "format": name, "kind": kind, "export": layout.config is not None, "import": layout.settings is not None,
-            "shift": layout.shift,
-        }
-        for name in names() for kind, layout in sorted(find(name).layouts.items())
-    ]  # fmt: skip

@@ -11,17 +11,19 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from outrider import demo
 from outrider.config import nearest
 from outrider.engines import folder as folders
 from outrider.engines import tune
 from outrider.engines.folder import BLOCKS, CONFIG, IDS, MANIFEST
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, ExportError
 
 UNTRAINED = ("ngram", "suffix", "mtp")
 """Kinds that may be named instead of a folder: nothing was trained, or the target has it."""
@@ -34,6 +36,7 @@ TOKENS = {
 """Drafted a step where nothing says more."""
 ASKS_S = 60.0
 Settings = dict[str, Any]
+Config = Mapping[str, Any]
 Version = tuple[int, ...]
 
 
@@ -139,6 +142,14 @@ class Command:
         """To paste."""
         return shlex.join(self.words)
 
+    def plain(self, draft: Draft) -> dict[str, Any]:
+        """For JSON, with what it serves."""
+        return {
+            "engine": self.engine, "version": self.version, "version_is_assumed": self.is_assumed, "kind": draft.kind,
+            "format": draft.format, "target": draft.target, "command": self.shell, "words": list(self.words),
+            "speculative": self.settings, "files": dict(self.files), "before": self.before, "notes": list(self.notes),
+        }  # fmt: skip
+
 
 # ── what is to be deployed ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -146,7 +157,7 @@ class Command:
 def draft_of(place: str | Path, target: str | None = None, kind: str | None = None, format: str | None = None) -> Draft:
     """The draft in an exported folder, or a kind that needs none.
 
-    kind, format: of a folder that comes from elsewhere.
+    kind, format: of a folder that comes from elsewhere; recognised as `outrider import` does unless given.
     Raises ConfigError for a checkpoint, which no engine reads, and where the target is not known; ExportError where what the
     folder says of itself can't be read.
     """
@@ -159,7 +170,10 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
     if said and "format" not in said:
         raise ConfigError(f"{folder} is a checkpoint, which engines don't read; {_export_first(folder, said['kind'])}")
     config = folders.config(folder)
-    kind, format = said.get("kind", kind), said.get("format", format)
+    if said:
+        kind, format = said["kind"], said["format"]
+    elif kind is None or format is None:
+        kind, format = _recognised(folder, config, kind, format)
     if kind is None or format is None:
         raise ConfigError(f"{folder} does not tell what it is (no kind in an {MANIFEST}); name its --kind and its --format")
     settings, about = said.get("config") or {}, said.get("target") or {}
@@ -167,6 +181,21 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
     length = folders.length(kind, format, settings, config)
     target = _target(target, about, str(folder))
     return Draft(kind, target, folder, format, length, settings, config, taps, about.get("precision"))
+
+
+def _recognised(folder: Path, config: Config, kind: str | None, format: str | None) -> tuple[str | None, str | None]:
+    """(kind, format) of a folder from elsewhere, as far as it tells: an engine may know what we can't read."""
+    # loads torch, which an export of ours does not need
+    from outrider.export.folder import read_names
+    from outrider.export.formats import candidates
+
+    names: frozenset[str] = frozenset()
+    with suppress(ExportError):  # pickles, which an engine may open
+        names = read_names(folder)
+    found = []
+    with suppress(ExportError, ValueError):
+        found = candidates(config, format, kind, names)
+    return (found[0][1], found[0][0]) if len(found) == 1 else (kind, format)
 
 
 def _export_first(folder: Path, kind: str) -> str:
@@ -187,8 +216,6 @@ def _target(given: str | None, about: Mapping[str, Any], place: str) -> str:
     if not target:
         raise ConfigError(f"the target of {place} is not known; name it with --target")
     if target == "demo":
-        from outrider import demo
-
         return str(demo.TARGET)
     return str(target)
 

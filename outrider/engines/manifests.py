@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ import yaml
 
 from outrider.engines import commands
 from outrider.engines.commands import REPOSITORY, Command, Draft, Wish
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, DataError
 
 IMAGES = {
     "vllm": "vllm/vllm-openai:v0.33.0",
@@ -96,6 +97,33 @@ def files_of(engine: str, draft: Draft, wish: Wish, place: Place, version: str |
         found["grafana/provisioning/datasources/prometheus.yaml"] = written(_datasource())
         found["grafana/provisioning/dashboards/outrider.yaml"] = written(_dashboards())
     return found
+
+
+def write(out: Path, engine: str, draft: Draft, wish: Wish, place: Place, version: str | None = None) -> list[str]:
+    """Everything of a deployment in a new folder, whole or not at all.  Returns what stands at its top.
+
+    Raises DataError where the folder is there already or can't be written.
+    """
+    if out.exists():
+        raise DataError(f"{out} is there already; name a new folder, or delete it first")
+    command = commands.command(engine, draft, wish, version)
+    own = triton(place.name, draft.target, wish, command.settings) if engine == "triton" else command.files
+    files = {f"settings/{name}": text for name, text in own.items()} | files_of(engine, draft, wish, place, version)
+    lines = ["#!/bin/sh", "set -e", *([command.before] if command.before else []), f"exec {command.shell}", ""]
+    files["serve.sh"] = "\n".join(lines)
+    part = out.with_name(out.name + ".part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        for name, text in files.items():
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
+            (part / name).write_text(text, encoding="utf-8")
+        (part / "serve.sh").chmod(0o755)
+        part.rename(out)
+    except OSError as error:
+        raise DataError(f"can't write {out}: {error.strerror}; name a folder that can be written") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return sorted({name.split("/")[0] for name in files})
 
 
 class _Plain(yaml.SafeDumper):

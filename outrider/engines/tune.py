@@ -7,34 +7,23 @@ is better.  Without a difference the table says 0.
 
 Noise: repeats of a measurement differ by a share that is taken to be the same everywhere, and those that one server answered
 stray together.  Drafting at all is tested at Student's t of all repeats, shared among all lengths and loads (Bonferroni).
-Rounds go through the lengths there and back, so that a machine that grows warm does not favour one.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import subprocess
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
-
 from outrider.errors import ConfigError, DataError
+from outrider.report.bootstrap import student
 
-POINTS = "points.jsonl"
 LARGEST = 1024
 """The highest load that tables are written for."""
 MARGIN = 0.02
-READY_S, STOP_S, POLL_S = 900.0, 30.0, 0.2
-Quantile = Callable[[float, float], float]
-"""(tail, degrees of freedom) to Student's quantile."""
 
 
 class Range(NamedTuple):
@@ -51,6 +40,10 @@ class Arm(NamedTuple):
     tokens: int
     width: int = 1
     cutoff: float | None = None
+
+    def order(self) -> tuple[int, int, float]:
+        """Arms are listed by it."""
+        return self.tokens, self.width, self.cutoff or 0.0
 
 
 class Point(NamedTuple):
@@ -99,152 +92,22 @@ class Choice:
         # tables by load hold neither trees nor cut-offs
         return {"outrider_tune": 1, **found, "tables": tables if self.width == 1 and self.cutoff is None else {}}
 
-
-# ── measuring ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def arms(tokens: Iterable[int], widths: Iterable[int] = (1,), cutoffs: Iterable[float | None] = (None,)) -> list[Arm]:
-    """Every combination; without tokens there is neither width nor cut-off.  Raises ConfigError for what can't be drafted."""
-    found = dict.fromkeys(
-        Arm(count, width, cutoff) if count else Arm(0) for count in tokens for width in widths for cutoff in cutoffs
-    )
-    wrong = [arm for arm in found if arm.tokens < 0 or arm.width < 1 or not 0 <= (arm.cutoff or 0) < 1]
-    if wrong or not found:
-        raise ConfigError(f"{wrong or 'nothing'} can't be drafted; wanted tokens from 0, widths from 1, cut-offs in [0, 1)")
-    return sorted(found, key=lambda arm: (arm.tokens, arm.width, arm.cutoff or 0.0))
-
-
-def sweep(
-    arms: Sequence[Arm], loads: Sequence[int], rounds: int, start: Callable[[Arm], AbstractContextManager[str]],
-    measure: Callable[[str, int], float], folder: Path, about: Mapping[str, Any] | None = None,
-    progress: Callable[[int, str], None] | None = None,
-) -> list[Point]:  # fmt: skip
-    """Measure every arm at every load, `rounds` times, each as soon as its server runs.  What is in `folder` is not done again.
-
-    start: runs a server that drafts so, and gives its address.  measure: (address, load) to tokens per second.
-    about: what was measured; a folder with points of something else is refused (DataError).
-    """
-    if rounds < 1 or not loads or min(loads) < 1:
-        raise ConfigError(f"{rounds} rounds at loads {list(loads)}; wanted at least one of each, from 1")
-    loads = sorted(set(loads))
-    points = _begun(folder, dict(about or {}))
-    done = {(point.arm, point.load, point.round) for point in points}
-    wanted = {(arm, load, turn) for turn in range(rounds) for arm in arms for load in loads}
-    points = [point for point in points if point[:3] in wanted]
-    with (folder / POINTS).open("a", encoding="utf-8") as file:
-        for turn in range(rounds):
-            for arm in arms if turn % 2 == 0 else reversed(arms):
-                left = [load for load in loads if (arm, load, turn) not in done]
-                if not left:
-                    continue
-                with start(arm) as url:
-                    for load in left if turn % 2 == 0 else reversed(left):
-                        point = Point(arm, load, turn, measure(url, load))
-                        _keep(file, point)
-                        points.append(point)
-                        if progress is not None:
-                            progress(len(points), f"{arm.tokens} tokens, {load} at once: {point.tokens_per_s:.0f} tokens/s")
-    return points
-
-
-def _keep(file: Any, point: Point) -> None:
-    if not (math.isfinite(point.tokens_per_s) and point.tokens_per_s > 0):
-        raise DataError(f"{point.tokens_per_s} tokens/s at {point.load} requests at once; is the server answering?")
-    file.write(json.dumps([*point.arm, point.load, point.round, point.tokens_per_s]) + "\n")
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _begun(folder: Path, about: dict[str, Any]) -> list[Point]:
-    """Points that are there already.  A line that was cut off by a crash is dropped."""
-    path = folder / POINTS
-    about = json.loads(json.dumps(about))
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(path, json.dumps(about) + "\n")
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    try:
-        said, *rows = (json.loads(line) for line in whole)
-        points = [Point(Arm(*row[:3]), *row[3:]) for row in rows]
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{path} can't be read ({error}); name another --out, or delete it") from None
-    differing = sorted(key for key in said.keys() | about.keys() if said.get(key) != about.get(key))
-    if differing:
-        raise DataError(f"{path} was measured with another {', '.join(differing)}; name another --out, or delete it")
-    if len(whole) < len(lines):
-        _write(path, "".join(whole))
-    return points
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
-
-
-@contextmanager
-def served(words: Sequence[str], url: str, health: str, log: Path, ready_s: float = READY_S) -> Iterator[str]:
-    """Run a server while the block runs, with its output in `log`.  Gives `url`.
-
-    Raises DataError where something answers there already, and where the server ends or is silent for `ready_s`.
-    """
-    if _answers(url + health):
-        raise DataError(f"a server answers at {url} already; stop it, or choose another --port")
-    with log.open("ab") as output:
-        try:
-            process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        except OSError as error:
-            raise DataError(f"{words[0]} can't be run: {error.strerror}; is it installed here?") from None
-    try:
-        until_s = time.monotonic() + ready_s
-        while not _answers(url + health):
-            if process.poll() is not None:
-                raise DataError(f"{words[0]} ended with {process.returncode} before it answered; {log} says: {_end_of(log)}")
-            if time.monotonic() > until_s:
-                raise DataError(f"{words[0]} did not answer at {url} within {ready_s:.0f} s; see {log}")
-            time.sleep(POLL_S)
-        yield url
-    finally:
-        _stop(process)
-
-
-def _answers(place: str) -> bool:
-    try:
-        return httpx.get(place, timeout=5, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """It and what it started, which is a group of its own."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, how)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            continue
-    process.wait()
-
-
-def _end_of(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else "nothing"
+    def write(self, path: Path) -> None:
+        """tune.json, whole or not at all."""
+        part = path.with_name(path.name + ".part")
+        part.write_text(json.dumps(self.plain(), indent=2) + "\n", encoding="utf-8")
+        part.replace(path)
 
 
 # ── choosing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def choose(points: Sequence[Point], quantile: Quantile, margin: float = MARGIN, largest: int = LARGEST) -> Choice:
+def choose(points: Sequence[Point], margin: float = MARGIN, largest: int = LARGEST) -> Choice:
     """The lengths that win most, by load.
 
-    quantile: Student's.  margin: share of speed that a change of length must win.  DataError where points are missing.
+    margin: share of speed that a change of length must win.  DataError where points are missing.
     """
-    table = _Table(points, quantile, margin)
+    table = _Table(points, margin)
     ways = sorted({arm[1:] for arm in table.arms if arm.tokens}, key=lambda way: (way != (1, None), way[0], way[1] or 0.0))
     found: tuple[float, list[Arm]] | None = None
     for way in ways or [(1, None)]:
@@ -279,8 +142,8 @@ def _notes(table: _Table, ranges: Sequence[Range]) -> tuple[str, ...]:
 class _Table:
     """Mean logarithms of the speeds, and how far they are to be trusted."""
 
-    def __init__(self, points: Sequence[Point], quantile: Quantile, margin: float) -> None:
-        self.arms, self.loads = sorted({p.arm for p in points}, key=_order), sorted({p.load for p in points})
+    def __init__(self, points: Sequence[Point], margin: float) -> None:
+        self.arms, self.loads = sorted({p.arm for p in points}, key=Arm.order), sorted({p.load for p in points})
         logs = {point[:3]: math.log(point.tokens_per_s) for point in points}
         turns = sorted({point.round for point in points})
         gaps = {turn: [cell for cell in self._cells() if (*cell, turn) not in logs] for turn in turns}
@@ -296,7 +159,7 @@ class _Table:
         self.freedom = len(self.arms) * (len(whole) - 1)
         squares = sum(stray**2 for row in self.strays for stray in row)
         self.noise = math.sqrt(squares / (self.freedom * len(self.loads))) if self.freedom else None
-        self.quantile, self.margin = quantile, margin
+        self.margin = margin
 
     def _cells(self) -> list[tuple[Arm, int]]:
         return [(arm, load) for arm in self.arms for load in self.loads]
@@ -318,7 +181,7 @@ class _Table:
         squares = sum(sum(row[:loads]) ** 2 for row in self.strays)
         error = math.sqrt(squares / self.freedom * 2 / self.repeats)
         tail = 0.025 / max(1, (len(self.arms) - 1) * len(self.loads)) if from_least else 0.05
-        return max(math.log1p(self.margin), -self.quantile(tail, self.freedom) * error)
+        return max(math.log1p(self.margin), -student(tail, self.freedom) * error)
 
     def best(self, arms: Sequence[Arm]) -> tuple[float, list[Arm]]:
         """(What it wins, an arm a load) of the best sequence, in which no load drafts more than a lower one."""
@@ -341,12 +204,8 @@ class _Table:
         if self.noise is None:
             return Gain(load, arm.tokens, speed, math.exp(ratio), None, None)
         error = 0.0 if arm == self.least else self.noise * math.sqrt(2 / self.repeats)
-        around = -self.quantile(0.025, self.freedom) * error
+        around = -student(0.025, self.freedom) * error
         return Gain(load, arm.tokens, speed, math.exp(ratio), math.exp(ratio - around), math.exp(ratio + around))
-
-
-def _order(arm: Arm) -> tuple[int, int, float]:
-    return arm.tokens, arm.width, arm.cutoff or 0.0
 
 
 def _ranges(table: _Table, chosen: Sequence[Arm], largest: int) -> tuple[Range, ...]:

@@ -139,6 +139,17 @@ def find(name: str) -> Format:
     return found
 
 
+def matrix() -> list[dict[str, Any]]:
+    """Which kinds can be written and read in which format: [{format, kind, export, import, shift}], by format and kind."""
+    return [
+        {
+            "format": name, "kind": kind, "export": layout.config is not None, "import": layout.settings is not None,
+            "shift": layout.shift,
+        }
+        for name in formats() for kind, layout in sorted(find(name).layouts.items())
+    ]  # fmt: skip
+
+
 # ── writing ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

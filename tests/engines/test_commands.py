@@ -316,11 +316,9 @@ def test_the_demo_target_is_where_it_lies(tmp_path: Path) -> None:
 )
 def test_an_odd_folder_is_refused_or_taken_in_a_sentence(config: dict[str, Any], tmp_path: Path) -> None:
     """Catches a traceback: whatever a config says, the verb ends in its own error or in a command."""
-    from outrider.cli.deploy import _draft
-
     (tmp_path / "config.json").write_text(json.dumps(config))
     with suppress(OutriderError):
-        command("vllm", _draft(str(tmp_path), "T", None, None))
+        command("vllm", draft_of(str(tmp_path), "T", None, None))
 
 
 @pytest.mark.parametrize(("text", "wanted"), [("0.33.0rc1", (0, 33, 0)), ("v0.5.23", (0, 5, 23)), ("b9999", (9999,)), ("", ())])

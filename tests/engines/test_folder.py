@@ -36,13 +36,12 @@ def lying(place: Path, config: Any, manifest: Any = None) -> Path:
 
 def test_a_manifest_without_a_kind_leaves_a_folder_to_those_who_know_it(tmp_path: Path) -> None:
     """Catches a folder of others that is taken for a checkpoint once `verify-export` wrote its finding beside it."""
-    from outrider.cli.deploy import _draft
-
     config = {"speculators_model_type": "dflash", "block_size": 16, "aux_hidden_state_layer_ids": [2, 10]}
     lying(tmp_path, config, {"verified": {"vllm 0.32.0": {"is_equal": True}}})
     found = draft_of(tmp_path, "T", "dflash", "speculators")
     assert (found.length, found.taps) == (15, (1, 9))
-    assert _draft(str(tmp_path), "T", None, None) == found
+    assert draft_of(tmp_path, "T") == found
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="name its --kind"):
         draft_of(tmp_path, "T")
 
@@ -52,11 +51,9 @@ def test_an_eagle_under_a_plain_name_is_told_by_its_weights(tmp_path: Path) -> N
     import torch
     from safetensors.torch import save_file
 
-    from outrider.cli.deploy import _draft
-
     lying(tmp_path, {"architectures": ["LlamaForCausalLM"]})
     save_file({"fc.weight": torch.ones(1), "layers.0.self_attn.q_proj.weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    found = _draft(str(tmp_path), "T", None, None)
+    found = draft_of(str(tmp_path), "T", None, None)
     assert (found.kind, found.format) == ("eagle", "eagle")
 
 

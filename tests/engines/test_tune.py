@@ -21,10 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verbs import outrider_with
 
-from outrider.engines import tune
+from outrider.engines import sweep, tune
 from outrider.engines.tune import Arm, Point, Range
 from outrider.errors import ConfigError, DataError
-from outrider.report.bootstrap import student
 
 STUB = Path(__file__).with_name("stub_engine.py")
 LENGTHS, LOADS = (0, 1, 2, 3, 5, 7), (1, 2, 4, 8, 16, 32, 64)
@@ -66,7 +65,7 @@ def regret(law: Law, ranges: tuple[Range, ...]) -> float:
 def test_the_planted_optimum_is_found_without_noise(knee: float) -> None:
     """Catches a choice that loses more than its margin anywhere, and one that drafts more at a higher load."""
     law = roof(knee)
-    choice = tune.choose(measured(law), student)
+    choice = tune.choose(measured(law))
     assert regret(law, choice.ranges) <= 0.02 + 1e-9
     lengths = [one.tokens for one in choice.ranges]
     assert lengths == sorted(set(lengths), reverse=True)
@@ -87,7 +86,7 @@ def brute(points: list[Point], margin: float) -> float:
 def test_the_sequence_is_the_best_of_all_sequences(seed: int) -> None:
     """Catches a dynamic program that forgets a transition.  Twin: all 792 sequences."""
     points = measured(roof(20), rounds=1, noise=0.3, seed=seed)
-    table = tune._Table(points, student, 0.05)
+    table = tune._Table(points, 0.05)
     assert table.best(table.arms)[0] == pytest.approx(brute(points, 0.05))
 
 
@@ -99,20 +98,20 @@ def test_noise_alone_makes_no_schedule(server: float) -> None:
     `server`, the loads of one start stray together; a price that takes them for independent raises 14.
     """
     flat: Law = lambda tokens, load: 100.0 * load
-    alarms = sum(tune.choose(measured(flat, 3, 0.05, seed, server), student).ranges[0].tokens > 0 for seed in range(60))
+    alarms = sum(tune.choose(measured(flat, 3, 0.05, seed, server)).ranges[0].tokens > 0 for seed in range(60))
     assert alarms <= 5
 
 
 def test_noise_costs_little_speed() -> None:
     """Catches a price of changes that hides what speculation wins.  Worst load of 20 seeds at 3 % noise, seeds fixed: 10 %."""
     law = roof(24)
-    assert max(regret(law, tune.choose(measured(law, 3, 0.03, seed), student).ranges) for seed in range(20)) < 0.15
+    assert max(regret(law, tune.choose(measured(law, 3, 0.03, seed)).ranges) for seed in range(20)) < 0.15
 
 
 def test_where_speculation_stops_paying_lies_between_the_measured_loads() -> None:
     """Catches a threshold that is a measured load whatever the law is: here lines cross at 18.5 requests."""
     cross: Law = lambda tokens, load: load * (1.0 if tokens == 0 else (18.5 / load) ** (0.5 + tokens / 100))
-    choice = tune.choose([p for p in measured(cross) if p.arm.tokens in (0, 3)], student)
+    choice = tune.choose([p for p in measured(cross) if p.arm.tokens in (0, 3)])
     assert choice.pays_to == 18
     assert choice.ranges == (Range(1, 18, 3), Range(19, tune.LARGEST, 0))
 
@@ -124,18 +123,18 @@ def test_a_tree_is_chosen_only_where_it_wins_more_than_a_length_must() -> None:
         for width in (1, 2, 4) for load in (1, 8) for turn in range(2)
     ]  # fmt: skip
     points += [Point(Arm(0), load, turn, 50 * load) for load in (1, 8) for turn in range(2)]
-    assert tune.choose(points, student).width == 4
-    assert tune.choose([p for p in points if p.arm.width < 4], student).width == 1
+    assert tune.choose(points).width == 4
+    assert tune.choose([p for p in points if p.arm.width < 4]).width == 1
 
 
 def test_what_was_not_measured_is_said() -> None:
     """Catches a table without a base line, or beyond what was measured, that reads as if it were known."""
     points = [p for p in measured(roof(1000), rounds=1) if p.arm.tokens]
-    notes = " ".join(tune.choose(points, student).notes)
+    notes = " ".join(tune.choose(points).notes)
     for part in ("no speculation was not measured", "beyond 64", "measured once", "longest draft"):
         assert part in notes
     with pytest.raises(DataError, match="not measured: 7 tokens at 64"):
-        tune.choose(points[:-1], student)
+        tune.choose(points[:-1])
 
 
 @pytest.mark.parametrize("own", [{"width": 4}, {"cutoff": 0.3}])
@@ -154,7 +153,7 @@ def test_a_round_that_was_cut_off_does_not_count() -> None:
     """Catches means over other loads than their neighbours'."""
     whole = measured(roof(16), rounds=1)
     half = [point._replace(round=1, tokens_per_s=1.0) for point in whole[:9]]
-    found, alone = tune.choose(whole + half, student), tune.choose(whole, student)
+    found, alone = tune.choose(whole + half), tune.choose(whole)
     assert found.ranges == alone.ranges
     assert "1 round was not measured whole" in " ".join(found.notes)
 
@@ -232,7 +231,7 @@ def swept(folder: Path, calls: list[tuple[Arm, int]], fails_at: int | None = Non
         calls.append((now[0], load))
         return roof(16)(now[0].tokens, load)
 
-    return tune.sweep(tune.arms(LENGTHS), LOADS, 2, start, measure, folder, about)
+    return sweep.sweep(sweep.arms(LENGTHS), LOADS, 2, start, measure, folder, about)
 
 
 def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -240,7 +239,7 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
     calls: list[tuple[Arm, int]] = []
     with pytest.raises(KeyboardInterrupt):
         swept(tmp_path, calls, fails_at=30)
-    with (tmp_path / tune.POINTS).open("a") as file:
+    with (tmp_path / sweep.POINTS).open("a") as file:
         file.write("[3, 1, nul")
     points = swept(tmp_path, calls)
     assert len(calls) == 2 * len(LENGTHS) * len(LOADS)
@@ -259,10 +258,10 @@ def test_rounds_go_there_and_back(tmp_path: Path) -> None:
 
 def test_arms_without_tokens_are_one() -> None:
     """Catches a base line that is measured again for every width and cut-off."""
-    assert len(tune.arms([0, 2], [1, 4], [None, 0.3])) == 5
+    assert len(sweep.arms([0, 2], [1, 4], [None, 0.3])) == 5
     for wrong in ({"tokens": [-1]}, {"tokens": []}, {"tokens": [2], "widths": [0]}, {"tokens": [2], "cutoffs": [1.5]}):
         with pytest.raises(ConfigError):
-            tune.arms(**wrong)
+            sweep.arms(**wrong)
 
 
 # ── servers ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -291,13 +290,11 @@ def test_the_optimum_of_a_real_server_is_found(tmp_path: Path, capsys: pytest.Ca
     assert 1 <= found["pays_to"] < 16
     assert found["tables"]["trtllm"] == {str(found["pays_to"]): 4}
     assert "speculation pays up to" in capsys.readouterr().out
-    assert not tune._answers(f"http://127.0.0.1:{port}/health")
+    assert not sweep._answers(f"http://127.0.0.1:{port}/health")
 
 
 def tune_port() -> int:
-    from outrider.cli.deploy import _free_port
-
-    return _free_port()
+    return sweep.free_port()
 
 
 def test_a_server_that_dies_or_is_another_is_refused_in_a_sentence(tmp_path: Path) -> None:
@@ -306,17 +303,17 @@ def test_a_server_that_dies_or_is_another_is_refused_in_a_sentence(tmp_path: Pat
     url, log = f"http://127.0.0.1:{port}", tmp_path / "server.log"
     with (
         pytest.raises(DataError, match="ended with 3 before it answered; .* says: no such draft"),
-        tune.served([sys.executable, "-c", "print('no such draft'); raise SystemExit(3)"], url, "/health", log),
+        sweep.served([sys.executable, "-c", "print('no such draft'); raise SystemExit(3)"], url, "/health", log),
     ):
         pass
     words = [sys.executable, str(STUB), "--port", str(port), "--tokens", "1"]
     with (
-        tune.served(words, url, "/health", log),
+        sweep.served(words, url, "/health", log),
         pytest.raises(DataError, match="answers at .* already"),
-        tune.served(words, url, "/health", log),
+        sweep.served(words, url, "/health", log),
     ):
         pass
-    with pytest.raises(DataError, match="can't be run"), tune.served(["no-such-engine"], url, "/health", log):
+    with pytest.raises(DataError, match="can't be run"), sweep.served(["no-such-engine"], url, "/health", log):
         pass
 
 
@@ -329,15 +326,15 @@ def test_a_stopped_tune_leaves_no_server_and_goes_on(tmp_path: Path) -> None:
     words += ["--loads", "1,4", "--rounds", "2", "--calls", "8", "--max-tokens", "12"]
     run = subprocess.Popen([sys.executable, "-c", program, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     until = time.monotonic() + 60
-    while not (out / tune.POINTS).exists() or len((out / tune.POINTS).read_text().splitlines()) < 4:
+    while not (out / sweep.POINTS).exists() or len((out / sweep.POINTS).read_text().splitlines()) < 4:
         assert time.monotonic() < until
         time.sleep(0.02)
     os.kill(run.pid, signal.SIGINT)
     assert run.wait(60) == 130
-    assert not tune._answers(f"http://127.0.0.1:{port}/health")
-    before = len((out / tune.POINTS).read_text().splitlines())
+    assert not sweep._answers(f"http://127.0.0.1:{port}/health")
+    before = len((out / sweep.POINTS).read_text().splitlines())
     assert outrider_with(*words) == 0
-    assert before < len((out / tune.POINTS).read_text().splitlines()) == 1 + 2 * 3 * 2
+    assert before < len((out / sweep.POINTS).read_text().splitlines()) == 1 + 2 * 3 * 2
     assert json.loads((out / "tune.json").read_text())["ranges"][0][2] > 0
 
 

@@ -21,6 +21,7 @@ from outrider.checkpoint import load_model, save
 from outrider.config import build
 from outrider.drafters import find as find_drafter
 from outrider.engines import causes, parity, readers
+from outrider.engines.commands import draft_of
 from outrider.errors import ConfigError, ExportError
 from outrider.export.formats import export
 
@@ -383,16 +384,14 @@ def test_what_was_verified_is_written_beside_what_stood_there(tmp_path):
 
 def test_a_folder_of_others_is_still_one_when_it_was_verified(made, tmp_path):
     """Catches an outrider.json without a kind, for which `outrider deploy` takes the folder for a checkpoint."""
-    from outrider.cli.deploy import _draft
-
     _, folder = made("sglang", "eagle3")
     shutil.copytree(folder, tmp_path / "there")
     (tmp_path / "there" / "outrider.json").unlink()
-    before = _draft(str(tmp_path / "there"), "T", None, None)
+    before = draft_of(str(tmp_path / "there"), "T", None, None)
     for version in ("0.31.0", "0.32.0"):
         found = parity.Parity("vllm", version, "eagle3", "unknown", 3, error="it burnt")
         assert parity.write_verified(tmp_path / "there", found) == tmp_path / "there" / "verified.json"
-    assert _draft(str(tmp_path / "there"), "T", None, None) == before and before.kind == "eagle3"
+    assert draft_of(str(tmp_path / "there"), "T", None, None) == before and before.kind == "eagle3"
     said = json.loads((tmp_path / "there" / "verified.json").read_text())
     assert said["verified"].keys() == {"vllm 0.31.0", "vllm 0.32.0"}
 
@@ -415,7 +414,7 @@ def answer_of(target: Any, model: Any, length: int) -> dict[str, Any]:
 
 def test_what_was_measured_is_kept_where_causes_can_not_be_looked_for(target, made, tmp_path):
     """Catches minutes of an engine's work thrown away for a rotation that the reader doesn't know; and one it should know."""
-    from outrider.cli.verify import verified
+    from outrider.engines.verify import verified
 
     model, folder = made("sglang", "eagle3")
     python = stub(tmp_path, answer_of(target, model, 3))
@@ -522,7 +521,7 @@ def test_vllm_drafts_what_we_draft_and_a_planted_fault_is_named(tmp_path):
 
     A draft that learnt nothing keeps nothing on either side, so this needs one that was trained.
     """
-    from outrider.cli.verify import prompt_tokens, verified
+    from outrider.engines.verify import prompt_tokens, verified
 
     demo = load_target("demo", dtype="float32", compile=False)
     export(TRAINED, "speculators", tmp_path / "sound", demo)

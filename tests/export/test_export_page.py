@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from outrider.cli.exchange import matrix
 from outrider.export import gguf
-from outrider.export.formats import find
+from outrider.export.formats import find, matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")

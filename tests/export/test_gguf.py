@@ -16,12 +16,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from outrider import load_target
 from outrider.checkpoint import load_model, save, weights_of
-from outrider.cli.exchange import matrix
 from outrider.config import build
 from outrider.drafters import find as find_drafter
 from outrider.errors import ConfigError, ExportError
 from outrider.export import formats, gguf
-from outrider.export.formats import export
+from outrider.export.formats import export, matrix
 
 library = pytest.importorskip("gguf")
 

@@ -1,0 +1,172 @@
+"""Does an engine accept as much of an exported drafter as we do, and if not, why?  The whole comparison of `verify-export`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from outrider import demo
+from outrider.checkpoint import load_model, manifest_of
+from outrider.engines import causes, folder, parity, readers, verify_transformers
+from outrider.engines.parity import Parity, Side
+from outrider.errors import ConfigError
+from outrider.export.formats import imported
+from outrider.measure.run import as_tokens
+from outrider.measure.tasks import prompts
+from outrider.nn.draft_model import DraftModel
+from outrider.targets.transformers import TransformersTarget, load_target
+
+LOOKED_AT = 3
+"""Texts on which causes are looked for."""
+Say = Callable[[str], None]
+
+
+def check(place: Path, engine: str, python: str | None, checkpoint: Path | None) -> None:
+    """Refuse what can't be compared before anything is loaded.  Raises ConfigError."""
+    if engine not in parity.ENGINES:
+        raise ConfigError(f"engine {engine!r} is not known; choose from {', '.join(parity.ENGINES)}")
+    if engine == "vllm" and python is None:
+        raise ConfigError("vLLM lives in an environment of its own: name its python with --python VENV/bin/python")
+    if engine not in parity.RUN and checkpoint is None:
+        raise ConfigError(
+            f"{engine} is not run here, its folder is read and compared: name the --checkpoint it was exported from"
+        )
+    if not place.is_dir():
+        raise ConfigError(f"{place} is no folder; name one that `outrider export` wrote")
+
+
+def sides(place: Path, engine: str, checkpoint: Path | None, target: str | None) -> tuple[TransformersTarget, DraftModel]:
+    """The target, and the checkpoint's model or else what is read from the folder.
+
+    Raises ConfigError where the target is not known, and for a kind that this engine is not compared with.
+    """
+    name = target or (manifest_of(checkpoint) if checkpoint else folder.manifest(place)).get("target", {}).get("name")
+    if name is None:
+        raise ConfigError(f"{place} doesn't say which target it drafts for; name it with --target")
+    loaded = load_target(name, dtype="float32", compile=False)
+    model = load_model(checkpoint, loaded) if checkpoint else imported(place, loaded)
+    kinds = parity.READ.get(engine, ("small_model",) if engine == "transformers" else ())
+    if kinds and model.config.kind not in kinds:
+        raise ConfigError(
+            f"of {engine}'s folders those of {', '.join(kinds)} are {'run' if engine in parity.RUN else 'read'}; "
+            f"a {model.config.kind} can be run with --engine vllm"
+        )
+    return loaded, model
+
+
+def prompt_tokens(target: TransformersTarget, task: str, count: int) -> list[list[int]]:
+    """Token ids of the first `count` prompts of a task, of `stdlib` or of a file."""
+    return [as_tokens(target, prompt) for prompt in prompts(task, count)]
+
+
+def place_of(target: TransformersTarget) -> str:
+    """Where the engine finds the target."""
+    name = target.spec.name
+    return str(demo.TARGET) if name == "demo" else str(Path(name).absolute()) if Path(name).exists() else name
+
+
+def verified(
+    place: Path, engine: str, python: str | None, target: TransformersTarget, model: DraftModel, known: bool,
+    prompts: list[list[int]], max_new_tokens: int, mend: tuple[str, ...] = (), prefix_caching: bool = False,
+    say: Say = lambda text: None,
+) -> Parity:  # fmt: skip
+    """The whole comparison.  known: `model` is what the folder was made from, not what was read from it.
+
+    say: is told what is about to run.  Raises ConfigError where the engine can't be run.
+    """
+    made = _Export(place, engine, target, model, prompts, parity.length_of(model))
+    about: dict[str, Any] = {
+        "kind": model.config.kind, "format": folder.manifest(place).get("format", "unknown"), "length": made.length,
+    }  # fmt: skip
+    if engine not in parity.RUN:
+        return made.read(about)
+    answer = made.answer(python, max_new_tokens, mend, prefix_caching, say)
+    about["platform"] = answer.get("platform", "")
+    about["warnings"] = tuple(parity.known_bad(engine, answer["version"], about["kind"], about["platform"]))
+    if "error" in answer:
+        return Parity(engine, answer["version"], **about, error=answer["error"])
+    begun, theirs = parity.RUN[engine], parity.side_of(answer)
+    drafter, first = parity.as_engine(model), [text[:begun] for text in theirs.tokens]
+    own = parity.ours(target, drafter, prompts, first, max_new_tokens, made.length)
+    found = Parity(engine, answer["version"], **about, **parity.compared(target, prompts, own, theirs, made.length, begun))
+    return made.explained(found, known, theirs, answer.get("stages") or {}) if about["kind"] in readers.KINDS else found
+
+
+@dataclass(frozen=True)
+class _Export:
+    """An exported folder in an engine, and the model beside it."""
+
+    place: Path
+    engine: str
+    target: TransformersTarget
+    model: DraftModel
+    prompts: list[list[int]]
+    length: int
+    """Tokens drafted per step."""
+
+    def read(self, about: Mapping[str, Any]) -> Parity:
+        """What the folder's own causes are, where the engine is not run."""
+        some = self.prompts[:LOOKED_AT]
+        own = parity.ours(self.target, parity.as_engine(self.model), some, [[]] * len(some), 32, self.length)
+        found, stage = self.causes(own.tokens)
+        warnings = (f"{self.engine} was not run: the folder was read",)
+        return Parity(self.engine, None, **about, causes=found, stage=stage, warnings=warnings)
+
+    def answer(
+        self, python: str | None, max_new_tokens: int, mend: tuple[str, ...], prefix_caching: bool, say: Say
+    ) -> dict[str, Any]:  # fmt: skip
+        """The engine's."""
+        size = f"on {len(self.prompts)} prompts x {max_new_tokens} tokens"
+        if self.engine == "transformers":
+            say(f"running transformers {size}, one after the other")
+            return verify_transformers.answer(self.place, self.target, self.prompts, max_new_tokens, self.length)
+        say(f"running vllm {size}: about a minute to load, then silence")
+        kind = self.model.config.kind
+        job = {
+            "target": place_of(self.target), "speculative": parity.speculative(self.place, kind, self.length),
+            "prompts": self.prompts, "max_new_tokens": max_new_tokens, "slots": 8, "dtype": "float32", "mend": mend,
+            "prefix_caching": prefix_caching,
+            # a cached prompt is not read again, and its modules would say nothing
+            "stages": kind in readers.KINDS and not prefix_caching,
+        }  # fmt: skip
+        return parity.asked(str(python), job)
+
+    def explained(self, found: Parity, known: bool, theirs: Side, said: Mapping[str, Any]) -> Parity:
+        """What was measured, with causes.  What a reader can't do is a warning: the engine has run for minutes."""
+        try:
+            if known:
+                those, stage = self.causes(theirs.tokens)
+                found = replace(found, causes=those, stage=stage)
+            if found.is_equal is False and not found.causes:
+                found = replace(found, guesses=self.guesses(theirs))
+        except Exception as error:
+            found = _warned(found, f"causes not looked for: {error}")
+        if "rows" not in said:
+            return _warned(found, f"its modules were not heard: {said['error']}") if "error" in said else found
+        try:
+            read, seen = readers.of_folder(self.place, self.engine), readers.states(self.target, said["text"])
+            stages, first = causes.heard(read, said["rows"], seen, len(self.prompts[0]), self.length)
+        except Exception as error:
+            return _warned(found, f"its modules were not compared: {error}")
+        return replace(found, stages=stages, engine_stage=first)
+
+    def causes(self, texts: Sequence[Sequence[int]]) -> tuple[tuple[parity.Cause, ...], tuple[str, float] | None]:
+        """What in the folder changes drafts behind these texts, and the first stage that comes out otherwise."""
+        pairs = list(zip(self.prompts, texts, strict=False))[:LOOKED_AT]
+        seen = [(readers.states(self.target, [*prompt, *text]), len(prompt)) for prompt, text in pairs]
+        read, own = readers.of_folder(self.place, self.engine), readers.of_model(self.model)
+        found = tuple(causes.causes(read, own, seen, self.length))
+        return found, causes.first_difference(read, own, *seen[0], self.length) if found else None
+
+    def guesses(self, theirs: Side) -> tuple[tuple[str, str, float], ...]:
+        """How the engine may read a sound folder otherwise."""
+        steps = parity.engine_steps(self.prompts, theirs, self.length)
+        some = list(zip(self.prompts, theirs.tokens, steps, strict=True))[:LOOKED_AT]
+        texts = [(readers.states(self.target, [*prompt, *text]), accepted) for prompt, text, accepted in some]
+        return tuple(causes.guesses(readers.of_model(self.model), texts, self.length)[:3])
+
+
+def _warned(found: Parity, warning: str) -> Parity:
+    return replace(found, warnings=(*found.warnings, warning))
