@@ -6,8 +6,9 @@
 The stub server answers in a process of its own on the same machine: 8 pieces, 5 ms apart.  It notes when each call came, on the
 clock that the sender reads too, so the schedule is checked by who received the calls.  `outrider replay` is measured as it is,
 with its files; `waited_for_a_core_s` says how long it stood ready to send while others had the cores, which on a busy machine
-is most of its lateness.  `httpx` and `h11` are the readers that it does not use, on the same calls.  The last run kills the
-server half way and starts it again.  A promise that is not kept, or could not be measured, is named and makes the exit code 1.
+is most of its lateness.  `httpx`, and `h11` on asyncio's streams, are ways of reading that it does not use, on the same calls.
+The last run kills the server half way and starts it again.  A promise that is not kept, or could not be measured, is named and
+makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ import numpy as np
 
 from benchmarks.replay import command
 from outrider.traffic import replay, traces
-from outrider.traffic.replay import Plan
+from outrider.traffic.address import address_of
+from outrider.traffic.connection import Client
+from outrider.traffic.plan import Plan, dues
 
 STUB = Path(__file__).resolve().with_name("stub_server.py")
 
@@ -120,7 +123,7 @@ def schedule(rate: float, count: int) -> dict[str, Any]:
         came = httpx.get(url + "/received", timeout=60).json()
         lines = [json.loads(line) for line in (folder / "out" / "calls.jsonl").open()]
         rows = [line["servers"][url] | {"call": line["call"]} for line in lines]
-        due = [at for _, at in replay.dues(trace, plan)]
+        due = [at for _, at in dues(trace, plan)]
         stub_cpu = sum(map(int, Path(f"/proc/{process.pid}/stat").read_text().split()[13:15])) / os.sysconf("SC_CLK_TCK")
         # perf_counter and monotonic are one clock on Linux; its zero is found from the first call
         arrivals = [came[row["request_id"]] - due[row["call"]] for row in rows]
@@ -253,8 +256,6 @@ def by_h11() -> Reader:
 
 
 def by_our_own() -> Reader:
-    from outrider.traffic.stream import Client, address_of
-
     clients: dict[str, Client] = {}
 
     async def ask(url: str, body: bytes) -> None:

@@ -26,7 +26,8 @@ import httpx
 
 from outrider import demo
 from outrider.traffic import counters, traces
-from outrider.traffic.replay import Plan, replay
+from outrider.traffic.plan import Plan
+from outrider.traffic.replay import replay
 
 PLACE = Path(__file__).resolve().parent / "results" / "vllm_replay.json"
 

@@ -18,7 +18,8 @@ from outrider.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from outrider.report.bootstrap import Interval
     from outrider.traffic.latencies import Endpoint
-    from outrider.traffic.replay import Plan, Replayed
+    from outrider.traffic.plan import Plan
+    from outrider.traffic.replay import Replayed
     from outrider.traffic.traces import Trace
 
 
@@ -59,7 +60,8 @@ def replay(
     """Send recorded traffic to a server, or to several side by side, and time the answers."""
     place_of_json(json_to)
     from outrider.traffic import traces
-    from outrider.traffic.replay import Plan, check_servers
+    from outrider.traffic.plan import Plan, limits
+    from outrider.traffic.servers import check_servers
 
     urls = [url.strip() for url in (against or "").split(",") if url.strip()]
     plan = Plan(
@@ -90,10 +92,12 @@ def _send(
     trace: Trace, urls: list[str], plan: Plan, out: Path | None, over: bool, key: str | None, json_to: str | None
 ) -> None:  # fmt: skip
     """Send the calls, say what came of them, and write it where it was asked for."""
+    from outrider.traffic.address import address_of
     from outrider.traffic.replay import replay as send
 
-    total = min(trace.size, plan.limit or trace.size)
-    _say(f"{total} calls by {plan.mode}, to {' and '.join(_shown(url) for url in urls)}{_length(trace, plan, total)}")
+    total, seconds = plan.count(trace), plan.seconds(trace)
+    about = "" if seconds is None else f", about {seconds:.0f} s"
+    _say(f"{total} calls by {plan.mode}, to {' and '.join(address_of(url).shown for url in urls)}{about}")
     shown = bar("calls", total) if console.note.is_terminal else nullcontext(None)
     with shown as update:
         result = send(trace, urls, plan, folder=out, over=over, key=key, progress=update)
@@ -138,26 +142,6 @@ def _refuse_places(log: Path, save: Path | None, out: Path | None, json_to: str 
             raise DataError(f"{wanted} is there already; name another {kind}, or write over it with --over")
 
 
-def limits(text: str | None) -> dict[str, float]:
-    """ttft=500,tpot=50 in ms, to seconds."""
-    found = {}
-    for part in (text or "").split(","):
-        name, _, value = part.strip().partition("=")
-        if not part.strip():
-            continue
-        try:
-            found[name] = float(value.removesuffix("ms")) / 1000
-        except ValueError:
-            raise ConfigError(f"--slo {part.strip()!r}; wanted name=milliseconds, such as ttft=500,tpot=50") from None
-    return found
-
-
-def _shown(url: str) -> str:
-    from outrider.traffic.stream import address_of
-
-    return address_of(url).shown
-
-
 def _say(text: str) -> None:
     console.out.print(f"          {text}", highlight=False, markup=False, soft_wrap=True)
 
@@ -169,15 +153,6 @@ def _describe(trace: Trace) -> None:
         _say(f"{count} rows left out: {reason}")
     if trace.num_synthetic:
         _say(f"{trace.num_synthetic} calls are synthetic text of the log's lengths: acceptance means nothing")
-
-
-def _length(trace: Trace, plan: Plan, total: int) -> str:
-    """How long it will take, where that is known before."""
-    if plan.rate is not None:
-        return f", about {total / plan.rate:.0f} s"
-    if plan.concurrency is None and total == trace.size:
-        return f", about {trace.span_s / plan.speed:.0f} s"
-    return ""
 
 
 # ── what is said at the end ───────────────────────────────────────────────────────────────────────────────────────────

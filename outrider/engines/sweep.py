@@ -25,7 +25,8 @@ from outrider.engines import commands
 from outrider.engines.commands import Draft, Wish
 from outrider.engines.tune import Arm, Point
 from outrider.errors import ConfigError, DataError
-from outrider.traffic.replay import Plan, replay
+from outrider.traffic.plan import Plan
+from outrider.traffic.replay import replay
 from outrider.traffic.traces import Trace
 
 POINTS = "points.jsonl"

@@ -18,7 +18,7 @@ import numpy as np
 
 from outrider.report import bootstrap
 from outrider.report.bootstrap import Interval
-from outrider.traffic.stream import Answer
+from outrider.traffic.answer import Answer
 
 Table = np.ndarray[Any, np.dtype[Any]]
 BLOCKS = 500

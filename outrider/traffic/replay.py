@@ -17,129 +17,34 @@ import asyncio
 import gc
 import itertools
 import json
-import math
 import os
 import random
 import resource
 import secrets
-import ssl
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
-import httpx
-
-from outrider.errors import ConfigError, DataError
-from outrider.report.bootstrap import Interval
-from outrider.traffic import counters, latencies
+from outrider.errors import DataError
+from outrider.traffic import latencies
+from outrider.traffic.answer import Answer
+from outrider.traffic.compared import Beside, Compared
+from outrider.traffic.connection import Client
 from outrider.traffic.latencies import Endpoint, Outcome, Spread, Tally
-from outrider.traffic.stream import Address, Answer, Client, Stopped, address_of
+from outrider.traffic.plan import Plan, dues, prepared
+from outrider.traffic.servers import Server, check_servers, server_at
 from outrider.traffic.traces import Call, Trace, keyed
 
-LIMITS = ("ttft", "tpot", "e2e")
-OPTIONS = {
-    "speed": "--speed", "rate": "--rate", "concurrency": "--concurrency", "limit": "--calls", "max_tokens": "--max-tokens",
-    "timeout_s": "--timeout",
-}  # fmt: skip
-"""Numbers of a plan that are above 0, and what they are called on the command line."""
 PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 """A Retry-After beyond it is a refusal."""
 PROGRESS_S = 2.0
-SETTLE_S, SETTLES = 0.1, 10
-"""Servers may count a step after they sent its tokens: counters are read until they stand still, or so often."""
 LATE_S = 0.01
-EXAMPLES = 20
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How the calls are sent."""
-
-    speed: float = 1.0
-    """Times of the log are divided by it."""
-    rate: float | None = None
-    """Calls a second, at random times (Poisson), instead of the log's times."""
-    concurrency: int | None = None
-    """Callers that each send a call when the one before is answered, instead of the log's times."""
-    split: bool = False
-    """Each session goes to one server instead of to all."""
-    limit: int | None = None
-    """Calls; all of the log where None."""
-    warmup: int = 0
-    """First calls that are sent and accounted for, and not timed."""
-    model: str | None = None
-    """Instead of the log's; without it a model that a server does not have is replaced by the first that it has."""
-    max_tokens: int | None = None
-    """The most tokens of an answer; a call that wants fewer keeps its own."""
-    greedy: bool = False
-    """Every call at temperature 0, so that answers can be compared."""
-    ignore_eos: bool = False
-    """Synthetic calls are answered in full length.  What comes after the end of a text is not what anybody reads."""
-    completions: bool = False
-    """Messages are joined and sent to /v1/completions, for targets without a chat template."""
-    slo: Mapping[str, float] = field(default_factory=dict)
-    """Limits in seconds for ttft, tpot, e2e."""
-    retries: int = 3
-    timeout_s: float = 120.0
-    """The longest silence."""
-    seed: int = 0
-    redact: bool = False
-    """What is written of answers: a keyed hash and a length."""
-
-    def check(self, trace: Trace | None = None) -> None:
-        """ConfigError where the plan can't be followed; without `trace`, with any log at all."""
-        for name, option in OPTIONS.items():
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{option} {value}; wanted a number above 0")
-        if self.warmup < 0 or self.retries < 0:
-            raise ConfigError(f"--warmup {self.warmup}, --retries {self.retries}; wanted 0 or more")
-        if self.rate is not None and self.concurrency is not None:
-            raise ConfigError("a rate and a concurrency were both given; a rate sends whatever is under way, choose one")
-        if self.speed != 1 and (self.rate is not None or self.concurrency is not None):
-            raise ConfigError("a speed was given beside a rate or a concurrency, which leave no time of the log; choose one")
-        for name, limit in self.slo.items():
-            if name not in LIMITS:
-                raise ConfigError(f"no limit {name!r}; choose from {', '.join(LIMITS)}")
-            if not 0 < limit < math.inf:
-                raise ConfigError(f"--slo {name}={limit * 1e3:g}; wanted a number of milliseconds above 0")
-        if trace is not None and self.rate is None and self.concurrency is None and not trace.has_times:
-            raise ConfigError(f"{trace.path} has no times ({trace.format}); give a --rate or a --concurrency")
-
-    @property
-    def mode(self) -> str:
-        if self.rate is not None:
-            return f"{self.rate:g} calls a second, Poisson, seed {self.seed}"
-        if self.concurrency is not None:
-            return f"{self.concurrency} callers"
-        return "the log's times" + (f", {self.speed:g} times as fast" if self.speed != 1 else "")
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Answers side by side, text by text."""
-
-    compared: int
-    equal: int
-    first_differences: tuple[tuple[str, int], ...]
-    """(id of the call, place of the first character that differs) of the first few."""
-
-
-@dataclass(frozen=True)
-class Beside:
-    """A server, compared with the first one."""
-
-    url: str
-    ratios: Mapping[str, Interval]
-    """Of the mean TTFT, TPOT and E2E, this server / the first, with 95 % intervals."""
-    answers: Compared | None
-    """Of the calls that both answered."""
 
 
 @dataclass(frozen=True)
@@ -172,41 +77,17 @@ class Replayed:
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
-        return {"outrider_replay": 1} | _plain(asdict_kept(self))
-
-
-def asdict_kept(found: Any) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in found.__dataclass_fields__}
+        return {"outrider_replay": 1} | _plain(self)
 
 
 def _plain(value: Any) -> Any:
-    if hasattr(value, "_asdict"):
-        return _plain(value._asdict())
-    if hasattr(value, "__dataclass_fields__"):
-        return _plain(asdict_kept(value))
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
+    elif is_dataclass(value):
+        value = vars(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(entry) for entry in value]
-    return value
-
-
-class Server(NamedTuple):
-    """One endpoint, as it was found."""
-
-    address: Address
-    models: tuple[str, ...]
-    """That it has; empty where it doesn't say."""
-    before: counters.Counters | None
-    silence: str | None
-    """Why it says nothing of its drafts."""
-
-    @property
-    def url(self) -> str:
-        return self.address.shown
-
-    def model_for(self, asked: str | None) -> str | None:
-        return asked if asked in self.models or not self.models else self.models[0]
+    return [_plain(entry) for entry in value] if isinstance(value, tuple | list) else value
 
 
 Progress = Callable[[int, str], None]
@@ -254,63 +135,11 @@ def replay(
     return result
 
 
-def check_servers(urls: Sequence[str]) -> None:
-    """ConfigError unless they are addresses of servers, each another."""
-    if not urls:
-        raise ConfigError("no server; wanted the address of one, or of several to compare")
-    seen = Counter(address_of(url).shown for url in urls)
-    twice = [url for url, count in seen.items() if count > 1]
-    if twice:
-        raise ConfigError(
-            f"{twice[0]} twice; its counters would hold both: name every server once, and replay twice to see noise"
-        )
-
-
-def server_at(url: str, key: str | None = None) -> Server:
-    """The server at `url`: its models and its counters.  DataError where nobody answers."""
-    address = address_of(url)
-    place = address.shown + "/v1/models"
-    with _http(address, key) as client:
-        try:
-            answer = client.get(place)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise DataError(f"no server at {address.shown}: {error or type(error).__name__}; is it running?") from None
-        if answer.status_code in (401, 403):
-            raise DataError(f"{address.shown} refuses the key ({answer.status_code}); name one with --key-from VARIABLE")
-        try:
-            models = tuple(str(entry["id"]) for entry in answer.json()["data"]) if answer.status_code == 200 else ()
-        except (ValueError, KeyError, TypeError):
-            models = ()
-        try:
-            before, silence = counters.scrape(address.shown, client), None
-        except DataError as error:
-            before, silence = None, str(error)
-    return Server(address, models, before, silence)
-
-
-def _settled(url: str, client: httpx.Client) -> counters.Counters:
-    """The counters, once they stand still."""
-    now = counters.scrape(url, client)
-    for _ in range(SETTLES):
-        time.sleep(SETTLE_S)
-        former, now = now, counters.scrape(url, client)
-        if former == now:
-            break
-    return now
-
-
 def _allow_connections() -> None:
     """A call under way is an open file, of which a process may have few unless it asks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard and hard != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _http(address: Address, key: str | None) -> httpx.Client:
-    secret = f"Bearer {key}" if key else f"Basic {address.basic}" if address.basic else None
-    # the same certificates as for the calls
-    verify = ssl.create_default_context() if address.tls else True
-    return httpx.Client(timeout=10, trust_env=False, verify=verify, headers={"Authorization": secret} if secret else None)
 
 
 def _opened(folder: Path, over: bool) -> IO[str]:
@@ -332,54 +161,6 @@ def _written(path: Path, value: Any) -> None:
     os.replace(part, path)
 
 
-# ── what is sent ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def prepared(call: Call, server: Server, plan: Plan) -> tuple[str, bytes]:
-    """(path, body) as the server gets it."""
-    body = dict(call.body)
-    if plan.completions and "messages" in body:
-        messages = body.pop("messages")
-        body["prompt"] = "\n\n".join(_plain_text(message.get("content")) for message in messages)
-        for name in ("tools", "tool_choice", "response_format", "parallel_tool_calls"):
-            body.pop(name, None)
-        path = "/v1/completions"
-    else:
-        path = call.path
-    model = plan.model or server.model_for(body.get("model"))
-    if model is not None:
-        body["model"] = model
-    if plan.greedy:
-        body["temperature"] = 0
-    if plan.max_tokens is not None:
-        name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-        body[name] = min(plan.max_tokens, body.get(name) or plan.max_tokens)
-    if plan.ignore_eos and call.synthetic:
-        body["ignore_eos"] = True
-    if server.before is not None and server.before.server == "SGLang":
-        body["return_spec_tokens_details"] = True
-    body["stream"] = True
-    body["stream_options"] = {"include_usage": True}
-    return path, json.dumps(body).encode()
-
-
-def _plain_text(content: Any) -> str:
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return content if isinstance(content, str) else ""
-
-
-def dues(trace: Trace, plan: Plan) -> Iterator[tuple[Call, float]]:
-    """Every call and when it is due, in seconds after the start."""
-    noise, at_s = random.Random(plan.seed), 0.0
-    for call in itertools.islice(trace.calls(), plan.limit):
-        if plan.rate is None:
-            yield call, (call.at_s or 0.0) / plan.speed
-        else:
-            yield call, at_s
-            at_s += noise.expovariate(plan.rate)
-
-
 def is_worth_another(answer: Answer) -> bool:
     """Whether the call may succeed when it is sent again.  One that was silent too long would only make the queue longer."""
     if answer.is_whole or answer.is_cut or (answer.failure or "").startswith(("timeout", "stopped", "not understood")):
@@ -394,36 +175,6 @@ def pause_s(answer: Answer, attempt: int, noise: random.Random) -> float | None:
     return min(PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S) * noise.uniform(0.5, 1.5)
 
 
-def first_difference(one: str, other: str) -> int | None:
-    """Place of the first character that differs; None where all are equal."""
-    if one == other:
-        return None
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
-    return low
-
-
-class _Comparison:
-    """Compared, while it grows."""
-
-    def __init__(self) -> None:
-        self.compared = self.equal = 0
-        self.examples: list[tuple[str, int]] = []
-
-    def take(self, name: str, one: str, other: str) -> int | None:
-        at = first_difference(one, other)
-        self.compared += 1
-        self.equal += at is None
-        if at is not None and len(self.examples) < EXAMPLES:
-            self.examples.append((name, at))
-        return at
-
-    def kept(self) -> Compared:
-        return Compared(self.compared, self.equal, tuple(self.examples))
-
-
 # ── the run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -436,11 +187,11 @@ class _Run:
         self.trace, self.servers, self.plan, self.file, self.progress = trace, servers, plan, file, progress
         self.tallies = [Tally() for _ in servers]
         self.clients = [Client(server.address, plan.timeout_s, key) for server in servers]
-        self.calls = min(trace.size, plan.limit or trace.size)
+        self.calls = plan.count(trace)
         self.noise = random.Random(plan.seed + 1)
         self.mark = secrets.token_hex(4)
         self.secret = secrets.token_bytes(32)
-        self.with_first, self.with_log = [_Comparison() for _ in servers], [_Comparison() for _ in servers]
+        self.with_first, self.with_log = [Compared() for _ in servers], [Compared() for _ in servers]
         self.num_sampled = 0
         self.renamed: Counter[tuple[str, int]] = Counter()
         """Calls whose model a server does not have: (model, server)."""
@@ -564,21 +315,19 @@ class _Run:
     async def _ask(self, server: int, number: int, path: str, body: bytes, due_s: float | None) -> Outcome:
         """Send one call to one server until it is answered or there is no use in it."""
         began_s = time.perf_counter()
-        answer = Answer(began_s, failure="stopped")
-        attempt = 0
+        answer, attempt = Answer(began_s), 0
         try:
             while True:
                 attempt += 1
-                answer = Answer(began_s, failure="stopped")
-                answer = await self.clients[server].ask(path, body, f"{self.mark}-{number}-{attempt}")
+                answer = Answer(began_s)
+                await self.clients[server].ask(path, body, f"{self.mark}-{number}-{attempt}", answer)
                 wait_s = pause_s(answer, attempt, self.noise)
                 if attempt > self.plan.retries or wait_s is None or not is_worth_another(answer):
                     break
                 await asyncio.sleep(wait_s)
-        except Stopped as stop:
-            answer = stop.answer
-        except asyncio.CancelledError:
-            answer.failure, answer.ended_s = "stopped", time.perf_counter()
+        except asyncio.CancelledError:  # while it was answered, or between two attempts
+            if not (answer.ended_s and answer.is_whole):
+                answer.end(time.perf_counter(), "stopped")
         if self.plan.redact and answer.failure is not None:
             answer.failure = answer.reason  # servers quote what they were asked
         return Outcome(answer, began_s, attempt, due_s)
@@ -643,14 +392,14 @@ class _Run:
             self.calls - self.dealt, trace.left_out, trace.num_synthetic, not self.is_stopped, self.seconds,
             late, tuple(endpoints),
             tuple(self._beside(place) for place in range(1, len(self.servers))),
-            {server.url: log.kept() for server, log in zip(self.servers, self.with_log, strict=True) if log.compared},
+            {server.url: log for server, log in zip(self.servers, self.with_log, strict=True) if log.compared},
             plan.slo, tuple(notes),
         )  # fmt: skip
 
     def _beside(self, place: int) -> Beside:
         answers = self.with_first[place]
         ratios = latencies.ratios(self.tallies[0], self.tallies[place], not self.plan.split)
-        return Beside(self.servers[place].url, ratios, answers.kept() if answers.compared else None)
+        return Beside(self.servers[place].url, ratios, answers if answers.compared else None)
 
     def _notes(self) -> list[str]:
         notes = []
@@ -671,8 +420,7 @@ class _Run:
         if server.before is None:
             return None, server.silence
         try:
-            with _http(server.address, key) as client:
-                since = _settled(server.url, client).since(server.before)
+            since = server.acceptance(key)
         except DataError as error:
             return None, str(error)
         said = "it was started anew in between: acceptance is of what came after" if since.restarted else None

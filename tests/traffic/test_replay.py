@@ -28,13 +28,17 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks import traffic
-from outrider.cli.replay import limits
 from outrider.cli.replay import replay as verb
 from outrider.errors import ConfigError, DataError
 from outrider.traffic import latencies, replay, traces
+from outrider.traffic.address import address_of
+from outrider.traffic.answer import Answer, Events
+from outrider.traffic.compared import Compared, first_difference
+from outrider.traffic.connection import Client
 from outrider.traffic.latencies import Gaps, Outcome, Tally
-from outrider.traffic.replay import Plan, Replayed, dues, first_difference, is_worth_another, pause_s
-from outrider.traffic.stream import Answer, Client, Events, address_of
+from outrider.traffic.plan import Plan, dues, limits, prepared
+from outrider.traffic.replay import Replayed, is_worth_another, pause_s
+from outrider.traffic.servers import Server, server_at
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FAST = ("--first-ms", "1", "--gap-ms", "1")
@@ -248,7 +252,7 @@ def test_ctrl_c_stops_and_what_came_is_kept(plain: Stub, tmp_path: Path) -> None
 def test_an_answer_that_was_under_way_is_cut_off_and_keeps_what_came(plain: Stub, tmp_path: Path) -> None:
     """Catches half an answer that a stop turns into a call of which nothing came."""
     run = replay._Run(
-        log(tmp_path, 2, wishes={0: {"stall": 2}, 1: {"hang": True}}), [replay.server_at(plain.url)], Plan(),
+        log(tmp_path, 2, wishes={0: {"stall": 2}, 1: {"hang": True}}), [server_at(plain.url)], Plan(),
         (tmp_path / "calls.jsonl").open("w"), None, None,
     )  # fmt: skip
 
@@ -318,7 +322,7 @@ def test_a_full_disk_ends_the_replay_with_its_own_error(plain: Stub, tmp_path: P
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "calls.jsonl.part").symlink_to("/dev/full")
     trace = log(tmp_path, 400, per_s=1000)
-    run = replay._Run(trace, [replay.server_at(plain.url)], Plan(), open("/dev/full", "w", buffering=1), None, None)  # noqa: SIM115
+    run = replay._Run(trace, [server_at(plain.url)], Plan(), open("/dev/full", "w", buffering=1), None, None)  # noqa: SIM115
     with pytest.raises(OSError, match="No space"):
         asyncio.run(run.go())
 
@@ -367,7 +371,7 @@ def test_swapped_servers_would_be_found(plain: Stub, other: Stub, tmp_path: Path
         run.clients.reverse()
 
     monkeypatch.setattr(replay._Run, "__init__", swapped)
-    monkeypatch.setattr(replay.Server, "model_for", lambda server, asked: None)
+    monkeypatch.setattr(Server, "model_for", lambda server, asked: None)
     plan = Plan(model="stub", concurrency=2)
     result = replay.replay(log(tmp_path, 6), [plain.url, other.url], plan, folder=tmp_path / "out")
     assert any(endpoint.failed for endpoint in result.endpoints[:1])
@@ -416,7 +420,7 @@ def test_answers_are_compared_with_the_logs_own(plain: Stub, tmp_path: Path) -> 
     path = tmp_path / "log.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = replay.replay(traces.read(path), [plain.url])
-    assert result.log_answers[plain.url] == replay.Compared(2, 1, (("not", 5),))
+    assert result.log_answers[plain.url] == Compared(2, 1, (("not", 5),))
 
 
 @given(st.text(max_size=8), st.text(max_size=8))
@@ -501,8 +505,8 @@ def test_a_call_is_sent_as_the_plan_says() -> None:
     """Catches a limit that makes short answers long, a model that a server does not have, and a text that loses its turns."""
     said = [{"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "text", "text": "U"}]}]
     call = traces.Call({"messages": said, "model": "gpt", "max_tokens": 5, "temperature": 1, "tools": []}, "1", synthetic=True)
-    server = replay.Server(address_of("x"), ("ours", "more"), None, None)
-    sent = lambda **plan: (lambda path, body: (path, json.loads(body)))(*replay.prepared(call, server, Plan(**plan)))
+    server = Server(address_of("x"), ("ours", "more"), None, None)
+    sent = lambda **plan: (lambda path, body: (path, json.loads(body)))(*prepared(call, server, Plan(**plan)))
     path, body = sent()
     assert path == "/v1/chat/completions" and body["messages"] == said and body["stream"]
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("ours", 5, 1)
@@ -529,13 +533,13 @@ def test_events_are_the_same_however_the_bytes_are_cut(cuts: list[int]) -> None:
     events = Events()
     places = [0, *sorted(cuts), len(EVENTS)]
     found = [event for start, end in itertools.pairwise(places) for event in events.feed(EVENTS[start:end])]
-    assert found + list(events.end()) == [b'{"a":1}', b"two\nlines", b"x\ny", b"", b"[DONE]"]
+    assert found + list(events.end()) == ['{"a":1}', "two\nlines", "x\ny", "", "[DONE]"]
 
 
 def test_an_event_without_its_empty_line_is_still_heard() -> None:
     events = Events()
     assert list(events.feed(b"data: [DONE]")) == []
-    assert list(events.end()) == [b"[DONE]"]
+    assert list(events.end()) == ["[DONE]"]
 
 
 @contextmanager
@@ -593,13 +597,13 @@ EVENT = b'data: {"choices":[{"text":"hi","finish_reason":"stop"}]}\n\n'
         (OK + b"\r\ndata: [1]\n\n", "not understood: an event that is a list"),
         (OK + b'\r\ndata: {"choices": [1]}\n\n', "not understood"),
         (OK + b"\r\n: nothing\n\n", "the stream ended without a word"),
-        (OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", "not understood: a chunk of size"),
-        (OK + b"Transfer-Encoding: chunked\r\n\r\nfffffff\r\n", "not understood: a chunk of"),
-        (OK + b"Transfer-Encoding: chunked\r\n\r\n1\r\nabc\r\n", "not understood: a chunk longer"),
-        (OK + b"Content-Length: -3\r\n\r\n", "not understood: a length"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", "not understood: illegal chunk header"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\nfffffff\r\n", "connection closed"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n1\r\nabc\r\n", "not understood: malformed chunk"),
+        (OK + b"Content-Length: -3\r\n\r\n", "not understood: bad Content-Length"),
         (OK + b"Content-Encoding: gzip\r\n\r\n", "not understood: an answer packed"),
-        (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "not understood: b'SSH"),
-        (b"A" * 70_000, "not understood: headers"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "not understood: illegal status line"),
+        (b"A" * 70_000, "not understood: Receive buffer too long"),
         (b"", "connection closed"),
         (b"HTTP/1.1 500 X\r\nContent-Length: 4\r\n\r\noops", "HTTP 500: oops"),
         (b'HTTP/1.1 422 X\r\nContent-Length: 17\r\n\r\n{"error": "extra"}'[:-1], "HTTP 422"),

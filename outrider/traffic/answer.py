@@ -1,0 +1,176 @@
+"""One answer of a server: the text that came, when each piece of it came, and how it ended.  No torch.
+
+Source of the reader of events: the HTML standard, 9.2.6, server-sent events.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Events:
+    """Bytes, cut anywhere, to the data of server-sent events."""
+
+    def __init__(self) -> None:
+        self.decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")("replace"), translate=True)
+        self.rest = ""
+        self.lines: list[str] = []
+
+    def feed(self, data: bytes, is_last: bool = False) -> Iterator[str]:
+        """Every event that `data` completes."""
+        *whole, self.rest = (self.rest + self.decoder.decode(data, is_last)).split("\n")
+        for line in whole:
+            name, _, value = line.partition(":")
+            if name == "data":
+                self.lines.append(value.removeprefix(" "))
+            elif not line and self.lines:
+                event, self.lines = "\n".join(self.lines), []
+                yield event
+
+    def end(self) -> Iterator[str]:
+        """What was not closed by an empty line: servers that die, and some that don't, leave it out."""
+        return self.feed(b"\n\n", is_last=True)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back for one request.  Times are seconds of `time.perf_counter`."""
+
+    began_s: float
+    first_s: float | None = None
+    """When the first text came."""
+    ended_s: float = 0.0
+    last_s: float | None = None
+    """When the last text came."""
+    gaps_s: list[float] = field(default_factory=list)
+    """Between its pieces."""
+    status: int | None = None
+    """None where not a byte came."""
+    failure: str | None = None
+    """Why nothing, or not all of it, came; None: it is whole."""
+    retry_after_s: float | None = None
+    pieces: list[str] = field(default_factory=list)
+    """Text of the first choice."""
+    chunks: int = 0
+    """Events with text."""
+    tokens: int | None = None
+    """As the server counts them."""
+    prompt_tokens: int | None = None
+    finish: str | None = None
+    acceptance: dict[str, int] | None = None
+    """Of this request, where the server says: drafts, drafted, accepted; whichever it says."""
+    is_done: bool = False
+    """It said that it was."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.failure is None
+
+    @property
+    def is_cut(self) -> bool:
+        """It began and did not end."""
+        return self.failure is not None and self.first_s is not None
+
+    @property
+    def reason(self) -> str:
+        """The failure without what the server said of this one call."""
+        failure = self.failure or ""
+        return failure.split(":")[0] if failure.startswith(("HTTP", "error in", "not understood")) else failure
+
+    def take(self, event: str | bytes, at_s: float) -> None:
+        """Add one event, that came at `at_s`.  An error in it becomes the failure; ValueError and the like where it is none."""
+        if event == "[DONE]":
+            self.is_done = True
+            return
+        found = json.loads(event)
+        if not isinstance(found, dict):
+            raise ValueError(f"an event that is a {type(found).__name__}")
+        if (error := found.get("error")) is not None or found.get("object") == "error":
+            said = error.get("message", error) if isinstance(error, dict) else error or found.get("message")
+            self.failure = f"error in the stream: {str(said)[:200]}"
+            return
+        has_text = False
+        for choice in found.get("choices") or ():
+            piece = _text_of(choice.get("delta") or choice.get("message") or choice)
+            has_text |= bool(piece)
+            if piece and choice.get("index", 0) == 0:
+                self.pieces.append(piece)
+            if choice.get("finish_reason") is not None:
+                self.finish = str(choice["finish_reason"])
+        if has_text:
+            if self.first_s is None or self.last_s is None:
+                self.first_s = at_s
+            else:
+                self.gaps_s.append(at_s - self.last_s)
+            self.chunks += 1
+            self.last_s = at_s
+        if usage := found.get("usage"):
+            self.tokens = _whole(usage.get("completion_tokens"))
+            self.prompt_tokens = _whole(usage.get("prompt_tokens"))
+        self.acceptance = acceptance_said(found) or self.acceptance
+
+    def refuse(self, body: bytes) -> None:
+        """The failure of an answer whose status is not 200, by what stands in its body."""
+        try:
+            found = json.loads(body)
+            error = found.get("error", found)
+            said = error.get("message", error.get("detail")) if isinstance(error, dict) else error
+        except (ValueError, AttributeError):
+            said = body[:120].decode("utf-8", "replace")
+        self.failure = f"HTTP {self.status}: {str(said)[:200]}" if said else f"HTTP {self.status}"
+
+    def end(self, at_s: float, failure: str | None) -> None:
+        """It is over; one that said all there is may lose its connection afterwards."""
+        self.failure = None if self.is_done else failure
+        self.ended_s = at_s
+
+
+def _text_of(part: Mapping[str, Any]) -> str:
+    """Whatever a model wrote: text, thoughts, arguments of a call."""
+    text = part.get("content") or part.get("text") or part.get("reasoning_content") or part.get("reasoning") or ""
+    for call in part.get("tool_calls") or ():
+        function = call.get("function") or {}
+        text = f"{text}{function.get('name') or ''}{function.get('arguments') or ''}"
+    return text if isinstance(text, str) else json.dumps(text)
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+SAID: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
+    (
+        ("metrics", "speculative_decoding"),
+        {"drafts": "num_spec_steps", "drafted": "num_draft_tokens", "accepted": "num_accepted_draft_tokens"},
+    ),
+    (
+        ("sglext", "spec_tokens_details"),
+        {"drafts": "spec_verify_ct", "drafted": "spec_num_proposed_drafts", "accepted": "spec_num_correct_drafts"},
+    ),
+    (("timings",), {"drafted": "draft_n", "accepted": "draft_n_accepted"}),
+)
+"""Where vLLM, SGLang and llama-server say what one request's drafts came to, and under which names."""
+
+
+def acceptance_said(found: Mapping[str, Any]) -> dict[str, int] | None:
+    """What an event says of the request's own drafts; None where it says nothing."""
+    for places, names in SAID:
+        inner: Any = found
+        for place in places:
+            inner = inner.get(place) if isinstance(inner, dict) else None
+        if isinstance(inner, dict):
+            # SGLang has had its names with and without their beginning
+            counts = {ours: _whole(inner.get(name, inner.get(name.removeprefix("spec_")))) for ours, name in names.items()}
+            said = {ours: count for ours, count in counts.items() if count is not None}
+            if said:
+                return said
+    return None

@@ -1,0 +1,87 @@
+"""The servers that a replay asks: which models each has, and what its counters say.  No torch."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import httpx
+
+from outrider.errors import ConfigError, DataError
+from outrider.traffic.address import Address, address_of
+from outrider.traffic.counters import Acceptance, Counters, scrape
+
+SETTLE_S, SETTLES = 0.1, 10
+"""Servers may count a step after they sent its tokens: counters are read until they stand still, or so often."""
+
+
+class Server(NamedTuple):
+    """One server, as it was found."""
+
+    address: Address
+    models: tuple[str, ...]
+    """That it has; empty where it doesn't say."""
+    before: Counters | None
+    silence: str | None
+    """Why it says nothing of its drafts."""
+
+    @property
+    def url(self) -> str:
+        return self.address.shown
+
+    def model_for(self, asked: str | None) -> str | None:
+        """The model that is asked for; where the server does not have it, the first that it has."""
+        return asked if asked in self.models or not self.models else self.models[0]
+
+    def acceptance(self, key: str | None = None) -> Acceptance:
+        """What its counters say of the time since it was found, once they stand still.  DataError where they say nothing."""
+        assert self.before is not None
+        with _client(self.address, key) as client:
+            now = scrape(self.url, client)
+            for _ in range(SETTLES):
+                time.sleep(SETTLE_S)
+                former, now = now, scrape(self.url, client)
+                if former == now:
+                    break
+        return now.since(self.before)
+
+
+def check_servers(urls: Sequence[str]) -> None:
+    """ConfigError unless they are addresses of servers, each another."""
+    if not urls:
+        raise ConfigError("no server; wanted the address of one, or of several to compare")
+    seen = Counter(address_of(url).shown for url in urls)
+    twice = [url for url, count in seen.items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"{twice[0]} twice; its counters would hold both: name every server once, and replay twice to see noise"
+        )
+
+
+def server_at(url: str, key: str | None = None) -> Server:
+    """The server at `url`: its models and its counters.  DataError where nobody answers."""
+    address = address_of(url)
+    with _client(address, key) as client:
+        try:
+            answer = client.get(address.shown + "/v1/models")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise DataError(f"no server at {address.shown}: {error or type(error).__name__}; is it running?") from None
+        if answer.status_code in (401, 403):
+            raise DataError(f"{address.shown} refuses the key ({answer.status_code}); name one with --key-from VARIABLE")
+        try:
+            models = tuple(str(entry["id"]) for entry in answer.json()["data"]) if answer.status_code == 200 else ()
+        except (ValueError, KeyError, TypeError):
+            models = ()
+        try:
+            return Server(address, models, scrape(address.shown, client), None)
+        except DataError as error:
+            return Server(address, models, None, str(error))
+
+
+def _client(address: Address, key: str | None) -> httpx.Client:
+    # the same certificates as for the calls
+    verify = ssl.create_default_context() if address.tls else True
+    return httpx.Client(timeout=10, trust_env=False, verify=verify, headers=address.authorization(key))
