@@ -29,7 +29,7 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 from outrider import demo  # noqa: E402
 from outrider.checkpoint import load_drafter  # noqa: E402
 from outrider.gate.harness import Job, OutriderLM, both  # noqa: E402
-from outrider.run import version_of  # noqa: E402
+from outrider.runs.provenance import version_of  # noqa: E402
 from outrider.targets.transformers import load_target  # noqa: E402
 
 TASKS = ("stdlib_assignments", "stdlib_bodies")

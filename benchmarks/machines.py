@@ -74,7 +74,7 @@ def turn(dtype: str, steps: int) -> dict[str, Any]:
     from outrider.data.answers import Answer
     from outrider.data.features import LiveFeatures
     from outrider.drafters import find
-    from outrider.run import load
+    from outrider.runs.file import load
     from outrider.targets.transformers import load_target
     from outrider.training.optimizers import Optimizers
     from outrider.training.trainer import optimise, settled

@@ -44,7 +44,7 @@ from outrider.measure.row import Entry
 from outrider.measure.run import measure
 from outrider.nn.draft_model import Batch
 from outrider.report.schema import Row
-from outrider.run import RunConfig, load
+from outrider.runs.file import RunConfig, load
 from outrider.targets.transformers import TransformersTarget
 from outrider.training.trainer import train
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from outrider.generation import Generation, generate, stream
     from outrider.measure.run import evaluate
     from outrider.report.schema import Report
+    from outrider.runs.stages import run
     from outrider.sampling.grammar import Grammar
     from outrider.sampling.settings import Sampling
     from outrider.targets.transformers import load_target
@@ -34,6 +35,7 @@ _HOMES = {
     "load_drafter": "checkpoint",
     "load_target": "targets.transformers",
     "overlap": "decoding.accept",
+    "run": "runs.stages",
     "stream": "generation",
     "train": "training.trainer",
 }
@@ -53,6 +55,7 @@ __all__ = [
     "load_drafter",
     "load_target",
     "overlap",
+    "run",
     "stream",
     "train",
 ]

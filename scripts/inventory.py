@@ -27,7 +27,7 @@ HOMES = {
     "app": "cli cli.app cli.main", "matrix": "export.formats", "train": "training.trainer",
     "evaluate": "measure.run", "ENGINES": "engines.commands",
     "NAMES": "traffic.counters", "Sampling": "sampling.settings decoding.sampling sampling",
-    "RULES": "policies.lossy decoding.lossy", "RunConfig": "run runs.file", "kinds": "drafters drafters.registry",
+    "RULES": "policies.lossy decoding.lossy", "RunConfig": "runs.file", "kinds": "drafters drafters.registry",
 }  # fmt: skip
 """Modules where a name may stand, the first that has it counts.  Names that stand once in the package need no entry."""
 TABLES = dict(task="TASKS", loss="DIVERGENCES", weighing="WEIGHINGS", limit="LIMITS", log="FORMATS", precision="PRECISIONS")

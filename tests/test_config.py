@@ -9,7 +9,7 @@ from pydantic import PositiveFloat, PositiveInt, ValidationError
 
 from outrider import config as configs
 from outrider.errors import ConfigError
-from outrider.run import RunConfig, load
+from outrider.runs.file import RunConfig, load
 
 
 class Inner(configs.Config):

@@ -17,7 +17,7 @@ root_package = outrider
 [importlinter:contract:upside-down]
 name = the run knows no config
 type = forbidden
-source_modules = outrider.run
+source_modules = outrider.runs
 forbidden_modules = outrider.config
 """
 

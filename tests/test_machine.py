@@ -19,6 +19,7 @@ from benchmarks import machines
 from outrider import machine
 from outrider.cli import console
 from outrider.cli.console import Forecast, lasting
+from outrider.cli.stages import why_slow
 from outrider.targets.transformers import load_target
 from outrider.training.optimizers import Muon, orthogonal
 
@@ -253,13 +254,13 @@ def test_a_slow_stage_says_so_within_a_minute(clock: list[float], monkeypatch: p
     """Catches a first training that makes 20 of 140 steps in a quarter of an hour without a word; the cause stands with it."""
     given(monkeypatch, "without")
     monkeypatch.setattr(machine, "is_busy", lambda: False)
-    [(step, line)] = said(Forecast("steps", 140, 0, True, 1.0), clock, [23.0] * 20)
+    [(step, line)] = said(Forecast("steps", 140, 0, True, 1.0, why_slow), clock, [23.0] * 20)
     assert step == 2 and line.startswith("about 54 min for 140 steps, 23 s each; 60 s are usual.")
     assert "float32" in line and "train.steps" in line
     monkeypatch.setattr(machine, "is_busy", lambda: True)
-    [(_, line)] = said(Forecast("steps", 140, 0, True, 1.0), clock, [23.0] * 20)
+    [(_, line)] = said(Forecast("steps", 140, 0, True, 1.0, why_slow), clock, [23.0] * 20)
     assert "Other programs" in line
-    [(_, line)] = said(Forecast("steps", 140, 0, True, 30.0), clock, [23.0] * 20)
+    [(_, line)] = said(Forecast("steps", 140, 0, True, 30.0, why_slow), clock, [23.0] * 20)
     assert "usual" not in line
 
 

@@ -15,17 +15,17 @@ from outrider.errors import ConfigError, OutriderError
 VERBS = {
     "Steps": {
         "decode": ("decode", "Stream a continuation; what was drafted is marked"),
-        "prepare": ("stages", "Let the target answer the prompts"),
-        "train": ("stages", "Train the drafter on the target's answers"),
-        "evaluate": ("stages", "Measure the drafter and its baselines"),
-        "run": ("stages", "Prepare, train and evaluate: all that a run file has"),
+        "prepare": ("prepare", "Let the target answer the prompts"),
+        "train": ("train", "Train the drafter on the target's answers"),
+        "evaluate": ("evaluate", "Measure the drafter and its baselines"),
+        "run": ("run", "Prepare, train and evaluate: all that a run file has"),
         "export": ("exchange", "Write a drafter in another's format, and check it"),
         "deploy": ("deploy", "The command and files with which an engine serves it"),
     },
     "Data and weights": {
         "corpus": ("corpora", "Texts to draft from: add, list, remove, stats, verify"),
         "import": ("exchange", "Make a checkpoint of a draft in another's format"),
-        "calibrate": ("stages", "Scale confidences by what was accepted"),
+        "calibrate": ("calibrate", "Scale confidences by what was accepted"),
     },
     "Checks": {
         "parity": ("parity", "Are the answers the same with a drafter?"),
@@ -40,11 +40,11 @@ VERBS = {
         "watch": ("watch", "Warn when a server's acceptance leaves its release's"),
     },
     "Lists": {
-        "show": ("look", "A run file resolved, and the size of its drafter"),
-        "drafters": ("look", "The drafters there are"),
+        "show": ("show", "A run file resolved, and the size of its drafter"),
+        "drafters": ("drafters", "The drafters there are"),
         "tasks": ("tasks", "The prompt sets to measure on"),
         "formats": ("exchange", "Which drafters can be written and read in which format"),
-        "doctor": ("look", "What this machine can do, and what to install for more"),
+        "doctor": ("doctor", "What this machine can do, and what to install for more"),
     },
 }  # fmt: skip
 """Heading of the help → verb → its module in this package, and its line in the help.
@@ -72,6 +72,7 @@ class Verbs(TyperGroup):
         """A verb as a command with all its options."""
         module = next(verbs[name][0] for verbs in VERBS.values() if name in verbs)
         word = name.replace("-", "_") + "_" * keyword.iskeyword(name)
+        console.quiet()
         found = getattr(import_module(f"outrider.cli.{module}"), word)
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(add_completion=False)

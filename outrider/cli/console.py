@@ -36,8 +36,13 @@ JsonTo = Annotated[
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count rows that can't be read instead of stopping at the first.")]
 
 
+def skipping(overrides: list[str] | None, skip_bad: bool) -> list[str]:
+    """Overrides with what `--skip-bad` is short for."""
+    return [*(overrides or ()), *(["prepare.skip_bad=true"] if skip_bad else [])]
+
+
 def quiet() -> None:
-    """transformers and datasets talk less; what the user must know we say ourselves."""
+    """transformers and datasets talk less, if this is called before they load; what the user must know we say ourselves."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -49,8 +54,11 @@ def quiet() -> None:
 class Forecast:
     """How long a stage will take, said once, as soon as its first steps tell."""
 
-    def __init__(self, unit: str, total: int, done: int, is_steady: bool, usual_minutes: float | None):
+    def __init__(
+        self, unit: str, total: int, done: int, is_steady: bool, usual_minutes: float | None, why_slow: Callable[[], str] = str
+    ):
         self.unit, self.total, self.done, self.is_steady, self.usual_minutes = unit, total, done, is_steady, usual_minutes
+        self.why_slow = why_slow
         self.began = self.at = time.monotonic()
         self.steps: list[float] = []
         """Seconds of every step that was seen."""
@@ -75,16 +83,7 @@ class Forecast:
         line = f"about {lasting(whole)} for {count + self.total - done} {self.unit}, {lasting(each)} each"
         if self.usual_minutes is None or whole < FAR * 60 * self.usual_minutes:
             return line
-        return f"{line}; {lasting(60 * self.usual_minutes)} are usual. {why_slow()}"
-
-
-def why_slow() -> str:
-    """Why work takes long here, and what helps."""
-    from outrider import machine
-
-    if machine.is_busy():
-        return "Other programs keep this machine busy; end them, the run goes on where it was"
-    return f"This machine is slow: {machine.describe()}; fewer train.steps, prepare.count or evaluate.prompts help"
+        return f"{line}; {lasting(60 * self.usual_minutes)} are usual. {self.why_slow()}"
 
 
 def lasting(seconds: float) -> str:
@@ -99,13 +98,15 @@ def lasting(seconds: float) -> str:
 
 @contextmanager
 def bar(
-    unit: str, total: int, done: int = 0, *, is_steady: bool = False, usual_minutes: float | None = None
-) -> Iterator[Callable[..., None]]:
+    unit: str, total: int, done: int = 0, *, is_steady: bool = False, usual_minutes: float | None = None,
+    why_slow: Callable[[], str] = str,
+) -> Iterator[Callable[..., None]]:  # fmt: skip
     """A progress bar on standard error; gives update(done, note).  It goes when its work is done.
 
     What the whole will take is printed after the first steps.  is_steady: steps come one by one and take alike.
+    why_slow: asked for the reason where it will take three times the usual minutes.
     """
-    forecast = Forecast(unit, total, done, is_steady, usual_minutes)
+    forecast = Forecast(unit, total, done, is_steady, usual_minutes, why_slow)
     columns = (
         TextColumn("          {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TimeRemainingColumn(), TextColumn("{task.fields[note]}"),

@@ -7,10 +7,16 @@ from typing import Annotated
 
 import typer
 
+from outrider import machine
+from outrider.checkpoint import load_drafter
 from outrider.cli import console
-from outrider.cli.console import quiet
-from outrider.cli.stages import compile_drafter, said
+from outrider.cli.stages import Printer, tell_compiling
+from outrider.config import override
 from outrider.errors import ConfigError, DataError
+from outrider.generation import stream
+from outrider.runs.baselines import compile_drafter
+from outrider.sampling.settings import Sampling
+from outrider.targets.transformers import load_target
 
 
 def decode(
@@ -39,24 +45,17 @@ def decode(
     ] = None,
 ) -> None:
     """Stream a continuation; tokens that were drafted and kept are underlined green, the target's own are plain."""
-    quiet()
-    from outrider import machine
-    from outrider.checkpoint import load_drafter
-    from outrider.config import override
-    from outrider.generation import stream
-    from outrider.sampling.settings import Sampling
-    from outrider.targets.transformers import load_target
-
     text = sys.stdin.read() if prompt in (None, "-") else prompt
     if not text:
         raise DataError("the prompt is empty; give it as an argument or on standard input")
     if settings and not drafter:
         raise ConfigError(f"--set {settings[0]} is a setting of no drafter; name one with --drafter")
     machine.settle()
-    loaded = load_target(target, quantize=quantize, compile=said(compile))
+    tell_compiling(compile)
+    loaded = load_target(target, quantize=quantize, compile=compile)
     rider = load_drafter(drafter, loaded, **override({}, settings or ())) if drafter else None
     if compile and rider is not None:
-        compile_drafter(rider)
+        compile_drafter(rider, Printer())
     steps = tokens = 0
     colour = console.out.is_terminal and not console.out.no_color
     if colour:

@@ -141,7 +141,7 @@ def _named(target: str, drafter: str, settings: list[str] | None, dtype: str | N
 def _of_recipe(recipe: Path, overrides: list[str] | None) -> tuple[TransformersTarget, Drafter, str]:
     """The run's target, and its drafter: trained where it trains one."""
     from outrider.checkpoint import load_drafter
-    from outrider.run import load
+    from outrider.runs.file import load
     from outrider.targets.transformers import load_target
 
     run, _ = load(recipe, overrides or [])

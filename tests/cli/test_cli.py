@@ -17,11 +17,12 @@ import yaml
 from rich.console import Console
 from tiny import DRAFTER, write_recipe
 
-from outrider import cli, compiled, demo, generate
-from outrider.cli import console, look
+from outrider import cli, demo, generate
+from outrider.cli import console, doctor
 from outrider.compiled import NotCompiled
 from outrider.data.answers import read_answers
 from outrider.decoding.protocols import Drafter
+from outrider.runs import baselines
 from outrider.targets import transformers
 from outrider.targets.transformers import TransformersTarget, load_target
 from outrider.training import trainer
@@ -295,7 +296,7 @@ def test_the_doctor_counts_packages_and_says_what_is_lost_without_a_compiler(
     folder.mkdir()
     for name, size in (("step-of-one-a.pt2", 3000), ("block-of-one-b.pt2", 2000), (".7.step-of-one-c.pt2", 9000)):
         (folder / name).write_bytes(b"x" * size)
-    found = {check["what"]: check for check in look.examine()}
+    found = {check["what"]: check for check in doctor.examine()}
     assert found["compiled steps"]["found"] == f"2 packages, 5.0 kB in {folder}"
     assert not found["compiler"]["ok"]
     assert "half the time" in found["compiler"]["advice"]
@@ -351,10 +352,10 @@ def test_decode_to_a_terminal_has_colour(
     """Catches drafted tokens that look like the target's own; the drafter is the target itself, so most are drafted."""
     import re
 
-    from outrider import checkpoint
+    from outrider.cli import decode
 
-    real = checkpoint.load_drafter
-    monkeypatch.setattr(checkpoint, "load_drafter", lambda name, target: real(name, target, model=str(folder), length=3))
+    real = decode.load_drafter
+    monkeypatch.setattr(decode, "load_drafter", lambda name, target: real(name, target, model=str(folder), length=3))
     monkeypatch.setattr(console, "out", Console(force_terminal=True, color_system="standard", width=300))
     done = outrider("decode", "hello", "--target", folder, "--max-new-tokens", 12, "--drafter", "small_model")
     assert done.code == 0, done.err
@@ -388,7 +389,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool | None]:
         raise NotCompiled("no g++ here")
 
     monkeypatch.setattr(transformers, "_compiled", remember)
-    monkeypatch.setattr(compiled, "compile_passes", refuse)
+    monkeypatch.setattr(baselines, "compile_passes", refuse)
     return asked
 
 

@@ -26,11 +26,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from outrider.cli import stages
 from outrider.cli import tasks as verb
+from outrider.cli.evaluate import evaluate
 from outrider.errors import DataError
 from outrider.measure import tasks
 from outrider.measure.tasks import TASKS, Later, Prompt, check, load, prompts
+from outrider.runs import stages
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
 NINE = ["gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench", "alpaca", "arena-hard-v2"]
@@ -492,14 +493,14 @@ class Told(Exception):
 def test_a_folder_is_named_by_any_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches `--data null` read as no folder, so that the hub is asked without a word, and names that YAML takes apart."""
 
-    def told(settings: Any) -> None:
+    def told(settings: Any, _: Any) -> None:
         raise Told(settings.evaluate.data)
 
-    monkeypatch.setattr(stages, "_target", told)
+    monkeypatch.setattr(stages, "target_of", told)
     recipe = tmp_path / "run.yaml"
     recipe.write_text("target: demo\ndrafter: ngram\nevaluate: {}\n")
     with pytest.raises(Told) as found:
-        stages.evaluate(recipe, [], Path(name))
+        evaluate(recipe, [], Path(name))
     assert found.value.args == (name,)
 
 

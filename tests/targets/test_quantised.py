@@ -18,7 +18,7 @@ from outrider import checkpoint, compiled, generate, load_drafter
 from outrider.decoding.draft import Draft
 from outrider.errors import CheckpointError, ConfigError, TargetError
 from outrider.report.schema import Report
-from outrider.run import TargetConfig
+from outrider.runs.file import TargetConfig
 from outrider.sampling.settings import Sampling
 from outrider.targets import quantised
 from outrider.targets.transformers import TransformersTarget, load_target

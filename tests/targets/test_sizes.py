@@ -19,7 +19,8 @@ from outrider.drafters import find
 from outrider.errors import DrafterError, TargetError
 from outrider.nn.draft_model import DraftModel
 from outrider.nn.shape import SIZES, LayerConfig, resolved
-from outrider.run import RunConfig, on_paper
+from outrider.runs.file import RunConfig
+from outrider.runs.sizes import on_paper
 from outrider.targets.sizes import layer_sizes, unused_row
 from outrider.targets.sketch import Sketch, sketch
 from outrider.targets.transformers import load_target

@@ -1,35 +1,19 @@
-"""One file is one draft model's life: target, drafter, and a section a stage.  Its folder, and where its results came from.
-
-runs/<name>/config.yaml  provenance.json  metrics.jsonl  answers/  checkpoint/  report.json  report.html
-"""
+"""A run file: target, drafter, and a section a stage; read, resolved, and refused before any weight loads."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import subprocess
-import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import torch
-import yaml
 from pydantic import Field, PositiveFloat
 
 from outrider import config as configs
 from outrider.config import Config as Base
 from outrider.data.config import Config as PrepareConfig
 from outrider.drafters import find, kinds
-from outrider.errors import ConfigError, DrafterError, TargetError
+from outrider.errors import ConfigError
 from outrider.measure.config import Config as EvaluateConfig
-from outrider.nn.draft_model import DraftModel
-from outrider.nn.shape import LayerConfig, left_out, resolved
-from outrider.targets.protocol import TargetSpec
-from outrider.targets.sketch import sketch
 from outrider.training.trainer import Config as TrainConfig
 
 
@@ -139,104 +123,3 @@ def _check_stages(run: RunConfig) -> None:
 def _expand(values: dict[str, Any]) -> dict[str, Any]:
     short = {"target": "name", "drafter": "kind"}
     return {key: {short[key]: value} if key in short and isinstance(value, str) else value for key, value in values.items()}
-
-
-class OnPaper(NamedTuple):
-    """What a run's drafter becomes beside its target, as far as the target's config tells."""
-
-    values: dict[str, Any]
-    """Settings that the target filled, by key path, such as drafter.heads."""
-    parameters: int | None = None
-    """Weights that are trained; None where they can't be counted."""
-    dtype: torch.dtype = torch.float32
-    """Of the target's checkpoint."""
-    notes: tuple[str, ...] = ()
-    """What is not known, or does not fit, and why."""
-
-
-def on_paper(run: RunConfig) -> OnPaper:
-    """The sizes of a run's drafter.  Reads the target's config and no weights."""
-    config, module = run.drafter_config, find(run.drafter["kind"])
-    if not hasattr(module, "Model") or "model" in module.Config.model_fields:  # a language model brings its own sizes
-        return OnPaper({})
-    try:
-        target = sketch(run.target.name, run.target.revision, run.target.trust_remote_code)
-    except TargetError as error:
-        return OnPaper({}, notes=(f"sizes that are null will be the target's, and are not known here: {error}",))
-    values, notes, dtype = {}, [], getattr(torch, target.spec.dtype)
-    try:
-        if isinstance(config, LayerConfig):
-            full, _ = resolved(config, target.spec)
-            values = {f"drafter.{key}": value for key, value in full if getattr(config, key) is None and value is not None}
-            notes = _unlike(config, target.spec)
-        with torch.device("meta"):
-            model: DraftModel = module.Model(config, target)
-    except DrafterError as error:
-        return OnPaper(values, None, dtype, (*notes, str(error)))
-    if model.taps and getattr(config, "taps", ()) is None:
-        values["drafter.taps"] = list(model.taps)
-    if getattr(config, "mask_token", 0) is None:
-        values["drafter.mask_token"] = model.config.mask_token
-    return OnPaper(values, sum(weight.numel() for weight in model.parameters()), dtype, tuple(notes))
-
-
-def _unlike(config: LayerConfig, spec: TargetSpec) -> list[str]:
-    """What of the target's rotation the drafter goes without, though nobody said so."""
-    if spec.sizes is None or config.rope_theta is not None or config.rope_scaling is not None:
-        return []
-    kind = left_out(spec.sizes)
-    return [] if kind is None else [f"{spec.name} turns by {kind}, which a drafter can't; it turns by the base alone"]
-
-
-def write_config(run: RunConfig) -> None:
-    """The resolved run file into the run's folder."""
-    run.folder.mkdir(parents=True, exist_ok=True)
-    (run.folder / "config.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
-
-
-def provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
-    """What a result must say of itself: versions, machine, settings, target."""
-    from outrider import machine
-
-    return {
-        "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "outrider": version_of("outrider"),
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "library": f"CPython {sys.version_info.major}.{sys.version_info.minor} standard library",
-        "torch": torch.__version__,
-        "transformers": version_of("transformers"),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else machine.cpu_name(),
-        "products_ms": None if torch.cuda.is_available() else machine.products().ms,
-        "command": " ".join(["outrider", *sys.argv[1:]]),
-        "config": run.model_dump(mode="json"),
-    } | facts
-
-
-def write_provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
-    found = provenance(run, facts)
-    run.folder.mkdir(parents=True, exist_ok=True)
-    (run.folder / "provenance.json").write_text(json.dumps(found, indent=2, default=str))
-    return found
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """Commit of the source this runs from, `+` where files differ from it; None in an installed package."""
-    root = Path(__file__).resolve().parent.parent
-    try:
-        head = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty=+"], capture_output=True, text=True, timeout=5
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return head.stdout.strip() or None if (root / ".git").exists() else None

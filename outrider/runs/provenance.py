@@ -1,0 +1,71 @@
+"""What a run's folder says of itself: its resolved file, and where its results came from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from outrider import machine
+from outrider.runs.file import RunConfig
+
+
+def write_config(run: RunConfig) -> None:
+    """The resolved run file into the run's folder."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+
+
+def provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
+    """What a result must say of itself: versions, machine, settings, target."""
+    return {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "outrider": version_of("outrider"),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "library": f"CPython {sys.version_info.major}.{sys.version_info.minor} standard library",
+        "torch": torch.__version__,
+        "transformers": version_of("transformers"),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else machine.cpu_name(),
+        "products_ms": None if torch.cuda.is_available() else machine.products().ms,
+        "command": " ".join(["outrider", *sys.argv[1:]]),
+        "config": run.model_dump(mode="json"),
+    } | facts
+
+
+def write_provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
+    found = provenance(run, facts)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    (run.folder / "provenance.json").write_text(json.dumps(found, indent=2, default=str))
+    return found
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Commit of the source this runs from, `+` where files differ from it; None in an installed package."""
+    root = Path(__file__).resolve().parent.parent.parent
+    try:
+        head = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty=+"], capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return head.stdout.strip() or None if (root / ".git").exists() else None

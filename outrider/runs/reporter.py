@@ -1,0 +1,141 @@
+"""What a run tells while it works: a plan before each stage, its progress, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from outrider.compiled import NotCompiled
+from outrider.data.contamination import Found
+from outrider.report.schema import Report
+from outrider.runs.file import TargetConfig
+from outrider.targets.transformers import TransformersTarget
+from outrider.training.calibrate import Calibration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a stage is about to do."""
+
+    unit: str
+    """Of which progress is counted: answers, steps, prompts."""
+    total: int
+    done: int = 0
+    """By an earlier run."""
+    usual_minutes: float | None = None
+    """What the stage takes where the run file was tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparing(Plan):
+    conversations: str
+    tokens: int
+    """At most, to write."""
+    size_bytes: int
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training(Plan):
+    kind: str
+    parameters: int
+    taps: tuple[int, ...]
+    batch: int
+    """Texts a step."""
+    passes: float
+    """Over all texts."""
+    tokens: int
+    feature_bytes: int | None
+    """Of memory; None where features are computed at every step."""
+    checkpoint_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrating(Plan):
+    checkpoint: Path
+    task: str
+    tokens: int
+    """At most, to write."""
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluating(Plan):
+    drafters: tuple[str, ...]
+    tasks: tuple[str, ...]
+    prompts: int
+    """Of each task."""
+    tokens: int
+    """About, to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The answers there are."""
+
+    path: Path
+    answers: int
+    tokens: int
+    """That train."""
+    left_out: tuple[str, ...]
+    """Why, a reason for each row that was left out."""
+    unanswered: int
+    """Prompts without an answer: refused by the template, no room for one, or none given."""
+    others: int
+    """Answers to prompts that are not asked here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    checkpoint: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    checkpoint: Path
+    calibration: Calibration
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    folder: Path
+    report: Report
+
+
+Result = Prepared | Trained | Calibrated | Evaluated
+
+
+class Update(Protocol):
+    """Called as units of a plan are done."""
+
+    def __call__(
+        self, done: int, *, loss: float | None = None, tokens_per_step: float | None = None, left_out: int | None = None
+    ) -> None:
+        """done: units, with those of an earlier run.  loss, tokens_per_step (expected): of a training; left_out: prompts."""
+
+
+class Reporter:
+    """Hears of a run; as it is, it tells nobody.  A subclass overrides what it wants to hear."""
+
+    def loading(self, target: TargetConfig) -> None:
+        """Before the target is loaded, threads and types of this machine are settled."""
+
+    def loaded(self, target: TransformersTarget) -> None:
+        """The target is there."""
+
+    def not_compiled(self, reason: NotCompiled) -> None:
+        """A drafter whose passes can't be compiled; it works without."""
+
+    def looked(self, drafter: str, found: Found) -> None:
+        """How many prompts stand in what a drafter was trained on, or drafts from."""
+
+    @contextmanager
+    def working(self, plan: Plan) -> Iterator[Update]:
+        """Around the work of a stage; gives what is called with its progress."""
+        yield lambda done, **facts: None
+
+    def finished(self, result: Result) -> None:
+        """What came of a stage."""

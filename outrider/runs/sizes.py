@@ -1,0 +1,102 @@
+"""What a run's drafter becomes beside its target, before any weight loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from outrider.config import flatten
+from outrider.drafters import find
+from outrider.errors import DrafterError, TargetError
+from outrider.nn.draft_model import DraftModel
+from outrider.nn.shape import LayerConfig, left_out, resolved
+from outrider.runs.file import RunConfig, load
+from outrider.targets.protocol import TargetSpec
+from outrider.targets.sketch import sketch
+from outrider.targets.transformers import default_device
+from outrider.training.trainer import settled
+
+
+class OnPaper(NamedTuple):
+    """What a run's drafter becomes beside its target, as far as the target's config tells."""
+
+    values: dict[str, Any]
+    """Settings that the target filled, by key path, such as drafter.heads."""
+    parameters: int | None = None
+    """Weights that are trained; None where they can't be counted."""
+    dtype: torch.dtype = torch.float32
+    """Of the target's checkpoint."""
+    notes: tuple[str, ...] = ()
+    """What is not known, or does not fit, and why."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The drafter's weights, and the memory they take: when it serves, and with gradients and two moments of float32."""
+        if self.parameters is None:
+            return {}
+        serving, training = self.parameters * self.dtype.itemsize, 16 * self.parameters
+        return {"sizes.parameters": self.parameters, "sizes.serving_bytes": serving, "sizes.training_bytes": training}
+
+
+def on_paper(run: RunConfig) -> OnPaper:
+    """The sizes of a run's drafter.  Reads the target's config and no weights."""
+    config, module = run.drafter_config, find(run.drafter["kind"])
+    if not hasattr(module, "Model") or "model" in module.Config.model_fields:  # a language model brings its own sizes
+        return OnPaper({})
+    try:
+        target = sketch(run.target.name, run.target.revision, run.target.trust_remote_code)
+    except TargetError as error:
+        return OnPaper({}, notes=(f"sizes that are null will be the target's, and are not known here: {error}",))
+    values, notes, dtype = {}, [], getattr(torch, target.spec.dtype)
+    try:
+        if isinstance(config, LayerConfig):
+            full, _ = resolved(config, target.spec)
+            values = {f"drafter.{key}": value for key, value in full if getattr(config, key) is None and value is not None}
+            notes = _unlike(config, target.spec)
+        with torch.device("meta"):
+            model: DraftModel = module.Model(config, target)
+    except DrafterError as error:
+        return OnPaper(values, None, dtype, (*notes, str(error)))
+    if model.taps and getattr(config, "taps", ()) is None:
+        values["drafter.taps"] = list(model.taps)
+    if getattr(config, "mask_token", 0) is None:
+        values["drafter.mask_token"] = model.config.mask_token
+    return OnPaper(values, sum(weight.numel() for weight in model.parameters()), dtype, tuple(notes))
+
+
+def _unlike(config: LayerConfig, spec: TargetSpec) -> list[str]:
+    """What of the target's rotation the drafter goes without, though nobody said so."""
+    if spec.sizes is None or config.rope_theta is not None or config.rope_scaling is not None:
+        return []
+    kind = left_out(spec.sizes)
+    return [] if kind is None else [f"{spec.name} turns by {kind}, which a drafter can't; it turns by the base alone"]
+
+
+class Shown(NamedTuple):
+    """A setting of a run file, resolved."""
+
+    key: str
+    value: Any
+    origin: str
+    """file, override, default; target, where the target's config fills it; counted, for a size."""
+    here: str | None = None
+    """What this machine makes of a setting that is left to it."""
+
+    @property
+    def is_bytes(self) -> bool:
+        return self.origin == "counted" and self.key.endswith("_bytes")
+
+
+def shown(file: str | Path, overrides: Sequence[str] = ()) -> tuple[list[Shown], tuple[str, ...]]:
+    """All settings of a run file and the sizes of its drafter, and notes on what is not known.  Reads no weights."""
+    run, origins = load(file, overrides)
+    paper = on_paper(run)
+    here = {}
+    if run.train is not None and run.train.dtype == "auto":
+        here["train.dtype"] = settled(run.train, run.folder, default_device(run.target.device)).dtype
+    origins |= dict.fromkeys(paper.values, "target") | dict.fromkeys(paper.sizes, "counted")
+    values = flatten(run.model_dump(mode="json")) | paper.values | paper.sizes
+    return [Shown(key, value, origins[key], here.get(key)) for key, value in values.items()], paper.notes

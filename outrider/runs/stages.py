@@ -1,0 +1,216 @@
+"""The stages of a run file, prepare, train, calibrate and evaluate, and all of them in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from outrider import machine
+from outrider.checkpoint import amend, load_model, manifest_of
+from outrider.data import conversations, regenerate
+from outrider.data.answers import answers_for, read_answers
+from outrider.data.features import LiveFeatures
+from outrider.data.hash_files import named
+from outrider.data.rendering import template_hash
+from outrider.data.sources import Skipped
+from outrider.drafters import find
+from outrider.errors import ConfigError, DataError
+from outrider.generation import generate
+from outrider.measure.run import as_tokens, draw
+from outrider.measure.run import evaluate as measured
+from outrider.measure.tasks import prompts
+from outrider.nn.draft_model import DraftModel
+from outrider.report.schema import Report
+from outrider.runs.baselines import load_all
+from outrider.runs.file import RunConfig, load
+from outrider.runs.provenance import write_config, write_provenance
+from outrider.runs.reporter import (
+    Calibrated,
+    Calibrating,
+    Evaluated,
+    Evaluating,
+    Prepared,
+    Preparing,
+    Reporter,
+    Trained,
+    Training,
+)
+from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.training import calibrate as calibration
+from outrider.training import trainer
+
+Stage = Literal["prepare", "train", "evaluate"]
+
+
+def run(
+    file: str | Path, overrides: Sequence[str] = (), *, stages: Sequence[Stage] | None = None, reporter: Reporter | None = None
+) -> Report | None:
+    """Prepare, train, calibrate and evaluate: all stages that a run file has; each goes on where it was stopped.
+
+    overrides: `key.path=value`, such as `train.lr=3e-4`.  stages: these alone, in their order.  reporter: hears of plans,
+    progress and results; see `outrider.runs.reporter`.
+    Returns the report, None where nothing is measured.
+    Raises ConfigError for whatever is wrong with the file, before any weight loads, and where a stage that is named has no
+    section in it.
+    """
+    settings, _ = load(file, overrides)
+    reporter = reporter or Reporter()
+    sections = {"prepare": settings.prepare, "train": settings.train, "evaluate": settings.evaluate}
+    for stage in stages or ():
+        if sections[stage] is None:
+            raise ConfigError(f"{file} has no `{stage}:` section; add one, if only `{stage}: {{}}`")
+    chosen = [stage for stage, section in sections.items() if section is not None and (stages is None or stage in stages)]
+    target = target_of(settings, reporter)
+    if "prepare" in chosen:
+        prepare(settings, target, reporter)
+    if "train" in chosen:
+        train(settings, target, reporter)
+    return evaluate(settings, target, reporter) if "evaluate" in chosen else None
+
+
+def target_of(settings: RunConfig, reporter: Reporter) -> TransformersTarget:
+    """The run's target, loaded; threads and types are what this machine does fastest."""
+    chosen = settings.target
+    machine.settle()
+    reporter.loading(chosen)
+    target = load_target(
+        chosen.name,
+        device=chosen.device,
+        dtype=chosen.dtype,
+        quantize=chosen.quantize,
+        revision=chosen.revision,
+        trust_remote_code=chosen.trust_remote_code,
+        compile=chosen.compile,
+    )
+    reporter.loaded(target)
+    return target
+
+
+def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter) -> Prepared:
+    """Let the target answer the prompts that have no answer yet."""
+    config, skipped = settings.prepare, Skipped()
+    asked = list(conversations.read(config, skipped))
+    most = len(asked) * (config.max_new_tokens if config.regenerate else config.length)
+    plan = Preparing(
+        unit="answers", total=len(asked), done=regenerate.answered(settings.answers, asked, config),
+        usual_minutes=settings.usual_minutes.get("prepare"), conversations=config.conversations, tokens=most,
+        size_bytes=6 * most, folder=settings.answers,
+    )  # fmt: skip
+    with reporter.working(plan) as update:
+        path = regenerate.prepare(
+            target, target.tokenizer, asked, settings.answers, config, on_answer=lambda done, _: update(done), skipped=skipped
+        )
+    answers = read_answers(path)
+    hashes = {one.prompt_hash for one in regenerate.as_asked(asked, config)}
+    found = Prepared(
+        path=path,
+        answers=len(answers),
+        tokens=sum(end - start for answer in answers for start, end in answer.learn),
+        left_out=tuple(skipped.reasons),
+        unanswered=len(hashes - {answer.prompt_hash for answer in answers}),
+        others=sum(answer.prompt_hash not in hashes for answer in answers),
+    )
+    reporter.finished(found)
+    return found
+
+
+def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter) -> Path:
+    """Train on the answers that are there, and calibrate where the file asks for it; returns the checkpoint."""
+    assert settings.train is not None
+    kind, config = settings.drafter["kind"], trainer.settled(settings.train, settings.folder, target.device)
+    torch.manual_seed(config.seed)
+    reference = load_model(config.reference, target) if config.reference is not None else None
+    model: DraftModel = find(kind).Model(settings.drafter_config, target).to(target.device)
+    source = LiveFeatures(
+        target, answers_for(settings.answers, target, target.tokenizer), model.taps, batch=config.batch,
+        length=settings.prepare.length, seed=config.seed, dtype=config.dtype,
+        template=template_hash(target.tokenizer), grams=named(settings.answers),
+    )  # fmt: skip
+    facts, weights = source.manifest, sum(weight.numel() for weight in model.parameters())
+    write_config(settings)
+    write_provenance(settings, {"texts": facts.texts, "tokens": facts.tokens, "taps": facts.taps, "parameters": weights})
+    plan = Training(
+        unit="steps", total=config.steps, usual_minutes=settings.usual_minutes.get("train"), kind=kind, parameters=weights,
+        taps=tuple(model.taps), batch=config.batch, passes=config.steps / source.steps_per_pass, tokens=facts.tokens,
+        feature_bytes=source.bytes if source.keeps else None, checkpoint_bytes=12 * weights,
+    )  # fmt: skip
+    with reporter.working(plan) as update:
+        place = trainer.train(
+            model, source, config, settings.folder, probe=_probe(settings, target), reference=reference,
+            on_step=lambda step, row: update(step, loss=row["loss"], tokens_per_step=row.get("expected_tokens_per_step")),
+        )  # fmt: skip
+    reporter.finished(Trained(place))
+    if config.calibrate and settings.evaluate is not None and "calibration" not in manifest_of(place):
+        # other prompts than those that are measured, where the task has enough of them
+        calibrate(
+            place, target, settings.evaluate.tasks[0], config.calibrate, seed=settings.evaluate.seed + 1, reporter=reporter
+        )
+    return place
+
+
+def _probe(settings: RunConfig, target: TransformersTarget) -> Callable[[DraftModel], dict[str, float]] | None:
+    """Real acceptance on a few prompts at the end of training, where the run file says which prompts."""
+    chosen = settings.evaluate
+    if chosen is None:
+        return None
+
+    def probe(model: DraftModel) -> dict[str, float]:
+        texts = [as_tokens(target, prompt) for prompt in draw(chosen.tasks[0], chosen).prompts[:4]]
+        found = generate(target, texts, model.drafter(), max_new_tokens=min(48, chosen.max_new_tokens))
+        return {"probe_tokens_per_step": sum(len(g.tokens) for g in found) / sum(g.steps for g in found)}
+
+    return probe
+
+
+def calibrate(
+    checkpoint: Path, target: TransformersTarget, task: str, count: int, *, max_new_tokens: int = 96, temperature: float = 1.0,
+    shifting: bool = True, seed: int = 1, reporter: Reporter,
+) -> calibration.Calibration:  # fmt: skip
+    """Scale a checkpoint's confidences on `count` prompts of a task; see `outrider.training.calibrate`."""
+    texts = [as_tokens(target, prompt) for prompt in prompts(task, count, seed)]
+    plan = Calibrating(
+        unit="prompts", total=len(texts), checkpoint=checkpoint, task=task, tokens=len(texts) * max_new_tokens,
+        temperature=temperature,
+    )  # fmt: skip
+    with reporter.working(plan) as update:
+        found = calibration.calibrate(
+            checkpoint, target, texts, max_new_tokens=max_new_tokens, temperature=temperature, shifting=shifting, seed=seed,
+            on_prompt=update,
+        )  # fmt: skip
+    reporter.finished(Calibrated(checkpoint, found))
+    return found
+
+
+def evaluate(settings: RunConfig, target: TransformersTarget, reporter: Reporter) -> Report:
+    """Measure the run's drafter and its baselines in one interleaved run; writes report.json and report.html."""
+    config = settings.evaluate
+    assert config is not None
+    drawn = {task: draw(task, config) for task in config.tasks}
+    found = load_all(settings, target, drawn, reporter)
+    drafters = len(found.drafters)
+    texts = len(config.tasks) * config.prompts * (drafters + 2 * len(config.temperatures))
+    traced = len(config.tasks) * min(config.observed, config.prompts) * (drafters + len(config.temperatures) - 1)
+    plan = Evaluating(
+        unit="prompts", total=config.prompts * len(config.tasks), usual_minutes=settings.usual_minutes.get("evaluate"),
+        drafters=tuple(found.drafters), tasks=config.tasks, prompts=config.prompts,
+        tokens=(texts + traced) * config.max_new_tokens,
+    )  # fmt: skip
+    facts: dict[str, Any] = {"drafters": list(found.drafters), "compiled": target.step.graph is not None}
+    provenance = write_provenance(settings, facts)
+    with reporter.working(plan) as update:
+        report = measured(
+            target, found.drafters, config, provenance=provenance, training=found.training, overlaps=found.overlaps,
+            drawn=drawn, on_prompt=lambda done, _, left_out: update(done, left_out=left_out),
+        )  # fmt: skip
+    if (settings.folder / "report.json").exists():
+        with suppress(DataError):  # a report that this version can't read says nothing of what a precision lost
+            report = report.beside(Report.load(settings.folder))
+    report.save(settings.folder)
+    if settings.train is not None:
+        amend(settings.folder / "checkpoint", {}, {"report": report.brief(found.own)})
+    reporter.finished(Evaluated(settings.folder, report))
+    return report

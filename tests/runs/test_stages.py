@@ -1,0 +1,60 @@
+"""A run file from Python: its stages, what it tells, what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tiny import write_recipe
+
+import outrider
+from outrider.errors import ConfigError
+from outrider.runs.reporter import Evaluated, Plan, Prepared, Reporter, Result, Trained, Update
+
+
+class Recorder(Reporter):
+    """Notes what it hears."""
+
+    def __init__(self) -> None:
+        self.plans: list[Plan] = []
+        self.updates: dict[str, list[int]] = {}
+        self.results: list[Result] = []
+
+    @contextmanager
+    def working(self, plan: Plan) -> Iterator[Update]:
+        self.plans.append(plan)
+        mine = self.updates.setdefault(type(plan).__name__, [])
+        yield lambda done, **facts: mine.append(done)
+
+    def finished(self, result: Result) -> None:
+        self.results.append(result)
+
+
+def test_a_run_file_is_one_call(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a stage that only the command line has, one that prints, and a plan whose count is never reached."""
+    monkeypatch.chdir(tmp_path)
+    file, heard = write_recipe(tmp_path / "tiny.yaml", folder), Recorder()
+    report = outrider.run(file, ["evaluate.prompts=1"], reporter=heard)
+    assert report is not None and {row.drafter for row in report.rows} == {"ngram", "dspark"}
+    assert report == outrider.Report.load(tmp_path / "runs/tiny")
+    assert {plan: own[-1] for plan, own in heard.updates.items()} == {"Preparing": 6, "Training": 4, "Evaluating": 1}
+    assert [plan.total for plan in heard.plans] == [6, 4, 1]
+    assert [type(result) for result in heard.results] == [Prepared, Trained, Evaluated]
+    assert capsys.readouterr().out == ""
+    # and what is there is not done again
+    again = Recorder()
+    assert outrider.run(file, stages=["prepare", "train"], reporter=again) is None
+    assert again.updates == {"Preparing": [], "Training": []} and again.plans[0].done == 6
+
+
+def test_a_stage_that_is_named_must_be_in_the_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a stage that is left out in silence, and one that is found missing after others have worked."""
+    monkeypatch.chdir(tmp_path)
+    file = write_recipe(tmp_path / "tiny.yaml", folder, train=None, evaluate=None)
+    with pytest.raises(ConfigError, match="tiny.yaml has no `train:` section"):
+        outrider.run(file, stages=["prepare", "train"])
+    assert not (tmp_path / "runs").exists()
