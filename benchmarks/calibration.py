@@ -19,7 +19,8 @@ import torch
 from serving import prompts_of, write
 
 from outrider import load_drafter, load_target
-from outrider.training.calibrate import BINS, Outcomes, Scaling, head_of, scaling, watch
+from outrider.training.calibrate import head_of, watch
+from outrider.training.scaling import BINS, Outcomes, Scaling, scaling
 
 WANTED = 0.02
 

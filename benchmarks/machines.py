@@ -77,7 +77,8 @@ def turn(dtype: str, steps: int) -> dict[str, Any]:
     from outrider.runs.file import load
     from outrider.targets.transformers import load_target
     from outrider.training.optimizers import Optimizers
-    from outrider.training.trainer import optimise, settled
+    from outrider.training.step import optimise
+    from outrider.training.trainer import settled
 
     settings, _ = load(ROOT / "recipes" / "demo.yaml", [f"train.dtype={dtype}"])
     assert settings.train is not None

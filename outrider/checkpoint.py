@@ -16,7 +16,6 @@ import errno
 import inspect
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from outrider.atomic import replacing, sync
 from outrider.compiled import Compiled
 from outrider.config import build, nearest, read_object
 from outrider.decoding.protocols import Drafter
@@ -36,6 +36,7 @@ from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.nn.draft_model import LEARNT, DraftModel, binding
 from outrider.nn.remote import RemoteDrafter
 from outrider.nn.shape import FORMER, LayerConfig
+from outrider.nn.weights import defaults, mistyped, not_finite, rounded, stale_map, weights_of
 from outrider.targets.protocol import Target
 from outrider.targets.quantised import library, quantise
 
@@ -97,15 +98,8 @@ def amend(folder: str | Path, weights: Mapping[str, Tensor], facts: Mapping[str,
     folder, source = Path(folder), whole(folder)
     said = json.dumps(manifest_of(folder) | dict(facts), indent=2)
     if not weights:
-        part = source / f"{MANIFEST}.part"
-        with _told(folder):
-            try:
-                part.write_text(said)
-                _sync(part)
-                os.replace(part, source / MANIFEST)
-                _sync(source)
-            finally:
-                part.unlink(missing_ok=True)
+        with _told(folder), replacing(source / MANIFEST) as part:
+            part.write_text(said)
         return
     stored = load_file(source / WEIGHTS)
     with _instead_of(folder) as part:
@@ -124,29 +118,18 @@ def _instead_of(folder: Path) -> Iterator[Path]:
             part.mkdir(parents=True)
             yield part
             for path in (*part.rglob("*"), part):
-                _sync(path)
+                sync(path)
             if (folder / MANIFEST).exists():
                 _discard(old)
                 folder.rename(old)
             else:  # a crash came in between, and .old is the last whole one
                 _discard(folder)
             part.rename(folder)
-            _sync(folder.parent)
+            sync(folder.parent)
             _discard(old)
     except TrainingError:
         shutil.rmtree(part, ignore_errors=True)
         raise
-
-
-def _sync(path: Path) -> None:
-    """Return once the disk holds this file, or this folder's names."""
-    if path.is_dir() and os.name != "posix":  # elsewhere a folder can't be opened
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _discard(folder: Path) -> None:
@@ -257,7 +240,7 @@ def load_weights(folder: str | Path, model: nn.Module) -> None:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} can't be read: {error}; copy or train it again") from None
     expected = weights_of(model)
-    weights = {name: expected[name] for name in _defaults(model)} | weights
+    weights = {name: expected[name] for name in defaults(model)} | weights
     missing, extra = expected.keys() - weights.keys(), weights.keys() - expected.keys()
     _refuse(path, {"lacks": missing, "has unknown": extra})
     shapes = [name for name in expected if expected[name].shape != weights[name].shape]
@@ -273,51 +256,6 @@ def _refuse(path: Path, problems: Mapping[str, Collection[str]]) -> None:
             raise CheckpointError(
                 f"{path} {problem} weights: {', '.join(sorted(names)[:4])}; it does not belong to its manifest"
             )
-
-
-def rounded(weights: Mapping[str, Tensor]) -> list[str]:
-    """Names of fractions in 8 bits, which nothing here computes with."""
-    return [name for name, weight in weights.items() if weight.is_floating_point() and weight.element_size() == 1]
-
-
-def mistyped(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
-    """Names of what is no fraction where `own` is one, or the other way; a mask may be stored as whole numbers."""
-    return [
-        name for name, weight in weights.items()
-        if weight.is_complex() or weight.is_floating_point() != own[name].is_floating_point()
-    ]  # fmt: skip
-
-
-def not_finite(weights: Mapping[str, Tensor]) -> list[str]:
-    """Names of fractions that hold infinity or what is no number; to be asked again after a cast."""
-    return [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
-
-
-def stale_map(model: nn.Module) -> str | None:
-    """What is wrong with a reduced vocabulary's two maps: they must say the same, within the target's tokens."""
-    head = getattr(model, "head", None)
-    if head is None or not hasattr(head, "d2t"):
-        return None
-    ids = head.ids
-    known = bool((ids >= 0).all() and (ids < len(head.t2d)).all())
-    if not known or len(ids.unique()) != len(ids):
-        return f"d2t names tokens outside the target's {len(head.t2d)}, or one twice; its map is stale"
-    agree = torch.equal(torch.zeros_like(head.t2d).index_fill(0, ids, True), head.t2d)
-    return None if agree else "d2t and t2d name different tokens; its map is stale"
-
-
-def _defaults(model: nn.Module) -> list[str]:
-    """Names of buffers that a checkpoint may lack."""
-    return [f"{path}.{name}" for path, module in model.named_modules() for name in getattr(module, "defaults", ())]
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of a model: parameters and buffers by name, tied ones once, under their first name."""
-    names: dict[int, str] = {}
-    found = model.state_dict(keep_vars=True)
-    for name, weight in found.items():
-        names.setdefault(id(weight), name)
-    return {name: found[name] for name in names.values()}
 
 
 def load_state(folder: str | Path) -> dict[str, Tensor] | None:

@@ -35,11 +35,12 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.engines.build_llama import CANNOT, COMMIT, VERSION, server  # noqa: E402
 from benchmarks.replay import progress_bar, provenance, publish  # noqa: E402
 from outrider import demo, generate, load_drafter, load_target  # noqa: E402
-from outrider.checkpoint import save, weights_of  # noqa: E402
+from outrider.checkpoint import save  # noqa: E402
 from outrider.config import build  # noqa: E402
 from outrider.drafters import find  # noqa: E402
 from outrider.export import gguf  # noqa: E402
 from outrider.export.formats import export  # noqa: E402
+from outrider.nn.weights import weights_of  # noqa: E402
 
 LENGTH = 4
 SAME = ("--metrics", "--no-warmup", "-ctk", "f32", "-ctv", "f32", "-fa", "off")

@@ -24,23 +24,13 @@ import torch
 from torch import Tensor
 
 from outrider import export as package
-from outrider.checkpoint import (
-    MANIFEST,
-    MEASURED,
-    VERSION,
-    load_model,
-    manifest_of,
-    mistyped,
-    not_finite,
-    save,
-    stale_map,
-    weights_of,
-)
+from outrider.checkpoint import MANIFEST, MEASURED, VERSION, load_model, manifest_of, save
 from outrider.config import build, nearest
 from outrider.drafters import find as find_drafter
 from outrider.errors import ConfigError, ExportError
 from outrider.export import folder as folders
 from outrider.nn.draft_model import DraftModel, binding
+from outrider.nn.weights import mistyped, not_finite, stale_map, weights_of
 from outrider.targets.transformers import TransformersTarget
 
 MACHINERY = ("folder", "formats", "released")

@@ -14,7 +14,7 @@ from outrider.data.config import Config as PrepareConfig
 from outrider.drafters import find, kinds
 from outrider.errors import ConfigError
 from outrider.measure.config import Config as EvaluateConfig
-from outrider.training.trainer import Config as TrainConfig
+from outrider.training.config import Config as TrainConfig
 
 
 class TargetConfig(Base):

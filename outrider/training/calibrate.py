@@ -1,23 +1,14 @@
-"""Make a confidence mean what it says: of drafts that promise 0.8, four of five are kept.
+"""Calibrate a checkpoint's confidences on what serving sees: drafts of the served drafter on held-out prompts.
 
-Sequential temperature scaling (DSpark, arXiv 2607.05147): slot by slot, with what was found before fixed, that
-temperature is taken under which the product of confidences up to the slot has the least expected calibration error.  No order
-within a slot changes.  What is scaled and judged is what serving sees: drafts of the served drafter on held-out prompts, and
-whether they were kept.
-
-Differs from the paper: with every temperature comes the shift of the logits under which promise and outcome agree on average,
-since a temperature leaves even chances even, and texts of another kind than those trained on are kept less often.  Every second
-prompt is kept apart to judge on; grid and number of bins are ours.
-
-M drafts, K slots of a block.
+Every second prompt is left out of the scaling, to judge it on.  M drafts, K slots of a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,121 +23,10 @@ from outrider.generation import serve
 from outrider.nn.heads import ConfidenceHead
 from outrider.sampling.settings import Sampling
 from outrider.targets.protocol import Target
+from outrider.training.scaling import BINS, Outcomes, Scaling, scaling
 
-BINS = 15
-"""Bins of equally many drafts."""
 LEAST = 20 * BINS
 """Drafts below which a slot's temperature would be noise."""
-
-
-@dataclass(frozen=True)
-class Outcomes:
-    """What was promised of drafted slots, and what became of them."""
-
-    confidence: Tensor
-    """[M, K] float64, of each slot given the slots before it."""
-    survived: Tensor
-    """[M, K] bool, whether slots 0..k were all kept."""
-    seen: Tensor
-    """[M, K] bool, False where a slot was not drafted, or stands behind the end of the text."""
-    prompts: Tensor
-    """[M] int64, which prompt."""
-
-    def of(self, chosen: Tensor) -> Outcomes:
-        """Those of `chosen` [M] bool."""
-        return Outcomes(self.confidence[chosen], self.survived[chosen], self.seen[chosen], self.prompts[chosen])
-
-    def scaled(self, by: Scaling) -> Outcomes:
-        """As the drafter would have promised under other temperatures and shifts."""
-        return replace(self, confidence=_tempered(_logits(self.confidence), by.temperatures, by.shifts))
-
-    def errors(self, bins: int = BINS) -> list[float]:
-        """Expected calibration error of reaching and keeping each slot."""
-        pairs = zip(self.confidence.cumprod(-1).T, self.survived.T, self.seen.T, strict=True)
-        return [ece(predicted[seen], survived[seen], bins) for predicted, survived, seen in pairs]
-
-    def noise(self, bins: int = BINS, draws: int = 100) -> list[float]:
-        """The errors that perfect promises would show on so many drafts, by outcomes drawn from the promises themselves."""
-        generator = torch.Generator().manual_seed(0)
-        found = []
-        for predicted, seen in zip(self.confidence.cumprod(-1).T, self.seen.T, strict=True):
-            mine = predicted[seen]
-            drawn = (ece(mine, torch.rand(len(mine), generator=generator) < mine, bins) for _ in range(draws))
-            found.append(sum(drawn) / draws)
-        return found
-
-
-def ece(predicted: Tensor, kept: Tensor, bins: int = BINS) -> float:
-    """Mean distance of promise and outcome over bins of equally many.  predicted [M] in [0, 1], kept [M] bool."""
-    order = predicted.argsort(stable=True)
-    gaps = (predicted.double() - kept.double())[order].tensor_split(bins)
-    return float(sum(gap.sum().abs() for gap in gaps)) / max(1, len(order))
-
-
-class Scaling(NamedTuple):
-    """Confidences become sigmoid((logit + shift) / temperature)."""
-
-    temperatures: Tensor
-    """[K] float64."""
-    shifts: Tensor
-    """[K] float64."""
-
-
-def scaling(outcomes: Outcomes, shifting: bool = True, bins: int = BINS) -> Scaling:
-    """Slot after slot the temperature of the least error of the product up to it.  shifting False is the paper's own way."""
-    found: list[tuple[Tensor, Tensor]] = []
-    reached = torch.ones(len(outcomes.confidence), dtype=torch.float64)
-    for confidence, survived, seen in zip(_logits(outcomes.confidence).T, outcomes.survived.T, outcomes.seen.T, strict=True):
-        slot = _Slot(reached[seen], confidence[seen], survived[seen], shifting, bins)
-        coarse, _ = slot.best(torch.linspace(-3, 3, 33, dtype=torch.float64).exp2())
-        found.append(slot.best(coarse * torch.linspace(-3 / 16, 3 / 16, 13, dtype=torch.float64).exp2()))
-        reached = reached * _tempered(confidence, *found[-1])
-    return Scaling(*(torch.stack(column) for column in zip(*found, strict=True)))
-
-
-class _Slot(NamedTuple):
-    """What one slot is scaled on.  m drafts that had it, G temperatures."""
-
-    reached: Tensor
-    """[m] chance of the slots before it, as scaled already."""
-    logits: Tensor
-    """[m]."""
-    survived: Tensor
-    """[m] bool."""
-    shifting: bool
-    bins: int
-
-    def best(self, tried: Tensor) -> tuple[Tensor, Tensor]:
-        """The temperature among `tried` [G] of the least error, of equals the nearest to 1, and its shift."""
-        shifts = self._shifts(tried) if self.shifting else torch.zeros_like(tried)
-        pairs = zip(tried.unbind(), shifts.unbind(), strict=True)
-        return min(pairs, key=lambda pair: (self._error(*pair), abs(float(pair[0].log()))))
-
-    def _error(self, temperature: Tensor, shift: Tensor) -> float:
-        return ece(self.reached * _tempered(self.logits, temperature, shift), self.survived, self.bins)
-
-    def _shifts(self, tried: Tensor) -> Tensor:
-        """[G] by bisection: promise and outcome agree on average, or as nearly as a shift of 8 lets them."""
-        low, high = torch.full_like(tried, -8.0), torch.full_like(tried, 8.0)
-        share = self.survived.double().mean()
-        for _ in range(24):
-            middle = (low + high) / 2
-            promised = self.reached * _tempered(self.logits, tried[:, None], middle[:, None])
-            is_less = promised.mean(-1) < share
-            low, high = torch.where(is_less, middle, low), torch.where(is_less, high, middle)
-        return (low + high) / 2
-
-
-def _logits(confidence: Tensor) -> Tensor:
-    # float32 rounds what is nearly certain to 0 or 1, whose logits are not finite
-    return confidence.double().clamp(1e-8, 1 - 1e-8).logit()
-
-
-def _tempered(logits: Tensor, temperature: Tensor, shift: Tensor) -> Tensor:
-    return ((logits + shift) / temperature).sigmoid()
-
-
-# ── watching ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Watched(Drafter):
@@ -222,9 +102,6 @@ def _gathered(rows: Sequence[tuple[list[float], int, bool, int]]) -> Outcomes:
     drafted, kept, ended, prompts = counts.unbind(-1)
     survived = at < kept[:, None]
     return Outcomes(confidence, survived, (at < drafted[:, None]) & (survived | (ended == 0)[:, None]), prompts)
-
-
-# ── a checkpoint ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""How far a draft's law is from the target's, row by row: one signature, one reduction.
+"""How far a draft's distribution is from the target's, row by row: one signature, one reduction.
 
-Every divergence takes draft and target logits [m, V] and labels [m], and gives [m] float32.  p is the target's law, q the
-draft's, alpha = sum(min(p, q)) the expected acceptance, TV = 1 - alpha.  Softmaxes are float32: bf16 loses mass.
+Every divergence takes draft and target logits [m, V] and labels [m], and gives [m] float32.  p is the target's distribution, q
+the draft's, alpha = sum(min(p, q)) the expected acceptance, TV = 1 - alpha.  Softmaxes are float32: bf16 loses mass.
 
 A draft over a reduced vocabulary has logits of -inf elsewhere.  p is never renormalised: what it has there is acceptance
 lost, and counts.  Forward KL, infinite by its definition, is then sum p log(p / q) - sum p + 1 over what can be drafted, the
@@ -80,9 +80,9 @@ def _logs(draft: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def _forward(p: Tensor, q: Tensor) -> Tensor:
     """Forward KL, generalised, of log p and log q."""
-    beyond, law = q == -torch.inf, p.exp()
-    inside = (law * (p - q)).masked_fill(beyond, 0.0)
-    return inside.sum(-1) + (law * beyond).sum(-1)
+    beyond, probs = q == -torch.inf, p.exp()
+    inside = (probs * (p - q)).masked_fill(beyond, 0.0)
+    return inside.sum(-1) + (probs * beyond).sum(-1)
 
 
 def _finite(logs: Tensor) -> Tensor:

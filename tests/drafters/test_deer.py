@@ -16,6 +16,7 @@ from outrider.generation import serve
 from outrider.sampling.settings import Sampling
 from outrider.targets.cache import SlotCache
 from outrider.training import trainer
+from outrider.training.config import Config as TrainConfig
 
 SIZES = {"layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32, "block": 4, "anchors": 16}
 
@@ -135,7 +136,7 @@ def test_the_second_stage_begins_where_it_says(progress, refine, stage, target):
 def test_training_needs_no_taps_and_goes_on_bit_for_bit(target, tmp_path):
     """Catches a batch without taps that can't be made, and suffixes that a resume does not draw again."""
     source = LiveFeatures(target, make_answers(vocabulary=64), (), batch=2, length=64)
-    settings = trainer.Config(steps=6, batch=2, lr=1e-2, dtype="float32", log_every=1, save_every=2)
+    settings = TrainConfig(steps=6, batch=2, lr=1e-2, dtype="float32", log_every=1, save_every=2)
 
     def run(folder, stop=0):
         def on_step(step, found):

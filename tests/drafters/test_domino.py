@@ -19,6 +19,8 @@ from outrider.generation import generate
 from outrider.nn.draft_model import Batch
 from outrider.nn.heads import PrefixGRU
 from outrider.training import trainer
+from outrider.training.config import Config as TrainConfig
+from outrider.training.step import accumulate
 
 SIZES = {
     "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32, "block": 4, "anchors": 16, "decay": 4.0,
@@ -188,7 +190,7 @@ def test_the_head_learns_nothing_while_the_base_alone_trains(target, batch):
         model.progress = progress
         model.zero_grad()
         rows = model.predict(batch)
-        trainer.accumulate(rows, trainer.Config(loss={"kl": 1.0}))
+        accumulate(rows, TrainConfig(loss={"kl": 1.0}))
         rows.backward()
         head = [w for name, w in model.named_parameters() if not name.startswith("backbone.")]
         assert [bool(w.grad.any()) for w in head] == [learns] * 4
@@ -198,7 +200,7 @@ def test_the_head_learns_nothing_while_the_base_alone_trains(target, batch):
 def test_a_training_stopped_within_the_curriculum_goes_on_bit_for_bit(target, tmp_path):
     """Catches a share that starts anew with every process, and draws that a resume does not repeat."""
     source = LiveFeatures(target, make_answers(vocabulary=64), (1,), batch=2, length=64)
-    settings = trainer.Config(steps=6, batch=2, lr=1e-2, dtype="float32", log_every=1, save_every=2)
+    settings = TrainConfig(steps=6, batch=2, lr=1e-2, dtype="float32", log_every=1, save_every=2)
 
     def run(folder, stop=0):
         model, seen = made(target, taps=(1,), curriculum=1.0), []
@@ -249,11 +251,11 @@ def test_where_a_token_hangs_on_the_two_before_it_drafts_better_than_dflash():
             model.progress = step / 90
             optimiser.zero_grad()
             rows = model.predict(batch)
-            trainer.accumulate(rows, trainer.Config(loss={"kl": 1.0}))
+            accumulate(rows, TrainConfig(loss={"kl": 1.0}))
             rows.backward()
             optimiser.step()
         model.progress = 1.0
-        kept.append(trainer.accumulate(model.predict(batch), trainer.Config(), is_counted=True)["acceptance"])
+        kept.append(accumulate(model.predict(batch), TrainConfig(), is_counted=True)["acceptance"])
     (first, *alone), (same, *together) = kept
     assert abs(first - same) < 0.05
     assert all(mine > theirs + 0.05 for mine, theirs in zip(together, alone, strict=True))

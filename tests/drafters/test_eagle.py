@@ -16,8 +16,8 @@ from outrider.errors import DrafterError
 from outrider.generation import batch, generate, serve
 from outrider.sampling.settings import Sampling
 from outrider.training import losses
-from outrider.training.trainer import Config as TrainConfig
-from outrider.training.trainer import accumulate
+from outrider.training.config import Config as TrainConfig
+from outrider.training.step import accumulate
 
 OPTIONS = {
     "plain": {},

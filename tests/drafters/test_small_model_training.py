@@ -35,7 +35,7 @@ from outrider.nn.draft_model import Batch
 from outrider.targets import causal_lm
 from outrider.targets.quantised import is_quantised
 from outrider.training import losses
-from outrider.training.trainer import Config as Training
+from outrider.training.config import Config as Training
 from outrider.training.trainer import train
 
 __all__ = ["folder", "talker"]

@@ -18,12 +18,13 @@ from tiny import make_folder, randomise
 from transformers import LlamaConfig, Qwen3Config
 
 from outrider import generate, load_target
-from outrider.checkpoint import load_drafter, load_model, manifest_of, save, weights_of
+from outrider.checkpoint import load_drafter, load_model, manifest_of, save
 from outrider.config import build
 from outrider.drafters import find as find_drafter
 from outrider.errors import ExportError
 from outrider.export import formats, released
 from outrider.export.formats import export, import_folder
+from outrider.nn.weights import weights_of
 
 LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
 MASKED = {"mask_token": 5}

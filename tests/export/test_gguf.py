@@ -15,12 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from outrider import load_target
-from outrider.checkpoint import load_model, save, weights_of
+from outrider.checkpoint import load_model, save
 from outrider.config import build
 from outrider.drafters import find as find_drafter
 from outrider.errors import ConfigError, ExportError
 from outrider.export import formats, gguf
 from outrider.export.formats import export, matrix
+from outrider.nn.weights import weights_of
 
 library = pytest.importorskip("gguf")
 

@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from tiny import make_folder, randomise
 
 from outrider import load_target
-from outrider.checkpoint import load_model, save, weights_of
+from outrider.checkpoint import load_model, save
 from outrider.config import build
 from outrider.drafters import find as find_drafter
 from outrider.errors import ExportError
 from outrider.export.formats import export, import_folder
+from outrider.nn.weights import weights_of
 
 LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -15,7 +15,8 @@ from outrider.data.answers import Answer
 from outrider.data.features import LiveFeatures
 from outrider.nn.draft_model import DraftModel
 from outrider.targets.transformers import TransformersTarget
-from outrider.training.trainer import Config, train
+from outrider.training.config import Config
+from outrider.training.trainer import train
 
 KINDS: dict[str, dict[str, Any]] = {
     "dflash": {key: value for key, value in DRAFTER.items() if key != "rank"} | {"kind": "dflash"},

@@ -24,7 +24,8 @@ from outrider.nn.heads import ConfidenceHead
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import calibrate
-from outrider.training.calibrate import LEAST, Outcomes, Scaling, ece, scaling
+from outrider.training.calibrate import LEAST
+from outrider.training.scaling import Outcomes, Scaling, ece, scaling
 from training.bench import make_model
 
 PLANTED = Scaling(torch.tensor([1.6, 0.7, 2.2]).double(), torch.tensor([-0.5, 0.4, 0.0]).double())

@@ -23,6 +23,7 @@ from outrider.config import build
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.errors import CheckpointError, ConfigError, DrafterError, OutriderError, TrainingError
+from outrider.nn.weights import weights_of
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget, load_target
 from training.bench import KINDS, fit, make_model
@@ -167,7 +168,7 @@ def test_a_reader_finds_a_whole_checkpoint_wherever_a_save_was_stopped(
     whole = saved.with_name("whole")
     saved.rename(whole)
     new = make_model(talker, seed=2)
-    weights = {name: weight.detach() for name, weight in checkpoint.weights_of(new).items()}
+    weights = {name: weight.detach() for name, weight in weights_of(new).items()}
     for at in itertools.count():
         for name in ("c", "c.old", "c.part"):
             shutil.rmtree(saved.with_name(name), ignore_errors=True)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from outrider.targets.transformers import TransformersTarget
-from outrider.training import trainer
+from outrider.training.config import Config as TrainConfig
+from outrider.training.step import CHUNK_ELEMENTS, accumulate
 from training.bench import KINDS, make_model, make_source
 
 BOUNDED = """
@@ -20,7 +21,8 @@ from conftest import tiny_model
 from outrider.drafters import dflash
 from outrider.nn.draft_model import Batch
 from outrider.targets.transformers import load_target
-from outrider.training import trainer
+from outrider.training.config import Config as TrainConfig
+from outrider.training.step import CHUNK_ELEMENTS, accumulate
 
 torch.set_num_threads(1)
 V, B, S, A, K = 150_000, 10, 100, 90, 3
@@ -33,7 +35,7 @@ ones = torch.ones_like(tokens)
 rows = draft.predict(Batch(tokens, ones.bool(), ones, torch.randn(B, S, 1, 8), torch.randn(B, S, 8)))
 whole = len(rows.labels) * V * 4 / 2**20
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-found = trainer.accumulate(rows, trainer.Config(loss={"tv": 1.0}), is_counted=False)
+found = accumulate(rows, TrainConfig(loss={"tv": 1.0}), is_counted=False)
 rows.backward()
 grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 assert all(w.grad.isfinite().all() for w in draft.parameters()) and 0 < found["loss"] <= 1
@@ -52,12 +54,12 @@ def test_chunks_change_neither_loss_nor_gradients(
     """
     found = []
     for size in (2**24, elements):
-        monkeypatch.setitem(trainer.CHUNK_ELEMENTS, "cpu", size)
+        monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", size)
         model = make_model(talker, kind).double()
         torch.manual_seed(2)
         rows = model.predict(make_source(talker).batch(1))
         chunks = len(list(rows.chunks(max(1, size // rows.vocabulary))))
-        sums = trainer.accumulate(rows, trainer.Config(loss={"ce": 0.3, "tv": 1.0, "kl": 0.2}), is_counted=True)
+        sums = accumulate(rows, TrainConfig(loss={"ce": 0.3, "tv": 1.0, "kl": 0.2}), is_counted=True)
         rows.backward()
         found.append((chunks, sums, {name: weight.grad for name, weight in model.named_parameters()}))
     (one, whole, gradients), (many, parts, again) = found
@@ -76,7 +78,7 @@ def test_chunks_change_neither_loss_nor_gradients(
 def test_chunked_gradients_are_those_of_the_plain_sum(kind: str, talker: TransformersTarget) -> None:
     """Catches chunks that agree with each other and are all wrong: here the loss is built in one graph, without `backward`."""
     has_confidence = KINDS[kind].get("confidence", kind != "dflash")
-    config = trainer.Config(loss={"kl": 1.0}, extra={"confidence": 0.5} if has_confidence else {})
+    config = TrainConfig(loss={"kl": 1.0}, extra={"confidence": 0.5} if has_confidence else {})
     gradients = []
     for is_plain in (True, False):
         model = make_model(talker, kind).double()
@@ -89,7 +91,7 @@ def test_chunked_gradients_are_those_of_the_plain_sum(kind: str, talker: Transfo
             terms = (p.exp() * (p - q)).sum(-1) + sum(0.5 * term for term in rows.extra(part, draft, target).values())
             ((rows.weight * terms).sum() / rows.weight.sum()).backward()
         else:
-            trainer.accumulate(rows, config)
+            accumulate(rows, config)
             rows.backward()
         gradients.append({name: weight.grad for name, weight in model.named_parameters()})
     for name, gradient in gradients[0].items():

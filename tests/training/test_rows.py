@@ -16,8 +16,10 @@ from outrider.config import build
 from outrider.errors import ConfigError
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import losses, rows
+from outrider.training.config import Config
 from outrider.training.optimizers import Optimizers
-from outrider.training.trainer import Config, accumulate, optimise, train
+from outrider.training.step import accumulate, optimise
+from outrider.training.trainer import train
 from training.bench import fit, make_model, make_source
 
 
@@ -92,7 +94,7 @@ def test_the_loss_hangs_not_on_the_size_of_the_chunks(fixed: Fixed, position: di
     config = Config(loss={"kl": 1.0}, position=position)
     found = []
     for elements in (10, 10**6):
-        monkeypatch.setattr("outrider.training.trainer.CHUNK_ELEMENTS", {"cpu": elements})
+        monkeypatch.setattr("outrider.training.step.CHUNK_ELEMENTS", {"cpu": elements})
         fixed.draft.grad = None
         found.append((accumulate(fixed, config)["loss"], fixed.draft.grad.clone()))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)

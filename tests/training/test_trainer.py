@@ -26,8 +26,11 @@ from outrider.lock import held
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import losses, trainer
+from outrider.training.config import Config
+from outrider.training.metrics import Metrics
 from outrider.training.optimizers import Optimizers
-from outrider.training.trainer import Config, first_bad, rate, train
+from outrider.training.step import first_bad, rate
+from outrider.training.trainer import train
 from training.bench import SETTINGS, fit, make_model, make_source
 
 
@@ -264,15 +267,15 @@ def files_of_at_most(size_bytes: int) -> Iterator[None]:
 
 def test_lines_of_metrics_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a training that a full disk ends at a line of metrics, and a line that is torn, lost or written twice."""
-    monkeypatch.setattr(trainer, "_tensorboard", lambda folder: None)
-    with trainer.Metrics(tmp_path, 0) as written:
+    monkeypatch.setattr("outrider.training.metrics._tensorboard", lambda folder: None)
+    with Metrics(tmp_path, 0) as written:
         with files_of_at_most(50):
             for step in range(1, 6):
                 written.write({"step": step, "loss": 0.5})
         assert (tmp_path / "metrics.jsonl").stat().st_size == 50
         written.write({"step": 6, "loss": 0.5})
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    with files_of_at_most(60), pytest.raises(TrainingError, match="lacks its last"), trainer.Metrics(tmp_path, 6) as written:
+    with files_of_at_most(60), pytest.raises(TrainingError, match="lacks its last"), Metrics(tmp_path, 6) as written:
         written.write({"step": 7, "loss": 0.5})
 
 
@@ -281,7 +284,7 @@ def test_a_full_disk_does_not_take_the_metrics_that_were_there(tmp_path: Path) -
     whole = "".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in range(1, 9))
     (tmp_path / "metrics.jsonl").write_text(whole)
     with files_of_at_most(20), pytest.raises(TrainingError, match="can't write"):
-        trainer.Metrics(tmp_path, 4)
+        Metrics(tmp_path, 4)
     assert (tmp_path / "metrics.jsonl").read_text() == whole
 
 
@@ -292,7 +295,7 @@ def test_a_damaged_line_of_metrics_is_left_out_and_said(
     """Catches a run that can't go on for one bad line of what nothing reads."""
     good = [json.dumps({"step": step, "loss": 0.5}).encode() for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([good[0], damage, good[1], b'{"step": 3, "lo']))
-    trainer.Metrics(tmp_path, 2)
+    Metrics(tmp_path, 2)
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2]
     assert "line 2 can't be read" in caplog.text
 

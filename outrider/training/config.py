@@ -1,0 +1,65 @@
+"""The `train` section of a run file: how a draft model is trained."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from outrider.config import Config as Base
+from outrider.errors import ConfigError
+from outrider.training import losses, rows
+from outrider.training.optimizers import Kind
+
+
+class Config(Base):
+    """How a draft model is trained."""
+
+    steps: PositiveInt = 10_000
+    lr: PositiveFloat = 6e-4
+    """Peak learning rate."""
+    optimizer: Kind = "adamw"
+    """adamw, or muon for the inner matrices and adamw for the rest: fewer steps at small sizes."""
+    warmup: NonNegativeFloat = 0.04
+    """Share of the steps over which the rate rises; then it falls along a cosine to 0."""
+    batch: PositiveInt = 8
+    """Texts per step."""
+    loss: dict[str, float] = Field(default={"ce": 0.1, "tv": 1.8})
+    """Divergences and their weights."""
+    extra: dict[str, float] = Field(default={})
+    """Weights of the method's own terms, such as confidence; 1 unless named."""
+    position: dict[str, float] = Field(default={})
+    """Weights by depth in place of the method's own: {exp: g}, {power: b} or {dpace: floor}."""
+    select: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the rows that train: those whose loss exceeds the reference's most (AdaSPEC; 0.4 is the paper's)."""
+    reference: str | None = None
+    """Checkpoint of a drafter of the same kind, trained on all rows, that `select` compares with."""
+    weight_decay: NonNegativeFloat = 0.0
+    clip: PositiveFloat = 1.0
+    """Largest gradient norm."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number type of the passes (autocast) and of Muon's iterations; weights and moments are float32.  auto: the fastest."""
+    seed: int = 0
+    save_every: PositiveInt = 500
+    log_every: PositiveInt = 20
+    calibrate: NonNegativeInt = 0
+    """Held-out prompts of `evaluate.tasks` on which confidences are calibrated after training; 0 leaves them as trained."""
+
+    @field_validator("loss")
+    @classmethod
+    def _known_terms(cls, loss: dict[str, float]) -> dict[str, float]:
+        return dict(losses.check(loss))
+
+    @field_validator("position")
+    @classmethod
+    def _known_position(cls, position: dict[str, float]) -> dict[str, float]:
+        return dict(rows.check(position))
+
+    @model_validator(mode="after")
+    def _select_needs_a_reference(self) -> Config:
+        if (self.select < 1) != (self.reference is not None):
+            raise ConfigError(
+                f"train.select {self.select} and train.reference {self.reference} belong together: a selection compares with a "
+                "reference, and without one below 1 the reference has no effect; set both, or neither"
+            )
+        return self
