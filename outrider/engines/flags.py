@@ -1,26 +1,106 @@
-"""Flags of older articles, recognised and said in today's words.  No torch.
+"""Flags of older articles in today's words: one table, with a note for each.  No torch.
 
-`translate` takes a command as it stands in an article and gives the one that the engine reads now, with a note for each change.
-What nothing replaces is left out, and where two settings contradict each other today's counts: the notes say so.  What else
-stands in the line (`cd`, `&&`, a redirection) stays as it is.  Sources: the engines' own release notes and errors.
+`translate` takes a command as it stands in an article and gives the one that the engine reads now.  What nothing replaces is
+left out, and where two settings contradict each other today's counts: the notes say so.  What else stands in the line (`cd`,
+`&&`, a redirection) stays as it was typed; comments go, and a flag on a line of its own joins the line before.  Sources: the
+engines' own release notes and errors.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from outrider.engines.shell import Simple, as_json, filled, joined, parsed, plain
 from outrider.errors import ConfigError, DataError
 
+
+class Flag(NamedTuple):
+    """An older flag or key."""
+
+    now: str | None = None
+    """What it is called today, as a key of settings or as a flag; None: nothing replaces it."""
+    note: str = ""
+    """Why nothing replaces it, or what else is to be known."""
+    has_value: bool = True
+    kind: Callable[[str], Any] = str
+
+
+BY_LOAD = "num_speculative_tokens_per_batch_size"
+GONE_ACCEPTANCE = "what is accepted is rejection_sample_method in the config, standard unless set"
+GONE_TYPICAL = "typical acceptance, which changed the output, is gone"
+VLLM: Mapping[str, Flag] = {
+    "speculative-config": Flag(),
+    "sc": Flag(),
+    "speculative-model": Flag("model"),
+    "speculative-method": Flag("method"),
+    "num-speculative-tokens": Flag("num_speculative_tokens", kind=int),
+    "speculative-draft-tensor-parallel-size": Flag("draft_tensor_parallel_size", kind=int),
+    "spec-draft-tp": Flag("draft_tensor_parallel_size", kind=int),
+    "speculative-max-model-len": Flag("max_model_len", kind=int),
+    "speculative-model-quantization": Flag("quantization"),
+    "speculative-model-revision": Flag("revision"),
+    "ngram-prompt-lookup-max": Flag("prompt_lookup_max", kind=int),
+    "ngram-prompt-lookup-min": Flag("prompt_lookup_min", kind=int),
+    "speculative-disable-by-batch-size": Flag(BY_LOAD, kind=int),
+    "use-v2-block-manager": Flag(None, "there is only one block manager now", has_value=False),
+    "speculative-disable-mqa-scorer": Flag(None, "there is only one scorer now", has_value=False),
+    "disable-logprobs-during-spec-decoding": Flag(None, "log-probabilities are true while it speculates", has_value=False),
+    "spec-decoding-acceptance-method": Flag(None, GONE_ACCEPTANCE),
+    "speculative-acceptance-method": Flag(None, GONE_ACCEPTANCE),
+    "typical-acceptance-sampler-posterior-threshold": Flag(None, GONE_TYPICAL),
+    "typical-acceptance-sampler-posterior-alpha": Flag(None, GONE_TYPICAL),
+}
+VLLM_KEYS: Mapping[str, Flag] = {
+    "tensor_parallel_size": Flag("draft_tensor_parallel_size"),
+    **dict.fromkeys(
+        ("acceptance_method", "posterior_threshold", "posterior_alpha", "disable_mqa_scorer", "disable_logprobs"),
+        Flag(None, "it is gone"),
+    ),
+}
+"""Of its --speculative-config."""
+VLLM_METHODS = {"mlp_speculator": "since 0.33", "medusa": "since 0.33"}
+NAMED = ("eagle3", "dflash", "dspark", "eagle", "medusa")
+"""Methods that vLLM reads off a model's name, in the order looked for."""
+V1 = "VLLM_USE_V1"
 LARGEST_BATCH = 512
+SGLANG: Mapping[str, Flag] = {
+    "speculative-algo": Flag("speculative-algorithm"), "speculative-draft": Flag("speculative-draft-model-path"),
+}  # fmt: skip
+LLAMACPP: Mapping[str, Flag] = {
+    **dict.fromkeys(("draft", "draft-n", "draft-max"), Flag("spec-draft-n-max")),
+    **dict.fromkeys(("draft-min", "draft-n-min"), Flag("spec-draft-n-min")),
+    "draft-p-min": Flag("spec-draft-p-min"), "draft-p-split": Flag("spec-draft-p-split"),
+    "model-draft": Flag("spec-draft-model"),
+    **dict.fromkeys(("ctx-size-draft", "cd"), Flag(None, "nothing replaces it")),
+}  # fmt: skip
+TRTLLM: Mapping[str, Flag] = {"config": Flag("config"), "extra-llm-api-options": Flag("config")}
+TRTLLM_KEYS: Mapping[str, Flag] = {
+    "acceptance_window": Flag("acceptance_rate_window_size"),
+    "acceptance_length_threshold": Flag("acceptance_rate_threshold", "it is a rate now, not a length: set it again"),
+    "speculative_model_dir": Flag("speculative_model"),
+    "pytorch_weights_path": Flag("speculative_model"),
+    "eagle3_one_model": Flag(None, "there is only the one-model form"),
+    "eagle_choices": Flag(None, "fixed trees are gone; set use_dynamic_tree"),
+    "use_sa_spec": Flag(None, "it is sa_config now"),
+}
+"""Of its file's speculative_config."""
+TRTLLM_BUILD: Mapping[str, Flag] = {
+    "speculative-decoding-mode": Flag("decoding_type"), "max-draft-len": Flag("max_draft_len", kind=int),
+}  # fmt: skip
+MODES = {
+    "draft_tokens_external": ("Draft_Target", "name the draft there as speculative_model"),
+    "eagle": ("Eagle3", "which wants an EAGLE-3 as speculative_model: train one"),
+}
+"""What trtllm-build was told → (decoding_type, what else); the others are gone."""
+TRTLLM_FILE = "trtllm.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,208 +120,153 @@ class Translation:
         return tuple(shlex.split(self.shell))
 
 
-@dataclass(slots=True)
-class _Reading:
-    """A command while it is translated."""
-
-    words: list[str]
-    """That stay, as they were typed."""
-    old: dict[str, str]
-    """Flags that are translated, without their dashes, and their values as typed; a switch is an empty string."""
-    notes: list[str]
-    files: dict[str, str] = field(default_factory=dict)
-
-    def value(self, key: str) -> str | None:
-        """Of a flag that is translated, without its quotes."""
-        return plain(self.old[key]) if key in self.old else None
-
-
 def translate(command: str) -> Translation:
     """Today's line for one of an older article.  Raises ConfigError where no engine is recognised in it."""
-    line, engine = parsed(command), None
-    notes: list[str] = []
-    files: dict[str, str] = {}
-    for part in line:
-        found = _engine(part.words) if isinstance(part, Simple) else None
-        if isinstance(part, Simple) and found is not None:
-            engine, (_, old, translator) = found, TRANSLATORS[found]
-            reading = _read(part.words, old)
-            translator(reading)
-            part.words = reading.words
-            notes += reading.notes
-            files |= reading.files
-        elif isinstance(part, Simple) and any(word.startswith(V1) for word in part.words):
-            notes.append(f"{V1.rstrip('=')} does nothing any more: there is one engine now")
+    line = _Line(command)
+    engine = None
+    for word in list(line.plain):
+        name = re.split("[:@]", Path(word).name)[0]
+        for program, (its_engine, marks, table, translator) in PROGRAMS.items():
+            if (name in marks or word.split(".")[0] in marks) and program not in line.seen:
+                line.seen.add(program)
+                engine = its_engine
+                translator(line, line.taken(table))
     if engine is None:
         raise ConfigError(
             "no engine in this command; wanted one that runs vllm, sglang.launch_server, trtllm-serve or llama-server, "
             "or an image of theirs"
         )
-    return Translation(engine, joined(line), tuple(notes), files)
+    return Translation(engine, line.shell, tuple(line.notes), line.files)
 
 
-def _engine(words: list[str]) -> str | None:
-    """The engine that a command runs: a program, a module, or an image, whatever its tag."""
-    names = [plain(word) for word in words]
-    for engine, (marks, _, _) in TRANSLATORS.items():
-        if any(re.split("[:@]", Path(name).name)[0] in marks or name.split(".")[0] in marks for name in names):
-            return engine
-    return None
+# ── the line ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _read(words: list[str], old: Mapping[str, bool]) -> _Reading:
-    """Take out the flags of `old`: name without dashes → whether a value follows, behind a space or a =."""
-    reading, place = _Reading([], {}, []), 0
-    while place < len(words):
-        word = words[place]
-        name, equals, _ = plain(word).partition("=")
-        key = name.lstrip("-").replace("_", "-")
-        place += 1
-        if not name.startswith("-") or key not in old:
-            reading.words.append(word)
-            continue
-        # a word that is quoted as a whole is quoted again, its value alone
-        value = shlex.quote(plain(word).partition("=")[2]) if word[0] in "'\"" else word.partition("=")[2]
-        if old[key] and not equals:
-            if place == len(words):
-                raise ConfigError(f"{word} has no value; the command is cut off")
-            value, place = words[place], place + 1
-        reading.old[key] = value
-    return reading
+class Old(NamedTuple):
+    """A flag of the table as it stands in a line."""
+
+    name: str
+    """As typed."""
+    flag: Flag
+    value: str
+    raw: str
+    """The value as typed, with its quotes."""
+    at: int
+    """Number of its word."""
+    last: int
+    """Number of the word that its value ends with."""
 
 
-def _put(config: dict[str, Any], name: str, value: Any, said: str, notes: list[str]) -> bool:
-    """Lay an older setting beside today's, which counts where they differ.  said: how the older one is called."""
-    if config.get(name, value) != value:
-        notes.append(f"{said} {value} is left out: {name} is {config[name]} already; check which was meant")
-        return False
-    config[name] = value
-    return True
+class _Line:
+    """A command while it is translated: shlex finds the words, what is between them stays."""
+
+    def __init__(self, text: str) -> None:
+        text = re.sub(r"(?m)(^|(?<=\s))#.*$", "", text)
+        self.text = re.sub(r"\s*\\[ \t\r]*\n\s*|\s*\n\s*(?=-)", " ", text).strip()
+        self.plain: list[str] = []
+        self.raw: list[str] = []
+        self.gaps: list[str] = []
+        """What stands before each word."""
+        self.new: dict[int, str] = {}
+        """What words become; an empty text leaves one out."""
+        self.notes: list[str] = []
+        self.files: dict[str, str] = {}
+        self.seen: set[str] = set()
+        stream, end = io.StringIO(self.text + "\n"), 0
+        reader = shlex.shlex(stream, posix=True, punctuation_chars=True)
+        reader.whitespace_split, reader.commenters = True, ""
+        try:
+            while (plain := reader.get_token()) is not None:
+                # one more was read: the character that ends the word
+                raw, end = self.text[end : stream.tell() - 1], stream.tell() - 1
+                self.plain.append(plain)
+                self.raw.append(raw.lstrip())
+                self.gaps.append(raw[: len(raw) - len(raw.lstrip())])
+        except ValueError as error:
+            raise ConfigError(f"{text[end : end + 40]!r} can't be read: {error}; quote it as a shell would") from None
+
+    @property
+    def shell(self) -> str:
+        """The line again."""
+        found = ""
+        for number, (gap, raw) in enumerate(zip(self.gaps, self.raw, strict=True)):
+            word = self.new.get(number, raw)
+            found += (gap if number not in self.new else gap[:1]) + word if word else ""
+        return found.strip()
+
+    def taken(self, table: Mapping[str, Flag]) -> list[Old]:
+        """Flags of a table with their values, behind a space or a =.  Raises ConfigError where a value is missing."""
+        found = []
+        for at, (plain, raw) in enumerate(zip(self.plain, self.raw, strict=True)):
+            name, equals, value = plain.partition("=")
+            flag = table.get(name.lstrip("-").replace("_", "-"))
+            if flag is None or not name.startswith("-"):
+                continue
+            last = at
+            if equals:
+                # a word that is quoted as a whole is quoted again, its value alone
+                typed = shlex.quote(value) if raw[0] in "'\"" else raw.partition("=")[2]
+            elif flag.has_value:
+                last = at + 1
+                value, typed = (self.plain[last], self.raw[last]) if last < len(self.raw) else ("", "")
+                if not typed or set(typed) <= set("();<>|&"):
+                    raise ConfigError(f"{raw} has no value; the command is cut off")
+            else:
+                typed = ""
+            if "`" in typed or typed.endswith("$"):
+                raise ConfigError(f"{name} takes what another command prints; write that into the line, or into a variable")
+            found.append(Old(name, flag, value, typed, at, last))
+        return found
+
+    def replace(self, old: Old, text: str = "") -> None:
+        """Write something else, or nothing, where a flag and its value stand."""
+        self.new |= dict.fromkeys(range(old.at, old.last + 1), "") | {old.at: text}
+
+    def moved(self, name: str, value: Any, flag: Flag, new: dict[str, Any], where: str = "") -> None:
+        """Lay an older setting beside today's, which counts where they differ."""
+        if flag.now is None:
+            self.notes.append(f"{name} is left out: {flag.note}")
+        elif new.get(flag.now, value) != value:
+            self.notes.append(f"{name} {value} is left out: {flag.now} is {new[flag.now]} already; check which was meant")
+        else:
+            new[flag.now] = value
+            self.notes.append(f"{name} is {flag.now}{where}{flag.note and '; ' + flag.note}")
 
 
-def _number(key: str, value: str) -> int:
+def _valued(old: Old) -> Any:
     try:
-        return int(value)
+        return old.flag.kind(old.value)
     except ValueError:
-        raise ConfigError(f"--{key} {value}; wanted a whole number") from None
+        raise ConfigError(f"{old.name} {old.value}; wanted a whole number") from None
 
 
 # ── vLLM ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-VLLM_KEYS: Mapping[str, tuple[str, Callable[[str, str], Any]]] = {
-    "num-speculative-tokens": ("num_speculative_tokens", _number),
-    "speculative-draft-tensor-parallel-size": ("draft_tensor_parallel_size", _number),
-    "spec-draft-tp": ("draft_tensor_parallel_size", _number),
-    "speculative-max-model-len": ("max_model_len", _number),
-    "speculative-model-quantization": ("quantization", lambda key, value: value),
-    "speculative-model-revision": ("revision", lambda key, value: value),
-    "ngram-prompt-lookup-max": ("prompt_lookup_max", _number),
-    "ngram-prompt-lookup-min": ("prompt_lookup_min", _number),
-}
-"""Old flag → (key of --speculative-config, how its value is read)."""
-VLLM_GONE: Mapping[str, tuple[bool, str]] = {
-    "use-v2-block-manager": (False, "there is only one block manager now"),
-    "speculative-disable-mqa-scorer": (False, "there is only one scorer now"),
-    "disable-logprobs-during-spec-decoding": (False, "log-probabilities are true while it speculates"),
-    "spec-decoding-acceptance-method": (True, "what is accepted is rejection_sample_method in the config, standard unless set"),
-    "speculative-acceptance-method": (True, "what is accepted is rejection_sample_method in the config, standard unless set"),
-    "typical-acceptance-sampler-posterior-threshold": (True, "typical acceptance, which changed the output, is gone"),
-    "typical-acceptance-sampler-posterior-alpha": (True, "typical acceptance, which changed the output, is gone"),
-}
-"""Old flag → (whether a value follows, why nothing replaces it)."""
-VLLM_METHODS = {"mlp_speculator": "since 0.33", "medusa": "since 0.33"}
-MTP_END = "_mtp"
-NAMED = ("eagle3", "dflash", "dspark", "eagle", "medusa")
-"""Methods that vLLM reads off a model's name, in the order looked for."""
 
-
-V1 = "VLLM_USE_V1="
-CONFIG_FLAGS = ("speculative-config", "sc")
-VLLM_OLD: Mapping[str, bool] = {
-    **dict.fromkeys((*VLLM_KEYS, *CONFIG_FLAGS, "speculative-model", "speculative-disable-by-batch-size"), True),
-    **{key: has_value for key, (has_value, _) in VLLM_GONE.items()},
-}
-
-
-def _vllm(reading: _Reading) -> None:
+def _vllm(line: _Line, olds: list[Old]) -> None:
     config: dict[str, Any] = {}
-    for key in CONFIG_FLAGS:
-        if key in reading.old:
-            config |= _vllm_config(plain(reading.old[key]), reading.notes)
-    for key in reading.old:
-        if key in VLLM_GONE:
-            reading.notes.append(f"--{key} is left out: {VLLM_GONE[key][1]}")
-        elif key in VLLM_KEYS:
-            name, as_value = VLLM_KEYS[key]
-            if _put(config, name, as_value(key, plain(reading.old[key])), f"--{key}", reading.notes):
-                reading.notes.append(f"--{key} is {name} in --speculative-config")
-    _vllm_model(reading, config)
-    _vllm_load(reading, config)
-    _without_v1(reading)
-    if "-m" in reading.words and "vllm.entrypoints.openai.api_server" in reading.words:
-        reading.notes.append("`vllm serve MODEL` is the shorter form of this module")
+    by_key = {old.flag.now: old for old in olds}
+    for old in olds:
+        line.replace(old)
+        if old.flag == Flag():
+            config |= _vllm_config(old.value, line)
+    for old in olds:
+        if old.flag.now not in (None, "model", BY_LOAD) or old.flag.note:
+            line.moved(old.name, _valued(old), old.flag, config, " in --speculative-config")
+    if "model" in by_key:
+        _vllm_model(line, by_key["model"], config)
+    _vllm_method(line, config)
+    _vllm_load(line, by_key.get(BY_LOAD), config)
+    _without_v1(line)
+    if "-m" in line.plain and "vllm.entrypoints.openai.api_server" in line.plain:
+        line.notes.append("`vllm serve MODEL` is the shorter form of this module")
     if config:
-        live = [name for value in reading.old.values() for name in filled(value)]
-        reading.words += ["--speculative-config", as_json(config, live)]
-    elif reading.old.keys() & set(CONFIG_FLAGS):
-        reading.notes.append("--speculative-config is left out: it says nothing")
+        line.new[min(old.at for old in olds)] = f"--speculative-config {_as_json(config, [old.raw for old in olds])}"
+    elif any(old.flag == Flag() for old in olds):
+        line.notes.append("--speculative-config is left out: it says nothing")
 
 
-def _vllm_model(reading: _Reading, config: dict[str, Any]) -> None:
-    """The method, which older versions read off the model's name."""
-    model, notes = reading.value("speculative-model"), reading.notes
-    if model == "[ngram]":
-        if _put(config, "method", "ngram", "--speculative-model [ngram], method", notes):
-            notes.append("--speculative-model [ngram] is method ngram in --speculative-config")
-    elif model is not None and _put(config, "model", model, "--speculative-model", notes):
-        found = next((name for name in NAMED if name in model.lower()), None)
-        said = config.get("method")
-        config.setdefault("method", found or "draft_model")
-        its_name = "its name says nothing of a method" if found is None else f"its name says method {found}"
-        if said is None:
-            check = f"; {its_name}, which makes it {config['method']}: check that"
-        else:
-            check = "" if found in (None, said) else f"; {its_name}, the config {said}: check that"
-        notes.append(f"--speculative-model is model in --speculative-config{check}")
-    method = config.get("method")
-    gone = VLLM_METHODS.get(method) if isinstance(method, str) else None
-    if gone is not None:
-        notes.append(f"{method} is gone {gone}: train a DFlash or an EAGLE-3, or stay below")
-
-
-def _vllm_load(reading: _Reading, config: dict[str, Any]) -> None:
-    """Switching off by batch, a flag or a key, is a table by load now."""
-    flag, limits = "speculative-disable-by-batch-size", {}
-    if "disable_by_batch_size" in config:
-        limits["disable_by_batch_size"] = config.pop("disable_by_batch_size")
-    if flag in reading.old:
-        limits[f"--{flag}"] = _number(flag, plain(reading.old[flag]))
-    for said, batch in limits.items():
-        tokens = config.get("num_speculative_tokens")
-        if type(batch) is not int or batch < 2 or type(tokens) is not int:
-            raise ConfigError(f"{said} {batch}; wanted a batch above 1, and the number of speculative tokens beside it")
-        name, table = "num_speculative_tokens_per_batch_size", [[1, batch - 1, tokens], [batch, max(LARGEST_BATCH, batch), 0]]
-        if config.get(name, table) != table:
-            reading.notes.append(f"{said} {batch} is left out: {name} is there already; check which was meant")
-            continue
-        config[name] = table
-        reading.notes.append(f"{said} {batch} is {name}, a table by load: 0 tokens from {batch} requests on")
-
-
-def _without_v1(reading: _Reading) -> None:
-    """Leave out the variable that chose between two engines, before the program or as an option of docker."""
-    kept: list[str] = []
-    for word in reading.words:
-        if not plain(word).startswith(V1):
-            kept.append(word)
-        elif kept and kept[-1] in ("-e", "--env"):
-            kept.pop()
-    if len(kept) < len(reading.words):
-        reading.notes.append(f"{V1.rstrip('=')} is left out: there is one engine now")
-    reading.words = kept
-
-
-def _vllm_config(text: str, notes: list[str]) -> dict[str, Any]:
+def _vllm_config(text: str, line: _Line) -> dict[str, Any]:
     """A --speculative-config with its old keys renamed."""
     try:
         config = json.loads(text)
@@ -249,83 +274,122 @@ def _vllm_config(text: str, notes: list[str]) -> dict[str, Any]:
         raise ConfigError(f"--speculative-config {text!r} is no JSON; quote it as a shell would") from None
     if not isinstance(config, dict):
         raise ConfigError(f"--speculative-config {text!r} is {type(config).__name__}; wanted a JSON object of settings")
-    old, new = "tensor_parallel_size", "draft_tensor_parallel_size"
-    if old in config and _put(config, new, config.pop(old), old, notes):
-        notes.append(f"{old} is {new}")
-    method = config.get("method")
-    if isinstance(method, str) and method.endswith(MTP_END):
-        config["method"] = "mtp"
-        notes.append(f"method {method} is mtp for every model")
-    for gone in ("acceptance_method", "posterior_threshold", "posterior_alpha", "disable_mqa_scorer", "disable_logprobs"):
-        if config.pop(gone, None) is not None:
-            notes.append(f"{gone} is left out: it is gone")
+    for key in VLLM_KEYS.keys() & config.keys():
+        line.moved(key, config.pop(key), VLLM_KEYS[key], config)
     return config
+
+
+def _vllm_model(line: _Line, old: Old, config: dict[str, Any]) -> None:
+    """The method, which older versions read off the model's name."""
+    if old.value == "[ngram]":
+        line.moved(f"{old.name} [ngram], method", "ngram", Flag("method"), config, " ngram in --speculative-config")
+        return
+    found = next((name for name in NAMED if name in old.value.lower()), None)
+    said = config.get("method")
+    its_name = "its name says nothing of a method" if found is None else f"its name says method {found}"
+    if said is None:
+        config["method"] = found or "draft_model"
+        check = f"{its_name}, which makes it {config['method']}: check that"
+    else:
+        check = "" if found in (None, said) else f"{its_name}, the config {said}: check that"
+    line.moved(old.name, old.value, Flag("model", check), config, " in --speculative-config")
+    config["method"] = config.pop("method")  # behind the model, as one reads it
+
+
+def _vllm_method(line: _Line, config: dict[str, Any]) -> None:
+    """Names of methods that are others today, or gone."""
+    method = config.get("method")
+    if not isinstance(method, str):
+        return
+    if method.endswith("_mtp"):
+        config["method"] = "mtp"
+        line.notes.append(f"method {method} is mtp for every model")
+    if method in VLLM_METHODS:
+        line.notes.append(f"{method} is gone {VLLM_METHODS[method]}: train a DFlash or an EAGLE-3, or stay below")
+
+
+def _vllm_load(line: _Line, old: Old | None, config: dict[str, Any]) -> None:
+    """Switching off by batch, a flag or a key, is a table by load now."""
+    limits = {"disable_by_batch_size": config.pop("disable_by_batch_size", None), old and old.name: old and _valued(old)}
+    for said, batch in limits.items():
+        if batch is None:
+            continue
+        tokens = config.get("num_speculative_tokens")
+        if type(batch) is not int or batch < 2 or type(tokens) is not int:
+            raise ConfigError(f"{said} {batch}; wanted a batch above 1, and the number of speculative tokens beside it")
+        name, table = (
+            VLLM["speculative-disable-by-batch-size"].now,
+            [[1, batch - 1, tokens], [batch, max(LARGEST_BATCH, batch), 0]],
+        )
+        assert name is not None
+        if config.setdefault(name, table) != table:
+            line.notes.append(f"{said} {batch} is left out: {name} is there already; check which was meant")
+        else:
+            line.notes.append(f"{said} {batch} is {name}, a table by load: 0 tokens from {batch} requests on")
+
+
+def _without_v1(line: _Line) -> None:
+    """Leave out the variable that chose between two engines, before the program or as an option of docker."""
+    for at, word in enumerate(line.plain):
+        before = line.plain[at - 1] if at else ""
+        if word.startswith(f"{V1}=") and before == "export":
+            line.notes.append(f"{V1} does nothing any more: there is one engine now")
+        elif word.startswith(f"{V1}="):
+            line.new |= {at: ""} | ({at - 1: ""} if before in ("-e", "--env") else {})
+            line.notes.append(f"{V1} is left out: there is one engine now")
+
+
+def _as_json(value: Any, raws: list[str]) -> str:
+    """A word that is compact JSON, in which the shell fills in what it fills in of these words, such as $MODEL."""
+    quoted = shlex.quote(json.dumps(value, separators=(",", ":")))
+    live = {name for raw in raws for name in re.findall(r"\$\w+|\$\{[^}]*\}", re.sub(r"'[^']*'|\\.", "", raw))}
+    names = "|".join(map(re.escape, sorted(live, key=len, reverse=True)))
+    return re.sub(names, lambda name: f"'\"{name[0]}\"'", quoted) if names else quoted
 
 
 # ── the others ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _renaming(names: Mapping[str, str | None]) -> Callable[[_Reading], None]:
-    """A translator by names alone: old flag → today's; None: left out."""
-
-    def translator(reading: _Reading) -> None:
-        given = {plain(word).partition("=")[0] for word in reading.words}
-        for key, value in reading.old.items():
-            new = names[key]
-            old = f"{'-' if len(key) < 3 else '--'}{key}"
-            if new is None:
-                reading.notes.append(f"{old} {value} is left out: nothing replaces it")
-            elif f"--{new}" in given:
-                reading.notes.append(f"{old} {value} is left out: --{new} is given already; check which was meant")
-            else:
-                given.add(f"--{new}")
-                reading.words += [f"--{new}", value]
-                reading.notes.append(f"{old} is --{new}")
-
-    return translator
+def _renamed(line: _Line, olds: list[Old]) -> None:
+    """Flags that have another name today."""
+    given = {word.partition("=")[0] for word in line.plain}
+    for old in olds:
+        now = f"--{old.flag.now}"
+        is_new = old.flag.now is not None and now not in given
+        line.replace(old, f"{now} {old.raw}" if is_new else "")
+        given.add(now)
+        if is_new:
+            line.notes.append(f"{old.name} is {now}")
+        else:
+            why = old.flag.note or f"{now} is given already; check which was meant"
+            line.notes.append(f"{old.name} {old.raw} is left out: {why}")
 
 
-SGLANG = {"speculative-algo": "speculative-algorithm", "speculative-draft": "speculative-draft-model-path"}
-LLAMACPP = {
-    "draft": "spec-draft-n-max", "draft-n": "spec-draft-n-max", "draft-max": "spec-draft-n-max",
-    "draft-min": "spec-draft-n-min", "draft-n-min": "spec-draft-n-min", "draft-p-min": "spec-draft-p-min",
-    "draft-p-split": "spec-draft-p-split", "model-draft": "spec-draft-model", "ctx-size-draft": None, "cd": None,
-}  # fmt: skip
-LLAMACPP_ITS = ("spec-type", "spec-default")
-TRTLLM_KEYS = {
-    "acceptance_window": "acceptance_rate_window_size", "acceptance_length_threshold": "acceptance_rate_threshold",
-    "speculative_model_dir": "speculative_model",
-}  # fmt: skip
-TRTLLM_GONE = {
-    "eagle3_one_model": "there is only the one-model form", "eagle_choices": "fixed trees are gone; set use_dynamic_tree",
-    "pytorch_weights_path": "it is speculative_model", "use_sa_spec": "it is sa_config now",
-}  # fmt: skip
-TRTLLM_FILES = {"config": True, "extra-llm-api-options": True}
+def _llamacpp(line: _Line, olds: list[Old]) -> None:
+    _renamed(line, olds)
+    names = {word.lstrip("-").partition("=")[0]: at for at, word in enumerate(line.plain) if word.startswith("-")}
+    drafts = [names[name] for name in ("md", "model-draft", "spec-draft-model", "hfd", "spec-draft-hf") if name in names]
+    if drafts and not names.keys() & {"spec-type", "spec-default"}:
+        at = max([old.last for old in olds] + [min(at + 1, len(line.raw) - 1) for at in drafts])
+        line.new[at] = f"{line.new.get(at, line.raw[at])} --spec-type draft-simple".strip()
+        line.notes.append("what drafts is said by --spec-type")
 
 
-def _llamacpp(reading: _Reading) -> None:
-    _renaming(LLAMACPP)(reading)
-    names = {word.lstrip("-").partition("=")[0] for word in map(plain, reading.words) if word.startswith("-")}
-    if names & {"md", "spec-draft-model", "hfd", "spec-draft-hf"} and not names & set(LLAMACPP_ITS):
-        reading.words += ["--spec-type", "draft-simple"]
-        reading.notes.append("what drafts is said by --spec-type")
-
-
-def _trtllm(reading: _Reading) -> None:
-    for key, value in reading.old.items():
-        path = Path(plain(value))
-        if key != "config":
-            reading.notes.append(f"--{key.replace('-', '_')} is --config")
-        text = _trtllm_file(path, reading.notes)
+def _trtllm(line: _Line, olds: list[Old]) -> None:
+    for old in olds:
+        if old.name != "--config":
+            line.replace(old, f"--config {old.raw}")
+            line.notes.append(f"{old.name} is --config")
+        path = Path(old.value)
+        text = _trtllm_file(path, line)
         if text is not None:
-            reading.files[path.name] = text
-        reading.words += ["--config", value]
+            line.files[path.name] = text
 
 
-def _trtllm_file(path: Path, notes: list[str]) -> str | None:
+def _trtllm_file(path: Path, line: _Line) -> str | None:
     """The settings file with its old keys renamed; None where nothing changes or it is not here."""
     if not path.exists():
-        notes.append(f"{path} is not here, so its keys were not looked at")
+        line.notes.append(f"{path} is not here, so its keys were not looked at")
         return None
     try:
         body = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -334,31 +398,43 @@ def _trtllm_file(path: Path, notes: list[str]) -> str | None:
     config = body.get("speculative_config") if isinstance(body, dict) else None
     if not isinstance(config, dict):
         return None
-    before = len(notes)
-    if config.get("decoding_type") == "Eagle":
+    before = len(line.notes)
+    kind = config.get("decoding_type")
+    if kind == "Eagle":
         config["decoding_type"] = "Eagle3"
-        notes.append("decoding_type Eagle is Eagle3")
-    if config.get("decoding_type") in ("Medusa", "Lookahead"):
-        notes.append(f"decoding_type {config['decoding_type']} is gone; train an EAGLE-3, or take NGram")
-    if config.get("pytorch_weights_path") is not None:
-        _put(config, "speculative_model", config["pytorch_weights_path"], "pytorch_weights_path", notes)
-    for old, new in TRTLLM_KEYS.items():
-        if old in config and _put(config, new, config.pop(old), old, notes):
-            is_rate = old == "acceptance_length_threshold"
-            notes.append(f"{old} is {new}" + ("; it is a rate now, no length: set it anew" if is_rate else ""))
-    for old, why in TRTLLM_GONE.items():
-        if config.pop(old, None) is not None:
-            notes.append(f"{old} is left out: {why}")
-    return yaml.safe_dump(body, sort_keys=False) if len(notes) > before else None
+        line.notes.append("decoding_type Eagle is Eagle3")
+    if kind in ("Medusa", "Lookahead"):
+        line.notes.append(f"decoding_type {kind} is gone; train an EAGLE-3, or take NGram")
+    for key, flag in TRTLLM_KEYS.items():
+        if key in config:
+            line.moved(key, config.pop(key), flag, config)
+    return yaml.safe_dump(body, sort_keys=False) if len(line.notes) > before else None
 
 
-Translator = Callable[[_Reading], None]
-TRANSLATORS: Mapping[str, tuple[tuple[str, ...], Mapping[str, bool], Translator]] = {
-    "vllm": (("vllm", "vllm-openai"), VLLM_OLD, _vllm),
-    "sglang": (("sglang",), dict.fromkeys(SGLANG, True), _renaming(SGLANG)),
-    "trtllm": (("trtllm-serve", "trtllm-bench"), TRTLLM_FILES, _trtllm),
-    "llamacpp": (
-        ("llama-server", "llama-cli", "llama-speculative", "llama.cpp"), dict.fromkeys(LLAMACPP, True), _llamacpp,
-    ),
-}  # fmt: skip
-"""Engine → (words that tell it, older flags and whether a value follows, its translator)."""
+def _trtllm_build(line: _Line, olds: list[Old]) -> None:
+    """Nothing is built today: what it was told of speculation stands in the file that the server reads."""
+    line.notes.append(
+        "trtllm-build makes an engine of the older backend and stays as it is; today's builds nothing: "
+        f"`trtllm-serve MODEL --config {TRTLLM_FILE}` serves the model itself"
+    )
+    config: dict[str, Any] = {}
+    for old in olds:
+        kind, more = MODES.get(old.value, (None, "")) if old.flag.now == "decoding_type" else (_valued(old), "")
+        if kind is None:
+            line.notes.append(f"{old.name} {old.value} is gone there; train an EAGLE-3, or take NGram")
+        else:
+            line.moved(f"{old.name} {old.value}", kind, old.flag._replace(note=more), config, f" {kind} in {TRTLLM_FILE}")
+    if "decoding_type" in config:
+        apart = {"disable_overlap_scheduler": True} if config["decoding_type"] == "Draft_Target" else {}
+        line.files[TRTLLM_FILE] = yaml.safe_dump({"speculative_config": config, **apart}, sort_keys=False)
+
+
+Translator = Callable[[_Line, list[Old]], None]
+PROGRAMS: Mapping[str, tuple[str, tuple[str, ...], Mapping[str, Flag], Translator]] = {
+    "vllm": ("vllm", ("vllm", "vllm-openai"), VLLM, _vllm),
+    "sglang": ("sglang", ("sglang",), SGLANG, _renamed),
+    "trtllm-serve": ("trtllm", ("trtllm-serve", "trtllm-bench"), TRTLLM, _trtllm),
+    "trtllm-build": ("trtllm", ("trtllm-build",), TRTLLM_BUILD, _trtllm_build),
+    "llama-server": ("llamacpp", ("llama-server", "llama-cli", "llama-speculative", "llama.cpp"), LLAMACPP, _llamacpp),
+}
+"""(Engine, words that tell it, its older flags, its translator)"""
