@@ -23,6 +23,7 @@ from outrider.config import nearest
 from outrider.engines import folder as folders
 from outrider.engines import tune
 from outrider.engines.folder import BLOCKS, CONFIG, IDS, MANIFEST
+from outrider.engines.template import rendered
 from outrider.errors import ConfigError, ExportError
 
 UNTRAINED = ("ngram", "suffix", "mtp")
@@ -672,26 +673,13 @@ SNIPPET = "generate.py"
 
 def _transformers_command(draft: Draft, wish: Wish, settings: Settings) -> tuple[list[str], dict[str, str]]:
     """A script, since nothing is served: assisted generation has no server and one prompt at a time."""
-    plain = {key: value for key, value in settings.items() if key not in ASSISTANT}
+    model = settings.get("assistant_model")
     assistant = {key: value for key, value in settings.items() if key in ASSISTANT}
-    call = [*(f"{key}={value!r}" for key, value in plain.items() if key != "assistant_model")]
-    lines = [
-        '"""Decode one prompt with a draft: python generate.py "The prompt." """', "", "import sys", "",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer", "",
-        f"tokenizer = AutoTokenizer.from_pretrained({draft.target!r})",
-        f"target = AutoModelForCausalLM.from_pretrained({draft.target!r})",
-    ]  # fmt: skip
-    if assistant:
-        lines.append(f"draft = AutoModelForCausalLM.from_pretrained({settings['assistant_model']!r})")
-        lines += [f"draft.generation_config.{key} = {value!r}" for key, value in assistant.items()]
-        call.insert(0, "assistant_model=draft")
-    given = "".join(f", {argument}" for argument in call)
-    lines += [
-        'inputs = tokenizer(sys.argv[1], return_tensors="pt")',
-        f"tokens = target.generate(**inputs, max_new_tokens=128, do_sample=False{given})",
-        'print(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
-    ]
-    return ["python", f"{wish.files}/{SNIPPET}", "The prompt."], {SNIPPET: "\n".join(lines) + "\n"}
+    plain = {key: repr(value) for key, value in settings.items() if key not in ASSISTANT}
+    call = plain if model is None else plain | {"assistant_model": "draft"}
+    given = "".join(f", {key}={value}" for key, value in call.items())
+    text = rendered("generate.py.txt", target=draft.target, model=model, assistant=assistant, given=given)
+    return ["python", f"{wish.files}/{SNIPPET}", "The prompt."], {SNIPPET: text}
 
 
 ASSISTANT = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
