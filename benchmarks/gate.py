@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from outrider.gate.gate import gate
+from outrider.gate.verdict import gate
 from outrider.report.schema import Report
 
 TASKS = {"a": 23, "b": 23, "c": 22, "d": 22, "e": 22, "f": 22, "g": 22, "h": 22, "i": 22}

@@ -15,7 +15,7 @@ from outrider import errors
 
 LIGHT = (
     "outrider", "outrider.config", "outrider.errors", "outrider.demo", "outrider.report.schema",
-    "outrider.gate.gate", "outrider.traffic.replay", "outrider.traffic.watch", "outrider.cli",
+    "outrider.gate.verdict", "outrider.traffic.replay", "outrider.traffic.watch", "outrider.cli",
 )  # fmt: skip
 
 IMPORTS = f"""

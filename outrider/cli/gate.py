@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from outrider.atomic import replacing
 from outrider.cli import console
 from outrider.cli.console import JsonTo, place_of_json, write_json
 from outrider.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from outrider.gate.verdicts import Outcome
-    from outrider.report.schema import Report
+from outrider.gate.noise import neighbours
+from outrider.gate.outcome import Outcome
+from outrider.gate.policy import policy_of
+from outrider.gate.verdict import gate as judge
+from outrider.report.schema import Report
 
 
 def gate(
@@ -35,10 +36,6 @@ def gate(
     json_to: JsonTo = None,
 ) -> None:
     """May this draft ship?  Compare its report with a baseline's.  Exit code 0: yes, 1: no, 2: they can't be compared."""
-    from outrider.gate.gate import gate as judge
-    from outrider.gate.gate import policy_of
-    from outrider.report.schema import Report
-
     try:
         place_of_json(json_to)
         for place in (junit, markdown):
@@ -46,7 +43,7 @@ def gate(
                 raise DataError(f"can't write {place}: no such folder; name a file in a folder that exists")
         rules = policy_of(policy)
         new, old = Report.load(candidate), Report.load(baseline)
-        alike = [pair for group in aa or [] for pair in _pairs(group)]
+        alike = [pair for group in aa or [] for pair in neighbours(group)]
         console.note.print(f"comparing {candidate} with {baseline}", markup=False, highlight=False)
         outcome = judge(new, old, rules, alike=alike, allow_other_machine=allow_other_machine)
         # 1 is for a draft that must not ship; what was never judged is wrong use
@@ -60,17 +57,6 @@ def gate(
     write_json(json_to, outcome.as_json())
     if outcome.stops:
         raise typer.Exit(1)
-
-
-def _pairs(group: str) -> list[tuple[Report, Report]]:
-    """Each report with the one before it."""
-    from outrider.report.schema import Report
-
-    paths = [path.strip() for path in group.split(",") if path.strip()]
-    if len(paths) < 2:
-        raise ConfigError(f"--aa {group!r} names {len(paths)} report; give two or more of the same thing, as A.json,B.json")
-    found = [Report.load(path) for path in paths]
-    return list(zip(found[1:], found[:-1], strict=True))
 
 
 def _say(outcome: Outcome) -> None:
@@ -90,9 +76,8 @@ def _say(outcome: Outcome) -> None:
 
 
 def _write(place: Path, text: str) -> None:
-    part = place.with_name(f"{place.name}.part")
     try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, place)
+        with replacing(place) as part:
+            part.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"can't write {place}: {error.strerror}; name a file in a folder that can be written") from None

@@ -8,14 +8,16 @@ the rule of three says.  Knows no torch.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from scipy.special import ndtri
 
 from outrider.errors import DataError
-from outrider.report.bootstrap import DRAWS, NORMAL, Interval, interval_of, resampled
+from outrider.report.bootstrap import DRAWS, Interval, interval_of, resampled
 
 UNSEEN = 2
 """Prompts imagined on either side."""
@@ -70,18 +72,13 @@ def equivalence(
 
 def _needed(gained: np.ndarray[Any, Any], margin: float, span: float, level: float, power: float = 0.8) -> int:
     """Prompts with which both bounds fall within the margin with chance `power`, where the true difference is 0."""
-    certain, likely = NORMAL.inv_cdf(level), NORMAL.inv_cdf((1 + power) / 2)
+    certain, likely = (float(ndtri(share)) for share in (level, (1 + power) / 2))
     variance, unseen = float((gained**2).mean()), 2 * UNSEEN * span**2
-    prompts = len(gained)
 
-    def half(count: int) -> float:
+    def is_enough(count: int) -> bool:
         # what was imagined is spread over more prompts, what was seen is not; only the latter moves the middle
-        return certain * math.sqrt(variance / count + unseen / count**2) + likely * math.sqrt(variance / count)
+        half = certain * math.sqrt(variance / count + unseen / count**2) + likely * math.sqrt(variance / count)
+        return half < margin
 
-    least, most = 1, max(prompts, 2)
-    while half(most) >= margin:
-        least, most = most, most * 2
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if half(middle) >= margin else (least, middle)
-    return most
+    counts = range(2, 1 << 60)
+    return counts[bisect.bisect_left(counts, True, key=is_enough)]

@@ -27,6 +27,10 @@ class Matched:
     """What tells it from others of the report; empty where it is alone."""
     pairs: Mapping[str, Pair]
 
+    def named(self, where: str) -> str:
+        """A place in these rows, such as a task."""
+        return " ".join(filter(None, (self.name, where)))
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:

@@ -16,9 +16,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import chdtri, chndtrinc
 
 from outrider.errors import DataError
-from outrider.report.bootstrap import NORMAL, holm
+from outrider.report.bootstrap import holm
 
 Floats = NDArray[np.float32]
 Text = Sequence[int]
@@ -173,16 +174,5 @@ def detectable(freedom: int, samples: int, tail: float, power: float = 0.8) -> f
     """
     if not freedom:
         return 1.0
-    critical = _quantile(1 - tail, freedom, 0)
-    low, high = 0.0, 4.0 * (critical + 10)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _quantile(1 - power, freedom, middle) < critical else (low, middle)
-    return min(1.0, math.sqrt(high / (2 * samples)))
-
-
-def _quantile(share: float, freedom: int, noncentrality: float) -> float:
-    """Of the noncentral chi-square: its cube root is nearly normal (Abdel-Aty, 1954; Wilson and Hilferty where central)."""
-    total = freedom + noncentrality
-    spread = 2 * (freedom + 2 * noncentrality) / (9 * total**2)
-    return total * max(0.0, 1 - spread + NORMAL.inv_cdf(share) * math.sqrt(spread)) ** 3
+    critical = chdtri(freedom, tail)
+    return min(1.0, math.sqrt(float(chndtrinc(critical, freedom, 1 - power)) / (2 * samples)))

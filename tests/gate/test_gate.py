@@ -18,9 +18,11 @@ import pytest
 
 from benchmarks.gate import COMMAND, reports
 from outrider.errors import ConfigError, DataError
-from outrider.gate.gate import gate, policy_of, prompts_needed
-from outrider.gate.rules import Policy, depths_of
-from outrider.gate.verdicts import Outcome
+from outrider.gate.depths import depths_of
+from outrider.gate.noise import prompts_needed
+from outrider.gate.outcome import Outcome
+from outrider.gate.policy import Policy, policy_of
+from outrider.gate.verdict import gate
 from outrider.report.schema import Report
 
 Made = dict[str, Any]
@@ -333,10 +335,10 @@ def test_reports_of_the_first_schema_are_judged_by_what_they_have() -> None:
         for row in report["rows"]:
             found = depths_of(Report.model_validate(report).rows[0])
             assert found is not None
-            tested = np.concatenate([found.reached[:1], found.kept[:-1]])
+            tested = np.concatenate([found.reached[:1], found.accepted[:-1]])
             row |= {
-                "accepted_by_depth": (found.kept / found.reached).tolist(), "steps": int(found.reached[0]),
-                "conditional_acceptance": (found.kept / tested).tolist(), "rejections_by_depth": (tested - found.kept).tolist(),
+                "accepted_by_depth": (found.accepted / found.reached).tolist(), "steps": int(found.reached[0]),
+                "conditional_acceptance": (found.accepted / tested).tolist(), "rejections_by_depth": (tested - found.accepted).tolist(),
             }  # fmt: skip
         without(report, (*fields, "fingerprint"))
     outcome = judge(own, old)
@@ -356,7 +358,7 @@ def test_acceptance_by_depth_is_the_same_from_the_histogram_and_from_older_field
     older = row | shares | {"accepted_histogram": None, "rejections_by_depth": [9, 5]}
     same = depths_of(Report.model_validate(old | {"rows": [older]}).rows[0])
     assert new is not None and same is not None
-    assert new.reached.tolist() == [30, 20] and new.kept.tolist() == [21, 10]
+    assert new.reached.tolist() == [30, 20] and new.accepted.tolist() == [21, 10]
     np.testing.assert_allclose(same, new)
 
 

@@ -1,0 +1,138 @@
+"""Rules over drafts by depth: what was accepted of those that reach it, beside the baseline and beside training.  No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from outrider.gate.figures import counts
+from outrider.gate.measured import Test, silent
+from outrider.gate.outcome import Part
+from outrider.gate.pairing import Comparison, Pair
+from outrider.report.bootstrap import Floats, normal
+from outrider.report.schema import Row
+
+FEWEST_DRAFTS = 30
+"""That reach a depth, for its acceptance to be tested."""
+
+
+def acceptance(comparison: Comparison) -> Iterator[Test | Part]:
+    """Log of new/old acceptance at each depth."""
+    for group in comparison.groups:
+        pairs = list(group.pairs.values())
+        new, old = summed([pair.new for pair in pairs]), summed([pair.old for pair in pairs])
+        if new is None or old is None:
+            yield silent(group.name, "a report has no acceptance by depth")
+            continue
+        widened = math.sqrt(_clustering(pairs, new, old))
+        prompts = sum(len(pair.prompts) for pair in pairs)
+        for depth in range(len(old.reached)):
+            where = group.named(f"depth {depth + 1}")
+            if depth >= len(new.reached) or min(new.reached[depth], old.reached[depth]) < FEWEST_DRAFTS:
+                yield silent(where, f"fewer than {FEWEST_DRAFTS} drafts reach it in one of the reports")
+                continue
+            # half a draft more on either side: a share of 0 has a logarithm
+            sides = [(d.accepted[depth] + 0.5, d.reached[depth] + 1.0) for d in (new, old)]
+            shares = [accepted / reached for accepted, reached in sides]
+            error = math.sqrt(sum(max(0.0, 1 - share) / n for share, (n, _) in zip(shares, sides, strict=True)))
+            yield Test(where, normal(math.log(shares[0] / shares[1]), widened * error), prompts)
+
+
+def skew(comparison: Comparison) -> Iterator[Test | Part]:
+    """Acceptance as served, less what training predicted, at each depth."""
+    for group in comparison.groups:
+        pairs = list(group.pairs.values())
+        found, predicted = summed([pair.new for pair in pairs]), _predicted([pair.new for pair in pairs])
+        if found is None or not predicted:
+            missing = "what training predicted" if found else "acceptance by depth"
+            yield silent(group.name, f"the candidate does not say {missing}")
+            continue
+        widened = math.sqrt(_clustering(pairs, found))
+        before = _skews(summed([pair.old for pair in pairs]), _predicted([pair.old for pair in pairs]))
+        prompts = sum(pair.new.prompts for pair in pairs)
+        for depth, (expected, reached, accepted) in enumerate(zip(predicted, *found, strict=False)):
+            where = group.named(f"depth {depth + 1}")
+            if expected is None:
+                yield silent(where, "training predicted nothing")
+            elif reached < FEWEST_DRAFTS:
+                yield silent(where, f"fewer than {FEWEST_DRAFTS} drafts reach it")
+            else:
+                share = (accepted + 0.5) / (reached + 1)
+                error = widened * math.sqrt(share * (1 - share) / reached)
+                skewed = accepted / reached - expected
+                eased = "no worse than the baseline" if before.get(depth, math.inf) <= skewed else ""
+                yield Test(where, normal(skewed, error), prompts, eased=eased)
+
+
+def _predicted(rows: Sequence[Row]) -> Sequence[float | None]:
+    return next((row.predicted_by_depth for row in rows if row.predicted_by_depth), ())
+
+
+def _skews(found: Depths | None, predicted: Sequence[float | None]) -> dict[int, float]:
+    """Acceptance less its prediction, by depth."""
+    sides = enumerate(zip(predicted, *found, strict=False)) if found else ()
+    return {depth: n / reached - expected for depth, (expected, reached, n) in sides if expected is not None and reached}
+
+
+class Depths(NamedTuple):
+    """Drafts by depth."""
+
+    reached: Floats
+    accepted: Floats
+    """That depth, and all before it."""
+
+
+def depths_of(row: Row) -> Depths | None:
+    """From the histogram; in reports without one, from the shares and the rejections by depth.  None where neither is."""
+    if row.accepted_histogram:
+        most = max(len(row.accepted_histogram) - 1, 0)
+        found = Depths(np.zeros(most), np.zeros(most))
+        for deep, steps in enumerate(row.accepted_histogram):
+            for far, count in enumerate(steps):
+                found.reached[:deep] += count
+                found.accepted[: min(far, deep)] += count
+        return found
+    shares = list(zip(row.accepted_by_depth, row.conditional_acceptance, row.rejections_by_depth, strict=False))
+    drafts: list[tuple[float, float]] = []
+    for share, conditional, rejected in shares:
+        if share is None or conditional is None:
+            break
+        # of the drafts judged at this depth, those not accepted were rejected there
+        accepted = conditional * rejected / (1 - conditional) if conditional < 1 else 0.0
+        if conditional == 1 and (row.steps or 0) > 0:
+            accepted = drafts[-1][1] if drafts else float(row.steps or 0)
+        drafts.append((accepted / share if share else rejected, accepted))
+    return Depths(*np.array(drafts).T) if drafts else None
+
+
+def _clustering(pairs: Iterable[Pair], new: Depths, old: Depths | None = None) -> float:
+    """How many times the variance of tokens per step, over prompts, exceeds that of as many independent steps; 1 at least.
+
+    With `old`, of the difference between the two over the same prompts.
+    """
+    table = np.array([values for pair in pairs for both in pair.prompts if (values := counts(*both)) is not None])
+    if len(table) < 2:
+        return 1.0
+    seen, alone = np.zeros(len(table)), 0.0
+    for side, depths in ((0, new), (2, old)):
+        if depths is not None:
+            tokens, steps = table[:, side], table[:, side + 1]
+            strayed = (tokens - tokens.sum() / steps.sum() * steps) / steps.sum()
+            seen = seen + (strayed if side == 0 else -strayed)
+            share = np.minimum(1.0, depths.accepted / steps.sum())
+            weights = 2 * np.arange(len(share)) + 1
+            alone += max(0.0, float((weights * share).sum() - share.sum() ** 2)) / float(steps.sum())
+    return max(1.0, float((seen**2).sum()) * len(table) / (len(table) - 1) / alone) if alone else 1.0
+
+
+def summed(rows: Sequence[Row]) -> Depths | None:
+    """Of all tasks, as deep as the deepest."""
+    found = [depths_of(row) for row in rows]
+    if not found or any(depths is None for depths in found):
+        return None
+    most = max(len(depths.reached) for depths in found if depths is not None)
+    filled = [[np.pad(column, (0, most - len(column))) for column in depths] for depths in found if depths is not None]
+    return Depths(*np.sum(filled, axis=0))

@@ -1,0 +1,224 @@
+"""Rules over figures of prompts, new beside old: speeds, tokens per step, the slowest prompts, scores.  No torch.
+
+Prompts are drawn within their tasks.  An estimate is oriented so that below 0 is a loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from outrider.gate.measured import Test, silent, too_few
+from outrider.gate.outcome import Part
+from outrider.gate.pairing import Comparison, Matched
+from outrider.gate.policy import Policy
+from outrider.measure.tasks import TASKS
+from outrider.report.bootstrap import Estimate, Floats, estimate_of, normal, resampled, sums
+from outrider.report.schema import PromptResult
+
+Found = Iterator[Test | Part]
+
+
+def speed(comparison: Comparison, policy: Policy) -> Found:
+    """Log of new/old speed, prompt by prompt."""
+
+    def columns(new: PromptResult, old: PromptResult) -> tuple[float, ...] | None:
+        a, b = getattr(new, policy.speed.by), getattr(old, policy.speed.by)
+        return (math.log(a / b), 1.0) if a and b and a > 0 and b > 0 else None
+
+    return _paired(comparison.groups, columns, _mean, policy, f"a {policy.speed.by}")
+
+
+def tokens_per_step(comparison: Comparison, policy: Policy) -> Found:
+    """Log of new/old tokens per step."""
+    return _paired(comparison.groups, counts, _pace, policy, "tokens and steps")
+
+
+def clean_figure(comparison: Comparison, policy: Policy) -> Found:
+    """Tokens per step again without the prompts that were found in a drafter's text, or could not be looked for."""
+    matched = [(task, pair) for group in comparison.groups for task, pair in group.pairs.items()]
+    by_prompt = any(prompt.overlaps is not None for _, pair in matched for prompt in pair.new.per_prompt)
+    if not by_prompt and all(pair.new.clean is None for _, pair in matched):
+        yield silent("", "the candidate was not checked for overlap")
+        return
+    strange: set[tuple[str, str]] = set()
+    for task, pair in matched:
+        for row in (pair.new, pair.old):
+            strange |= {(task, name) for name in (row.clean.overlapping if row.clean else ())}
+            strange |= {(task, prompt.id) for prompt in row.per_prompt if prompt.overlaps}
+        if by_prompt:
+            strange |= {(task, prompt.id) for prompt in pair.new.per_prompt if prompt.overlaps is None}
+    clean = [
+        replace(g, pairs={
+            task: pair._replace(prompts=tuple(both for both in pair.prompts if (task, both[0].id) not in strange))
+            for task, pair in g.pairs.items()
+        })
+        for g in comparison.groups
+    ]  # fmt: skip
+    yield from _paired(clean, counts, _pace, policy, "tokens and steps", by_task=False, sparse=True)
+
+
+def counts(new: PromptResult, old: PromptResult) -> tuple[float, ...] | None:
+    """Tokens and steps of both; None where one is missing."""
+    found = (new.tokens, new.steps, old.tokens, old.steps)
+    return tuple(float(value or 0) for value in found) if all(value and value > 0 for value in found) else None
+
+
+def _paired(
+    groups: Sequence[Matched], columns: Callable[[PromptResult, PromptResult], tuple[float, ...] | None],
+    statistic: Callable[[Floats], Floats], policy: Policy, what: str, *, by_task: bool = True, sparse: bool = False,
+) -> Found:  # fmt: skip
+    """Tests over all tasks and on each, from figures of pairs of prompts.
+
+    columns: the figures, or None where one is missing; statistic takes sums of them over prompts [..., K] and gives a log ratio
+    [...].  sparse: that most prompts lack it is no fault.
+    """
+    for index, group in enumerate(groups):
+        tables: dict[str, Floats] = {}
+        for task, pair in group.pairs.items():
+            found = [values for both in pair.prompts if (values := columns(*both)) is not None]
+            if found and (sparse or len(found) >= policy.shared * len(pair.prompts)):
+                tables[task] = np.array(found, dtype=np.float64)
+            else:
+                why = f"{len(found)} of {len(pair.prompts)} prompts have {what} in both reports"
+                why = why if pair.prompts else "a report does not list its prompts"
+                yield silent(group.named(task), why, is_hole=not sparse)
+        if not tables:
+            continue
+        where = group.named("all tasks" if len(tables) > 1 else next(iter(tables)))
+        whole, own = _bootstrapped(where, tables, statistic, policy, policy.seed + 1000 * index)
+        yield whole
+        for task in tables if by_task and len(tables) > 1 else ():
+            place, count = group.named(task), len(tables[task])
+            yield Test(place, own[task], count) if task in own else too_few(place, count, policy)
+
+
+def _bootstrapped(
+    where: str, tables: Mapping[str, Floats], statistic: Callable[[Floats], Floats], policy: Policy, seed: int
+) -> tuple[Test | Part, dict[str, Estimate]]:
+    """Over all tasks, drawn within each; and the own estimate of each task that is large enough.
+
+    Small tasks are drawn as one, since a prompt that is alone would never vary.
+    """
+    large = {task: table for task, table in tables.items() if len(table) >= policy.least_prompts}
+    small = [table for task, table in tables.items() if task not in large]
+    own: dict[str, Estimate] = {}
+    drawn: list[Floats] = []
+    for place, (task, table) in enumerate(large.items()):
+        drawn.append(sums(table, policy.draws, seed + place))
+        own[task] = estimate_of(float(statistic(table.sum(axis=0))), statistic(drawn[-1]), len(table))
+    if small:
+        drawn.append(sums(np.concatenate(small), policy.draws, seed + len(large)))
+    count = sum(map(len, tables.values()))
+    if count < policy.least_prompts:
+        return too_few(where, count, policy), own
+    center = float(statistic(np.concatenate(list(tables.values())).sum(axis=0)))
+    whole = estimate_of(center, statistic(np.sum(drawn, axis=0)), count, len(drawn))
+    return Test(where, whole, count, is_whole=True), own
+
+
+def _mean(table: Floats) -> Floats:
+    """Of (value, 1)."""
+    means: Floats = table[..., 0] / table[..., 1]
+    return means
+
+
+def _pace(table: Floats) -> Floats:
+    """Log of new/old tokens per step, of (new tokens, new steps, old tokens, old steps)."""
+    logs: Floats = np.log(table[..., 0] * table[..., 3] / (table[..., 1] * table[..., 2]))
+    return logs
+
+
+# ── the slowest prompts ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def slowest(comparison: Comparison, policy: Policy) -> Found:
+    """The 99th percentile over prompts depends on two or three of them, so a plain bootstrap believes their luck.
+
+    Every drawn prompt is shaken by the noise between the reports, as most prompts or the target alone show it: a smoothed
+    bootstrap.  The target alone also tells how much the machine as a whole was slower, which is taken out.
+    """
+    for index, group in enumerate(comparison.groups):
+        where = group.named("all tasks" if len(group.pairs) > 1 else next(iter(group.pairs)))
+        every = [both for pair in group.pairs.values() for both in pair.prompts]
+        timed = [(new, old) for new, old in every if all(p.tpot_ms and p.tpot_ms > 0 for p in (new, old))]
+        if len(timed) < policy.shared * len(every) or not timed:
+            yield silent(where, f"{len(timed)} of {len(every)} prompts have a tpot_ms in both reports")
+        elif len(timed) < policy.least_prompts:
+            yield too_few(where, len(timed), policy)
+        else:
+            logs = np.log([[new.tpot_ms or 1, old.tpot_ms or 1] for new, old in timed])
+            alone = [(a.plain_tpot_ms, b.plain_tpot_ms) for a, b in timed]
+            drift = np.array([math.log(a / b) for a, b in alone if a and b and a > 0 and b > 0])
+            noise = _scatter(logs[:, 0] - logs[:, 1])
+            if len(drift) == len(timed):
+                logs[:, 0] -= drift.mean()
+                noise = max(noise, float(drift.std()))
+            yield Test(where, _tail_estimate(logs, noise, policy, index), len(timed))
+
+
+def _scatter(values: Floats) -> float:
+    """Standard deviation by the middle half: a tail that got slower is what is looked for, not noise."""
+    low, high = np.quantile(values, [0.25, 0.75])
+    return float(high - low) / 1.349
+
+
+def _tail_estimate(logs: Floats, scatter: float, policy: Policy, index: int) -> Estimate:
+    """Of minus the log of new/old 99th percentile.  logs [P, 2]: new, old; scatter: of their difference, without a cause."""
+    shake = np.float32(scatter / math.sqrt(2))
+    noise = np.random.default_rng(policy.seed + index)
+
+    def gain(drawn: Floats) -> Floats:
+        # float32: most of a gate's time goes here
+        shaken = drawn.astype(np.float32) + shake * noise.standard_normal(drawn.shape, dtype=np.float32)
+        high = np.quantile(shaken, 0.99, axis=-2)
+        result: Floats = (high[..., 1] - high[..., 0]).astype(np.float64)
+        return result
+
+    high = np.quantile(logs, 0.99, axis=0)
+    drawn = resampled(logs, gain, policy.draws, policy.seed + index)
+    return estimate_of(float(high[1] - high[0]), drawn, len(logs))
+
+
+# ── scores ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def score(comparison: Comparison, policy: Policy) -> Found:
+    """Drafted answers beside the target's own in the candidate's run: any loss is the drafter's."""
+    for index, group in enumerate(comparison.groups):
+        tables: dict[str, Floats] = {}
+        lonely: list[tuple[float, float, int]] = []
+        missing: list[Part] = []
+        for task, pair in group.pairs.items():
+            both = [(p.score, p.plain_score) for p in pair.new.per_prompt]
+            found = [a - b for a, b in both if a is not None and b is not None]
+            row = pair.new.score
+            if found:
+                tables[task] = np.array([(value, 1.0) for value in found])
+            elif row is not None and row.drafted is not None and row.plain is not None and row.prompts >= 1:
+                variance = sum(share * (1 - share) for share in (row.drafted, row.plain)) / row.prompts
+                lonely.append((row.drafted - row.plain, variance, row.prompts))
+            else:
+                missing.append(silent(group.named(task), "no scores in the candidate", is_hole=_can_score(task)))
+        where, count = group.named("all tasks"), sum(map(len, tables.values())) or sum(n for *_, n in lonely)
+        if not count:
+            yield silent(where, "no scores in the candidate")
+            continue
+        if count < policy.least_prompts:
+            yield too_few(where, count, policy)
+        elif tables:
+            yield _bootstrapped(where, tables, _mean, policy, policy.seed + 1000 * index)[0]
+        else:
+            center = sum(difference * n for difference, _, n in lonely) / count
+            error = math.sqrt(sum(variance * n**2 for _, variance, n in lonely)) / count
+            yield Test(where, normal(center, error, max(1, count - 1)), count)
+        yield from missing
+
+
+def _can_score(task: str) -> bool:
+    """False for tasks that want a judge: nobody can be asked for their score."""
+    known = TASKS.get(task)
+    return known is None or known.score is not None

@@ -1,0 +1,77 @@
+"""What a gate tolerates: a limit for every rule, and the chance of a false alarm that all of them share.  No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from outrider.config import Config as Base
+from outrider.config import build, read
+
+Rule = Literal[
+    "exactness", "lossy rule", "machine", "speed", "tokens per step", "p99 TPOT", "acceptance by depth", "train-serve skew",
+    "contamination", "clean figure", "score", "left out",
+]  # fmt: skip
+TIMED: tuple[Rule, ...] = ("speed", "p99 TPOT")
+"""Those that mean nothing on another machine."""
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+# YAML reads a bare `off` as false
+Action = Annotated[Literal["stop", "warn", "off"], BeforeValidator(lambda value: "off" if value is False else value)]
+
+
+class Limit(Base):
+    """How much of one kind of loss is tolerated, and what happens beyond."""
+
+    action: Action = "stop"
+    tolerated: Fraction = 0.01
+
+
+class Speed(Limit):
+    """Speed, prompt by prompt."""
+
+    by: Literal["speedup", "tokens_per_s"] = "speedup"
+    """`speedup` is over the target alone in the same run, which takes the machine's drift out."""
+
+
+class Policy(Base):
+    """What the gate tolerates.  An exactness break always stops; there is no setting for it."""
+
+    speed: Speed = Speed()
+    tokens_per_step: Limit = Limit()
+    p99_tpot: Limit = Limit(tolerated=0.05)
+    """Time per output token of the slowest prompts."""
+    acceptance_by_depth: Limit = Limit(tolerated=0.05)
+    train_serve_skew: Limit = Limit(tolerated=0.05)
+    """Points of acceptance below what training predicted."""
+    contamination: Limit = Limit(tolerated=0.05)
+    """Share of prompts that stand in what the drafter was trained on, or draws from."""
+    clean_figure: Limit = Limit()
+    """Tokens per step over prompts that stand in neither."""
+    score: Limit = Limit()
+    """Points that drafted answers may score below the target's own."""
+    left_out: Limit = Limit(tolerated=0.05)
+    """Points by which the share of prompts left out may grow."""
+    lossy_rule: Literal["stop", "allow"] = "stop"
+    """What becomes of a candidate whose acceptance rule changes the output on purpose."""
+    level: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+    """Of the intervals that are shown, and that warn."""
+    false_stops: Annotated[float, Field(gt=0, lt=0.5)] = 0.01
+    """Chance that any noisy test stops a draft that is as good as the old one; all tests share it."""
+    draws: Annotated[int, Field(ge=1000)] = 10_000
+    seed: int = 0
+    least_prompts: Annotated[int, Field(ge=5)] = 5
+    """Fewer can't be tested."""
+    shared: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Share of prompts that both reports must have, and of these that must have a figure."""
+    required: tuple[Rule, ...] = ("exactness", "speed", "tokens per step")
+    """Rules that stop where they could not be measured."""
+    warnings_stop: bool = False
+
+
+def policy_of(path: str | Path | None) -> Policy:
+    """The built-in policy, with what a YAML file says laid over it.  Unknown keys are a ConfigError."""
+    return Policy() if path is None else build(Policy, read(path), str(path))

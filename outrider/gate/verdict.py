@@ -1,0 +1,126 @@
+"""May this draft ship?  Two reports of the same prompts in, one verdict with its reasons out.  No torch.
+
+A gate must stop what got worse and nothing else.  So figures are compared prompt by prompt, a prompt is the unit that is
+resampled, all noisy tests of all rules share one chance of a false alarm (Holm), and over all tasks together there is a test of
+its own: nine tasks of 22 prompts show a loss of 3 % only together.  A loss stops where the corrected interval of new/old lies
+below 1 and its center below what is tolerated; it warns where the interval of that test alone does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from outrider.errors import DataError
+from outrider.gate.measured import Measured, Test, silent
+from outrider.gate.noise import alike_pair, noise_of, noise_said, prompts_needed, speed_logs, spread, widen, widening
+from outrider.gate.outcome import Finding, Outcome, Part, Verdict
+from outrider.gate.pairing import compare
+from outrider.gate.policy import TIMED, Policy
+from outrider.gate.rules import measured
+from outrider.report.bootstrap import Interval, holm
+from outrider.report.fingerprint import differences
+from outrider.report.schema import Report
+
+LOSSES = (0.01, 0.02, 0.03)
+
+
+def gate(
+    new: Report, old: Report, policy: Policy | None = None, *, alike: Sequence[tuple[Report, Report]] = (),
+    allow_other_machine: bool = False,
+) -> Outcome:  # fmt: skip
+    """Judge a candidate's report beside a baseline's.  alike: pairs of reports of one and the same thing, to learn noise from.
+
+    DataError where the two can't be compared: other targets, prompts or machines.
+    """
+    policy = policy or Policy()
+    others = differences(old.fingerprint, new.fingerprint) if old.fingerprint and new.fingerprint else []
+    if others and not allow_other_machine:
+        raise DataError(
+            f"the reports come from different machines or settings ({'; '.join(others)}); measure both on one, "
+            "or leave the times out with --allow-other-machine"
+        )
+    comparison = compare(new, old, policy.shared)
+    sigma = spread(speed_logs(comparison, policy))
+    noise = noise_of([alike_pair(a, b, new, policy, allow_other_machine) for a, b in alike], policy)
+    widened = widening(noise, sigma)
+    rules = measured(comparison, policy, others)
+    rules = [widen(rule, widened) if rule.rule in TIMED else rule for rule in rules]
+    tail = (1 - policy.level) / 2
+    chances = [test.estimate.chance_of(0.0) for rule in rules for test in rule.tests]
+    allowed = iter(holm(chances, policy.false_stops))
+    findings = [_judged(rule, [next(allowed) for _ in rule.tests], tail) for rule in rules]
+    findings = [found.eased() if rule.limit.action == "warn" else found for found, rule in zip(findings, rules, strict=True)]
+    if _is_faster_paced(rules, tail):
+        findings = [found.eased() if found.rule == "acceptance by depth" else found for found in findings]
+    verdict, headline = _together(findings, policy, [*_set_aside(new, rules, policy), *(TIMED if others else ())])
+    seen = max(filter(None, (sigma, noise.sigma if noise else None)), default=None)
+    needed = [(loss, prompts_needed(seen, loss, policy.false_stops / max(1, len(chances)))) for loss in LOSSES] if seen else []
+    notes = (*comparison.notes, *noise_said(noise, sigma, widened))
+    return Outcome(verdict, tuple(findings), headline, notes, len(chances), seen, widened, tuple(needed))
+
+
+def _judged(rule: Measured, allowed: Sequence[float], tail: float) -> Finding:
+    parts = [_part(rule, test, own, tail) for test, own in zip(rule.tests, allowed, strict=True)] + rule.parts
+    return Finding(rule.rule, rule.measures, rule.unit, tuple(parts or [silent("", "nothing to compare")]))
+
+
+def _part(rule: Measured, test: Test, allowed: float, tail: float) -> Part:
+    """A loss is one where the interval lies below 0 and its center below what is tolerated."""
+    estimate, is_ratio, limit = test.estimate, rule.unit == "new/old", rule.limit.tolerated
+    least = -limit if not is_ratio else -math.log1p(limit) if rule.rises else math.log1p(-limit)
+    alone, corrected = estimate.interval(tail), estimate.interval(allowed)
+    is_past = estimate.center < least
+    is_sure, is_likely = is_past and corrected.high < 0, is_past and alone.high < 0
+    verdict: Verdict = "stop" if is_sure and not test.eased else "warn" if is_likely else "pass"
+
+    def shown(interval: Interval) -> Interval:
+        """As new/old, the greater end last."""
+        if not is_ratio:
+            return interval
+        turned = [math.exp(-value if rule.rises else value) for value in interval]
+        return Interval(turned[0], min(turned[1:]), max(turned[1:]))
+
+    found = shown(alone)
+    text = f"{rule.what or rule.rule} {_change(rule, found.center)}"
+    text += f" ({_change(rule, found.low)} to {_change(rule, found.high)})"
+    if is_past:
+        beyond = f"{100 * limit:.2g} {'%' if is_ratio else 'points'} tolerated"
+        doubt = "" if is_sure else "sure alone but not among all tests" if is_likely else "may be noise"
+        text = ", ".join(filter(None, (text, beyond, doubt, test.eased)))
+    return Part(test.where, verdict, text, found.center, found, shown(corrected), test.prompts)
+
+
+def _change(rule: Measured, value: float) -> str:
+    return f"{100 * (value - 1):+.1f} %" if rule.unit == "new/old" else f"{100 * value:+.1f} points"
+
+
+def _is_faster_paced(rules: Sequence[Measured], tail: float) -> bool:
+    """Acceptance falls where drafts get deeper; where tokens per step surely rose, that is no loss."""
+    paces = [test for rule in rules if rule.rule == "tokens per step" for test in rule.tests if test.is_whole]
+    return bool(paces) and all(test.estimate.bound(tail) > 0 for test in paces)
+
+
+def _together(findings: Sequence[Finding], policy: Policy, excused: Sequence[str]) -> tuple[Verdict, str]:
+    """The verdict on the whole, and why, in one sentence."""
+    stops, warnings, silent = ([f for f in findings if f.verdict == which] for which in ("stop", "warn", "not measured"))
+    holes = [(found, part) for found in findings for part in found.parts if part.is_hole]
+    missing = [(found.rule, found.reason) for found in silent] + [(f.rule, f"{p.where}: {p.reason}") for f, p in holes]
+    missing = [(rule, why) for rule, why in missing if rule in policy.required and rule not in excused]
+    stops += warnings if policy.warnings_stop else []
+    unsaid = f"; not measured: {', '.join(found.rule for found in silent)}" if silent else ""
+    if stops:
+        more = f"; and by {', '.join(found.rule for found in stops[1:])}" if len(stops) > 1 else ""
+        return "stop", f"STOP by {stops[0].rule}: {stops[0].reason}{more}{unsaid}"
+    if missing:
+        return "stop", f"STOP: {missing[0][0]} is required and was not measured: {missing[0][1]}{unsaid}"
+    if warnings:
+        return "warn", f"PASS with warnings by {', '.join(found.rule for found in warnings)}{unsaid}"
+    return "pass", f"PASS: no rule found a loss{unsaid}"
+
+
+def _set_aside(new: Report, rules: Sequence[Measured], policy: Policy) -> list[str]:
+    """Rules that the policy itself asks nothing of, so that their silence is no hole."""
+    off: list[str] = [rule.rule for rule in rules if rule.limit.action == "off"]
+    is_lossy = policy.lossy_rule == "allow" and all(row.lossless is False for row in new.rows)
+    return [*off, "exactness"] if is_lossy else off
