@@ -20,11 +20,11 @@ from serving import parties, prompts_of, write
 
 from outrider.decoding.state import Request
 from outrider.drafters import layer_skip
-from outrider.engines import sublayers
-from outrider.engines.sublayers import Found
 from outrider.measure.timing import run_once
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
+from outrider.training import sublayers
+from outrider.training.sublayers import Found
 
 SEARCHED = 6
 

@@ -35,7 +35,7 @@ VERBS = {
         "gate": ("gate", "May this draft ship?  Compare with a baseline's report"),
     },
     "Servers": {
-        "tune": ("deploy", "Find which draft length pays at which load"),
+        "tune": ("tune", "Find which draft length pays at which load"),
         "replay": ("replay", "Send recorded traffic to servers, and time the answers"),
         "watch": ("watch", "Warn when a server's acceptance leaves its release's"),
     },

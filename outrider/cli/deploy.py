@@ -1,26 +1,19 @@
-"""`outrider deploy` and `outrider tune`: a draft in an engine, and how much it should speculate there."""
+"""`outrider deploy`: the command with which an engine serves a draft, and the files that belong to it."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, bar, key_of, place_of_json, quiet, write_json
-from outrider.engines import commands, flags, manifests, sweep
+from outrider.cli.console import JsonTo, place_of_json, quiet, write_json
+from outrider.engines import commands, flags, manifests
 from outrider.engines import tune as tuning
 from outrider.engines.commands import Command, Draft, Wish
-from outrider.engines.tune import Arm, Choice, Point
 from outrider.errors import ConfigError
-from outrider.traffic import traces
 
 TargetOption = Annotated[str | None, typer.Option("--target", help="Hub id, folder or GGUF file, if not as in training.")]
 KindOption = Annotated[str | None, typer.Option("--kind", help="Kind of drafter, of a folder that comes from elsewhere.")]
@@ -115,140 +108,3 @@ def _say(draft: Draft, command: Command, only_print: bool) -> None:
     print(command.shell, file=console.out.file)
     if command.engine == "transformers" and not only_print:
         print("\n".join(f"# {name}\n{text}" for name, text in command.files.items()), file=console.out.file)
-
-
-# ── tune ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def tune(
-    log: Annotated[Path, typer.Argument(help="Recorded requests; docs/replay.md lists the formats.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Gets every measurement, and tune.json.")],
-    draft: Annotated[str | None, typer.Option(metavar="DIR", help="Exported folder; or ngram, suffix, mtp.")] = None,
-    engine: Annotated[str | None, typer.Option(help="Starts this engine once for each draft length.")] = None,
-    start: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="Instead: it, with {tokens}, {width}, {cutoff}, {port} filled in.")
-    ] = None,
-    url: Annotated[
-        list[str] | None, typer.Option("--url", metavar="TOKENS=URL", help="Instead: a server that runs; once for each length.")
-    ] = None,
-    tokens: Annotated[str, typer.Option(help="Draft lengths; 0 is no speculation.")] = "0,1,2,3,5",
-    loads: Annotated[str, typer.Option(help="Requests at once.")] = "1,2,4,8,16,32,64",
-    widths: Annotated[str, typer.Option(help="Widths of trees.")] = "1",
-    cutoffs: Annotated[str | None, typer.Option(help="Cut-offs by confidence.")] = None,
-    rounds: Annotated[int, typer.Option(help="Times that everything is measured.")] = 2,
-    calls: Annotated[int, typer.Option(help="Requests in each measurement; at least eight a caller.")] = 32,
-    max_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 128,
-    tries: Annotated[int, typer.Option(min=1, help="Sets of layers tried, with --draft layer_skip.")] = 60,
-    margin: Annotated[float, typer.Option(help="What a change of length must win.")] = 0.02,
-    largest: Annotated[int, typer.Option(help="The highest load of the tables.")] = 1024,
-    target: TargetOption = None,
-    tensor_parallel: ParallelOption = 1,
-    port: Annotated[int | None, typer.Option(help="Of servers that are started.")] = None,
-    python: PythonOption = None,
-    engine_version: VersionOption = None,
-    health: Annotated[str, typer.Option(help="Answers 200 once a server of --start is ready.")] = "/health",
-    ready: Annotated[float, typer.Option(help="The longest start, in seconds.")] = 900.0,
-    completions: Annotated[bool, typer.Option("--completions", help="Send messages as a prompt.")] = False,
-    key_from: Annotated[str | None, typer.Option("--key-from", metavar="VARIABLE", help="Variable that holds the key.")] = None,
-    json_to: JsonTo = None,
-) -> None:
-    """Measure which draft length pays at which load, and write the tables that engines read.
-
-    With --draft layer_skip: search on the prompts of LOG which layers of --target can be spared, and write skip.json.
-    """
-    quiet()
-    place_of_json(json_to)
-    if draft == "layer_skip":
-        _sublayers(log, out, target or "demo", tries, json_to)
-        return
-    named, at, port = _named(url), _numbers("loads", loads), port or sweep.free_port()
-    lengths, shares = sorted(named) if named else _numbers("tokens", tokens), _numbers("cutoffs", cutoffs or "", float)
-    arms = sweep.arms(lengths, _numbers("widths", widths), shares if cutoffs is not None else [None])
-    trace = traces.read(log)
-    if named:
-        starts: sweep.Starts = lambda arm: nullcontext(named[arm.tokens])
-    elif start is not None:
-        starts = sweep.of_template(start, port, health, out, ready)
-    elif engine is None or draft is None:
-        raise ConfigError("no server to measure; give --draft and --engine, or --start COMMAND, or --url TOKENS=URL")
-    else:
-        wish = Wish(port=port, tensor_parallel=tensor_parallel)
-        starts = sweep.of_engine(engine, commands.draft_of(draft, target), wish, arms, out, ready, python, engine_version)
-    about = {
-        "log": log.name, "draft": draft, "engine": engine, "target": target, "servers": sorted(named),
-        # a command or an address may hold a key, which is nothing to write down
-        "start": None if start is None else hashlib.sha256(start.encode()).hexdigest()[:16],
-        "calls": calls, "max_tokens": max_tokens, "tensor_parallel": tensor_parallel,
-    }  # fmt: skip
-    total = len(arms) * len(at) * rounds
-    console.out.print(
-        f"tune      {len(arms)} ways to draft at {len(at)} loads, {rounds} times: "
-        f"{total} measurements of {calls} to {max(calls, 8 * max(at))} requests from {log}",
-        highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
-    measure = sweep.by_replay(trace, calls, max_tokens, completions, key_of(key_from))
-    with bar("measurements", total) if console.note.is_terminal else nullcontext(None) as update:
-        points = sweep.sweep(arms, at, rounds, starts, measure, out, about, update)
-    choice = tuning.choose(points, margin, largest)
-    _report(points, choice)
-    choice.write(out / "tune.json")
-    console.out.print(f"          written to {out / 'tune.json'}; use it with `outrider deploy --schedule`", highlight=False)
-    write_json(json_to, choice.plain())
-
-
-def _sublayers(prompts: Path, out: Path, target: str, tries: int, json_to: str | None) -> None:
-    """The best sets of sublayers on a file's prompts; the best becomes skip.json."""
-    from outrider.engines import sublayers  # loads torch, which the other verbs of this file do without
-
-    say = lambda text: console.out.print(f"tune      {text}", highlight=False, soft_wrap=True)
-    found = sublayers.search_prompts(str(prompts), target, tries, say)
-    out.mkdir(parents=True, exist_ok=True)
-    found[0].save(out / "skip.json")
-    for one in found[:3]:
-        skipped = f"attention {sorted(one.skip_attention)}, MLP {sorted(one.skip_mlp)}"
-        console.out.print(f"          {one.speedup:.2f}x without {skipped}", highlight=False, markup=False, soft_wrap=True)
-    console.out.print(f"          written to {out / 'skip.json'}; use it with {{kind: layer_skip, file: ...}}", highlight=False)
-    write_json(json_to, [dataclasses.asdict(one) | {"speedup": one.speedup} for one in found])
-
-
-def _numbers(name: str, text: str, kind: Callable[[str], Any] = int) -> list[Any]:
-    try:
-        return sorted({kind(part) for part in text.split(",") if part.strip()})
-    except ValueError:
-        raise ConfigError(f"--{name} {text!r}; wanted numbers such as 0,1,2,4") from None
-
-
-def _named(urls: list[str] | None) -> dict[int, str]:
-    """TOKENS=URL, by tokens."""
-    found: dict[int, str] = {}
-    for one in urls or ():
-        tokens, equals, url = one.partition("=")
-        if not equals or not tokens.isdecimal() or int(tokens) in found:
-            raise ConfigError(f"--url {one!r}; wanted TOKENS=URL once for each length, such as 0=http://127.0.0.1:8000")
-        found[int(tokens)] = url
-    return found
-
-
-def _report(points: list[Point], choice: Choice) -> None:
-    """Tokens per second by load and way to draft, and what is chosen."""
-    arms = sorted({point.arm for point in points}, key=Arm.order)
-    table = Table(box=None, pad_edge=False)
-    for name in ("at once", *(_name(arm) for arm in arms), "best", "of none"):
-        table.add_column(name, justify="right")
-    for gain in choice.gains:
-        speeds = [[p.tokens_per_s for p in points if p.arm == arm and p.load == gain.load] for arm in arms]
-        around = "" if gain.low is None or gain.high is None else f" [{gain.low:.2f}, {gain.high:.2f}]"
-        row = (f"{sum(speed) / len(speed):.0f}" for speed in speeds)
-        table.add_row(str(gain.load), *row, str(gain.tokens), f"{gain.ratio:.2f}{around}")
-    console.out.print(table, highlight=False)
-    said = ", ".join(f"{one.tokens} from {one.first} on" for one in choice.ranges)
-    pays = "pays at every load measured" if choice.pays_to is None else f"pays up to {choice.pays_to} requests at once"
-    if choice.pays_to == 0:
-        pays = "does not pay at any load measured"
-    console.out.print(f"          tokens a step: {said}; speculation {pays}", highlight=False, soft_wrap=True)
-    for note in choice.notes:
-        console.out.print(f"          {note}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _name(arm: Arm) -> str:
-    return f"{arm.tokens}" + (f"×{arm.width}" if arm.width > 1 else "") + (f">{arm.cutoff}" if arm.cutoff else "")

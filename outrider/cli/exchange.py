@@ -8,8 +8,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from outrider.checkpoint import manifest_of, whole
 from outrider.cli import console
 from outrider.cli.console import JsonTo, place_of_json, quiet, sized, write_json
+from outrider.export import formats as known
+from outrider.targets.transformers import load_target
 
 TargetOption = Annotated[str | None, typer.Option("--target", help="Where the target is, if not where it was in training.")]
 
@@ -27,13 +30,9 @@ def export(
     """Write a drafter in another's format, read it back and compare every weight."""
     quiet()
     place_of_json(json_to)
-    from outrider.checkpoint import manifest_of, whole
-    from outrider.export.formats import export as write
-    from outrider.targets.transformers import load_target
-
     manifest = manifest_of(checkpoint)
     loaded = load_target(target or manifest["target"]["name"], compile=False)
-    folder = write(checkpoint, to, out, loaded, precision)
+    folder = known.export(checkpoint, to, out, loaded, precision)
     rounded = f", rounded to {precision}" if precision else ""
     size = sum(path.stat().st_size for path in folder.iterdir())
     mine = sum(path.stat().st_size for path in whole(checkpoint).iterdir() if path.name == "model.safetensors")
@@ -55,10 +54,7 @@ def import_(
 ) -> None:
     """Make a checkpoint of a draft model in another's format; nothing in it is executed."""
     quiet()
-    from outrider.export.formats import import_folder
-    from outrider.targets.transformers import load_target
-
-    model = import_folder(folder, out, load_target(target, compile=False), format, kind)
+    model = known.import_folder(folder, out, load_target(target, compile=False), format, kind)
     size = sum(weight.numel() for weight in model.parameters())
     console.out.print(
         f"import    {model.config.kind} with {console.counted(size)} parameters, taps {list(model.taps)}; checkpoint in {out}",
@@ -71,9 +67,7 @@ def formats(json_to: JsonTo = None) -> None:
     """List which methods can be written and read in which format."""
     quiet()
     place_of_json(json_to)
-    from outrider.export.formats import matrix
-
-    rows = matrix()
+    rows = known.matrix()
     if json_to != "-":
         table = Table(box=None, pad_edge=False)
         for column in ("format", "method", "export", "import", "layer numbers"):

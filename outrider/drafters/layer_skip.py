@@ -2,7 +2,7 @@
 
 Drafts read the target's own keys and values, and write theirs behind them, where the pass that verifies writes next.  Which
 sublayers can be spared is a setting, or the outcome of `outrider tune --draft layer_skip` on the user's own prompts
-(`engines.sublayers`); the simplest is to leave early, after some layers, with the target's norm and head.  Needs no training.
+(`training.sublayers`); the simplest is to leave early, after some layers, with the target's norm and head.  Needs no training.
 
 Differs from LayerSkip: the verifying pass runs whole, and does not go on from what the draft left.
 

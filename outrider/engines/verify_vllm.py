@@ -1,6 +1,6 @@
 """Continue token ids greedily with vLLM and write down what became of its drafts; runs inside the engine's own environment.
 
-    VENV/bin/python verify_vllm.py JOB.json ANSWER.json [JOB.json ANSWER.json ...]
+    VENV/bin/python verify_vllm.py JOB.json ANSWER.json
 
 JOB: {target, speculative (None, or vLLM's speculative config), prompts [[id]], max_new_tokens, slots, prefix_caching, dtype,
 mend, stages}.  mend: names of this engine's own faults to work around, as in `mend_dflash`.  stages: hear what the draft
@@ -12,7 +12,6 @@ accepted and drafted: tokens of each verified step.  stages: {text [id], rows {s
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -29,22 +28,12 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK"
 
 
 def main() -> int:
-    for job, place in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-        answer = run(json.loads(Path(job).read_text(encoding="utf-8")))
-        part = Path(place + ".part")
-        part.write_text(json.dumps(answer), encoding="utf-8")
-        part.replace(place)
-        print(place, answer.get("error", "done"), flush=True)
-        forget()
+    job, place = map(Path, sys.argv[1:])
+    answer = run(json.loads(job.read_text(encoding="utf-8")))
+    part = place.with_name(place.name + ".part")
+    part.write_text(json.dumps(answer), encoding="utf-8")
+    part.replace(place)
     return 0
-
-
-def forget() -> None:
-    """Let the next job begin in an empty engine."""
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-    gc.collect()
-    cleanup_dist_env_and_memory()
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +54,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             per_request_spec_decode_metrics="detailed" if job.get("speculative") else "none",
         )  # fmt: skip
         loaded = time.perf_counter()
-        wanted = vllm.SamplingParams(temperature=0, max_tokens=job["max_new_tokens"], logprobs=job.get("logprobs"))
+        wanted = vllm.SamplingParams(temperature=0, max_tokens=job["max_new_tokens"])
         found = model.generate(prompts, wanted, use_tqdm=False)
     except Exception as error:
         return {**said, "error": f"{type(error).__name__}: {error}"}
@@ -75,7 +64,6 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return {
         **said,
         "tokens": [list(output.token_ids) for output in outputs],
-        "margins": [margins(output.logprobs) for output in outputs] if job.get("logprobs") else None,
         "accepted": [list(step.per_step_accepted) if step else [] for step in steps],
         "drafted": [list(step.per_step_drafted) if step else [] for step in steps],
         "counters": counted,
@@ -166,15 +154,6 @@ def mend_dflash() -> None:
         return found
 
     DFlashQwen3Model._normalize_context_k = normed
-
-
-def margins(logprobs: Any) -> list[float]:
-    """By how much the likeliest token of each place stands above the next, in nats."""
-    found = []
-    for place in logprobs or ():
-        best = sorted((entry.logprob for entry in place.values()), reverse=True)
-        found.append(best[0] - best[1] if len(best) > 1 else 0.0)
-    return found
 
 
 def counters(model: Any) -> dict[str, Any]:

@@ -7,12 +7,12 @@ import torch
 from drafters.test_layer_skip import silenced, whole
 
 from outrider.drafters.layer_skip import Config, LayerSkip, build
-from outrider.engines import sublayers
-from outrider.engines.sublayers import search
 from outrider.errors import CheckpointError
 from outrider.generation import generate
 from outrider.targets.protocol import Skip
 from outrider.targets.transformers import load_target
+from outrider.training import sublayers
+from outrider.training.sublayers import search
 
 
 @pytest.fixture(scope="module")

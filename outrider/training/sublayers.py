@@ -23,10 +23,8 @@ from outrider.decoding.draft import Draft
 from outrider.drafters.layer_skip import probability
 from outrider.errors import DataError
 from outrider.generation import generate
-from outrider.measure.run import Config, as_tokens, draw
 from outrider.targets.protocol import Skip, SkipsLayers, Target
 from outrider.targets.skip import able, every_second
-from outrider.targets.transformers import load_target
 
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
 """What a search chooses `least` from."""
@@ -95,15 +93,6 @@ def search(
     best = sorted(tried.values(), key=lambda found: -found.speedup)
     few = [clock.again(target, skips, texts, found) for found in best[:3]]
     return [*sorted(few, key=lambda found: -found.speedup), *best[3:]]
-
-
-def search_prompts(prompts: str, target: str, tries: int, say: Callable[[str], None]) -> list[Found]:
-    """Search on the first eight prompts of a file or a task.  say: is told of how many, before it begins."""
-    loaded = load_target(target)
-    drawn = draw(prompts, Config(tasks=(prompts,), prompts=8))
-    texts = [as_tokens(loaded, prompt) for prompt in drawn.prompts[:8]]
-    say(f"{tries} sets of layers on {len(texts)} prompts of {prompts}")
-    return search(loaded, texts, tries=tries)
 
 
 def _starts(layers: int, possible: Skip) -> list[Skip]:
