@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo demo-short test test-all lint install clean
+.PHONY: demo demo-short test test-all lint wheel install clean
 
 demo: install  ## train a drafter for the demo target and prove it
 	$(BIN)/outrider run recipes/demo-dflash.yaml
@@ -26,6 +26,9 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+wheel: install  ## build the wheel, and run the first example of README from it, on every Python there is, without a compiler
+	$(BIN)/python scripts/wheel.py
 
 install: $(VENV)/.installed
 
