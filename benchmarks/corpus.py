@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from outrider.retrieval import corpora, suffix_array
+from outrider.retrieval import corpora, corpus_build, corpus_texts, suffix_array
 from outrider.retrieval.suffix_array import Corpus
 
 
@@ -88,7 +88,7 @@ def build(folder: Path, tokens: int) -> None:
         stages[stage] = time.perf_counter() - began
         print(f"{stage} after {stages[stage]:.0f} s", file=sys.stderr, flush=True)
 
-    made = suffix_array.build(folder, documents, vocabulary=len(tokenizer), on_stage=on_stage)
+    made = corpus_build.build(folder, documents, vocabulary=len(tokenizer), on_stage=on_stage)
     seconds = time.perf_counter() - began
     found = {
         "tokens": made.header["tokens"], "documents": made.header["documents"], "vocabulary": len(tokenizer),
@@ -122,7 +122,7 @@ class _Sources:
 
     def _documents(self, files: list[Path]) -> Iterator[list[int]]:
         held: list[str] = []
-        for text in corpora.texts(corpora.readable(files, [])):
+        for text in corpus_texts.texts(corpus_texts.readable(files, [])):
             held.append(text.text)
             if sum(map(len, held)) > 1 << 20:
                 yield from self._encoded(held)

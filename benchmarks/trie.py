@@ -26,9 +26,11 @@ from serving import write
 from transformers import AutoTokenizer
 
 from outrider import demo
-from outrider.retrieval import trie as tries
+from outrider.retrieval import native_trie
+from outrider.retrieval.native_trie import NativeCursor, NativeTrie
+from outrider.retrieval.proposal import Proposal
 from outrider.retrieval.texts import History
-from outrider.retrieval.trie import Cursor, NativeCursor, NativeTrie, Proposal, Trie
+from outrider.retrieval.trie import Cursor, Trie
 
 RUNS, RUN = 40, 50
 LEVELS, SHORTEST = 7, 1
@@ -49,8 +51,8 @@ def main() -> None:
     sizes = [int(size) for size in options.sizes.split(",")]
     texts = texts_of(max(sizes) + 2 * RUNS * RUN * len(sizes))
     makers: dict[str, Callable[[int, int], Tries]] = {"python": Trie}
-    if isinstance(tries.fastest(2, 4), NativeTrie):
-        makers["native"] = tries.fastest
+    if isinstance(native_trie.fastest(2, 4), NativeTrie):
+        makers["native"] = native_trie.fastest
     curves = {name: curve(make(options.depth, CAPACITY), texts, sizes, options.nodes) for name, make in makers.items()}
     if "native" in makers:
         # at its capacity every new n-gram sends an old one off
@@ -175,7 +177,7 @@ def ways(depth: int, nodes: int) -> dict[str, Callable[[], Propose]]:
 
     def in_trie(order: Any, shared: Tries | None = None) -> Callable[[], Propose]:
         def begin() -> Propose:
-            cursor = (shared if shared is not None else tries.fastest(depth, CAPACITY)).cursor()
+            cursor = (shared if shared is not None else native_trie.fastest(depth, CAPACITY)).cursor()
             known = 0
 
             def propose(text: list[int], end: int) -> Proposal:
@@ -190,8 +192,8 @@ def ways(depth: int, nodes: int) -> dict[str, Callable[[], Propose]]:
 
     return {
         "chain": lookup, "recency": in_trie("recency"), "frequency": in_trie("frequency"),
-        "recency, shared": in_trie("recency", tries.fastest(depth, CAPACITY)),
-        "frequency, shared": in_trie("frequency", tries.fastest(depth, CAPACITY)),
+        "recency, shared": in_trie("recency", native_trie.fastest(depth, CAPACITY)),
+        "frequency, shared": in_trie("frequency", native_trie.fastest(depth, CAPACITY)),
     }  # fmt: skip
 
 

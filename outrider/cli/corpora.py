@@ -37,12 +37,12 @@ def corpus_add(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     quiet()
     from outrider.data.hash_files import Collector
-    from outrider.retrieval import corpora, suffix_array
+    from outrider.retrieval import corpora, corpus_build, corpus_texts
     from outrider.targets.transformers import hash_tokenizer
 
     path = corpora.place(name, folder)
     skipped: list[Path] | None = [] if skip_binary else None
-    paths = corpora.readable(corpora.files_of(files), skipped)
+    paths = corpus_texts.readable(corpus_texts.files_of(files), skipped)
     characters = sum(file.stat().st_size for file in paths)
     if not characters:
         raise DataError(f"nothing to read in {', '.join(map(str, files))}; name files with text")
@@ -55,7 +55,7 @@ def corpus_add(
 
         def documents() -> Iterator[list[int]]:
             done = 0
-            for batch in _batches(corpora.texts(paths), 1 << 20):
+            for batch in _batches(corpus_texts.texts(paths), 1 << 20):
                 used.update((str(text.file.absolute()), text.file.stat().st_size) for text in batch)
                 for text in batch:
                     hashes.add("documents", [text.text])
@@ -63,7 +63,7 @@ def corpus_add(
                 done += sum(len(text.text) for text in batch)
                 update(min(done, characters))
 
-        made = suffix_array.build(
+        made = corpus_build.build(
             path, documents(), vocabulary=_ids(tokenizer), tokenizer_hash=hash_tokenizer(tokenizer),
             sources=used.items(), on_stage=lambda stage, tokens: update(characters, f"{stage} {counted(tokens)} tokens"),
         )  # fmt: skip
@@ -149,7 +149,7 @@ def corpus_remove(name: CorpusName, folder: CorpusFolder = None) -> None:
 def corpus_verify(name: CorpusName, folder: CorpusFolder = None) -> None:
     """Read a whole corpus and compare it with its checksums."""
     from outrider.retrieval import corpora
-    from outrider.retrieval.suffix_array import verify
+    from outrider.retrieval.corpus_files import verify
 
     path = corpora.find(name, folder)
     with bar("bytes", corpora.size_of(path)) as update:
@@ -191,11 +191,11 @@ def _foretell(name: str, path: Path, files: list[Path], characters: int, tokeniz
     """Say how big a corpus becomes and how long it takes, by its first texts; refuse what has no room."""
     from itertools import islice
 
-    from outrider.retrieval import corpora
+    from outrider.retrieval import corpus_texts
 
     _encoded(tokenizer, ["warm"])
     began = time.perf_counter()
-    sample = [text.text[: 1 << 16] for text in islice(corpora.texts(files), 16)]
+    sample = [text.text[: 1 << 16] for text in islice(corpus_texts.texts(files), 16)]
     tokens = sum(map(len, _encoded(tokenizer, sample)))
     rate = (time.perf_counter() - began) / max(1, sum(map(len, sample)))
     tokens = int(characters * tokens / max(1, sum(map(len, sample))))

@@ -13,12 +13,11 @@ import hashlib
 import logging
 import os
 import platform
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
-from outrider import compiled
+from outrider import kernels, machine
 from outrider.errors import OutriderError
 
 log = logging.getLogger(__name__)
@@ -61,12 +60,6 @@ def load(source: Path, version: int) -> ctypes.CDLL:
     return found
 
 
-def compiler() -> str | None:
-    """Path of a C++ compiler: $CXX, g++, clang++ or c++."""
-    names = (os.environ.get("CXX"), "g++", "clang++", "c++")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
-
-
 def _source(name: str) -> Path:
     found = [path for suffix in LANGUAGES if (path := Path(__file__).with_name(name + suffix)).exists()]
     assert len(found) == 1, f"{name} must have one source in {Path(__file__).parent}, has {found}"
@@ -77,7 +70,7 @@ def _built(source: Path) -> Path:
     """The shared library, compiled into a file of its own and moved, so that several processes may do so at once."""
     command = (*LANGUAGES[source.suffix], *FLAGS)
     said = repr((command, platform.machine(), platform.system())).encode() + source.read_bytes()
-    folder = compiled.folder().with_name("native")
+    folder = machine.cache_folder() / "native"
     path = folder / f"{source.stem}-{hashlib.sha256(said).hexdigest()[:16]}.so"
     try:
         _make_private(folder)
@@ -102,7 +95,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _compile(arguments: list[str]) -> None:
-    name = compiler()
+    name = kernels.compiler()
     if name is None:
         raise NotNative("there is no C++ compiler here; install g++")
     try:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
-from outrider.retrieval import corpora, trie
+from outrider.retrieval import corpora, native_trie
+from outrider.retrieval.native_trie import NativeCursor, NativeTrie
 from outrider.retrieval.proposal import NOTHING, Found, Proposal, Trust, merged
 from outrider.retrieval.suffix_array import Corpus
 from outrider.retrieval.tenants import ByTenant
-from outrider.retrieval.trie import Cursor, NativeCursor, NativeTrie, Trie
+from outrider.retrieval.trie import Cursor, Trie
 
 
 class Text(Protocol):
@@ -114,7 +115,7 @@ class Tries:
 
     def new(self) -> Trie | NativeTrie:
         # the longest match and the token behind it
-        return trie.fastest(self.longest + 1, self.capacity)
+        return native_trie.fastest(self.longest + 1, self.capacity)
 
     def of(self, tenant: str) -> Trie | NativeTrie:
         """The trie for a text of this tenant: the one that is shared, or else a new one."""

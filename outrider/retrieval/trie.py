@@ -7,30 +7,25 @@ whatever is stored.  A text's own end has no continuation yet, so it never finds
 After the n-gram trie of SGLang (pull request 21243).  What differs: suffix links in place of one anchor a match length, all
 lengths in one queue ordered by probability, and a match that was missed is looked for again as soon as the trie has grown.
 
-`Trie` is the reference in Python; `NativeTrie` does the same in C++ and agrees with it node for node.
+This is the reference in Python; `native_trie` does the same in C++ and agrees with it node for node.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import heapq
 import itertools
 import math
 import sys
 import threading
-import weakref
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
-from outrider.retrieval import native
 from outrider.retrieval.proposal import Proposal
 
 R = TypeVar("R")
-
 BREADTH = 8
 """Continuations of one n-gram that a proposal looks at, the most recent; in trees of 16 nodes more of them keep no more."""
 
@@ -330,106 +325,3 @@ class _Tree:
             self.proposal.tokens.append(token)
             self.proposal.parents.append(at)
         return n
-
-
-# ── the native twin ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-VERSION = 3
-"""Of trie.cpp's functions."""
-
-
-def fastest(depth: int, capacity: int) -> Trie | NativeTrie:
-    """The native trie where it can be had, else the Python one.  They answer alike."""
-    functions = _functions()
-    return Trie(depth, capacity) if functions is None else NativeTrie(depth, capacity, functions)
-
-
-@functools.cache
-def _functions() -> ctypes.PyDLL | None:
-    library = native.library("trie", VERSION)
-    if library is None:
-        return None
-    # held across a call, the interpreter's lock keeps other threads out of the trie
-    functions = ctypes.PyDLL(library._name, handle=library._handle)
-    address, count, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
-    for name, result, arguments in (
-        ("trie_new", address, [number, count]),
-        ("trie_free", None, [address]),
-        ("trie_clear", None, [address]),
-        ("trie_size", count, [address]),
-        ("trie_bytes", count, [address]),
-        ("cursor_new", address, [address]),
-        ("cursor_free", None, [address]),
-        ("cursor_append", None, [address, address, count]),
-        ("cursor_follow", None, [address, address, count]),
-        ("cursor_match", number, [address]),
-        ("cursor_followed", number, [address]),
-        ("cursor_chain", number, [address, number, number, address]),
-        ("cursor_tree", number, [address, number, number, number, number, address, address, address]),
-    ):
-        function = getattr(functions, f"outrider_{name}")
-        function.restype, function.argtypes = result, arguments
-    return functions
-
-
-class NativeTrie:
-    """`Trie` in C++."""
-
-    def __init__(self, depth: int, capacity: int, functions: ctypes.PyDLL):
-        assert depth >= 2 and capacity >= 2 * depth, f"a trie of depth {depth} needs more than {capacity} nodes"
-        self.depth, self.capacity, self.functions = depth, capacity, functions
-        self.handle = functions.outrider_trie_new(depth, capacity)
-        weakref.finalize(self, functions.outrider_trie_free, self.handle)
-
-    def __len__(self) -> int:
-        size: int = self.functions.outrider_trie_size(self.handle)
-        return size
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory in use."""
-        size: int = self.functions.outrider_trie_bytes(self.handle)
-        return size
-
-    def clear(self) -> None:
-        self.functions.outrider_trie_clear(self.handle)
-
-    def cursor(self) -> NativeCursor:
-        return NativeCursor(self)
-
-
-class NativeCursor:
-    """`Cursor` in C++."""
-
-    def __init__(self, trie: NativeTrie):
-        self.trie, self.functions = trie, trie.functions  # the trie lives as long as its cursors
-        self.handle = trie.functions.outrider_cursor_new(trie.handle)
-        weakref.finalize(self, trie.functions.outrider_cursor_free, self.handle)
-
-    @property
-    def match(self) -> int:
-        length: int = self.functions.outrider_cursor_match(self.handle)
-        return length
-
-    @property
-    def followed(self) -> int:
-        length: int = self.functions.outrider_cursor_followed(self.handle)
-        return length
-
-    def append(self, tokens: Sequence[int]) -> None:
-        ids = array("i", tokens)
-        self.functions.outrider_cursor_append(self.handle, ids.buffer_info()[0], len(ids))
-
-    def follow(self, tokens: Sequence[int]) -> None:
-        ids = array("i", tokens)
-        self.functions.outrider_cursor_follow(self.handle, ids.buffer_info()[0], len(ids))
-
-    def chain(self, most: int, shortest: int = 1) -> list[int]:
-        found = (ctypes.c_int32 * most)()
-        return found[: self.functions.outrider_cursor_chain(self.handle, most, shortest, found)]
-
-    def tree(self, order: Literal["recency", "frequency"], budget: int, levels: int, shortest: int = 1) -> Proposal:
-        tokens, parents = (ctypes.c_int32 * budget)(), (ctypes.c_int32 * budget)()
-        shares, counts = (ctypes.c_double * budget)(), order == "frequency"
-        size = self.functions.outrider_cursor_tree(self.handle, counts, budget, levels, shortest, tokens, parents, shares)
-        return Proposal(tokens[:size], parents[:size], shares[:size] if counts else [])

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from outrider import cli
 from outrider.cli import console, corpora
-from outrider.retrieval import suffix_array
+from outrider.retrieval import corpus_build
 from outrider.retrieval.suffix_array import Corpus
 from outrider.targets.transformers import hash_tokenizer
 
@@ -111,7 +111,7 @@ def test_another_folder_and_another_target(corpus: Command, texts: Path, tmp_pat
 def test_ctrl_c_leaves_the_corpus_as_it_was(corpus: Command, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a promise that the same command goes on from there, or half a corpus."""
     corpus("add", "mine", texts)
-    monkeypatch.setattr(suffix_array, "_write_sources", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(corpus_build, "_write_sources", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     done = corpus("add", "mine", texts / "one.py")
     assert (done.code, done.err) == (130, "stopped; of corpus mine nothing was changed")
     assert json.loads(corpus("list", "--json", "-").out)[0]["documents"] == 3

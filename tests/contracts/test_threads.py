@@ -16,8 +16,9 @@ from torch import nn
 from benchmarks.families import tiny
 from outrider import packed
 from outrider.generation import generate
+from outrider.retrieval.native_trie import fastest
 from outrider.retrieval.tenants import ByTenant
-from outrider.retrieval.trie import Trie, fastest
+from outrider.retrieval.trie import Trie
 from outrider.targets.transformers import load_target
 
 KINDS = pytest.mark.parametrize(

@@ -250,7 +250,7 @@ def test_a_prompt_whose_text_was_not_at_hand_leaves_a_source_open(answers: Path,
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A corpus of two texts, one with a leak in its middle, without hashes yet."""
     pytest.importorskip("pydivsufsort")
-    from outrider.retrieval.suffix_array import build
+    from outrider.retrieval.corpus_build import build
 
     monkeypatch.setenv("OUTRIDER_CORPORA", str(tmp_path / "corpora"))
     build(tmp_path / "corpora" / "mine", [[4, 5, 6, 7], [4, 5, 8]], vocabulary=100)
@@ -266,7 +266,8 @@ def collected() -> hash_files.Collector:
 
 def test_a_corpus_tells_what_it_holds(corpus: Path) -> None:
     """Catches hashes beside a corpus that its header does not seal, or that stop it from opening, being checked or copied."""
-    from outrider.retrieval.suffix_array import Corpus, verify
+    from outrider.retrieval.corpus_files import verify
+    from outrider.retrieval.suffix_array import Corpus
 
     source = sources_of({"kind": "suffix", "corpora": ["mine"]})
     assert source == [Source("corpus mine", corpus)]
@@ -282,7 +283,7 @@ def test_a_corpus_tells_what_it_holds(corpus: Path) -> None:
 
 def test_a_corpus_that_is_built_again_forgets_the_hashes_of_before(corpus: Path) -> None:
     """Catches hashes of the old texts answering for the new."""
-    from outrider.retrieval.suffix_array import build
+    from outrider.retrieval.corpus_build import build
 
     corpora.keep_grams(corpus, collected().save)
     build(corpus, [[1, 2, 3]], vocabulary=100)

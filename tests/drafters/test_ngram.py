@@ -9,7 +9,7 @@ from conftest import Case
 from outrider import drafters
 from outrider.decoding.state import DecodeState, Request
 from outrider.generation import generate, serve
-from outrider.retrieval import trie as tries
+from outrider.retrieval import native_trie
 from outrider.retrieval.trie import Trie
 from outrider.sampling.settings import Sampling
 
@@ -21,7 +21,7 @@ SHAPES = ("chain", "recency", "frequency")
 def either(request, monkeypatch):
     """On either trie."""
     if request.param == "python":
-        monkeypatch.setattr(tries, "fastest", Trie)
+        monkeypatch.setattr(native_trie, "fastest", Trie)
 
 
 class Slots:

@@ -12,7 +12,8 @@ from outrider.decoding.state import DecodeState, Request
 from outrider.drafters import suffix
 from outrider.errors import ConfigError, DataError
 from outrider.generation import serve
-from outrider.retrieval import suffix_array, trie
+from outrider.retrieval import corpus_build, native_trie
+from outrider.retrieval.suffix_array import Corpus
 from outrider.retrieval.trie import Trie
 from outrider.sampling.settings import Sampling
 
@@ -20,7 +21,7 @@ from outrider.sampling.settings import Sampling
 @pytest.fixture(params=["native", "python"], autouse=True)
 def either(request, monkeypatch):
     if request.param == "python":
-        monkeypatch.setattr(trie, "fastest", Trie)
+        monkeypatch.setattr(native_trie, "fastest", Trie)
 
 
 def proposed(drafter: suffix.Suffix, texts: list[list[int]], most: int = 8, tenants: tuple[str, ...] = ()) -> list[list[int]]:
@@ -36,8 +37,8 @@ def made(sources: tuple = (), **settings) -> suffix.Suffix:
     return suffix.Suffix(suffix.Config(**settings), sources)
 
 
-def corpus_of(place: Path, name: str, text: list[int], tokenizer_hash: str | None = None) -> suffix_array.Corpus:
-    return suffix_array.build(place / name, [text], vocabulary=100, tokenizer_hash=tokenizer_hash)
+def corpus_of(place: Path, name: str, text: list[int], tokenizer_hash: str | None = None) -> Corpus:
+    return corpus_build.build(place / name, [text], vocabulary=100, tokenizer_hash=tokenizer_hash)
 
 
 def test_what_followed_the_longest_suffix_comes_first():

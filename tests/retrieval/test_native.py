@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.retrieval import native
+from outrider import kernels
+from outrider.retrieval import native, native_trie
 from outrider.retrieval import trie as tries
 from outrider.retrieval.native import NotNative
-from outrider.retrieval.trie import NativeTrie, Trie
+from outrider.retrieval.native_trie import NativeTrie
+from outrider.retrieval.trie import Trie
 
-COMPILED = pytest.mark.skipif(native.compiler() is None, reason="compiler")
+COMPILED = pytest.mark.skipif(kernels.compiler() is None, reason="compiler")
 
 SOURCE = """
 extern "C" int outrider_one_version() { return 3; }
@@ -54,7 +56,7 @@ def answers(grown, cursor) -> list[object]:
 
 def same(depth: int, capacity: int, stream) -> bool:
     """Whether both answer alike, whatever is read, cleared and evicted in between."""
-    pair = [Trie(depth, capacity), tries.fastest(depth, capacity)]
+    pair = [Trie(depth, capacity), native_trie.fastest(depth, capacity)]
     cursors = [[grown.cursor() for _ in range(4)] for grown in pair]
     for what, which, tokens in stream:
         found = []
@@ -76,7 +78,7 @@ def same(depth: int, capacity: int, stream) -> bool:
 @given(stream=STREAM, depth=st.integers(2, 5), spare=st.integers(0, 60))
 def test_python_and_native_agree_whatever_is_read_forgotten_and_cleared(stream, depth, spare):
     """Catches any difference in windows, counts, order, ties and evictions, in the smallest memories above all."""
-    assert isinstance(tries.fastest(depth, 100), NativeTrie)
+    assert isinstance(native_trie.fastest(depth, 100), NativeTrie)
     assert same(depth, 2 * depth + spare, stream)
 
 
@@ -88,7 +90,7 @@ def test_python_and_native_agree_on_a_long_text():
         x = x * 1103515245 + 12345 & 0x7FFFFFFF
         text.append((x >> 16) % (3 if x >> 29 else 900))
     for capacity in (1_000_000, 7_000):
-        pair = [Trie(5, capacity), tries.fastest(5, capacity)]
+        pair = [Trie(5, capacity), native_trie.fastest(5, capacity)]
         cursors = [grown.cursor() for grown in pair]
         for at in range(0, len(text), 500):
             for cursor in cursors:
@@ -109,10 +111,10 @@ def test_another_order_of_equals_is_seen(monkeypatch):
 @COMPILED
 def test_a_trie_outlives_its_name_as_long_as_a_cursor_needs_it():
     """Catches memory that is given back while a cursor still reads it."""
-    cursor = tries.fastest(4, 1000).cursor()
+    cursor = native_trie.fastest(4, 1000).cursor()
     cursor.append([1, 2, 3, 1, 2])
     for _ in range(100):
-        tries.fastest(4, 1000).cursor().append(range(50))
+        native_trie.fastest(4, 1000).cursor().append(range(50))
     assert cursor.chain(2) == [3, 1]
 
 
@@ -189,13 +191,13 @@ def test_without_a_library_python_goes_on_and_one_line_says_so(cause, said, sour
         monkeypatch.setattr(shutil, "which", lambda name: None)
     else:
         (source.parent / "cache").write_text("a file")
-    for cached in (native.library, tries._functions):
+    for cached in (native.library, native_trie._functions):
         monkeypatch.setattr(cached.__module__ + "." + cached.__name__, cached.__wrapped__)
     uncached = native.library
     calls = []
     monkeypatch.setattr(native, "library", lambda *given: calls.append(given) or uncached(*given))
     with caplog.at_level(logging.INFO):
-        assert isinstance(tries.fastest(3, 100), Trie)
+        assert isinstance(native_trie.fastest(3, 100), Trie)
     (line,) = caplog.messages
     assert said in line and "Python" in line
-    assert calls == [("trie", tries.VERSION)]
+    assert calls == [("trie", native_trie.VERSION)]

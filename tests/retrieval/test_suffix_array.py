@@ -21,9 +21,11 @@ from hypothesis import strategies as st
 
 from outrider import demo
 from outrider.errors import ConfigError, DataError
-from outrider.retrieval import corpora, suffix_array
+from outrider.retrieval import corpora, corpus_build, corpus_files, corpus_texts
+from outrider.retrieval.corpus_build import build
+from outrider.retrieval.corpus_files import verify
 from outrider.retrieval.proposal import Found, Proposal, Trust, merged
-from outrider.retrieval.suffix_array import LONGEST, NOTHING, SAMPLE, Corpus, Match, build
+from outrider.retrieval.suffix_array import LONGEST, NOTHING, SAMPLE, Corpus, Match
 
 pytest.importorskip("pydivsufsort")
 
@@ -267,9 +269,9 @@ def test_another_tokenizer_is_refused_with_both_hashes(small: Path) -> None:
 @pytest.mark.parametrize("name", ["tokens.bin", "suffixes.bin"])
 def test_a_changed_file_is_refused_and_its_block_is_named(small: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a corpus that is searched although its files are not those of its build; checksums see what times do not."""
-    monkeypatch.setattr(suffix_array, "BLOCK", 4)
+    monkeypatch.setattr(corpus_files, "BLOCK", 4)
     shutil.rmtree(small)
-    corpus = build(small, [[1, 2, 3], [1, 2, 4]], vocabulary=9)
+    build(small, [[1, 2, 3], [1, 2, 4]], vocabulary=9)
     path, before = small / name, (small / name).stat()
     content = bytearray(path.read_bytes())
     content[6] ^= 1
@@ -278,9 +280,8 @@ def test_a_changed_file_is_refused_and_its_block_is_named(small: Path, name: str
         Corpus.open(small)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     Corpus.open(small)  # nothing is read
-    for check in (corpus.verify, lambda: suffix_array.verify(small)):
-        with pytest.raises(DataError, match=rf"{name} is damaged: bytes 4 to 8 are not"):
-            check()
+    with pytest.raises(DataError, match=rf"{name} is damaged: bytes 4 to 8 are not"):
+        verify(small)
     path.write_bytes(content[:-1])
     with pytest.raises(DataError, match=f"has {len(content) - 1} bytes, its build wrote {len(content)}"):
         Corpus.open(small)
@@ -296,7 +297,7 @@ def test_a_copied_corpus_is_taken_once_it_was_verified(small: Path) -> None:
         Corpus.open(copied)
     seen: list[int] = []
     size = sum((copied / name).stat().st_size for name in ("tokens.bin", "suffixes.bin"))
-    assert suffix_array.verify(copied, seen.append) == size == seen[-1]
+    assert verify(copied, seen.append) == size == seen[-1]
     assert Corpus.open(copied).longest([1, 2]).places == 2
 
 
@@ -325,7 +326,7 @@ def is_whole(folder: Path) -> bool:
     """The corpus is the old one, and nothing lies beside it."""
     corpus = Corpus.open(folder)
     return (
-        bool(corpus.verify()) and corpus.header["tokens"] == 6 and [path.name for path in folder.parent.iterdir()] == ["small"]
+        bool(verify(folder)) and corpus.header["tokens"] == 6 and [path.name for path in folder.parent.iterdir()] == ["small"]
     )
 
 
@@ -392,7 +393,7 @@ def test_a_new_corpus_takes_the_place_of_an_old_one_that_is_in_use(
 ) -> None:
     """Catches a map that changes under a search, or a file system without an exchange of names on which none is replaced."""
     if not can_exchange:
-        monkeypatch.setattr(suffix_array, "_exchanged", lambda *_: False)
+        monkeypatch.setattr(corpus_build, "_exchanged", lambda *_: False)
     old = Corpus.open(small)
     new = build(small, [[1, 2, 7, 7]], vocabulary=9)
     assert old.longest([1, 2]).places == 2
@@ -430,16 +431,16 @@ def test_corpora_are_where_the_environment_says(monkeypatch: pytest.MonkeyPatch,
 
 def test_texts_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches ends of lines that are changed, a hidden file read, a long text that loses a letter where it is cut."""
-    monkeypatch.setattr(corpora, "PIECE", 10)
+    monkeypatch.setattr(corpus_texts, "PIECE", 10)
     (tmp_path / "b").mkdir()
     (tmp_path / ".hidden").write_text("secret")
     (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\n".encode())
     (tmp_path / "b" / "long.md").write_text("0123456789abcdefghijKLM\nnext é\nlast")
     (tmp_path / "rows.jsonl").write_text('{"text": "x\\ny"}\n\n{"text": "", "id": 3}\n{"text": "z"}\n')
     (tmp_path / "empty.txt").write_text("")
-    files = corpora.files_of([tmp_path, tmp_path / "a.txt"])
+    files = corpus_texts.files_of([tmp_path, tmp_path / "a.txt"])
     assert [file.name for file in files] == ["a.txt", "empty.txt", "rows.jsonl", "long.md"]
-    read = [(text.file.name, text.text) for text in corpora.texts(files)]
+    read = [(text.file.name, text.text) for text in corpus_texts.texts(files)]
     assert read == [
         ("a.txt", "one\r\ntwo\n"), ("rows.jsonl", "x\ny"), ("rows.jsonl", "z"), ("long.md", "0123456789"),
         ("long.md", "abcdefghij"), ("long.md", "KLM\n"), ("long.md", "next é\n"), ("long.md", "last"),
@@ -453,17 +454,17 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "x"}\n{"texts": "y"}\n')
     for name in ("zeros.bin", "latin.txt"):
         with pytest.raises(DataError, match=rf"{name} is not UTF-8 text .*--skip-binary"):
-            corpora.readable([tmp_path / name])
+            corpus_texts.readable([tmp_path / name])
         skipped: list[Path] = []
-        assert corpora.readable([tmp_path / name, tmp_path / "rows.jsonl"], skipped) == [tmp_path / "rows.jsonl"]
+        assert corpus_texts.readable([tmp_path / name, tmp_path / "rows.jsonl"], skipped) == [tmp_path / "rows.jsonl"]
         assert skipped == [tmp_path / name]
     with pytest.raises(DataError, match=r"rows\.jsonl:2 is no row"):
-        list(corpora.texts([tmp_path / "rows.jsonl"]))
+        list(corpus_texts.texts([tmp_path / "rows.jsonl"]))
     for name in ("latin.txt", "nowhere"):
         with pytest.raises(DataError, match=rf"can't read .*{name}"):
-            list(corpora.texts([tmp_path / name]))
+            list(corpus_texts.texts([tmp_path / name]))
     with pytest.raises(DataError, match="nothing.txt does not exist"):
-        corpora.files_of([tmp_path / "nothing.txt"])
+        corpus_texts.files_of([tmp_path / "nothing.txt"])
 
 
 def test_without_the_sorter_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.retrieval import trie as tries
+from outrider.retrieval import native_trie
 from outrider.retrieval.proposal import NOTHING
 from outrider.retrieval.texts import History
 from outrider.retrieval.trie import Cursor, Trie
 
-MAKERS = {"python": Trie, "native": tries.fastest}
+MAKERS = {"python": Trie, "native": native_trie.fastest}
 MADE = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 """Where there is no compiler the second is the first again."""
 

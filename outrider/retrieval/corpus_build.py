@@ -1,0 +1,183 @@
+"""Make a corpus: write its documents down, sort every place at which something follows by the tokens before it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from outrider.atomic import sync
+from outrider.errors import DataError
+from outrider.lock import held
+from outrider.retrieval import corpus_files
+from outrider.retrieval.corpus_files import described, write_header
+from outrider.retrieval.suffix_array import Corpus
+
+FILES = ("tokens.bin", "suffixes.bin")
+PIECE = 1 << 22
+"""Sorted ends that are looked at together."""
+
+
+def build(
+    folder: Path,
+    documents: Iterable[Sequence[int]],
+    *,
+    vocabulary: int,
+    tokenizer_hash: str | None = None,
+    sources: Iterable[tuple[str, int]] = (),
+    on_stage: Callable[[str, int], object] = lambda stage, tokens: None,
+) -> Corpus:
+    """Make a corpus of `documents` (token ids below `vocabulary`) and put it at `folder`, in the place of one that was there.
+
+    sources: names and sizes in bytes of the files behind them, read when the documents are.  on_stage is told (`sort`, tokens)
+    and (`write`, tokens).  Takes about 10 bytes of memory for a token below 2**16, 15 for a larger one.
+    The old corpus stays as it was until the new one is whole and on disk.
+    Raises DataError where there is nothing to search, where an id is none, or where the disk is full.
+    """
+    divsufsort = _sorter()
+    with _beside(folder) as part:
+        try:
+            token_bytes = 2 if vocabulary < 1 << 16 else 4
+            counts = _write_tokens(part / "tokens.bin", documents, vocabulary, token_bytes)
+            if not counts["places"]:
+                raise DataError(f"corpus {folder.name!r} would be empty: no document has two tokens; name files with text")
+            on_stage("sort", counts["tokens"])
+            tokens = np.memmap(part / "tokens.bin", dtype=f"<u{token_bytes}", mode="r")
+            order = divsufsort(_letters(tokens, vocabulary))
+            on_stage("write", counts["tokens"])
+            order_bytes = 4 if len(tokens) < 1 << 31 else 8
+            with (part / "suffixes.bin").open("wb") as file:
+                for piece in _ends(order, tokens, vocabulary):
+                    file.write(piece.astype(f"<i{order_bytes}").tobytes())
+            files, size_bytes = _write_sources(part / "sources.jsonl", sources)
+            header = {
+                "format": corpus_files.FORMAT, "name": folder.name, "made": datetime.now(UTC).isoformat(timespec="seconds"),
+                "tokenizer_hash": tokenizer_hash, "vocabulary": vocabulary, "separator": vocabulary, **counts,
+                "token_bytes": token_bytes, "order_bytes": order_bytes, "sources": {"files": files, "size_bytes": size_bytes},
+                "block_bytes": corpus_files.BLOCK, "files": {name: described(part / name) for name in FILES},
+            }  # fmt: skip
+            for path in part.iterdir():
+                sync(path)
+            write_header(part, header)
+        except OSError as error:
+            raise DataError(
+                f"can't write corpus {folder.name!r} into {folder.parent}: {error.strerror or error}; nothing was changed "
+                "there; free some space and add it again"
+            ) from error
+        _swap(part, folder)
+    return Corpus.open(folder)
+
+
+def _sorter() -> Callable[[np.ndarray], np.ndarray]:
+    try:
+        from pydivsufsort import divsufsort
+    except ImportError:
+        raise DataError(
+            "building a corpus needs pydivsufsort, which sorts it; pip install 'outrider[corpus]' (searching one does not)"
+        ) from None
+    return divsufsort
+
+
+def _write_tokens(path: Path, documents: Iterable[Sequence[int]], vocabulary: int, token_bytes: int) -> dict[str, int]:
+    """Documents between separators; returns how many documents, tokens, and places at which a token follows another."""
+    found = {"documents": 0, "tokens": 0, "places": 0}
+    separator = np.array([vocabulary], dtype=f"<u{token_bytes}").tobytes()
+    with path.open("wb") as file:
+        file.write(separator)
+        for document in documents:
+            if not len(document):
+                continue
+            ids = np.asarray(document, dtype=np.int64)
+            if ids.min() < 0 or ids.max() >= vocabulary:
+                wrong = ids[(ids < 0) | (ids >= vocabulary)][0]
+                raise DataError(f"token id {wrong} lies outside the vocabulary of {vocabulary}; use the target's own tokenizer")
+            file.write(ids.astype(f"<u{token_bytes}").tobytes() + separator)
+            found["documents"] += 1
+            found["tokens"] += len(ids)
+            found["places"] += len(ids) - 1
+    return found
+
+
+def _letters(tokens: np.ndarray, separator: int) -> np.ndarray:
+    """The text backwards, in bytes: suffixes in the order of their bytes are in that of their tokens, the high byte first."""
+    # the last separator has nothing behind it
+    letters = tokens[-2::-1].astype(">u4").view(np.uint8).reshape(-1, 4)[:, 4 - _width(separator) :]
+    return np.ascontiguousarray(letters).reshape(-1)
+
+
+def _ends(order: np.ndarray, tokens: np.ndarray, separator: int) -> Iterator[np.ndarray]:
+    """Ends of the prefixes that have a token on both sides of their end, from the sorted bytes; in pieces."""
+    width = _width(separator)
+    for at in range(0, len(order), PIECE):
+        starts = order[at : at + PIECE]
+        ends = len(tokens) - 1 - starts[starts % width == 0] // width
+        yield ends[(tokens[ends] != separator) & (tokens[ends - 1] != separator)]
+
+
+def _width(separator: int) -> int:
+    """Bytes of a token when it is sorted."""
+    return max(1, (separator.bit_length() + 7) // 8)
+
+
+def _write_sources(path: Path, sources: Iterable[tuple[str, int]]) -> tuple[int, int]:
+    """One line a file; returns how many, and their bytes."""
+    files = size_bytes = 0
+    with path.open("w") as out:
+        for name, size in sources:
+            out.write(json.dumps({"name": name, "size_bytes": size}) + "\n")
+            files, size_bytes = files + 1, size_bytes + size
+    return files, size_bytes
+
+
+@contextmanager
+def _beside(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder`, gone at the end if it is still there.  What killed builds left is cleared away.
+
+    A build holds a lock on its own, which goes with its process: what can be locked is nobody's any more.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for left in folder.parent.glob(f".{folder.name}.*.part"):
+        with contextlib.suppress(OSError), held(left, BlockingIOError(), 0):
+            shutil.rmtree(left, ignore_errors=True)
+    part = folder.with_name(f".{folder.name}.{os.getpid()}-{os.urandom(4).hex()}.part")
+    part.mkdir(mode=0o700)
+    try:
+        with held(part, BlockingIOError(), 0):
+            yield part
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _swap(part: Path, folder: Path) -> None:
+    """`part` takes the name of `folder`, whose old content takes that of `part`."""
+    sync(part)
+    if not folder.exists():
+        part.rename(folder)
+    elif not _exchanged(part, folder):
+        # this file system can't exchange two names at once: for a moment there is no corpus of this name
+        old = part.with_name(f"{part.name}.old")
+        folder.rename(old)
+        try:
+            part.rename(folder)
+        except OSError:
+            old.rename(folder)
+            raise
+        old.rename(part)
+    sync(folder.parent)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except AttributeError:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+    return rename(here, os.fsencode(one.absolute()), here, os.fsencode(other.absolute()), exchange) == 0
