@@ -537,7 +537,7 @@ def test_hooks_are_gone_after_a_run(talker: TransformersTarget, report: Report) 
 
 def test_what_a_report_says_of_training_is_what_the_checkpoint_says(report: Report) -> None:
     """Catches two names for one fact, so that the report says nothing."""
-    found = measure.training_of(
+    found = summary.training_of(
         {"training": {"step": 40, "seconds": 2.5, "tokens": 900}}, [{"step": 20, "loss": 0.5}, {"step": 40}]
     )
     shown = Report(target="t", training={"dspark": found}).training["dspark"]
