@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider import Report
+from outrider.report.summary import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,7 +31,7 @@ def main() -> None:
     found = {"report": str(options.report), "provenance": report.provenance, "promises": promises(report)}
     if options.readme:
         path = ROOT / "README.md"
-        table = f"<!-- table -->\n{report.markdown()}\n<!-- /table -->"
+        table = f"<!-- table -->\n{markdown(report)}\n<!-- /table -->"
         path.write_text(re.sub(r"<!-- table -->.*?<!-- /table -->", lambda _: table, path.read_text(), flags=re.DOTALL))
     print(json.dumps(found, indent=2, default=str))
     sys.exit(not all(promise["holds"] for promise in found["promises"]))

@@ -51,14 +51,15 @@ def main() -> None:
 
 
 def _html(report: Path | None) -> str:
+    from outrider.report.page import render
     from outrider.report.schema import Report
 
     if report is not None:
-        return Report.load(report).html()
+        return render(Report.load(report))
     sys.path.insert(0, str(ROOT))
     from tests.report.examples import full_report
 
-    return full_report().html()
+    return render(full_report())
 
 
 if __name__ == "__main__":

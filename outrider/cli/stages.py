@@ -12,6 +12,7 @@ from outrider.cli import console
 from outrider.cli.console import bar, counted, sized, started_anew
 from outrider.compiled import NotCompiled
 from outrider.data.contamination import Found
+from outrider.report import summary
 from outrider.runs.file import TargetConfig
 from outrider.runs.reporter import (
     Calibrated,
@@ -166,8 +167,8 @@ def _say_calibrated(found: Calibration) -> None:
 
 def _say_evaluated(found: Evaluated) -> None:
     report, folder = found.report, found.folder
-    console.out.print(report.table())
-    say(f"          {report.headline()}", soft_wrap=True)
+    console.out.print(summary.table(report))
+    say(f"          {summary.headline(report)}", soft_wrap=True)
     tried = sum({row.task: row.prompts for row in report.rows}.values()) + len(report.left_out)
-    say(f"          {len(report.left_out)} of {tried} prompts left out, {report.left_out_because}")
+    say(f"          {len(report.left_out)} of {tried} prompts left out, {summary.left_out_because(report)}")
     say(f"          {folder / 'report.json'}, {folder / 'report.html'}")

@@ -16,6 +16,7 @@ from outrider.gate.outcome import Part, Verdict
 from outrider.gate.pairing import Comparison
 from outrider.gate.policy import TIMED, Limit, Policy
 from outrider.report.schema import Row
+from outrider.report.summary import loss
 
 
 def measured(comparison: Comparison, policy: Policy, other_machine: Sequence[str] = ()) -> list[Measured]:
@@ -106,7 +107,7 @@ def lossy(comparison: Comparison, policy: Policy) -> Iterator[Part]:
         where = _place(row)
         if row.lossless is False or (row.rule is not None and row.lossless is not True):
             allowed = policy.lossy_rule == "allow"
-            said = f"{row.loss or f'rule {row.rule} changes the output'}{', which the policy allows' if allowed else ''}"
+            said = f"{loss(row) or f'rule {row.rule} changes the output'}{', which the policy allows' if allowed else ''}"
             yield Part(where, "warn" if allowed else "stop", said, row.distance)
         elif row.lossless is None:
             yield silent(where, "the report does not say by which rule it was measured")

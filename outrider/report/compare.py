@@ -7,10 +7,8 @@ is why speed-ups, each taken against the target alone in its own run, stand befo
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.errors import DataError
-from outrider.report import page
 from outrider.report.bootstrap import Floats, Interval, estimate_of, resampled
-from outrider.report.page.acceptance import by_depth
-from outrider.report.page.charts import MISSING, Axis, Line, Spread, many, panel, say, spreads, tag
-from outrider.report.page.figure import figure, grid, named, whole
 from outrider.report.schema import PromptResult, Report, Row, by_turn
+from outrider.report.summary import many, named, say
 
 FEWEST = 5
 """Prompts that an interval needs; of fewer, resampling says less than it seems to."""
@@ -112,7 +107,7 @@ class Comparison:
         said = []
         for other in self.others:
             if other.differing:
-                parts = [f"{key} {_plain(a)} / {_plain(b)}" for key, (a, b) in other.differing.items()]
+                parts = [f"{key} {plain(a)} / {plain(b)}" for key, (a, b) in other.differing.items()]
                 said.append(
                     f"{self.name} and {other.name} were not measured alike: {', '.join(parts)}. Their tokens per second can't "
                     "be compared; their tokens per step can, and their speed-ups with care."
@@ -155,35 +150,19 @@ class Comparison:
             for pair in other.pairs:
                 for i, change in enumerate(pair.changes):
                     label = f"{pair.name}{f' ({other.name})' if len(self.others) > 1 else ''}" if i == 0 else ""
-                    table.add_row(Text(label), *(Text(cell) for cell in _cells(change)))
+                    table.add_row(Text(label), *(Text(cell) for cell in cells_of(change)))
         return table
 
-    def html(self) -> str:
-        """The page: one file that asks the network for nothing."""
-        bad = "".join(f'<div class="warning">{escape(text)}</div>' for text in self.warnings())
-        alarms = "".join(
-            f'<div class="alarm" role="alert"><strong>{escape(f"{name}: {sentence}")}</strong></div>'
-            for name, report in [(self.name, self.base), *((other.name, other.report) for other in self.others)]
-            for _, sentence in report.alarms()
-        )
-        names = " and ".join([self.name, *(other.name for other in self.others)])
-        body = "\n".join([_ratios(self), _numbers(self), _depths(self), _machines(self)])
-        return page.assemble(self.base.target, f"{names} compared by Outrider", self.headline(), alarms + bad, "", body, names)
 
-    def save(self, path: Path) -> None:
-        """Write the page; it is whole or as it was before."""
-        write_page(path, self.html())
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write a page through NAME.part."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise DataError(f"can't write {path}: {error.strerror}; name a file in a folder that can be written") from None
+def names(paths: Sequence[Path]) -> list[str]:
+    """A short name for each path: its folder where the file is report.json, else its stem; longer where two are equal."""
+    places = [path.absolute().parent if path.name == "report.json" else path.absolute() for path in paths]
+    parts = [(*place.parts[:-1], place.name if place.is_dir() else place.stem) for place in places]
+    for length in range(1, max(len(part) for part in parts) + 1):
+        found = ["/".join(part[-length:]) for part in parts]
+        if len(set(found)) == len(found):
+            return found
+    return [f"{'/'.join(part[-1:])} ({number})" for number, part in enumerate(parts, 1)]
 
 
 def _against(base: Report, name: str, other: Report) -> Against:
@@ -294,7 +273,8 @@ def _sentence(base: str, other: Against) -> str:
     return f"Of {many(len(verdicts), 'row')}, {other.name} against {base}: {', '.join(parts)}."
 
 
-def _cells(change: Change) -> tuple[str, ...]:
+def cells_of(change: Change) -> tuple[str, ...]:
+    """A change as a line of a table."""
     spec = ".2f" if change.measure in ("tokens per step", "speed-up") else ".1f"
     ends = "–" if change.low is None else f"{change.low:.2f} to {change.high:.2f}"
     return (
@@ -303,80 +283,6 @@ def _cells(change: Change) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _ratios(comparison: Comparison) -> str:
-    """A forest of ratios: one chart a measure."""
-    panels = []
-    for place in range(4):
-        found = [
-            (pair, change, other.name, number)
-            for number, other in enumerate(comparison.others)
-            for pair in other.pairs
-            if (change := pair.changes[place]).ratio is not None
-        ]
-        if not found:
-            continue
-        ends = [value for _, change, _, _ in found for value in (change.low, change.ratio, change.high) if value is not None]
-        pad = 0.04 * (max([*ends, 1.0]) - min([*ends, 1.0])) or 0.05
-        axis = Axis(f"{comparison.name} = 1", min([*ends, 1.0]) - pad, max([*ends, 1.0]) + pad, lambda value: f"{value:.3g}")
-        items = [
-            Spread(
-                pair.name,
-                name,
-                number,
-                change.low,
-                change.ratio,
-                change.high,
-                f"{change.ratio:.3f}  {change.verdict}",
-                hollow=change.verdict != "better" and change.verdict != "worse",
-            )
-            for pair, change, name, number in found
-        ]
-        better = "right of the line is better" if found[0][1].more_is_better else "left of the line is better"
-        panels.append(panel(f"{found[0][1].measure}, {better}", spreads(items, axis, 1.0, comparison.name)))
-    says = (
-        "Each mark is a ratio over the prompts that both reports have, with its 95 % interval over prompts. One that reaches "
-        "across the line is unclear. Speed-ups are against the target alone in the same run; tokens/s are not."
-    )
-    return figure("ratios", "What changed", says, *panels)
-
-
-def _numbers(comparison: Comparison) -> str:
-    heads = ("", "measure", comparison.name, "other", "ratio", "95 %", "prompts", "")
-    rows = [
-        (f"{pair.name} · {other.name}", *_cells(change))
-        for other in comparison.others
-        for pair in other.pairs
-        for change in pair.changes
-    ]
-    return whole("table", "All ratios", "One line a measure; what was not measured in both has no ratio.", grid(heads, rows))
-
-
-def _depths(comparison: Comparison) -> str:
-    panels = []
-    for number, other in enumerate(comparison.others):
-        for pair in other.pairs:
-            series = [
-                Line(comparison.name, None, list(enumerate(pair.base.accepted_by_depth, 1))),
-                Line(other.name, number, list(enumerate(pair.other.accepted_by_depth, 1))),
-            ]
-            drawing = by_depth(series)
-            panels += [panel(pair.name, drawing, pair.other.conditions)] if drawing else []
-    says = "The chance that a draft survives whole up to a depth, in both."
-    return figure("acceptance", "Acceptance by depth", says, *panels, across=2)
-
-
-def _machines(comparison: Comparison) -> str:
-    """The fingerprints beside one another."""
-    reports = [(comparison.name, comparison.base), *((other.name, other.report) for other in comparison.others)]
-    keys = dict.fromkeys(key for _, report in reports for key in report.fingerprint)
-    if not keys:
-        return whole("fingerprint", "Fingerprints", "The machine and the versions that times depend on.", tag("p", MISSING))
-    rows = [("target", *(report.target for _, report in reports))]
-    rows += [(key, *(_plain(report.fingerprint.get(key)) for _, report in reports)) for key in keys]
-    rows = [(f"≠ {key}" if len(set(values)) > 1 else key, *values) for key, *values in rows]
-    says = "The machine and the versions that times depend on; ≠ marks what differs."
-    return whole("fingerprint", "Fingerprints", says, grid(("", *(name for name, _ in reports)), rows))
-
-
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """A value of a fingerprint in words."""
     return "–" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Report: JSON to keep, table to read, HTML to look at.  Holds what an evaluation found; measures nothing, knows no torch.
+"""Report: what an evaluation found, as report.json holds it.  Measures nothing, says nothing in words, knows no torch.
 
 The names in report.json are a public promise under `schema` 1: they stay, more may come, and fields that this version does
 not know survive load and save.  A number that is not finite is null, and null reads "not measured", never 0.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
@@ -25,17 +25,11 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
+from outrider.atomic import replacing
 from outrider.errors import DataError
-from outrider.report import page
-from outrider.report.page.charts import many, say
 
 SCHEMA = 1
-SKEW = 0.05
-"""How far below what training expected acceptance may lie without a word."""
 
 
 def _finite(value: Any) -> Any:
@@ -283,46 +277,15 @@ class Row(Part):
     """Mean total variation of an emitted token from the target's law; 0 under the law."""
     per_prompt: tuple[PromptResult, ...] = ()
 
-    @property
-    def conditions(self) -> str:
-        return " · ".join(part for part in (self.task, f"T {self.temperature:g}", many(self.prompts, "prompt")) if part)
-
     def is_trained_on(self, precision: str | None) -> bool:
         """Older checkpoints say no more than that the target's weights were unquantised."""
         is_float = precision is not None and precision.removeprefix("b").startswith("float")
         return precision == self.trained_on or (self.trained_on == "unquantised weights" and is_float)
 
     @property
-    def crossing(self) -> str:
-        """That it was trained beside another precision, and what that lost, in words; empty where it was not."""
-        if self.trained_on is None or self.precision is None or self.is_trained_on(self.precision):
-            return ""
-        lost = self.tokens_per_step_lost
-        by_it = "" if lost is None else f", {abs(lost):.2f} tokens per step {'fewer' if lost >= 0 else 'more'} by it"
-        return f"trained on {self.trained_on}, served on {self.precision}{by_it}"
-
-    @property
-    def skew(self) -> str:
-        """That less is kept than training expected, at the depth where most is missing; empty where it is not so.
-
-        More than 5 points, and more than three standard errors: depths are many, and the steps of a text are alike.
-        """
-        short = []
-        for depth, (wanted, kept) in enumerate(zip(self.predicted_by_depth, self.accepted_by_depth, strict=False), 1):
-            if wanted is None or kept is None:
-                continue
-            drafts = sum(sum(counts) for counts in self.accepted_histogram[depth:])
-            error = math.sqrt(wanted * (1 - wanted) / drafts) if drafts else 0.0
-            if wanted - kept > max(SKEW, 3 * error):
-                short.append((wanted - kept, depth, wanted, kept))
-        if not short:
-            return ""
-        _, depth, wanted, kept = max(short)
-        return (
-            f"{self.drafter}{f' on {self.task}' if self.task else ''} at temperature {self.temperature:g} keeps "
-            f"{100 * kept:.0f} % of its drafts to depth {depth}, where its training expected {100 * wanted:.0f} %: it is fed "
-            "other inputs than in training, or these texts are unlike those it learnt from."
-        )
+    def crosses_precisions(self) -> bool:
+        """It was trained beside another precision than it is served on."""
+        return None not in (self.trained_on, self.precision) and not self.is_trained_on(self.precision)
 
     @property
     def different(self) -> list[PromptResult]:
@@ -332,13 +295,6 @@ class Row(Part):
     @property
     def is_inexact(self) -> bool:
         return self.exact is False or bool(self.different)
-
-    @property
-    def loss(self) -> str:
-        """What a lossy rule did, in words; empty under the law."""
-        if self.lossless is not False:
-            return ""
-        return f"not lossless, by rule {self.rule or 'unknown'}: {say(self.distance, '.3g')} from the exact law per token"
 
 
 class LeftOut(Part):
@@ -432,18 +388,9 @@ class Report(Part):
         return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def save(self, folder: str | Path) -> Path:
-        """Write report.json and report.html; each is whole or as it was before.  Returns the folder."""
-        folder = Path(folder)
-        texts = {"report.html": self.html(), "report.json": self.json_text()}
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, text in texts.items():
-                (folder / f"{name}.part").write_text(text, encoding="utf-8")
-            for name in texts:
-                os.replace(folder / f"{name}.part", folder / name)
-        except OSError as error:
-            raise DataError(f"can't write the report to {folder}: {error}; choose a folder that can be written") from None
-        return folder
+        """Write report.json; it is whole or as it was before.  Returns the folder.  `page.save` writes the page beside it."""
+        write_whole({Path(folder) / "report.json": self.json_text()})
+        return Path(folder)
 
     def brief(self, drafter: str) -> dict[str, Any]:
         """What a checkpoint says of how it was measured: one drafter's figures, and on which machine by which commit."""
@@ -458,90 +405,6 @@ class Report(Part):
         """The row to speak of first: the fastest of those shown exact, else of those not compared, else of all."""
         rank = lambda row: (0 if row.is_inexact else 2 if row.exact else 1, row.speedup or -1.0)
         return max(self.rows, key=rank, default=None)
-
-    def headline(self, *, alarms: bool = True) -> str:
-        """What was found, in one sentence; with `alarms`, one more for every other row whose text is not the target's own,
-        and for every row that keeps less than its training expected."""
-        row = self.lead
-        if row is None:
-            return "Nothing was measured: the report has no rows."
-        alone = len({(row.task, row.temperature) for row in self.rows}) == 1
-        where = "" if alone else f"On {row.task or 'its prompts'} at temperature {row.temperature:g}, "
-        crossing = f" ({row.crossing})" if row.crossing else ""
-        first = f"{where}{row.drafter}{crossing} {_pace_said(row)}; {_truth_said(row)}."
-        if not alarms:
-            return first
-        return " ".join([first, *(alarm for other, alarm in self.alarms() if other is not row), *self.skews])
-
-    @property
-    def left_out_because(self) -> str:
-        """Why prompts were left out, as half a sentence."""
-        short = sum(left_out.reason == "short" for left_out in self.left_out)
-        if not short:
-            return "because the target's own text loops there"
-        if short == len(self.left_out):
-            return "because the target answers them with one token"
-        return f"because the target's own text loops there, or in {short} is one token"
-
-    @property
-    def skews(self) -> list[str]:
-        """A sentence for every row that keeps less than its training expected."""
-        return [row.skew for row in self.rows if row.skew]
-
-    def alarms(self) -> list[tuple[Row, str]]:
-        """A sentence for every row whose text is not the target's own."""
-        return [
-            (row, f"NOT EXACT: {row.drafter}{f' on {row.task}' if row.task else ''} at temperature {row.temperature:g}; "
-                  f"{_truth_said(row)}.")
-            for row in self.rows if row.is_inexact
-        ]  # fmt: skip
-
-    def table(self) -> Table:
-        """Every row, for a terminal; a text that is not the target's own stands in white on red."""
-        title = Text(f"{self.target}: drafters against the target alone")
-        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=0, show_edge=False)
-        # least widths: at 80 columns names and lists wrap, but no number is cut
-        table.add_column("drafter", overflow="fold")
-        table.add_column("task", overflow="fold")
-        table.add_column("T", justify="right", no_wrap=True)
-        table.add_column("tokens\n/step", justify="right", min_width=6)
-        table.add_column("kept at\ndepth\n1 2 … %")
-        for name, least in (
-            ("tokens\n/s", 6), ("plain\n/s", 5), ("speed\n-up", 5), ("exact", 5), ("draft/\nverify/\nother %", 7),
-            ("loop\n%", 4), ("TTFT\nms\np50", 4), ("ITL\np50\np95", 4),
-        ):  # fmt: skip
-            table.add_column(name, justify="right", min_width=least)
-        for row in self.rows:
-            accepted = " ".join(f"{_dash(value, '.0f', scale=100):>2}" for value in row.accepted_by_depth)
-            share = "/".join(_dash(v, ".0f", scale=100) for v in (row.share.draft, row.share.verify, row.share.other))
-            itl = f"{_digits(row.itl_ms.p50)} {_digits(row.itl_ms.p95)}"
-            table.add_row(
-                Text(row.drafter), Text(row.task), f"{row.temperature:g}", _dash(row.tokens_per_step, ".2f"),
-                accepted or "–", _digits(row.tokens_per_s), _digits(row.plain_tokens_per_s), _dash(row.speedup, ".2f", "×"),
-                _exact_mark(row),
-                share, _dash(row.loop_overhead, ".1f", scale=100), _digits(row.ttft_ms.p50), itl,
-            )  # fmt: skip
-        return table
-
-    def markdown(self) -> str:
-        """The short table for a README; tasks are named where there is more than one."""
-        tasks = len({row.task for row in self.rows}) > 1
-        heads = ["drafter", *["task"] * tasks, "temperature", "tokens per step", "speed-up"]
-        heads += ["tokens/s", "plain tokens/s", "exact"]
-        left = 1 + tasks
-        lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * left + "---:|" * (len(heads) - left - 1) + "---|"]
-        for row in self.rows:
-            cells = [
-                _cell(row.drafter), *[_cell(row.task)] * tasks, f"{row.temperature:g}", _dash(row.tokens_per_step, ".2f"),
-                _dash(row.speedup, ".2f", "×"), _dash(row.tokens_per_s, ".1f"),
-                _dash(row.plain_tokens_per_s, ".1f"), _exact_said(row),
-            ]  # fmt: skip
-            lines.append("| " + " | ".join(cells) + " |")
-        return "\n".join(lines) + "\n"
-
-    def html(self) -> str:
-        """The page: one file that asks the network for nothing."""
-        return page.render(self)
 
 
 def by_turn(prompts: Iterable[PromptResult]) -> dict[tuple[str, int], PromptResult]:
@@ -560,7 +423,7 @@ def _lost(row: Row, twin: Row) -> float | None:
         getattr(row, name) == getattr(twin, name)
         for name in ("drafter", "task", "temperature", "rule", "policy", "verification")
     )
-    if not same or not row.crossing or not row.is_trained_on(twin.precision):
+    if not same or not row.crosses_precisions or not row.is_trained_on(twin.precision):
         return None
     ours, theirs = by_turn(row.per_prompt), by_turn(twin.per_prompt)
     pairs = [(ours[key], theirs[key]) for key in ours if key in theirs and ours[key].steps and theirs[key].steps]
@@ -570,67 +433,13 @@ def _lost(row: Row, twin: Row) -> float | None:
     return there - here
 
 
-def _dash(value: float | None, spec: str, unit: str = "", scale: float = 1) -> str:
-    return say(value, spec, unit, scale=scale, missing="–")
-
-
-def _exact_mark(row: Row) -> Text:
-    """Yes, no or not compared, with the distance that a lossy rule had: NO and a lossy rule must not be missed."""
-    mark = Text("NO", "bold white on red") if row.is_inexact else Text("yes" if row.exact else "–")
-    if row.lossless is False:
-        mark.append(Text(f" lossy {_dash(row.distance, '.3f')}", "bold white on red"))
-    return mark
-
-
-def _digits(value: float | None) -> str:
-    """A number with a decimal while it is below 100."""
-    return _dash(value, ".1f" if value is not None and value < 99.95 else ".0f")
-
-
-def _cell(text: str) -> str:
-    """Text that can't end a Markdown cell or start markup in it."""
-    text = " ".join(text.split())
-    for mark in "\\`*_[]<>|":
-        text = text.replace(mark, "\\" + mark)
-    return text
-
-
-def _pace_said(row: Row) -> str:
-    """Tokens per pass and speed, as far as they were measured."""
-    speed, depth = row.speedup, ""
-    if row.tokens_per_step is not None:
-        depth = f"writes {row.tokens_per_step:.1f} tokens per target pass and "
-    if speed is None:
-        return depth + "was not timed"
-    if 0.97 < speed < 1.03:
-        return depth + "is about as fast as the target alone"
-    if speed < 1:
-        return depth + f"is slower than the target alone, at {speed:.2f}× its speed"
-    return depth + f"is {speed:{'.1f' if speed >= 1.2 else '.2f'}}× as fast as the target alone"
-
-
-def _truth_said(row: Row) -> str:
-    """Whether the texts are the target's own, as half a sentence."""
-    return "; ".join(part for part in (row.loss, _equality_said(row)) if part)
-
-
-def _equality_said(row: Row) -> str:
-    if row.is_inexact:
-        if not row.different:
-            return "its text is not the target's own"
-        count, first = len(row.different), row.different[0]
-        said = f"{count} of {many(row.prompts, 'text')} {'differs' if count == 1 else 'differ'} from the target's own"
-        at = "" if first.first_difference is None else f" after {many(first.first_difference, 'token')}"
-        return f"{said}{': ' if count == 1 else ', such as '}{first.id}{at}"
-    if row.exact is None:
-        sampled = f"are drawn at temperature {row.temperature:g} and so not compared word for word"
-        return "its texts " + (sampled if row.temperature > 0 else "were not compared with the target's own")
-    every = "its one text" if row.prompts == 1 else f"every one of {many(row.prompts, 'text')}"
-    compared = "" if row.compared_tokens is None else f", {row.compared_tokens:,} tokens compared"
-    return f"{every} is identical to the target's own{compared}"
-
-
-def _exact_said(row: Row) -> str:
-    compared = "" if row.compared_tokens is None else f", {row.compared_tokens:,} tokens compared"
-    said = f"**NO**{compared}" if row.is_inexact else "–" if row.exact is None else f"yes{compared}"
-    return f"{said}; {_cell(row.loss)}" if row.loss else said
+def write_whole(texts: Mapping[Path, str]) -> None:
+    """Write files, their folders made where needed: each is whole, or as it was before."""
+    try:
+        with ExitStack() as stack:
+            for path, text in texts.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(replacing(path)).write_text(text, encoding="utf-8")
+    except OSError as error:
+        names = " and ".join(map(str, texts))
+        raise DataError(f"can't write {names}: {error}; choose a folder that can be written") from None

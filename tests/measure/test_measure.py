@@ -29,7 +29,9 @@ from outrider.measure.row import conditional, first_difference
 from outrider.measure.run import evaluate, fresh_share
 from outrider.measure.timing import generate_once
 from outrider.policies import named
+from outrider.report.page import render
 from outrider.report.schema import Report
+from outrider.report.summary import headline, left_out_because, skews
 from outrider.sampling import judge
 from outrider.targets.transformers import TransformersTarget, load_target
 
@@ -334,7 +336,7 @@ def test_an_answer_of_one_token_is_left_out_for_a_reason_of_its_own_and_kept_whe
     found = evaluate(talker, only, settings(task, fresh=1e-9, prompts=2, temperatures=(0.0,)))
     short = [left for left in found.left_out if left.id == "q1"]
     assert [(left.fresh_share, left.reason) for left in short] == [(1.0, "short")]
-    assert "one token" in found.left_out_because and "(one token)" in found.html()
+    assert "one token" in left_out_because(found) and "(one token)" in render(found)
     (row,) = evaluate(talker, only, settings(task, prompts=4)).rows[:1]
     assert [prompt.tokens for prompt in row.per_prompt][1] == 1 and row.exact
     drawn = {task: measure.Drawn(prompts[1:2], "", None, None)}
@@ -754,11 +756,11 @@ def test_less_than_training_expected_is_said(talker: TransformersTarget, drafter
     high, low = ({"dspark": {"acceptance": [share] * 3}} for share in (0.99, 0.001))
     found = evaluate(talker, own, config, training=high)
     assert found.rows[0].predicted_by_depth == pytest.approx((0.99, 0.99**2, 0.99**3))
-    (said,) = found.skews
+    (said,) = skews(found)
     assert "dspark on quiz at temperature 0 keeps" in said and "its training expected" in said
-    assert said in found.headline()
+    assert said in headline(found)
     found = evaluate(talker, own, config, training=low)
-    assert (found.skews, len(found.rows[0].predicted_by_depth)) == ([], 3)
+    assert (skews(found), len(found.rows[0].predicted_by_depth)) == ([], 3)
 
 
 def test_tasks_are_counted_together(

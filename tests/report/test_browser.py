@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from outrider.report.compare import Comparison
+from outrider.report.page import render, render_comparison
 from outrider.report.page.cost import costs, said
 from outrider.report.schema import Report
 from tests.report.examples import full_report, hostile_report, large_report, null_report, row
@@ -51,7 +52,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "empty": Report(target="tiny"), "compared": compared(),
     }  # fmt: skip
     for name, shown in found.items():
-        (folder / f"{name}.html").write_text(shown.html(), encoding="utf-8")
+        (folder / f"{name}.html").write_text(
+            render_comparison(shown) if name == "compared" else render(shown), encoding="utf-8"
+        )
     return {name: folder / f"{name}.html" for name in found}
 
 

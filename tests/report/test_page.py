@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import typer
 
-from outrider.cli.report import names
 from outrider.cli.report import report as verb
 from outrider.errors import DataError
-from outrider.report.compare import FEWEST, Comparison
+from outrider.report.compare import FEWEST, Comparison, names
+from outrider.report.page import render, render_comparison
 from outrider.report.page.cost import costs, duration, money, said
 from outrider.report.schema import Report
 from tests.report.examples import HOSTILE, full_report, hostile_report, large_report, null_report, row
@@ -77,9 +77,9 @@ def part(html: str, name: str) -> str:
 
 def test_every_figure_of_a_full_report_is_drawn():
     """Catches a field that is in the file and that no reader of the page ever sees."""
-    parsed = Parsed(full_report().html())
+    parsed = Parsed(render(full_report()))
     assert parsed.ids >= FIGURES
-    assert 'class="empty"' not in full_report().html()
+    assert 'class="empty"' not in render(full_report())
     for text in (
         "2.45× (2.31 to 2.59)",
         "2.39×",
@@ -95,7 +95,7 @@ def test_every_figure_of_a_full_report_is_drawn():
 
 def test_what_was_not_measured_says_so_in_one_line():
     """An old report, or one whose every new field is null: no figure of it may show a zero or a chart of nothing."""
-    html = null_report().html()
+    html = render(null_report())
     parsed = Parsed(html)
     for name in ("predicted", "text", "patterns", "histogram", "latency", "prompts", "scores", "clean", "cost"):
         figure = part(html, name)
@@ -108,7 +108,7 @@ def test_what_was_not_measured_says_so_in_one_line():
 @pytest.mark.parametrize("found", [full_report(), null_report(), hostile_report(), Report(target="tiny")])
 def test_one_style_and_one_script_each_with_its_hash(found):
     """Catches a policy that lets all inline script in, and a script that its own policy refuses."""
-    html = found.html()
+    html = render(found)
     parsed = Parsed(html)
     assert parsed.tags.count("script") == parsed.tags.count("style") == 1
     policy = next(value for name, value in parsed.attributes if name == "content" and "default-src" in value)
@@ -124,18 +124,18 @@ def test_one_style_and_one_script_each_with_its_hash(found):
 
 def test_strings_that_would_be_markup_are_shown_as_they_are():
     """Prompts and ids come from anywhere, also `</script>`, emojis and marks that turn the direction of writing."""
-    parsed = Parsed(hostile_report().html())
+    parsed = Parsed(render(hostile_report()))
     assert "img" not in parsed.tags
     assert HOSTILE in parsed.text
     tips = [value for name, value in parsed.attributes if name == "title"]
     assert any(HOSTILE in tip for tip in tips)
     compared = Comparison.of([(HOSTILE, hostile_report()), (HOSTILE + "2", hostile_report())])
-    assert "img" not in Parsed(compared.html()).tags
+    assert "img" not in Parsed(render_comparison(compared)).tags
 
 
 def test_a_page_of_nine_tasks_five_drafters_and_eighty_prompts_is_below_a_megabyte():
     """A page that grows with its data by the tip ends as an attachment nobody can send."""
-    html = large_report().html()
+    html = render(large_report())
     assert len(html.encode()) < 1_000_000
     assert "more texts in report.json" in html
 
@@ -143,7 +143,7 @@ def test_a_page_of_nine_tasks_five_drafters_and_eighty_prompts_is_below_a_megaby
 def test_the_text_reads_as_it_was_written():
     """Catches a token that is dropped, doubled or trimmed: the text of the page is the text of the output."""
     found = full_report()
-    html = part(found.html(), "text")
+    html = part(render(found), "text")
     shown = re.findall(r'<div class="tokens"[^>]*>(.*?)</div>', html, re.DOTALL)
     bare = [unescape(re.sub(r"<[^>]*>", "", re.sub(r'<s>.*?</s>|<i class="nl">.</i>', "", text))) for text in shown]
     wanted = ["".join(token.text for token in line.observed[0].tokens) for line in found.rows]
@@ -153,7 +153,7 @@ def test_the_text_reads_as_it_was_written():
 def test_the_text_counts_what_the_target_decided():
     """Kept, turned down and not drafted are three things, and sum to all tokens."""
     found = full_report()
-    html = part(found.html(), "text")
+    html = part(render(found), "text")
     for line in found.rows:
         tokens = line.observed[0].tokens
         kept, bare = sum(t.kept for t in tokens), sum(t.drafted is None for t in tokens)
@@ -165,10 +165,9 @@ def test_a_turned_down_token_tells_every_number_known_of_it():
     """Catches a tip that swaps p and q, or says 0 where a deterministic drafter has no q."""
     token = {"text": "b", "drafted": "a", "depth": 2, "p": 0.004, "q": 0.75, "rank": 12, "entropy": 1.5, "kind": "word"}
     one = row("dspark", "chat") | {"observed": [{"id": "x", "tokens": [token, token | {"q": None}]}]}
-    html = full_report(rows=[one]).html()
+    html = render(full_report(rows=[one]))
     assert (
-        "turned down “a” at depth 2\np 4.0e-03 target · q 0.75 drafter\nrank 12 · target&#x27;s entropy 1.50 nats · word"
-        in html
+        "turned down “a” at depth 2\np 4.0e-03 target · q 0.75 drafter\nrank 12 · target&#39;s entropy 1.50 nats · word" in html
     )
     assert "q – certain" in html
 
@@ -277,7 +276,7 @@ def test_fingerprints_that_differ_and_rows_without_a_twin_are_said():
     text = " ".join(found.warnings())
     assert "torch 2.13.0 / 2.14.0" in text
     assert "suffix · math · T 0" in text
-    page = Parsed(found.html()).text
+    page = Parsed(render_comparison(found)).text
     assert "torch 2.13.0 / 2.14.0" in page
     assert "≠ torch" in page
 
@@ -302,8 +301,8 @@ def test_a_text_that_differs_alarms_in_a_comparison_too():
     """A faster report whose output is wrong must not win in silence."""
     wrong = row("dspark", "chat", exact=False)
     found = Comparison.of([("a", full_report(rows=[row("dspark", "chat")])), ("b", full_report(rows=[wrong]))])
-    assert 'class="alarm" role="alert"' in found.html()
-    assert "b: NOT EXACT: dspark on chat" in Parsed(found.html()).text
+    assert 'class="alarm" role="alert"' in render_comparison(found)
+    assert "b: NOT EXACT: dspark on chat" in Parsed(render_comparison(found)).text
 
 
 @pytest.fixture
@@ -325,7 +324,7 @@ def test_the_verb_writes_a_page_again_and_leaves_the_numbers_alone(command, tmp_
     before = (tmp_path / "run" / "report.json").read_bytes()
     (tmp_path / "run" / "report.html").write_text("old")
     command("run")
-    assert (tmp_path / "run" / "report.html").read_text(encoding="utf-8") == full_report().html()
+    assert (tmp_path / "run" / "report.html").read_text(encoding="utf-8") == render(full_report())
     assert (tmp_path / "run" / "report.json").read_bytes() == before
     command("run/report.json", "--out", "other.html")
     assert {path.name for path in tmp_path.iterdir()} == {"run", "other.html"}

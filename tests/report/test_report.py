@@ -17,8 +17,9 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from outrider.errors import DataError
-from outrider.report.page import charts
+from outrider.report.page import charts, render, save
 from outrider.report.schema import Report, Row
+from outrider.report.summary import alarms, headline, markdown, skews, table
 
 CHARTS = ("speedup", "acceptance", "latency", "time", "rejections", "prompts", "training")
 VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -99,14 +100,14 @@ class Page(HTMLParser):
 
 def printed(found: Report, width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(found.table())
+    console.print(table(found))
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
 def test_save_then_load_changes_nothing(tmp_path):
     """A field that is written under another name, or a list that comes back as something else."""
     found = report(row(), inexact(), NULLS)
-    assert found.save(tmp_path / "new" / "run") == tmp_path / "new" / "run"
+    assert save(found, tmp_path / "new" / "run") == tmp_path / "new" / "run"
     assert Report.load(tmp_path / "new" / "run") == found
     assert Report.load(tmp_path / "new" / "run" / "report.json") == found
     assert {path.name for path in (tmp_path / "new" / "run").iterdir()} == {"report.json", "report.html"}
@@ -188,21 +189,21 @@ def test_a_folder_that_cannot_be_written_is_a_data_error(tmp_path):
     """An hour of measuring must not end in a traceback."""
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="choose a folder"):
-        report(row()).save(tmp_path / "file")
+        save(report(row()), tmp_path / "file")
 
 
 def test_a_failed_save_leaves_the_old_report_whole(tmp_path, monkeypatch):
     """Writing in place would leave half a file where a whole one stood."""
-    before = report(row()).save(tmp_path)
+    before = save(report(row()), tmp_path)
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(DataError, match="disk full"):
-        report(row(), row()).save(tmp_path)
+        save(report(row(), row()), tmp_path)
     assert len(Report.load(before).rows) == 1
 
 
 def test_the_page_is_well_formed_and_holds_every_chart():
     """A chart that raises for no data, or an element left open, shows an empty page in the browser."""
-    page = Page(report(row(), inexact(), NULLS).html())
+    page = Page(render(report(row(), inexact(), NULLS)))
     assert set(CHARTS) <= page.ids
     assert {"table", "scope", "provenance", "words"} <= page.ids
     assert "svg" in page.tags
@@ -212,7 +213,7 @@ def test_the_page_is_well_formed_and_holds_every_chart():
 
 def test_the_page_asks_the_network_for_nothing():
     """One font or script from elsewhere, and the file does not open on a plane, or tells a stranger who reads it."""
-    html = report(row(), inexact()).html()
+    html = render(report(row(), inexact()))
     page = Page(html)
     assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & page.tags
     assert not {"src", "xlink:href", "srcset"} & {name for name, _ in page.attributes}
@@ -229,50 +230,50 @@ def test_strings_from_data_cannot_become_markup():
     evil = row(drafter=bad, task=bad, device=bad, dtype=bad, per_prompt=prompts, exact=False, unlawful=3)
     found = report(evil, row(task="other"), target=bad, made=bad, notes=[bad], provenance={bad: bad, "deep": {bad: [bad]}},
                    training={bad: {"loss_curve": [[0, 1], [1, 2]]}}, left_out=[{"id": bad}])  # fmt: skip
-    page = Page(found.html())
+    page = Page(render(found))
     assert "img" not in page.tags
-    assert page.scripts == Page(report(row()).html()).scripts  # the page's own and nothing of the data
+    assert page.scripts == Page(render(report(row()))).scripts  # the page's own and nothing of the data
     assert not any(name.startswith("on") for name, _ in page.attributes)
     assert bad in page.text  # shown as it is, not dropped
-    assert "\\<script\\>" in found.markdown()
+    assert "\\<script\\>" in markdown(found)
     assert "<script>alert(1)</script>" in "".join(printed(found, 400))
 
 
 def test_a_text_that_differs_is_impossible_to_miss():
     """The one failure that matters most must not drown among good numbers, even where it is not the first row."""
     found = report(row(), inexact())
-    html = found.html()
+    html = render(found)
     assert 'class="alarm" role="alert"' in html
     said = "NOT EXACT: ngram on chat at temperature 0; 1 of 24 texts differs from the target's own: chat/3 after 17 tokens."
     assert said in Page(html).text
     assert 'class="bar alarmed"' in html
     assert 'class="dot alarmed"' in html
     assert '<td class="bad">NOT EXACT</td>' in html
-    assert "NOT EXACT: ngram" in found.headline()
-    assert "**NO**, 2,304 tokens compared" in found.markdown()
+    assert "NOT EXACT: ngram" in headline(found)
+    assert "**NO**, 2,304 tokens compared" in markdown(found)
     console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="standard")
-    console.print(found.table())
+    console.print(table(found))
     assert re.search("\x1b\\[1;37;41m *NO", console.file.getvalue())  # type: ignore[attr-defined]
 
 
 def test_one_differing_prompt_is_an_alarm_although_the_row_calls_itself_exact():
     """A row whose summary and prompts disagree must be read the careful way."""
     assert report(inexact(exact=True)).rows[0].is_inexact
-    assert report(inexact(exact=None)).alarms()
+    assert alarms(report(inexact(exact=None)))
 
 
 def test_a_loop_that_is_itself_wrong_is_said():
     """Where plain decoding differs from transformers' generate, the speed-up is measured against the wrong text."""
-    assert "does not write what transformers' generate does" in Page(report(row(plain_exact=False)).html()).text
-    assert 'class="warning"' not in report(row(plain_exact=True)).html()
+    assert "does not write what transformers' generate does" in Page(render(report(row(plain_exact=False)))).text
+    assert 'class="warning"' not in render(report(row(plain_exact=True)))
 
 
 def test_sampled_text_is_not_said_to_be_compared():
     """Zero compared tokens at temperature 0.7 is not a comparison that found nothing."""
     found = report(row(temperature=0.7, exact=None, compared_tokens=0))
-    assert "tokens compared" not in found.headline()
-    assert "0 tokens compared" not in Page(found.html()).text
-    assert found.markdown().rstrip().endswith("| – |")
+    assert "tokens compared" not in headline(found)
+    assert "0 tokens compared" not in Page(render(found)).text
+    assert markdown(found).rstrip().endswith("| – |")
 
 
 def test_a_lossy_rule_is_impossible_to_miss():
@@ -280,12 +281,12 @@ def test_a_lossy_rule_is_impossible_to_miss():
     lossy = {"rule": "typical(epsilon=0.09, delta=0.3)", "lossless": False, "distance": 0.0123}
     found = report(row(temperature=1.0, exact=None, compared_tokens=None, **lossy))
     said = "not lossless, by rule typical(epsilon=0.09, delta=0.3): 0.0123 from the exact law per token"
-    assert said in found.headline()
-    assert said in found.html()
-    assert "not lossless" in found.markdown()
+    assert said in headline(found)
+    assert said in render(found)
+    assert "not lossless" in markdown(found)
     assert re.search(r"lossy\s+0\.012", " ".join(printed(found, 200)))
     exact = report(row(lossless=True, distance=0.0))
-    for text in (exact.headline(), exact.html(), exact.markdown(), " ".join(printed(exact, 200))):
+    for text in (headline(exact), render(exact), markdown(exact), " ".join(printed(exact, 200))):
         assert "lossless" not in text
         assert "lossy" not in text
     assert report(row()).rows[0].lossless is None
@@ -294,8 +295,8 @@ def test_a_lossy_rule_is_impossible_to_miss():
 def test_no_alarm_without_a_difference():
     """An alarm that always shows is one nobody reads."""
     found = report(row(), row(temperature=0.7, exact=None, compared_tokens=None))
-    assert found.alarms() == []
-    html = found.html()
+    assert alarms(found) == []
+    html = render(found)
     assert 'class="alarm"' not in html
     assert "alarmed" not in html.split("</style>")[1]
     assert "NOT EXACT" not in html
@@ -303,15 +304,15 @@ def test_no_alarm_without_a_difference():
 
 def test_the_headline_says_it_in_plain_words():
     """The sentence a manager reads; each word of it must follow from a number."""
-    assert report(row()).headline() == (
+    assert headline(report(row())) == (
         "dspark writes 2.6 tokens per target pass and is 1.7× as fast as the target alone; every one of 24 texts is identical "
         "to the target's own, 2,304 tokens compared."
     )
-    assert "slower than the target alone, at 0.80× its speed" in report(row(speedup=0.8)).headline()
-    assert "about as fast as" in report(row(speedup=1.01)).headline()
-    assert "was not timed" in report(row(speedup=None)).headline()
-    assert "drawn at temperature 0.7" in report(row(temperature=0.7, exact=None)).headline()
-    assert report().headline() == "Nothing was measured: the report has no rows."
+    assert "slower than the target alone, at 0.80× its speed" in headline(report(row(speedup=0.8)))
+    assert "about as fast as" in headline(report(row(speedup=1.01)))
+    assert "was not timed" in headline(report(row(speedup=None)))
+    assert "drawn at temperature 0.7" in headline(report(row(temperature=0.7, exact=None)))
+    assert headline(report()) == "Nothing was measured: the report has no rows."
 
 
 def test_a_faster_text_that_differs_does_not_lead():
@@ -319,27 +320,27 @@ def test_a_faster_text_that_differs_does_not_lead():
     found = report(inexact(speedup=9.0), row(speedup=1.1), row(drafter="eagle", speedup=3.0, exact=None, temperature=1.0))
     assert found.lead is not None
     assert found.lead.drafter == "dspark"
-    assert found.headline().startswith("On chat at temperature 0, dspark")
+    assert headline(found).startswith("On chat at temperature 0, dspark")
 
 
 def test_an_empty_report_still_makes_a_page():
     """A run that was stopped before its first row writes a report too."""
     found = Report(target="tiny")
-    page = Page(found.html())
+    page = Page(render(found))
     assert set(CHARTS) - {"training"} <= page.ids  # nothing was trained: no figure
     assert "not measured" in page.text
-    assert found.markdown().count("\n") == 2
+    assert markdown(found).count("\n") == 2
     assert printed(found, 100)
 
 
 def test_what_is_null_reads_not_measured():
     """A null shown as 0 or None is a false number."""
     found = report(NULLS, training={"ngram": {}})
-    page = Page(found.html())
+    page = Page(render(found))
     assert page.text.count("not measured") > 15
     assert "None" not in page.text
     assert not re.search(r"\bnan\b", page.text, re.IGNORECASE)
-    assert "| ngram | 0 | – | – | – | – | – |" in found.markdown()
+    assert "| ngram | 0 | – | – | – | – | – |" in markdown(found)
     assert "None" not in "".join(printed(found, 120))
 
 
@@ -356,9 +357,9 @@ def test_every_line_of_the_table_fits_and_no_number_is_cut(width):
 
 def test_markdown_names_the_task_only_where_there_are_several():
     """Two rows that look the same but for their numbers, or a column that says the same word in each."""
-    assert "task" not in report(row(), row(drafter="a|b")).markdown()
-    assert "a\\|b" in report(row(drafter="a|b")).markdown()
-    several = report(row(), row(task="code")).markdown().splitlines()
+    assert "task" not in markdown(report(row(), row(drafter="a|b")))
+    assert "a\\|b" in markdown(report(row(drafter="a|b")))
+    several = markdown(report(row(), row(task="code"))).splitlines()
     assert several[0].startswith("| drafter | task |")
     assert len({line.replace("\\|", "").count("|") for line in several}) == 1
     assert "yes, 2,304 tokens compared" in several[2]
@@ -374,9 +375,9 @@ def test_many_dots_and_one_depth_and_equal_values_are_drawn():
     """Scales divide by a span that can be 0; a swarm has fewer lanes than dots."""
     prompts = [{"id": str(i), "speedup": 1.0, "exact": True} for i in range(500)]
     flat = row(per_prompt=prompts, accepted_by_depth=[1.0], conditional_acceptance=[1.0], rejections_by_depth=[0], speedup=1.0)
-    html = report(
-        flat | {"itl_curve_ms": [0.0] * 101, "plain_itl_curve_ms": []}, training={"dspark": {"loss_curve": [[0, 0]]}}
-    ).html()
+    html = render(
+        report(flat | {"itl_curve_ms": [0.0] * 101, "plain_itl_curve_ms": []}, training={"dspark": {"loss_curve": [[0, 0]]}})
+    )
     assert html.count('class="dot c0"') == 500
     assert not re.search(r"\bnan\b", html, re.IGNORECASE)
 
@@ -392,7 +393,7 @@ def test_ticks_are_few_and_inside(low, high):
 
 def test_names_at_line_ends_keep_their_distance():
     """Two drafters of like acceptance would write over one another."""
-    places = charts._apart([10, 11, 12, 90, 99], 15, 100)
+    places = charts.spaced([10, 11, 12, 90, 99], 15, 100)
     assert places == sorted(places)
     assert all(b - a >= 15 for a, b in pairwise(places))
     assert places[-1] <= 100
@@ -408,13 +409,13 @@ def skewed(**changes: Any) -> dict[str, Any]:
 def test_less_than_training_expected_is_said_at_its_worst_depth():
     """A drafter that is served on other inputs than it was trained on writes exact text, only slowly: nobody would look."""
     found = report(row(), skewed())
-    (said,) = found.skews
+    (said,) = skews(found)
     assert said.startswith(
         "dspark on chat at temperature 0 keeps 60 % of its drafts to depth 1, where its training expected 80 %"
     )
-    assert found.headline().endswith(said)
-    assert said not in found.headline(alarms=False)
-    assert said in Page(found.html()).text
+    assert headline(found).endswith(said)
+    assert said not in headline(found, with_alarms=False)
+    assert said in Page(render(found)).text
 
 
 @pytest.mark.parametrize(
@@ -432,7 +433,7 @@ def test_less_than_training_expected_is_said_at_its_worst_depth():
 )
 def test_no_skew_is_said_without_ground(changes):
     """An alarm from noise, from more than was expected, or from what nobody predicted, is one that nobody reads."""
-    assert report(skewed(**changes)).skews == []
+    assert skews(report(skewed(**changes))) == []
 
 
 def test_where_a_task_is_from_survives_the_file(tmp_path):

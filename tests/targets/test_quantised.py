@@ -18,6 +18,7 @@ from outrider import checkpoint, compiled, generate, load_drafter
 from outrider.decoding.draft import Draft
 from outrider.errors import CheckpointError, ConfigError, TargetError
 from outrider.report.schema import Report
+from outrider.report.summary import headline
 from outrider.runs.file import TargetConfig
 from outrider.sampling.settings import Sampling
 from outrider.targets import quantised
@@ -286,10 +287,10 @@ def test_a_report_says_what_another_precision_lost(trained_on):
     there = report("float32", "float32", {"a": 8, "b": 8, "d": 24})
     (row,) = served.beside(there).rows
     assert row.tokens_per_step_lost == pytest.approx(3 - 2)
-    assert (
-        f"(trained on {trained_on}, served on int8, 1.00 tokens per step fewer by it) writes" in served.beside(there).headline()
+    assert f"(trained on {trained_on}, served on int8, 1.00 tokens per step fewer by it) writes" in headline(
+        served.beside(there)
     )
-    assert "trained on" not in there.headline()
+    assert "trained on" not in headline(there)
     for other in (report("bfloat16", "float32", {"a": 8}), report("float32", None, {"z": 8}),
                   report("float32", None, {"a": 8}, temperature=1.0), report("int8", None, {"a": 8})):  # fmt: skip
         if trained_on == "float32" or other.rows[0].precision != "bfloat16":

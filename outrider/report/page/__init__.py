@@ -1,51 +1,86 @@
-"""The page: a report as one HTML file that a reader opens anywhere and that asks the network for nothing.
+"""The page: a report, or a comparison, as one HTML file that a reader opens anywhere and that asks the network for nothing.
 
-`page.html` holds the words that never change, `page.css` the looks, `page.js` the little that moves; every figure is a
-function of the report in a file beside this one, and reads without the script.
+`page.html` holds what every page has, `report.html` and `comparison.html` the words and tables of each, `charts.html` the
+drawings, `page.css` the looks, `page.js` the little that moves.  The page reads without the script.  Every string from the
+data is escaped by the templates.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import re
 from base64 import b64encode
-from html import escape
 from pathlib import Path
-from string import Template
-from typing import TYPE_CHECKING
+from typing import Any
 
-from outrider.report.page import acceptance, answers, cost, numbers, speed, text
-from outrider.report.page.charts import many, say, tag
-from outrider.report.page.figure import LISTED, NOT_EXACT, by_drafter
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
-if TYPE_CHECKING:
-    from outrider.report.schema import Report
+from outrider.config import flatten
+from outrider.report import summary
+from outrider.report.compare import Comparison
+from outrider.report.page import acceptance, charts, comparison, cost, groups, speed, text
+from outrider.report.schema import Report, write_whole
 
-FIGURES = (
-    speed.speed, text.observed, acceptance.acceptance, acceptance.predicted, acceptance.rejections, acceptance.patterns,
-    acceptance.histogram, speed.latency, speed.spent, speed.prompts, answers.scores, answers.clean, cost.cost, numbers.training,
-)  # fmt: skip
+FOLDER = Path(__file__).parent
+ABREAST = 5
+"""Most runs side by side in a table."""
+
+
+def save(report: Report, folder: str | Path) -> Path:
+    """Write report.json and report.html; each is whole or as it was before.  Returns the folder."""
+    folder = Path(folder)
+    write_whole({folder / "report.html": render(report), folder / "report.json": report.json_text()})
+    return folder
 
 
 def render(report: Report) -> str:
-    """The whole page.  Every string from the report is escaped."""
-    colours = {name: i for i, name in enumerate(dict.fromkeys([*by_drafter(report), *report.training]))}
-    parts = [figure(report, colours) for figure in FIGURES]
-    parts += [numbers.numbers(report), numbers.scope(report), numbers.fingerprint(report), numbers.provenance(report)]
+    """The page of a report."""
+    colours = {name: i for i, name in enumerate(dict.fromkeys([*groups.by_drafter(report), *report.training]))}
+    found = groups.grouped(report)
+    tables = [(name, rows[i : i + ABREAST]) for name, rows in found.items() for i in range(0, len(rows), ABREAST)]
+    shown, hidden = text.samples(report)
+    body = _environment().get_template("report.html").render(
+        report=report, drafters=groups.by_drafter(report), colours=colours, groups=found, tables=tables,
+        samples=shown, hidden=hidden,
+        speedup=speed.speedup(report, colours), acceptance=acceptance.acceptance(report, colours),
+        predicted=acceptance.predicted(report, colours), rejections=acceptance.rejections(report, colours),
+        patterns=acceptance.patterns(report, colours), histogram=acceptance.histogram(report, colours),
+        latency=speed.latency(report, colours), spent=speed.spent(report), prompts=speed.prompts(report, colours),
+        scores=acceptance.scores(report, colours), clean=acceptance.clean(report), costs=cost.cost_lines(report),
+        training=speed.training(report, colours), provenance=flatten(report.provenance),
+    )  # fmt: skip
     made = f"measured {report.made.replace('T', ' ')} by Outrider" if report.made else "measured by Outrider"
-    source = "report.json beside this file"
-    return assemble(
-        report.target, made, report.headline(alarms=False), _alarms(report), _tiles(report), "\n".join(parts), source
-    )
+    headline = summary.headline(report, with_alarms=False)
+    return _whole(body, report.target, made, headline, "report.json beside this file")
 
 
-def assemble(title: str, made: str, headline: str, alarms: str, tiles: str, body: str, source: str) -> str:
-    """The page around its parts.  title, made, headline and source are text, the rest is markup."""
-    folder = Path(__file__).parent
-    template, style, script = ((folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
-    return Template(template).substitute(
-        title=escape(title), made=escape(made), headline=escape(headline), alarms=alarms, tiles=tiles, body=body,
-        contents=_contents(body), source=escape(source), style=style, script=script,
+def render_comparison(found: Comparison) -> str:
+    """The page of a comparison."""
+    names = " and ".join([found.name, *(other.name for other in found.others)])
+    reports = [(found.name, found.base), *((other.name, other.report) for other in found.others)]
+    body = _environment().get_template("comparison.html").render(
+        warnings=found.warnings(), reports=reports, ratios=comparison.ratios(found), numbers=comparison.numbers(found),
+        depths=comparison.depths(found), machines=comparison.machines(reports),
+    )  # fmt: skip
+    return _whole(body, found.base.target, f"{names} compared by Outrider", found.headline(), names)
+
+
+def drawn(chart: charts.Chart | None) -> str:
+    """One chart or table as markup."""
+    return str(_environment().get_template("charts.html").make_module().draw(chart))  # type: ignore[attr-defined]
+
+
+def _whole(body: str, title: str, made: str, headline: str, source: str) -> str:
+    """What every page has, around its own part, with a link to every figure that has something to show."""
+    top, _, main = body.partition("<!-- main -->")
+    contents = re.findall(r'<(?:figure|section class="part") id="([a-z]+)">\s*(?:<figcaption>)?<h2>(.*?)</h2>', main)
+    style, script = ((FOLDER / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    return _environment().get_template("page.html").render(
+        title=title, made=made, headline=headline, source=source, top=Markup(top), main=Markup(main),
+        contents=[(name, Markup(head)) for name, head in contents], style=Markup(style), script=Markup(script),
         style_hash=_hash(style), script_hash=_hash(script),
     )  # fmt: skip
 
@@ -55,60 +90,29 @@ def _hash(text: str) -> str:
     return f"sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _contents(body: str) -> str:
-    """A link to every part that has something to show."""
-    found = re.findall(r'<(?:figure|section class="part") id="([a-z]+)">(?:<figcaption>)?<h2>(.*?)</h2>', body)
-    links = "".join(tag("a", title, href=f"#{name}") for name, title in found)
-    return tag("nav", links, aria_label="Contents") if links else ""
+@functools.cache
+def _environment() -> Environment:
+    found = Environment(
+        loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    found.filters["px"] = lambda value: f"{value:.1f}".removesuffix(".0")
+    for function in (
+        summary.say, summary.many, summary.conditions, summary.named, summary.alarms, summary.loss, summary.skews,
+        summary.compared, summary.differing, summary.left_out_because, summary.left_out_names, acceptance.listed,
+        groups.ranged, charts.hue, charts.shape_of, text.tip, text.class_of, text.visible, _short, _plainly,
+    ):  # fmt: skip
+        found.globals[function.__name__.lstrip("_")] = function
+    found.globals |= {
+        "missing": summary.MISSING, "not_exact": summary.NOT_EXACT, "longest": text.LONGEST, "crowd": groups.CROWD,
+        "settings": cost.SETTINGS, "newline": Markup('<i class="nl">⏎</i>\n'), "nothing": Markup('<i class="nl">∅</i>'),
+    }  # fmt: skip
+    return found
 
 
-def _alarms(report: Report) -> str:
-    """What must not be missed: texts that differ, then drafters that broke their promise, then the notes."""
-    parts = []
-    for row, sentence in report.alarms():
-        named = [
-            p.id + ("" if p.first_difference is None else f" (after {many(p.first_difference, 'token')})")
-            for p in row.different
-        ]
-        rest = f" and {len(named) - LISTED} more" if len(named) > LISTED else ""
-        listed = f"<p>Texts that differ: {escape(', '.join(named[:LISTED]))}{rest}.</p>" if named else ""
-        parts.append(f'<div class="alarm" role="alert"><strong>{escape(sentence)}</strong>{listed}</div>')
-    for row in report.rows:
-        if row.plain_exact is False:
-            what = f"{row.conditions}: the target alone, through this loop, does not write what transformers' generate does."
-            parts.append(f'<div class="warning">{escape(what)}</div>')
-        if row.loss:
-            parts.append(f'<div class="warning">{escape(f"{row.drafter}, {row.conditions}: {row.loss}.")}</div>')
-        if row.unlawful:
-            what = f"{row.drafter}, {row.conditions}: {many(row.unlawful, 'drafted token')} came with an id or a distribution "
-            what += "that can't be; they were verified as if certain, so the output stands."
-            parts.append(f'<div class="warning">{escape(what)}</div>')
-    skews = [row.skew for row in report.rows if row.skew]
-    if skews:
-        rest = f" {many(len(skews) - 1, 'more row')} likewise; see what was expected in training." if len(skews) > 1 else ""
-        parts.append(f'<div class="warning">{escape(skews[0] + rest)}</div>')
-    return "".join(parts)
+def _short(said: str, length: int) -> str:
+    """A text, cut with an ellipsis where it is longer."""
+    return said if len(said) <= length else said[: length - 1] + "…"
 
 
-def _tiles(report: Report) -> str:
-    """Five numbers of the row the headline speaks of."""
-    row = report.lead
-    if row is None:
-        return ""
-    compared = numbers.compared(row)
-    drawn = f"drawn at temperature {row.temperature:g}" if row.temperature > 0 else ""
-    detail = drawn if compared is None else f"{many(compared, 'token')} compared"
-    exact = NOT_EXACT.lower() if row.is_inexact else "exact" if row.exact else "not compared"
-    plain = say(row.plain_tokens_per_s, ".1f")
-    cells = [
-        (say(row.speedup, ".2f", "×"), "speed-up", f"{say(row.tokens_per_s, '.1f')} tokens/s, plain {plain}"),
-        (say(row.tokens_per_step, ".2f"), "tokens per step", f"over {many(row.steps, 'step')}" if row.steps else ""),
-        (exact, "target's own text", detail),
-        (say(row.itl_ms.p50, ".0f", " ms"), "median gap", f"target alone {say(row.plain_itl_ms.p50, '.0f', ' ms')}"),
-        (say(row.ttft_ms.p50, ".0f", " ms"), "to the first token", f"target alone {say(row.plain_ttft_ms.p50, '.0f', ' ms')}"),
-    ]
-    body = ""
-    for value, name, detail in cells:
-        inside = tag("b", escape(value)) + tag("span", escape(name)) + tag("small", escape(detail))
-        body += tag("div", inside, class_="bad" if value == NOT_EXACT.lower() else "")
-    return f'<section class="tiles" aria-label="{escape(row.drafter)} in numbers">{body}</section>'
+def _plainly(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

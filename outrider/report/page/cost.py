@@ -6,14 +6,10 @@ same way, and a test holds them together.
 
 from __future__ import annotations
 
-from html import escape
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from outrider.report.page.charts import MISSING, many, tag
-from outrider.report.page.figure import Colours, figure, named
-
-if TYPE_CHECKING:
-    from outrider.report.schema import Report, Row
+from outrider.report.schema import Report, Row
+from outrider.report.summary import MISSING, named
 
 
 class Setting(NamedTuple):
@@ -29,10 +25,6 @@ SETTINGS = (
     Setting("tokens", "Tokens a day, millions", 10),
     Setting("other", "Other cost of a drafter, $", 0),
 )
-COLUMNS = (
-    ("before", "per million, alone"), ("after", "drafted"), ("saved", "saved a day"),
-    ("hours", "machine hours a day"), ("built", "to build"), ("payback", "paid back after"),
-)  # fmt: skip
 
 
 class Costs(NamedTuple):
@@ -46,6 +38,14 @@ class Costs(NamedTuple):
     payback: float | None
 
 
+class CostLine(NamedTuple):
+    """One row's costs, and the numbers that the script begins from."""
+
+    name: str
+    data: dict[str, float]
+    said: dict[str, str]
+
+
 def costs(plain: float, fast: float, trained_s: float | None, price: float, tokens: float, other: float) -> Costs:
     """plain, fast: tokens/s; price: $ an hour; tokens: millions a day; other: $."""
     before, after = (price / 3600 / speed * 1e6 for speed in (plain, fast))
@@ -56,44 +56,21 @@ def costs(plain: float, fast: float, trained_s: float | None, price: float, toke
     return Costs(before, after, saved, hours, built, payback)
 
 
-def cost(report: Report, colours: Colours) -> str:
-    rows = [row for row in report.rows if row.tokens_per_s and row.plain_tokens_per_s]
-    if not rows:
-        return figure("cost", "What it costs", "")
-    inputs = "".join(
-        tag(
-            "label",
-            tag("span", escape(name)) + f'<input type="number" min="0" step="any" data-setting="{key}" value="{value:g}">',
-        )
-        for key, name, value in SETTINGS
-    )
-    heads = tag("td") + "".join(tag("th", escape(title), scope="col") for _, title in COLUMNS)
-    body = "".join(_line(report, row) for row in rows)
-    table = f'<div class="scroll" tabindex="0"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
-    sizes = sorted({row.batch for row in rows if row.batch})
-    batch = f" at {' and '.join(many(size, 'request') for size in sizes)} at once" if sizes else ""
-    says = (
-        f"Price of the machine over the tokens/s measured here{batch}. A server that is full speculates less and shares its "
-        "passes among many: measure at your own load before you count on it. Put in your own numbers."
-    )
-    note = "To build: the machine's price over the hours that this run trained for, and other cost: data, people, a licence. "
-    note += "The figures follow as you type; without scripts they stay at the numbers first shown."
-    inside = f'<div class="inputs">{inputs}</div>{table}<p class="note">{note}</p>'
-    return figure("cost", "What it costs", says, f'<div class="panel">{inside}</div>')
+def cost_lines(report: Report) -> list[CostLine]:
+    """A line for every row that was timed, at the settings first shown."""
+    return [
+        _line(report, row, row.plain_tokens_per_s, row.tokens_per_s)
+        for row in report.rows
+        if row.tokens_per_s and row.plain_tokens_per_s
+    ]
 
 
-def _line(report: Report, row: Row) -> str:
+def _line(report: Report, row: Row, plain: float, fast: float) -> CostLine:
     training = report.training.get(row.drafter)
     trained = training.seconds if training is not None else None
-    plain, fast = row.plain_tokens_per_s or 1.0, row.tokens_per_s or 1.0
     found = costs(plain, fast, trained, *(setting.value for setting in SETTINGS))
-    cells = "".join(
-        tag("td", escape(text), data_cell=name, class_="missing" if text == MISSING else "")
-        for name, text in said(found).items()
-    )
-    # repr: the script must begin from the same numbers
-    data = {"data_plain": repr(plain), "data_fast": repr(fast), "data_trained": "" if trained is None else repr(trained)}
-    return tag("tr", tag("th", escape(named(row)), scope="row") + cells, **data)
+    data = {"plain": plain, "fast": fast} | ({} if trained is None else {"trained": trained})
+    return CostLine(named(row), data, said(found))
 
 
 def said(found: Costs) -> dict[str, str]:
