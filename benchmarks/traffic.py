@@ -37,6 +37,7 @@ import numpy as np
 from benchmarks.replay import command
 from outrider.traffic import replay, traces
 from outrider.traffic.address import address_of
+from outrider.traffic.calls import words
 from outrider.traffic.connection import Client
 from outrider.traffic.plan import Plan, dues
 
@@ -97,7 +98,7 @@ def stub(*options: str, port: int = 0) -> Iterator[tuple[str, subprocess.Popen[s
 
 def written(folder: Path, count: int) -> traces.Trace:
     """A log of `count` prompts of 100 words."""
-    prompts = (traces.words(str(number), 100) for number in range(count))
+    prompts = (words(str(number), 100) for number in range(count))
     rows = ({"messages": [{"role": "user", "content": prompt}], "max_tokens": 16} for prompt in prompts)
     path = folder / "log.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -198,9 +199,7 @@ Reader = Callable[[str, bytes], Awaitable[None]]
 
 def reader(make: Callable[[], Reader], count: int, rate: float = 100.0) -> dict[str, float]:
     """CPU of a call by one way of reading answers, at a rate that all of them can keep."""
-    body = json.dumps(
-        {"model": "stub", "messages": [{"role": "user", "content": traces.words("x", 100)}], "stream": True}
-    ).encode()
+    body = json.dumps({"model": "stub", "messages": [{"role": "user", "content": words("x", 100)}], "stream": True}).encode()
     with stub() as (url, _):
 
         async def go() -> float:

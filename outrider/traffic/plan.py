@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.errors import ConfigError
+from outrider.traffic.calls import Call
 from outrider.traffic.servers import Server
-from outrider.traffic.traces import Call, Trace
+from outrider.traffic.traces import Trace
 
 LIMITS = ("ttft", "tpot", "e2e")
 OPTIONS = {

@@ -33,12 +33,14 @@ from typing import IO, Any
 from outrider.errors import DataError
 from outrider.traffic import latencies
 from outrider.traffic.answer import Answer
+from outrider.traffic.calls import Call
 from outrider.traffic.compared import Beside, Compared
 from outrider.traffic.connection import Client
 from outrider.traffic.latencies import Endpoint, Outcome, Spread, Tally
 from outrider.traffic.plan import Plan, dues, prepared
+from outrider.traffic.redaction import keyed
 from outrider.traffic.servers import Server, check_servers, server_at
-from outrider.traffic.traces import Call, Trace, keyed
+from outrider.traffic.traces import Trace
 
 PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0

@@ -338,7 +338,8 @@ def test_reports_of_the_first_schema_are_judged_by_what_they_have() -> None:
             tested = np.concatenate([found.reached[:1], found.accepted[:-1]])
             row |= {
                 "accepted_by_depth": (found.accepted / found.reached).tolist(), "steps": int(found.reached[0]),
-                "conditional_acceptance": (found.accepted / tested).tolist(), "rejections_by_depth": (tested - found.accepted).tolist(),
+                "conditional_acceptance": (found.accepted / tested).tolist(),
+                "rejections_by_depth": (tested - found.accepted).tolist(),
             }  # fmt: skip
         without(report, (*fields, "fingerprint"))
     outcome = judge(own, old)

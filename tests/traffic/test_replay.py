@@ -33,6 +33,7 @@ from outrider.errors import ConfigError, DataError
 from outrider.traffic import latencies, replay, traces
 from outrider.traffic.address import address_of
 from outrider.traffic.answer import Answer, Events
+from outrider.traffic.calls import Call
 from outrider.traffic.compared import Compared, first_difference
 from outrider.traffic.connection import Client
 from outrider.traffic.latencies import Gaps, Outcome, Tally
@@ -280,7 +281,7 @@ def test_a_fault_stops_the_replay_and_what_came_is_kept(concurrency: int | None,
     trace = log(tmp_path, 30)
     real = trace.parse
 
-    def changed(row: Any, name: str) -> list[traces.Call]:
+    def changed(row: Any, name: str) -> list[Call]:
         if name == "20":
             raise ValueError("not JSON any more")
         return real(row, name)
@@ -504,7 +505,7 @@ def test_calls_that_warm_up_are_accounted_for_and_not_timed(plain: Stub, tmp_pat
 def test_a_call_is_sent_as_the_plan_says() -> None:
     """Catches a limit that makes short answers long, a model that a server does not have, and a text that loses its turns."""
     said = [{"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "text", "text": "U"}]}]
-    call = traces.Call({"messages": said, "model": "gpt", "max_tokens": 5, "temperature": 1, "tools": []}, "1", synthetic=True)
+    call = Call({"messages": said, "model": "gpt", "max_tokens": 5, "temperature": 1, "tools": []}, "1", synthetic=True)
     server = Server(address_of("x"), ("ours", "more"), None, None)
     sent = lambda **plan: (lambda path, body: (path, json.loads(body)))(*prepared(call, server, Plan(**plan)))
     path, body = sent()

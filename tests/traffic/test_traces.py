@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import ConfigError, DataError
-from outrider.traffic import traces
-from outrider.traffic.traces import Call, read, write
+from outrider.traffic.calls import Call, words
+from outrider.traffic.formats import FORMATS
+from outrider.traffic.traces import read, write
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "What is a heron?"}], "max_tokens": 5}
 
@@ -71,7 +72,7 @@ def test_a_log_of_each_format_is_recognised_and_read(name: str, tmp_path: Path) 
 
 
 def test_every_format_has_a_sample_here() -> None:
-    assert {*SAMPLES, "burstgpt"} == set(traces.FORMATS)
+    assert {*SAMPLES, "burstgpt"} == set(FORMATS)
 
 
 def test_calls_come_in_the_order_of_their_times_and_the_first_at_0(tmp_path: Path) -> None:
@@ -340,7 +341,7 @@ def test_a_file_that_can_not_be_written_leaves_nothing_behind(tmp_path: Path) ->
 
 def test_words_of_a_seed_are_the_same_in_every_process() -> None:
     """Catches text that follows from hash(), which differs between processes: the two servers would be sent other texts."""
-    code = "import sys; from outrider.traffic.traces import words; print(words('x', 5)); sys.exit('torch' in sys.modules)"
+    code = "import sys; from outrider.traffic.calls import words; print(words('x', 5)); sys.exit('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == traces.words("x", 5).strip()
-    assert math.isclose(len(traces.words("x", 100).split()), 100)
+    assert found.stdout.strip() == words("x", 5).strip()
+    assert math.isclose(len(words("x", 100).split()), 100)

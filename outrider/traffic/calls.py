@@ -1,0 +1,122 @@
+"""One recorded request: what was asked, when, and what is known of its answer.  No torch.
+
+Where a log holds no text, calls get words of our own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request of the log."""
+
+    body: Mapping[str, Any]
+    """What was asked, as an OpenAI-compatible server reads it: `messages` or `prompt`, and settings."""
+    id: str
+    at_s: float | None = None
+    """Seconds after the first call; None where the log has no times."""
+    session: str | None = None
+    expected_tokens: int | None = None
+    """Length of the answer in the log."""
+    synthetic: bool = False
+    """The text is ours; only its length and what it shares with other calls are the log's."""
+    answer: str | None = None
+    """What the log's own server answered."""
+
+    @property
+    def path(self) -> str:
+        """Where it is sent, behind the server's address."""
+        return "/v1/chat/completions" if "messages" in self.body else "/v1/completions"
+
+
+class Unanswered(Exception):
+    """The log's own server failed here: there is nothing to repeat."""
+
+
+SECRETS = {"api_key", "apikey", "api-key", "authorization", "headers", "extra_headers", "extra_query"}
+"""Never carried on from a log, redacted or not."""
+
+
+def checked_body(body: Any) -> dict[str, Any]:
+    """A body that can be sent, without its secrets.  ValueError where it can not."""
+    if not isinstance(body, dict):
+        raise ValueError(f"a body that is a {type(body).__name__}; wanted an object with messages or prompt")
+    messages, prompt = body.get("messages"), body.get("prompt")
+    if messages is None and not prompt:
+        raise ValueError("a body without messages or prompt")
+    if messages is not None and not (isinstance(messages, list) and messages and all(map(_has_role, messages))):
+        raise ValueError("messages that are no list of objects with a role")
+    if messages is None and not isinstance(prompt, str | list):
+        raise ValueError("a prompt that is neither text nor a list")
+    for name in ("max_tokens", "max_completion_tokens"):
+        if not isinstance(body.get(name), int | None) or isinstance(body.get(name), bool):
+            raise ValueError(f"{name} {body[name]!r}; wanted a count of tokens")
+    return {key: value for key, value in body.items() if key.lower() not in SECRETS}
+
+
+def _has_role(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str)
+
+
+def seconds_of(value: Any) -> float | None:
+    """Of seconds, milliseconds since 1970, or a date as ISO 8601 writes it.  ValueError for anything else."""
+    if value is None:
+        return None
+    if isinstance(value, str) and not value.replace(".", "", 1).isdigit():
+        return datetime.fromisoformat(value).timestamp()
+    found = float(value)
+    if not math.isfinite(found) or isinstance(value, bool):
+        raise ValueError(f"a time of {value}; wanted seconds")
+    return found / 1000 if found > 1e11 else found
+
+
+def length_of(value: Any) -> int:
+    """A count of tokens.  ValueError where it is none."""
+    count = int(value)
+    if count < 0 or count != float(value):
+        raise ValueError(f"a length of {value}; wanted a count of tokens")
+    return count
+
+
+# ── text of our own ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+VOCABULARY = (
+    "time year people way day man thing woman life child world school state family student group country problem hand part "
+    "place case week company system program question work government number night point home water room mother area money "
+    "story fact month lot right study book eye job word business issue side kind head house service friend father power hour"
+)
+"""Each about one token to most tokenizers."""
+WORDS = VOCABULARY.split()
+LONGEST = 4_000_000
+"""Tokens; a length beyond it is a mistake."""
+
+
+@functools.lru_cache(maxsize=4096)
+def words(seed: str, count: int) -> str:
+    """`count` words that follow from `seed`."""
+    return " ".join(random.Random(seed).choices(WORDS, k=count)) + " "
+
+
+def synthesised(row: Mapping[str, Any], name: str, at_s: float, session: str | None, block: int) -> Call:
+    """A call of the right lengths whose text begins as that of other calls with the same hash ids does."""
+    length, answer = length_of(row["input_length"]), length_of(row["output_length"])
+    if answer == 0:
+        raise Unanswered
+    if not 0 < length <= LONGEST:
+        raise ValueError(f"an input_length of {length}")
+    blocks = [str(entry) for entry in row.get("hash_ids") or ()]
+    if blocks and len(blocks) != math.ceil(length / block):
+        raise ValueError(f"{len(blocks)} hash_ids don't fit {length} tokens in blocks of {block}")
+    # where there are no hashes each call's text is its own from the first word on
+    blocks = blocks or [f"{row.get('salt', name)}/{place}" for place in range(math.ceil(length / block))]
+    text = "".join(words(entry, min(block, length - block * place)) for place, entry in enumerate(blocks)).rstrip()
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": answer}
+    return Call(body, name, seconds_of(at_s), session, answer, synthetic=True)
