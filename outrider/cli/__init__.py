@@ -23,7 +23,6 @@ VERBS = {
         "deploy": ("deploy", "The command and files with which an engine serves it"),
     },
     "Data and weights": {
-        "corpus": ("corpora", "Texts to draft from: add, list, remove, stats, verify"),
         "import": ("exchange", "Make a checkpoint of a draft in another's format"),
         "calibrate": ("calibrate", "Scale confidences by what was accepted"),
     },
@@ -47,14 +46,30 @@ VERBS = {
         "doctor": ("doctor", "What this machine can do, and what to install for more"),
     },
 }  # fmt: skip
-"""Heading of the help → verb → its module in this package, and its line in the help.
-
-The function has the verb's name, with `_` for `-` and after a word of Python's.  It may be a Typer with verbs of its own.
-"""
+"""Heading of the help → verb → its module in this package, and its line in the help."""
+CORPUS = {
+    "Commands": {
+        "add": ("corpus_add", "Make a corpus of texts"),
+        "list": ("corpus", "The corpora there are"),
+        "stats": ("corpus", "What a corpus holds, and of which files it was made"),
+        "remove": ("corpus", "Delete a corpus"),
+        "verify": ("corpus", "Read a whole corpus and compare it with its checksums"),
+    },
+}
 
 
 class Verbs(TyperGroup):
-    """Verbs that are listed by the table, and loaded when they are called."""
+    """Verbs that are listed by a table, and loaded when they are called."""
+
+    def __init__(self, name: str, table: dict[str, dict[str, tuple[str, str]]], *, prefix: str = "", **settings: Any):
+        """prefix: of the functions.  Each has its verb's name, with `_` for `-` and after a word of Python's."""
+        lines = [
+            TyperCommand(verb, short_help=line, rich_help_panel=heading)
+            for heading, verbs in table.items() for verb, (_, line) in verbs.items()
+        ]  # fmt: skip
+        super().__init__(name=name, commands=lines, no_args_is_help=True, **settings)
+        self.modules = {verb: module for verbs in table.values() for verb, (module, _) in verbs.items()}
+        self.prefix = prefix
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """As the parent's, which knows the table, with the verb itself in the place of its line."""
@@ -70,28 +85,25 @@ class Verbs(TyperGroup):
 
     def load(self, name: str) -> Any:
         """A verb as a command with all its options."""
-        module = next(verbs[name][0] for verbs in VERBS.values() if name in verbs)
-        word = name.replace("-", "_") + "_" * keyword.iskeyword(name)
-        console.quiet()
-        found = getattr(import_module(f"outrider.cli.{module}"), word)
-        if not isinstance(found, typer.Typer):
-            alone = typer.Typer(add_completion=False)
-            alone.command(name)(found)
-            found = alone
-        command = typer.main.get_command(found)
-        command.name = name
-        return command
+        if name not in self.modules:  # verbs of its own
+            return self.commands[name]
+        module = self.modules[name]
+        console.quiet(parallel_tokenizers=module == "corpus_add")
+        word = self.prefix + name.replace("-", "_") + "_" * keyword.iskeyword(name)
+        alone = typer.Typer(add_completion=False)
+        alone.command(name)(getattr(import_module(f"outrider.cli.{module}"), word))
+        return typer.main.get_command(alone)
 
 
 app = Verbs(
-    name="outrider",
-    help="Speculative decoding with exact output.  `outrider COMMAND -h` says more.",
-    commands={
-        name: TyperCommand(name, short_help=line, rich_help_panel=heading)
-        for heading, verbs in VERBS.items() for name, (_, line) in verbs.items()
-    },
-    no_args_is_help=True,
+    "outrider", VERBS, help="Speculative decoding with exact output.  `outrider COMMAND -h` says more.",
     context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+app.add_command(
+    Verbs(
+        "corpus", CORPUS, prefix="corpus_", help="Texts to draft from: add, list, remove, stats, verify.",
+        rich_help_panel="Data and weights",
+    )
 )  # fmt: skip
 
 

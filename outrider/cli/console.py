@@ -41,11 +41,14 @@ def skipping(overrides: list[str] | None, skip_bad: bool) -> list[str]:
     return [*(overrides or ()), *(["prepare.skip_bad=true"] if skip_bad else [])]
 
 
-def quiet() -> None:
-    """transformers and datasets talk less, if this is called before they load; what the user must know we say ourselves."""
+def quiet(*, parallel_tokenizers: bool = False) -> None:
+    """transformers and datasets talk less, if this is called before they load; what the user must know we say ourselves.
+
+    parallel_tokenizers: many texts are read at once, and no process is forked after.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", str(parallel_tokenizers).lower())
     # transformers loads torchao where it is installed, which warns of every extension for another machine
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

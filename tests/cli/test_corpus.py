@@ -14,7 +14,8 @@ import pytest
 from rich.console import Console
 
 from outrider import cli
-from outrider.cli import console, corpora
+from outrider.cli import console
+from outrider.data.corpus import tokenizer_of
 from outrider.retrieval import corpus_build
 from outrider.retrieval.suffix_array import Corpus
 from outrider.targets.transformers import hash_tokenizer
@@ -71,7 +72,7 @@ def test_add_says_what_comes_and_what_came(corpus: Command, texts: Path, tmp_pat
     assert "corpus mine: 2 files, 121B; about" in done.out
     assert "tokens, " in done.out and "on disk, " in done.out and "of memory, 0 s" in done.out
     assert f"3 documents, {Corpus.open(tmp_path / 'home/mine').header['tokens']} tokens in 0 s" in done.out
-    tokenizer = corpora._tokenizer_of("demo")
+    tokenizer = tokenizer_of("demo")
     made = Corpus.open(tmp_path / "home/mine", hash_tokenizer(tokenizer))
     assert made.header["vocabulary"] == len(tokenizer)
     wanted = tokenizer((texts / "one.py").read_text(), add_special_tokens=False)["input_ids"]

@@ -1,0 +1,148 @@
+"""A corpus of texts to draft from: what it will take, then its making, with the hashes of what stands in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from outrider import demo
+from outrider.data.hash_files import Collector
+from outrider.errors import DataError, TargetError
+from outrider.retrieval import corpora, corpus_build, corpus_texts
+from outrider.retrieval.suffix_array import Corpus
+from outrider.targets.transformers import hash_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be made, and what it will take by its first texts."""
+
+    path: Path
+    files: list[Path]
+    left_out: list[Path]
+    """That are not UTF-8 text."""
+    characters: int
+    tokenizer: Any
+    tokens: int
+    """About; as are the sizes and the time."""
+    seconds: float
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 if _ids(self.tokenizer) < 1 << 16 else 4
+
+    @property
+    def size_bytes(self) -> int:
+        """On disk."""
+        return self.tokens * (self.token_bytes + 4)
+
+    @property
+    def memory_bytes(self) -> float:
+        return 2e8 + self.tokens * 8 * self.token_bytes
+
+    @property
+    def disk(self) -> Path:
+        """A folder that is there, on the disk that the corpus goes to."""
+        return next(folder for folder in self.path.parents if folder.exists())
+
+    @property
+    def replaces(self) -> bool:
+        """Whether there is a corpus of that name."""
+        return self.path.exists()
+
+
+def planned(
+    name: str, files: Sequence[Path], target: str = "demo", folder: Path | None = None, *, skip_binary: bool = False
+) -> Plan:  # fmt: skip
+    """What a corpus of these files and folders takes, with the tokenizer of `target`.
+
+    Raises DataError where nothing can be read, and for a file that is not text unless `skip_binary` is set.
+    """
+    path, left_out = corpora.place(name, folder), list[Path]()
+    paths = corpus_texts.readable(corpus_texts.files_of(files), left_out if skip_binary else None)
+    characters = sum(file.stat().st_size for file in paths)
+    if not characters:
+        raise DataError(f"nothing to read in {', '.join(map(str, files))}; name files with text")
+    tokenizer = tokenizer_of(target)
+    _encoded(tokenizer, ["warm"])
+    began = time.perf_counter()
+    sample = [text.text[: 1 << 16] for text in islice(corpus_texts.texts(paths), 16)]
+    read = max(1, sum(map(len, sample)))
+    tokens = int(characters * sum(map(len, _encoded(tokenizer, sample))) / read)
+    seconds = (
+        characters * (time.perf_counter() - began) / read + tokens * 4e-7
+    )  # sorting and writing 10 M tokens takes 3 to 4 s
+    return Plan(path, paths, left_out, characters, tokenizer, tokens, seconds)
+
+
+def build(
+    plan: Plan, on_text: Callable[[int], None] = lambda done: None,
+    on_stage: Callable[[str, int], None] = lambda stage, tokens: None,
+) -> Corpus:  # fmt: skip
+    """Make the corpus, in the place of one of that name.
+
+    on_text: called with the characters read.  on_stage: called with what is done to so many tokens then.
+    """
+    used: dict[str, int] = {}
+    hashes = Collector("documents")
+
+    def documents() -> Iterator[list[int]]:
+        done = 0
+        for batch in _batches(corpus_texts.texts(plan.files), 1 << 20):
+            used.update((str(text.file.absolute()), text.file.stat().st_size) for text in batch)
+            for text in batch:
+                hashes.add("documents", [text.text])
+            yield from _encoded(plan.tokenizer, [text.text for text in batch])
+            done += sum(len(text.text) for text in batch)
+            on_text(min(done, plan.characters))
+
+    made = corpus_build.build(
+        plan.path, documents(), vocabulary=_ids(plan.tokenizer), tokenizer_hash=hash_tokenizer(plan.tokenizer),
+        sources=used.items(), on_stage=on_stage,
+    )  # fmt: skip
+    corpora.keep_grams(plan.path, hashes.save)
+    return made
+
+
+def tokenizer_of(target: str) -> Any:
+    """A target's tokenizer, without its weights."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(demo.TARGET) if target == "demo" else target)
+        # where there are no files, transformers makes up a tokenizer of special tokens alone
+        reason = "" if len(tokenizer.get_vocab()) > len(tokenizer.all_special_tokens) else "its vocabulary is empty"
+    except (OSError, ValueError, KeyError) as error:
+        tokenizer, reason = None, str(error).strip().splitlines()[0]
+    if reason:
+        raise TargetError(
+            f"can't load the tokenizer of {target!r}: {reason}; give `demo`, a folder with a tokenizer, or a Hugging Face id "
+            "(which needs the network the first time)"
+        )
+    return tokenizer
+
+
+def _batches(texts: Iterator[Any], characters: int) -> Iterator[list[Any]]:
+    """Several texts at a time, about so many characters together."""
+    held: list[Any] = []
+    for text in texts:
+        held.append(text)
+        if sum(len(one.text) for one in held) >= characters:
+            yield held
+            held = []
+    if held:
+        yield held
+
+
+def _ids(tokenizer: Any) -> int:
+    """All ids lie below it; there may be gaps."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
+def _encoded(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    found: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return found
