@@ -25,7 +25,7 @@ import outrider
 
 HOMES = {
     "app": "cli cli.app cli.main", "matrix": "export.formats", "train": "training.trainer",
-    "evaluate": "measure.run", "ENGINES": "engines.commands",
+    "evaluate": "measure.run", "ENGINES": "engines.engine",
     "NAMES": "traffic.counters", "Sampling": "sampling.settings decoding.sampling sampling",
     "RULES": "policies.lossy decoding.lossy", "RunConfig": "runs.file", "kinds": "drafters drafters.registry",
 }  # fmt: skip

@@ -12,7 +12,8 @@ from outrider.cli import console
 from outrider.cli.console import JsonTo, place_of_json, quiet, write_json
 from outrider.engines import commands, flags, manifests
 from outrider.engines import tune as tuning
-from outrider.engines.commands import Command, Draft, Wish
+from outrider.engines.commands import Command
+from outrider.engines.engine import Draft, Wish, engine_of
 from outrider.errors import ConfigError
 
 TargetOption = Annotated[str | None, typer.Option("--target", help="Hub id, folder or GGUF file, if not as in training.")]
@@ -97,7 +98,7 @@ def _say(draft: Draft, command: Command, only_print: bool) -> None:
     if not only_print:
         what = draft.kind if draft.folder is None else f"{draft.kind} in {draft.folder} ({draft.format})"
         asked = ", not asked for: the flags are of this version" if command.is_assumed else ""
-        title = f"{commands.engine_of(command.engine).title} {command.version.removeprefix('vLLM ')}{asked}"
+        title = f"{engine_of(command.engine).title} {command.version.removeprefix('vLLM ')}{asked}"
         console.out.print(f"deploy    {what} for {draft.target}, with {title}", highlight=False, markup=False, soft_wrap=True)
         for note in command.notes:
             console.out.print(f"          {note}", highlight=False, markup=False, soft_wrap=True)

@@ -17,7 +17,7 @@ from outrider.cli.console import JsonTo, bar, key_of, place_of_json, quiet, writ
 from outrider.cli.deploy import ParallelOption, PythonOption, TargetOption, VersionOption
 from outrider.engines import commands, sweep
 from outrider.engines import tune as tuning
-from outrider.engines.commands import Wish
+from outrider.engines.engine import Wish
 from outrider.engines.tune import Arm, Choice, Point
 from outrider.errors import ConfigError
 from outrider.measure.run import Config, as_tokens, draw

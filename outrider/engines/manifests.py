@@ -21,8 +21,10 @@ from typing import Any
 import yaml
 
 from outrider.engines import commands
-from outrider.engines.commands import REPOSITORY, Command, Draft, Wish
+from outrider.engines.commands import Command
+from outrider.engines.engine import Draft, Wish, engine_of
 from outrider.engines.template import rendered
+from outrider.engines.words import REPOSITORY
 from outrider.errors import ConfigError, DataError
 
 IMAGES = {
@@ -115,7 +117,7 @@ def files_of(engine: str, draft: Draft, wish: Wish, place: Place, version: str |
 def manifest(name: str, engine: str, place: Place, **values: Any) -> str:
     """One of the templates, filled in for an engine."""
     facts = {
-        "engine": engine, "served": commands.engine_of(engine), "place": place, "image": place.image or IMAGES[engine],
+        "engine": engine, "served": engine_of(engine), "place": place, "image": place.image or IMAGES[engine],
         "watched": engine in METRICS, "asks": METRICS.get(engine), "MODELS": MODELS, "SETTINGS": SETTINGS,
         "PROMETHEUS": PROMETHEUS, "GRAFANA": GRAFANA, "SOURCE": SOURCE, "EVERY_S": EVERY_S, "STARTS_S": STARTS_S,
         "PROBE_S": PROBE_S,

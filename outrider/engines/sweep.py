@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from outrider.engines import commands
-from outrider.engines.commands import Draft, Wish
+from outrider.engines.engine import Draft, Wish, engine_of
 from outrider.engines.tune import Arm, Point
 from outrider.errors import ConfigError, DataError
 from outrider.traffic.plan import Plan
@@ -201,7 +201,7 @@ def of_engine(
 
     wish: what does not vary.  python, version: of the engine, as in `commands.installed`.
     """
-    asked = commands.engine_of(engine)
+    asked = engine_of(engine)
     if asked.metrics is None:
         raise ConfigError(f"{asked.title} can't be started and measured here; name one of vllm, sglang, trtllm, llamacpp")
     version = version or (None if python is None else commands.installed(engine, python))

@@ -18,7 +18,8 @@ import yaml
 from verbs import outrider_with
 
 from outrider.engines import commands, flags
-from outrider.engines.commands import ENGINES, Draft, Wish, command, draft_of
+from outrider.engines.commands import command, draft_of
+from outrider.engines.engine import ENGINES, Draft, Method, Wish
 from outrider.engines.tune import Range
 from outrider.errors import ConfigError, DataError, OutriderError
 
@@ -123,9 +124,9 @@ def test_a_command_has_only_flags_that_its_engine_has(name: str, kind: str, form
 def test_a_misspelt_flag_would_be_found(tmp_path: Path) -> None:
     """Catches a check of flags that looks away."""
     found = command("sglang", draft_of("ngram", "org/target"))
-    assert unknown_to("sglang", commands.replace(found, words=(*found.words, "--speculative-algo"))) == {"speculative-algo"}
+    assert unknown_to("sglang", replace(found, words=(*found.words, "--speculative-algo"))) == {"speculative-algo"}
     found = command("vllm", draft_of("ngram", "org/target"))
-    assert unknown_to("vllm", commands.replace(found, settings={"tensor_parallel_size": 1})) == {"tensor_parallel_size"}
+    assert unknown_to("vllm", replace(found, settings={"tensor_parallel_size": 1})) == {"tensor_parallel_size"}
 
 
 @pytest.mark.parametrize(
@@ -285,11 +286,11 @@ def test_the_page_lists_every_method_with_its_formats() -> None:
     assert {kind for engine in ENGINES.values() for kind in engine.methods} <= set(commands.TOKENS)
 
 
-def _cell(method: commands.Method | None) -> str:
+def _cell(method: Method | None) -> str:
     if method is None:
         return ""
     versions = [(word, ".".join(map(str, at))) for word, at in (("since", method.since), ("before", method.until)) if at]
-    more = ["tree"] * method.trees + ["converted"] * (method.before is not None)
+    more = ["tree"] * method.trees + ["converted"] * method.converted
     return ", ".join([*(method.formats or ("yes",)), *more, *(f"{word} {at}" for word, at in versions)])
 
 

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from outrider.engines import commands, folder
-from outrider.engines.commands import Wish, command, draft_of
+from outrider.engines.commands import command, draft_of
+from outrider.engines.engine import Wish
 from outrider.errors import ConfigError, ExportError
 
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from outrider.engines import commands, manifests
-from outrider.engines.commands import Draft, Wish, draft_of
+from outrider.engines import manifests
+from outrider.engines.commands import draft_of
+from outrider.engines.engine import ENGINES as KNOWN
+from outrider.engines.engine import Draft, Wish
 from outrider.engines.manifests import Place, files_of
 from outrider.engines.tune import Range
 from outrider.errors import ConfigError
@@ -265,6 +267,6 @@ def test_out_writes_everything_or_nothing(tmp_path: Path, capsys: pytest.Capture
 
 def test_every_served_engine_has_an_image_and_a_health() -> None:
     """Catches an engine that was added in one table only."""
-    served = {name for name, engine in commands.ENGINES.items() if name != "transformers"}
+    served = {name for name, engine in KNOWN.items() if name != "transformers"}
     assert served == set(manifests.IMAGES)
-    assert set(manifests.METRICS) == {name for name in served if commands.ENGINES[name].metrics is not None}
+    assert set(manifests.METRICS) == {name for name in served if KNOWN[name].metrics is not None}

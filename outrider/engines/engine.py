@@ -1,0 +1,127 @@
+"""What is to be deployed, how it is to run, and what each engine has: engines.yaml as values.  No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter
+
+from outrider.config import nearest
+from outrider.engines import tune
+from outrider.errors import ConfigError
+
+Settings = dict[str, Any]
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What is to be deployed."""
+
+    kind: str
+    target: str
+    folder: Path | None = None
+    """None: nothing was trained."""
+    format: str | None = None
+    length: int | None = None
+    """Tokens that it drafts a step."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Ours."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The folder's config.json."""
+    taps: tuple[int, ...] = ()
+    """Layers of the target that it reads, counted from 0; () where the folder does not tell, or it reads none."""
+    precision: str | None = None
+    """Of the target beside which it was trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How it is to run."""
+
+    tokens: int | None = None
+    """Drafted a step; as many as the draft was made for unless given; 0 is no speculation."""
+    width: int = 1
+    """Tokens drafted in each place of a tree; 1 is a chain."""
+    cutoff: float | None = None
+    """The draft stops before a token that it gives less."""
+    schedule: tuple[tune.Range, ...] = ()
+    """Tokens by load, instead of `tokens`."""
+    host: str = "127.0.0.1"
+    port: int | None = None
+    tensor_parallel: int = 1
+    files: str = "."
+    """Where the engine finds the files that belong to the command."""
+    extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One kind of drafter in one engine."""
+
+    name: str
+    """What the engine calls it."""
+    formats: tuple[str, ...] = ()
+    """Exported folders that it reads, the best first; () needs none."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that always go with it."""
+    facts: tuple[str, ...] = ()
+    """Of the draft, which its settings name."""
+    flag: str | None = None
+    """Says how many tokens are drafted, where that is a flag of its own."""
+    since: Version = ()
+    until: Version = ()
+    """The first version without it; () is none."""
+    varies: bool = False
+    """May draft by load."""
+    trees: bool = False
+    cuts: bool = False
+    """Has a cut-off by confidence."""
+    notes: tuple[str, ...] = ()
+    converted: bool = False
+    """The folder is made a file of the engine's first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine."""
+
+    title: str
+    version: str
+    """That was looked at."""
+    methods: Mapping[str, Method]
+    instead: Mapping[str, str]
+    """What to use for a kind that it has not."""
+    notes: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+    """Distributions, of which one is in its environment; () is a program."""
+    port: int = 8000
+    health: str = "/health"
+    metrics: str | None = "/metrics"
+
+    @property
+    def ask(self) -> tuple[str, ...]:
+        """Words after the Python of its environment, or the program, that print its version."""
+        if not self.packages:
+            return ("--version",)
+        code = (
+            "import importlib.metadata as m; "
+            "have = {d.metadata['Name'].lower().replace('_', '-') for d in m.distributions()}; "
+            f"print(m.version(next(n for n in {self.packages!r} if n in have)))"
+        )
+        return ("-c", code)
+
+
+_TEXT = Path(__file__).with_name("engines.yaml").read_text(encoding="utf-8")
+ENGINES: Mapping[str, Engine] = TypeAdapter(dict[str, Engine]).validate_python(yaml.safe_load(_TEXT))
+
+
+def engine_of(name: str) -> Engine:
+    """An engine by its name.  Raises ConfigError with the nearest one."""
+    if name not in ENGINES:
+        raise ConfigError(f"no engine {name!r}{nearest(name, ENGINES)}")
+    return ENGINES[name]

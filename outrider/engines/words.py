@@ -1,0 +1,213 @@
+"""How each engine is told of a draft: its settings of speculation, and the words of its command.  No torch."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import yaml
+
+from outrider.engines import folder as folders
+from outrider.engines import tune
+from outrider.engines.engine import Draft, Method, Settings, Wish
+from outrider.engines.template import rendered
+from outrider.errors import ConfigError
+
+ADAPTIVE, TRTLLM_FILE, SNIPPET, REPOSITORY = "adaptive.json", "trtllm.yaml", "generate.py", "models"
+"""Files that belong to commands, and Triton's folder."""
+LAYER_FACTS = {"eagle3_layers_to_capture", "target_layer_ids"}
+IN_TURN = ("Draft_Target", "NGram")
+"""TensorRT-LLM's decoding types that draft on the side, for which steps can't overlap."""
+ASSISTANT = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+"""Settings of transformers that stand with the draft."""
+Words = tuple[list[str], dict[str, str]]
+"""(A command, files that belong to it)"""
+
+
+def settings(engine: str, method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
+    """Of speculation, as the engine reads them.  Raises ConfigError where the draft does not tell what they need."""
+    return SETTINGS[engine](method, draft, tokens, wish)
+
+
+def words(engine: str, draft: Draft, wish: Wish, settings: Settings) -> Words:
+    """The command for these settings; none is no speculation.  Raises ConfigError for a target that the engine can't read."""
+    return WORDS[engine](draft, wish, settings)
+
+
+def _address(wish: Wish) -> list[str]:
+    return ["--host", wish.host, "--port", str(wish.port)]
+
+
+def _parallel(flag: str, wish: Wish) -> list[str]:
+    return [flag, str(wish.tensor_parallel)] if wish.tensor_parallel > 1 else []
+
+
+def candidates(tokens: int, width: int) -> int:
+    """Tokens that a tree of so many levels has to choose from: an engine that is to take more of them than there are stops."""
+    return width + (tokens - 1) * width**2
+
+
+# ── vLLM ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _vllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
+    found: Settings = {"method": method.name}
+    if draft.folder is not None:
+        found["model"] = str(draft.folder)
+    found["num_speculative_tokens"] = tokens
+    if method.name == "ngram":
+        found["prompt_lookup_max"] = draft.settings.get("longest", 5)
+        found["prompt_lookup_min"] = draft.settings.get("shortest", 2)
+    found |= method.more
+    return found | ({"num_speculative_tokens_per_batch_size": tune.for_vllm(wish.schedule)} if wish.schedule else {})
+
+
+def _vllm_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
+    said = []
+    if settings:
+        # compact: it is read in a shell
+        said = ["--speculative-config", json.dumps(settings, separators=(",", ":"))]
+        said += ["--per-request-spec-decode-metrics", "summary"]
+    return ["vllm", "serve", draft.target, *said, *_parallel("--tensor-parallel-size", wish), *_address(wish)], {}
+
+
+# ── SGLang ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _sglang(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
+    found: Settings = {"speculative-algorithm": method.name}
+    if draft.folder is not None:
+        found["speculative-draft-model-path"] = str(draft.folder)
+    if method.flag is not None:
+        # without it the folder's own size counts; all but DSpark count the anchor's place too
+        own = draft.folder is not None and tokens == draft.length
+        return found if own else found | {method.flag: tokens + (method.name != "DSPARK")}
+    # a chain verifies one more than it drafts, the anchor's place
+    nodes = tokens + 1 if wish.width == 1 else min(4 * wish.width, candidates(tokens, wish.width) + 1)
+    found |= {
+        "speculative-num-steps": tokens, "speculative-eagle-topk": wish.width, "speculative-num-draft-tokens": nodes,
+    }  # fmt: skip
+    if wish.schedule:
+        found |= {"speculative-adaptive": True, "speculative-adaptive-config": f"{wish.files}/{ADAPTIVE}"}
+    return found
+
+
+def _sglang_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
+    said = ["python", "-m", "sglang.launch_server", "--model-path", draft.target]
+    for key, value in settings.items():
+        said += [f"--{key}"] if value is True else [f"--{key}", str(value)]
+    said += [*_parallel("--tp-size", wish), "--enable-metrics", *_address(wish)]
+    return said, {ADAPTIVE: json.dumps(tune.for_sglang(wish.schedule), indent=2) + "\n"} if wish.schedule else {}
+
+
+# ── TensorRT-LLM ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _trtllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
+    place = {} if draft.folder is None else {"speculative_model": str(draft.folder)}
+    found: Settings = {"decoding_type": method.name, "max_draft_len": tokens, **place}
+    own = draft.config.get("dflash_config") or draft.config
+    known = {
+        "eagle3_layers_to_capture": list(draft.taps), "target_layer_ids": list(draft.taps),
+        "mask_token_id": own.get("mask_token_id"), "max_matching_ngram_size": draft.settings.get("longest"),
+    }  # fmt: skip
+    # of the authors' own EAGLE-3, which names no layers, it guesses them right
+    if not draft.taps and LAYER_FACTS & set(method.facts) and draft.format != "eagle":
+        raise ConfigError(
+            f"{draft.folder} does not say which layers of the target it reads, and TensorRT-LLM would take its own; write "
+            f"{folders.LAYERS[str(draft.format), draft.kind][0]} into its {folders.CONFIG}, or export it again"
+        )
+    found |= {name: known[name] for name in method.facts if known[name] not in (None, [])}
+    if wish.width > 1:
+        most = min(4 * wish.width, candidates(tokens, wish.width))
+        found |= {"use_dynamic_tree": True, "dynamic_tree_max_topK": wish.width, "max_total_draft_tokens": most}
+    return found | ({"draft_len_schedule": tune.for_trtllm(wish.schedule)} if wish.schedule else {})
+
+
+def _trtllm_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
+    body: Settings = {"return_perf_metrics": True} | ({"speculative_config": settings} if settings else {})
+    if settings.get("decoding_type") in IN_TURN:
+        body["disable_overlap_scheduler"] = True
+    said = ["trtllm-serve", draft.target, "--config", f"{wish.files}/{TRTLLM_FILE}"]
+    return [*said, *_parallel("--tp_size", wish), *_address(wish)], {TRTLLM_FILE: yaml.safe_dump(body, sort_keys=False)}
+
+
+# ── llama.cpp ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _llamacpp(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
+    found: Settings = {"spec-type": method.name}
+    if method.name == "ngram-simple":
+        return found | {"spec-ngram-simple-size-n": draft.settings.get("longest", 4), "spec-ngram-simple-size-m": tokens}
+    if draft.folder is not None:
+        found["spec-draft-model"] = converted(draft.folder) if method.converted else str(draft.folder / "model.gguf")
+    found["spec-draft-n-max"] = tokens
+    return found if wish.cutoff is None else found | {"spec-draft-p-min": wish.cutoff}
+
+
+def converted(folder: Path) -> str:
+    """The file that is made of a folder first."""
+    return str(folder.with_name(folder.name + ".gguf"))
+
+
+def conversion(draft: Draft) -> str:
+    """The command that makes it."""
+    assert draft.folder is not None
+    said = ["python", "convert_hf_to_gguf.py", str(draft.folder), "--outfile", converted(draft.folder)]
+    target = Path(draft.target)
+    return shlex.join([*said, "--target-model-dir", str(target.with_suffix("") if target.suffix == ".gguf" else target)])
+
+
+def _llamacpp_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
+    target = Path(draft.target)
+    if (target / "model.gguf").exists():
+        target = target / "model.gguf"
+    if target.suffix != ".gguf":
+        raise ConfigError(f"llama.cpp reads GGUF, {draft.target} is none; name the target's file with --target FILE.gguf")
+    if wish.tensor_parallel > 1:
+        raise ConfigError("llama.cpp splits a model over devices by itself; leave out --tensor-parallel")
+    said = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    return ["llama-server", "-m", str(target), *said, "--metrics", *_address(wish)], {}
+
+
+# ── transformers, Triton ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _transformers(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
+    if draft.kind == "ngram":
+        return {method.name: tokens, "max_matching_ngram_size": draft.settings.get("longest", 2)}
+    if draft.kind == "mtp":
+        return {method.name: True}
+    return {
+        method.name: str(draft.folder), "num_assistant_tokens": tokens, "num_assistant_tokens_schedule": "constant",
+        # transformers' own default is 0.4, at which drafts are shorter than what was asked for
+        "assistant_confidence_threshold": wish.cutoff or 0.0,
+    }  # fmt: skip
+
+
+def _transformers_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
+    """A script, since nothing is served: assisted generation has no server and one prompt at a time."""
+    model = settings.get("assistant_model")
+    assistant = {key: value for key, value in settings.items() if key in ASSISTANT}
+    plain = {key: repr(value) for key, value in settings.items() if key not in ASSISTANT}
+    call = plain if model is None else plain | {"assistant_model": "draft"}
+    given = "".join(f", {key}={value}" for key, value in call.items())
+    text = rendered("generate.py.txt", target=draft.target, model=model, assistant=assistant, given=given)
+    return ["python", f"{wish.files}/{SNIPPET}", "The prompt."], {SNIPPET: text}
+
+
+def _triton_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
+    """Triton with vLLM as its backend; `manifests.triton` writes the repository."""
+    return ["tritonserver", "--model-repository", f"{wish.files}/{REPOSITORY}", "--http-port", str(wish.port),
+            "--http-address", wish.host, "--allow-grpc", "false"], {}  # fmt: skip
+
+
+SETTINGS: Mapping[str, Callable[[Method, Draft, int, Wish], Settings]] = {
+    "vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "llamacpp": _llamacpp, "transformers": _transformers, "triton": _vllm,
+}  # fmt: skip
+WORDS: Mapping[str, Callable[[Draft, Wish, Settings], Words]] = {
+    "vllm": _vllm_words, "sglang": _sglang_words, "trtllm": _trtllm_words, "llamacpp": _llamacpp_words,
+    "transformers": _transformers_words, "triton": _triton_words,
+}  # fmt: skip
