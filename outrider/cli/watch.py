@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Group
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, place_of_json, write_json
 from outrider.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from outrider.traffic.watch import Release, View, Window
+from outrider.report.schema import Report
+from outrider.traffic.counters import place_of, shown
+from outrider.traffic.release import Release, release_of
+from outrider.traffic.watch import VERDICTS, View, Window, glance, standing, watching
 
 NOT_SAID = "–"
 INCOMPARABLE = (
@@ -47,8 +49,6 @@ def watch(
     json_to: JsonTo = None,
 ) -> None:
     """Watch a server's acceptance; warn, and exit with 1, when it leaves the interval of its release."""
-    from outrider.traffic.watch import release_of
-
     if every < 0.1 or (for_s is not None and for_s <= 0):
         raise ConfigError(
             f"--every {every:g}{'' if for_s is None else f' --for {for_s:g}'}: wanted at least 0.1 s, and above 0"
@@ -58,8 +58,6 @@ def watch(
     place_of_json(json_to)
     promised = None
     if release is not None:
-        from outrider.report.schema import Report
-
         promised = release_of(Report.load(release), drafter, temperature)
     elif drafter is not None:
         raise ConfigError(f"--drafter {drafter} has no effect without --release; name the report that holds it")
@@ -73,17 +71,7 @@ def watch(
 
 def _once(url: str, promised: Release | None, for_s: float | None) -> tuple[dict[str, Any], bool]:
     """One reading, printed; as JSON, and whether it lies outside the release's interval."""
-    from outrider.traffic.counters import scrape
-    from outrider.traffic.watch import VERDICTS, Window, standing
-
-    began, before = time.monotonic(), None
-    counters = scrape(url)
-    if for_s is not None:
-        before = counters
-        time.sleep(for_s)
-        counters = scrape(url)
-    age = time.time() - counters.started if counters.started else 0.0
-    window = Window(time.monotonic() - began if for_s is not None else age, counters.since(before))
+    counters, window = glance(url, for_s)
     over = f"the last {for_s:g} s" if for_s is not None else "since it started"
     console.out.print(f"watch     {counters.server} at {_address(url)}, {over}", highlight=False, soft_wrap=True)
     _say_release(promised)
@@ -91,7 +79,7 @@ def _once(url: str, promised: Release | None, for_s: float | None) -> tuple[dict
     side = None if promised is None else standing(window, promised)
     console.out.print(_loose(_standing_said(side, window, promised)))
     found = {"server": counters.server, "running": counters.running, "waiting": counters.waiting, "verdict": VERDICTS[side]}
-    return found | {"window": window.json(), "release": _release_json(promised)}, side in (-1, 1)
+    return found | {"window": window.json(), "release": promised and promised.json()}, side in (-1, 1)
 
 
 def _say_release(promised: Release | None) -> None:
@@ -117,46 +105,22 @@ def _live(
     url: str, promised: Release | None, every: float, for_s: float | None, log: Path | None
 ) -> tuple[dict[str, Any], bool]:
     """Readings until --for is over or Ctrl-C; the last as JSON, and whether an alarm was raised on the way."""
-    import httpx
-    from rich.live import Live
-
-    from outrider.traffic.counters import scrape
-    from outrider.traffic.watch import Watch
-
-    alarmed, view = False, None
-    with httpx.Client(timeout=max(2.0, min(every, 10.0))) as client, _lines(log) as write:
-        state = Watch(promised, every)
-        first = scrape(url, client)  # who is not there at first is not waited for
-        state.add(time.time(), first)
-        console.out.print(f"watch     {first.server} at {_address(url)}, every {every:g} s; Ctrl-C ends it", highlight=False)
+    alarmed, view, views = False, None, watching(url, promised, every, for_s)
+    with _lines(log) as write:
+        first = next(views).counters
+        console.out.print(
+            f"watch     {first and first.server} at {_address(url)}, every {every:g} s; Ctrl-C ends it", highlight=False
+        )
         _say_release(promised)
-        began = time.monotonic()
-        end = began + for_s if for_s is not None else None
-        with Live(console=console.out, auto_refresh=False, transient=False) as screen:
-            looks = 0
-            try:
-                while True:
-                    looks += 1
-                    due = began + looks * every
-                    if end is not None:
-                        if due > end + every / 2 and view is not None:
-                            break
-                        due = min(due, end)  # the last reading, and the only one where --for is shorter than --every
-                    time.sleep(max(0.0, due - time.monotonic()))
-                    try:
-                        view = state.add(time.time(), scrape(url, client))
-                    except DataError as error:
-                        view = state.away(time.time(), str(error))
-                    alarmed |= view.alarmed
-                    write(view.json())
-                    screen.update(_screen(view, promised, state.drift), refresh=True)
-                    looks = max(looks, int((time.monotonic() - began) / every))  # a slow server is not asked twice at once
-            except KeyboardInterrupt:
-                pass
+        with Live(console=console.out, auto_refresh=False, transient=False) as screen, suppress(KeyboardInterrupt):
+            for view in views:
+                alarmed |= view.alarmed
+                write(view.json())
+                screen.update(_screen(view, promised), refresh=True)
     if not console.out.is_terminal:
         console.out.print()
     found = view.json() if view is not None else {}
-    return found | {"release": _release_json(promised), "alarmed": alarmed}, alarmed
+    return found | {"release": promised and promised.json(), "alarmed": alarmed}, alarmed
 
 
 @contextmanager
@@ -178,26 +142,23 @@ def _lines(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
         yield write
 
 
-def _screen(view: View, promised: Release | None, drift: Any) -> Group:
+def _screen(view: View, promised: Release | None) -> Group:
     """The whole dashboard."""
-    from outrider.traffic.watch import Window
-
-    age = view.at_s - view.counters.started if view.counters and view.counters.started else 0.0
     columns = [("1 min", view.minute), ("10 min", view.ten_minutes)]
-    if view.since_start is not None:
-        columns.append(("since start", Window(age, view.since_start)))
+    if view.since_start is not None and view.counters is not None:
+        columns.append(("since start", Window(view.counters.age_s(view.at_s), view.since_start)))
     busy = ""
     if view.counters is not None and view.counters.running is not None:
         busy = f"requests  {view.counters.running} running, {view.counters.waiting or 0} waiting"
         busy += f"; the server began anew {view.restarts} times" if view.restarts else ""
-    return Group(_table(columns, promised), Text(busy), _loose(_verdict(view, promised, drift)))
+    return Group(_table(columns, promised), Text(busy), _loose(_verdict(view, promised)))
 
 
-def _verdict(view: View, promised: Release | None, drift: Any) -> Text:
+def _verdict(view: View, promised: Release | None) -> Text:
     """What a human must know now."""
     if view.away is not None:
         return Text(f"AWAY      {view.away}", "bold white on red")
-    if promised is None or drift is None:
+    if promised is None:
         return Text("no release to compare with; --release report.json names it")
     if view.side is None:
         return Text(INCOMPARABLE)
@@ -208,7 +169,7 @@ def _verdict(view: View, promised: Release | None, drift: Any) -> Text:
             f"OUTSIDE   {side} the release's interval, found at {since}", "bold white on red" if view.side < 0 else "bold"
         )
     said = f"inside    {100 * view.evidence:.0f} % of the evidence for an alarm"
-    steps, per_s = drift.steps_to_notice(), view.ten_minutes.steps / max(view.ten_minutes.seconds, 1e-9)
+    steps, per_s = view.steps_to_notice, view.ten_minutes.steps / max(view.ten_minutes.seconds, 1e-9)
     if steps is None:
         return Text(f"{said}; a drop of 10 % lies inside the release's interval: release with more prompts to notice it")
     if not view.ten_minutes.steps:
@@ -264,17 +225,4 @@ def _loose(text: Text) -> Text:
 
 def _address(url: str) -> str:
     """Without what must not be shown."""
-    from outrider.traffic.counters import place_of, shown
-
     return shown(place_of(url)).removesuffix("/metrics")
-
-
-def _release_json(promised: Release | None) -> dict[str, Any] | None:
-    if promised is None:
-        return None
-    center, low, high = promised.tokens_per_step
-    return {
-        "drafter": promised.drafter, "temperature": promised.temperature, "prompts": promised.prompts,
-        "tokens_per_step": {"center": center, "low": low, "high": high},
-        "by_depth": [interval._asdict() for interval in promised.by_depth],
-    }  # fmt: skip

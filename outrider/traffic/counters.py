@@ -12,14 +12,16 @@ between tokens gets one entry a step and request (seen in 0.32).
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.errors import ConfigError, DataError
 
@@ -78,19 +80,20 @@ NAMES = (
 STARTED = "process_start_time_seconds"
 
 
-class Acceptance(NamedTuple):
-    """What was drafted and kept between two readings.  None is "this server doesn't say"."""
+COUNTED = ("drafts", "drafted", "accepted", "steps", "generated", "first_tokens")
+"""What only grows while a server runs."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What was drafted and accepted between two readings.  None is "this server doesn't say"."""
 
     drafts: int
     """Steps that the server counts in its figures of drafts: with a draft, or all of them (Outrider)."""
     drafted: int | None
     accepted: int | None
     by_position: tuple[int, ...]
-    """[k]: drafts of which at least k + 1 tokens were kept; empty where the server doesn't say."""
-    tokens_per_step: float | None
-    """Of all steps where the server counts them, else of those with a draft; None where there was no step."""
-    tokens_per_draft: float | None = None
-    """1 + accepted / drafts, what servers call mean acceptance length; None where steps without a draft are counted in."""
+    """[k]: drafts of which at least k + 1 tokens were accepted; empty where the server doesn't say."""
     steps: int | None = None
     """With a draft or without."""
     generated: int | None = None
@@ -103,6 +106,26 @@ class Acceptance(NamedTuple):
     """`tokens_per_step` is the server's own mean over its last logging interval, whatever lies between the readings."""
     drafts_are_steps: bool = False
     """`drafts` counts steps without a draft too."""
+    gauge: float | None = None
+    """The server's own mean; None where it has none, or nothing was drafted."""
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Of all steps where the server counts them, else of those with a draft; None where there was no step."""
+        if self.is_interval:
+            return self.gauge
+        if self.steps is None or self.generated is None:
+            return self._per_draft
+        return (self.generated - (self.first_tokens or 0)) / self.steps if self.steps > 0 else None
+
+    @property
+    def tokens_per_draft(self) -> float | None:
+        """1 + accepted / drafts, what servers call mean acceptance length; None where steps without a draft are counted in."""
+        return None if self.drafts_are_steps else self._per_draft
+
+    @property
+    def _per_draft(self) -> float | None:
+        return 1 + self.accepted / self.drafts if self.drafts > 0 and self.accepted is not None else None
 
     @property
     def is_of_every_step(self) -> bool:
@@ -111,13 +134,41 @@ class Acceptance(NamedTuple):
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """[k]: share of the drafts (of all steps, where those are what is counted) of which at least k + 1 tokens were kept."""
-        return tuple(kept / self.drafts for kept in self.by_position) if self.drafts else ()
+        """[k]: share of the drafts (of all steps, where those are counted) of which at least k + 1 tokens were accepted."""
+        return tuple(count / self.drafts for count in self.by_position) if self.drafts else ()
 
     @property
     def draft_acceptance(self) -> float | None:
-        """Share of the drafted tokens that were kept."""
+        """Share of the drafted tokens that were accepted."""
         return self.accepted / self.drafted if self.drafted and self.accepted is not None else None
+
+    def json(self) -> dict[str, Any]:
+        """Counts, and what follows from them."""
+        return {
+            "drafts": self.drafts, "drafted": self.drafted, "accepted": self.accepted,
+            "by_position": list(self.by_position), "tokens_per_step": self.tokens_per_step,
+            "tokens_per_draft": self.tokens_per_draft, "steps": self.steps, "generated": self.generated,
+            "first_tokens": self.first_tokens, "restarted": self.restarted, "is_interval": self.is_interval,
+            "drafts_are_steps": self.drafts_are_steps,
+        }  # fmt: skip
+
+
+def added(parts: Sequence[Acceptance]) -> Acceptance:
+    """Several stretches of time as one: counts are added, gauges weighed by their drafts."""
+
+    def total(name: str) -> int | None:
+        values = [getattr(part, name) for part in parts]
+        return None if not values or None in values else sum(values)
+
+    counts: dict[str, Any] = {name: total(name) for name in COUNTED}
+    counts["drafts"] = counts["drafts"] or 0
+    places = itertools.zip_longest(*(part.by_position for part in parts), fillvalue=0)
+    gauges = [(part.gauge, max(part.drafts, 1)) for part in parts if part.gauge is not None]
+    return Acceptance(
+        **counts, by_position=tuple(map(sum, places)), restarted=any(part.restarted for part in parts),
+        is_interval=any(part.is_interval for part in parts), drafts_are_steps=any(part.drafts_are_steps for part in parts),
+        gauge=sum(value * n for value, n in gauges) / sum(n for _, n in gauges) if gauges else None,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -146,14 +197,15 @@ class Counters:
         """Acceptance is a gauge of the last logging interval: it can't be differenced."""
         return self.tokens_per_step is not None
 
+    def age_s(self, at_s: float) -> float:
+        """Seconds since the process began; 0 where it does not say."""
+        return at_s - self.started if self.started else 0.0
+
     def has_restarted(self, before: Counters) -> bool:
         """Whether the server began anew after `before`: another start time, or a count that fell."""
         if self.started is not None and before.started is not None and abs(self.started - before.started) > 1:
             return True
-        pairs = [
-            (self.drafts, before.drafts), (self.drafted, before.drafted), (self.accepted, before.accepted),
-            (self.steps, before.steps), (self.generated, before.generated),
-        ]  # fmt: skip
+        pairs = [(getattr(self, name), getattr(before, name)) for name in COUNTED]
         pairs += [(self.by_position.get(place, 0), count) for place, count in before.by_position.items()]
         return any(now is not None and then is not None and now < then for now, then in pairs)
 
@@ -168,31 +220,13 @@ class Counters:
         then = Counters(self.server) if before is None or restarted else before
         depth = max((*self.by_position, *then.by_position), default=-1) + 1
         places = tuple(self.by_position.get(place, 0) - then.by_position.get(place, 0) for place in range(depth))
-        drafts, accepted = self.drafts - then.drafts, _gained(self.accepted, then.accepted)
-        steps, generated = _gained(self.steps, then.steps), _gained(self.generated, then.generated)
-        first = _gained(self.first_tokens, then.first_tokens)
-        per_draft = 1 + accepted / drafts if drafts > 0 and accepted is not None else None
-        if self.is_interval:
-            # the gauge keeps the last value of a server that stands idle
-            reached = None if self.drafts and not drafts else self.tokens_per_step or None
-        elif steps is None or generated is None:
-            reached = per_draft
-        else:
-            reached = (generated - (first or 0)) / steps if steps > 0 else None
+        counts: dict[str, Any] = {name: _gained(getattr(self, name), getattr(then, name)) for name in COUNTED}
+        # the gauge keeps the last value of a server that stands idle
+        gauge = None if self.drafts and not counts["drafts"] else self.tokens_per_step or None
         return Acceptance(
-            drafts,
-            _gained(self.drafted, then.drafted),
-            accepted,
-            places,
-            reached,
-            None if self.drafts_are_steps else per_draft,
-            steps,
-            generated,
-            first,
-            restarted,
-            self.is_interval,
-            self.drafts_are_steps,
-        )
+            **counts, by_position=places, restarted=restarted, is_interval=self.is_interval,
+            drafts_are_steps=self.drafts_are_steps, gauge=gauge,
+        )  # fmt: skip
 
 
 def _gained(now: int | None, then: int | None) -> int | None:
@@ -248,8 +282,6 @@ def _advice(status: int) -> str:
 
 def read(text: str, source: str = "the metrics") -> Counters:
     """Counters from a text in Prometheus' format.  DataError where it is none."""
-    from prometheus_client.parser import text_string_to_metric_families
-
     known = {name for names in NAMES for name in names if name} | {STARTED}
     # of the thousands of lines of a server a few dozen are ours; the parser takes 20 µs a line
     lines = [line for line in text.splitlines() if re.split(r"[{\s]", line, maxsplit=1)[0] in known]

@@ -428,4 +428,4 @@ class _Run:
         said = "it was started anew in between: acceptance is of what came after" if since.restarted else None
         if since.is_interval:
             said = "tokens per step are of its last logging interval, not of this run"
-        return _plain(since), said
+        return since.json(), said

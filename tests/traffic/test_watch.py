@@ -24,7 +24,9 @@ from outrider.errors import ConfigError, DataError
 from outrider.report.bootstrap import Interval
 from outrider.report.schema import Report, Row
 from outrider.traffic.counters import Counters, read
-from outrider.traffic.watch import Drift, Release, Watch, Window, release_of, standing, together
+from outrider.traffic.drift import Drift
+from outrider.traffic.release import Release, release_of
+from outrider.traffic.watch import Watch, Window, standing, together
 
 EVERY_S = 5
 DAY = 86_400 // EVERY_S
@@ -225,7 +227,7 @@ def test_what_can_not_be_compared_is_said(tmp_path: Path) -> None:
     assert "can't be compared" in _standing_said(standing(window, promised), window, promised).plain
     state = Watch(promised, EVERY_S)
     view = [state.add(EVERY_S * look, read(LLAMA.format(look * 10_000, look * 9_000))) for look in range(3)][-1]
-    assert "can't be compared" in _verdict(view, promised, state.drift).plain and view.json()["verdict"] is None
+    assert "can't be compared" in _verdict(view, promised).plain and view.json()["verdict"] is None
 
 
 def test_depths_of_a_server_that_counts_all_steps_stand_beside_those_of_all_steps() -> None:

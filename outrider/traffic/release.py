@@ -1,0 +1,139 @@
+"""What a report promises of a drafter in service: tokens per step, and how sure that is.  No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from outrider.errors import DataError
+from outrider.report import bootstrap
+from outrider.report.bootstrap import Interval
+from outrider.report.schema import Report, Row
+
+LEVEL, SIGMAS = 0.99, 2.576
+"""Of the release's interval, wider than the report's 95 %: a release that stands beside its own interval alarms for ever."""
+FEWEST_PROMPTS = 8
+SELDOM = 0.02
+"""Share of steps without a draft that a drafter which always drafts may have."""
+
+
+class Release(NamedTuple):
+    """What a report promises of a drafter in service."""
+
+    drafter: str
+    temperature: float
+    prompts: int
+    tokens_per_step: Interval
+    spread: float
+    """Variance of tokens - tokens_per_step × steps, per step, over whole prompts; an upper estimate."""
+    prompt_spread: float
+    """Standard deviation of the same over one prompt."""
+    by_depth: tuple[Interval, ...] = ()
+    """[k]: share of the drafts of which at least k + 1 tokens were accepted."""
+    by_step: tuple[Interval, ...] = ()
+    """[k]: the same as a share of all steps, with a draft or without."""
+    always_drafts: bool = False
+    """All but a few steps had a draft; False where the report does not say."""
+    other_temperatures: tuple[float, ...] = ()
+    """At which the report has rows of the drafter too."""
+
+    @property
+    def said(self) -> str:
+        """Whose promise it is, in half a sentence."""
+        others = f"; the report also has temperature {_listed(self.other_temperatures)}" if self.other_temperatures else ""
+        return f"{self.drafter} at temperature {self.temperature:g}, {self.prompts} prompts{others}"
+
+    def json(self) -> dict[str, Any]:
+        """The promise, to be kept beside what was seen."""
+        return {
+            "drafter": self.drafter, "temperature": self.temperature, "prompts": self.prompts,
+            "tokens_per_step": self.tokens_per_step._asdict(), "by_depth": [interval._asdict() for interval in self.by_depth],
+        }  # fmt: skip
+
+
+def release_of(report: Report, drafter: str | None = None, temperature: float | None = None) -> Release:
+    """What `report` says of `drafter` at `temperature`, over all its tasks; by default of the row it speaks of first, which is
+    one shown exact, so of temperature 0 wherever that was measured.
+
+    DataError where the report has no such drafter, no row at that temperature, or too few prompts for an interval.
+    """
+    rows, lead = _rows_at(report, drafter, temperature)
+    others = {row.temperature for row in rows if row.drafter == lead.drafter} - {lead.temperature}
+    rows = [row for row in rows if (row.drafter, row.temperature) == (lead.drafter, lead.temperature)]
+    pairs = [(float(p.tokens), float(p.steps)) for row in rows for p in row.per_prompt if p.tokens and p.steps]
+    if len(pairs) < FEWEST_PROMPTS:
+        raise DataError(
+            f"the report measured {lead.drafter} at temperature {lead.temperature:g} on {len(pairs)} prompts; an interval "
+            f"wants at least {FEWEST_PROMPTS}, and one narrow enough to notice a drop of 10 % a few hundred; measure again "
+            "with evaluate.prompts=400"
+        )
+    tokens, steps = np.array(pairs).T
+    center = bootstrap.ratio_of_totals(list(tokens), list(steps), level=LEVEL)
+    variance = float(np.mean((tokens - center.center * steps) ** 2))
+    # twice the standard error of a variance; prompts that are all alike are a few that happen to be
+    spread = max(variance / float(steps.mean()) * (1 + 2 * math.sqrt(2 / len(pairs))), (center.center - 1) / 4, 0.05)
+    prompt_spread = math.sqrt(spread * float(steps.mean()))
+    # resampling a hundred prompts of which few are extreme gives intervals that hold 96 times in 100, not 99
+    half = SIGMAS * math.sqrt(spread / float(steps.sum()))
+    middle, low, high = center
+    wide = Interval(middle, min(low, middle - half), max(high, middle + half))
+    return Release(
+        lead.drafter, lead.temperature, len(pairs), wide, spread, prompt_spread, _depths(rows, spread),
+        _depths(rows, spread, of_steps=True), _always_drafts(rows), tuple(sorted(others)),
+    )  # fmt: skip
+
+
+def _rows_at(report: Report, drafter: str | None, temperature: float | None) -> tuple[list[Row], Row]:
+    """The measured rows of `drafter`, at every temperature, and the one at `temperature` to speak of first."""
+    rows = [row for row in report.rows if drafter in (None, row.drafter) and row.tokens_per_step is not None]
+    if not rows:
+        known = ", ".join(sorted({row.drafter for row in report.rows})) or "none"
+        raise DataError(f"the report has no measured drafter {drafter or ''}; it has: {known}".replace("  ", " "))
+    asked = tuple(row for row in rows if temperature in (None, row.temperature))
+    lead = report.model_copy(update={"rows": asked}).lead
+    if lead is None:
+        of = "" if drafter is None else f" of {drafter}"
+        raise DataError(
+            f"the report has no row{of} at temperature {temperature:g}; it has: {_listed({row.temperature for row in rows})}; "
+            "choose one of them, or measure again with that evaluate.temperatures"
+        )
+    return rows, lead
+
+
+def _listed(temperatures: Collection[float]) -> str:
+    return ", ".join(f"{temperature:g}" for temperature in sorted(temperatures))
+
+
+def _always_drafts(rows: Sequence[Row]) -> bool:
+    every = sum(sum(map(sum, row.accepted_histogram)) for row in rows)
+    without = sum(sum(row.accepted_histogram[0]) for row in rows if row.accepted_histogram)
+    # the last step of an answer may have no room for a draft
+    return every > 0 and all(row.accepted_histogram for row in rows) and without <= SELDOM * every
+
+
+def _depths(rows: Sequence[Row], spread: float, of_steps: bool = False) -> tuple[Interval, ...]:
+    """Intervals of what is accepted at each depth, as servers count it: of all drafts, short ones too; or of all steps.
+
+    A report has no depths of single prompts; intervals are as much wider than those of independent drafts as the interval of
+    tokens per step is.
+    """
+    counts: dict[int, int] = {}
+    for row in rows:
+        for drafted in row.accepted_histogram[0 if of_steps else 1 :]:
+            for accepted, count in enumerate(drafted):
+                counts[accepted] = counts.get(accepted, 0) + count
+    drafts = sum(counts.values())
+    if not drafts:
+        return ()
+    mean = sum(accepted * count for accepted, count in counts.items()) / drafts
+    alone = sum((accepted - mean) ** 2 * count for accepted, count in counts.items()) / drafts
+    wider = max(1.0, spread / alone) if alone else 1.0
+    found = []
+    for depth in range(1, max(counts) + 1):
+        share = sum(count for accepted, count in counts.items() if accepted >= depth) / drafts
+        half = SIGMAS * math.sqrt(max(share * (1 - share), 1 / drafts) * wider / drafts)
+        found.append(Interval(share, max(0.0, share - half), min(1.0, share + half)))
+    return tuple(found)
