@@ -10,6 +10,7 @@ from rich.table import Table
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, place_of_json, quiet, write_json
+from outrider.measure.tasks import listed
 
 Data = Annotated[
     Path | None, typer.Option("--data", metavar="FOLDER", help="Folder with gsm8k.jsonl and so on, taken instead of the hub.")
@@ -21,7 +22,7 @@ def tasks(data: Data = None, json_to: JsonTo = None) -> None:
     """List the prompt sets there are, and with --data what a folder holds of them."""
     quiet()
     place_of_json(json_to)
-    found = task_list(data)
+    found = listed(data)
     if json_to != "-":
         console.out.print(_table(found, data is not None))
         console.out.print(
@@ -34,26 +35,6 @@ def tasks(data: Data = None, json_to: JsonTo = None) -> None:
             held = sum(entry["found"] is not None for entry in found)
             console.out.print(f"{data} holds {held} of {len(found)}; the others come from where they are published")
     write_json(json_to, found)
-
-
-def task_list(data: Path | None = None) -> list[dict[str, Any]]:
-    """[{name, suite, used, rows, source, revision, score, licence, found, found_rows, references}].
-
-    Looks at no network.  The last three are None where the folder holds nothing of a task.  Raises DataError for a
-    row that can't be read.
-    """
-    from outrider.measure.tasks import TASKS, found, load
-
-    listed = []
-    for task in TASKS.values():
-        held = load(task.name, data) if data is not None and found(task, data) else None
-        entry = {key: getattr(task, key) for key in ("name", "suite", "used", "rows", "source", "revision", "score", "licence")}
-        entry |= {"found": None, "found_rows": None, "references": None}
-        if held is not None:
-            scored = held.prompts[0].reference is not None
-            entry |= {"found": held.source, "found_rows": held.count, "references": scored}
-        listed.append(entry)
-    return listed
 
 
 def _table(found: list[dict[str, Any]], with_folder: bool) -> Table:

@@ -42,10 +42,9 @@ from typing import IO, NamedTuple, TypeVar
 
 from outrider.errors import DataError
 from outrider.measure import sandboxed
-from outrider.measure.sandboxed import PROCESSES, SCRATCH_BYTES, WALLS
+from outrider.measure.sandboxed import SCRATCH_BYTES, WALLS, set_limit
 
 T = TypeVar("T")
-__all__ = ["PROCESSES", "SCRATCH_BYTES", "WALLS"]
 
 INNER = os.path.abspath(sandboxed.__file__)
 START_S = 60.0
@@ -244,23 +243,15 @@ def confine(timeout_s: float) -> None:
 
     Its processor time is `timeout_s` of every core, so that it ends even where nobody is left to kill it.
     """
-    _limit(resource.RLIMIT_CPU, math.ceil(timeout_s) * (os.cpu_count() or 1))
-    _limit(resource.RLIMIT_FSIZE, FILE_BYTES)
-    _limit(resource.RLIMIT_CORE, 0)
+    set_limit(resource.RLIMIT_CPU, math.ceil(timeout_s) * (os.cpu_count() or 1))
+    set_limit(resource.RLIMIT_FSIZE, FILE_BYTES)
+    set_limit(resource.RLIMIT_CORE, 0)
     os.register_at_fork(after_in_child=_confine_answer)
 
 
 def _confine_answer() -> None:
-    _limit(resource.RLIMIT_CPU, ANSWER_S)
-    _limit(resource.RLIMIT_FSIZE, SCRATCH_BYTES)
+    set_limit(resource.RLIMIT_CPU, ANSWER_S)
+    set_limit(resource.RLIMIT_FSIZE, SCRATCH_BYTES)
     with contextlib.suppress(OSError):  # no /proc, no way to tell what it holds already
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + ANSWER_BYTES)
-
-
-def _limit(what: int, most: int) -> None:
-    """Never above what this process may have."""
-    hard = resource.getrlimit(what)[1]
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    with contextlib.suppress(OSError, ValueError):  # a system that knows no such limit
-        resource.setrlimit(what, (most, most))
+        set_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + ANSWER_BYTES)

@@ -82,11 +82,16 @@ def _confine(job: Mapping[str, Any], enclosed: bool) -> bool:
         (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NPROC, PROCESSES + count),
     )  # fmt: skip
     for limit, most in limits:
-        hard = resource.getrlimit(limit)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(limit, (most, most))
+        set_limit(limit, most)
     return bounded
+
+
+def set_limit(what: int, most: int) -> None:
+    """Limit this process, never above what it may have."""
+    hard = resource.getrlimit(what)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    with contextlib.suppress(OSError, ValueError):  # a system that knows no such limit
+        resource.setrlimit(what, (most, most))
 
 
 def _processes_of(user: int) -> int:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from outrider.measure import sandbox
-from outrider.measure.sandbox import PROCESSES, Outcome, run, walls_missing
+from outrider.measure.sandbox import Outcome, run, walls_missing
+from outrider.measure.sandboxed import PROCESSES
 
 MISSING = walls_missing()
 

@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 from outrider.cli import tasks as verb
 from outrider.cli.evaluate import evaluate
 from outrider.errors import DataError
-from outrider.measure import tasks
+from outrider.measure import published
 from outrider.measure.tasks import TASKS, Later, Prompt, check, load, prompts
 from outrider.runs import stages
 
@@ -242,8 +242,8 @@ def test_without_a_network_the_error_says_what_to_do(tmp_path: Path) -> None:
 
 def test_spec_bench_is_read_where_it_is_published(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a category that goes to another of its six tasks, to two of them or to none."""
-    monkeypatch.setattr(tasks, "GITHUB", hub + "/github/{repository}/{revision}/{file}")
-    monkeypatch.setattr(tasks, "GITHUB_NEWEST", hub + "/github/{repository}/commits/{revision}")
+    monkeypatch.setattr(published, "GITHUB", hub + "/github/{repository}/{revision}/{file}")
+    monkeypatch.setattr(published, "GITHUB_NEWEST", hub + "/github/{repository}/commits/{revision}")
     mine = [name for name, task in TASKS.items() if task.suite == "Spec-Bench"]
     found = {name: load(name) for name in mine}
     assert len(mine) == 6 and all(loaded.revision == NEW for loaded in found.values())
@@ -507,6 +507,6 @@ def test_a_folder_is_named_by_any_text(name: str, tmp_path: Path, monkeypatch: p
 def test_the_verb_needs_no_network_and_no_torch(tmp_path: Path) -> None:
     """Catches a list that takes seconds."""
     code = (
-        "import sys; from outrider.cli.tasks import task_list; assert len(task_list()) == 15; assert 'torch' not in sys.modules"
+        "import sys; from outrider.measure.tasks import listed; assert len(listed()) == 15; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code + "; assert 'datasets' not in sys.modules"], check=True, timeout=120)

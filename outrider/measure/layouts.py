@@ -1,0 +1,133 @@
+"""What a row of a data set says, as a prompt: one function for each layout.
+
+A key that is null counts as one that is missing: so Parquet writes it.  Errors are KeyError for a missing key and TypeError,
+which says what was given and what was wanted; who knows file and line makes a DataError of both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+class Prompt(NamedTuple):
+    """One prompt of a task: the user's turns.  The answers between them are the target's own."""
+
+    id: str
+    turns: tuple[str, ...]
+    system: str | None = None
+    reference: Any = None
+    """What the task's scorer compares an answer with; None where the task has no score."""
+
+    def messages(self, answers: Sequence[str] = ()) -> list[dict[str, str]]:
+        """The conversation up to the next answer wanted, with the answers given so far."""
+        said = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for turn, answer in itertools.zip_longest(self.turns[: len(answers) + 1], answers):
+            said.append({"role": "user", "content": turn})
+            if answer is not None:
+                said.append({"role": "assistant", "content": answer})
+        return said
+
+
+def has(row: Row, key: str) -> bool:
+    return row.get(key) is not None
+
+
+def text(row: Row, key: str) -> str:
+    """The text under a key."""
+    value = _there(row, key)
+    if not isinstance(value, str):
+        raise TypeError(f"{key} must be a text, not {value!r:.80}")
+    return value
+
+
+def texts(row: Row, key: str) -> tuple[str, ...]:
+    """The list of texts under a key, which may be empty.  One text is no list of its letters."""
+    value = _there(row, key)
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+        raise TypeError(f"{key} must be a list of texts, not {value!r:.80}")
+    return tuple(value)
+
+
+def word(row: Row, *keys: str) -> str:
+    """The text or the number, written as text, under the first of these keys that is there."""
+    key = next((key for key in keys if has(row, key)), keys[0])
+    value = _there(row, key)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not (isinstance(value, str) or is_number):
+        raise TypeError(f"{key} must be a text or a number, not {value!r:.80}")
+    return str(value)
+
+
+def _there(row: Row, key: str) -> Any:
+    if not has(row, key):
+        raise KeyError(key)
+    return row[key]
+
+
+# ── layouts ──
+
+
+def gsm8k(row: Row) -> Prompt:
+    answer = text(row, "answer").rpartition("####")[2].strip()
+    return Prompt("", (text(row, "question") + STEP_BY_STEP,), reference=answer)
+
+
+def problem(row: Row) -> Prompt:
+    return Prompt(_name(row, "unique_id", "problem_idx"), (text(row, "problem") + STEP_BY_STEP,), reference=word(row, "answer"))
+
+
+def humaneval(row: Row) -> Prompt:
+    stub = text(row, "prompt")
+    asked = f"Write a solution to the following problem and make sure that it passes the tests:\n```python\n{stub}\n```"
+    tests = {"stub": stub, "name": text(row, "entry_point"), "test": text(row, "test")}
+    return Prompt(word(row, "task_id"), (asked,), reference=tests)
+
+
+def mbpp(row: Row) -> Prompt:
+    imports = texts(row, "test_imports") if has(row, "test_imports") else ()
+    tests = {"imports": list(imports), "asserts": list(texts(row, "test_list"))}
+    return Prompt(f"mbpp/{word(row, 'task_id')}", (text(row, "prompt"),), reference=tests)
+
+
+def livecodebench(row: Row) -> Prompt:
+    starter = text(row, "starter_code").strip("\n") if has(row, "starter_code") else ""
+    if starter:
+        form = f"Begin with this code and keep its names:\n```python\n{starter}\n```"
+    else:
+        form = "Read from standard input, write to standard output:\n```python\n# your program\n```"
+    asked = (
+        "You are an expert Python programmer. Answer the question below with one complete Python program that does what it "
+        f"says and passes all of its tests.\n\n### Question\n{text(row, 'question_content')}\n\n### Format\n{form}\n\n"
+        "### Answer\n"
+    )
+    return Prompt(word(row, "question_id"), (asked,))
+
+
+def mt_bench(row: Row) -> Prompt:
+    return Prompt(word(row, "prompt_id"), texts(row, "prompt"))
+
+
+def alpaca(row: Row) -> Prompt:
+    given = text(row, "input") if has(row, "input") else ""
+    return Prompt("", (text(row, "instruction") + (f"\n\n### Input:\n{given}" if given else ""),))
+
+
+def arena_hard(row: Row) -> Prompt:
+    return Prompt(word(row, "uid"), (text(row, "prompt"),))
+
+
+def plain(row: Row) -> Prompt:
+    """The plain layout, which is Spec-Bench's own too."""
+    system = text(row, "system") if has(row, "system") else None
+    return Prompt(_name(row, "id", "question_id"), texts(row, "turns"), system, row.get("reference"))
+
+
+def _name(row: Row, *keys: str) -> str:
+    """What a row calls itself under one of these keys; empty where it does not."""
+    return word(row, *keys) if any(has(row, key) for key in keys) else ""

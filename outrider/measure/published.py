@@ -1,0 +1,205 @@
+"""Where a prompt set's rows are: in files of a folder, or where it is published, at one commit.
+
+Nothing of a data set's own is executed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, overload
+
+from outrider.errors import DataError
+from outrider.measure.layouts import Prompt, Row
+
+GITHUB = "https://raw.githubusercontent.com/{repository}/{revision}/{file}"
+GITHUB_NEWEST = "https://api.github.com/repos/{repository}/commits/{revision}"
+CONTENT = "sha256:"
+"""Begins a revision that is the content of files, not a commit."""
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One prompt set: where it is, what its rows are, what scores an answer."""
+
+    name: str
+    suite: Literal["DSpark", "Spec-Bench"]
+    hub: str
+    """Its name on the Hugging Face hub, or `github.com/` and a repository."""
+    config: str | None = None
+    split: str = "test"
+    files: tuple[str, ...] = ()
+    """Files of the repository that hold the rows, where it is no data set that loads by its name."""
+    revision: str | None = None
+    """The commit it is pinned to; None takes the newest and says which that was."""
+    rows: int
+    used: int
+    """Prompts that the published evaluation runs."""
+    prompt: Callable[[Row], Prompt]
+    score: Literal["answer", "tests"] | None = None
+    """What tells a right answer: what stands at its end, or tests of the code in it; None where it takes a judge."""
+    licence: str
+    """As its page said when this was written; look there before you pass rows on."""
+    categories: frozenset[str] = frozenset()
+    """Rows of other categories belong to other tasks."""
+    shared: str | None = None
+    """A name under which a folder may hold the rows of several tasks at once."""
+    big: bool = False
+    """Rows are read when they are needed: all at once would not fit in the memory of a small machine."""
+
+    @property
+    def source(self) -> str:
+        return " ".join(filter(None, (self.hub, self.config, "" if self.files else self.split)))
+
+
+class Lines(Sequence[Row]):
+    """Rows of JSONL files, each read when it is asked for.  Raises DataError with file and line."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.starts: list[tuple[Path, int, int]] = []
+        for path in paths:
+            start = 0
+            with path.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        self.starts.append((path, number, start))
+                    start += len(line)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def place(self, index: int) -> str:
+        path, number, _ = self.starts[index]
+        return f"{path}, line {number}"
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        path, _, start = self.starts[index]
+        with path.open("rb") as file:
+            file.seek(start)
+            line = file.readline()
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:  # the latter of lists in lists in lists
+            raise DataError(f"{self.place(index)} is not JSON: {error}; mend the line or take it out") from None
+        return mapping(row, self.place(index))
+
+
+def mapping(row: Any, place: str) -> Row:
+    if not isinstance(row, Mapping):
+        raise DataError(f"{place}: a row must be a mapping, not {type(row).__name__}")
+    return row
+
+
+def of_paths(paths: Sequence[Path]) -> Sequence[Row]:
+    """Rows of files of one kind."""
+    if paths[0].suffix == ".jsonl":
+        return Lines(paths)
+    if paths[0].suffix == ".json":
+        rows = []
+        for path in paths:
+            try:
+                value = json.loads(path.read_bytes())
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path} is not JSON: {error}; a file of rows, one a line, is named .jsonl") from None
+            if not isinstance(value, list):
+                raise DataError(f"{path} must hold a list of rows, not {type(value).__name__}")
+            rows += [mapping(row, f"{path}, row {number}") for number, row in enumerate(value, 1)]
+        return rows
+    import pyarrow.parquet  # a moment to import, and only needed here
+
+    try:
+        return pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in paths]).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{paths[0]} can't be read as Parquet: {error}") from None
+
+
+def content_of(paths: Sequence[Path]) -> str | None:
+    """What tells these files from others; None where they are not files."""
+    total = hashlib.sha256()
+    for path in paths:
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return f"{CONTENT}{total.hexdigest()[:16]}"
+
+
+# ── where sets are published ──
+
+
+def published(task: Task, revision: str | None) -> tuple[Sequence[Row], str, str]:
+    """Its rows, the commit that was read, and where that is.  Nothing of the data set's own is executed."""
+    if revision is not None and revision.startswith(CONTENT):
+        raise DataError(
+            f"{task.name} is pinned to {revision}, the content of files, and no folder holds {task.name}; name one, "
+            f"evaluate.data=FOLDER, or pin a commit of {task.hub}"
+        )
+    try:
+        commit = revision if revision and _COMMIT.fullmatch(revision) else newest(task, revision)
+        return _fetch(task, commit), commit, f"{task.source} at {commit[:12]}"
+    # the hub's client raises errors of whichever library it speaks HTTP through, and that changes
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        names = " or ".join(f"{name}.jsonl" for name in (task.name, task.shared) if name)
+        raise DataError(
+            f"can't load {task.name} from {task.hub}: {first}; where there is no network, put {names} (or .json, .parquet) in "
+            f"a folder and name it: evaluate.data=FOLDER, or --data FOLDER"
+        ) from error
+
+
+def newest(task: Task, revision: str | None = None) -> str:
+    """The newest commit of where a task is published, or of the branch or tag `revision`.  Needs the network."""
+    repository = task.hub.removeprefix("github.com/")
+    if repository != task.hub:
+        return (
+            _read_url(GITHUB_NEWEST.format(repository=repository, revision=revision or "HEAD"), "application/vnd.github.sha")
+            .decode()
+            .strip()
+        )
+    from huggingface_hub import HfApi  # a second to import, and only needed here
+
+    commit = HfApi().dataset_info(task.hub, revision=revision, timeout=30).sha
+    if not commit:
+        raise DataError("the hub named no commit")
+    return commit
+
+
+def _fetch(task: Task, commit: str) -> Sequence[Row]:
+    repository = task.hub.removeprefix("github.com/")
+    if repository != task.hub:
+        address = GITHUB.format(repository=repository, revision=commit, file=task.files[0])
+        return [mapping(json.loads(line), address) for line in _read_url(address).splitlines() if line.strip()]
+    # seconds to import, and only needed here
+    import datasets
+    from huggingface_hub import hf_hub_download
+
+    if task.files:
+        return Lines([Path(hf_hub_download(task.hub, file, repo_type="dataset", revision=commit)) for file in task.files])
+    if Path(task.hub).exists():  # it would be read instead, whatever the commit
+        raise DataError(f"a folder {task.hub} stands here in the way of the data set of that name; start from another folder")
+    rows = cast(datasets.Dataset, datasets.load_dataset(task.hub, task.config, split=task.split, revision=commit))
+    # where it can't reach a commit, `datasets` falls back on whichever other one its cache holds, with a warning
+    if not all(commit in file["filename"] for file in rows.cache_files):
+        raise DataError(f"commit {commit} can't be reached; pin one that {task.hub} has")
+    return cast(Sequence[Row], rows)
+
+
+@functools.lru_cache(maxsize=2)
+def _read_url(address: str, accept: str = "*/*") -> bytes:
+    import httpx  # half a second to import, and only needed here
+
+    answer = httpx.get(address, headers={"Accept": accept}, follow_redirects=True, timeout=60)
+    answer.raise_for_status()
+    return answer.content
