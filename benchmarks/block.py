@@ -47,8 +47,9 @@ def row(target: Any, prompts: list[list[int]], length: int, tokens: int, tempera
         for way, kept in found.items():
             sampling = Sampling(temperature, seed=n)
             (one,) = generate(
-                target, prompt, drafter, max_new_tokens=tokens, sampling=sampling, verification=way, shared_noise=False
-            )
+                target, prompt, drafter, max_new_tokens=tokens, sampling=sampling, policy="fixed", verification=way,
+                shared_noise=False,
+            )  # fmt: skip
             kept.append(len(one.tokens) / one.steps)
         print(f"length {length}: {n + 1} of {len(prompts)} prompts", file=sys.stderr, flush=True)
     means = {way: statistics.mean(kept) for way, kept in found.items()}

@@ -229,7 +229,7 @@ def try_form(kind: str, form: str, tokens: int) -> dict[str, Any]:
         drafter = Replay(texts, target.spec.vocabulary, eldest=target.spec.mode == "chain")
         requests = [Request(text[:-tokens], tokens, Sampling()) for text in texts]
         found: list[list[int]] = [[] for _ in requests]
-        for progress in serve(target, requests, drafter, slots=slots):
+        for progress in serve(target, requests, drafter, policy="fixed", slots=slots):
             found[progress.request] += progress.tokens
         differ += sum(a != b for text, got in zip(texts, found, strict=True) for a, b in zip(text[-tokens:], got, strict=False))
         differ += sum(tokens - len(got) for got in found)
@@ -314,7 +314,7 @@ def compared(target: TransformersTarget, texts: list[list[int]], drafter: Replay
         asked, waiting = waiting, []
         requests = [Request(texts[n][:start], len(texts[n]) - start, Sampling()) for n, start in asked]
         found: list[list[int]] = [[] for _ in requests]
-        for progress in serve(target, requests, drafter, slots=SLOTS):
+        for progress in serve(target, requests, drafter, policy="fixed", slots=SLOTS):
             found[progress.request] += progress.tokens
         for (n, start), tokens in zip(asked, found, strict=True):
             at = next((i for i, (a, b) in enumerate(zip(tokens, texts[n][start:], strict=True)) if a != b), None)

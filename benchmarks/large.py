@@ -89,7 +89,7 @@ def demo_kept(most: int) -> list[int]:
     target, drafters = parties(["dspark"], compiled=False)
     if not drafters:
         raise SystemExit("the demo's dspark is missing: run `make demo` first")
-    found = generate(target, prompts_of(target, 8), drafters["dspark"], max_new_tokens=96, slots=8)
+    found = generate(target, prompts_of(target, 8), drafters["dspark"], max_new_tokens=96, slots=8, policy="fixed")
     return [min(count, most) for one in found for count in one.accepted]
 
 

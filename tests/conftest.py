@@ -29,6 +29,7 @@ from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.policies import named
+from outrider.policies.fixed import Fixed
 from outrider.targets.assistant import keyless_layers
 from outrider.targets.protocol import LayerSizes, Target
 from outrider.targets.transformers import TransformersTarget, load_target
@@ -90,6 +91,13 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         # every step drafts, whatever it costs: on tiny models drafts pay by chance
         patch.setattr(named, "DEFAULT", "fixed")
         yield Path(os.environ["OUTRIDER_CACHE"])
+
+
+@pytest.fixture
+def spares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is drafted unless a policy is named: what the shipped default does where drafts cost more than they bring."""
+    monkeypatch.setattr(named, "POLICIES", {**named.POLICIES, "spares": lambda _limit: Fixed(0)})
+    monkeypatch.setattr(named, "DEFAULT", "spares")
 
 
 @pytest.fixture(autouse=True)

@@ -45,7 +45,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         checkpoint, folder = written(target, Path(place))
         assistant = loaded(folder, LENGTH)
-        ours = generate(target, prompts, load_drafter(checkpoint, target), max_new_tokens=wanted.new)
+        ours = generate(target, prompts, load_drafter(checkpoint, target), max_new_tokens=wanted.new, policy="fixed")
     parted: list[dict[str, Any]] = []
     with listening() as rounds, progress_bar() as bar:
         for number, prompt in enumerate(bar.track(prompts)):

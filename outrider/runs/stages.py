@@ -161,7 +161,7 @@ def _probe(settings: RunConfig, target: TransformersTarget) -> Callable[[DraftMo
 
     def probe(model: DraftModel) -> dict[str, float]:
         texts = [as_tokens(target, prompt) for prompt in draw(chosen.tasks[0], chosen).prompts[:4]]
-        found = generate(target, texts, model.drafter(), max_new_tokens=min(48, chosen.max_new_tokens))
+        found = generate(target, texts, model.drafter(), max_new_tokens=min(48, chosen.max_new_tokens), policy="fixed")
         return {"probe_tokens_per_step": sum(len(g.tokens) for g in found) / sum(g.steps for g in found)}
 
     return probe

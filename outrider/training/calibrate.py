@@ -84,7 +84,7 @@ def watch(
         for i, prompt in enumerate(prompts)
     ]
     watched, done = _Watched(drafter, requests), 0
-    for progress in serve(target, requests, watched, slots=slots, shared_noise=False):
+    for progress in serve(target, requests, watched, policy="fixed", slots=slots, shared_noise=False):
         done += progress.finish_reason is not None
         if progress.finish_reason is not None and on_prompt is not None:
             on_prompt(done)

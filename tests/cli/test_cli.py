@@ -10,19 +10,24 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
 from rich.console import Console
 from tiny import DRAFTER, write_recipe
+from torch import Tensor
 
 from outrider import cli, demo, generate
 from outrider.cli import console, doctor
 from outrider.compiled import NotCompiled
 from outrider.data.answers import read_answers
+from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
-from outrider.runs import baselines
+from outrider.decoding.state import DecodeState
+from outrider.runs import baselines, stages
+from outrider.runs.file import load
 from outrider.targets import transformers
 from outrider.targets.transformers import TransformersTarget, load_target
 from outrider.training import trainer
@@ -107,6 +112,24 @@ def test_a_run_leaves_what_the_design_promises(made: Path) -> None:
     facts = json.loads((place / "provenance.json").read_text())
     assert {"made", "outrider", "commit", "python", "torch", "transformers", "machine", "config"} <= facts.keys()
     assert yaml.safe_load((place / "config.yaml").read_text())["drafter"]["kind"] == "dspark"
+
+
+@pytest.mark.usefixtures("spares")
+def test_the_probe_asks_for_whole_drafts(folder: Path, talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a probe of acceptance whose steps draft as much as paid on this machine."""
+    asked: list[int] = []
+
+    class Asked(Drafter):
+        limit = 3
+
+        def propose(self, memory: None, state: DecodeState, budget: Tensor) -> Draft:
+            asked.extend(budget.tolist())
+            return Draft.empty(len(state.rows), state.device)
+
+    settings, _ = load(write_recipe(tmp_path / "tiny.yaml", folder))
+    probe = stages._probe(settings, talker)
+    assert probe(SimpleNamespace(drafter=Asked)) == {"probe_tokens_per_step": 1.0}
+    assert max(asked) == 3
 
 
 def test_a_second_run_repeats_nothing(made: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:

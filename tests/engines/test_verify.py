@@ -314,6 +314,17 @@ def test_a_side_compared_with_itself_is_equal_and_steps_are_counted_within_the_t
     assert places and max(places) + 3 + 1 < 6 + 12
 
 
+def test_our_side_drafts_all_that_the_engine_drafts(target, made, request):
+    """Catches a plain step, taken because drafts cost more here than they bring, counted as a draft that was rejected."""
+    model, _ = made("speculators", "dflash")
+    drafter, said = told(model)
+    run(target, drafter, 3)
+    request.getfixturevalue("spares")
+    sparing, then = told(model)
+    run(target, sparing, 3)
+    assert then == said and max(map(len, said.values())) == 3
+
+
 def test_a_tie_is_told_from_a_text_that_is_wrong(target, made):
     """Two equal rows of the target's head are a tie; another token is none."""
     from outrider.decoding.protocols import Drafter

@@ -146,6 +146,15 @@ def test_what_is_watched_is_what_was_kept(talker: TransformersTarget):
     assert found.confidence[0].tolist() == pytest.approx([0.9, 0.8, 0.7])
 
 
+@pytest.mark.usefixtures("spares")
+def test_every_step_that_is_watched_drafts(talker: TransformersTarget):
+    """Catches a calibration that sees only the steps, and only the slots, whose drafting paid on this machine."""
+    prompt = talker.encode("say")
+    text = generate(talker, [prompt], max_new_tokens=6)[0].tokens
+    found = calibrate.watch(talker, Foretold(text, 2), [prompt], max_new_tokens=6, temperature=0.0)
+    assert found.survived.tolist() == [[True, True, False], [True, True, False]]
+
+
 def test_a_text_that_ends_hides_what_stands_behind(talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch):
     """Catches a slot behind the end counted as rejected, and the one that ended the text not counted as kept."""
     prompt = talker.encode("say")
