@@ -13,21 +13,9 @@ from outrider.cli.console import bar, counted, sized, started_anew
 from outrider.compiled import NotCompiled
 from outrider.data.contamination import Found
 from outrider.report import summary
+from outrider.runs import reporter as events
 from outrider.runs.file import TargetConfig
-from outrider.runs.reporter import (
-    Calibrated,
-    Calibrating,
-    Evaluated,
-    Evaluating,
-    Plan,
-    Prepared,
-    Preparing,
-    Reporter,
-    Result,
-    Trained,
-    Training,
-    Update,
-)
+from outrider.runs.reporter import Plan, Reporter, Result, Update
 from outrider.targets.transformers import TransformersTarget, default_device
 from outrider.training.calibrate import Calibration
 
@@ -56,32 +44,23 @@ class Printer(Reporter):
     def working(self, plan: Plan) -> Iterator[Update]:
         say(_planned(plan))
         # these two can't go on later
-        what = {Calibrating: "calibration", Evaluating: "evaluation"}.get(type(plan))
+        what = {events.Calibrating: "calibration", events.Evaluating: "evaluation"}.get(type(plan))
         progress = bar(
-            plan.unit, plan.total, plan.done, is_steady=isinstance(plan, Training), usual_minutes=plan.usual_minutes,
+            plan.unit, plan.total, plan.done, is_steady=isinstance(plan, events.Training), usual_minutes=plan.usual_minutes,
             why_slow=why_slow,
         )  # fmt: skip
         with started_anew(what) if what else nullcontext(), progress as update:
-
-            def told(
-                done: int, *, loss: float | None = None, tokens_per_step: float | None = None, left_out: int | None = None
-            ) -> None:
-                note = None if left_out is None else f"{left_out} left out"
-                if loss is not None and tokens_per_step:
-                    note = f"loss {loss:.3f}, expected {tokens_per_step:.2f} tokens per step"
-                update(done, note)
-
-            yield told
+            yield lambda done, **facts: update(done, _note(**facts))
 
     def finished(self, result: Result) -> None:
         match result:
-            case Prepared():
+            case events.Prepared():
                 _say_prepared(result)
-            case Trained(checkpoint):
+            case events.Trained(checkpoint):
                 say(f"          checkpoint in {checkpoint}")
-            case Calibrated(_, calibration):
+            case events.Calibrated(_, calibration):
                 _say_calibrated(calibration)
-            case Evaluated():
+            case events.Evaluated():
                 _say_evaluated(result)
 
 
@@ -104,26 +83,33 @@ def why_slow() -> str:
     return f"This machine is slow: {machine.describe()}; fewer train.steps, prepare.count or evaluate.prompts help"
 
 
+def _note(loss: float = 0.0, tokens_per_step: float | None = None, left_out: int | None = None) -> str | None:
+    """What stands beside a bar."""
+    if left_out is not None:
+        return f"{left_out} left out"
+    return f"loss {loss:.3f}, expected {tokens_per_step:.2f} tokens per step" if tokens_per_step else None
+
+
 def _planned(plan: Plan) -> str:
     match plan:
-        case Preparing():
+        case events.Preparing():
             return (
                 f"prepare   {plan.total} prompts from {plan.conversations}, {plan.done} answered before; at most "
                 f"{counted(plan.tokens)} tokens to write, {sized(plan.size_bytes)} in {plan.folder}"
             )
-        case Training():
+        case events.Training():
             features = "live" if plan.feature_bytes is None else f"in {sized(plan.feature_bytes)} of memory"
             return (
                 f"train     {plan.kind}: {counted(plan.parameters)} parameters, taps {list(plan.taps)}; {plan.total} steps of "
                 f"{plan.batch} texts, {plan.passes:.1f} passes over {counted(plan.tokens)} tokens; features {features}, "
                 f"0 bytes of disk; checkpoint {sized(plan.checkpoint_bytes)}"
             )
-        case Calibrating():
+        case events.Calibrating():
             return (
                 f"calibrate {plan.checkpoint}: {plan.total} prompts of {plan.task}, at most {counted(plan.tokens)} tokens to "
                 f"write at temperature {plan.temperature:g}"
             )
-        case Evaluating():
+        case events.Evaluating():
             return (
                 f"evaluate  {', '.join(plan.drafters)}: {plan.prompts} prompts per task of {', '.join(plan.tasks)}; about "
                 f"{counted(plan.tokens)} tokens to write, one interleaved run"
@@ -131,7 +117,7 @@ def _planned(plan: Plan) -> str:
     raise AssertionError(plan)
 
 
-def _say_prepared(found: Prepared) -> None:
+def _say_prepared(found: events.Prepared) -> None:
     if found.left_out:
         say(f"          {len(found.left_out)} rows left out; the first: {found.left_out[0]}")
     say(f"          {found.answers} answers, {counted(found.tokens)} tokens to learn, in {found.path}")
@@ -165,7 +151,7 @@ def _say_calibrated(found: Calibration) -> None:
     )
 
 
-def _say_evaluated(found: Evaluated) -> None:
+def _say_evaluated(found: events.Evaluated) -> None:
     report, folder = found.report, found.folder
     console.out.print(summary.table(report))
     say(f"          {summary.headline(report)}", soft_wrap=True)

@@ -25,9 +25,9 @@ def write_config(run: RunConfig) -> None:
     (run.folder / "config.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
 
-def provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
-    """What a result must say of itself: versions, machine, settings, target."""
-    return {
+def write_provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
+    """What a result must say of itself, into the run's folder: versions, machine, settings, and `facts`."""
+    found = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "outrider": version_of("outrider"),
         "commit": _commit(),
@@ -43,10 +43,6 @@ def provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
         "command": " ".join(["outrider", *sys.argv[1:]]),
         "config": run.model_dump(mode="json"),
     } | facts
-
-
-def write_provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
-    found = provenance(run, facts)
     run.folder.mkdir(parents=True, exist_ok=True)
     (run.folder / "provenance.json").write_text(json.dumps(found, indent=2, default=str))
     return found

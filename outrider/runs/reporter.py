@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from outrider.compiled import NotCompiled
 from outrider.data.contamination import Found
@@ -108,13 +107,11 @@ class Evaluated:
 Result = Prepared | Trained | Calibrated | Evaluated
 
 
-class Update(Protocol):
-    """Called as units of a plan are done."""
+Update = Callable[..., None]
+"""Called as units of a plan are done: update(done, **facts), done with those of an earlier run.
 
-    def __call__(
-        self, done: int, *, loss: float | None = None, tokens_per_step: float | None = None, left_out: int | None = None
-    ) -> None:
-        """done: units, with those of an earlier run.  loss, tokens_per_step (expected): of a training; left_out: prompts."""
+facts: `loss` and `tokens_per_step` (expected, where it is known) of a training, `left_out` prompts of an evaluation.
+"""
 
 
 class Reporter:

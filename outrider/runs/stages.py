@@ -26,20 +26,11 @@ from outrider.measure.tasks import prompts
 from outrider.nn.draft_model import DraftModel
 from outrider.report.page import save
 from outrider.report.schema import Report
+from outrider.runs import reporter as events
 from outrider.runs.baselines import load_all
 from outrider.runs.file import RunConfig, load
 from outrider.runs.provenance import write_config, write_provenance
-from outrider.runs.reporter import (
-    Calibrated,
-    Calibrating,
-    Evaluated,
-    Evaluating,
-    Prepared,
-    Preparing,
-    Reporter,
-    Trained,
-    Training,
-)
+from outrider.runs.reporter import Reporter
 from outrider.targets.transformers import TransformersTarget, load_target
 from outrider.training import calibrate as calibration
 from outrider.training import trainer
@@ -78,25 +69,17 @@ def target_of(settings: RunConfig, reporter: Reporter) -> TransformersTarget:
     chosen = settings.target
     machine.settle()
     reporter.loading(chosen)
-    target = load_target(
-        chosen.name,
-        device=chosen.device,
-        dtype=chosen.dtype,
-        quantize=chosen.quantize,
-        revision=chosen.revision,
-        trust_remote_code=chosen.trust_remote_code,
-        compile=chosen.compile,
-    )
+    target = load_target(chosen.name, **chosen.model_dump(exclude={"name"}))
     reporter.loaded(target)
     return target
 
 
-def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter) -> Prepared:
+def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter) -> events.Prepared:
     """Let the target answer the prompts that have no answer yet."""
     config, skipped = settings.prepare, Skipped()
     asked = list(conversations.read(config, skipped))
     most = len(asked) * (config.max_new_tokens if config.regenerate else config.length)
-    plan = Preparing(
+    plan = events.Preparing(
         unit="answers", total=len(asked), done=regenerate.answered(settings.answers, asked, config),
         usual_minutes=settings.usual_minutes.get("prepare"), conversations=config.conversations, tokens=most,
         size_bytes=6 * most, folder=settings.answers,
@@ -107,7 +90,7 @@ def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter)
         )
     answers = read_answers(path)
     hashes = {one.prompt_hash for one in regenerate.as_asked(asked, config)}
-    found = Prepared(
+    found = events.Prepared(
         path=path,
         answers=len(answers),
         tokens=sum(end - start for answer in answers for start, end in answer.learn),
@@ -134,7 +117,7 @@ def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter) -
     facts, weights = source.manifest, sum(weight.numel() for weight in model.parameters())
     write_config(settings)
     write_provenance(settings, {"texts": facts.texts, "tokens": facts.tokens, "taps": facts.taps, "parameters": weights})
-    plan = Training(
+    plan = events.Training(
         unit="steps", total=config.steps, usual_minutes=settings.usual_minutes.get("train"), kind=kind, parameters=weights,
         taps=tuple(model.taps), batch=config.batch, passes=config.steps / source.steps_per_pass, tokens=facts.tokens,
         feature_bytes=source.bytes if source.keeps else None, checkpoint_bytes=12 * weights,
@@ -144,7 +127,7 @@ def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter) -
             model, source, config, settings.folder, probe=_probe(settings, target), reference=reference,
             on_step=lambda step, row: update(step, loss=row["loss"], tokens_per_step=row.get("expected_tokens_per_step")),
         )  # fmt: skip
-    reporter.finished(Trained(place))
+    reporter.finished(events.Trained(place))
     if config.calibrate and settings.evaluate is not None and "calibration" not in manifest_of(place):
         # other prompts than those that are measured, where the task has enough of them
         calibrate(
@@ -173,7 +156,7 @@ def calibrate(
 ) -> calibration.Calibration:  # fmt: skip
     """Scale a checkpoint's confidences on `count` prompts of a task; see `outrider.training.calibrate`."""
     texts = [as_tokens(target, prompt) for prompt in prompts(task, count, seed)]
-    plan = Calibrating(
+    plan = events.Calibrating(
         unit="prompts", total=len(texts), checkpoint=checkpoint, task=task, tokens=len(texts) * max_new_tokens,
         temperature=temperature,
     )  # fmt: skip
@@ -182,7 +165,7 @@ def calibrate(
             checkpoint, target, texts, max_new_tokens=max_new_tokens, temperature=temperature, shifting=shifting, seed=seed,
             on_prompt=update,
         )  # fmt: skip
-    reporter.finished(Calibrated(checkpoint, found))
+    reporter.finished(events.Calibrated(checkpoint, found))
     return found
 
 
@@ -195,7 +178,7 @@ def evaluate(settings: RunConfig, target: TransformersTarget, reporter: Reporter
     drafters = len(found.drafters)
     texts = len(config.tasks) * config.prompts * (drafters + 2 * len(config.temperatures))
     traced = len(config.tasks) * min(config.observed, config.prompts) * (drafters + len(config.temperatures) - 1)
-    plan = Evaluating(
+    plan = events.Evaluating(
         unit="prompts", total=config.prompts * len(config.tasks), usual_minutes=settings.usual_minutes.get("evaluate"),
         drafters=tuple(found.drafters), tasks=config.tasks, prompts=config.prompts,
         tokens=(texts + traced) * config.max_new_tokens,
@@ -213,5 +196,5 @@ def evaluate(settings: RunConfig, target: TransformersTarget, reporter: Reporter
     save(report, settings.folder)
     if settings.train is not None:
         amend(settings.folder / "checkpoint", {}, {"report": report.brief(found.own)})
-    reporter.finished(Evaluated(settings.folder, report))
+    reporter.finished(events.Evaluated(settings.folder, report))
     return report
