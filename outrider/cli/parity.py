@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
+from outrider.checkpoint import load_drafter
 from outrider.cli import console
-from outrider.cli.console import JsonTo, Overrides, bar, counted, place_of_json, quiet, write_json
+from outrider.cli.console import JsonTo, Overrides, bar, counted, place_of_json, write_json
+from outrider.config import override
+from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError
+from outrider.gate.parity import Comparison, compare, compare_samples, prompts_of
+from outrider.gate.texts import compare_texts
+from outrider.gate.two_samples import Samples
+from outrider.runs.baselines import parted
+from outrider.runs.file import load
+from outrider.sampling.settings import Sampling
+from outrider.targets.transformers import TransformersTarget, load_target
 
 if TYPE_CHECKING:
-    from outrider.decoding.protocols import Drafter
     from outrider.gate.harness import TaskRun
-    from outrider.gate.parity import Comparison, TextPair
-    from outrider.gate.two_samples import Samples
-    from outrider.measure.tasks import Prompt
-    from outrider.targets.transformers import TransformersTarget
 
 LONGEST = 64
 """Tokens of a prompt that is sampled from: a law can be tested anywhere, and short texts are read fast."""
@@ -55,36 +59,39 @@ def parity(
     json_to: JsonTo = None,
 ) -> None:
     """Are the answers the same?  Exit code 1 where a difference is no rounding: a fault, another law, another text."""
-    quiet()
     place_of_json(json_to)
     if texts:
         _texts(texts, json_to)
         return
-    from outrider.measure import tasks
-    from outrider.measure.run import as_tokens
-
     if not (recipe or drafter):
         raise ConfigError("nothing to compare; give a run file, or --drafter NAME with --target NAME, or --texts FILE twice")
     if recipe and (target or drafter or settings or dtype):
         raise ConfigError(f"{recipe} names target and drafter; leave --target, --drafter, --set and --dtype out, or the file")
     loaded, rider, name = _of_recipe(recipe, overrides) if recipe else _named(target or "demo", drafter or "", settings, dtype)
-    asked = list(tasks.prompts(prompts, max(count, sampled_prompts if temperature else 1), seed))
-    room = loaded.spec.context - max_new_tokens
-    read = [as_tokens(loaded, prompt)[-room:] for prompt in asked]
-    console.out.print(
+    ids, read = prompts_of(loaded, prompts, max(count, sampled_prompts if temperature else 1), max_new_tokens, seed)
+    _say(
         f"parity    {name} against plain: {len(read[:count])} prompts of {prompts}, greedy; at most "
-        f"{counted(2 * len(read[:count]) * max_new_tokens)} tokens to write",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
-    greedy = _greedily(loaded, rider, asked[:count], read[:count], max_new_tokens, slots)
+        f"{counted(2 * len(read[:count]) * max_new_tokens)} tokens to write"
+    )
+    with bar("texts", 2 * len(read[:count])) as update:
+        greedy = compare(
+            loaded, read[:count], rider, max_new_tokens=max_new_tokens, slots=slots, ids=ids[:count], on_prompt=update
+        )
+    _say_greedy(greedy)
     found: dict[str, Any] = {"target": loaded.spec.name, "drafter": name, "greedy": greedy.as_json(), "sampled": None}
     has_failed = greedy.verdict == "bug"
     if temperature:
         short = [tokens[-LONGEST:] for tokens in read[:sampled_prompts]]
-        drawn = _by_samples(
-            loaded, rider, short, temperature, samples=samples, max_new_tokens=sampled_tokens, slots=max(slots, 32),
-            alpha=alpha, seed=seed,
-        )  # fmt: skip
+        _say(
+            f"sampled   {samples} texts of each of {len(short)} prompts at temperature {temperature:g}, with and without; "
+            f"{counted(2 * samples * len(short) * sampled_tokens)} tokens to write"
+        )
+        with bar("texts", 2 * samples * len(short)) as update:
+            drawn = compare_samples(
+                loaded, short, rider, sampling=Sampling(temperature), samples=samples, max_new_tokens=sampled_tokens,
+                slots=max(slots, 32), alpha=alpha, seed=seed, on_text=update,
+            )  # fmt: skip
+        _say_samples(drawn)
         found["sampled"] = drawn.as_json()
         has_failed = has_failed or drawn.verdict == "different"
     write_json(json_to, found)
@@ -92,68 +99,26 @@ def parity(
         raise typer.Exit(1)
 
 
-def _greedily(
-    target: TransformersTarget, drafter: Drafter, asked: list[Prompt], read: list[list[int]], max_new_tokens: int, slots: int
-) -> Comparison:  # fmt: skip
-    """Continue every prompt at temperature 0, with and without, and say what differs."""
-    from outrider.gate.parity import compare
-
-    with bar("texts", 2 * len(read)) as update:
-        found = compare(
-            target, read, drafter, max_new_tokens=max_new_tokens, slots=slots, ids=[prompt.id for prompt in asked],
-            on_prompt=update,
-        )  # fmt: skip
-    _say_greedy(found)
-    return found
-
-
-def _by_samples(
-    target: TransformersTarget, drafter: Drafter, prompts: list[list[int]], temperature: float, *, samples: int,
-    max_new_tokens: int, **how: Any,
-) -> Samples:  # fmt: skip
-    """Draw texts of every prompt, with and without, and say whether they are of one law.  how: see `compare_samples`."""
-    from outrider.gate.parity import compare_samples
-    from outrider.sampling.settings import Sampling
-
-    console.out.print(
-        f"sampled   {samples} texts of each of {len(prompts)} prompts at temperature {temperature:g}, with and without; "
-        f"{counted(2 * samples * len(prompts) * max_new_tokens)} tokens to write",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
-    with bar("texts", 2 * samples * len(prompts)) as update:
-        found = compare_samples(
-            target, prompts, drafter, sampling=Sampling(temperature), samples=samples, max_new_tokens=max_new_tokens,
-            on_text=update, **how,
-        )  # fmt: skip
-    _say_samples(found)
-    return found
-
-
 def _named(target: str, drafter: str, settings: list[str] | None, dtype: str | None) -> tuple[TransformersTarget, Drafter, str]:
-    from outrider.checkpoint import load_drafter
-    from outrider.config import override
-    from outrider.targets.transformers import load_target
-
     loaded = load_target(target, dtype=dtype)
     return loaded, load_drafter(drafter, loaded, **override({}, settings or ())), drafter
 
 
 def _of_recipe(recipe: Path, overrides: list[str] | None) -> tuple[TransformersTarget, Drafter, str]:
     """The run's target, and its drafter: trained where it trains one."""
-    from outrider.checkpoint import load_drafter
-    from outrider.runs.file import load
-    from outrider.targets.transformers import load_target
-
     run, _ = load(recipe, overrides or [])
     chosen = run.target
     loaded = load_target(
         chosen.name, device=chosen.device, dtype=chosen.dtype, quantize=chosen.quantize, revision=chosen.revision,
         trust_remote_code=chosen.trust_remote_code,
     )  # fmt: skip
-    kind = run.drafter["kind"]
-    if run.train is not None:
-        return loaded, load_drafter(run.folder / "checkpoint", loaded), kind
-    return loaded, load_drafter(kind, loaded, **{key: value for key, value in run.drafter.items() if key != "kind"}), kind
+    kind, own = parted(run.drafter)
+    trained = run.folder / "checkpoint" if run.train is not None else None
+    return loaded, load_drafter(trained, loaded) if trained else load_drafter(kind, loaded, **own), kind
+
+
+def _say(text: str, **style: Any) -> None:
+    console.out.print(text, highlight=False, soft_wrap=True, **style)
 
 
 def _table(*columns: str) -> Table:
@@ -174,11 +139,10 @@ def _say_greedy(found: Comparison) -> None:
     console.out.print(table)
     equal = sum(pair.verdict == "equal" for pair in found.pairs)
     ties = sum(pair.verdict == "tie" for pair in found.pairs)
-    console.out.print(
+    _say(
         f"          {equal} of {len(found.pairs)} texts equal, token for token; {ties} ties; margins in units of {found.dtype} "
-        f"rounding, up to {found.allowed:g} is a tie; no drafted token stands more than {found.worst:.2f} below the likeliest",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"rounding, up to {found.allowed:g} is a tie; no drafted token stands more than {found.worst:.2f} below the likeliest"
+    )
     _say_verdict(found.verdict)
 
 
@@ -190,11 +154,10 @@ def _say_samples(found: Samples) -> None:
             style="red" if test.differs else "",
         )  # fmt: skip
     console.out.print(table)
-    console.out.print(
+    _say(
         f"          {found.samples} texts of each of {found.prompts} prompts in each set; a total variation of "
-        f"{found.detectable:.3f} at one place would have been found four times in five; false alarms: {found.alpha:g}",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"{found.detectable:.3f} at one place would have been found four times in five; false alarms: {found.alpha:g}"
+    )
     _say_verdict(found.verdict)
 
 
@@ -203,31 +166,22 @@ def _say_verdict(verdict: str) -> None:
 
 
 def _texts(paths: list[Path], json_to: str | None) -> None:
-    from outrider.gate.parity import compare_texts
-
+    """Compare two files of answers.  Exit code 1 where they differ."""
     if len(paths) != 2:
         raise ConfigError(f"--texts was given {len(paths)} times; give it twice, a file each")
     found = compare_texts(*paths)
     table = _table("prompt", "first difference", str(paths[0]), str(paths[1]))
-    for pair in found:
+    for pair in found.pairs:
         if pair.excerpts is not None:
             table.add_row(pair.id, f"character {pair.first_character}", *(repr(text) for text in pair.excerpts))
-    equal = sum(pair.is_equal for pair in found)
-    if equal < len(found):
+    if found.equal < len(found.pairs):
         console.out.print(table)
-    console.out.print(
-        f"          {equal} of {len(found)} texts equal; tokens are unknown here, so a tie can't be told from a fault",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
-    verdict = "equal" if equal == len(found) else "different"
-    _say_verdict(verdict)
-    write_json(json_to, _texts_json(found, verdict))
-    if verdict == "different":
+    equal = f"{found.equal} of {len(found.pairs)} texts equal"
+    _say(f"          {equal}; tokens are unknown here, so a tie can't be told from a fault")
+    _say_verdict(found.verdict)
+    write_json(json_to, found.as_json())
+    if found.verdict == "different":
         raise typer.Exit(1)
-
-
-def _texts_json(found: list[TextPair], verdict: str) -> dict[str, Any]:
-    return {"verdict": verdict, "texts": len(found), "pairs": [asdict(pair) for pair in found]}
 
 
 # ── lm-evaluation-harness ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -257,7 +211,6 @@ def lm_eval(
     json_to: JsonTo = None,
 ) -> None:
     """Score tasks of lm-evaluation-harness without and with a drafter.  Exit code 1 where greedy answers or scores differ."""
-    quiet()
     if timeout_s is not None and not allow_code_execution:
         console.note.print("--timeout-s has no effect without --allow-code-execution", style="dim", highlight=False)
     os.environ.setdefault(
@@ -270,8 +223,6 @@ def lm_eval(
         if (error.name or "").partition(".")[0] != "lm_eval":
             raise
         raise ConfigError("lm-eval is not installed; pip install 'outrider[eval]'") from None
-    from outrider.config import override
-
     names = tuple(name.strip() for name in tasks.split(",") if name.strip())
     if not names:
         raise ConfigError("no task is named; give one or more, such as gsm8k,mmlu")
@@ -280,11 +231,11 @@ def lm_eval(
         include_path=include_path, slots=slots, chat=chat, margin=margin, max_gen_toks=max_gen_toks,
         allow_code=allow_code_execution, **({} if timeout_s is None else {"timeout_s": timeout_s}),
     )  # fmt: skip
-    console.out.print(
+    _say(
         f"lm-eval   {', '.join(names)} on {target}: plain, then with {drafter}; "
         f"{'all' if limit is None else f'at most {limit}'} prompts of each, {slots} side by side",
-        highlight=False, soft_wrap=True, markup=False,
-    )  # fmt: skip
+        markup=False,
+    )
     with bar("tasks", len(names)) as update:
         found = both(job, lambda stage, done, of: update(0, f"{stage}: {done} of {of}"))
     _say_runs(found, margin)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -14,13 +14,15 @@ from rich.table import Table
 from outrider.cli import console
 from outrider.cli.console import JsonTo, SkipBad, bar, counted, key_of, place_of_json, write_json
 from outrider.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from outrider.report.bootstrap import Interval
-    from outrider.traffic.latencies import Endpoint
-    from outrider.traffic.plan import Plan
-    from outrider.traffic.replay import Replayed
-    from outrider.traffic.traces import Trace
+from outrider.report.bootstrap import Interval
+from outrider.traffic import traces
+from outrider.traffic.address import address_of
+from outrider.traffic.latencies import Endpoint
+from outrider.traffic.plan import Plan, limits
+from outrider.traffic.replay import Replayed, check_places
+from outrider.traffic.replay import replay as send
+from outrider.traffic.servers import check_servers
+from outrider.traffic.traces import Trace
 
 
 def replay(
@@ -59,9 +61,6 @@ def replay(
 ) -> None:
     """Send recorded traffic to a server, or to several side by side, and time the answers."""
     place_of_json(json_to)
-    from outrider.traffic import traces
-    from outrider.traffic.plan import Plan, limits
-    from outrider.traffic.servers import check_servers
 
     urls = [url.strip() for url in (against or "").split(",") if url.strip()]
     plan = Plan(
@@ -75,7 +74,8 @@ def replay(
         raise ConfigError("nothing to do; name a server with --against URL, or a file with --save FILE")
     else:
         _refuse_idle(context)
-    _refuse_places(log, save, out, json_to, over)
+    result = None if json_to in (None, "-") else Path(json_to)
+    check_places(log, save=save, out=out, result=result, over=over)
     key = key_of(key_from)
     trace = traces.read(log, format, skip_bad)
     _describe(trace)
@@ -92,9 +92,6 @@ def _send(
     trace: Trace, urls: list[str], plan: Plan, out: Path | None, over: bool, key: str | None, json_to: str | None
 ) -> None:  # fmt: skip
     """Send the calls, say what came of them, and write it where it was asked for."""
-    from outrider.traffic.address import address_of
-    from outrider.traffic.replay import replay as send
-
     total, seconds = plan.count(trace), plan.seconds(trace)
     about = "" if seconds is None else f", about {seconds:.0f} s"
     _say(f"{total} calls by {plan.mode}, to {' and '.join(address_of(url).shown for url in urls)}{about}")
@@ -124,22 +121,6 @@ def _refuse_idle(context: typer.Context) -> None:
         has = "has" if len(idle) == 1 else "have"
         named = ", ".join(idle)
         raise ConfigError(f"{named} {has} no effect with --save alone; leave out, or name a server with --against URL")
-
-
-def _refuse_places(log: Path, save: Path | None, out: Path | None, json_to: str | None, over: bool) -> None:
-    """ConfigError where a result would be written onto the log that is read, DataError where onto what is there."""
-    places = [] if json_to is None or json_to == "-" else [("--json", Path(json_to))]
-    if save is not None:
-        places += [("--save", save), ("--save", save.with_name(save.name + ".part"))]
-    if out is not None:
-        names = ("calls.jsonl", "calls.jsonl.part", "replay.json", "replay.json.part")
-        places += [("--out", out / name) for name in names]
-    for option, place in places:
-        if place.exists() and log.exists() and place.samefile(log):
-            raise ConfigError(f"{option} would write {place}, which is the log that is read; name another place")
-    for kind, wanted in (("file", save), ("folder", out)):
-        if wanted is not None and wanted.exists() and not over:
-            raise DataError(f"{wanted} is there already; name another {kind}, or write over it with --over")
 
 
 def _say(text: str) -> None:

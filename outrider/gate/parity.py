@@ -9,12 +9,10 @@ is found too.  At temperatures above 0 it is laws that are compared, see `two_sa
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,6 +23,8 @@ from outrider.decoding.state import Request
 from outrider.errors import DataError
 from outrider.gate.two_samples import Samples, two_samples
 from outrider.generation import serve
+from outrider.measure import tasks
+from outrider.measure.run import as_tokens
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
@@ -33,7 +33,6 @@ Verdict = Literal["equal", "tie", "bug"]
 Prompts = Sequence[Sequence[int]]
 ALLOWED = 4.0
 """Units of rounding that a tie may span.  The demo target moves by up to 2.3 between passes of other shapes and precisions."""
-TEXT_KEYS = ("text", "answer", "output", "completion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +133,15 @@ def compare(
     named = ids or [str(i) for i in range(len(prompts))]
     pairs = [audit.pair(*row) for row in zip(named, prompts, plain, drafted, strict=True)]
     return Comparison(tuple(pairs), target.spec.dtype)
+
+
+def prompts_of(
+    target: TransformersTarget, task: str, count: int, max_new_tokens: int, seed: int = 0
+) -> tuple[list[str], list[list[int]]]:
+    """Names and token ids of `count` prompts of a task, cut at the left so that `max_new_tokens` have room behind them."""
+    asked = list(tasks.prompts(task, count, seed))
+    room = target.spec.context - max_new_tokens
+    return [prompt.id for prompt in asked], [as_tokens(target, prompt)[-room:] for prompt in asked]
 
 
 def _fits(target: TransformersTarget, prompts: Prompts, max_new_tokens: int) -> None:
@@ -307,63 +315,3 @@ def compare_samples(
         texts = _texts(target, requests, rider, slots, policy() if policy and rider else None, judge, heard, False)
         found.append([texts[start : start + samples] for start in range(0, total, samples)])
     return two_samples(found[0], found[1], places=min(8, max_new_tokens), alpha=alpha, seed=seed)
-
-
-# ── texts alone ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class TextPair:
-    """Two servers' answers to one prompt.  Their tokens are unknown, so a tie can't be told from a fault."""
-
-    id: str
-    is_equal: bool
-    first_character: int | None
-    """Index of the first character that differs."""
-    excerpts: tuple[str, str] | None
-    """What stands there."""
-
-
-def compare_texts(ours: str | Path, theirs: str | Path) -> list[TextPair]:
-    """Compare two JSONL files of answers, row by row, by `id` where rows have one.
-
-    The answer stands under text, answer, output or completion.  Raises DataError with file and line.
-    """
-    one, other = _answers(Path(ours)), _answers(Path(theirs))
-    if set(one) != set(other):
-        lone = sorted(set(one) ^ set(other))[0]
-        has, lacks = (ours, theirs) if lone in one else (theirs, ours)
-        raise DataError(f"{has} answers {lone!r} and {lacks} does not; give two files of answers to the same prompts")
-    return [_text_pair(name, one[name], other[name]) for name in one]
-
-
-def _text_pair(name: str, one: str, other: str) -> TextPair:
-    if one == other:
-        return TextPair(name, True, None, None)
-    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return TextPair(name, False, at, (one[at : at + 40], other[at : at + 40]))
-
-
-def _answers(path: Path) -> dict[str, str]:
-    found: dict[str, str] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"can't read {path}: {error}; give a JSONL file of answers") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}, line {number} is not JSON: {error}; mend the line or take it out") from None
-        values = [row[key] for key in TEXT_KEYS if isinstance(row.get(key), str)] if isinstance(row, dict) else []
-        if not values:
-            raise DataError(f"{path}, line {number} has no answer; wanted a text under one of {', '.join(TEXT_KEYS)}")
-        name = str(row.get("id", len(found)))
-        if name in found:
-            raise DataError(f"{path}, line {number}: id {name!r} stands there twice; keep one answer a prompt")
-        found[name] = values[0]
-    if not found:
-        raise DataError(f"{path} holds no answer; give a JSONL file with one a line")
-    return found

@@ -30,7 +30,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from outrider.errors import DataError
+from outrider.atomic import replacing
+from outrider.errors import ConfigError, DataError
 from outrider.traffic import latencies
 from outrider.traffic.answer import Answer
 from outrider.traffic.calls import Call
@@ -47,6 +48,8 @@ LONGEST_PAUSE_S = 30.0
 """A Retry-After beyond it is a refusal."""
 PROGRESS_S = 2.0
 LATE_S = 0.01
+FILES = ("calls.jsonl", "calls.jsonl.part", "replay.json")
+"""In the folder of a replay."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +131,31 @@ def replay(
     try:
         if folder is not None:
             os.replace(folder / "calls.jsonl.part", folder / "calls.jsonl")
-            _written(folder / "replay.json", result.plain())
+            with replacing(folder / "replay.json") as part:
+                part.write_text(json.dumps(result.plain(), indent=2) + "\n")
     except OSError:
         if run.fault is None:
             raise
     if run.fault is not None:
         raise run.fault
     return result
+
+
+def check_places(
+    log: Path, *, save: Path | None = None, out: Path | None = None, result: Path | None = None, over: bool = False
+) -> None:
+    """ConfigError where a copy, a folder or a result would be written onto the log, DataError where onto what is there."""
+    places = [] if result is None else [("--json", result)]
+    if save is not None:
+        places += [("--save", save), ("--save", save.with_name(save.name + ".part"))]
+    if out is not None:
+        places += [("--out", out / name) for name in (*FILES, "replay.json.part")]
+    for option, place in places:
+        if place.exists() and log.exists() and place.samefile(log):
+            raise ConfigError(f"{option} would write {place}, which is the log that is read; name another place")
+    for kind, wanted in (("file", save), ("folder", out)):
+        if wanted is not None and wanted.exists() and not over:
+            raise DataError(f"{wanted} is there already; name another {kind}, or write over it with --over")
 
 
 def _allow_connections() -> None:
@@ -149,18 +170,12 @@ def _opened(folder: Path, over: bool) -> IO[str]:
         raise DataError(f"{folder} is there already; name another folder, or write over it with --over")
     try:
         if folder.is_dir():
-            for name in ("calls.jsonl", "calls.jsonl.part", "replay.json"):
+            for name in FILES:
                 (folder / name).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
         return (folder / "calls.jsonl.part").open("w", encoding="utf-8")
     except OSError as error:
         raise DataError(f"can't write in {folder}: {error.strerror}; name another folder") from None
-
-
-def _written(path: Path, value: Any) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(part, path)
 
 
 def is_worth_another(answer: Answer) -> bool:

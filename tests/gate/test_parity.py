@@ -20,7 +20,8 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose, Streams
 from outrider.decoding.protocols import Drafter
 from outrider.errors import DataError
-from outrider.gate.parity import Audit, compare, compare_samples, compare_texts
+from outrider.gate.parity import Audit, compare, compare_samples
+from outrider.gate.texts import compare_texts
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget, load_target
@@ -188,7 +189,7 @@ def test_texts_of_two_servers_are_compared_by_id(tmp_path: Path) -> None:
     """Catches a comparison by order where ids say otherwise, and an index that is off by one."""
     ours = answers(tmp_path / "a.jsonl", {"id": "x", "text": "one two"}, {"id": "y", "answer": "same"})
     theirs = answers(tmp_path / "b.jsonl", {"id": "y", "text": "same"}, {"id": "x", "text": "one too"})
-    differing, equal = compare_texts(ours, theirs)
+    differing, equal = compare_texts(ours, theirs).pairs
     assert (differing.id, differing.first_character, differing.excerpts) == ("x", 5, ("wo", "oo"))
     assert (equal.id, equal.is_equal) == ("y", True)
 

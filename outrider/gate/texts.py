@@ -1,0 +1,87 @@
+"""Are two files of answers the same, text by text?  No torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from outrider.errors import DataError
+
+TEXT_KEYS = ("text", "answer", "output", "completion")
+
+
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """Two servers' answers to one prompt.  Their tokens are unknown, so a tie can't be told from a fault."""
+
+    id: str
+    is_equal: bool
+    first_character: int | None
+    """Index of the first character that differs."""
+    excerpts: tuple[str, str] | None
+    """What stands there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """All answers of two servers."""
+
+    pairs: tuple[TextPair, ...]
+
+    @property
+    def equal(self) -> int:
+        return sum(pair.is_equal for pair in self.pairs)
+
+    @property
+    def verdict(self) -> Literal["equal", "different"]:
+        return "equal" if self.equal == len(self.pairs) else "different"
+
+    def as_json(self) -> dict[str, Any]:
+        return {"verdict": self.verdict, "texts": len(self.pairs), "pairs": [asdict(pair) for pair in self.pairs]}
+
+
+def compare_texts(ours: str | Path, theirs: str | Path) -> Texts:
+    """Compare two JSONL files of answers, row by row, by `id` where rows have one.
+
+    The answer stands under text, answer, output or completion.  Raises DataError with file and line.
+    """
+    one, other = _answers(Path(ours)), _answers(Path(theirs))
+    if set(one) != set(other):
+        lone = sorted(set(one) ^ set(other))[0]
+        has, lacks = (ours, theirs) if lone in one else (theirs, ours)
+        raise DataError(f"{has} answers {lone!r} and {lacks} does not; give two files of answers to the same prompts")
+    return Texts(tuple(_text_pair(name, one[name], other[name]) for name in one))
+
+
+def _text_pair(name: str, one: str, other: str) -> TextPair:
+    if one == other:
+        return TextPair(name, True, None, None)
+    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return TextPair(name, False, at, (one[at : at + 40], other[at : at + 40]))
+
+
+def _answers(path: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"can't read {path}: {error}; give a JSONL file of answers") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}, line {number} is not JSON: {error}; mend the line or take it out") from None
+        values = [row[key] for key in TEXT_KEYS if isinstance(row.get(key), str)] if isinstance(row, dict) else []
+        if not values:
+            raise DataError(f"{path}, line {number} has no answer; wanted a text under one of {', '.join(TEXT_KEYS)}")
+        name = str(row.get("id", len(found)))
+        if name in found:
+            raise DataError(f"{path}, line {number}: id {name!r} stands there twice; keep one answer a prompt")
+        found[name] = values[0]
+    if not found:
+        raise DataError(f"{path} holds no answer; give a JSONL file with one a line")
+    return found
