@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.errors import DataError
-from outrider.report.schema import PromptResult, Report, Row, by_turn
+from outrider.report.compare import by_turn
+from outrider.report.schema import PromptResult, Report, Row
 
 
 class Pair(NamedTuple):

@@ -7,7 +7,9 @@ is why speed-ups, each taken against the target alone in its own run, stand befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.errors import DataError
-from outrider.report.bootstrap import Floats, Interval, estimate_of, resampled
-from outrider.report.schema import PromptResult, Report, Row, by_turn
+from outrider.report.bootstrap import Floats, estimate_of, resampled
+from outrider.report.schema import PromptResult, Report, Row
 from outrider.report.summary import many, named, say
 
 FEWEST = 5
@@ -34,13 +36,13 @@ class Change:
     measure: str
     base: float | None
     other: float | None
-    ratio: float | None
+    ratio: float | None = None
     """other / base over the prompts of both."""
-    low: float | None
-    high: float | None
+    low: float | None = None
+    high: float | None = None
     """The ratio's 95 % interval; null where there are too few prompts."""
-    prompts: int
-    more_is_better: bool
+    prompts: int = 0
+    more_is_better: bool = True
 
     @property
     def verdict(self) -> str:
@@ -154,6 +156,44 @@ class Comparison:
         return table
 
 
+def by_turn(prompts: Iterable[PromptResult]) -> dict[tuple[str, int], PromptResult]:
+    """Prompts by their id and, where an id stands several times, by its turn: what those of two reports are paired by."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for prompt in prompts:
+        found[prompt.id, seen[prompt.id]] = prompt
+        seen[prompt.id] += 1
+    return found
+
+
+def _lost(row: Row, twin: Row) -> float | None:
+    """Tokens per step that `row` is short of `twin`, the same on the precision it was trained on, over prompts of both."""
+    same = all(
+        getattr(row, name) == getattr(twin, name)
+        for name in ("drafter", "task", "temperature", "rule", "policy", "verification")
+    )
+    if not same or not row.crosses_precisions or not row.is_trained_on(twin.precision):
+        return None
+    ours, theirs = by_turn(row.per_prompt), by_turn(twin.per_prompt)
+    pairs = [(ours[key], theirs[key]) for key in ours if key in theirs and ours[key].steps and theirs[key].steps]
+    if not pairs:
+        return None
+    here, there = (sum(p.tokens or 0 for p in side) / sum(p.steps or 0 for p in side) for side in zip(*pairs, strict=True))
+    return there - here
+
+
+def with_losses(report: Report, other: Report) -> Report:
+    """The report with `tokens_per_step_lost`, where `other` has the same drafter on the precision it was trained on.
+
+    Over the prompts that both have.
+    """
+    rows = []
+    for row in report.rows:
+        lost = next((found for same in other.rows if (found := _lost(row, same)) is not None), None)
+        rows.append(row if lost is None else row.model_copy(update={"tokens_per_step_lost": lost}))
+    return report.model_copy(update={"rows": tuple(rows)})
+
+
 def names(paths: Sequence[Path]) -> list[str]:
     """A short name for each path: its folder where the file is report.json, else its stem; longer where two are equal."""
     places = [path.absolute().parent if path.name == "report.json" else path.absolute() for path in paths]
@@ -217,10 +257,10 @@ def _of_totals(measure: str, base: float | None, other: float | None, pairs: Pai
         return result
 
     if not values:
-        return _without(measure, base, other, True)
+        return Change(measure, base, other)
     center = float(ratio(np.asarray(values, dtype=np.float64)))
-    found = _interval(center, resampled(values, ratio), len(values)) if len(values) >= FEWEST else None
-    return _change(measure, base, other, center, found, len(values), True)
+    low, high = _ends(center, resampled(values, ratio), len(values)) if len(values) >= FEWEST else (None, None)
+    return Change(measure, base, other, center, low, high, len(values))
 
 
 def _of_means(
@@ -228,31 +268,19 @@ def _of_means(
     more_is_better: bool,
 ) -> Change:  # fmt: skip
     """Geometric mean of the prompts' own ratios."""
-    ratios = [there / here for a, b in pairs if (here := pick(a)) and (there := pick(b))]
-    if not ratios:
-        return _without(measure, base, other, more_is_better)
-    center = float(np.exp(np.mean(np.log(ratios))))
-    found = None
-    if len(ratios) >= FEWEST:
-        logs = resampled(np.log(ratios), lambda table: table.mean(axis=1))
-        found = Interval(*(float(np.exp(end)) for end in _interval(float(np.log(center)), logs, len(ratios))))
-    return _change(measure, base, other, center, found, len(ratios), more_is_better)
+    logs = [math.log(there / here) for a, b in pairs if (here := pick(a)) and (there := pick(b))]
+    if not logs:
+        return Change(measure, base, other, more_is_better=more_is_better)
+    center, ends = float(np.mean(logs)), None
+    if len(logs) >= FEWEST:
+        ends = _ends(center, resampled(logs, lambda table: table.mean(axis=1)), len(logs))
+    low, high = (None, None) if ends is None else map(math.exp, ends)
+    return Change(measure, base, other, math.exp(center), low, high, len(logs), more_is_better)
 
 
-def _interval(center: float, drawn: Floats, prompts: int) -> Interval:
-    """Widened for few prompts, whose draws vary too little."""
-    return estimate_of(center, drawn, prompts).interval(0.025)
-
-
-def _change(
-    measure: str, base: float | None, other: float | None, center: float, found: Interval | None, prompts: int, more: bool
-) -> Change:
-    low, high = (found.low, found.high) if found is not None else (None, None)
-    return Change(measure, base, other, center, low, high, prompts, more)
-
-
-def _without(measure: str, base: float | None, other: float | None, more: bool) -> Change:
-    return Change(measure, base, other, None, None, None, 0, more)
+def _ends(center: float, drawn: Floats, prompts: int) -> tuple[float, float]:
+    """Of the 95 % interval, widened for few prompts, whose draws vary too little."""
+    return estimate_of(center, drawn, prompts).interval(0.025)[1:]
 
 
 def _sentence(base: str, other: Against) -> str:

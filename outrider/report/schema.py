@@ -8,23 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 
 from outrider.atomic import replacing
 from outrider.errors import DataError
@@ -48,12 +38,12 @@ class Part(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow", coerce_numbers_to_str=True, use_attribute_docstrings=True)
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
     def _only_finite(cls, data: Any) -> Any:
         return _finite(data)
 
-    @field_validator("*", mode="before")
+    @pydantic.field_validator("*", mode="before")
     @classmethod
     def _null_is_empty(cls, value: Any, info: ValidationInfo) -> Any:
         """A list or a mapping that was not measured may be null in the file; here it is empty."""
@@ -130,8 +120,8 @@ class Tested(Part):
     kind: str | None = None
     """Class of the proposal: word, number, space, punctuation, symbol, hangul, other script, special."""
 
-    @model_serializer(mode="wrap")
-    def _without_nulls(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    @pydantic.model_serializer(mode="wrap")
+    def _without_nulls(self, fields: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
         """There are thousands of these in a file, and where nothing was proposed most of it is null."""
         return {name: value for name, value in fields(self).items() if value is not None}
 
@@ -371,17 +361,6 @@ class Report(Part):
             where = ".".join(str(part) for part in first["loc"])
             raise DataError(f"report {path} is damaged at {where}: {first['msg']}; restore it, or measure again") from None
 
-    def beside(self, other: Report) -> Report:
-        """This report with `tokens_per_step_lost`, where `other` has the same drafter on the precision it was trained on.
-
-        Over the prompts that both have.
-        """
-        rows = []
-        for row in self.rows:
-            lost = next((found for twin in other.rows if (found := _lost(row, twin)) is not None), None)
-            rows.append(row if lost is None else row.model_copy(update={"tokens_per_step_lost": lost}))
-        return self.model_copy(update={"rows": tuple(rows)})
-
     def json_text(self) -> str:
         """The text of report.json."""
         values = _finite(self.model_dump(mode="json", by_alias=True))
@@ -405,32 +384,6 @@ class Report(Part):
         """The row to speak of first: the fastest of those shown exact, else of those not compared, else of all."""
         rank = lambda row: (0 if row.is_inexact else 2 if row.exact else 1, row.speedup or -1.0)
         return max(self.rows, key=rank, default=None)
-
-
-def by_turn(prompts: Iterable[PromptResult]) -> dict[tuple[str, int], PromptResult]:
-    """Prompts by their id and, where an id stands several times, by its turn: what those of two reports are paired by."""
-    seen: Counter[str] = Counter()
-    found = {}
-    for prompt in prompts:
-        found[prompt.id, seen[prompt.id]] = prompt
-        seen[prompt.id] += 1
-    return found
-
-
-def _lost(row: Row, twin: Row) -> float | None:
-    """Tokens per step that `row` is short of `twin`, the same on the precision it was trained on, over prompts of both."""
-    same = all(
-        getattr(row, name) == getattr(twin, name)
-        for name in ("drafter", "task", "temperature", "rule", "policy", "verification")
-    )
-    if not same or not row.crosses_precisions or not row.is_trained_on(twin.precision):
-        return None
-    ours, theirs = by_turn(row.per_prompt), by_turn(twin.per_prompt)
-    pairs = [(ours[key], theirs[key]) for key in ours if key in theirs and ours[key].steps and theirs[key].steps]
-    if not pairs:
-        return None
-    here, there = (sum(p.tokens or 0 for p in side) / sum(p.steps or 0 for p in side) for side in zip(*pairs, strict=True))
-    return there - here
 
 
 def write_whole(texts: Mapping[Path, str]) -> None:

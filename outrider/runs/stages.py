@@ -24,6 +24,7 @@ from outrider.measure.run import as_tokens, draw
 from outrider.measure.run import evaluate as measured
 from outrider.measure.tasks import prompts
 from outrider.nn.draft_model import DraftModel
+from outrider.report.compare import with_losses
 from outrider.report.page import save
 from outrider.report.schema import Report
 from outrider.runs import reporter as events
@@ -192,7 +193,7 @@ def evaluate(settings: RunConfig, target: TransformersTarget, reporter: Reporter
         )  # fmt: skip
     if (settings.folder / "report.json").exists():
         with suppress(DataError):  # a report that this version can't read says nothing of what a precision lost
-            report = report.beside(Report.load(settings.folder))
+            report = with_losses(report, Report.load(settings.folder))
     save(report, settings.folder)
     if settings.train is not None:
         amend(settings.folder / "checkpoint", {}, {"report": report.brief(found.own)})

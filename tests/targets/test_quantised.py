@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Torc
 from outrider import checkpoint, compiled, generate, load_drafter
 from outrider.decoding.draft import Draft
 from outrider.errors import CheckpointError, ConfigError, TargetError
+from outrider.report.compare import with_losses
 from outrider.report.schema import Report
 from outrider.report.summary import headline
 from outrider.runs.file import TargetConfig
@@ -285,13 +286,13 @@ def test_a_report_says_what_another_precision_lost(trained_on):
     """Catches a loss over prompts that only one side has, of the wrong sign, or of a row that is something else."""
     served = report("int8", trained_on, {"a": 12, "b": 12, "c": 1})
     there = report("float32", "float32", {"a": 8, "b": 8, "d": 24})
-    (row,) = served.beside(there).rows
+    (row,) = with_losses(served, there).rows
     assert row.tokens_per_step_lost == pytest.approx(3 - 2)
     assert f"(trained on {trained_on}, served on int8, 1.00 tokens per step fewer by it) writes" in headline(
-        served.beside(there)
+        with_losses(served, there)
     )
     assert "trained on" not in headline(there)
     for other in (report("bfloat16", "float32", {"a": 8}), report("float32", None, {"z": 8}),
                   report("float32", None, {"a": 8}, temperature=1.0), report("int8", None, {"a": 8})):  # fmt: skip
         if trained_on == "float32" or other.rows[0].precision != "bfloat16":
-            assert served.beside(other).rows[0].tokens_per_step_lost is None
+            assert with_losses(served, other).rows[0].tokens_per_step_lost is None

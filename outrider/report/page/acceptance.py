@@ -4,28 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from outrider.report.page.charts import (
-    HALF,
-    PERCENT,
-    THIRD,
-    Axis,
-    Grid,
-    Heat,
-    Item,
-    Line,
-    Lines,
-    Mark,
-    Panel,
-    Rows,
-    Span,
-    cells,
-    columns,
-    hue,
-    lines,
-    shape_of,
-    spread,
-    spreads,
-)  # fmt: skip
+from outrider.report.page import charts
+from outrider.report.page.charts import Grid, Heat, Item, Line, Lines, Mark, Panel
 from outrider.report.page.groups import CROWD, Colours, by_drafter, counted, grouped, matrix
 from outrider.report.schema import Clean, Pattern, Rejections, Report, Row
 from outrider.report.summary import MISSING, conditions, many, named, say
@@ -48,15 +28,15 @@ def acceptance(report: Report, colours: Colours) -> list[Panel]:
             ("Kept, given that all before it were", lambda row: row.conditional_acceptance),
         )[: 1 if crowd else 2]:
             series = [Line(row.drafter, colours[row.drafter], list(enumerate(pick(row), 1))) for row in rows]
-            drawing = by_depth(series, THIRD if crowd else HALF)
+            drawing = by_depth(series, charts.THIRD if crowd else charts.HALF)
             panels += [Panel(drawing, name if crowd else title, "" if crowd else name)] if drawing else []
     return panels + matrix(report, "Tokens per step by task", lambda row: row.tokens_per_step) + _by_task(report)
 
 
-def by_depth(series: Sequence[Line], width: int = HALF) -> Lines | None:
+def by_depth(series: Sequence[Line], width: int = charts.HALF) -> Lines | None:
     deepest = max((len(line.points) for line in series), default=0)
     depths = range(1, deepest + 1, 1 + deepest // 12)
-    return lines(series, Axis("depth", 1, max(deepest, 2), at=depths), PERCENT, width)
+    return charts.lines(series, charts.Axis("depth", 1, max(deepest, 2), at=depths), charts.PERCENT, width)
 
 
 def _by_task(report: Report) -> list[Panel]:
@@ -66,7 +46,7 @@ def _by_task(report: Report) -> list[Panel]:
         deepest = max(len(row.accepted_by_depth) for row in rows)
         table = []
         for row in rows:
-            found = cells(row.accepted_by_depth, deepest)
+            found = charts.cells(row.accepted_by_depth, deepest)
             told = [
                 cell._replace(tip=f"{drafter}, {conditions(row)}: depth {i} kept {say(cell.value, '.1%')}")
                 for i, cell in enumerate(found, 1)
@@ -83,7 +63,7 @@ def predicted(report: Report, colours: Colours) -> list[Panel]:
     if len(found) > CROWD:
         deepest = max(len(_gaps(row)) for row in found)
         table = [
-            (row.drafter, conditions(row), cells([None if gap is None else -gap for gap in _gaps(row)], deepest))
+            (row.drafter, conditions(row), charts.cells([None if gap is None else -gap for gap in _gaps(row)], deepest))
             for row in found
         ]
         return [Panel(Heat("depth", [str(depth) for depth in range(1, deepest + 1)], table, 0, 0.4))]
@@ -123,7 +103,7 @@ def rejections(report: Report, colours: Colours) -> list[Panel]:
     panels, most = [], max((count for _, counts in shown for count in counts), default=1)
     for row, counts in shown:
         note = many(sum(counts), "rejection") + (f" in {many(row.steps, 'step')}" if row.steps else "")
-        drawing = columns(counts, most, colours[row.drafter], "depth", "rejections")
+        drawing = charts.columns(counts, most, colours[row.drafter], "depth", "rejections")
         panels.append(Panel(drawing, row.drafter, f"By depth. {conditions(row)}. {note}"))
     return panels
 
@@ -136,7 +116,7 @@ def histogram(report: Report, colours: Colours) -> list[Panel]:
     panels = []
     for row, counts in shown:
         mean = sum(kept * count for kept, count in enumerate(counts)) / (sum(counts) or 1)
-        drawing = columns(counts, max(counts), colours[row.drafter], "drafted tokens kept", "steps", first=0)
+        drawing = charts.columns(counts, max(counts), colours[row.drafter], "drafted tokens kept", "steps", first=0)
         note = f"By drafted tokens kept. {conditions(row)}. {mean:.2f} kept on average, besides the target's own."
         panels.append(Panel(drawing, row.drafter, note))
     return panels
@@ -166,10 +146,10 @@ def patterns(report: Report, colours: Colours) -> list[Panel]:
                 if tested:
                     share = sum(pattern.kept for pattern in own) / tested
                     tip = f"{drafter}, {name}: {share:.0%} of {tested:,} kept"
-                    marks.append(Mark(share, f"mark {hue(colour)}", tip, shape_of(colour), 5.5))
-            items.append(Item(name, marks=marks, span=Span(0, 1, "rung")))
-        axis = PERCENT._replace(at=(0, 0.5, 1))
-        drawing = Rows("marks", items, axis, row=30, width=THIRD, left=112, right=14)
+                    marks.append(Mark(share, f"mark {charts.hue(colour)}", tip, charts.shape_of(colour), 5.5))
+            items.append(Item(name, marks=marks, span=charts.Span(0, 1, "rung")))
+        axis = charts.PERCENT._replace(at=(0, 0.5, 1))
+        drawing = charts.Rows("marks", items, axis, row=30, width=charts.THIRD, left=112, right=14)
         panels += [Panel(drawing, title, note)] if any(item.marks for item in items) else []
     return panels
 
@@ -186,8 +166,8 @@ def scores(report: Report, colours: Colours) -> list[Panel]:
         text += f", of {score.prompts:,}" if score.prompts else ""
         context = " · ".join(part for part in (row.task, f"T {row.temperature:g}", score.measure) if part)
         whole = (min(ends), score.drafted, max(ends))
-        items.append(spread(row.drafter, context, colours[row.drafter], whole, text, score.plain))
-    drawing = spreads(items, PERCENT._replace(label="share of the answers that are right"))
+        items.append(charts.spread(row.drafter, context, colours[row.drafter], whole, text, score.plain))
+    drawing = charts.spreads(items, charts.PERCENT._replace(label="share of the answers that are right"))
     return [Panel(drawing)] if drawing else []
 
 

@@ -4,26 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from outrider.report.page.charts import (
-    HALF,
-    TOLD,
-    WIDE,
-    Axis,
-    Dot,
-    Grid,
-    Item,
-    Line,
-    Lines,
-    Mark,
-    Panel,
-    Piece,
-    Rows,
-    hue,
-    lines,
-    spread,
-    spreads,
-    strips,
-)  # fmt: skip
+from outrider.report.page import charts
+from outrider.report.page.charts import Axis, Dot, Grid, Item, Line, Lines, Mark, Panel, Rows
 from outrider.report.page.groups import Colours, grouped, matrix, ranged
 from outrider.report.schema import Percentiles, PromptResult, Report, Row
 from outrider.report.summary import NOT_EXACT, conditions, many, named, say
@@ -62,7 +44,7 @@ def _bar(row: Row, colour: int) -> Item:
     found, whisker = row.speedup_geomean, None
     if found is not None and found.center is not None and found.low is not None and found.high is not None:
         whisker = (found.low, found.center, found.high)
-    piece = Piece("bar alarmed" if alarm else f"bar {hue(colour)}", row.speedup, tip)
+    piece = charts.Piece("bar alarmed" if alarm else f"bar {charts.hue(colour)}", row.speedup, tip)
     return Item(row.drafter, conditions(row), [piece], marks, whisker=whisker, value=said, text=rest, alarm=alarm)
 
 
@@ -87,8 +69,8 @@ def prompts(report: Report, colours: Colours) -> list[Panel]:
     low, high = min([*values, 1.0]), max([*values, 1.0])
     pad = (high - low) * 0.04 or 0.1
     axis = Axis(TIMES, low - pad, high + pad, lambda value: f"{value:.2f}×")
-    note = "There are too many to name each; report.json does." if len(values) > TOLD else ""
-    return [Panel(strips(rows, axis, 1.0, "alone"), note=note)] if values else []
+    note = "There are too many to name each; report.json does." if len(values) > charts.TOLD else ""
+    return [Panel(charts.strips(rows, axis, 1.0, "alone"), note=note)] if values else []
 
 
 def _tip(prompt: PromptResult) -> str:
@@ -104,9 +86,9 @@ def latency(report: Report, colours: Colours) -> list[Panel]:
     for name, rows in groups.items():
         plain = next((row.plain_itl_curve_ms for row in rows if row.plain_itl_curve_ms), ())
         tpot = _curves(rows, colours, lambda row: row.tpot_curve_ms, "ms per token")
-        width = HALF if tpot or len(groups) > 1 else WIDE
+        width = charts.HALF if tpot or len(groups) > 1 else charts.WIDE
         gaps = _curves(rows, colours, lambda row: row.itl_curve_ms, "ms between steps", plain, width)
-        panels += [Panel(gaps, "Gaps between steps", _slowest(name, rows), is_wide=width == WIDE)] if gaps else []
+        panels += [Panel(gaps, "Gaps between steps", _slowest(name, rows), is_wide=width == charts.WIDE)] if gaps else []
         panels += [Panel(tpot, "Time per token, prompt by prompt", name)] if tpot else []
     first = _first_tokens(report, colours)
     return panels + ([Panel(first, "Time to the first token", is_wide=True)] if first else [])
@@ -114,14 +96,16 @@ def latency(report: Report, colours: Colours) -> list[Panel]:
 
 def _curves(
     rows: Sequence[Row], colours: Colours, pick: Callable[[Row], Sequence[float | None]], label: str,
-    plain: Sequence[float | None] = (), width: int = HALF,
+    plain: Sequence[float | None] = (), width: int = charts.HALF,
 ) -> Lines | None:  # fmt: skip
     series = [Line(row.drafter, colours[row.drafter], _percentiles(pick(row))) for row in rows]
     series.append(Line("target alone", None, _percentiles(plain)))
     top = max((value for line in series for _, value in line.points if value is not None), default=1.0)
     what = "gaps" if "steps" in label else "prompts"
     x = Axis(f"percent of the {what} that are shorter", 0, 99, at=(0, 25, 50, 75, 95))
-    return lines(series, x, Axis(label, 0, (top * 1.05) or 1.0), width, 290 if width == HALF else 330, marks=(50, 95, 99))
+    return charts.lines(
+        series, x, Axis(label, 0, (top * 1.05) or 1.0), width, 290 if width == charts.HALF else 330, marks=(50, 95, 99)
+    )
 
 
 def _slowest(name: str, rows: Sequence[Row]) -> str:
@@ -146,10 +130,10 @@ def _first_tokens(report: Report, colours: Colours) -> Rows | None:
     for name, context, colour, found in waits:
         text = " / ".join(say(value, ".0f", missing="–") for value in (found.p50, found.p95, found.p99)) + " ms"
         ends = (found.p50, found.p50, found.p99)
-        items.append(spread(name, context, colour, ends, text, found.p95, is_hollow=colour is None))
+        items.append(charts.spread(name, context, colour, ends, text, found.p95, is_hollow=colour is None))
     highs = [value for *_, found in waits for value in (found.p50, found.p99) if value is not None]
     axis = Axis("ms to the first token: half, 95 in 100 (stroke), 99 in 100 of the prompts", 0, max(highs, default=1.0) * 1.04)
-    return spreads(items, axis)
+    return charts.spreads(items, axis)
 
 
 def spent(report: Report) -> list[Panel]:
@@ -178,7 +162,7 @@ def spent(report: Report) -> list[Panel]:
 
 def _shares(row: Row, parts: dict[str, float | None], text: str) -> Item:
     pieces = [
-        Piece(f"part-{name}", part, f"{row.drafter}, {conditions(row)}: {name} {part:.1%}", f"{part:.0%}")
+        charts.Piece(f"part-{name}", part, f"{row.drafter}, {conditions(row)}: {name} {part:.1%}", f"{part:.0%}")
         for name, part in parts.items()
         if part is not None
     ]
@@ -198,7 +182,7 @@ def training(report: Report, colours: Colours) -> list[Panel]:
         values = [loss for _, loss in curve if loss is not None]
         x = Axis("training step", 0, max((step for step, _ in curve), default=1), lambda value: f"{value:,.0f}")
         y = Axis("loss", min([0.0, *values]), max([*values, 0.1]) * 1.03)
-        drawing = lines([Line(say(values[-1] if values else None, ".3g"), colours[name], curve)], x, y, marks=())
+        drawing = charts.lines([Line(say(values[-1] if values else None, ".3g"), colours[name], curve)], x, y, marks=())
         spent = [many(training.steps, "step") if training.steps is not None else "", _duration(training.seconds)]
         spent.append(many(training.tokens, "token") if training.tokens is not None else "")
         panels.append(Panel(drawing, name, ", ".join(filter(None, spent))))
