@@ -13,16 +13,18 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from pydantic import TypeAdapter
 
 from outrider.errors import ConfigError, DataError
 
 
-class Flag(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Flag:
     """An older flag or key."""
 
     now: str | None = None
@@ -30,71 +32,17 @@ class Flag(NamedTuple):
     note: str = ""
     """Why nothing replaces it, or what else is to be known."""
     has_value: bool = True
-    kind: Callable[[str], Any] = str
+    is_number: bool = False
 
 
+_TEXT = Path(__file__).with_name("flags.yaml").read_text(encoding="utf-8")
+FLAGS: Mapping[str, Mapping[str, Flag]] = TypeAdapter(dict[str, dict[str, Flag]]).validate_python(yaml.safe_load(_TEXT))
 BY_LOAD = "num_speculative_tokens_per_batch_size"
-GONE_ACCEPTANCE = "what is accepted is rejection_sample_method in the config, standard unless set"
-GONE_TYPICAL = "typical acceptance, which changed the output, is gone"
-VLLM: Mapping[str, Flag] = {
-    "speculative-config": Flag(),
-    "sc": Flag(),
-    "speculative-model": Flag("model"),
-    "speculative-method": Flag("method"),
-    "num-speculative-tokens": Flag("num_speculative_tokens", kind=int),
-    "speculative-draft-tensor-parallel-size": Flag("draft_tensor_parallel_size", kind=int),
-    "spec-draft-tp": Flag("draft_tensor_parallel_size", kind=int),
-    "speculative-max-model-len": Flag("max_model_len", kind=int),
-    "speculative-model-quantization": Flag("quantization"),
-    "speculative-model-revision": Flag("revision"),
-    "ngram-prompt-lookup-max": Flag("prompt_lookup_max", kind=int),
-    "ngram-prompt-lookup-min": Flag("prompt_lookup_min", kind=int),
-    "speculative-disable-by-batch-size": Flag(BY_LOAD, kind=int),
-    "use-v2-block-manager": Flag(None, "there is only one block manager now", has_value=False),
-    "speculative-disable-mqa-scorer": Flag(None, "there is only one scorer now", has_value=False),
-    "disable-logprobs-during-spec-decoding": Flag(None, "log-probabilities are true while it speculates", has_value=False),
-    "spec-decoding-acceptance-method": Flag(None, GONE_ACCEPTANCE),
-    "speculative-acceptance-method": Flag(None, GONE_ACCEPTANCE),
-    "typical-acceptance-sampler-posterior-threshold": Flag(None, GONE_TYPICAL),
-    "typical-acceptance-sampler-posterior-alpha": Flag(None, GONE_TYPICAL),
-}
-VLLM_KEYS: Mapping[str, Flag] = {
-    "tensor_parallel_size": Flag("draft_tensor_parallel_size"),
-    **dict.fromkeys(
-        ("acceptance_method", "posterior_threshold", "posterior_alpha", "disable_mqa_scorer", "disable_logprobs"),
-        Flag(None, "it is gone"),
-    ),
-}
-"""Of its --speculative-config."""
 VLLM_METHODS = {"mlp_speculator": "since 0.33", "medusa": "since 0.33"}
 NAMED = ("eagle3", "dflash", "dspark", "eagle", "medusa")
 """Methods that vLLM reads off a model's name, in the order looked for."""
 V1 = "VLLM_USE_V1"
 LARGEST_BATCH = 512
-SGLANG: Mapping[str, Flag] = {
-    "speculative-algo": Flag("speculative-algorithm"), "speculative-draft": Flag("speculative-draft-model-path"),
-}  # fmt: skip
-LLAMACPP: Mapping[str, Flag] = {
-    **dict.fromkeys(("draft", "draft-n", "draft-max"), Flag("spec-draft-n-max")),
-    **dict.fromkeys(("draft-min", "draft-n-min"), Flag("spec-draft-n-min")),
-    "draft-p-min": Flag("spec-draft-p-min"), "draft-p-split": Flag("spec-draft-p-split"),
-    "model-draft": Flag("spec-draft-model"),
-    **dict.fromkeys(("ctx-size-draft", "cd"), Flag(None, "nothing replaces it")),
-}  # fmt: skip
-TRTLLM: Mapping[str, Flag] = {"config": Flag("config"), "extra-llm-api-options": Flag("config")}
-TRTLLM_KEYS: Mapping[str, Flag] = {
-    "acceptance_window": Flag("acceptance_rate_window_size"),
-    "acceptance_length_threshold": Flag("acceptance_rate_threshold", "it is a rate now, not a length: set it again"),
-    "speculative_model_dir": Flag("speculative_model"),
-    "pytorch_weights_path": Flag("speculative_model"),
-    "eagle3_one_model": Flag(None, "there is only the one-model form"),
-    "eagle_choices": Flag(None, "fixed trees are gone; set use_dynamic_tree"),
-    "use_sa_spec": Flag(None, "it is sa_config now"),
-}
-"""Of its file's speculative_config."""
-TRTLLM_BUILD: Mapping[str, Flag] = {
-    "speculative-decoding-mode": Flag("decoding_type"), "max-draft-len": Flag("max_draft_len", kind=int),
-}  # fmt: skip
 MODES = {
     "draft_tokens_external": ("Draft_Target", "name the draft there as speculative_model"),
     "eagle": ("Eagle3", "which wants an EAGLE-3 as speculative_model: train one"),
@@ -123,14 +71,15 @@ class Translation:
 def translate(command: str) -> Translation:
     """Today's line for one of an older article.  Raises ConfigError where no engine is recognised in it."""
     line = _Line(command)
-    engine = None
+    engine: str | None = None
+    seen: set[str] = set()
     for word in list(line.plain):
         name = re.split("[:@]", Path(word).name)[0]
-        for program, (its_engine, marks, table, translator) in PROGRAMS.items():
-            if (name in marks or word.split(".")[0] in marks) and program not in line.seen:
-                line.seen.add(program)
+        for program, (its_engine, marks, translator) in PROGRAMS.items():
+            if (name in marks or word.split(".")[0] in marks) and program not in seen:
+                seen.add(program)
                 engine = its_engine
-                translator(line, line.taken(table))
+                translator(line, line.taken(FLAGS[program]))
     if engine is None:
         raise ConfigError(
             "no engine in this command; wanted one that runs vllm, sglang.launch_server, trtllm-serve or llama-server, "
@@ -171,7 +120,6 @@ class _Line:
         """What words become; an empty text leaves one out."""
         self.notes: list[str] = []
         self.files: dict[str, str] = {}
-        self.seen: set[str] = set()
         stream, end = io.StringIO(self.text + "\n"), 0
         reader = shlex.shlex(stream, posix=True, punctuation_chars=True)
         reader.whitespace_split, reader.commenters = True, ""
@@ -235,7 +183,7 @@ class _Line:
 
 def _valued(old: Old) -> Any:
     try:
-        return old.flag.kind(old.value)
+        return int(old.value) if old.flag.is_number else old.value
     except ValueError:
         raise ConfigError(f"{old.name} {old.value}; wanted a whole number") from None
 
@@ -274,8 +222,8 @@ def _vllm_config(text: str, line: _Line) -> dict[str, Any]:
         raise ConfigError(f"--speculative-config {text!r} is no JSON; quote it as a shell would") from None
     if not isinstance(config, dict):
         raise ConfigError(f"--speculative-config {text!r} is {type(config).__name__}; wanted a JSON object of settings")
-    for key in VLLM_KEYS.keys() & config.keys():
-        line.moved(key, config.pop(key), VLLM_KEYS[key], config)
+    for key in FLAGS["vllm keys"].keys() & config.keys():
+        line.moved(key, config.pop(key), FLAGS["vllm keys"][key], config)
     return config
 
 
@@ -317,15 +265,11 @@ def _vllm_load(line: _Line, old: Old | None, config: dict[str, Any]) -> None:
         tokens = config.get("num_speculative_tokens")
         if type(batch) is not int or batch < 2 or type(tokens) is not int:
             raise ConfigError(f"{said} {batch}; wanted a batch above 1, and the number of speculative tokens beside it")
-        name, table = (
-            VLLM["speculative-disable-by-batch-size"].now,
-            [[1, batch - 1, tokens], [batch, max(LARGEST_BATCH, batch), 0]],
-        )
-        assert name is not None
-        if config.setdefault(name, table) != table:
-            line.notes.append(f"{said} {batch} is left out: {name} is there already; check which was meant")
+        table = [[1, batch - 1, tokens], [batch, max(LARGEST_BATCH, batch), 0]]
+        if config.setdefault(BY_LOAD, table) != table:
+            line.notes.append(f"{said} {batch} is left out: {BY_LOAD} is there already; check which was meant")
         else:
-            line.notes.append(f"{said} {batch} is {name}, a table by load: 0 tokens from {batch} requests on")
+            line.notes.append(f"{said} {batch} is {BY_LOAD}, a table by load: 0 tokens from {batch} requests on")
 
 
 def _without_v1(line: _Line) -> None:
@@ -405,7 +349,7 @@ def _trtllm_file(path: Path, line: _Line) -> str | None:
         line.notes.append("decoding_type Eagle is Eagle3")
     if kind in ("Medusa", "Lookahead"):
         line.notes.append(f"decoding_type {kind} is gone; train an EAGLE-3, or take NGram")
-    for key, flag in TRTLLM_KEYS.items():
+    for key, flag in FLAGS["trtllm keys"].items():
         if key in config:
             line.moved(key, config.pop(key), flag, config)
     return yaml.safe_dump(body, sort_keys=False) if len(line.notes) > before else None
@@ -423,18 +367,18 @@ def _trtllm_build(line: _Line, olds: list[Old]) -> None:
         if kind is None:
             line.notes.append(f"{old.name} {old.value} is gone there; train an EAGLE-3, or take NGram")
         else:
-            line.moved(f"{old.name} {old.value}", kind, old.flag._replace(note=more), config, f" {kind} in {TRTLLM_FILE}")
+            line.moved(f"{old.name} {old.value}", kind, replace(old.flag, note=more), config, f" {kind} in {TRTLLM_FILE}")
     if "decoding_type" in config:
         apart = {"disable_overlap_scheduler": True} if config["decoding_type"] == "Draft_Target" else {}
         line.files[TRTLLM_FILE] = yaml.safe_dump({"speculative_config": config, **apart}, sort_keys=False)
 
 
 Translator = Callable[[_Line, list[Old]], None]
-PROGRAMS: Mapping[str, tuple[str, tuple[str, ...], Mapping[str, Flag], Translator]] = {
-    "vllm": ("vllm", ("vllm", "vllm-openai"), VLLM, _vllm),
-    "sglang": ("sglang", ("sglang",), SGLANG, _renamed),
-    "trtllm-serve": ("trtllm", ("trtllm-serve", "trtllm-bench"), TRTLLM, _trtllm),
-    "trtllm-build": ("trtllm", ("trtllm-build",), TRTLLM_BUILD, _trtllm_build),
-    "llama-server": ("llamacpp", ("llama-server", "llama-cli", "llama-speculative", "llama.cpp"), LLAMACPP, _llamacpp),
+PROGRAMS: Mapping[str, tuple[str, tuple[str, ...], Translator]] = {
+    "vllm": ("vllm", ("vllm", "vllm-openai"), _vllm),
+    "sglang": ("sglang", ("sglang",), _renamed),
+    "trtllm": ("trtllm", ("trtllm-serve", "trtllm-bench"), _trtllm),
+    "trtllm-build": ("trtllm", ("trtllm-build",), _trtllm_build),
+    "llamacpp": ("llamacpp", ("llama-server", "llama-cli", "llama-speculative", "llama.cpp"), _llamacpp),
 }
-"""(Engine, words that tell it, its older flags, its translator)"""
+"""Flags' table → (engine, words that tell it, its translator)."""
