@@ -222,8 +222,9 @@ def _vllm_config(text: str, line: _Line) -> dict[str, Any]:
         raise ConfigError(f"--speculative-config {text!r} is no JSON; quote it as a shell would") from None
     if not isinstance(config, dict):
         raise ConfigError(f"--speculative-config {text!r} is {type(config).__name__}; wanted a JSON object of settings")
-    for key in FLAGS["vllm keys"].keys() & config.keys():
-        line.moved(key, config.pop(key), FLAGS["vllm keys"][key], config)
+    for key, flag in FLAGS["vllm keys"].items():
+        if key in config:
+            line.moved(key, config.pop(key), flag, config)
     return config
 
 

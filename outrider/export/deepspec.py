@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.errors import ExportError
 from outrider.export import released
-from outrider.export.formats import Config, Format, Layout, Source
+from outrider.export.layout import Config, Format, Layout, Source
 from outrider.targets.transformers import TransformersTarget
 
 DSPARK, EAGLE3 = ("Qwen3DSparkModel",), ("Qwen3Eagle3Model", "Eagle3DraftModel")

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 from outrider.export import released
-from outrider.export.formats import Config, Format, Layout
+from outrider.export.layout import Config, Format, Layout
 from outrider.targets.transformers import TransformersTarget
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"

@@ -14,8 +14,7 @@ import importlib
 import json
 import logging
 import pkgutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,12 @@ from outrider.config import build, nearest
 from outrider.drafters import find as find_drafter
 from outrider.errors import ConfigError, ExportError
 from outrider.export import folder as folders
+from outrider.export.layout import Config, Format, Layout, Source
 from outrider.nn.draft_model import DraftModel, binding
 from outrider.nn.weights import mistyped, not_finite, stale_map, weights_of
 from outrider.targets.transformers import TransformersTarget
 
-MACHINERY = ("folder", "formats", "released")
+MACHINERY = ("folder", "formats", "layout", "released")
 """Files of this folder that are no format."""
 BORROWED = {"embed_tokens.weight": "embedding", "lm_head.weight": "head", "lm_heads.*.weight": "head"}
 """The target's own matrices, as formats call them."""
@@ -41,79 +41,6 @@ STALE = "*rotary_emb*"
 """Keys of theirs that hold nothing that was learnt."""
 BEGINNINGS = ("accuracies", "confidence_head.temperatures", "confidence_head.shifts")
 """Weights of ours that begin with a value that serves, so that a folder may be silent of them; all others begin at random."""
-
-Config = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A checkpoint about to be written elsewhere."""
-
-    model: DraftModel
-    target: TransformersTarget
-    precision: str | None = None
-    """Type of number that was asked for, in a format that has a choice."""
-
-    @property
-    def settings(self) -> Any:
-        """The drafter's Config."""
-        return self.model.config
-
-    @property
-    def backbone(self) -> Any:
-        """Of a block drafter."""
-        return self.model.backbone
-
-    @property
-    def architectures(self) -> list[str]:
-        """The target's own, as its config.json names them."""
-        return list(getattr(self.target.model.config, "architectures", None) or [])
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """One method in one format."""
-
-    names: Sequence[tuple[str, str]]
-    """Ours and theirs, the first that fits counts; * is anything."""
-    config: Callable[[Source], dict[str, Any]] | None = None
-    """What config.json says; None where this method is only read."""
-    settings: Callable[[Config, TransformersTarget], dict[str, Any]] | None = None
-    """What a config.json means in our settings; None where this method is only written."""
-    copies: Callable[[Source], Sequence[str]] = lambda source: ()
-    """Names, as in `BORROWED`, of what the format wants a copy of although it is the target's."""
-    assumed: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of a folder that comes from elsewhere, where config.json does not tell."""
-    files: Callable[[Source, Path], None] = lambda source, folder: None
-    """Writes what else belongs into the folder, such as a tokenizer."""
-    translates: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda weights: weights
-    """Makes older names of theirs those of `names`."""
-    refuses: Callable[[Source], str | None] = lambda source: None
-    """Why this drafter can't be said in the format; None where it can."""
-    told: Callable[[Config, Collection[str]], dict[str, Any]] = lambda config, names: {}
-    """Settings that the names of their weights tell; raises ExportError where config.json speaks of one that is not there."""
-    notes: Callable[[Source], str | None] = lambda source: None
-    """What is to be known of the folder although it can be written, such as which engine won't load it."""
-    shift: int = 0
-    """Their layer number less ours."""
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A format of others."""
-
-    layouts: Mapping[str, Layout]
-    """By our kind of drafter."""
-    kind_of: Callable[[Config, Collection[str]], str | None] = lambda config, names: None
-    """Which of our kinds a config.json is of, beside weights of these names; None where it is not of this format."""
-    writes: Callable[[Path, Config, Mapping[str, Tensor], Source], None] = lambda folder, config, weights, source: (
-        folders.write(folder, config, weights)
-    )
-    """Writes what a layout says and the weights by their names; safetensors unless given."""
-    reads: Callable[[Path], Mapping[str, Tensor]] = lambda folder: folders.read_weights(folder)
-    """The weights of such a folder under the same names, for the comparison with what was meant."""
-    precisions: tuple[str, ...] = ()
-    """Types of number to choose from; without any, weights keep the target's."""
 
 
 def formats() -> list[str]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ExportError
-from outrider.export.formats import Config, Format, Layout, Source
+from outrider.export.layout import Config, Format, Layout, Source
 
 FILE = "model.gguf"
 PRECISIONS = {"f32": (torch.float32, 0), "f16": (torch.float16, 1), "bf16": (torch.bfloat16, 32)}

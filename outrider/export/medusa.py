@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.errors import ExportError
-from outrider.export.formats import Config, Format, Layout, Source
+from outrider.export.layout import Config, Format, Layout, Source
 from outrider.targets.transformers import TransformersTarget
 
 DEEPEST, MOST = 4, 16

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.errors import ExportError
-from outrider.export.formats import Config, Source
+from outrider.export.layout import Config, Source
 from outrider.nn.shape import STRETCHES, LayerConfig
 from outrider.targets.protocol import TargetSpec
 from outrider.targets.transformers import TransformersTarget

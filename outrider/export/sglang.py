@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.errors import ExportError
 from outrider.export import released
-from outrider.export.formats import Config, Format, Layout, Source
+from outrider.export.layout import Config, Format, Layout, Source
 from outrider.targets.transformers import TransformersTarget
 
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "domino": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}

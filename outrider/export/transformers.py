@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from outrider.errors import ExportError
-from outrider.export.formats import Config, Format, Layout, Source
+from outrider.export.layout import Config, Format, Layout, Source
 from outrider.targets.causal_lm import NOT_SHAPE, architecture_of
 from outrider.targets.transformers import TransformersTarget
 

@@ -14,7 +14,7 @@ import yaml
 
 from outrider.export import released, sglang
 from outrider.export import transformers as plain
-from outrider.export.formats import Format, Layout, Source
+from outrider.export.layout import Format, Layout, Source
 
 SETTINGS = "llm_api.yaml"
 

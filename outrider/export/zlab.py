@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from outrider.export import released, sglang
-from outrider.export.formats import Config, Format, Layout
+from outrider.export.layout import Config, Format, Layout
 
 
 def _kind(config: Config, names: Collection[str]) -> str | None:
