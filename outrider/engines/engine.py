@@ -87,6 +87,18 @@ class Method:
 
 
 @dataclass(frozen=True, slots=True)
+class Bad:
+    """A kind that some versions are known to draft wrongly, or not at all."""
+
+    kind: str
+    versions: str
+    """A regular expression."""
+    what: str
+    platform: str = ""
+    """What it must run on to be so; anything unless said."""
+
+
+@dataclass(frozen=True, slots=True)
 class Engine:
     """One engine."""
 
@@ -100,6 +112,11 @@ class Engine:
     packages: tuple[str, ...] = ()
     """Distributions, of which one is in its environment; () is a program."""
     port: int = 8000
+    bad: tuple[Bad, ...] = ()
+    image: str | None = None
+    """That a container runs; its tag is not looked up.  None: it is not deployed so."""
+    program: str | None = None
+    """What the first word of its command is called in there, where it is another."""
     health: str = "/health"
     metrics: str | None = "/metrics"
 

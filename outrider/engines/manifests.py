@@ -27,16 +27,6 @@ from outrider.engines.template import rendered
 from outrider.engines.words import REPOSITORY
 from outrider.errors import ConfigError, DataError
 
-IMAGES = {
-    "vllm": "vllm/vllm-openai:v0.33.0",
-    "sglang": "lmsysorg/sglang:v0.5.23",
-    "trtllm": "nvcr.io/nvidia/tensorrt-llm/release:1.3.0",
-    "llamacpp": "ghcr.io/ggml-org/llama.cpp:server-cuda",
-    "triton": "nvcr.io/nvidia/tritonserver:26.10-vllm-python-py3",
-}
-"""What is run unless another image is named; tags are not looked up."""
-PROGRAMS = {"llamacpp": "/app/llama-server", "sglang": "python3"}
-"""First words that are called otherwise in those images."""
 PROMETHEUS, GRAFANA = "prom/prometheus:v3.5.0", "grafana/grafana:12.1.0"
 MODELS, SETTINGS = "/models", "/etc/outrider"
 """Where a container finds models, and the files that belong to its command."""
@@ -79,7 +69,7 @@ def inside(engine: str, draft: Draft, wish: Wish, version: str | None = None) ->
         mounted += "/model.gguf"
     moved = replace(draft, folder=draft.folder and Path(MODELS) / "draft", target=mounted or draft.target)
     command = commands.command(engine, moved, replace(wish, host="0.0.0.0", port=None, files=SETTINGS), version)
-    return replace(command, words=(PROGRAMS.get(engine, command.words[0]), *command.words[1:]))
+    return replace(command, words=(engine_of(engine).program or command.words[0], *command.words[1:]))
 
 
 def mounted_target(draft: Draft) -> str | None:
@@ -91,7 +81,7 @@ def mounted_target(draft: Draft) -> str | None:
 def files_of(engine: str, draft: Draft, wish: Wish, place: Place, version: str | None = None) -> dict[str, str]:
     """Name to text of everything that a deployment of this engine has; names may hold folders."""
     place.check()
-    if engine not in IMAGES:
+    if engine_of(engine).image is None:
         return {}
     command = inside(engine, draft, wish, version)
     mounted = mounted_target(draft)
@@ -117,7 +107,7 @@ def files_of(engine: str, draft: Draft, wish: Wish, place: Place, version: str |
 def manifest(name: str, engine: str, place: Place, **values: Any) -> str:
     """One of the templates, filled in for an engine."""
     facts = {
-        "engine": engine, "served": engine_of(engine), "place": place, "image": place.image or IMAGES[engine],
+        "engine": engine, "served": engine_of(engine), "place": place, "image": place.image or engine_of(engine).image,
         "watched": engine in METRICS, "asks": METRICS.get(engine), "MODELS": MODELS, "SETTINGS": SETTINGS,
         "PROMETHEUS": PROMETHEUS, "GRAFANA": GRAFANA, "SOURCE": SOURCE, "EVERY_S": EVERY_S, "STARTS_S": STARTS_S,
         "PROBE_S": PROBE_S,

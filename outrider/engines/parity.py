@@ -24,13 +24,16 @@ from typing import Any, NamedTuple
 
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
+from outrider.engines import words
+from outrider.engines.engine import ENGINES, Draft, Wish
 from outrider.errors import ConfigError
 from outrider.generation import batch, serve
 from outrider.nn.draft_model import DraftModel
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
-ENGINES = ("vllm", "sglang", "transformers")
+COMPARED = ("vllm", "sglang", "transformers")
+"""Engines whose folders can be compared."""
 RUN: Mapping[str, int] = {"vllm": 1, "transformers": 0}
 """Engines that are run, and how many tokens each emits from the prompt alone, before its first step."""
 READ: Mapping[str, tuple[str, ...]] = {"sglang": ("eagle3", "dflash", "dspark", "domino")}
@@ -150,27 +153,6 @@ class Parity:
 # ── the engine's side ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Bad(NamedTuple):
-    """A version of an engine that is known to draft wrongly."""
-
-    engine: str
-    kind: str
-    versions: str
-    """A regular expression."""
-    what: str
-    platform: str = ""
-    """What it must run on to be so; anything unless said."""
-
-
-KNOWN_BAD: tuple[Bad, ...] = (
-    Bad("vllm", "dflash", r"0\.32\.0", "vLLM 0.32.0 for CPUs norms DFlash's context keys of every layer by the first layer's "
-        "k_norm: fewer tokens are kept than could be (seen here; on GPUs not measured)", "cpu"),
-    Bad("vllm", "dflash", r"0\.25\.1", "DFlash keeps nothing on the new model runner of 0.25.1 (vllm-project/vllm#49559)"),
-    Bad("vllm", "medusa", r"0\.(3[3-9]|[4-9]\d).*|[1-9].*", "Medusa is gone from vLLM since 0.33"),
-    Bad("vllm", "dspark", r".*", "DSpark needs vLLM's second model runner, which has no CPU build", "cpu"),
-)  # fmt: skip
-
-
 def known_bad(engine: str, version: str, kind: str, platform: str = "") -> list[str]:
     """What is known to be wrong with this kind of draft in this version, on what it ran on.
 
@@ -179,21 +161,18 @@ def known_bad(engine: str, version: str, kind: str, platform: str = "") -> list[
     public, _, build = version.partition("+")
     platform = platform or ("cpu" if "cpu" in build else "")
     return [
-        bad.what for bad in KNOWN_BAD
-        if (bad.engine, bad.kind) == (engine, kind) and re.fullmatch(bad.versions, public) and bad.platform in ("", platform)
+        bad.what for bad in ENGINES[engine].bad
+        if bad.kind == kind and re.fullmatch(bad.versions, public) and bad.platform in ("", platform)
     ]  # fmt: skip
 
 
 def speculative(folder: Path, kind: str, length: int) -> dict[str, Any]:
     """vLLM's speculative config for a folder.  Raises ConfigError for a kind that it has no method for."""
-    methods = {
-        "eagle": "eagle", "eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark", "medusa": "medusa",
-        "small_model": "draft_model",
-    }  # fmt: skip
-    if kind not in methods:
-        raise ConfigError(f"vLLM has no method for {kind}; it has {', '.join(methods)}")
-    said = {"method": methods[kind], "model": str(folder.absolute()), "num_speculative_tokens": length}
-    return said | ({"parallel_drafting": True} if kind == "peagle" else {})
+    method = ENGINES["vllm"].methods.get(kind)
+    if method is None or not method.formats:
+        able = [name for name, one in ENGINES["vllm"].methods.items() if one.formats]
+        raise ConfigError(f"vLLM has no method for {kind}; it has {', '.join(able)}")
+    return words.settings("vllm", method, Draft(kind, "", folder.absolute()), length, Wish())
 
 
 def asked(python: str | Path, job: Mapping[str, Any], timeout_s: float = SECONDS) -> dict[str, Any]:

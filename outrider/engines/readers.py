@@ -92,8 +92,6 @@ class Draft:
     """Of a DSpark: vanilla, gated or rnn."""
     prefix: int = 0
     """Slots at a block's beginning that Domino's head leaves alone."""
-    offset: int = 0
-    """Added to every position."""
     first_norm: bool = False
     """Keys of a block's context are normed by the first layer's weights in every layer."""
     unread: tuple[str, ...] = field(default=())
@@ -470,7 +468,7 @@ def _turned(draft: Draft, x: Tensor, places: Tensor) -> Tensor:
     """Half-pairs [.., d / 2] turned by their places."""
     turning = int(draft.heads[2] * draft.rotation.share)
     speed, scale = _speeds(draft.rotation, turning)
-    angle = (places + draft.offset).float()[:, None] * speed
+    angle = places.float()[:, None] * speed
     cos, sin = (scale * angle.cos()).to(x.device), (scale * angle.sin()).to(x.device)
     first, second, rest = x[..., : turning // 2], x[..., turning // 2 : turning], x[..., turning:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)

@@ -25,8 +25,8 @@ Say = Callable[[str], None]
 
 def check(place: Path, engine: str, python: str | None, checkpoint: Path | None) -> None:
     """Refuse what can't be compared before anything is loaded.  Raises ConfigError."""
-    if engine not in parity.ENGINES:
-        raise ConfigError(f"engine {engine!r} is not known; choose from {', '.join(parity.ENGINES)}")
+    if engine not in parity.COMPARED:
+        raise ConfigError(f"engine {engine!r} is not known; choose from {', '.join(parity.COMPARED)}")
     if engine == "vllm" and python is None:
         raise ConfigError("vLLM lives in an environment of its own: name its python with --python VENV/bin/python")
     if engine not in parity.RUN and checkpoint is None:

@@ -5,8 +5,8 @@
 JOB: {target, speculative (None, or vLLM's speculative config), prompts [[id]], max_new_tokens, slots, prefix_caching, dtype,
 mend, stages}.  mend: names of this engine's own faults to work around, as in `mend_dflash`.  stages: hear what the draft
 model's modules say of the first prompt.
-ANSWER: {engine, version, platform, tokens [[id]], accepted [[int]], drafted [[int]], counters, stages, seconds}, a list a
-prompt; or {engine, version, platform, error} where vLLM can't load the draft.  platform: cpu, cuda, …: faults differ by it.
+ANSWER: {engine, version, platform, tokens [[id]], accepted [[int]], drafted [[int]], stages}, a list a prompt; or {engine,
+version, platform, error} where vLLM can't load the draft.  platform: cpu, cuda, …: faults differ by it.
 accepted and drafted: tokens of each verified step.  stages: {text [id], rows {stage: [[float]]}}, or {error}.
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         mend_dflash()
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     longest = max(map(len, job["prompts"])) + job["max_new_tokens"] + 32
-    began = time.perf_counter()
     try:
         model = vllm.LLM(
             model=job["target"], dtype=job.get("dtype", "float32"), enforce_eager=True, max_model_len=longest,
@@ -53,12 +51,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             speculative_config=job.get("speculative"), disable_log_stats=False,
             per_request_spec_decode_metrics="detailed" if job.get("speculative") else "none",
         )  # fmt: skip
-        loaded = time.perf_counter()
         wanted = vllm.SamplingParams(temperature=0, max_tokens=job["max_new_tokens"])
         found = model.generate(prompts, wanted, use_tqdm=False)
     except Exception as error:
         return {**said, "error": f"{type(error).__name__}: {error}"}
-    seconds, counted = round(time.perf_counter() - loaded, 2), counters(model)
     outputs = [each.outputs[0] for each in found]
     steps = [getattr(output, "spec_decode_metrics", None) for output in outputs]
     return {
@@ -66,10 +62,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "tokens": [list(output.token_ids) for output in outputs],
         "accepted": [list(step.per_step_accepted) if step else [] for step in steps],
         "drafted": [list(step.per_step_drafted) if step else [] for step in steps],
-        "counters": counted,
         "stages": stages(model, job) if job.get("stages") else None,
-        "load_s": round(loaded - began, 2),
-        "seconds": seconds,
     }
 
 
@@ -154,16 +147,6 @@ def mend_dflash() -> None:
         return found
 
     DFlashQwen3Model._normalize_context_k = normed
-
-
-def counters(model: Any) -> dict[str, Any]:
-    """Its own counters of speculation, whole run."""
-    found = {}
-    for metric in model.get_metrics():
-        if "spec_decode" in metric.name:
-            value = getattr(metric, "value", None)
-            found[metric.name] = list(getattr(metric, "values", [])) if value is None else value
-    return found
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from outrider.engines.tune import Range
 from outrider.errors import ConfigError
 from tests.engines.test_commands import folder_of, outrider_with
 
-ENGINES = sorted(manifests.IMAGES)
+ENGINES = sorted(name for name, engine in KNOWN.items() if engine.image is not None)
 SCHEDULE = (Range(1, 8, 3), Range(9, 512, 0))
 FORMATS = {"vllm": "speculators", "triton": "speculators", "sglang": "sglang", "trtllm": "sglang", "llamacpp": "speculators"}
 VLLM_METRICS = {
@@ -268,5 +268,5 @@ def test_out_writes_everything_or_nothing(tmp_path: Path, capsys: pytest.Capture
 def test_every_served_engine_has_an_image_and_a_health() -> None:
     """Catches an engine that was added in one table only."""
     served = {name for name, engine in KNOWN.items() if name != "transformers"}
-    assert served == set(manifests.IMAGES)
+    assert served == set(ENGINES)
     assert set(manifests.METRICS) == {name for name in served if KNOWN[name].metrics is not None}
