@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -24,6 +27,33 @@ forbidden_modules = outrider.config
 
 def lint(path: Path) -> int:
     return lint_imports(config_filename=str(path), no_cache=True, verbose=False)
+
+
+COMES_WITH = {"markupsafe": "jinja2"}
+"""Another's part, which is there where the other is."""
+OPTIONAL = {"lm_eval": "gate/harness.py"}
+"""The one file that needs an extra; only the verb that the extra is for loads it."""
+
+
+def imported(file: Path) -> set[str]:
+    """Other distributions' modules that a file imports when it is loaded."""
+    found: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names - {"outrider"}
+
+
+def test_what_a_file_imports_is_a_dependency() -> None:
+    """Catches a wheel that loads here, among the tools of the developers, and nowhere else."""
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.split(r"[<>=]", one)[0].lower().replace("-", "_").replace("pyyaml", "yaml") for one in asked}
+    for file in sorted((ROOT / "outrider").rglob("*.py")):
+        allowed = names | {name for name, place in OPTIONAL.items() if file.as_posix().endswith(place)}
+        needed = {COMES_WITH.get(name, name) for name in imported(file)}
+        assert needed <= allowed, f"{file} needs {needed - allowed}"
 
 
 def test_the_floors_hold(capsys: pytest.CaptureFixture[str]) -> None:

@@ -327,9 +327,11 @@ def test_the_doctor_counts_packages_and_says_what_is_lost_without_a_compiler(
 
 def test_help_of_every_verb_is_there(outrider: Outrider) -> None:
     """Catches a verb whose options can't be built, and -h that is unknown."""
-    for verb in ("run", "prepare", "train", "evaluate", "decode", "show", "drafters", "doctor"):
-        done = outrider(verb, "-h")
-        assert (done.code, verb in done.out) == (0, True), done.err
+    verbs = [[verb] for verb in cli.app.commands] + [["corpus", verb] for verb in cli.CORPUS["Commands"]]
+    assert len(verbs) == 28
+    for verb in verbs:
+        done = outrider(*verb, "-h")
+        assert (done.code, " ".join(verb) in done.out) == (0, True), done.err
 
 
 # ── one prompt ────────────────────────────────────────────────────────────────────────────────────────────────────────
