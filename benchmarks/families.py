@@ -42,8 +42,9 @@ from outrider.decoding.state import Request
 from outrider.errors import TargetError
 from outrider.generation import serve
 from outrider.sampling.settings import Sampling
+from outrider.targets.load import load_target
 from outrider.targets.selftest import plain_words
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.transformers import TransformersTarget
 from outrider.targets.twin import FIRST_CONTEXT, LIMIT, enlivened, small
 
 BASE = {

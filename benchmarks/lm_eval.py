@@ -30,7 +30,7 @@ from outrider import demo  # noqa: E402
 from outrider.checkpoint import load_drafter  # noqa: E402
 from outrider.gate.harness import Job, OutriderLM, both  # noqa: E402
 from outrider.runs.provenance import version_of  # noqa: E402
-from outrider.targets.transformers import load_target  # noqa: E402
+from outrider.targets.load import load_target  # noqa: E402
 
 TASKS = ("stdlib_assignments", "stdlib_bodies")
 

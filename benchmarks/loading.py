@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.replay import provenance, publish
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 
 SHAPE = {
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,

@@ -75,7 +75,7 @@ def turn(dtype: str, steps: int) -> dict[str, Any]:
     from outrider.data.features import LiveFeatures
     from outrider.drafters import find
     from outrider.runs.file import load
-    from outrider.targets.transformers import load_target
+    from outrider.targets.load import load_target
     from outrider.training.optimizers import Optimizers
     from outrider.training.step import optimise
     from outrider.training.trainer import settled

@@ -56,7 +56,8 @@ from outrider.sampling.prefix import processed
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
 from outrider.targets.detokenizer import detokenizer
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 
 FORMS = {f"{kind}, {form}": (kind, form) for kind, form in forms()}
 THREADS, COMPILED = 4, "demo, compiled"

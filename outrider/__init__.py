@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from outrider.runs.stages import run
     from outrider.sampling.grammar import Grammar
     from outrider.sampling.settings import Sampling
-    from outrider.targets.transformers import load_target
+    from outrider.targets.load import load_target
     from outrider.training.trainer import train
 
 _HOMES = {
@@ -33,7 +33,7 @@ _HOMES = {
     "evaluate": "measure.run",
     "generate": "generation",
     "load_drafter": "checkpoint",
-    "load_target": "targets.transformers",
+    "load_target": "targets.load",
     "overlap": "decoding.accept",
     "run": "runs.stages",
     "stream": "generation",

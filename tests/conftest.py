@@ -31,8 +31,9 @@ from outrider.nn.draft_model import Batch, DraftModel
 from outrider.policies import named
 from outrider.policies.fixed import Fixed
 from outrider.targets.assistant import keyless_layers
+from outrider.targets.load import load_target
 from outrider.targets.protocol import LayerSizes, Target
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.transformers import TransformersTarget
 
 torch.set_num_threads(1)
 settings.register_profile("tests", deadline=None, derandomize=True, database=None, max_examples=60)

@@ -20,7 +20,7 @@ from outrider import machine
 from outrider.cli import console
 from outrider.cli.console import Forecast, lasting
 from outrider.cli.stages import why_slow
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 from outrider.training.optimizers import Muon, orthogonal
 
 SLOW = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}

@@ -13,7 +13,8 @@ from conftest import tiny_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 
 SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>")
 TEMPLATE = (

@@ -61,7 +61,7 @@ def main() -> int:
     folder = wanted.out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     from outrider.engines.verify import prompt_tokens
-    from outrider.targets.transformers import load_target
+    from outrider.targets.load import load_target
 
     target = load_target("demo", dtype="float32", compile=False)
     prompts = prompt_tokens(target, "stdlib", wanted.prompts)

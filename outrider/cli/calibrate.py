@@ -12,7 +12,7 @@ from outrider.checkpoint import manifest_of
 from outrider.cli.console import JsonTo, place_of_json, write_json
 from outrider.cli.stages import Printer
 from outrider.runs import stages
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 
 
 def calibrate(

@@ -16,7 +16,7 @@ from outrider.errors import ConfigError, DataError
 from outrider.generation import stream
 from outrider.runs.baselines import compile_drafter
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 
 
 def decode(

@@ -12,7 +12,7 @@ from outrider.checkpoint import manifest_of, whole
 from outrider.cli import console
 from outrider.cli.console import JsonTo, place_of_json, quiet, sized, write_json
 from outrider.export import formats as known
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 
 TargetOption = Annotated[str | None, typer.Option("--target", help="Where the target is, if not where it was in training.")]
 

@@ -21,7 +21,8 @@ from outrider.gate.two_samples import Samples
 from outrider.runs.baselines import parted
 from outrider.runs.file import load
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 
 if TYPE_CHECKING:
     from outrider.gate.harness import TaskRun

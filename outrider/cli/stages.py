@@ -16,7 +16,8 @@ from outrider.report import summary
 from outrider.runs import reporter as events
 from outrider.runs.file import TargetConfig
 from outrider.runs.reporter import Plan, Reporter, Result, Update
-from outrider.targets.transformers import TransformersTarget, default_device
+from outrider.targets.load import default_device
+from outrider.targets.transformers import TransformersTarget
 from outrider.training.calibrate import Calibration
 
 

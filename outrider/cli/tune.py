@@ -21,7 +21,7 @@ from outrider.engines.engine import Wish
 from outrider.engines.tune import Arm, Choice, Point
 from outrider.errors import ConfigError
 from outrider.measure.run import Config, as_tokens, draw
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 from outrider.traffic import traces
 from outrider.training import sublayers
 

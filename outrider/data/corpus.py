@@ -16,7 +16,7 @@ from outrider.data.hash_files import Collector
 from outrider.errors import DataError, TargetError
 from outrider.retrieval import corpora, corpus_build, corpus_texts
 from outrider.retrieval.suffix_array import Corpus
-from outrider.targets.transformers import hash_tokenizer
+from outrider.targets.identity import hash_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,10 @@ from outrider.nn.language_model import ModelConfig, TokenRows
 from outrider.nn.serving import Branching, allowed
 from outrider.targets import causal_lm
 from outrider.targets.cache import SlotCache
+from outrider.targets.load import load_target
 from outrider.targets.protocol import Target
 from outrider.targets.quantised import quantise
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.transformers import TransformersTarget
 
 
 class New(Base):

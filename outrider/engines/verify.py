@@ -16,7 +16,8 @@ from outrider.export.formats import imported
 from outrider.measure.run import as_tokens
 from outrider.measure.tasks import prompts
 from outrider.nn.draft_model import DraftModel
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 
 LOOKED_AT = 3
 """Texts on which causes are looked for."""

@@ -41,7 +41,8 @@ from outrider.measure import sandbox
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
 from outrider.targets.detokenizer import detokenizer
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 
 DRAWN = ("top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 """Settings of a draw that a task, or else the target's generation config, may give; Sampling has its own names for none."""

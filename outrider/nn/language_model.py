@@ -18,8 +18,9 @@ from outrider.nn.draft_model import Batch
 from outrider.nn.rows import DetachedRows, Labelled
 from outrider.targets.cache import SlotCache
 from outrider.targets.causal_lm import folder
+from outrider.targets.load import load_target
 from outrider.targets.protocol import Target
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.transformers import TransformersTarget
 
 
 class ModelConfig(Base):

@@ -14,9 +14,9 @@ from outrider.errors import DrafterError, TargetError
 from outrider.nn.draft_model import DraftModel
 from outrider.nn.shape import LayerConfig, left_out, resolved
 from outrider.runs.file import RunConfig, load
+from outrider.targets.load import default_device
 from outrider.targets.protocol import TargetSpec
 from outrider.targets.sketch import sketch
-from outrider.targets.transformers import default_device
 from outrider.training.trainer import settled
 
 

@@ -32,7 +32,8 @@ from outrider.runs.baselines import load_all
 from outrider.runs.file import RunConfig, load
 from outrider.runs.provenance import write_config, write_provenance
 from outrider.runs.reporter import Reporter
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 from outrider.training import calibrate as calibration
 from outrider.training import trainer
 

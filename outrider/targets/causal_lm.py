@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3C
 
 from outrider import demo
 from outrider.errors import DrafterError
-from outrider.targets.family import head_law, trunk
+from outrider.targets.anatomy import head_law, trunk
+from outrider.targets.identity import hash_tokenizer
 from outrider.targets.protocol import Target
-from outrider.targets.transformers import hash_tokenizer
 
 
 def folder(model: str) -> str:

@@ -1,7 +1,7 @@
 """How a family of models is spoken to, learnt from the loaded model itself; there is no list of names.
 
-Which masks it takes, how far each kind of layer sees, whether it is told positions, which modules carry a recurrent state,
-and what it does to the embedding and to the logits.  What is found here is a guess until `selftest` has proven it.
+Which masks it takes, how far each kind of layer sees, whether it is told positions, which modules carry a recurrent state.
+What is found here is a guess until `selftest` has proven it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from outrider.errors import TargetError
 from outrider.targets import hooks
+from outrider.targets.anatomy import trunk
 from outrider.targets.cache import Limit, SlotCache, cache_argument
 from outrider.targets.rotary import Rotary, learn_rotary
 
@@ -33,8 +33,6 @@ KINDS = (
     "indexed_attention",
 )
 """Keys under which families look for the mask of a kind of layer; a key too many does no harm."""
-
-
 Masks = Literal["by kind", "one", "none"]
 
 
@@ -127,35 +125,6 @@ WINDOWS = (
     "sliding_window_size", "index_topk", "local_attn_chunk_length", "lsh_attn_chunk_length",
 )  # fmt: skip
 """Names under which configs say how far a layer sees."""
-UNBOUNDED = 2**20
-"""Context of a family that names none: its positions are a bias or a state."""
-CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "max_target_positions")
-
-
-class Sizes(NamedTuple):
-    """Those of the text part."""
-
-    layers: int
-    hidden: int
-    context: int
-
-
-def sizes(model: PreTrainedModel) -> Sizes:
-    """Sizes of the part that reads text.  Raises TargetError where the config does not name them."""
-    config = model.config.get_text_config(decoder=True)
-    layers, hidden = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
-    if not isinstance(layers, int) or not isinstance(hidden, int):
-        raise TargetError(
-            f"{type(model).__name__}: its {type(config).__name__} names no num_hidden_layers and hidden_size; use "
-            "transformers' own generate for it"
-        )
-    # some families have positions of which the config says -1: none that would end
-    contexts = [value for name in CONTEXTS if isinstance(value := getattr(config, name, None), int) and value > 0]
-    context = contexts[0] if contexts else UNBOUNDED
-    rope = getattr(config, "rope_parameters", None) or {}
-    if "dynamic" in str(rope.get("rope_type")):  # what the config names is then the context of the first training
-        context = int(context * rope["factor"])
-    return Sizes(layers, hidden, context)
 
 
 def media_tokens(config: Any) -> dict[int, str]:
@@ -163,24 +132,6 @@ def media_tokens(config: Any) -> dict[int, str]:
     names = [f"{kind}_token_{ending}" for kind in ("image", "video", "audio") for ending in ("id", "index")]
     found = {getattr(config, name, None): name for name in names}
     return {word: name for word, name in found.items() if isinstance(word, int)}
-
-
-def trunk(model: PreTrainedModel) -> nn.Module:
-    """The model without its output layer; some families name it otherwise than they declare."""
-    base = model.base_model
-    if base is not model:
-        return base
-    if hasattr(model, "model"):
-        return model.model
-    part = model.get_decoder()
-    # models that read images may hold a whole causal LM
-    return trunk(part) if part is not model and part.get_output_embeddings() is not None else part
-
-
-def output_layer(model: PreTrainedModel) -> Any:
-    """What turns hidden states into logits; where the model does not say, that of a causal LM within it."""
-    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-    return next((found for part in parts if (found := part.get_output_embeddings()) is not None), None)
 
 
 def _attention_kinds(kinds: list[str]) -> list[str]:
@@ -215,9 +166,6 @@ def _masks(model: PreTrainedModel, has_positions: bool) -> Masks:
         if torch.equal(masked, plain):
             return name
     return "none"
-
-
-# ── recurrent layers ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _teach_steps(model: nn.Module) -> bool:
@@ -256,34 +204,3 @@ def _in_steps(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwar
 
 
 _signature = functools.cache(inspect.signature)
-
-
-# ── embedding and logits ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def embedding_scale(words: Tensor, states: Tensor) -> float:
-    """What embeddings are multiplied by before the first layer; 1 where they differ by more than a factor."""
-    scale = _ratio(words, states)
-    return 1.0 if scale is None else scale
-
-
-def head_law(raw: Tensor, logits: Tensor, config: Any) -> Callable[[Tensor], Tensor] | None:
-    """What the family does to the output layer's values: nothing, a factor, or a soft cap; None where it is none of these."""
-    cap = getattr(config, "final_logit_softcapping", None)
-    # some families return logits of another type than the layer's
-    if cap and torch.allclose((cap * torch.tanh(raw / cap)).double(), logits.double(), rtol=1e-3, atol=1e-5):
-        return lambda values: cap * torch.tanh(values / cap)
-    scale = _ratio(raw, logits)
-    if scale is None:
-        return None
-    return (lambda values: values) if scale == 1.0 else (lambda values: values * scale)
-
-
-def _ratio(before: Tensor, after: Tensor) -> float | None:
-    """The factor between two tensors, if it is one factor."""
-    if before.shape != after.shape:
-        return None
-    before, after = before.double(), after.double()
-    scale = float((before * after).sum() / (before * before).sum().clamp(min=1e-30))
-    is_one = torch.allclose(before * scale, after, rtol=1e-2, atol=1e-3 * float(after.abs().max()))
-    return (1.0 if abs(scale - 1) < 1e-3 else scale) if is_one else None

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
+from jinja2 import TemplateError
+
 from outrider.errors import DataError
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -54,6 +56,63 @@ def single(given: Any) -> Prompt:
         if isinstance(item, bool) or not isinstance(item, Integral):
             raise DataError(f"a prompt holds {item!r}, which is no token id; {WANTED}")
     return list(map(int, items))
+
+
+def ids_of(prompt: Any, tokenizer: Any, vocabulary: int, media: Mapping[int, str], thinking: bool | None = None) -> list[int]:
+    """Token ids of a text, of chat messages (through the chat template), or of ids given as they are.
+
+    media: ids that stand for what is no text.  Otherwise as `TransformersTarget.encode`, with its errors.
+    """
+    given = single(prompt)
+    if len(given) and isinstance(given[0], int):
+        return _known(given, vocabulary, media)  # type: ignore[arg-type]
+    if tokenizer is None and len(given):
+        raise DataError("this target was loaded without a tokenizer: give prompts as lists of token ids")
+    try:
+        return _known(_encoded(given, tokenizer, thinking) if len(given) else [], vocabulary, media)
+    except (TypeError, ValueError, LookupError) as error:
+        if isinstance(error, DataError):
+            raise
+        said = str(error).strip().split("\n")[0]
+        raise DataError(f"the tokenizer can't read the prompt {prompt!r}: {said}; correct it") from error
+
+
+def _encoded(given: Any, tokenizer: Any, thinking: bool | None) -> list[int]:
+    """Token ids of a text or of chat messages, by the tokenizer."""
+    if isinstance(given, str):
+        return list(tokenizer.encode(given, add_special_tokens=True))
+    _refuse_media(given)
+    if tokenizer.chat_template is None:
+        raise DataError("the tokenizer has no chat template: give the prompt as one text instead of chat messages")
+    said = {} if thinking is None else {"enable_thinking": thinking}
+    try:
+        tokens = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=True, return_dict=False, **said)
+    except TemplateError as error:
+        raise DataError(f"the target's chat template refuses these messages: {error}; ask with roles that it knows") from error
+    return list(tokens)
+
+
+def _refuse_media(messages: Sequence[Mapping[str, Any]]) -> None:
+    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
+    for part in parts:
+        if isinstance(part, Mapping) and (kind := part.get("type", "text")) != "text":
+            raise DataError(
+                f"a chat message has a part of type {kind!r}, and targets read text alone; give parts of type 'text'"
+            )
+
+
+def _known(tokens: list[int], vocabulary: int, media: Mapping[int, str]) -> list[int]:
+    if not tokens:
+        raise DataError("the prompt is empty; give at least one token of text")
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            raise DataError(f"token id {token} lies outside the target's vocabulary of {vocabulary}")
+        if token in media:
+            raise DataError(
+                f"token id {token} stands for an image, a video or sound ({media[token]}), and targets read text "
+                "alone; leave it out"
+            )
+    return tokens
 
 
 def _plain(given: Any) -> Any:

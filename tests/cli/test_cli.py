@@ -29,7 +29,8 @@ from outrider.decoding.state import DecodeState
 from outrider.runs import baselines, stages
 from outrider.runs.file import load
 from outrider.targets import transformers
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 from outrider.training import trainer
 
 

@@ -18,7 +18,7 @@ from outrider.cli import console
 from outrider.data.corpus import tokenizer_of
 from outrider.retrieval import corpus_build
 from outrider.retrieval.suffix_array import Corpus
-from outrider.targets.transformers import hash_tokenizer
+from outrider.targets.identity import hash_tokenizer
 
 pytest.importorskip("pydivsufsort")
 

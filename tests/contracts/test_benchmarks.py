@@ -12,7 +12,7 @@ from outrider.decoding.noise import Streams
 from outrider.decoding.state import Request
 from outrider.sampling.settings import Sampling
 from outrider.targets.cache import SlotCache
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 
 
 @pytest.fixture

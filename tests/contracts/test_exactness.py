@@ -10,7 +10,7 @@ from contracts.parties import OnAndOff, Oracle, TableTarget, Tree
 from outrider.decoding.state import Request
 from outrider.generation import generate, serve
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 
 EVERY = pytest.mark.parametrize("case", cases(), ids=str)
 KINDS = pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from outrider.generation import generate
 from outrider.retrieval.native_trie import fastest
 from outrider.retrieval.tenants import ByTenant
 from outrider.retrieval.trie import Trie
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 
 KINDS = pytest.mark.parametrize(
     "case",

@@ -118,7 +118,7 @@ def test_kept_features_are_the_live_ones_whoever_asks_first(talker: Transformers
 
 def test_bfloat16_features_stay_near(folder: object, talker: TransformersTarget) -> None:
     """Catches autocast being asked for and not applied, or applied to the tokens."""
-    from outrider.targets.transformers import load_target
+    from outrider.targets.load import load_target
 
     target = load_target(folder, dtype="float32")
     exact = source(target, texts(3)).batch(0)

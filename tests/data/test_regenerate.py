@@ -26,7 +26,8 @@ from outrider.data.rendering import prompt_tokens, render
 from outrider.data.sources import Skipped
 from outrider.errors import DataError
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 
 
 class Stop(Exception):

@@ -25,7 +25,8 @@ from outrider.policies.fixed import Fixed
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 
 __all__ = ["folder", "writer"]
 TABLE = TableTarget.random(6)

@@ -14,7 +14,8 @@ from outrider.compiled import compile_passes
 from outrider.decoding import state
 from outrider.generation import generate
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8), Sampling(0.8, seed=11)], ids=["greedy", "drawn", "seeded"])

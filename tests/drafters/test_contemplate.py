@@ -14,7 +14,7 @@ from outrider.decoding.state import Scores
 from outrider.errors import TargetError
 from outrider.generation import generate
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 
 
 def test_it_is_one_file_of_at_most_150_lines():

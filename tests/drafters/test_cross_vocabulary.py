@@ -24,7 +24,8 @@ from outrider.decoding.state import Request
 from outrider.errors import ConfigError, DrafterError
 from outrider.generation import batch, generate, serve
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 from outrider.targets.vocabulary import Transcript, Twins, Vocabulary, _seam, continuation
 
 MODULE = drafters.find("cross_vocabulary")

@@ -19,7 +19,7 @@ from outrider.errors import ConfigError, DrafterError
 from outrider.generation import batch, generate, serve
 from outrider.sampling.settings import Sampling
 from outrider.targets.cache import SlotCache
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 
 EVERY = pytest.mark.parametrize("case", cases(), ids=str)
 

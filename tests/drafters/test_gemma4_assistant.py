@@ -27,7 +27,7 @@ from outrider.errors import DrafterError
 from outrider.generation import generate
 from outrider.sampling.settings import Sampling
 from outrider.targets.assistant import keyless_layers
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 
 KINDS = ["sliding_attention", "full_attention"]
 TEXT = {

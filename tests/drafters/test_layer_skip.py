@@ -19,8 +19,8 @@ from outrider.errors import DrafterError
 from outrider.generation import batch, generate, serve
 from outrider.policies.by_confidence import ByConfidence
 from outrider.sampling.settings import Sampling
+from outrider.targets.load import load_target
 from outrider.targets.protocol import Skip, SkipsLayers
-from outrider.targets.transformers import load_target
 
 
 def whole(*layers: int) -> Skip:

@@ -24,7 +24,8 @@ from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 from outrider.targets import mtp as shipped
 from outrider.targets.cache import Limit
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 
 LAYERS = 2
 DEEPSEEK = {

@@ -15,7 +15,7 @@ from outrider.nn import pairs
 from outrider.nn.draft_model import Batch
 from outrider.sampling.settings import Sampling
 from outrider.targets.cache import SlotCache
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 
 
 def model_of(target, **choices):

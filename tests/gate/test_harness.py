@@ -18,7 +18,8 @@ from verbs import outrider_with
 from outrider.checkpoint import load_drafter
 from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 
 pytest.importorskip("lm_eval")
 

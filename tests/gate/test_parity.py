@@ -24,7 +24,8 @@ from outrider.gate.parity import Audit, compare, compare_samples
 from outrider.gate.texts import compare_texts
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 
 DrafterOf = Callable[[Case], Drafter]
 

@@ -33,7 +33,8 @@ from outrider.report.page import render
 from outrider.report.schema import Report
 from outrider.report.summary import headline, left_out_because, skews
 from outrider.sampling import judge
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 
 PROMPTS = ["tell 1", "xyxyxy", "q", "another one"]
 

@@ -171,7 +171,7 @@ def test_a_binding_tells_two_targets_apart(target):
     """Catches a checkpoint that loads on other weights, or does not load from another folder."""
     from conftest import tiny_model
 
-    from outrider.targets.transformers import load_target
+    from outrider.targets.load import load_target
 
     again, other = load_target(tiny_model()), load_target(tiny_model(seed=1))
     assert binding(again) == binding(target)

@@ -32,7 +32,7 @@ from outrider.sampling.grammar import Grammar
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.prefix import Prefix, pruned
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 
 # ── a toy grammar ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

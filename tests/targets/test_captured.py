@@ -12,8 +12,9 @@ from tiny import tiny_model
 from outrider.compiled import NotCompiled
 from outrider.targets import captured
 from outrider.targets.captured import Captured
+from outrider.targets.load import load_target
 from outrider.targets.step import CompiledStep, _Traced
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.transformers import TransformersTarget
 
 
 class Tape:

@@ -19,7 +19,8 @@ from outrider.generation import generate, serve
 from outrider.sampling.settings import Sampling
 from outrider.targets import selftest
 from outrider.targets.cache import ARGUMENTS, Limit, Sight, SlotCache
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 
 V = 128
 RECURRENT = {"qwen3-next", "qwen3.5", "falcon-h1", "nemotron-h", "jamba", "mamba2", "lfm2"}

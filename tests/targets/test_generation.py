@@ -14,7 +14,7 @@ from outrider.checkpoint import load_drafter
 from outrider.errors import ConfigError
 from outrider.generation import generate, stream
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 
 pytestmark = pytest.mark.filterwarnings("ignore:Unfeasible length")
 NEW = 20

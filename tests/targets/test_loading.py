@@ -10,7 +10,7 @@ from conftest import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.errors import TargetError
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 
 SMALL = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -21,8 +21,8 @@ from outrider.drafters import layer_skip
 from outrider.errors import DrafterError
 from outrider.generation import generate
 from outrider.targets import own_cache
+from outrider.targets.load import load_target
 from outrider.targets.own_cache import OwnCache
-from outrider.targets.transformers import load_target
 
 PROMPTS = [list(range(2, 12)), [(7 * n) % 60 + 2 for n in range(60)], [9, 3, 5]]
 COUNT = 40

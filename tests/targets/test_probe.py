@@ -20,7 +20,8 @@ from outrider.errors import TargetError
 from outrider.generation import generate
 from outrider.nn import trees
 from outrider.targets import hooks
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 from outrider.targets.twin import enlivened
 
 V = 128

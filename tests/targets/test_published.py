@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from outrider import generate, load_drafter
 from outrider.errors import TargetError
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 BY_TOKEN = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}

@@ -23,7 +23,8 @@ from outrider.report.summary import headline
 from outrider.runs.file import TargetConfig
 from outrider.sampling.settings import Sampling
 from outrider.targets import quantised
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 
 torchao = pytest.importorskip("torchao.quantization")
 KINDS = ["ngram", "recycle", "jacobi", "layer_skip", "small_model", "dflash", "dspark"]

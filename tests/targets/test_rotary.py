@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.decoding import generate as decoding
 from outrider.generation import generate
 from outrider.targets import rotary
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 from outrider.targets.twin import enlivened
 
 SIZES = {

@@ -15,7 +15,7 @@ from outrider import machine
 from outrider.errors import DataError, TargetError
 from outrider.generation import generate
 from outrider.targets import selftest, trust, twin
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 
 
 def continued(model, prompt: list[int], count: int) -> list[int]:

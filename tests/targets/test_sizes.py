@@ -21,9 +21,9 @@ from outrider.nn.draft_model import DraftModel
 from outrider.nn.shape import SIZES, LayerConfig, resolved
 from outrider.runs.file import RunConfig
 from outrider.runs.sizes import on_paper
+from outrider.targets.load import load_target
 from outrider.targets.sizes import layer_sizes, unused_row
 from outrider.targets.sketch import Sketch, sketch
-from outrider.targets.transformers import load_target
 
 QWEN3 = {
     "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1000000,

@@ -28,7 +28,8 @@ from outrider.drafters.small_model import Config, SmallModel
 from outrider.generation import generate, serve
 from outrider.sampling.settings import Sampling
 from outrider.targets import step
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 
 TEMPLATES = compiled.BUILDS["templates"]
 V = 64

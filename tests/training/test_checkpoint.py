@@ -25,7 +25,8 @@ from outrider.decoding.protocols import Drafter
 from outrider.errors import CheckpointError, ConfigError, DrafterError, OutriderError, TrainingError
 from outrider.nn.weights import weights_of
 from outrider.sampling.settings import Sampling
-from outrider.targets.transformers import TransformersTarget, load_target
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
 from training.bench import KINDS, fit, make_model
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 9, 8, 7, 9]]

@@ -20,7 +20,7 @@ import torch
 from conftest import tiny_model
 from outrider.drafters import dflash
 from outrider.nn.draft_model import Batch
-from outrider.targets.transformers import load_target
+from outrider.targets.load import load_target
 from outrider.training.config import Config as TrainConfig
 from outrider.training.step import CHUNK_ELEMENTS, accumulate
 

@@ -9,8 +9,8 @@ from drafters.test_layer_skip import silenced, whole
 from outrider.drafters.layer_skip import Config, LayerSkip, build
 from outrider.errors import CheckpointError
 from outrider.generation import generate
+from outrider.targets.load import load_target
 from outrider.targets.protocol import Skip
-from outrider.targets.transformers import load_target
 from outrider.training import sublayers
 from outrider.training.sublayers import search
 

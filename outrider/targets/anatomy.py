@@ -1,0 +1,162 @@
+"""The parts of a model: its sizes, its trunk, its layers, its output layer, and what it does to embeddings and logits."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from outrider.errors import TargetError
+from outrider.targets import hooks
+
+UNBOUNDED = 2**20
+"""Context of a family that names none: its positions are a bias or a state."""
+CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "max_target_positions")
+
+
+class Sizes(NamedTuple):
+    """Those of the text part."""
+
+    layers: int
+    hidden: int
+    context: int
+
+
+def sizes(model: PreTrainedModel) -> Sizes:
+    """Sizes of the part that reads text.  Raises TargetError where the config does not name them."""
+    config = model.config.get_text_config(decoder=True)
+    layers, hidden = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
+    if not isinstance(layers, int) or not isinstance(hidden, int):
+        raise TargetError(
+            f"{type(model).__name__}: its {type(config).__name__} names no num_hidden_layers and hidden_size; use "
+            "transformers' own generate for it"
+        )
+    # some families have positions of which the config says -1: none that would end
+    contexts = [value for name in CONTEXTS if isinstance(value := getattr(config, name, None), int) and value > 0]
+    context = contexts[0] if contexts else UNBOUNDED
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "dynamic" in str(rope.get("rope_type")):  # what the config names is then the context of the first training
+        context = int(context * rope["factor"])
+    return Sizes(layers, hidden, context)
+
+
+def trunk(model: PreTrainedModel) -> nn.Module:
+    """The model without its output layer; some families name it otherwise than they declare."""
+    base = model.base_model
+    if base is not model:
+        return base
+    if hasattr(model, "model"):
+        return model.model
+    part = model.get_decoder()
+    # models that read images may hold a whole causal LM
+    return trunk(part) if part is not model and part.get_output_embeddings() is not None else part
+
+
+def output_layer(model: PreTrainedModel) -> Any:
+    """What turns hidden states into logits; where the model does not say, that of a causal LM within it."""
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return next((found for part in parts if (found := part.get_output_embeddings()) is not None), None)
+
+
+def embedding_scale(words: Tensor, states: Tensor) -> float:
+    """What embeddings are multiplied by before the first layer; 1 where they differ by more than a factor."""
+    scale = _ratio(words, states)
+    return 1.0 if scale is None else scale
+
+
+def head_law(raw: Tensor, logits: Tensor, config: Any) -> Callable[[Tensor], Tensor] | None:
+    """What the family does to the output layer's values: nothing, a factor, or a soft cap; None where it is none of these."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    # some families return logits of another type than the layer's
+    if cap and torch.allclose((cap * torch.tanh(raw / cap)).double(), logits.double(), rtol=1e-3, atol=1e-5):
+        return lambda values: cap * torch.tanh(values / cap)
+    scale = _ratio(raw, logits)
+    if scale is None:
+        return None
+    return (lambda values: values) if scale == 1.0 else (lambda values: values * scale)
+
+
+def _ratio(before: Tensor, after: Tensor) -> float | None:
+    """The factor between two tensors, if it is one factor."""
+    if before.shape != after.shape:
+        return None
+    before, after = before.double(), after.double()
+    scale = float((before * after).sum() / (before * before).sum().clamp(min=1e-30))
+    is_one = torch.allclose(before * scale, after, rtol=1e-2, atol=1e-3 * float(after.abs().max()))
+    return (1.0 if abs(scale - 1) < 1e-3 else scale) if is_one else None
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers that a pass over text runs, in order.  Raises TargetError where there is no list of them."""
+    count = sizes(model).layers
+    # the text part first: a vision tower may have as many layers
+    parts = (module for part in (model.get_decoder(), trunk(model)) for module in part.modules())
+    lists = list(dict.fromkeys(part for part in parts if isinstance(part, nn.ModuleList) and len(part) == count))
+    for layers in lists:
+        if len(lists) == 1 or _reads_text(model, layers[0]):
+            return layers
+    # a layer of some families is two of those that a config counts
+    found: Any = getattr(model.get_decoder(), "layers", None)
+    if isinstance(found, nn.ModuleList):
+        return found
+    raise TargetError(
+        f"{type(model).__name__} has no list of {count} decoder layers to tap; use transformers' own generate for it"
+    )
+
+
+@torch.inference_mode()
+def _reads_text(model: PreTrainedModel, layer: nn.Module) -> bool:
+    """Whether a pass over text runs this layer."""
+    seen: list[bool] = []
+    hook = layer.register_forward_pre_hook(hooks.of_this_thread(lambda *_: seen.append(True)))
+    try:
+        model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
+    finally:
+        hook.remove()
+    return bool(seen)
+
+
+@torch.inference_mode()
+def what_ends_do(target: Any, text: list[int]) -> tuple[float, Callable[[Tensor], Tensor], Tensor]:
+    """The factor on embeddings before the first layer, what becomes of the output layer's values, and the logits [S, V].
+
+    target: a TransformersTarget whose parts are found.
+    """
+    tokens = torch.tensor([text], device=target.device)
+    words: list[Tensor] = []
+    see = hooks.of_this_thread(lambda _module, args, kwargs: words.append(args[0] if args else kwargs["hidden_states"]))
+    hook = target._decoder_layers[0].register_forward_pre_hook(see, with_kwargs=True)
+    with target._catching(()) as caught:
+        logits = target.model(input_ids=tokens, use_cache=False).logits
+    hook.remove()
+    if not bool((logits < torch.inf).all()):
+        raise TargetError(
+            f"{target.spec.name}'s logits hold NaN or infinity; load it in float32 or bfloat16, since float16 overflows, and "
+            "look for weights that are not finite"
+        )
+    finish = head_law(target._head.forward(caught[target._model_head]), logits, target.model.config.get_text_config())
+    if finish is None:
+        logging.getLogger(__name__).warning(
+            "%s changes its logits after the output layer in a way that is not known here: drafters that use the target's "
+            "head guess worse; the output is the target's all the same", target.spec.name,
+        )  # fmt: skip
+    return embedding_scale(target._embedding(tokens), words[0]), finish or (lambda values: values), logits[0]
+
+
+def copied(module: nn.Module, device: torch.device) -> Any:
+    """A module without children, on another device; hooks and packed weights stay behind."""
+    there = copy.copy(module)
+    there.__dict__.pop("forward", None)
+    there._forward_pre_hooks = OrderedDict()
+    there._parameters = {
+        name: None if weight is None else nn.Parameter(weight.to(device), requires_grad=False)
+        for name, weight in module._parameters.items()
+    }
+    there._buffers = {name: None if values is None else values.to(device) for name, values in module._buffers.items()}
+    return there

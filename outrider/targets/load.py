@@ -1,0 +1,168 @@
+"""Load a target: the demo, a checkpoint by name or folder, or a module that is already there."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from outrider import demo, machine
+from outrider.errors import TargetError
+from outrider.targets import quantised
+from outrider.targets.anatomy import output_layer
+from outrider.targets.identity import hash_weights
+from outrider.targets.transformers import TransformersTarget
+
+
+def load_target(
+    target: str | Path | PreTrainedModel,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    device_map: Any = None,
+    quantize: str | None = None,
+    quantization: Any = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    compile: bool | None = None,
+) -> TransformersTarget:
+    """Load a causal LM as a target: `demo`, a Hugging Face id, a local folder, or a module that is already there.
+
+    dtype: float32 on a CPU and the checkpoint's own on an accelerator, unless given; `auto` is the checkpoint's own where
+    its products are as fast as float32's, measured on this machine.  quantize: `int8` rounds the weights of
+    the linear layers, those of a module that is given too; it needs torchao, and the steps stay plain.  quantization is handed
+    to transformers as `quantization_config`, device_map as it is; without it the weights of a checkpoint whose method would
+    round activations are dequantised.  A bare module has no tokenizer: its prompts are token ids.
+    compile: None takes a compiled step of this very model if one is on disk, True has one made (about a minute, once), False
+    stays plain.
+    Raises TargetError where it can't be found or loaded, where its plain decoding fails the self-test, or where it quantises
+    activations, keys or values; ConfigError for a `quantize` that there is not.
+    """
+    if quantize is not None:
+        quantised.library(quantize)
+    if isinstance(target, nn.Module):
+        model: Any = target
+        model = model if device is None else model.to(device)
+        model = model if dtype is None else model.to(dtype=_dtype(dtype, model.device, model.dtype))
+        return _compiled(TransformersTarget(model, base_hash=_quantised(model, quantize)), compile)
+    name = str(target)
+    path = str(demo.TARGET) if name == "demo" else name
+    device = default_device(device)
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        wanted: Any = torch.float32 if device.type == "cpu" else "auto"
+        config = AutoConfig.from_pretrained(path, **options)
+        if dtype is not None:
+            wanted = _dtype(dtype, device, config.get_text_config().dtype)
+        whole = None if quantization is not None else quantised.whole_weights(config, name, device, device_map)
+        read_as = quantization if whole is None else whole
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=wanted, device_map=device_map, output_loading_info=True, **options,
+            # None would hide that a checkpoint comes quantised
+            **({} if read_as is None else {"quantization_config": read_as}),
+        )  # fmt: skip
+        model, found = loaded
+        if whole is not None and isinstance(wanted, torch.dtype):
+            model = model.to(wanted)  # what was not quantised has it already, the rest is in the type of its scales
+        tokenizer = _tokenizer(path, options)
+    except (ImportError, RuntimeError) as error:  # such as a quantisation's library or device that is not there
+        raise TargetError(
+            f"can't load target {name!r}: {_first_line(error)}; install what it names, use a device that has it, or take the "
+            "checkpoint unquantised"
+        ) from error
+    except (OSError, ValueError, KeyError) as error:
+        raise TargetError(
+            f"can't load target {name!r}: {_first_line(error)}; give `demo`, a folder with config.json and safetensors, or a "
+            "Hugging Face id (which needs the network the first time)"
+        ) from error
+    if found["missing_keys"]:  # transformers fills them with random numbers
+        missing = sorted(found["missing_keys"])
+        raise TargetError(
+            f"target {name!r} lacks {len(missing)} of its weights, such as {missing[0]}; copy it again, or take the checkpoint "
+            "of a whole causal LM"
+        )
+    if device_map is None and model.device != torch.empty(0, device=device).device:  # some quantised models can't be moved
+        model = model.to(device)
+    return _compiled(TransformersTarget(model, tokenizer, name, revision, _quantised(model, quantize)), compile)
+
+
+def default_device(asked: str | torch.device | None = None) -> torch.device:
+    """The device asked for; else the accelerator where there is one."""
+    return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _quantised(model: Any, quantize: str | None) -> str | None:
+    """Quantise all but the output layer, where that is asked for; returns the hash of the weights before, else None."""
+    if quantize is None:
+        return None
+    if (already := quantised.precision(model)) is not None:
+        raise TargetError(f"the target's weights are {already} as they are; leave quantize={quantize!r} out")
+    base = hash_weights(model)
+    quantised.quantise(model, quantize, keep=[output_layer(model)])
+    return base
+
+
+def _compiled(target: TransformersTarget, compile: bool | None) -> TransformersTarget:
+    if compile:
+        target.compile()
+    if compile is not False:
+        target.step.look()
+    _warn_if_slow(target)
+    _warn_if_endless(target)
+    return target
+
+
+def _tokenizer(path: str, options: dict[str, Any]) -> Any:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        # where there are no files, transformers makes up a tokenizer of special tokens alone
+        reason = "" if len(tokenizer.get_vocab()) > len(tokenizer.all_special_tokens) else "its vocabulary is empty"
+    except (OSError, ValueError, KeyError) as error:
+        tokenizer, reason = None, _first_line(error)
+    if reason:
+        logging.getLogger(__name__).warning("no tokenizer for %s (%s): prompts must be token ids", path, reason)
+        return None
+    return tokenizer
+
+
+def _dtype(dtype: str | torch.dtype, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
+    """The type asked for; for `auto` the one that the weights are stored in, where this device multiplies it fast."""
+    if dtype == "auto":
+        stored = stored or torch.float32
+        return machine.decoding_dtype(stored) if device.type == "cpu" else stored
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise TargetError(
+            f"dtype {dtype!r} is not a floating-point type of torch; use float32, bfloat16, float16, float64 or auto"
+        )
+    return found
+
+
+def _warn_if_slow(target: TransformersTarget) -> None:
+    """One line where this CPU multiplies the target's type much more slowly than another."""
+    spec = target.spec
+    if target.device.type != "cpu" or (spec.dtype == "float32" and spec.quantised is None):
+        return
+    way = spec.dtype if spec.quantised is None else machine.INT8
+    slow = machine.slow_type(way, column=str(machine.ROWS[1]))
+    if slow is not None:
+        advice = "dtype=float32 is faster" if spec.quantised is None else "it saves memory, not time"
+        logging.getLogger(__name__).warning("%s in %s: %s; %s", spec.name, spec.precision, slow, advice)
+
+
+def _warn_if_endless(target: TransformersTarget) -> None:
+    """One line where the config names an end that `model.generate` does not stop at."""
+    named = getattr(target.model.config.get_text_config(), "eos_token_id", None)
+    if named is not None and not target.ends:
+        logging.getLogger(__name__).warning(
+            "%s: its config names the end %s, its generation_config none, so texts go on to their limit, as with "
+            "model.generate; set model.generation_config.eos_token_id to end them there", target.spec.name, named,
+        )  # fmt: skip
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
