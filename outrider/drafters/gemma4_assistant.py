@@ -26,7 +26,8 @@ from outrider.errors import DrafterError
 from outrider.nn import serving
 from outrider.nn.states import LastStates, StateDrafter
 from outrider.targets.assistant import load_assistant, shared_layers
-from outrider.targets.cache import SlotCache, additive
+from outrider.targets.attention_mask import additive
+from outrider.targets.cache import SlotCache
 from outrider.targets.protocol import Target
 
 

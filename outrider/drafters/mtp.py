@@ -29,7 +29,7 @@ from outrider.nn import serving
 from outrider.nn.blocks import MLP, RMSNorm, angles
 from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, RecurrentModel, Unrolled
 from outrider.nn.shape import FORMER, LayerConfig, resolved
-from outrider.targets.cache import Limit
+from outrider.targets.attention_mask import Limit
 from outrider.targets.mtp import native_modules
 from outrider.targets.protocol import LayerSizes, Target
 

@@ -36,7 +36,8 @@ from outrider.nn.draft_model import Batch, DraftModel, chosen, labelled
 from outrider.nn.pairs import PairMemory
 from outrider.nn.rows import Labelled, SharedLabels
 from outrider.nn.shape import LayerConfig
-from outrider.targets.cache import Limit, SlotCache
+from outrider.targets.attention_mask import Limit
+from outrider.targets.cache import SlotCache
 from outrider.targets.protocol import LayerSizes
 
 READ = 512

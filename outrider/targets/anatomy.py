@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from outrider.errors import TargetError
 from outrider.targets import hooks
 
+ARGUMENTS = ("past_key_values", "cache_params", "cache")
+"""Names under which families take a cache: the first two up to transformers 5.23, the third since."""
 UNBOUNDED = 2**20
 """Context of a family that names none: its positions are a bias or a state."""
 CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "max_target_positions")
@@ -160,3 +162,8 @@ def copied(module: nn.Module, device: torch.device) -> Any:
     }
     there._buffers = {name: None if values is None else values.to(device) for name, values in module._buffers.items()}
     return there
+
+
+def cache_argument(taken: Container[str]) -> str:
+    """The one of ARGUMENTS that is among those that something takes; the newest where none is."""
+    return next((name for name in ARGUMENTS if name in taken), ARGUMENTS[-1])

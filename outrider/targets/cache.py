@@ -4,112 +4,26 @@ A slot's tokens stand from 0 without holes, so its length alone says what is val
 A pass writes its rows behind each slot's length; `keep` moves the accepted ones together and counts them in.  Layers with a
 window keep all keys too: their mask hides what lies too far back, so a tree, a cut and a slot re-used are the same to all.
 
-Recurrent layers keep a state in place of keys.  A pass in steps notes it after every position, and `append` puts the one
-behind the last kept token into the slot.  A cache that is to take back what it appended remembers a few of them a slot; `cut`
-goes back to one.
+Recurrent layers keep a state in place of keys; see `states`.
 
 R rows of a pass, n tokens a row, h heads, d head size.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-
-class Limit(NamedTuple):
-    """How far a layer sees: the last `size` positions, its own included; or its own chunk of `size` positions."""
-
-    kind: Literal["window", "chunk"]
-    size: int
-
-
-Key = tuple[int, str, int]
-"""Layer, `conv` or `recurrent`, number of the state within the layer."""
-
-
-ARGUMENTS = ("past_key_values", "cache_params", "cache")
-"""Names under which families take a cache: the first two up to transformers 5.23, the third since."""
-
+from outrider.targets.attention_mask import Limit, Pass, Sight, additive, span
+from outrider.targets.states import RecurrentStates
 
 STAIR = 64
 """Tokens a row up to which passes share one mask."""
 VIEWS = 64
 """Spans of slots whose views of all layers are held; then all are dropped."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """Where the rows of one forward pass stand."""
-
-    rows: list[int]
-    starts: list[int]
-    """Length of each row's slot before the pass."""
-    width: int
-    """Tokens a row, padding included."""
-    places: list[int]
-    """Where the rows lie in the buffers."""
-    span: slice | None
-    """The places as a slice, where they are side by side."""
-
-    @property
-    def end(self) -> int:
-        """Columns that some row of the pass may look at."""
-        return max(self.starts, default=0) + self.width
-
-    @property
-    def is_even(self) -> bool:
-        """All rows stand at the same place and lie side by side: writing and reading are plain slices."""
-        return len(set(self.starts)) == 1 and self.span is not None
-
-
-class States(NamedTuple):
-    """One slot's recurrent states behind its first `length` tokens."""
-
-    length: int
-    states: dict[Key, Tensor]
-
-
-class Sight(NamedTuple):
-    """Where a pass stands and what its rows may look at.  Tensors alone, so that a graph can be traced through it."""
-
-    starts: Tensor
-    """[R] length of each row's slot before the pass."""
-    columns: Tensor
-    """[end] 0, 1, ... up to the last column that some row may look at."""
-    width: int
-    """Tokens a row."""
-
-    def positions(self, depths: Tensor) -> Tensor:
-        """[R, n]; depths [R or 1, n] counts from each row's start."""
-        return self.starts[:, None] + depths
-
-    def seen(self, visible: Tensor) -> Tensor:
-        """[R, Q, end] bool: all before the pass, and of the pass what `visible` [R or 1, Q, n] says."""
-        own, place = self._own()
-        visible = visible.expand(self.starts.shape[0], -1, -1)
-        inside = (own >= 0) & (own < self.width)
-        return (own < 0) | (inside & visible.gather(-1, place.expand(-1, visible.shape[1], -1)))
-
-    def near(self, limit: Limit, depths: Tensor) -> Tensor:
-        """[R, n, end] bool: what a limit leaves.  Nodes of a tree stand where their depth says, not where they are written."""
-        own, place = self._own()
-        asks = self.positions(depths)
-        stands = torch.where(own < 0, self.columns, asks[:, None].gather(-1, place))
-        asks = asks[:, :, None]
-        if limit.kind == "window":
-            return stands > asks - limit.size
-        return stands.div(limit.size, rounding_mode="floor") == asks.div(limit.size, rounding_mode="floor")
-
-    def _own(self) -> tuple[Tensor, Tensor]:
-        """Every column counted from its row's start, [R, 1, end], and the same held within the pass."""
-        own = self.columns - self.starts[:, None, None]
-        return own, own.clamp(0, self.width - 1)
 
 
 class SlotCache:
@@ -138,12 +52,7 @@ class SlotCache:
         self._line = torch.arange(length, device=self.device)
         self._views: dict[tuple[int, int, int], list[Tensor]] = {}
         self._stairs: dict[tuple[torch.dtype, Limit | None], Tensor] = {}
-        self._states: dict[Key, Tensor] = {}
-        self._work: dict[Key, Tensor] = {}
-        self._trail: dict[Key, list[Tensor]] = {}
-        self._noted: int | None = None
-        self._remembered: dict[int, deque[States]] = {}
-        """By slot, in the order of their lengths."""
+        self.states = RecurrentStates(slots, undo)
         self._now = Pass([], [], 0, [], None)
         self.texts: list[list[int]] = [[] for _ in range(slots)]
         """What each slot has read, where the target says what a pass reads: by `reads`."""
@@ -230,10 +139,11 @@ class SlotCache:
         """
         rows = list(rows)
         places = [self.places[row] for row in rows]
-        now = Pass(rows, [self.lengths[row] for row in rows], width, places, _span(places))
+        now = Pass(rows, [self.lengths[row] for row in rows], width, places, span(places))
         assert now.end <= self.length, f"a pass up to {now.end} tokens in a cache of {self.length}"
         self._now, self._at, self.in_steps = now, None, in_steps
-        self._work, self._trail, self._noted, self._reads = {}, {}, noted, None
+        self._reads = None
+        self.states.open(noted)
         if not now.is_even:
             columns = torch.tensor(now.starts).unsqueeze(-1) + torch.arange(width)
             self._at = torch.tensor(places, device=self.device).unsqueeze(-1), columns.to(self.device)
@@ -261,7 +171,7 @@ class SlotCache:
         """Keys and values of a layer for these slots, for reading: [R, h, n, d], n what the longest of them holds."""
         longest = max(self.lengths[row] for row in rows)
         places = [self.places[row] for row in rows]
-        keys, values = (kept[_span(places) or places][:, :, :longest] for kept in self._layers[layer])
+        keys, values = (kept[span(places) or places][:, :, :longest] for kept in self._layers[layer])
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -355,31 +265,8 @@ class SlotCache:
         if self._reads is not None:
             for row, start, count, read in zip(self._now.rows, self._now.starts, counts, self._reads, strict=True):
                 self.texts[row][start:] = read[:count]
-        if self._work:
-            self._append_states(counts)
-
-    @torch.inference_mode()  # the passes that made states and buffers were in it
-    def _append_states(self, counts: Sequence[int]) -> None:
-        for key, work in self._work.items():
-            if key not in self._states:
-                self._states[key] = work.new_zeros(self.slots, *work.shape[1:])
-            for b, (row, count) in enumerate(zip(self._now.rows, counts, strict=True)):
-                self._states[key][row] = self._state_behind(key, count, b)
-        if self.undo:
-            for b, count in enumerate(counts):
-                self._remember(b, count)
-
-    def _state_behind(self, key: Key, count: int, b: int) -> Tensor:
-        """A state of row b behind the first `count` tokens of the open pass."""
-        trail = self._trail.get(key)
-        return self._work[key][b] if trail is None else trail[count - 1 - self._now.width + len(trail)][b]
-
-    def _remember(self, b: int, count: int) -> None:
-        row, start = self._now.rows[b], self._now.starts[b]
-        places = self._remembered.setdefault(row, deque(maxlen=self.undo + 1))
-        first = max(1, count - self.undo) if self._trail else count
-        for n in range(first, count + 1):
-            places.append(States(start + n, {key: self._state_behind(key, n, b).clone() for key in self._work}))
+        if self.states.work:
+            self.states.append(self._now.rows, self._now.starts, self._now.width, counts)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Each row's first token (the anchor) and the nodes on its path stay.  Node n is token n + 1."""
@@ -391,38 +278,29 @@ class SlotCache:
             self._reads = [[read[0], *(read[node + 1] for node in path)] for read, path in zip(self._reads, paths, strict=True)]
         self.append([len(path) + 1 for path in paths])
 
-    @torch.inference_mode()
     def cut(self, row: int, length: int) -> None:
         """Forget what a slot holds behind its first `length` tokens.
 
         Where layers keep states it goes back to the last place up to there whose states are remembered, at worst to its
         beginning: `lengths` says where it stands, and what is missing is to be read again.
         """
-        if length >= self.lengths[row]:
-            return
-        if self._states:
-            places = self._remembered.get(row, deque())
-            while places and places[-1].length > length:
-                places.pop()
-            length = places[-1].length if places else 0
-            for key, state in places[-1].states.items() if places else ():
-                self._states[key][row] = state
-        self.lengths[row] = length
+        if length < self.lengths[row]:
+            self.lengths[row] = self.states.cut(row, length)
 
     def free(self, rows: Sequence[int]) -> None:
         for row in rows:
             self.lengths[row] = 0
-            self._remembered.pop(row, None)
+            self.states.remembered.pop(row, None)
 
     # ── recurrent layers, as transformers' Cache has them ─────────────────────────────────────────────────────────────
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Last inputs of a convolution, [R, channels, kernel]; None where all rows begin.  Layers may write into it."""
-        return self._state((layer_idx, "conv", state_idx))
+        return self.states.read((layer_idx, "conv", state_idx), self._now.rows, self._now.starts)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """State [R, ...]; None where all rows begin.  Layers may write into it."""
-        return self._state((layer_idx, "recurrent", state_idx))
+        return self.states.read((layer_idx, "recurrent", state_idx), self._now.rows, self._now.starts)
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_kwargs: object
@@ -432,11 +310,11 @@ class SlotCache:
         kernel = conv_kernel_size or conv_states.shape[-1]
         joined = conv_states if before is None else torch.cat([before, conv_states], -1)
         joined = torch.nn.functional.pad(joined, (max(0, kernel - joined.shape[-1]), 0))
-        self._work[layer_idx, "conv", state_idx] = joined[..., -kernel:].clone()
+        self.states.work[layer_idx, "conv", state_idx] = joined[..., -kernel:].clone()
         return joined
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object) -> Tensor:
-        self._work[layer_idx, "recurrent", state_idx] = recurrent_states
+        self.states.work[layer_idx, "recurrent", state_idx] = recurrent_states
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -444,15 +322,6 @@ class SlotCache:
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
-
-    def note(self, layer_idx: int) -> None:
-        """Remember this layer's states as they are after one more position of the pass."""
-        for key, state in self._work.items():
-            if key[0] == layer_idx:
-                trail = self._trail.setdefault(key, [])
-                trail.append(state.clone())
-                if self._noted is not None:
-                    del trail[: -self._noted]
 
     @property
     def is_initialized(self) -> bool:
@@ -473,16 +342,6 @@ class SlotCache:
     def begins(self) -> bool:
         """No row of the open pass has anything before it."""
         return not any(self._now.starts)
-
-    def _state(self, key: Key) -> Tensor | None:
-        if key not in self._work:
-            if self.begins or key not in self._states:
-                return None
-            kept = self._states[key][self._now.rows]
-            fresh = [b for b, start in enumerate(self._now.starts) if not start]
-            kept[fresh] = 0
-            self._work[key] = kept
-        return self._work[key]
 
     # ── buffers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -512,47 +371,3 @@ class SlotCache:
         buffer[places, :, columns] = states.transpose(1, 2)
         # a slice is a view, a list of places would copy all that they hold
         return buffer[now.span or now.places, :, : now.end]
-
-
-def _span(places: Sequence[int]) -> slice | None:
-    """These places as a slice, where they are side by side."""
-    first, last = places[0], places[0] + len(places)
-    return slice(first, last) if list(places) == list(range(first, last)) else None
-
-
-class Columns:
-    """Buffers of a pass as the layers see them while it is traced: written behind each row's start, read up to the end."""
-
-    is_compileable = False
-
-    def __init__(self, layers: Sequence[int], buffers: Sequence[Tensor], sight: Sight):
-        """buffers: keys, then values, of each layer, [R, h, length, d]."""
-        self.buffers = dict(zip(layers, zip(buffers[::2], buffers[1::2], strict=True), strict=True))
-        self.width, self.end = sight.width, sight.columns.shape[0]
-        self.rows = torch.arange(sight.starts.shape[0], device=sight.starts.device)[:, None]
-        self.columns = sight.positions(torch.arange(sight.width, device=sight.starts.device))
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
-        kept = self.buffers[layer_idx]
-        for buffer, states in zip(kept, (keys, values), strict=True):
-            buffer[self.rows, :, self.columns] = states.transpose(1, 2)
-        return kept[0][:, :, : self.end], kept[1][:, :, : self.end]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.end - self.width
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.end, 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.get_seq_length()
-
-
-def cache_argument(taken: Container[str]) -> str:
-    """The one of ARGUMENTS that is among those that something takes; the newest where none is."""
-    return next((name for name in ARGUMENTS if name in taken), ARGUMENTS[-1])
-
-
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """[R, Q, end] bool to [R, 1, Q, end] in which 0 is seen and -inf is not."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]

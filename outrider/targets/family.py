@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from outrider.targets import hooks
-from outrider.targets.anatomy import trunk
-from outrider.targets.cache import Limit, SlotCache, cache_argument
+from outrider.targets.anatomy import cache_argument, trunk
+from outrider.targets.attention_mask import Limit
+from outrider.targets.cache import SlotCache
 from outrider.targets.rotary import Rotary, learn_rotary
 
 KINDS = (
@@ -197,7 +198,7 @@ def _in_steps(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwar
     for n in range(hidden.shape[1]):
         given.arguments["hidden_states"] = hidden[:, n : n + 1]
         outs.append(forward(*given.args[1:], **given.kwargs))
-        cache.note(layer)
+        cache.states.note(layer)
     if isinstance(outs[0], tuple):
         return torch.cat([out[0] for out in outs], 1), *outs[0][1:]
     return torch.cat(outs, 1)

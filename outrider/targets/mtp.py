@@ -23,7 +23,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from outrider.errors import DrafterError
-from outrider.targets.cache import Limit
+from outrider.targets.attention_mask import Limit
 from outrider.targets.protocol import Target
 
 ATTENTION = "outrider"

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from outrider.errors import TargetError
 from outrider.targets import hooks
-from outrider.targets.cache import cache_argument
+from outrider.targets.anatomy import cache_argument
 
 _LOCK = threading.Lock()
 _deciding: ContextVar[Tensor | None] = ContextVar("deciding", default=None)

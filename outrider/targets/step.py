@@ -23,9 +23,11 @@ from outrider import compiled, packed
 from outrider.compiled import Compiled, Graph, NotCompiled, Replays, dense
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Scores
-from outrider.targets import cache, family
-from outrider.targets.cache import Columns, Sight, SlotCache, additive
+from outrider.targets import attention_mask, columns, family
+from outrider.targets.attention_mask import Sight, additive
+from outrider.targets.cache import SlotCache
 from outrider.targets.captured import Captured
+from outrider.targets.columns import Columns
 from outrider.targets.selftest import PARENTS
 
 WIDEST = 1024
@@ -68,8 +70,8 @@ class CompiledStep(Compiled):
         model = self.target.model
         config = model.config
         own = (transformers.__version__, type(model).__name__, config.to_json_string(), config._attn_implementation)
-        traced = sys.modules[type(self.target).__module__]
-        return [own, self.target.family, *compiled.code(compiled, family, cache, traced, sys.modules[__name__])]
+        here, target = sys.modules[__name__], sys.modules[type(self.target).__module__]
+        return [own, self.target.family, *compiled.code(compiled, family, attention_mask, columns, target, here)]
 
     def reads(self, cache: SlotCache, rows: Sequence[int], tokens: Tensor) -> bool:
         """Whether a prompt's chunk [R, S] of these slots passes compiled."""

@@ -15,7 +15,8 @@ from contracts.parties import TableTarget
 from outrider.decoding.state import Request
 from outrider.generation import batch, serve
 from outrider.sampling.settings import Sampling
-from outrider.targets.cache import Limit, SlotCache
+from outrider.targets.attention_mask import Limit
+from outrider.targets.cache import SlotCache
 
 REQUESTS = 10_000
 TARGET = TableTarget.random(5)

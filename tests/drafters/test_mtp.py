@@ -23,7 +23,7 @@ from outrider.nn import recurrent
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 from outrider.targets import mtp as shipped
-from outrider.targets.cache import Limit
+from outrider.targets.attention_mask import Limit
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 

@@ -18,7 +18,9 @@ from outrider.errors import TargetError
 from outrider.generation import generate, serve
 from outrider.sampling.settings import Sampling
 from outrider.targets import selftest
-from outrider.targets.cache import ARGUMENTS, Limit, Sight, SlotCache
+from outrider.targets.anatomy import ARGUMENTS
+from outrider.targets.attention_mask import Limit, Sight
+from outrider.targets.cache import SlotCache
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
