@@ -44,12 +44,12 @@ class Judged(NamedTuple):
     """Of every place where something was proposed the chance that the law keeps it, at the run's own temperature."""
 
 
-class Listening:
+class TracedTarget:
     """A target that tells of every draft that it is given to verify, and otherwise is what it was."""
 
-    def __init__(self, target: Any, heard: Callable[[Draft, Scores], None]):
+    def __init__(self, target: Any, on_verify: Callable[[Draft, Scores], None]):
         self._target = target
-        self._heard = heard
+        self._on_verify = on_verify
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
@@ -59,7 +59,7 @@ class Listening:
         probe: Probe | None = None,
     ) -> Scores:  # fmt: skip
         scores: Scores = self._target.verify(cache, rows, anchor, draft, taps, probe)
-        self._heard(draft, scores)
+        self._on_verify(draft, scores)
         return scores
 
 
@@ -79,14 +79,14 @@ def judged(
     found = Judged([], [], [])
     last: list[Any] = []
 
-    def heard(draft: Draft, scores: Scores) -> None:
+    def keep_last(draft: Draft, scores: Scores) -> None:
         # a copy: a compiled step gives its buffers out again
         last[:] = [draft, scores.logits[0].clone()]
 
     words = _Words(target)
     state = batch(target, 1, judge or "standard", shared_noise, None if ends else frozenset())
-    listening: Any = Listening(target, heard)
-    for progress in serve(listening, [request], drafter, policy=policy, state=state):
+    traced: Any = TracedTarget(target, keep_last)
+    for progress in serve(traced, [request], drafter, policy=policy, state=state):
         draft, logits = last
         for tested, chance in _places(draft, logits, state.judge, progress, words):
             found.tested.append(tested)

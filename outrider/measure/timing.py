@@ -16,7 +16,7 @@ from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import Request, Scores
 from outrider.generation import batch, serve
 from outrider.measure import memory
-from outrider.measure.rejections import Listening
+from outrider.measure.rejections import TracedTarget
 from outrider.measure.row import Run
 from outrider.policies import lossy
 from outrider.sampling.judge import SamplingJudge
@@ -30,15 +30,15 @@ def run_once(
     """Continue one request alone and note every step.  ends False goes on past end-of-text, for equal lengths."""
     run = Run()
 
-    def heard(draft: Draft, scores: Scores) -> None:
+    def count_nodes(draft: Draft, scores: Scores) -> None:
         run.nodes.append(sum(draft.live))
 
     state = batch(target, 1, judge or "standard", shared_noise, None if ends else frozenset())
-    listening: Any = Listening(target, heard)
+    traced: Any = TracedTarget(target, count_nodes)
     is_watched = memory.forget(target.device)
     with model_clock(target, drafter) as clock:
         began = last = time.perf_counter()
-        for progress in serve(listening, [request], drafter, policy=policy, state=state):
+        for progress in serve(traced, [request], drafter, policy=policy, state=state):
             now = time.perf_counter()
             if run.steps:
                 run.gaps_s.append(now - last)

@@ -131,10 +131,10 @@ def test_a_greedy_run_s_overlap_is_what_was_kept(talker: TransformersTarget, req
 def test_a_sampled_draft_s_q_and_overlap_are_its_own(talker: TransformersTarget) -> None:
     """Catches the q of another node, and a chance that is not the mean of min(p, q)."""
     request = Request(talker.encode([{"role": "user", "content": PROMPT}]), 20, Sampling(1.0, seed=3))
-    heard: list[tuple[Draft, Tensor]] = []
-    listening: Any = rejections.Listening(talker, lambda draft, scores: heard.append((draft, scores.logits.clone())))
-    found = judged(listening, request, drafter(talker, "dspark"), ends=False)
-    first = heard[0]
+    verified: list[tuple[Draft, Tensor]] = []
+    traced: Any = rejections.TracedTarget(talker, lambda draft, scores: verified.append((draft, scores.logits.clone())))
+    found = judged(traced, request, drafter(talker, "dspark"), ends=False)
+    first = verified[0]
     place = found.tested[0]
     assert first[0].q is not None
     assert place.q == pytest.approx(float(first[0].q[0, 0, first[0].ids[0][0]]), rel=1e-5)
