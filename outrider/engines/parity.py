@@ -22,6 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from outrider.atomic import replacing
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.engines import words
@@ -233,9 +236,8 @@ def write_verified(folder: Path, parity: Parity) -> Path:
         "platform": parity.platform,
     }  # fmt: skip
     found.setdefault("verified", {})[f"{parity.engine} {parity.version}"] = said
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(found, indent=2), encoding="utf-8")
-    os.replace(part, path)
+    with replacing(path) as part:
+        part.write_text(json.dumps(found, indent=2), encoding="utf-8")
     return path
 
 
@@ -362,8 +364,6 @@ def _parted(target: TransformersTarget, prompt: Sequence[int], number: int, own:
 
 def gap(target: TransformersTarget, tokens: Sequence[int], one: int, other: int) -> float:
     """Nats between two tokens behind a text, by the target's own plain pass."""
-    import torch
-
     hidden, _ = target.read(torch.tensor([list(tokens)], device=target.device))
     logits = target.head(hidden[:, -1:])[0, 0].double()
     return float((logits[one] - logits[other]).abs())

@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 
+from outrider.atomic import replacing
 from outrider.engines import commands
 from outrider.engines.engine import Draft, Wish, engine_of
 from outrider.engines.tune import Arm, Point
@@ -113,9 +114,8 @@ def _begun(folder: Path, about: dict[str, Any]) -> list[Point]:
 
 
 def _write(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 @contextmanager

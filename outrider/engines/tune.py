@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from outrider.atomic import replacing
 from outrider.errors import ConfigError, DataError
 from outrider.report.bootstrap import student
 
@@ -94,9 +95,8 @@ class Choice:
 
     def write(self, path: Path) -> None:
         """tune.json, whole or not at all."""
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(self.plain(), indent=2) + "\n", encoding="utf-8")
-        part.replace(path)
+        with replacing(path) as part:
+            part.write_text(json.dumps(self.plain(), indent=2) + "\n", encoding="utf-8")
 
 
 # ── choosing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
