@@ -170,15 +170,22 @@ struct Pass {
     for (; d < v.size; d += LANES) gather<Q, 1>(r, g, first, count, scores, factors, held, d);
   }
 
+  // As `block`, for a number of queries that is known only now.
+  template <int Q = TOGETHER>
+  void blocks(int64_t many, int64_t r, int64_t g, int64_t from, int64_t first, int64_t count, float* highest, float* total, float* held) const {
+    if constexpr (Q > 0) {
+      if (many == Q) return block<Q>(r, g, from, first, count, highest, total, held);
+      blocks<Q - 1>(many, r, g, from, first, count, highest, total, held);
+    }
+  }
+
   // All queries of one head of keys.
   void head(int64_t r, int64_t g) const {
     std::vector<float> highest(queries, -INFINITY), total(queries, 0.f), held(queries * v.size, 0.f);
     for (int64_t first = 0; first < k.count; first += BLOCK) {
       const int64_t count = std::min<int64_t>(BLOCK, k.count - first);
-      int64_t i = 0;
-      for (; i + TOGETHER <= queries; i += TOGETHER)
-        block<TOGETHER>(r, g, i, first, count, &highest[i], &total[i], &held[i * v.size]);
-      for (; i < queries; ++i) block<1>(r, g, i, first, count, &highest[i], &total[i], &held[i * v.size]);
+      for (int64_t i = 0; i < queries; i += TOGETHER)
+        blocks(std::min<int64_t>(TOGETHER, queries - i), r, g, i, first, count, &highest[i], &total[i], &held[i * v.size]);
     }
     for (int64_t i = 0; i < queries; ++i) {
       float* to = result(r, g, i);

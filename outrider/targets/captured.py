@@ -50,7 +50,7 @@ _Key = tuple[int, int, int, int, tuple[_Layout, ...]]
 
 class _Capture(NamedTuple):
     given: tuple[Tensor, ...]
-    """Tokens, depths, visible, starts and taps, where the replay reads them."""
+    """Tokens, depths, visible, starts, taps and asked, where the replay reads them."""
     replay: Callable[[], object]
     outputs: list[Tensor]
 
@@ -59,7 +59,7 @@ class Captured:
     """Passes of one traced function, called by `forward` as a package is."""
 
     def __init__(self, traced: nn.Module, recorder: Recorder = cuda_graph):
-        """traced: of tokens, depths, visible, starts, columns, taps and buffers; it must not look at any of their values."""
+        """traced: of tokens, depths, visible, starts, columns, taps, asked and buffers; it must not look at their values."""
         self.traced, self.recorder = traced, recorder
         self.captures: dict[_Key, _Capture] = {}
 
@@ -69,12 +69,13 @@ class Captured:
 
     def forward(
         self, tokens: Tensor, depths: Tensor, visible: Tensor, starts: Tensor, columns: Tensor, taps: Tensor,
-        buffers: Sequence[Tensor],
+        asked: Tensor, buffers: Sequence[Tensor],
     ) -> list[Tensor]:  # fmt: skip
         """The traced pass's logits, hidden states, choice and taps for tokens [R, n]."""
         rows, width = tokens.shape
         wide = self.padded(width)
-        given = pad(tokens, (0, wide - width)), pad(depths, (0, wide - width)), _seen(visible, wide), starts, taps
+        first, asked = (pad(tokens, (0, wide - width)), pad(depths, (0, wide - width))), pad(asked, (0, wide - width))
+        given = *first, _seen(visible, wide), starts, taps, asked
         end = min(buffers[0].shape[2], -(-(len(columns) + wide - width) // COLUMNS) * COLUMNS)
         key = rows, wide, end, len(taps), tuple(map(_layout, buffers))
         if key not in self.captures:
@@ -91,8 +92,8 @@ class Captured:
     def _captured(self, given: tuple[Tensor, ...], end: int, buffers: Sequence[Tensor]) -> _Capture:
         fixed = tuple(argument.clone() for argument in given)
         columns = torch.arange(end, device=fixed[0].device)
-        *before, taps = fixed
-        replay, outputs = self.recorder(lambda: self.traced(*before, columns, taps, list(buffers)))
+        *before, taps, asked = fixed
+        replay, outputs = self.recorder(lambda: self.traced(*before, columns, taps, asked, list(buffers)))
         return _Capture(fixed, replay, flat(outputs))
 
 

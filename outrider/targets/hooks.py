@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 _LOCK = threading.Lock()
 _replaced: ContextVar[tuple[nn.Module, Tensor] | None] = ContextVar("replaced", default=None)
+_selected: ContextVar[tuple[nn.Module, Tensor] | None] = ContextVar("selected", default=None)
 _caught: ContextVar[dict[nn.Module, Tensor | None] | None] = ContextVar("caught", default=None)
 
 
@@ -40,6 +41,19 @@ def replacing(module: nn.Module, values: Tensor) -> Iterator[None]:
         yield
     finally:
         _replaced.reset(token)
+
+
+@contextmanager
+def selecting(module: nn.Module, rows: Tensor) -> Iterator[None]:
+    """While this is open, this module, whose input is watched, is given these rows [B, K] of its input [B, S, H] alone.
+
+    What is caught is the whole input.
+    """
+    token = _selected.set((module, rows))
+    try:
+        yield
+    finally:
+        _selected.reset(token)
 
 
 def watch_input(module: nn.Module) -> None:
@@ -79,10 +93,14 @@ def of_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _of_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+def _of_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     found = _caught.get()
     if found is not None and module in found:
         found[module] = inputs[0]
+    selected = _selected.get()
+    if selected is None or selected[0] is not module:
+        return None
+    return (inputs[0].gather(1, selected[1][..., None].expand(-1, -1, inputs[0].shape[-1])), *inputs[1:])
 
 
 def _of_output(module: nn.Module, _inputs: object, output: Any) -> Any:

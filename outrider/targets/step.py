@@ -3,7 +3,7 @@
 Sizes stay open: slots, tokens a row, columns that are read, the cache's length.  It is traced with several of each, since
 tracing makes a size of 1 a case of its own; what comes out serves 1 as well, which is tried whenever a graph is taken.
 
-R rows of a pass, n tokens a row, h heads, L cache length.
+R rows of a pass, n tokens a row, K of them whose logits are asked for, h heads, L cache length.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from outrider.targets.selftest import PARENTS
 
 WIDEST = 1024
 """Most tokens a row of a pass."""
-MOST_LOGITS = 2**23
-"""Of a prompt's chunk that passes compiled: the graph says them for every token, and one is asked for."""
 EXAMPLE, BEFORE = (3, 8), 300
 """Rows and tokens a row of the pass that is traced, and columns that stand before it."""
 
@@ -78,21 +76,24 @@ class CompiledStep(Compiled):
         # a GPU would capture every width that comes
         if not isinstance(self.graph, Graph):
             return False
-        is_right = tokens.shape[1] <= WIDEST and tokens.numel() * self.target.spec.vocabulary <= MOST_LOGITS
-        return is_right and self.fits(cache, rows, tokens.shape[1])
+        return tokens.shape[1] <= WIDEST and self.fits(cache, rows, tokens.shape[1])
 
     def run(
         self, cache: SlotCache, rows: Sequence[int], tokens: Tensor, visible: Tensor | None, depths: Tensor | None,
-        taps: tuple[int, ...],
+        taps: tuple[int, ...], last: Sequence[int] | None = None,
     ) -> Scores:  # fmt: skip
-        """A pass of these slots over tokens [R, n]; it is open afterwards."""
+        """A pass of these slots over tokens [R, n]; it is open afterwards.
+
+        last: of each row the one token whose logits are asked for; those of all tokens unless given.
+        """
         cache.open(rows, tokens.shape[1])
-        return self._run(self.graph, tokens, cache, visible, depths, taps)
+        return self._run(self.graph, tokens, cache, visible, depths, taps, last)
 
     def _run(
-        self, graph: Any, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
-    ) -> Scores:
-        given = self._arguments(tokens, cache, visible, depths, taps)
+        self, graph: Any, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None,
+        taps: tuple[int, ...], last: Sequence[int] | None = None,
+    ) -> Scores:  # fmt: skip
+        given = self._arguments(tokens, cache, visible, depths, taps, last)
         with self._lock:  # another thread's replay reads its arguments in the same place
             logits, hidden, choice, tapped = graph.forward(*given)
         return Scores(logits, hidden, tapped if taps else None, choice)
@@ -103,7 +104,8 @@ class CompiledStep(Compiled):
         r = {0: Dim("rows", min=2, max=1024)}
         width, end, length = Dim("width", min=2, max=WIDEST), Dim("end", min=3, max=2**20), Dim("length", min=4, max=2**20)
         of_rows, taps, of_buffers = {**r, 1: width}, {0: Dim("taps", min=2, max=2**10)}, [{**r, 2: length} for _ in given[-1]]
-        dims = of_rows, of_rows, {**r, 1: width, 2: width}, r, {0: end}, taps, of_buffers
+        asked = {**r, 1: Dim("asked", min=2, max=WIDEST)}
+        dims = of_rows, of_rows, {**r, 1: width, 2: width}, r, {0: end}, taps, asked, of_buffers
         return _Traced(self.target, kept.layers), given, dims
 
     def trials(self) -> list[tuple[Any, ...]]:
@@ -153,15 +155,21 @@ class CompiledStep(Compiled):
                 tokens, visible, depths = passed(text[:, 0], draft, self.target.spec.vocabulary)
                 fast = self._run(graph, tokens, kept, visible, depths, ()).logits
                 worst = max(worst, float((plain - fast).abs().max()))
+                if isinstance(graph, Graph):  # which reads prompts too
+                    last = self._run(graph, tokens, kept, visible, depths, (), [tokens.shape[1] - 1] * rows).logits
+                    worst = max(worst, float((plain[:, -1:] - last).abs().max()))
         return worst, self.target.selftest.allowed
 
     def _arguments(
-        self, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-        """Tokens; each one's depth and what it sees of the pass; where rows stand, and columns up to the end; taps; buffers."""
+        self, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...],
+        last: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+        """Tokens; each one's depth and what it sees of the pass; where rows stand, and columns up to the end; taps; tokens
+        whose logits are asked for; buffers."""
         if visible is None or depths is None:
             depths, visible = _chain_of(*tokens.shape, tokens.device)
         tapped = _numbers(taps or (0,), tokens.device)
+        asked = _all_of(*tokens.shape, tokens.device) if last is None else torch.tensor(last, device=tokens.device)[:, None]
         return (
             tokens.contiguous(),
             depths.contiguous(),
@@ -169,6 +177,7 @@ class CompiledStep(Compiled):
             cache.starts,
             cache.columns,
             tapped,
+            asked,
             cache.buffers,
         )
 
@@ -180,6 +189,12 @@ def _chain_of(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tens
     return dense(depths, rows, width), dense(depths[:, None] >= depths, rows, width, width)
 
 
+@functools.lru_cache(256)
+def _all_of(rows: int, width: int, device: torch.device) -> Tensor:
+    """[R, n] numbers of a row's tokens."""
+    return dense(torch.arange(width, device=device), rows, width)
+
+
 class _Traced(nn.Module):
     """What is compiled: one pass of the model over buffers that are given."""
 
@@ -189,10 +204,11 @@ class _Traced(nn.Module):
         self.target, self.layers = target, layers
 
     def forward(
-        self, tokens: Tensor, depths: Tensor, visible: Tensor, starts: Tensor, columns: Tensor, taps: Tensor,
+        self, tokens: Tensor, depths: Tensor, visible: Tensor, starts: Tensor, columns: Tensor, taps: Tensor, asked: Tensor,
         buffers: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """Logits [R, n, V], hidden [R, n, H], choice [R, n] as in `Scores`, and outputs of layers `taps` [T]: [R, n, T, H]."""
+        """Logits [R, K, V] of tokens `asked` [R, K], hidden [R, n, H], choice [R, K] as in `Scores`, and outputs of layers
+        `taps` [T]: [R, n, T, H]."""
         target, sight = self.target, Sight(starts, columns, tokens.shape[1])
         seen, dtype = sight.seen(visible), target.model.dtype
         masks = {
@@ -201,7 +217,7 @@ class _Traced(nn.Module):
         }
         kept = Columns(self.layers, buffers, sight)
         positions = sight.positions(depths).clamp(max=target.spec.context - 1)
-        logits, hidden, layers = target.pass_through(tokens, kept, masks, positions)
+        logits, hidden, layers = target.pass_through(tokens, kept, masks, positions, asked)
         best, choice = logits.max(-1)
         return logits, hidden, torch.where(best.isfinite(), choice, -1), torch.stack(layers, 2).index_select(2, taps)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from outrider import packed
@@ -41,6 +42,9 @@ from outrider.targets.skip import Sublayers
 from outrider.targets.skip import learn as learn_sublayers
 from outrider.targets.step import CompiledStep, passed
 from outrider.targets.trust import Trust, tested, trust
+
+FULL_PASS = 128
+"""Tokens from which on a pass costs by the token on a CPU, so that slots of unequal length share none."""
 
 
 class TransformersTarget:
@@ -146,22 +150,23 @@ class TransformersTarget:
         self, cache: SlotCache, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int], taps: tuple[int, ...] = ()
     ) -> Scores:
         """Read one chunk [R, S], right-padded, behind what each slot holds.  `logits` [R, 1, V] follow the last real token."""
-        if self.family.follows_one_path:
-            # padding would enter the state; and only what follows other text has to go in steps
-            parts = []
-            for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-                cache.open([row], length, in_steps=cache.lengths[row] > 0, noted=1 + cache.undo)
-                parts.append(self._states(tokens[b : b + 1, :length], cache, taps))
-                cache.append([length])
-            hidden, tapped = _padded(parts)
-        elif self.step.reads(cache, rows, tokens):
-            _, hidden, tapped, *_ = self.step.run(cache, rows, tokens, None, None, taps)
+        is_full = self.device.type == "cpu" and tokens.numel() > FULL_PASS
+        if len(rows) > 1 and (is_full or self.family.follows_one_path):  # padding would cost, or enter the state
+            one_by_one = enumerate(zip(rows, lengths, strict=True))
+            return _padded([self.prefill(cache, [row], tokens[b : b + 1, :n], [n], taps) for b, (row, n) in one_by_one])
+        if self.step.reads(cache, rows, tokens):
+            scores = self.step.run(cache, rows, tokens, None, None, taps, [length - 1 for length in lengths])
             cache.append(lengths)
+            return scores
+        if self.family.follows_one_path:
+            # only what follows other text has to go in steps
+            cache.open(rows, lengths[0], in_steps=cache.lengths[rows[0]] > 0, noted=1 + cache.undo)
+            hidden, tapped = self._states(tokens[:, : lengths[0]], cache, taps)
         else:
             cache.open(rows, tokens.shape[1])
             with by_length.reading_prompt(self, cache, tokens, lengths):
                 hidden, tapped = self._states(tokens, cache, taps)
-            cache.append(lengths)
+        cache.append(lengths)
         last = torch.tensor([length - 1 for length in lengths], device=self.device)
         rows_of_hidden = hidden[torch.arange(len(last), device=self.device), last].unsqueeze(1)
         return Scores(self.head(rows_of_hidden), hidden, tapped)
@@ -295,10 +300,11 @@ class TransformersTarget:
         return Scores(out.logits, caught[self._model_head], self._tapped(caught, taps))
 
     def pass_through(
-        self, tokens: Tensor, cache: Any, masks: Mapping[str, Tensor], positions: Tensor
+        self, tokens: Tensor, cache: Any, masks: Mapping[str, Tensor], positions: Tensor, asked: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Logits, hidden and the output of every layer of one pass whose masks and positions are given: what is traced."""
-        with self._catching(tuple(range(self.spec.layers))) as caught:
+        """One pass whose masks and positions are given, which is what is traced: logits of tokens `asked` [R, K], hidden, and
+        the output of every layer."""
+        with self._catching(tuple(range(self.spec.layers))) as caught, hooks.selecting(self._model_head, asked):
             logits = self.model(input_ids=tokens, **self.family.arguments(cache, masks, positions)).logits
         return logits, caught[self._model_head], [caught[layer] for layer in self._decoder_layers]
 
@@ -379,8 +385,8 @@ def _refused(model: PreTrainedModel) -> Iterator[None]:
         raise TargetError(refusal(model, f"a plain pass over text fails ({type(error).__name__}: {error})")) from error
 
 
-def _padded(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """Rows of unequal length, right-padded into one: hidden [R, S, H] and taps [R, S, T, H]."""
-    hidden = nn.utils.rnn.pad_sequence([hidden[0] for hidden, _ in parts], batch_first=True)
-    taps = [taps[0] for _, taps in parts if taps is not None]
-    return hidden, nn.utils.rnn.pad_sequence(taps, batch_first=True) if taps else None
+def _padded(parts: Sequence[Scores]) -> Scores:
+    """Chunks of single rows of unequal length, right-padded into one."""
+    logits, hidden, taps, *_ = zip(*parts, strict=True)
+    whole = [None if each[0] is None else pad_sequence([one[0] for one in each], batch_first=True) for each in (hidden, taps)]
+    return Scores(torch.cat(logits), *whole)  # type: ignore[arg-type]

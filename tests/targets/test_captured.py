@@ -121,11 +121,19 @@ def test_a_capture_is_not_taken_for_a_cache_of_another_shape_at_its_address(tape
     """Catches a replay that writes keys by the strides of a cache that lay there before: equal bytes, other slots."""
     arena = Arena()
 
-    def add_up(tokens, depths, visible, starts, columns, taps, buffers):
+    def add_up(tokens, depths, visible, starts, columns, taps, asked, buffers):
         return tokens + buffers[0][:, 1, columns].sum(), tokens, tokens, tokens
 
     passes, ones = Captured(add_up, tape), torch.ones(1, 2, dtype=torch.int64)
-    given = ones, ones, torch.ones(1, 2, 2, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), torch.arange(4), ones[0, :1]
+    given = (
+        ones,
+        ones,
+        torch.ones(1, 2, 2, dtype=torch.bool),
+        torch.zeros(1, dtype=torch.int64),
+        torch.arange(4),
+        ones[0, :1],
+        ones,
+    )
     for shape, dtype in (((1, 2, 32, 8), torch.float64), ((2, 2, 16, 8), torch.float64), ((1, 2, 64, 8), torch.float32)) * 2:
         buffer = arena.zeros(shape, dtype)
         buffer[0, 1] = 1  # of the first slot the second head, which lies elsewhere in each
