@@ -81,6 +81,11 @@ def main() -> None:
     promises = [
         promise(f"{row['values']}: speculation over its own plain", WANTED[row["values"]], row["speedup"]) for row in rows
     ] + [promise(f"{row['values']}: plain's share of the bandwidth", 0.9, row["share"]) for row in rows]
+    promises += [
+        promise(f"{row['values']}: share of a {way} step within the model", 0.97, 1 - row[f"{way}_overhead"])
+        for row in rows
+        for way in ("plain", "drafted")
+    ]
     write({"promises": promises, "shape": options.shape, "rows_verified": options.rows, "rows": rows}, options.out)
 
 
@@ -110,7 +115,7 @@ def measured(options: argparse.Namespace, values: str, kept: Sequence[int]) -> d
     drafter = Replay(options.rows - 1, kept)
     bytes_read = packed.stored(target.model)
     whole = torch.ones(bytes_read // 4)
-    times: dict[str, list[float]] = {"read": [], "plain": [], "drafted": []}
+    times: dict[str, list[float]] = {"read": [], "plain": [], "drafted": [], "plain overhead": [], "drafted overhead": []}
     differ, steps, tokens = 0, 0, 0
     for number in range(options.rounds + 1):
         for prompt in prompts:
@@ -125,6 +130,8 @@ def measured(options: argparse.Namespace, values: str, kept: Sequence[int]) -> d
                 times["read"].append(read)
                 times["plain"].append(plain.seconds / plain.tokens)
                 times["drafted"].append(drafted.seconds / drafted.tokens)
+                times["plain overhead"].append(plain.overhead)
+                times["drafted overhead"].append(drafted.overhead)
                 steps, tokens = steps + drafted.steps, tokens + drafted.tokens
         print(f"{values}: round {number} of {options.rounds}", file=sys.stderr, flush=True)
     median = {name: statistics.median(taken) for name, taken in times.items()}
@@ -134,6 +141,7 @@ def measured(options: argparse.Namespace, values: str, kept: Sequence[int]) -> d
         "tokens_per_step": tokens / steps, "speedup": median["plain"] / median["drafted"],
         "drafted_ms_per_step": 1e3 * median["drafted"] * tokens / steps, "read_ms": 1e3 * min(times["read"]),
         "share": min(times["read"]) / median["plain"], "texts_that_differ": differ,
+        "plain_overhead": median["plain overhead"], "drafted_overhead": median["drafted overhead"],
     }  # fmt: skip
 
 

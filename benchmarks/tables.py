@@ -457,12 +457,28 @@ def large(found: dict[str, Any]) -> str:
     lines = [
         [f"{found['shape']}, {row['values']}", f"{row['stored_gb']:.2f}", f"{row['read_ms']:.0f}",
          f"{row['plain_ms_per_token']:.0f}", f"{row['drafted_ms_per_step']:.0f}", f"{row['tokens_per_step']:.2f}",
-         f"{row['speedup']:.2f}", str(row["texts_that_differ"])]
+         f"{row['speedup']:.2f}", f"{row['plain_overhead']:.1%}", str(row["texts_that_differ"])]
         for row in found["rows"]
     ]  # fmt: skip
     heads = ["shape, values", "stored, GB", "one reading, ms", "plain step, ms", f"step of {found['rows_verified']} rows, ms",
-             "tokens per step", "speed-up", "texts that differ"]  # fmt: skip
-    return "\n\n".join([_processor(found), _table(heads, lines, slice(1, 8)), _kept(found)])
+             "tokens per step", "speed-up", "loop, of a plain step", "texts that differ"]  # fmt: skip
+    return "\n\n".join([_processor(found), _table(heads, lines, slice(1, 9)), _kept(found)])
+
+
+def contexts(found: dict[str, Any]) -> str:
+    """One line a context, steps of every width beside each other; then prompts."""
+    own = {(row["context"], row["rows"]): row for row in found["steps"]}
+    widths = sorted({rows for _, rows in own})
+    lines = [
+        [f"{context:,}", f"{own[context, 1]['mb_of_keys_and_values']:.0f}", f"{own[context, 1]['bound_ms']:.1f}",
+         *(f"{own[context, rows][key]:.1f}" for rows in widths for key in ("ms", "over_context_ms"))]
+        for context in sorted({context for context, _ in own})
+    ]  # fmt: skip
+    heads = ["context", "keys and values, MB", "one reading, ms"]
+    heads += [head for rows in widths for head in (f"step of {rows}, ms", "of it context, ms")]
+    prompts = [[f"{row['tokens']:,}", f"{row['seconds']:.2f}", f"{row['ms_per_token']:.2f}"] for row in found["prompts"]]
+    said = _table(["prompt", "first token, s", "ms a token"], prompts, slice(1, 3))
+    return "\n\n".join([_processor(found), _table(heads, lines, slice(0, len(heads))), said, _kept(found)])
 
 
 def block(found: dict[str, Any]) -> str:
@@ -486,7 +502,7 @@ def _kept(found: dict[str, Any]) -> str:
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "peers": peers, "products": products, "large": large, "block": block,
+    "peers": peers, "products": products, "large": large, "contexts": contexts, "block": block,
     "machines": machines, "families": families, "every_family": every_family, "loading": loading, "soak": soak,
     "versus_transformers": versus_transformers, "overhead": overhead, "batch": batch, "retrieval": retrieval,
     "corpus": corpus, "corpus-100m": corpus, "trie": trie, "layer_skip": layer_skip,

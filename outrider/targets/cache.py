@@ -64,6 +64,8 @@ class SlotCache:
         self._reads: list[list[int]] | None = None
         self.in_steps = False
         """Whether recurrent layers must pass position by position, so that any of their states can be kept."""
+        self.is_even = True
+        """All rows of the open pass stand at the same place, side by side."""
         self._at: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -87,11 +89,6 @@ class SlotCache:
     def end(self) -> int:
         """Columns that some row of the open pass may look at."""
         return self._now.end
-
-    @property
-    def is_even(self) -> bool:
-        """All rows of the open pass stand at the same place, side by side."""
-        return self._at is None
 
     def shaped_as(self, other: SlotCache) -> SlotCache:
         """This cache with buffers for another's layers, before any pass: a compiled step makes none."""
@@ -142,11 +139,8 @@ class SlotCache:
         now = Pass(rows, [self.lengths[row] for row in rows], width, places, span(places))
         assert now.end <= self.length, f"a pass up to {now.end} tokens in a cache of {self.length}"
         self._now, self._at, self.in_steps = now, None, in_steps
-        self._reads = None
+        self.is_even, self._reads = now.is_even, None
         self.states.open(noted)
-        if not now.is_even:
-            columns = torch.tensor(now.starts).unsqueeze(-1) + torch.arange(width)
-            self._at = torch.tensor(places, device=self.device).unsqueeze(-1), columns.to(self.device)
         return now
 
     def reads(self, tokens: Tensor) -> None:
@@ -364,9 +358,12 @@ class SlotCache:
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
         now = self._now
-        if self._at is None:
+        if self.is_even:
             buffer[now.span, :, now.starts[0] : now.end] = states
             return buffer[now.span, :, : now.end]
+        if self._at is None:  # only where layers write by themselves: a compiled step does not ask
+            columns = torch.tensor(now.starts).unsqueeze(-1) + torch.arange(now.width)
+            self._at = torch.tensor(now.places, device=self.device).unsqueeze(-1), columns.to(self.device)
         places, columns = self._at
         buffer[places, :, columns] = states.transpose(1, 2)
         # a slice is a view, a list of places would copy all that they hold

@@ -44,7 +44,7 @@ from outrider.targets.step import CompiledStep, passed
 from outrider.targets.trust import Trust, tested, trust
 
 FULL_PASS = 128
-"""Tokens from which on a pass costs by the token on a CPU, so that slots of unequal length share none."""
+"""Tokens from which on a pass costs by the token on a CPU, so that padding to one length only costs."""
 
 
 class TransformersTarget:
@@ -150,10 +150,17 @@ class TransformersTarget:
         self, cache: SlotCache, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int], taps: tuple[int, ...] = ()
     ) -> Scores:
         """Read one chunk [R, S], right-padded, behind what each slot holds.  `logits` [R, 1, V] follow the last real token."""
-        is_full = self.device.type == "cpu" and tokens.numel() > FULL_PASS
-        if len(rows) > 1 and (is_full or self.family.follows_one_path):  # padding would cost, or enter the state
-            one_by_one = enumerate(zip(rows, lengths, strict=True))
-            return _padded([self.prefill(cache, [row], tokens[b : b + 1, :n], [n], taps) for b, (row, n) in one_by_one])
+        # padding must not enter a state, and on a CPU it costs
+        most = 0 if self.family.follows_one_path else FULL_PASS if self.device.type == "cpu" else tokens.numel()
+        shares = _shares(lengths, most)
+        if len(shares) > 1:
+            widths = [max(lengths[share]) for share in shares]
+            return _padded(
+                [
+                    self.prefill(cache, rows[share], tokens[share, :width], lengths[share], taps)
+                    for share, width in zip(shares, widths, strict=True)
+                ]
+            )
         if self.step.reads(cache, rows, tokens):
             scores = self.step.run(cache, rows, tokens, None, None, taps, [length - 1 for length in lengths])
             cache.append(lengths)
@@ -385,8 +392,21 @@ def _refused(model: PreTrainedModel) -> Iterator[None]:
         raise TargetError(refusal(model, f"a plain pass over text fails ({type(error).__name__}: {error})")) from error
 
 
+def _shares(lengths: Sequence[int], most: int) -> list[slice]:
+    """Neighbours that share a pass: as many as come to at most so many tokens once they are padded, one at least."""
+    found, first = [], 0
+    for end in range(1, len(lengths) + 1):
+        if end == len(lengths) or (end + 1 - first) * max(lengths[first : end + 1]) > most:
+            found.append(slice(first, end))
+            first = end
+    return found
+
+
 def _padded(parts: Sequence[Scores]) -> Scores:
-    """Chunks of single rows of unequal length, right-padded into one."""
+    """Chunks of unequal length, right-padded into one."""
     logits, hidden, taps, *_ = zip(*parts, strict=True)
-    whole = [None if each[0] is None else pad_sequence([one[0] for one in each], batch_first=True) for each in (hidden, taps)]
+    whole = [
+        None if each[0] is None else pad_sequence([row for part in each for row in part], batch_first=True)
+        for each in (hidden, taps)
+    ]
     return Scores(torch.cat(logits), *whole)  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ from outrider.decoding.state import Request
 from outrider.drafters.small_model import Config, SmallModel
 from outrider.generation import generate, serve
 from outrider.sampling.settings import Sampling
+from outrider.targets import transformers
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
@@ -198,6 +199,25 @@ def test_a_prompt_is_read_by_the_graph(fast, slow):
         found.append([*kept, *(part for own in scores for part in (own.logits, own.hidden, own.taps))])
     for mine, plain in zip(*found, strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_slots_of_unequal_length_are_read_with_little_padding(fast, slow, monkeypatch):
+    """Catches short prompts that are padded to a long one, which a CPU pays for, and a slot that is given another's chunk."""
+    lengths = [45, 8, 40, 5, 6]
+    text = torch.randint(V, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(9))
+    monkeypatch.setattr(transformers, "FULL_PASS", 50)
+    for target in (fast, slow):
+        cache, read = target.allocate(len(lengths), 60), []
+        monkeypatch.setattr(cache, "open", lambda rows, width, real=cache.open, read=read, **more: (
+            read.append((list(rows), width)), real(rows, width, **more)))  # fmt: skip
+        whole = target.prefill(cache, range(len(lengths)), text, lengths, (0, 1))
+        assert read == [([0], 45), ([1], 8), ([2], 40), ([3, 4], 6)]
+        assert cache.lengths == lengths
+        for row, length in enumerate(lengths):
+            alone = target.prefill(target.allocate(1, 60), [0], text[row : row + 1, :length], [length], (0, 1))
+            torch.testing.assert_close(whole.logits[row], alone.logits[0], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(whole.hidden[row, :length], alone.hidden[0], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(whole.taps[row, :length], alone.taps[0], rtol=1e-5, atol=1e-5)
 
 
 def test_a_text_goes_on_to_the_end_of_the_context(fast, slow):
