@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from outrider import packed
@@ -27,7 +26,7 @@ from outrider.decoding.state import Scores
 from outrider.errors import TargetError
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
-from outrider.targets import by_length, hooks, quantised
+from outrider.targets import by_length, chunks, hooks, quantised
 from outrider.targets.anatomy import copied, decoder_layers, output_layer, trunk, what_ends_do
 from outrider.targets.cache import SlotCache
 from outrider.targets.detokenizer import detokenizer
@@ -42,9 +41,6 @@ from outrider.targets.skip import Sublayers
 from outrider.targets.skip import learn as learn_sublayers
 from outrider.targets.step import CompiledStep, passed
 from outrider.targets.trust import Trust, tested, trust
-
-FULL_PASS = 128
-"""Tokens from which on a pass costs by the token on a CPU, so that padding to one length only costs."""
 
 
 class TransformersTarget:
@@ -151,15 +147,12 @@ class TransformersTarget:
     ) -> Scores:
         """Read one chunk [R, S], right-padded, behind what each slot holds.  `logits` [R, 1, V] follow the last real token."""
         # padding must not enter a state, and on a CPU it costs
-        most = 0 if self.family.follows_one_path else FULL_PASS if self.device.type == "cpu" else tokens.numel()
-        shares = _shares(lengths, most)
+        most = 0 if self.family.follows_one_path else chunks.FULL if self.device.type == "cpu" else tokens.numel()
+        shares = chunks.shares(lengths, most)
         if len(shares) > 1:
-            widths = [max(lengths[share]) for share in shares]
-            return _padded(
-                [
-                    self.prefill(cache, rows[share], tokens[share, :width], lengths[share], taps)
-                    for share, width in zip(shares, widths, strict=True)
-                ]
+            parts = zip(shares, (max(lengths[share]) for share in shares), strict=True)
+            return chunks.joined(
+                [self.prefill(cache, rows[own], tokens[own, :width], lengths[own], taps) for own, width in parts]
             )
         if self.step.reads(cache, rows, tokens):
             scores = self.step.run(cache, rows, tokens, None, None, taps, [length - 1 for length in lengths])
@@ -390,23 +383,3 @@ def _refused(model: PreTrainedModel) -> Iterator[None]:
         yield
     except BROKEN as error:
         raise TargetError(refusal(model, f"a plain pass over text fails ({type(error).__name__}: {error})")) from error
-
-
-def _shares(lengths: Sequence[int], most: int) -> list[slice]:
-    """Neighbours that share a pass: as many as come to at most so many tokens once they are padded, one at least."""
-    found, first = [], 0
-    for end in range(1, len(lengths) + 1):
-        if end == len(lengths) or (end + 1 - first) * max(lengths[first : end + 1]) > most:
-            found.append(slice(first, end))
-            first = end
-    return found
-
-
-def _padded(parts: Sequence[Scores]) -> Scores:
-    """Chunks of unequal length, right-padded into one."""
-    logits, hidden, taps, *_ = zip(*parts, strict=True)
-    whole = [
-        None if each[0] is None else pad_sequence([row for part in each for row in part], batch_first=True)
-        for each in (hidden, taps)
-    ]
-    return Scores(torch.cat(logits), *whole)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from outrider.decoding.state import Request
 from outrider.drafters.small_model import Config, SmallModel
 from outrider.generation import generate, serve
 from outrider.sampling.settings import Sampling
-from outrider.targets import transformers
+from outrider.targets import chunks
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
@@ -205,7 +205,7 @@ def test_slots_of_unequal_length_are_read_with_little_padding(fast, slow, monkey
     """Catches short prompts that are padded to a long one, which a CPU pays for, and a slot that is given another's chunk."""
     lengths = [45, 8, 40, 5, 6]
     text = torch.randint(V, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(9))
-    monkeypatch.setattr(transformers, "FULL_PASS", 50)
+    monkeypatch.setattr(chunks, "FULL", 50)
     for target in (fast, slow):
         cache, read = target.allocate(len(lengths), 60), []
         monkeypatch.setattr(cache, "open", lambda rows, width, real=cache.open, read=read, **more: (

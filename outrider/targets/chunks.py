@@ -1,0 +1,33 @@
+"""A chunk of several slots' prompts as one pass, or as several where padding them to one length costs or is not allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from outrider.decoding.state import Scores
+
+FULL = 128
+"""Tokens from which on a pass costs by the token on a CPU, so that padding to one length only costs."""
+
+
+def shares(lengths: Sequence[int], most: int) -> list[slice]:
+    """Neighbours that share a pass: as many as come to at most so many tokens once they are padded, one at least."""
+    found, first = [], 0
+    for end in range(1, len(lengths) + 1):
+        if end == len(lengths) or (end + 1 - first) * max(lengths[first : end + 1]) > most:
+            found.append(slice(first, end))
+            first = end
+    return found
+
+
+def joined(parts: Sequence[Scores]) -> Scores:
+    """Chunks of unequal length, right-padded into one."""
+    logits, hidden, taps, *_ = zip(*parts, strict=True)
+    whole = [
+        None if each[0] is None else pad_sequence([row for part in each for row in part], batch_first=True)
+        for each in (hidden, taps)
+    ]
+    return Scores(torch.cat(logits), *whole)  # type: ignore[arg-type]
