@@ -17,9 +17,10 @@ from outrider.errors import ConfigError, DataError
 from outrider.report.bootstrap import Interval
 from outrider.traffic import traces
 from outrider.traffic.address import address_of
+from outrider.traffic.folder import check_places
 from outrider.traffic.latencies import Endpoint
 from outrider.traffic.plan import Plan, limits
-from outrider.traffic.replay import Replayed, check_places
+from outrider.traffic.replay import Replayed
 from outrider.traffic.replay import replay as send
 from outrider.traffic.servers import check_servers
 from outrider.traffic.traces import Trace

@@ -31,25 +31,22 @@ from pathlib import Path
 from typing import IO, Any
 
 from outrider.atomic import replacing
-from outrider.errors import ConfigError, DataError
+from outrider.errors import DataError
 from outrider.traffic import latencies
 from outrider.traffic.answer import Answer
 from outrider.traffic.calls import Call
 from outrider.traffic.compared import Beside, Compared
 from outrider.traffic.connection import Client
+from outrider.traffic.folder import opened
 from outrider.traffic.latencies import Endpoint, Outcome, Spread, Tally
 from outrider.traffic.plan import Plan, dues, prepared
 from outrider.traffic.redaction import keyed
+from outrider.traffic.retries import is_worth_another, pause_s
 from outrider.traffic.servers import Server, check_servers, server_at
 from outrider.traffic.traces import Trace
 
-PAUSE_S = 0.5
-LONGEST_PAUSE_S = 30.0
-"""A Retry-After beyond it is a refusal."""
 PROGRESS_S = 2.0
 LATE_S = 0.01
-FILES = ("calls.jsonl", "calls.jsonl.part", "replay.json")
-"""In the folder of a replay."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ def replay(
     plan.check(trace)
     check_servers(urls)
     servers = [server_at(url, key) for url in urls]
-    file = None if folder is None else _opened(folder, over)
+    file = None if folder is None else opened(folder, over)
     _allow_connections()
     run = _Run(trace, servers, plan, file, key, progress)
     gc.collect()
@@ -141,55 +138,11 @@ def replay(
     return result
 
 
-def check_places(
-    log: Path, *, save: Path | None = None, out: Path | None = None, result: Path | None = None, over: bool = False
-) -> None:
-    """ConfigError where a copy, a folder or a result would be written onto the log, DataError where onto what is there."""
-    places = [] if result is None else [("--json", result)]
-    if save is not None:
-        places += [("--save", save), ("--save", save.with_name(save.name + ".part"))]
-    if out is not None:
-        places += [("--out", out / name) for name in (*FILES, "replay.json.part")]
-    for option, place in places:
-        if place.exists() and log.exists() and place.samefile(log):
-            raise ConfigError(f"{option} would write {place}, which is the log that is read; name another place")
-    for kind, wanted in (("file", save), ("folder", out)):
-        if wanted is not None and wanted.exists() and not over:
-            raise DataError(f"{wanted} is there already; name another {kind}, or write over it with --over")
-
-
 def _allow_connections() -> None:
     """A call under way is an open file, of which a process may have few unless it asks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard and hard != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _opened(folder: Path, over: bool) -> IO[str]:
-    if folder.exists() and not over:
-        raise DataError(f"{folder} is there already; name another folder, or write over it with --over")
-    try:
-        if folder.is_dir():
-            for name in FILES:
-                (folder / name).unlink(missing_ok=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        return (folder / "calls.jsonl.part").open("w", encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"can't write in {folder}: {error.strerror}; name another folder") from None
-
-
-def is_worth_another(answer: Answer) -> bool:
-    """Whether the call may succeed when it is sent again.  One that was silent too long would only make the queue longer."""
-    if answer.is_whole or answer.is_cut or (answer.failure or "").startswith(("timeout", "stopped", "not understood")):
-        return False
-    return answer.status is None or answer.status in (200, 408, 429, 500, 502, 503, 504)
-
-
-def pause_s(answer: Answer, attempt: int, noise: random.Random) -> float | None:
-    """How long to wait before the next attempt; None where the server wants too long."""
-    if answer.retry_after_s is not None:
-        return answer.retry_after_s if answer.retry_after_s <= LONGEST_PAUSE_S else None
-    return min(PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S) * noise.uniform(0.5, 1.5)
 
 
 # ── the run ───────────────────────────────────────────────────────────────────────────────────────────────────────────

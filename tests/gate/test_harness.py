@@ -27,7 +27,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
 from outrider.gate import harness
-from outrider.gate.harness import Job, OutriderLM, both
+from outrider.gate.harness import Job, both
+from outrider.gate.language_model import OutriderLM
 
 CONTEXTS = ("tell 1 xyxy", "a", "say abab 3 abab", "and so on " * 40)
 

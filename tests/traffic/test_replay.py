@@ -38,7 +38,8 @@ from outrider.traffic.compared import Compared, first_difference
 from outrider.traffic.connection import Client
 from outrider.traffic.latencies import Gaps, Outcome, Tally
 from outrider.traffic.plan import Plan, dues, limits, prepared
-from outrider.traffic.replay import Replayed, is_worth_another, pause_s
+from outrider.traffic.replay import Replayed
+from outrider.traffic.retries import is_worth_another, pause_s
 from outrider.traffic.servers import Server, server_at
 
 ROOT = Path(__file__).resolve().parent.parent.parent

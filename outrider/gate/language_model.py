@@ -1,0 +1,265 @@
+"""A target, and a drafter where one is given, as a model of lm-evaluation-harness.  Needs lm-eval, the extra `eval`.
+
+How a prompt is cut, what ends an answer and what is left of it are those of lm-eval's own `hf` model.  Log-likelihoods are the
+target's alone; nothing is drafted there.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from outrider.checkpoint import load_drafter
+from outrider.decoding.protocols import Drafter
+from outrider.decoding.state import Request
+from outrider.errors import ConfigError
+from outrider.generation import batch, serve
+from outrider.sampling.settings import Sampling
+from outrider.sampling.text import Detokenizer
+from outrider.targets.detokenizer import detokenizer
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
+
+DRAWN = ("top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+"""Settings of a draw that a task, or else the target's generation config, may give; Sampling has its own names for none."""
+IDLE = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
+"""Settings of transformers' `generate` that change nothing with these values."""
+
+
+@register_model("outrider")
+class OutriderLM(TemplateLM):
+    """A target, and a drafter where one is given, as lm-eval's language model."""
+
+    def __init__(
+        self, target: str | TransformersTarget = "demo", drafter: Drafter | str | None = None, *, slots: int = 8,
+        max_length: int | None = None, max_gen_toks: int = 256, add_bos_token: bool | None = None,
+        think_end_token: str | None = None, seed: int = 0, batch_size: int | str | None = None, device: str | None = None,
+        dtype: str | None = None, max_batch_size: int | None = None, on_request: Callable[[int, int], None] | None = None,
+    ):  # fmt: skip
+        """drafter: one that is built, a kind, or a checkpoint folder.  batch_size, where it is a number, stands for slots.
+        seed: of tasks that sample; texts hang on it alone.
+
+        on_request(done, of) is called after each answer.
+        """
+        super().__init__()
+        self.target = load_target(target, device=device, dtype=dtype) if isinstance(target, str) else target
+        if self.target.tokenizer is None:
+            raise ConfigError(f"{self.target.spec.name} has no tokenizer, and tasks are texts; take a target that has one")
+        self.drafter = load_drafter(drafter, self.target) if isinstance(drafter, str) else drafter
+        self.tokenizer: Any = self.target.tokenizer
+        self.slots = int(batch_size) if batch_size is not None and str(batch_size).isdigit() else slots
+        self.max_length = max_length or self.target.spec.context
+        self.max_gen_toks = max_gen_toks
+        self.add_bos_token = add_bos_token
+        self.think_end_token = think_end_token
+        self.seed = seed
+        self.on_request = on_request
+        self.clock = Clock()
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    @property
+    def eot_token_id(self) -> int:
+        found = self.tokenizer.eos_token_id
+        return int(min(self.target.ends, default=0) if found is None else found)
+
+    @property
+    def prefix_token_id(self) -> int:
+        found = self.tokenizer.bos_token_id
+        return self.eot_token_id if found is None else int(found)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.target.spec.name.replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        if self.tokenizer.chat_template is None:
+            raise ConfigError(f"{self.target.spec.name} has no chat template; leave --apply-chat-template out")
+        said: str = self.tokenizer.apply_chat_template(
+            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )  # fmt: skip
+        return said
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """With the tokenizer's own special tokens, unless told otherwise, or the text has its beginning already."""
+        if add_special_tokens is None:
+            add_special_tokens = self.add_bos_token
+            if has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
+                add_special_tokens = False
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        found: list[int] = self.tokenizer.encode(string, **options)
+        return found
+
+    # ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Answers to (context, generation settings), in the order asked, batched over slots whatever their settings."""
+        asked = [self._request(request.args[0], request.args[1], number) for number, request in enumerate(requests)]
+        # the longest first: what does not fit in memory says so at once
+        order = sorted(range(len(asked)), key=lambda i: -len(asked[i].request.prompt))
+        tokens: list[list[int]] = [[] for _ in asked]
+        state = batch(self.target, self.slots, ends=self.target.ends | {self.eot_token_id})
+        done = 0
+        began = time.perf_counter()
+        for progress in serve(
+            self.target, [asked[i].request for i in order], self.drafter, slots=self.slots, state=state
+        ):  # fmt: skip
+            tokens[order[progress.request]] += progress.tokens
+            self.clock.steps += 1
+            if progress.finish_reason is not None:
+                done += 1
+                if self.on_request is not None:
+                    self.on_request(done, len(asked))
+        self.clock.generating_s += time.perf_counter() - began
+        self.clock.tokens += sum(map(len, tokens))
+        answers = [self._answer(own, one.until) for own, one in zip(tokens, asked, strict=True)]
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, answer)
+        return answers
+
+    def _request(self, context: str, settings: Mapping[str, Any], number: int) -> _Asked:
+        kwargs: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), self.max_gen_toks))
+        until = handle_stop_sequences(
+            kwargs.pop("until", None), eos=self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
+        )
+        most, sampled = int(kwargs.pop("max_gen_toks")), kwargs.pop("do_sample", False)
+        (heat, given), room = self._given(kwargs), self.max_length - most
+        if room <= 0:
+            raise ConfigError(
+                f"a task asks for {most} new tokens, and the context is {self.max_length}; set max_gen_toks lower"
+            )
+        prompt = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
+        sampling = self._sampled(heat, given, number) if sampled else self._greedy(given, prompt, most)
+        stops = tuple(term for term in until if term)
+        # as the `hf` model looks for a stop: in the text with its special tokens
+        return _Asked(Request(prompt, most, sampling, stops, self._with_specials), until)
+
+    @functools.cached_property
+    def _with_specials(self) -> Detokenizer:
+        return detokenizer(self.tokenizer, self.target.spec.vocabulary, skip_special_tokens=False)
+
+    def _sampled(self, heat: float, given: dict[str, Any], number: int) -> Sampling:
+        """What is not given is the target's generation config's, as it is for transformers' `generate`."""
+        own = getattr(self.target.model, "generation_config", None)
+        values = {key: getattr(own, key, None) if value is None else value for key, value in given.items()}
+        named: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
+        return Sampling(heat, seed=self.seed + number if heat else None, **named)
+
+    def _greedy(self, given: dict[str, Any], prompt: list[int], most: int) -> Sampling:
+        """As `generate(do_sample=False)` does by the target's generation config, but for a penalty that the task names."""
+        found = self.target.default_sampling(prompt, most)
+        penalty = given["repetition_penalty"]
+        if penalty is None:
+            return found
+        if found.processors:
+            raise ConfigError(
+                "a task asks for a repetition_penalty beside keys of the target's generation_config that have an order of "
+                "their own; set model.generation_config.repetition_penalty, and leave it out of the task"
+            )
+        return replace(found, repetition_penalty=penalty)
+
+    def _given(self, kwargs: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+        """The temperature and the settings of DRAWN that a task names.  Raises ConfigError for one that is not known."""
+        heat = float(kwargs.pop("temperature", 0.0) or 0.0)
+        given = {key: kwargs.pop(key, None) for key in DRAWN}
+        unknown = sorted(key for key, value in kwargs.items() if key not in IDLE or IDLE[key] != value)
+        if unknown:
+            raise ConfigError(
+                f"a task's generation_kwargs ask for {', '.join(unknown)}, which this model does not know; it knows until, "
+                f"max_gen_toks, do_sample, temperature, {', '.join(DRAWN)}"
+            )
+        return heat, given
+
+    def _answer(self, tokens: Sequence[int], until: list[str]) -> str:
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        found: str = postprocess_generated_text(text, stop=until, think_end_token=self.think_end_token)
+        return found
+
+    # ── log-likelihoods ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Log probability of each continuation, and whether it is the greedy one."""
+        found: list[tuple[float, bool]] = super().loglikelihood(list(requests), disable_tqdm=True)
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[float]:
+        """Log probability of whole texts, in windows as long as the context, each token predicted once."""
+        windows, owner = [], []
+        for number, request in enumerate(requests):
+            for pair in get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id, max_seq_len=self.max_length,
+                context_len=1,
+            ):  # fmt: skip
+                windows.append((None, *make_disjoint_window(pair)))
+                owner.append(number)
+        totals = [0.0] * len(requests)
+        for number, (value, _) in zip(owner, self._loglikelihood_tokens(windows), strict=True):
+            totals[number] += value
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
+        """Of (text, context ids, continuation ids), read in batches of about equal length."""
+        began = time.perf_counter()
+        texts = [(context + own)[-(self.max_length + 1) :][:-1] for _, context, own in requests]
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(texts)
+        for start in range(0, len(order), self.slots):
+            rows = order[start : start + self.slots]
+            values = self._read([texts[i] for i in rows], [requests[i][2] for i in rows])
+            for i, value in zip(rows, values, strict=True):
+                found[i] = value
+                if requests[i][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[i][0], value)
+            if self.on_request is not None:
+                self.on_request(min(start + self.slots, len(order)), len(order))
+        self.clock.reading_s += time.perf_counter() - began
+        return found
+
+    @torch.inference_mode()
+    def _read(self, texts: Sequence[list[int]], own: Sequence[list[int]]) -> Iterator[tuple[float, bool]]:
+        longest = max(map(len, texts))
+        padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=self.device)
+        hidden, _ = self.target.read(padded, ())
+        results = []
+        for states, text, tokens in zip(hidden, texts, own, strict=True):
+            wanted = torch.tensor(tokens, device=self.device)
+            laws = self.target.head(states[len(text) - len(tokens) : len(text)]).float().log_softmax(-1)
+            total = laws.gather(-1, wanted[:, None]).sum()
+            results.append((float(total), bool((laws.argmax(-1) == wanted).all())))
+        return iter(results)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    request: Request
+    until: list[str]
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds in the model, and what came of them."""
+
+    generating_s: float = 0.0
+    reading_s: float = 0.0
+    tokens: int = 0
+    steps: int = 0
