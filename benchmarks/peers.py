@@ -49,7 +49,7 @@ from benchmarks.engines.build_llama import COMMIT, VERSION, server  # noqa: E402
 from outrider import generate, machine  # noqa: E402
 from outrider.errors import OutriderError  # noqa: E402
 from outrider.export import gguf  # noqa: E402
-from outrider.nn.weights import weights_of  # noqa: E402
+from outrider.weights import weights_of  # noqa: E402
 
 Answers = Callable[[list[list[int]], int, int], list[list[int]]]
 """(prompts, new tokens, so many prompts at a time) to the tokens of the answers, without what ends a text."""

@@ -36,9 +36,9 @@ from outrider.errors import CheckpointError, ConfigError, TrainingError
 from outrider.nn.draft_model import LEARNT, DraftModel, binding
 from outrider.nn.remote import RemoteDrafter
 from outrider.nn.shape import FORMER, LayerConfig
-from outrider.nn.weights import defaults, mistyped, not_finite, rounded, stale_map, weights_of
 from outrider.targets.protocol import Target
 from outrider.targets.quantised import library, quantise
+from outrider.weights import defaults, mistyped, not_finite, rounded, stale_map, weights_of
 
 VERSION = 1
 MANIFEST, WEIGHTS, TRAINING, GRAMS = "outrider.json", "model.safetensors", "training.safetensors", "training.grams"

@@ -40,7 +40,7 @@ from outrider.config import build  # noqa: E402
 from outrider.drafters import find  # noqa: E402
 from outrider.export import gguf  # noqa: E402
 from outrider.export.formats import export  # noqa: E402
-from outrider.nn.weights import weights_of  # noqa: E402
+from outrider.weights import weights_of  # noqa: E402
 
 LENGTH = 4
 SAME = ("--metrics", "--no-warmup", "-ctk", "f32", "-ctv", "f32", "-fa", "off")

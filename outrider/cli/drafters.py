@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.markup import escape
 from rich.table import Table
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, write_json
-from outrider.drafters import summaries
+from outrider.drafters import find, kinds
+from outrider.errors import ConfigError
 
 
 def drafters(json_to: JsonTo = None) -> None:
     """List the drafters there are, own and of other distributions."""
-    found = summaries()
+    found = [_about(kind) for kind in sorted(kinds())]
     if json_to != "-":
         table = Table(box=None, pad_edge=False)
         for column in ("kind", "trains", "taps", "summary"):
@@ -22,3 +25,13 @@ def drafters(json_to: JsonTo = None) -> None:
             table.add_row(escape(entry["kind"]), trains, taps, escape(entry["summary"]))
         console.out.print(table)
     write_json(json_to, found)
+
+
+def _about(kind: str) -> dict[str, Any]:
+    """What its file says of itself; of a drafter that can't be used, why."""
+    try:
+        module = find(kind)
+    except ConfigError as error:
+        return {"kind": kind, "summary": str(error), "trains": False, "taps": False}
+    summary = (module.__doc__ or "").strip().partition("\n")[0]
+    return {"kind": kind, "summary": summary, "trains": hasattr(module, "Model"), "taps": "taps" in module.Config.model_fields}

@@ -10,7 +10,7 @@ import importlib
 import pkgutil
 from importlib.metadata import entry_points
 from types import ModuleType
-from typing import Any, get_args
+from typing import get_args
 
 from outrider.config import Config, nearest
 from outrider.errors import ConfigError
@@ -38,22 +38,6 @@ def find(kind: str) -> ModuleType:
         raise ConfigError(f"{place}: can't be imported: {type(error).__name__}: {error}") from error
     _refuse_incomplete(module, kind, place, "file" if is_own else "entry point")
     return module
-
-
-def summaries() -> list[dict[str, Any]]:
-    """[{kind, summary, trains, taps}], by kind.  The summary of a drafter that can't be used says why."""
-    found = []
-    for kind in sorted(kinds()):
-        try:
-            module = find(kind)
-        except ConfigError as error:
-            found.append({"kind": kind, "summary": str(error), "trains": False, "taps": False})
-            continue
-        summary = (module.__doc__ or "").strip().partition("\n")[0]
-        found.append(
-            {"kind": kind, "summary": summary, "trains": hasattr(module, "Model"), "taps": "taps" in module.Config.model_fields}
-        )
-    return found
 
 
 def _refuse_incomplete(module: ModuleType, kind: str, place: str, named: str) -> None:

@@ -27,7 +27,7 @@ from outrider.decoding.state import DecodeState
 from outrider.errors import CheckpointError, DrafterError
 from outrider.nn.serving import Sampler
 from outrider.targets.protocol import Skip, SkipsLayers, Target
-from outrider.targets.skip import able, every_second, listed, refuse_failing
+from outrider.targets.skip import able, every_second, listed, probability, refuse_failing
 
 LENGTH, LEAST = 6, 0.4
 """Tokens of a draft, and the probability below which it ends, where neither the config nor a saved set says it."""
@@ -86,12 +86,6 @@ class LayerSkip(Drafter):
                 own = sampler.draw(logits)
                 sureness.append(sure)
         return sampler.draft(sizes, torch.stack(sureness, 1) if sureness else None)
-
-
-def probability(logits: Tensor) -> Tensor:
-    """The likeliest token's, at temperature 1.  logits [B, V]; returns [B] float32."""
-    logits = logits.float()
-    return (logits.amax(-1) - logits.logsumexp(-1)).exp().clamp(0, 1)
 
 
 def build(config: Config, target: Target) -> LayerSkip:

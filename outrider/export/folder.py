@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.config import read_object
 from outrider.errors import ExportError
-from outrider.nn.weights import not_finite, rounded
+from outrider.weights import not_finite, rounded
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")

@@ -30,8 +30,8 @@ from outrider.errors import ConfigError, ExportError
 from outrider.export import folder as folders
 from outrider.export.layout import Config, Format, Layout, Source
 from outrider.nn.draft_model import DraftModel, binding
-from outrider.nn.weights import mistyped, not_finite, stale_map, weights_of
 from outrider.targets.transformers import TransformersTarget
+from outrider.weights import mistyped, not_finite, stale_map, weights_of
 
 MACHINERY = ("folder", "formats", "layout", "released")
 """Files of this folder that are no format."""

@@ -44,8 +44,7 @@ def room(model: TransformersTarget, kind: str, length: int) -> int:
     left = model.spec.context - length
     if left < 1:
         raise ConfigError(
-            f"{kind}.length {length} leaves no room in the drafting model's context of {model.spec.context}; "
-            "choose a smaller length"
+            f"{kind}.length {length} leaves no room in the drafting model's context of {model.spec.context}; shorten it"
         )
     return left
 

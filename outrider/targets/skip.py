@@ -268,3 +268,9 @@ def refuse_failing(target: Target, skip: Skip) -> None:
             f"{target.spec.name} does not run without the attention of layers {listed(skip.attention)} and the MLP of "
             f"{listed(skip.mlp)} ({type(error).__name__}: {error}); leave out less"
         ) from error
+
+
+def probability(logits: Tensor) -> Tensor:
+    """The likeliest token's, at temperature 1.  logits [B, V]; returns [B] float32."""
+    logits = logits.float()
+    return (logits.amax(-1) - logits.logsumexp(-1)).exp().clamp(0, 1)

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.draft import Draft
-from outrider.drafters.layer_skip import probability
 from outrider.errors import DataError
 from outrider.generation import generate
 from outrider.targets.protocol import Skip, SkipsLayers, Target
-from outrider.targets.skip import able, every_second
+from outrider.targets.skip import able, every_second, probability
 
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
 """What a search chooses `least` from."""

@@ -24,7 +24,7 @@ from outrider.drafters import find as find_drafter
 from outrider.errors import ExportError
 from outrider.export import formats, released
 from outrider.export.formats import export, import_folder
-from outrider.nn.weights import weights_of
+from outrider.weights import weights_of
 
 LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
 MASKED = {"mask_token": 5}

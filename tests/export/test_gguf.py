@@ -21,7 +21,7 @@ from outrider.drafters import find as find_drafter
 from outrider.errors import ConfigError, ExportError
 from outrider.export import formats, gguf
 from outrider.export.formats import export, matrix
-from outrider.nn.weights import weights_of
+from outrider.weights import weights_of
 
 library = pytest.importorskip("gguf")
 

@@ -21,7 +21,7 @@ from outrider.config import build
 from outrider.drafters import find as find_drafter
 from outrider.errors import ExportError
 from outrider.export.formats import export, import_folder
-from outrider.nn.weights import weights_of
+from outrider.weights import weights_of
 
 LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {

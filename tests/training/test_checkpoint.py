@@ -23,10 +23,10 @@ from outrider.config import build
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.errors import CheckpointError, ConfigError, DrafterError, OutriderError, TrainingError
-from outrider.nn.weights import weights_of
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
+from outrider.weights import weights_of
 from training.bench import KINDS, fit, make_model
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 9, 8, 7, 9]]
