@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import io
 import logging
 import operator
@@ -27,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outrider import kernels, machine, packed
 from outrider.compiled import rewrite
+from outrider.compiled.key import fingerprint, values_of
 from outrider.decoding.protocols import Drafter
 from outrider.errors import OutriderError
 
@@ -69,26 +69,6 @@ def folder() -> Path:
 
 def has_compiler() -> bool:
     return kernels.compiler() is not None
-
-
-def fingerprint(model: nn.Module, *more: object) -> str:
-    """What a package hangs on, 16 hex digits: every weight's name and shape, which of them are one, and how each is multiplied;
-    settings and code in `more`; torch, threads and the processor.
-    """
-    products = packed.way_of(model), packed.layout(model), kernels.source()
-    digest, first = hashlib.sha256(repr((machine.identity(), products, more)).encode()), dict[int, str]()
-    for name, weight in sorted(model.state_dict().items()):
-        shared = first.setdefault(weight.data_ptr(), name)
-        digest.update(f"{name} {shared} {tuple(weight.shape)} {weight.dtype}".encode())
-    return digest.hexdigest()[:16]
-
-
-def values_of(model: nn.Module) -> str:
-    """What a package with a copy of the weights hangs on too, 16 hex digits: all that they say."""
-    digest = hashlib.sha256()
-    for _, weight in sorted(model.state_dict().items()):
-        digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()[:16]
 
 
 class Graph:
@@ -399,8 +379,3 @@ _changes = operator.attrgetter("_version")
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0][:300]
-
-
-def code(*modules: Any) -> list[bytes]:
-    """The text of these modules, for `settings`: what they trace may change with them."""
-    return [Path(module.__file__ or "").read_bytes() for module in modules]

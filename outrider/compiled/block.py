@@ -16,6 +16,7 @@ from torch.export import Dim
 
 from outrider import compiled
 from outrider.compiled import Compiled, Replays
+from outrider.compiled.key import code
 from outrider.decoding import noise
 from outrider.decoding.noise import Purpose, Streams, race
 from outrider.decoding.state import DecodeState
@@ -67,7 +68,7 @@ class CompiledBlock(Compiled):
         return self.traced
 
     def settings(self) -> Sequence[object]:
-        ours = compiled.code(compiled, attention_mask, columns, distribution, noise, sys.modules[__name__], *self.code)
+        ours = code(compiled, attention_mask, columns, distribution, noise, sys.modules[__name__], *self.code)
         return [self.backbone.config.model_dump(), self.backbone.target.spec, *ours]
 
     def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:

@@ -21,6 +21,7 @@ from torch.export import Dim
 
 from outrider import compiled, packed
 from outrider.compiled import Compiled, Graph, NotCompiled, Replays, dense
+from outrider.compiled.key import code
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Scores
 from outrider.targets import attention_mask, columns, family
@@ -69,7 +70,7 @@ class CompiledStep(Compiled):
         config = model.config
         own = (transformers.__version__, type(model).__name__, config.to_json_string(), config._attn_implementation)
         here, target = sys.modules[__name__], sys.modules[type(self.target).__module__]
-        return [own, self.target.family, *compiled.code(compiled, family, attention_mask, columns, target, here)]
+        return [own, self.target.family, *code(compiled, family, attention_mask, columns, target, here)]
 
     def reads(self, cache: SlotCache, rows: Sequence[int], tokens: Tensor) -> bool:
         """Whether a prompt's chunk [R, S] of these slots passes compiled."""

@@ -21,7 +21,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from outrider import compiled, machine
+from outrider import machine
+from outrider.compiled.key import code
 from outrider.decoding import draft
 from outrider.errors import TargetError
 from outrider.targets import selftest, twin
@@ -110,7 +111,7 @@ def _place(model: PreTrainedModel) -> Path:
     own = model.config.get_text_config(decoder=True)
     kernels = own._attn_implementation, getattr(own, "_experts_implementation", None)
     sources = [
-        *compiled.code(draft, sys.modules[type(model).__module__]),
+        *code(draft, sys.modules[type(model).__module__]),
         *(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))),
     ]
     asked = (

@@ -22,6 +22,7 @@ from contracts.parties import Oracle, Proposer
 from benchmarks.families import tiny
 from outrider import compiled, machine, packed
 from outrider.compiled import NotCompiled, compile_passes
+from outrider.compiled.key import fingerprint, values_of
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Request
 from outrider.drafters.small_model import Config, SmallModel
@@ -348,23 +349,23 @@ def test_a_package_without_weights_serves_every_model_of_its_shape(monkeypatch, 
 def test_another_weight_thread_or_line_of_code_is_another_key(fast, monkeypatch):
     """Catches a package that is taken for what it was not made from."""
     step = fast.step
-    keys = {compiled.fingerprint(fast.model, *step.settings())}
-    assert fast.step.path.stem == f"step-{min(keys)}-{compiled.values_of(fast.model)}", "it holds the weights"
+    keys = {fingerprint(fast.model, *step.settings())}
+    assert fast.step.path.stem == f"step-{min(keys)}-{values_of(fast.model)}", "it holds the weights"
     other = model_of()
     with torch.no_grad():
         other.model.layers[1].mlp.down_proj.weight[-1, -1] += 1e-12
-    assert compiled.values_of(other) != compiled.values_of(fast.model)
-    keys.add(compiled.fingerprint(model_of(intermediate_size=96), *step.settings()))
-    keys.add(compiled.fingerprint(model_of(tie_word_embeddings=True), *step.settings()))
+    assert values_of(other) != values_of(fast.model)
+    keys.add(fingerprint(model_of(intermediate_size=96), *step.settings()))
+    keys.add(fingerprint(model_of(tie_word_embeddings=True), *step.settings()))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 7)
-        keys.add(compiled.fingerprint(fast.model, *step.settings()))
+        keys.add(fingerprint(fast.model, *step.settings()))
     with monkeypatch.context() as patch:
         patch.setattr(compiled, "code", lambda *modules: [b"another line" for _ in modules])
-        keys.add(compiled.fingerprint(fast.model, *step.settings()))
+        keys.add(fingerprint(fast.model, *step.settings()))
     with monkeypatch.context() as patch:
         patch.setattr(fast.model.config, "rms_norm_eps", 0.5)
-        keys.add(compiled.fingerprint(fast.model, *step.settings()))
+        keys.add(fingerprint(fast.model, *step.settings()))
     assert len(keys) == 6
 
 

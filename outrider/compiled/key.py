@@ -1,0 +1,37 @@
+"""What a compiled package depends on, in a few hex digits."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outrider import kernels, machine, packed
+
+
+def fingerprint(model: nn.Module, *more: object) -> str:
+    """What a package depends on, 16 hex digits: every weight's name and shape, which of them are one, and how each is
+    multiplied; settings and code in `more`; torch, threads and the processor.
+    """
+    products = packed.way_of(model), packed.layout(model), kernels.source()
+    digest, first = hashlib.sha256(repr((machine.identity(), products, more)).encode()), dict[int, str]()
+    for name, weight in sorted(model.state_dict().items()):
+        shared = first.setdefault(weight.data_ptr(), name)
+        digest.update(f"{name} {shared} {tuple(weight.shape)} {weight.dtype}".encode())
+    return digest.hexdigest()[:16]
+
+
+def values_of(model: nn.Module) -> str:
+    """What a package with a copy of the weights depends on too, 16 hex digits: all that they say."""
+    digest = hashlib.sha256()
+    for _, weight in sorted(model.state_dict().items()):
+        digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
+def code(*modules: Any) -> list[bytes]:
+    """The text of these modules, for `settings`: what they trace may change with them."""
+    return [Path(module.__file__ or "").read_bytes() for module in modules]
