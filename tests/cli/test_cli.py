@@ -28,7 +28,6 @@ from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState
 from outrider.runs import baselines, stages
 from outrider.runs.file import load
-from outrider.targets import transformers
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import trainer
@@ -414,7 +413,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool | None]:
         asked["block"] = True
         raise NotCompiled("no g++ here")
 
-    monkeypatch.setattr(transformers, "_compiled", remember)
+    monkeypatch.setattr("outrider.targets.load._compiled", remember)
     monkeypatch.setattr(baselines, "compile_passes", refuse)
     return asked
 

@@ -249,7 +249,7 @@ def test_the_command_ends_with_1_where_texts_differ_and_2_where_it_is_used_wrong
 
 def test_the_command_ends_with_1_on_a_bug(folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an exit code that hangs on the table alone.  The rule is broken beneath the command, which offers none."""
-    from outrider.gate import parity
+    from outrider.cli import parity
 
     whole = parity.compare
     monkeypatch.setattr(parity, "compare", lambda *given, **more: whole(*given, **more, judge=SamplingJudge(keeps_the_first)))

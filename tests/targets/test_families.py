@@ -22,6 +22,7 @@ from outrider.targets.anatomy import ARGUMENTS
 from outrider.targets.attention_mask import Limit, Sight
 from outrider.targets.cache import SlotCache
 from outrider.targets.load import load_target
+from outrider.targets.states import RecurrentStates
 from outrider.targets.transformers import TransformersTarget
 
 V = 128
@@ -170,7 +171,7 @@ def test_a_path_that_is_not_moved_together_is_found(monkeypatch, unknown):
 
 def test_a_state_that_is_not_noted_is_found(monkeypatch, unknown):
     """The state behind the last position, whatever was kept: right for all that is accepted whole."""
-    monkeypatch.setattr(SlotCache, "note", lambda cache, layer: None)
+    monkeypatch.setattr(RecurrentStates, "note", lambda states, layer: None)
     assert failing("mamba2") == "cut"
     assert load_target(tiny("mamba2")).spec.mode == "off"
 
