@@ -30,9 +30,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,8 +61,8 @@ OURS, SIXTEEN = "outrider: ", "llama.cpp: 16 bits"
 PLAIN = ("transformers", "OpenVINO: 16 bits", "vLLM: float32")
 """Other parties without a draft."""
 KINDS = {"float32": "f32", "16 bits": "f16"}
-SETTLE = 0.5
-"""Seconds before each turn, in which threads of the one before may go to sleep, and this one's processes wake up."""
+SETTLE = 2.0
+"""Seconds before each turn: a server may stay busy for one behind a request."""
 LOOKUP = 5
 """Tokens that transformers drafts from the prompt."""
 
@@ -70,8 +70,6 @@ LOOKUP = 5
 class Way(NamedTuple):
     name: str
     answers: Answers
-    processes: frozenset[int]
-    """Those that it started.  They are stopped while it is another's turn: servers are busy for a second behind a request."""
 
 
 class Measured(NamedTuple):
@@ -102,17 +100,23 @@ def main() -> int:
                 )  # fmt: skip
                 ways = [*started(stack, offers, wanted, left_out, batch), *vllm]
                 rows += measured(ways, prompts, wanted.new, batch, wanted.rounds, left_out)
+            save(target, rows, left_out, wanted)
+    return 0
+
+
+def save(target: Any, rows: list[dict[str, Any]], left_out: list[dict[str, Any]], wanted: argparse.Namespace) -> None:
+    """What was found so far: a run that is stopped keeps the batch sizes that are done."""
     lengths = [len(prompt) for prompt in prompts_of(target, wanted.prompts)]
+    done = dict.fromkeys(row["batch"] for row in rows)
     write(
         {
-            "promises": [one for batch in wanted.batches for one in promises(rows, batch)],
+            "promises": [one for batch in done for one in promises(rows, batch)],
             "llama_cpp": {"package": f"llama-cpp-python {VERSION}", "commit": COMMIT},
             "openvino": install_openvino.PINS[0], "vllm": install.VLLM, "left_out": left_out, "rows": rows,
             "prompts": wanted.prompts, "prompt_tokens": statistics.mean(lengths), "new": wanted.new,
         },
         wanted.out,
     )  # fmt: skip
-    return 0
 
 
 def settings() -> argparse.Namespace:
@@ -139,12 +143,7 @@ def started(
         if wanted.only and not name.startswith(OURS) and not name.lower().startswith(wanted.only):
             continue
         try:
-            others = descendants(os.getpid())
-            answers = stack.enter_context(start)
-            own = descendants(os.getpid()) - others
-            stack.callback(send, own, signal.SIGCONT)  # or it can't end
-            send(own, signal.SIGSTOP)
-            ways.append(Way(name, answers, own))
+            ways.append(Way(name, stack.enter_context(start)))
         except CANNOT as error:
             leave_out(left_out, name, batch, error)
     return ways
@@ -183,29 +182,13 @@ def measured(
 
 def asked(way: Way, group: list[list[int]], new: int, batch: int) -> tuple[float, float, list[list[int]]]:
     """Seconds to a first token, at batch 1 alone; seconds of the requests; texts."""
-    send(way.processes, signal.SIGCONT)
     time.sleep(SETTLE)
-    try:
-        began = time.perf_counter()
-        if batch == 1:
-            way.answers(group, 1, 1)
-        middle = time.perf_counter()
-        texts = way.answers(group, new, batch)
-        return middle - began, time.perf_counter() - middle, texts
-    finally:
-        send(way.processes, signal.SIGSTOP)
-
-
-def descendants(process: int) -> frozenset[int]:
-    """Processes that this one started, and theirs."""
-    children = [int(one) for path in Path(f"/proc/{process}/task").glob("*/children") for one in path.read_text().split()]
-    return frozenset(children).union(*map(descendants, children))
-
-
-def send(processes: Iterable[int], which: signal.Signals) -> None:
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.kill(process, which)
+    began = time.perf_counter()
+    if batch == 1:
+        way.answers(group, 1, 1)
+    middle = time.perf_counter()
+    texts = way.answers(group, new, batch)
+    return middle - began, time.perf_counter() - middle, texts
 
 
 def row(name: str, batch: int, own: Measured, plain: list[list[int]]) -> dict[str, Any]:
