@@ -15,7 +15,7 @@ from outrider.errors import ConfigError
 
 def drafters(json_to: JsonTo = None) -> None:
     """List the drafters there are, own and of other distributions."""
-    found = [_about(kind) for kind in sorted(kinds())]
+    found = [about(kind) for kind in sorted(kinds())]
     if json_to != "-":
         table = Table(box=None, pad_edge=False)
         for column in ("kind", "trains", "taps", "summary"):
@@ -27,7 +27,7 @@ def drafters(json_to: JsonTo = None) -> None:
     write_json(json_to, found)
 
 
-def _about(kind: str) -> dict[str, Any]:
+def about(kind: str) -> dict[str, Any]:
     """What its file says of itself; of a drafter that can't be used, why."""
     try:
         module = find(kind)

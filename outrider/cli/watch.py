@@ -115,8 +115,8 @@ def _live(
         with Live(console=console.out, auto_refresh=False, transient=False) as screen, suppress(KeyboardInterrupt):
             for view in views:
                 alarmed |= view.alarmed
-                write(view.json())
                 screen.update(_screen(view, promised), refresh=True)
+                write(view.json())  # behind the screen: what the log holds was seen, whenever Ctrl-C comes
     if not console.out.is_terminal:
         console.out.print()
     found = view.json() if view is not None else {}

@@ -13,8 +13,9 @@ from contracts.parties import OnAndOff
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from outrider import drafters
+from outrider.cli.drafters import about
 from outrider.decoding.state import DecodeState, Request
-from outrider.drafters import dflash, summaries
+from outrider.drafters import dflash, kinds
 from outrider.errors import ConfigError, DrafterError
 from outrider.generation import batch, generate, serve
 from outrider.sampling.settings import Sampling
@@ -78,7 +79,7 @@ def test_a_file_that_is_no_drafter_is_refused_and_the_others_are_listed(source, 
     else:
         with pytest.raises(ConfigError, match=message):
             drafters.find("class_ngram")
-    listed = {entry["kind"]: entry["summary"] for entry in summaries()}
+    listed = {entry["kind"]: entry["summary"] for entry in map(about, kinds())}
     assert listed["ngram"].startswith("Prompt lookup")
     assert listed["class_ngram"] == "" if message is None else "class_ngram" in listed["class_ngram"]
     assert "class_ngram" in {case.kind for case in cases()}

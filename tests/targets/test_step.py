@@ -361,7 +361,7 @@ def test_another_weight_thread_or_line_of_code_is_another_key(fast, monkeypatch)
         patch.setattr(torch, "get_num_threads", lambda: 7)
         keys.add(fingerprint(fast.model, *step.settings()))
     with monkeypatch.context() as patch:
-        patch.setattr(compiled, "code", lambda *modules: [b"another line" for _ in modules])
+        patch.setattr("outrider.targets.step.code", lambda *modules: [b"another line" for _ in modules])
         keys.add(fingerprint(fast.model, *step.settings()))
     with monkeypatch.context() as patch:
         patch.setattr(fast.model.config, "rms_norm_eps", 0.5)
