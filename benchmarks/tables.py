@@ -457,7 +457,8 @@ def large(found: dict[str, Any]) -> str:
     lines = [
         [f"{found['shape']}, {row['values']}", f"{row['stored_gb']:.2f}", f"{row['read_ms']:.0f}",
          f"{row['plain_ms_per_token']:.0f}", f"{row['drafted_ms_per_step']:.0f}", f"{row['tokens_per_step']:.2f}",
-         f"{row['speedup']:.2f}", f"{row['plain_overhead']:.1%}" if "plain_overhead" in row else "–", str(row["texts_that_differ"])]
+         f"{row['speedup']:.2f}", f"{row['plain_overhead']:.1%}" if "plain_overhead" in row else "–",
+         str(row["texts_that_differ"])]
         for row in found["rows"]
     ]  # fmt: skip
     heads = ["shape, values", "stored, GB", "one reading, ms", "plain step, ms", f"step of {found['rows_verified']} rows, ms",
