@@ -50,7 +50,7 @@ _Key = tuple[int, int, int, int, tuple[_Layout, ...]]
 
 class _Capture(NamedTuple):
     given: tuple[Tensor, ...]
-    """Tokens, depths, visible, starts, taps and asked, where the replay reads them."""
+    """Tokens, depths, visible, starts and taps, where the replay reads them."""
     replay: Callable[[], object]
     outputs: list[Tensor]
 
@@ -74,8 +74,7 @@ class Captured:
         """The traced pass's logits, hidden states, choice and taps for tokens [R, n]."""
         rows, width = tokens.shape
         wide = self.padded(width)
-        first, asked = (pad(tokens, (0, wide - width)), pad(depths, (0, wide - width))), pad(asked, (0, wide - width))
-        given = *first, _seen(visible, wide), starts, taps, asked
+        given = pad(tokens, (0, wide - width)), pad(depths, (0, wide - width)), _seen(visible, wide), starts, taps
         end = min(buffers[0].shape[2], -(-(len(columns) + wide - width) // COLUMNS) * COLUMNS)
         key = rows, wide, end, len(taps), tuple(map(_layout, buffers))
         if key not in self.captures:
@@ -92,7 +91,8 @@ class Captured:
     def _captured(self, given: tuple[Tensor, ...], end: int, buffers: Sequence[Tensor]) -> _Capture:
         fixed = tuple(argument.clone() for argument in given)
         columns = torch.arange(end, device=fixed[0].device)
-        *before, taps, asked = fixed
+        *before, taps = fixed
+        asked = torch.arange(fixed[0].shape[1], device=fixed[0].device).expand_as(fixed[0])  # every token's logits, always
         replay, outputs = self.recorder(lambda: self.traced(*before, columns, taps, asked, list(buffers)))
         return _Capture(fixed, replay, flat(outputs))
 
