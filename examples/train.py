@@ -17,7 +17,7 @@ def main(overrides: list[str]) -> None:
     report = outrider.run(RUN_FILE, overrides)
     assert report is not None  # the run file has an `evaluate:` section
     for row in report.rows:
-        print(f"{row.drafter}: {row.tokens_per_step:.2f} tokens per step")
+        print(f"{row.drafter} at temperature {row.temperature:g}: {row.tokens_per_step:.2f} tokens per step")
 
     target = outrider.load_target("demo")
     drafter = outrider.load_drafter("runs/train/checkpoint", target)

@@ -5,7 +5,6 @@
 At a temperature its drafts are drawn, so every token comes with q, the distribution it was drawn from; `chain` records it.
 """
 
-import math
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -30,26 +29,24 @@ class Bigram(outrider.Drafter):
         self.limit, self.vocabulary = config.length, vocabulary
 
     def propose(self, memory: Any, state: DecodeState, budget: Tensor) -> outrider.Draft:
-        texts = [state.tokens[row] for row in state.rows]
-
         def logits_after(tokens: Tensor) -> Tensor:  # [B] -> [B, V]
-            return torch.stack([self.logits(text, token) for text, token in zip(texts, tokens.tolist(), strict=True)])
+            pairs = zip(state.rows, tokens.tolist(), strict=True)
+            return torch.stack([self.logits(state.tokens[row], token) for row, token in pairs])
 
         return chain(logits_after(state.anchor), logits_after, budget, state)
 
     def logits(self, text: list[int], token: int) -> Tensor:
         """[V], by how often each token follows this one in the text."""
         followers = [after for before, after in pairwise(text) if before == token]
-        return torch.full((self.vocabulary,), math.log(1e-3)).index_add(
-            0, torch.tensor(followers, dtype=torch.int64), torch.full((len(followers),), 3.0)
-        )
+        counts = torch.tensor(followers, dtype=torch.int64).bincount(minlength=self.vocabulary)
+        return (counts + 1e-3).log()
 
 
 def build(config: Config, target: Target) -> Bigram:
     return Bigram(config, target.spec.vocabulary)
 
 
-if __name__ == "__main__":
+def main() -> None:
     target, prompt = outrider.load_target("demo"), "import os\nimport re\n"
     drafter = build(Config(), target)
     for sampling in (None, outrider.Sampling(temperature=1.0, seed=3)):
@@ -57,3 +54,7 @@ if __name__ == "__main__":
         [plain], [drafted] = (outrider.generate(target, prompt, own, **settings) for own in (None, drafter))
         assert drafted.tokens == plain.tokens
         print(f"{len(drafted.tokens)} tokens, equal with and without drafts, in {drafted.steps} steps")
+
+
+if __name__ == "__main__":
+    main()

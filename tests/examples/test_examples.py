@@ -1,0 +1,52 @@
+"""The examples run as they stand, each at most a screen."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
+SHORT = [
+    "prepare.count=12", "prepare.max_new_tokens=24", "train.steps=4", "train.save_every=4", "evaluate.prompts=2",
+    "evaluate.max_new_tokens=16",
+]  # fmt: skip
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_fits_a_screen(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= (100 if path.stem == "speculative_decoding" else 60)
+
+
+def test_decode_writes_the_same_with_drafts_and_without(capsys: pytest.CaptureFixture[str]) -> None:
+    load("decode").main()
+    assert "the same text" in capsys.readouterr().out
+
+
+def test_a_drafter_of_one_file_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    load("write_a_drafter").main()
+    assert capsys.readouterr().out.count("equal with and without drafts") == 2
+
+
+def test_a_drafter_is_trained_exported_and_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The three examples use what the one before left."""
+    monkeypatch.chdir(tmp_path)
+    load("train").main(SHORT)
+    load("export").main()
+    assert "the same drafts accepted" in capsys.readouterr().out
+    if shutil.which("vllm") is None:
+        load("serve_in_vllm").main()
+        assert capsys.readouterr().out.startswith("vllm serve ")
