@@ -28,6 +28,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 from outrider.targets.selftest import plain_words
 from outrider.targets.transformers import TransformersTarget
-from outrider.targets.twin import FIRST_CONTEXT, LIMIT, enlivened, small
+from outrider.targets.twin import FIRST_CONTEXT, LIMIT, arguments, enlivened
 
 BASE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -194,8 +195,17 @@ def built(kind: str, form: str, dtype: torch.dtype = torch.float64) -> PreTraine
         return _built(kind, form, dtype, narrow=False)
 
 
+def merged(found: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """What is changed within a part leaves the rest of the part as it is."""
+    parts = {
+        key: merged(found[key], value) for key, value in changes.items()
+        if isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
+    }  # fmt: skip
+    return {**found, **changes, **parts}
+
+
 def _built(kind: str, form: str, dtype: torch.dtype, narrow: bool) -> PreTrainedModel:
-    config = small(CONFIG_MAPPING[kind](), narrow, **SHAPES.get(kind, {}))
+    config = CONFIG_MAPPING[kind](**merged(arguments(CONFIG_MAPPING[kind](), narrow), SHAPES.get(kind, {})))
     auto = AutoModelForCausalLM if form == CAUSAL else AutoModelForImageTextToText
     torch.manual_seed(3)
     model = enlivened(auto.from_config(config, experts_implementation="eager")).to(dtype).eval()

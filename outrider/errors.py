@@ -13,6 +13,11 @@ OutriderError
 from __future__ import annotations
 
 
+def first_line(error: Exception) -> str:
+    """What an error of another program says, as part of our own sentence."""
+    return str(error).strip().split("\n")[0]
+
+
 class OutriderError(Exception):
     """Base of all errors below."""
 

@@ -18,8 +18,8 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,7 +40,6 @@ WIDTH, LAYERS, TRAINED = 1024, 4, 256
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MALLOC = {-3: 2**25, -1: 2**31 - 1, -2: 0}
 """glibc's M_MMAP_THRESHOLD at its highest, M_TRIM_THRESHOLD, M_TOP_PAD."""
-TAKEN = "ms"
 INT8 = "int8 weights"
 LEAST_TURNS, MOST_TURNS, ENOUGH_S = 3, 12, 0.015
 """A way is timed by turns with the others, until this much time is spent on it; its quickest turn counts."""
@@ -65,15 +64,9 @@ class Products:
             return 1.0
         return self.ms[way][column] / min(own[column] for name, own in self.ms.items() if name in TYPES)
 
-    @property
-    def decoding(self) -> dict[str, float]:
-        """By type, what passes of several rows take: a verification and a batch, their geometric mean."""
-        return {way: statistics.geometric_mean([own[str(rows)] for rows in ROWS[1:]]) for way, own in self.ms.items()}
-
-    @property
-    def gflops(self) -> float:
-        """Billions of float32 operations a second in a product of many rows."""
-        return 2 * LAYERS * WIDTH**2 * ROWS[-1] / self.ms["float32"][str(ROWS[-1])] / 1e6
+    def decoding(self, way: str) -> float:
+        """What passes of several rows take in this type: a verification and a batch, their geometric mean."""
+        return statistics.geometric_mean([self.ms[way][str(rows)] for rows in ROWS[1:]])
 
 
 def products() -> Products:
@@ -87,17 +80,10 @@ def fastest(question: str, ways: Callable[[], Mapping[str, Callable[[], object]]
     question: what is to be done, with all that the answer depends on besides the machine, such as shapes.  ways: called only
     where the answer is not known yet.
     """
-    ms = {
-        way: own[TAKEN] for way, own in _kept(question, lambda: {w: {TAKEN: ms} for w, ms in _by_turns(ways()).items()}).items()
-    }
+    found = _kept(question, lambda: {way: {"ms": ms} for way, ms in _by_turns(ways()).items()})
+    ms = {way: own["ms"] for way, own in found.items()}
     usual, best = next(iter(ms)), min(ms, key=ms.__getitem__)
     return best if ms[best] * margin <= ms[usual] else usual
-
-
-def is_known(question: str) -> bool:
-    """Whether `fastest` has an answer to this question already."""
-    path = _place(question)
-    return path in _memory or _read(path) is not None
 
 
 def training_dtype(device: torch.device | str = "cpu") -> Precision:
@@ -107,17 +93,15 @@ def training_dtype(device: torch.device | str = "cpu") -> Precision:
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     if kind != "cpu":
         return "float32"
-    return (
-        "bfloat16" if products().slowdown("float32", TRAINING) >= 1 >= products().slowdown("bfloat16", TRAINING) else "float32"
-    )
+    slowdown = products().slowdown
+    return "bfloat16" if slowdown("float32", TRAINING) >= 1 >= slowdown("bfloat16", TRAINING) else "float32"
 
 
 def decoding_dtype(stored: torch.dtype) -> torch.dtype:
     """Type in which weights stored as `stored` are multiplied on this CPU: their own unless float32 is faster."""
     name, taken = str(stored).removeprefix("torch."), products().decoding
-    if name not in TYPES:
-        return stored if stored.itemsize > 2 else torch.float32
-    return torch.float32 if taken["float32"] < taken[name] else stored
+    is_slow = taken("float32") < taken(name) if name in TYPES else stored.itemsize <= 2
+    return torch.float32 if is_slow else stored
 
 
 def slow_type(name: str, column: str) -> str | None:
@@ -178,8 +162,9 @@ def describe(device: torch.device | str = "cpu") -> str:
     table, trains = products(), training_dtype()
     other = next(name for name in ("bfloat16", "float32") if name != trains)
     factor = table.ms[other][TRAINING] / table.ms[trains][TRAINING]
+    gflops = 2 * LAYERS * WIDTH**2 * ROWS[-1] / table.ms["float32"][str(ROWS[-1])] / 1e6
     return (
-        f"{cpu_name()}, {torch.get_num_threads()} threads, {table.gflops:.0f} GFLOP/s in float32; training in {trains} "
+        f"{cpu_name()}, {torch.get_num_threads()} threads, {gflops:.0f} GFLOP/s in float32; training in {trains} "
         f"({other} takes {factor:.1f} times as long)"
     )
 
@@ -191,6 +176,19 @@ def cache_folder() -> Path:
     """Where all that can be made again is kept: $OUTRIDER_CACHE, or the user's cache folder."""
     root = os.environ.get("OUTRIDER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
     return Path(root).expanduser()
+
+
+@contextmanager
+def keeping(path: Path) -> Iterator[Path]:
+    """A file to write to, which then takes the place of `path` in the cache, whole; its folder is made the user's alone.
+
+    In a folder of its own, so that several processes may do so at once.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=path.parent) as place:
+        part = Path(place) / path.name
+        yield part
+        part.replace(path)
 
 
 def identity() -> tuple[object, ...]:
@@ -287,11 +285,9 @@ def _write(path: Path, ms: Mapping[str, Mapping[str, float]]) -> None:
     if is_busy():
         log.info("other programs are busy: what was timed is used now and timed again by the next process")
         return
-    with suppress(OSError):  # a folder that can't be written costs a measurement a process
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as part:
-            json.dump({"cpu": cpu_name(), "torch": torch.__version__, "threads": torch.get_num_threads(), "ms": ms}, part)
-        Path(part.name).replace(path)
+    said = {"cpu": cpu_name(), "torch": torch.__version__, "threads": torch.get_num_threads(), "ms": ms}
+    with suppress(OSError), keeping(path) as part:  # a folder that can't be written costs a measurement a process
+        part.write_text(json.dumps(said))
 
 
 # ── timing ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -301,7 +297,7 @@ def _time_products() -> dict[str, dict[str, float]]:
     began = time.perf_counter()
     found: dict[str, dict[str, float]] = {way: {} for way in (*TYPES, INT8)}
     for rows, before in zip(ROWS, (None, *ROWS), strict=False):
-        ways: dict[str, Callable[[], object]] = {INT8: _int8(rows)}
+        ways = {INT8: _linear(torch.int8, rows)}
         for name, dtype in TYPES.items():
             if before is not None and found[name][str(before)] > HOPELESS * found["float32"][str(before)]:
                 found[name][str(rows)] = found[name][str(before)] * rows / before
@@ -316,13 +312,9 @@ def _time_products() -> dict[str, dict[str, float]]:
 
 
 def _linear(dtype: torch.dtype, rows: int) -> Callable[[], object]:
-    x, weights = torch.ones(rows, WIDTH, dtype=dtype), [torch.ones(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS)]
-    return torch.inference_mode()(lambda: [F.linear(x, weight) for weight in weights])
-
-
-def _int8(rows: int) -> Callable[[], object]:
-    """As torchao's weight-only int8: turned into floats in every pass."""
-    x, weights = torch.ones(rows, WIDTH), [torch.ones(WIDTH, WIDTH, dtype=torch.int8) for _ in range(LAYERS)]
+    # weights in int8, as torchao's, are turned into floats in every pass
+    x = torch.ones(rows, WIDTH, dtype=dtype if dtype.is_floating_point else torch.float32)
+    weights = [torch.ones(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS)]
     return torch.inference_mode()(lambda: [F.linear(x, weight.to(x.dtype)) for weight in weights])
 
 

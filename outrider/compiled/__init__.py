@@ -28,7 +28,7 @@ from outrider import kernels, machine, packed
 from outrider.compiled import rewrite
 from outrider.compiled.key import fingerprint, values_of
 from outrider.decoding.protocols import Drafter
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +37,7 @@ MOST_BYTES = 2**31
 
 HOLDS_WEIGHTS = "aot_inductor.package_constants_in_so"
 """Inductor's setting for whether a package has a copy of the weights, or is given them when it is loaded."""
-BUILDS: dict[str, dict[str, Any]] = {
-    "libraries": {},
-    "templates": {"max_autotune": True, "max_autotune_gemm_backends": "CPP"},
-}
+BUILDS: dict[str, dict[str, Any]] = {"libraries": {}, "templates": {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}}
 """Where inductor's products come from: the libraries torch comes with, or C++ that it writes for each shape."""
 
 
@@ -86,7 +83,7 @@ class Graph:
             if self.weights:
                 self.package.load_constants(self.weights, check_full_update=True, user_managed=True)
         except Exception as error:  # native code that another program made: whatever it raises, we go on without
-            raise NotCompiled(f"{path} can't be loaded ({_first_line(error)}); delete it and compile again") from error
+            raise NotCompiled(f"{path} can't be loaded ({first_line(error)[:300]}); delete it and compile again") from error
 
     def _weights(self, traced: nn.Module) -> dict[str, Tensor]:
         """What the package is to be given: the module's weights, and panels as they lie in memory."""
@@ -195,11 +192,8 @@ class Compiled:
         """Whether the graph is as quick as the plain path; timed once a machine."""
 
         def ways() -> dict[str, Callable[[], object]]:
-            trials = self.trials()
-            return {
-                "compiled": functools.partial(_run_all, graph.forward, trials),
-                "plain": functools.partial(_run_all, self.plain(), trials),
-            }
+            trials, runs = self.trials(), {"compiled": graph.forward, "plain": self.plain()}
+            return {way: functools.partial(_run_all, run, trials) for way, run in runs.items()}
 
         return machine.fastest(f"a plain {self._described()}", ways) == "compiled"
 
@@ -314,11 +308,9 @@ def build_package(
     if not has_compiler():
         raise NotCompiled("there is no C++ compiler here; install g++ for the fast path, all else runs without")
     began = time.perf_counter()
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    part = path.with_name(f".{os.getpid()}.{path.name}")
     try:
         # oneDNN's packed weights inductor makes itself
-        with torch.no_grad(), packed.products("panels"), packed.as_buffers(function):
+        with machine.keeping(path) as part, torch.no_grad(), packed.products("panels"), packed.as_buffers(function):
             # made in inference mode they could not be traced
             example = pytree.tree_map_only(Tensor, Tensor.clone, example)
             with contextlib.redirect_stderr(io.StringIO()):  # what it can't trace it prints whole, hundreds of lines
@@ -331,13 +323,10 @@ def build_package(
                 _refuse_large(function)
             configs |= {HOLDS_WEIGHTS: not is_outside, "aot_inductor.metadata": {"weights": "outside"} if is_outside else {}}
             torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=configs)
-        part.replace(path)
     except NotCompiled:
         raise
     except Exception as error:  # the compiler is a large program of others, and every family is a new text for it
-        raise NotCompiled(f"can't be compiled: {type(error).__name__}: {_first_line(error)}") from error
-    finally:
-        part.unlink(missing_ok=True)
+        raise NotCompiled(f"can't be compiled: {type(error).__name__}: {first_line(error)[:300]}") from error
     seconds = time.perf_counter() - began
     log.info("compiled %s in %.0f s, %.0f MB", path, seconds, path.stat().st_size / 1e6)
     return seconds
@@ -375,7 +364,3 @@ def _version(weights: Sequence[Tensor]) -> int:
 
 
 _changes = operator.attrgetter("_version")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:300]

@@ -22,10 +22,9 @@ from outrider.decoding.noise import Purpose, Streams, race
 from outrider.decoding.state import DecodeState
 from outrider.sampling import distribution
 from outrider.sampling.distribution import tempered
-from outrider.targets import attention_mask, columns
-from outrider.targets.attention_mask import Sight, additive
+from outrider.targets import attention_mask
+from outrider.targets.attention_mask import Columns, Sight, additive
 from outrider.targets.cache import SlotCache
-from outrider.targets.columns import Columns
 
 
 def noise_keys(streams: Streams, depths: int) -> Tensor:
@@ -68,7 +67,7 @@ class CompiledBlock(Compiled):
         return self.traced
 
     def settings(self) -> Sequence[object]:
-        ours = code(compiled, attention_mask, columns, distribution, noise, sys.modules[__name__], *self.code)
+        ours = code(compiled, attention_mask, distribution, noise, sys.modules[__name__], *self.code)
         return [self.backbone.config.model_dump(), self.backbone.target.spec, *ours]
 
     def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:

@@ -14,6 +14,7 @@ import mmap
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider import machine
+from outrider.errors import first_line
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +37,7 @@ SHIMS = {
     "attend": f"AOTITorchError aoti_torch_cpu_attend({TENSOR}, {TENSOR}, {TENSOR}, {TENSOR}, double, {TENSOR}*)",
 }
 """Operators, and their names for compiled packages, which call them without torch's dispatcher."""
-
-
+TIMEOUT_S = 120
 PAGE = 2**21
 """A large page."""
 
@@ -57,8 +58,8 @@ def library() -> ctypes.CDLL | None:
     try:
         loaded = _loaded(_built())
         _check()
-    except (OSError, RuntimeError, AssertionError, subprocess.SubprocessError) as error:
-        log.info("kernels are left out: %s", str(error).strip().split("\n")[0])
+    except (OSError, RuntimeError, AssertionError) as error:
+        log.info("kernels are left out: %s", first_line(error))
         return None
     return loaded
 
@@ -120,25 +121,33 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Te
 
 @functools.cache
 def _built() -> Path:
-    """The compiled kernels of this machine.  Raises OSError or CalledProcessError where they can't be compiled."""
+    """The compiled kernels of this machine.  Raises OSError where they can't be compiled."""
     question = repr((torch.__version__, machine.cpu_name(), machine.cpu_flags(), source(), FLAGS, NATIVE))
     path = machine.cache_folder() / "compiled" / f"kernels-{hashlib.sha256(question.encode()).hexdigest()[:16]}.so"
+    torch_folder = Path(torch.__file__).parent
+    given = [*map(str, SOURCES), f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
+    return shared_library(path, [[*FLAGS, *native, *given] for native in NATIVE])
+
+
+def shared_library(path: Path, commands: Iterable[Sequence[str]]) -> Path:
+    """This file of the cache; where it is not there yet, compiled by the first of these argument lists that works.
+
+    Raises OSError, which says why, where it can't be.
+    """
     if path.exists():
         return path
     tool = compiler()
     if tool is None:
-        raise OSError("there is no C++ compiler here; install g++ for it")
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    part = path.with_name(f".{os.getpid()}.{path.name}")
-    torch_folder = Path(torch.__file__).parent
-    given = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu"]
-    try:
-        for native in NATIVE:
-            command = [tool, *FLAGS, *native, *map(str, SOURCES), "-o", str(part), *given]
-            made = subprocess.run(command, capture_output=True, text=True)
+        raise OSError("there is no C++ compiler here; install g++")
+    with machine.keeping(path) as part:
+        for arguments in commands:
+            try:
+                made = subprocess.run([tool, *arguments, "-o", part], capture_output=True, text=True, timeout=TIMEOUT_S)
+            except subprocess.TimeoutExpired as error:
+                raise OSError(f"{tool} took more than {TIMEOUT_S} s") from error
             if made.returncode == 0:
-                part.replace(path)
-                return path
-        raise OSError(f"{tool} can't compile {', '.join(path.name for path in SOURCES)}: {made.stderr.strip()[:300]}")
-    finally:
-        part.unlink(missing_ok=True)
+                break
+        else:
+            lines = made.stderr.splitlines() or ["it failed"]
+            raise OSError(f"{tool} says: {next((line for line in lines if 'error' in line), lines[0])}")
+    return path

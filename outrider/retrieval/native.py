@@ -13,8 +13,6 @@ import hashlib
 import logging
 import os
 import platform
-import subprocess
-import tempfile
 from pathlib import Path
 
 from outrider import kernels, machine
@@ -25,7 +23,6 @@ log = logging.getLogger(__name__)
 LANGUAGES = {".c": ("-x", "c", "-std=c11"), ".cpp": ("-x", "c++", "-std=c++17")}
 # without contraction a product and a sum round as they do in Python
 FLAGS = ("-O2", "-shared", "-fPIC", "-fvisibility=default", "-ffp-contract=off")
-TIMEOUT_S = 120
 
 
 class NotNative(OutriderError):
@@ -67,21 +64,19 @@ def _source(name: str) -> Path:
 
 
 def _built(source: Path) -> Path:
-    """The shared library, compiled into a file of its own and moved, so that several processes may do so at once."""
+    """The shared library, compiled where that was not done before."""
     command = (*LANGUAGES[source.suffix], *FLAGS)
     said = repr((command, platform.machine(), platform.system())).encode() + source.read_bytes()
     folder = machine.cache_folder() / "native"
-    path = folder / f"{source.stem}-{hashlib.sha256(said).hexdigest()[:16]}.so"
     try:
         _make_private(folder)
-        if not path.exists():
-            with tempfile.TemporaryDirectory(dir=folder) as place:
-                part = Path(place) / path.name
-                _compile([*command, str(source), "-o", str(part)])
-                part.replace(path)
     except OSError as error:
         raise NotNative(f"{folder} can't be used ({error})") from error
-    return path
+    try:
+        path = folder / f"{source.stem}-{hashlib.sha256(said).hexdigest()[:16]}.so"
+        return kernels.shared_library(path, [[*command, str(source)]])
+    except OSError as error:
+        raise NotNative(str(error)) from error
 
 
 def _make_private(folder: Path) -> None:
@@ -92,16 +87,3 @@ def _make_private(folder: Path) -> None:
         raise NotNative(f"{folder} belongs to another user; set OUTRIDER_CACHE to a folder of your own")
     if about.st_mode & 0o077:
         folder.chmod(0o700)
-
-
-def _compile(arguments: list[str]) -> None:
-    name = kernels.compiler()
-    if name is None:
-        raise NotNative("there is no C++ compiler here; install g++")
-    try:
-        subprocess.run([name, *arguments], check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise NotNative(f"{name} took more than {TIMEOUT_S} s") from None
-    except subprocess.CalledProcessError as error:
-        lines = [line for line in error.stderr.splitlines() if "error" in line] or error.stderr.splitlines() or ["it failed"]
-        raise NotNative(f"{name} says: {lines[0]}") from None

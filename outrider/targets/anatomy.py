@@ -6,7 +6,7 @@ import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Container
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +17,15 @@ from outrider.targets import hooks
 
 ARGUMENTS = ("past_key_values", "cache_params", "cache")
 """Names under which families take a cache: the first two up to transformers 5.23, the third since."""
+BROKEN = (AssertionError, AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""What a family raises that can't be built, or can't do what it was asked for."""
 UNBOUNDED = 2**20
 """Context of a family that names none: its positions are a bias or a state."""
 CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "max_target_positions")
 
 
-class Sizes(NamedTuple):
-    """Those of the text part."""
-
-    layers: int
-    hidden: int
-    context: int
-
-
-def sizes(model: PreTrainedModel) -> Sizes:
-    """Sizes of the part that reads text.  Raises TargetError where the config does not name them."""
+def sizes(model: PreTrainedModel) -> tuple[int, int, int]:
+    """Layers, hidden size and context of the part that reads text.  Raises TargetError where the config names no layers."""
     config = model.config.get_text_config(decoder=True)
     layers, hidden = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
     if not isinstance(layers, int) or not isinstance(hidden, int):
@@ -45,7 +39,7 @@ def sizes(model: PreTrainedModel) -> Sizes:
     rope = getattr(config, "rope_parameters", None) or {}
     if "dynamic" in str(rope.get("rope_type")):  # what the config names is then the context of the first training
         context = int(context * rope["factor"])
-    return Sizes(layers, hidden, context)
+    return layers, hidden, context
 
 
 def trunk(model: PreTrainedModel) -> nn.Module:
@@ -64,12 +58,6 @@ def output_layer(model: PreTrainedModel) -> Any:
     """What turns hidden states into logits; where the model does not say, that of a causal LM within it."""
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     return next((found for part in parts if (found := part.get_output_embeddings()) is not None), None)
-
-
-def embedding_scale(words: Tensor, states: Tensor) -> float:
-    """What embeddings are multiplied by before the first layer; 1 where they differ by more than a factor."""
-    scale = _ratio(words, states)
-    return 1.0 if scale is None else scale
 
 
 def head_law(raw: Tensor, logits: Tensor, config: Any) -> Callable[[Tensor], Tensor] | None:
@@ -96,7 +84,7 @@ def _ratio(before: Tensor, after: Tensor) -> float | None:
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The layers that a pass over text runs, in order.  Raises TargetError where there is no list of them."""
-    count = sizes(model).layers
+    count, _, _ = sizes(model)
     # the text part first: a vision tower may have as many layers
     parts = (module for part in (model.get_decoder(), trunk(model)) for module in part.modules())
     lists = list(dict.fromkeys(part for part in parts if isinstance(part, nn.ModuleList) and len(part) == count))
@@ -148,7 +136,8 @@ def what_ends_do(target: Any, text: list[int]) -> tuple[float, Callable[[Tensor]
             "%s changes its logits after the output layer in a way that is not known here: drafters that use the target's "
             "head guess worse; the output is the target's all the same", target.spec.name,
         )  # fmt: skip
-    return embedding_scale(target._embedding(tokens), words[0]), finish or (lambda values: values), logits[0]
+    scale = _ratio(target._embedding(tokens), words[0])  # None where they differ by more than a factor
+    return 1.0 if scale is None else scale, finish or (lambda values: values), logits[0]
 
 
 def copied(module: nn.Module, device: torch.device) -> Any:

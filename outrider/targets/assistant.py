@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from outrider.errors import DrafterError
+from outrider.errors import DrafterError, first_line
 from outrider.targets.protocol import Target
 
 
@@ -23,8 +23,9 @@ def load_assistant(name: str, target: Target) -> Any:
         with keyless_layers():
             found = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, target.spec.dtype))
     except (OSError, ValueError, KeyError) as error:
-        said = str(error).strip().split("\n")[0]
-        raise DrafterError(f"can't load assistant {name!r}: {said}; give a folder or a Hugging Face id of one") from error
+        raise DrafterError(
+            f"can't load assistant {name!r}: {first_line(error)}; give a folder or a Hugging Face id of one"
+        ) from error
     if not isinstance(found, Gemma4AssistantForCausalLM):
         raise DrafterError(f"{name} is a {type(found).__name__}; give a Gemma4AssistantForCausalLM")
     model: Any = found

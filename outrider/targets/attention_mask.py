@@ -6,7 +6,6 @@ R rows of a pass, n tokens a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,29 +19,17 @@ class Limit(NamedTuple):
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """Where the rows of one forward pass stand."""
+class Tree(NamedTuple):
+    """What the tokens of a pass see of each other, where they are not one chain a row."""
 
-    rows: list[int]
-    starts: list[int]
-    """Length of each row's slot before the pass."""
-    width: int
-    """Tokens a row, padding included."""
-    places: list[int]
-    """Where the rows lie in the buffers."""
-    span: slice | None
-    """The places as a slice, where they are side by side."""
+    visible: Tensor
+    """[R or 1, n, n] bool, the tokens that each one may look at."""
+    depths: Tensor
+    """[R or 1, n], each token's place counted from its row's start."""
 
-    @property
-    def end(self) -> int:
-        """Columns that some row of the pass may look at."""
-        return max(self.starts, default=0) + self.width
-
-    @property
-    def is_even(self) -> bool:
-        """All rows stand at the same place and lie side by side: writing and reading are plain slices."""
-        return len(set(self.starts)) == 1 and self.span is not None
+    def of(self, row: int) -> Tree:
+        """That of one row [1, n]."""
+        return Tree(self.visible[row : row + 1], self.depths[row : row + 1])
 
 
 class Sight(NamedTuple):
@@ -91,3 +78,31 @@ def span(places: Sequence[int]) -> slice | None:
     """These places as a slice, where they are side by side."""
     first, last = places[0], places[0] + len(places)
     return slice(first, last) if list(places) == list(range(first, last)) else None
+
+
+class Columns:
+    """Buffers of a pass as the layers see them while it is traced: written behind each row's start, read up to the end."""
+
+    is_compileable = False
+
+    def __init__(self, layers: Sequence[int], buffers: Sequence[Tensor], sight: Sight):
+        """buffers: keys, then values, of each layer, [R, h, length, d]."""
+        self.buffers = dict(zip(layers, zip(buffers[::2], buffers[1::2], strict=True), strict=True))
+        self.width, self.end = sight.width, sight.columns.shape[0]
+        self.rows = torch.arange(sight.starts.shape[0], device=sight.starts.device)[:, None]
+        self.columns = sight.positions(torch.arange(sight.width, device=sight.starts.device))
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
+        kept = self.buffers[layer_idx]
+        for buffer, states in zip(kept, (keys, values), strict=True):
+            buffer[self.rows, :, self.columns] = states.transpose(1, 2)
+        return kept[0][:, :, : self.end], kept[1][:, :, : self.end]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.end - self.width
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.end, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length()

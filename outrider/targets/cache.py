@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from outrider.targets.attention_mask import Limit, Pass, Sight, additive, span
+from outrider.targets.attention_mask import Limit, Sight, additive, span
 from outrider.targets.states import RecurrentStates
 
 STAIR = 64
@@ -53,7 +53,18 @@ class SlotCache:
         self._views: dict[tuple[int, int, int], list[Tensor]] = {}
         self._stairs: dict[tuple[torch.dtype, Limit | None], Tensor] = {}
         self.states = RecurrentStates(slots, undo)
-        self._now = Pass([], [], 0, [], None)
+        self.rows: list[int] = []
+        """Slots of the open pass."""
+        self._starts: list[int] = []
+        """Length of each of them before the pass."""
+        self._places: list[int] = []
+        """Where each of them lies in the buffers."""
+        self._span: slice | None = None
+        """These places as a slice, where they are side by side."""
+        self.width = 0
+        """Tokens a row of the open pass, padding included."""
+        self.end = 0
+        """Columns that some row of the open pass may look at."""
         self.texts: list[list[int]] = [[] for _ in range(slots)]
         """What each slot has read, where the target says what a pass reads: by `reads`."""
         self.prompts = [0] * slots
@@ -76,19 +87,13 @@ class SlotCache:
     @property
     def buffers(self) -> list[Tensor]:
         """Keys, then values, of each of these layers for the open pass's rows, side by side: views [R, h, length, d]."""
-        span = self._now.span
-        assert span is not None
-        key = span.start, span.stop, len(self._layers)
+        assert self._span is not None
+        key = self._span.start, self._span.stop, len(self._layers)
         if key not in self._views:
             if len(self._views) >= VIEWS:
                 self._views.clear()
-            self._views[key] = [buffer[span] for _, kept in sorted(self._layers.items()) for buffer in kept]
+            self._views[key] = [buffer[self._span] for _, kept in sorted(self._layers.items()) for buffer in kept]
         return self._views[key]
-
-    @property
-    def end(self) -> int:
-        """Columns that some row of the open pass may look at."""
-        return self._now.end
 
     def shaped_as(self, other: SlotCache) -> SlotCache:
         """This cache with buffers for another's layers, before any pass: a compiled step makes none."""
@@ -129,19 +134,19 @@ class SlotCache:
 
     # ── one pass ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def open(self, rows: Sequence[int], width: int, in_steps: bool = False, noted: int | None = None) -> Pass:
+    def open(self, rows: Sequence[int], width: int, in_steps: bool = False, noted: int | None = None) -> None:
         """Begin a pass of `width` tokens a row; until the next, `update` writes there.
 
         in_steps: states are noted at each position; of a pass whose last ones will be kept only the last `noted`, if given.
         """
-        rows = list(rows)
-        places = [self.places[row] for row in rows]
-        now = Pass(rows, [self.lengths[row] for row in rows], width, places, span(places))
-        assert now.end <= self.length, f"a pass up to {now.end} tokens in a cache of {self.length}"
-        self._now, self._at, self.in_steps = now, None, in_steps
-        self.is_even, self._reads = now.is_even, None
+        self.rows, self.width, self.in_steps = list(rows), width, in_steps
+        self._starts = [self.lengths[row] for row in self.rows]
+        self._places = [self.places[row] for row in self.rows]
+        self._span, self._at, self._reads = span(self._places), None, None
+        self.end = max(self._starts) + width
+        assert self.end <= self.length, f"a pass up to {self.end} tokens in a cache of {self.length}"
+        self.is_even = len(set(self._starts)) == 1 and self._span is not None
         self.states.open(noted)
-        return now
 
     def reads(self, tokens: Tensor) -> None:
         """The open pass reads tokens [R, n]: those that stay are remembered in `texts`."""
@@ -170,10 +175,10 @@ class SlotCache:
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Asked by some families for their default positions; we always pass positions."""
-        return max(self._now.starts, default=0)
+        return max(self._starts, default=0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self._now.end, 0
+        return self.end, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.get_seq_length()
@@ -192,15 +197,16 @@ class SlotCache:
         """A mask as above for every kind of layer: what its limit leaves of it.  depths as in `positions`."""
         if visible is None and self.is_even and all(limit is None or limit.kind == "window" for limit in limits.values()):
             return {kind: self._stair(dtype, limit) for kind, limit in limits.items()}
-        seen = self._seen(visible)
+        seen, depths = self._seen(visible), self._order if depths is None else depths
         return {
-            kind: additive(seen if limit is None else seen & self._near(limit, depths), dtype) for kind, limit in limits.items()
+            kind: additive(seen if limit is None else seen & self._sight.near(limit, depths), dtype)
+            for kind, limit in limits.items()
         }
 
     def _stair(self, dtype: torch.dtype, limit: Limit | None) -> Tensor:
         """The mask of a chain in rows that stand together.  Steps cut theirs from one that is held for all widths and places; a
         chunk of a prompt makes its own."""
-        width, start = self._now.width, self._now.starts[0]
+        width, start = self.width, self._starts[0]
         if width > STAIR:
             return self._new_stair(start, width, dtype, limit)
         key = dtype, limit
@@ -216,55 +222,50 @@ class SlotCache:
 
     def _seen(self, visible: Tensor | None) -> Tensor:
         """What every query may look at but for limits, [R or 1, Q, end] bool."""
-        now = self._now
         if visible is None:
-            visible = torch.ones(1, now.width, now.width, dtype=torch.bool, device=self.device).tril()
+            visible = torch.ones(1, self.width, self.width, dtype=torch.bool, device=self.device).tril()
         if self.is_even:
-            return torch.nn.functional.pad(visible, (now.starts[0], 0), value=True)
+            return torch.nn.functional.pad(visible, (self._starts[0], 0), value=True)
         return self._sight.seen(visible)
-
-    def _near(self, limit: Limit, depths: Tensor | None) -> Tensor:
-        """Which columns a query's limit lets it see, [R or 1, Q, end] bool."""
-        return self._sight.near(limit, self._order if depths is None else depths)
 
     def positions(self, depths: Tensor | None = None) -> Tensor:
         """[R or 1, n] positions of the open pass's tokens.  depths [R or 1, n] counts from each row's start; None is 0..n-1."""
         depths = self._order if depths is None else depths
-        return depths + self._now.starts[0] if self.is_even else self._sight.positions(depths)
+        return depths + self._starts[0] if self.is_even else self._sight.positions(depths)
 
     @property
     def starts(self) -> Tensor:
         """[R] where the open pass's rows stand."""
-        return torch.tensor(self._now.starts, device=self.device)
+        return torch.tensor(self._starts, device=self.device)
 
     @property
     def columns(self) -> Tensor:
         """[end] 0, 1, ... up to the last column that the open pass may look at."""
-        return self._line[: self._now.end]
+        return self._line[: self.end]
 
     @property
     def _order(self) -> Tensor:
-        return self._line[None, : self._now.width]
+        return self._line[None, : self.width]
 
     @property
     def _sight(self) -> Sight:
-        return Sight(self.starts, self.columns, self._now.width)
+        return Sight(self.starts, self.columns, self.width)
 
     # ── after a pass ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def append(self, counts: Sequence[int]) -> None:
         """The first counts[r] tokens of each row of the pass stay."""
-        for row, start, count in zip(self._now.rows, self._now.starts, counts, strict=True):
+        for row, start, count in zip(self.rows, self._starts, counts, strict=True):
             self.lengths[row] = start + count
         if self._reads is not None:
-            for row, start, count, read in zip(self._now.rows, self._now.starts, counts, self._reads, strict=True):
+            for row, start, count, read in zip(self.rows, self._starts, counts, self._reads, strict=True):
                 self.texts[row][start:] = read[:count]
         if self.states.work:
-            self.states.append(self._now.rows, self._now.starts, self._now.width, counts)
+            self.states.append(self.rows, self._starts, self.width, counts)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Each row's first token (the anchor) and the nodes on its path stay.  Node n is token n + 1."""
-        for row, start, path in zip(self._now.rows, self._now.starts, paths, strict=True):
+        for row, start, path in zip(self.rows, self._starts, paths, strict=True):
             straight = next((i for i, node in enumerate(path) if node != i), len(path))
             if straight < len(path):
                 self._move(row, [start + 1 + node for node in path[straight:]], start + 1 + straight)
@@ -290,11 +291,11 @@ class SlotCache:
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Last inputs of a convolution, [R, channels, kernel]; None where all rows begin.  Layers may write into it."""
-        return self.states.read((layer_idx, "conv", state_idx), self._now.rows, self._now.starts)
+        return self.states.read((layer_idx, "conv", state_idx), self.rows, self._starts)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """State [R, ...]; None where all rows begin.  Layers may write into it."""
-        return self.states.read((layer_idx, "recurrent", state_idx), self._now.rows, self._now.starts)
+        return self.states.read((layer_idx, "recurrent", state_idx), self.rows, self._starts)
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_kwargs: object
@@ -312,7 +313,7 @@ class SlotCache:
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return any(self._now.starts)
+        return any(self._starts)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
@@ -320,22 +321,7 @@ class SlotCache:
     @property
     def is_initialized(self) -> bool:
         """Asked by some families for whether a pass goes on behind other text."""
-        return not self.begins
-
-    @property
-    def rows(self) -> list[int]:
-        """Slots of the open pass."""
-        return self._now.rows
-
-    @property
-    def is_single(self) -> bool:
-        """The open pass brings one token a row."""
-        return self._now.width == 1
-
-    @property
-    def begins(self) -> bool:
-        """No row of the open pass has anything before it."""
-        return not any(self._now.starts)
+        return any(self._starts)
 
     # ── buffers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -357,14 +343,13 @@ class SlotCache:
             stack[:, at, :, to : to + len(places)] = stack[:, at].index_select(2, come_from)
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
-        now = self._now
         if self.is_even:
-            buffer[now.span, :, now.starts[0] : now.end] = states
-            return buffer[now.span, :, : now.end]
+            buffer[self._span, :, self._starts[0] : self.end] = states
+            return buffer[self._span, :, : self.end]
         if self._at is None:  # only where layers write by themselves: a compiled step does not ask
-            columns = torch.tensor(now.starts).unsqueeze(-1) + torch.arange(now.width)
-            self._at = torch.tensor(now.places, device=self.device).unsqueeze(-1), columns.to(self.device)
+            columns = torch.tensor(self._starts).unsqueeze(-1) + torch.arange(self.width)
+            self._at = torch.tensor(self._places, device=self.device).unsqueeze(-1), columns.to(self.device)
         places, columns = self._at
         buffer[places, :, columns] = states.transpose(1, 2)
         # a slice is a view, a list of places would copy all that they hold
-        return buffer[now.span or now.places, :, : now.end]
+        return buffer[self._span or self._places, :, : self.end]

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from outrider import demo
-from outrider.errors import DrafterError
+from outrider.errors import DrafterError, first_line
 from outrider.targets.anatomy import head_law, trunk
-from outrider.targets.identity import hash_tokenizer
+from outrider.targets.identity import hash_tokenizer, load_tokenizer
 from outrider.targets.protocol import Target
 
 
@@ -68,26 +68,18 @@ def named(name: str, target: Target) -> Any:
         lm = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     except (OSError, ValueError, KeyError) as error:
         raise DrafterError(
-            f"can't load small_model.model {name!r}: {str(error).strip().splitlines()[0]}; give `demo`, a folder with "
+            f"can't load small_model.model {name!r}: {first_line(error)}; give `demo`, a folder with "
             "config.json and safetensors, or a Hugging Face id; or sizes of a fresh model in small_model.new"
         ) from error
     theirs = target.spec.tokenizer_hash
-    mine = tokenizer_hash(name) if theirs is not None else None
+    tokenizer, _ = (None, "") if theirs is None else load_tokenizer(name)
+    mine = None if tokenizer is None else hash_tokenizer(tokenizer)
     if mine != theirs:
         raise DrafterError(
             f"small_model {name!r} has the tokenizer {mine}, the target {target.spec.name!r} {theirs}; one of another "
             "vocabulary can't be trained: choose a model with the target's tokenizer"
         )
     return lm
-
-
-def tokenizer_hash(name: str) -> str | None:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError):
-        return None
-    # where there are no files, transformers makes up one of special tokens alone
-    return hash_tokenizer(tokenizer) if len(tokenizer.get_vocab()) > len(tokenizer.all_special_tokens) else None
 
 
 def fresh(shape: Any) -> Any:

@@ -18,21 +18,15 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from outrider.targets import hooks
-from outrider.targets.anatomy import cache_argument, trunk
-from outrider.targets.attention_mask import Limit
+from outrider.targets.anatomy import BROKEN, cache_argument, trunk
+from outrider.targets.attention_mask import Limit, Tree
 from outrider.targets.cache import SlotCache
 from outrider.targets.rotary import Rotary, learn_rotary
 
 KINDS = (
-    "full_attention",
-    "sliding_attention",
-    "chunked_attention",
-    "linear_attention",
-    "conv",
-    "mamba",
-    "attention",
+    "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "mamba", "attention",
     "indexed_attention",
-)
+)  # fmt: skip
 """Keys under which families look for the mask of a kind of layer; a key too many does no harm."""
 Masks = Literal["by kind", "one", "none"]
 
@@ -67,17 +61,17 @@ class Family:
         return self.masks != "none" and self.has_positions and not self.one_by_one and self.past is None
 
     def seen(
-        self, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, dtype: torch.dtype, context: int
+        self, cache: SlotCache, tree: Tree | None, dtype: torch.dtype, context: int
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Masks of the open pass by kind of layer, and positions where the model is told them.
-
-        visible [R, n, n] and depths [R, n] of a tree; None: a chain.
-        """
-        bare = self.masks == "none" or self.needs_no_mask(cache, visible)
+        """Masks of the open pass by kind of layer, and positions where the model is told them.  tree: None for a chain."""
+        visible, depths = tree or (None, None)
+        # one token a row, all rows at one place: everything may be seen, and no mask is the fastest
+        is_whole = cache.width == 1 and tree is None and cache.is_even
+        bare = self.masks == "none" or (is_whole and self.masks == "by kind" and not any(self.limits.values()))
         masks = {} if bare else cache.masks(visible, dtype, self.limits, depths)
-        # padding may reach behind the context
         rows = len(cache.rows)  # some families refuse one mask for all rows
         masks = {kind: mask.expand(rows, -1, -1, -1) for kind, mask in masks.items()}
+        # padding may reach behind the context
         return masks, cache.positions(depths).clamp(max=context - 1) if self.has_positions else None
 
     def arguments(self, cache: Any, masks: Mapping[str, Tensor], positions: Tensor | None) -> dict[str, Any]:
@@ -90,11 +84,6 @@ class Family:
         elif self.masks == "one":
             [given["attention_mask"]] = masks.values()
         return given
-
-    def needs_no_mask(self, cache: SlotCache, visible: Tensor | None) -> bool:
-        """One token a row, all rows at one place: everything may be seen, and no mask is the fastest."""
-        limited = self.masks != "by kind" or any(self.limits.values())
-        return cache.is_single and visible is None and cache.is_even and not limited
 
 
 def learn(model: PreTrainedModel, masks: Masks | None = None, one_by_one: bool = False, past: str | None = None) -> Family:
@@ -109,16 +98,8 @@ def learn(model: PreTrainedModel, masks: Masks | None = None, one_by_one: bool =
     limits = {kind: _limit(kind, config) for kind in _attention_kinds(kinds)} or {"full_attention": None}
     if masks == "one" and len(limits) > 1:
         masks = "none"
-    return Family(
-        masks=masks,
-        limits=limits,
-        cache=cache_argument(asked),
-        has_positions="position_ids" in asked,
-        is_recurrent=_teach_steps(model),
-        rotary=learn_rotary(model),
-        one_by_one=one_by_one,
-        past=past,
-    )
+    has_positions, is_recurrent, rotary = "position_ids" in asked, _teach_steps(model), learn_rotary(model)
+    return Family(masks, limits, cache_argument(asked), has_positions, is_recurrent, rotary, one_by_one, past)
 
 
 WINDOWS = (
@@ -162,7 +143,7 @@ def _masks(model: PreTrainedModel, has_positions: bool) -> Masks:
     for name, mask in tries.items():
         try:
             masked = model(**given, attention_mask=mask).logits
-        except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        except BROKEN:
             continue
         if torch.equal(masked, plain):
             return name

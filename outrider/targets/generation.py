@@ -13,23 +13,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from transformers import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
+from transformers import PreTrainedModel
+from transformers.generation import logits_process as processors
 
 from outrider.errors import ConfigError
 from outrider.sampling.settings import Processor, Sampling
@@ -140,42 +125,46 @@ def _by_settings(asked: Mapping[str, Any], text: _Text) -> Sampling:
 
 
 def _sequence_bias(value: Any, text: _Text) -> Any:
-    made: Any = SequenceBiasLogitsProcessor(value)
+    made: Any = processors.SequenceBiasLogitsProcessor(value)
     text.known(token for sequence in made.sequence_bias for token in sequence)
     return made
 
 
 def _bad_words(value: Any, text: _Text) -> Any:
     words = text.no_ends(value)
-    return NoBadWordsLogitsProcessor(words) if words else None
+    return processors.NoBadWordsLogitsProcessor(words) if words else None
 
 
 def _forced_end(value: Any, text: _Text) -> Any:
     ends = text.known([value] if isinstance(value, int) else value)
-    return ForcedEOSTokenLogitsProcessor(len(text.prompt) + text.max_new_tokens, ends, device=text.device)
+    return processors.ForcedEOSTokenLogitsProcessor(len(text.prompt) + text.max_new_tokens, ends, device=text.device)
 
 
 def _begin(value: Any, text: _Text) -> Any:
     # behind a prompt of one token the first is the one that is forced, where there is such a one
     begin = len(text.prompt) + (len(text.prompt) == 1 and text.forces_first)
-    return SuppressTokensAtBeginLogitsProcessor(value, begin, device=text.device)
+    return processors.SuppressTokensAtBeginLogitsProcessor(value, begin, device=text.device)
 
 
 PROCESSORS: Mapping[str, Callable[[Any, _Text], Any]] = {
     "sequence_bias": _sequence_bias,
-    "encoder_repetition_penalty": lambda value, text: EncoderRepetitionPenaltyLogitsProcessor(value, text.ids),
-    "repetition_penalty": lambda value, text: RepetitionPenaltyLogitsProcessor(value),
-    "no_repeat_ngram_size": lambda value, text: NoRepeatNGramLogitsProcessor(value),
-    "encoder_no_repeat_ngram_size": lambda value, text: EncoderNoRepeatNGramLogitsProcessor(value, text.ids),
+    "encoder_repetition_penalty": lambda value, text: processors.EncoderRepetitionPenaltyLogitsProcessor(value, text.ids),
+    "repetition_penalty": lambda value, text: processors.RepetitionPenaltyLogitsProcessor(value),
+    "no_repeat_ngram_size": lambda value, text: processors.NoRepeatNGramLogitsProcessor(value),
+    "encoder_no_repeat_ngram_size": lambda value, text: processors.EncoderNoRepeatNGramLogitsProcessor(value, text.ids),
     "bad_words_ids": _bad_words,
-    "min_new_tokens": lambda value, text: MinNewTokensLengthLogitsProcessor(len(text.prompt), value, text.ends, text.device),
-    "forced_bos_token_id": lambda value, text: ForcedBOSTokenLogitsProcessor(*text.known([value])),
+    "min_new_tokens": lambda value, text: processors.MinNewTokensLengthLogitsProcessor(
+        len(text.prompt), value, text.ends, text.device
+    ),
+    "forced_bos_token_id": lambda value, text: processors.ForcedBOSTokenLogitsProcessor(*text.known([value])),
     "forced_eos_token_id": _forced_end,
-    "remove_invalid_values": lambda value, text: InfNanRemoveLogitsProcessor(),
-    "exponential_decay_length_penalty": lambda value, text: ExponentialDecayLengthPenalty(value, text.ends, len(text.prompt)),
-    "suppress_tokens": lambda value, text: SuppressTokensLogitsProcessor(value, text.device),
+    "remove_invalid_values": lambda value, text: processors.InfNanRemoveLogitsProcessor(),
+    "exponential_decay_length_penalty": lambda value, text: processors.ExponentialDecayLengthPenalty(
+        value, text.ends, len(text.prompt)
+    ),
+    "suppress_tokens": lambda value, text: processors.SuppressTokensLogitsProcessor(value, text.device),
     "begin_suppress_tokens": _begin,
-    "renormalize_logits": lambda value, text: LogitNormalization(),
+    "renormalize_logits": lambda value, text: processors.LogitNormalization(),
 }
 """In the order in which `generate` applies them."""
 OF_ENDS = ("min_new_tokens", "exponential_decay_length_penalty")

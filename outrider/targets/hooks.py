@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+T = TypeVar("T")
 
 _LOCK = threading.Lock()
 _replaced: ContextVar[tuple[nn.Module, Tensor] | None] = ContextVar("replaced", default=None)
@@ -23,37 +25,31 @@ _caught: ContextVar[dict[nn.Module, Tensor | None] | None] = ContextVar("caught"
 
 
 @contextmanager
-def catching(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Any]]:
+def during(variable: ContextVar[T], value: Any) -> Iterator[Any]:
+    """While this is open, the variable has this value in this thread."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+def catching(modules: Iterable[nn.Module]) -> AbstractContextManager[dict[nn.Module, Any]]:
     """While this is open, what the hooks of these modules see in this thread is put under them."""
-    found: dict[nn.Module, Any] = dict.fromkeys(modules)
-    token = _caught.set(found)
-    try:
-        yield found
-    finally:
-        _caught.reset(token)
+    return during(_caught, dict.fromkeys(modules))
 
 
-@contextmanager
-def replacing(module: nn.Module, values: Tensor) -> Iterator[None]:
+def replacing(module: nn.Module, values: Tensor) -> AbstractContextManager[object]:
     """While this is open, the last rows of what this module, which is watched, gives in this thread are these [B, P, H]."""
-    token = _replaced.set((module, values))
-    try:
-        yield
-    finally:
-        _replaced.reset(token)
+    return during(_replaced, (module, values))
 
 
-@contextmanager
-def selecting(module: nn.Module, rows: Tensor) -> Iterator[None]:
+def selecting(module: nn.Module, rows: Tensor) -> AbstractContextManager[object]:
     """While this is open, this module, whose input is watched, is given these rows [B, K] of its input [B, S, H] alone.
 
     What is caught is the whole input.
     """
-    token = _selected.set((module, rows))
-    try:
-        yield
-    finally:
-        _selected.reset(token)
+    return during(_selected, (module, rows))
 
 
 def watch_input(module: nn.Module) -> None:

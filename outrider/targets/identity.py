@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
+from outrider.errors import first_line
 from outrider.targets import quantised
 from outrider.targets.anatomy import output_layer, sizes
 from outrider.targets.protocol import TargetSpec
@@ -16,21 +17,23 @@ from outrider.targets.sizes import layer_sizes, unused_row
 
 
 def spec_of(model: PreTrainedModel, tokenizer: Any, name: str | None, revision: str | None) -> TargetSpec:
-    found, words = sizes(model), output_layer(model).weight.shape[0]
+    (layers, hidden, context), words = sizes(model), output_layer(model).weight.shape[0]
     return TargetSpec(
-        name=name or type(model).__name__,
-        revision=revision or getattr(model.config, "_commit_hash", None),
-        layers=found.layers,
-        hidden=found.hidden,
-        vocabulary=words,
-        context=found.context,
-        dtype=str(model.dtype).removeprefix("torch."),
-        tokenizer_hash=None if tokenizer is None else hash_tokenizer(tokenizer),
-        weights_hash=hash_weights(model),
-        quantised=quantised.precision(model),
-        sizes=layer_sizes(model.config),
-        unused=unused_row(tokenizer, words),
-    )
+        name or type(model).__name__, revision or getattr(model.config, "_commit_hash", None), layers, hidden, words, context,
+        str(model.dtype).removeprefix("torch."), None if tokenizer is None else hash_tokenizer(tokenizer), hash_weights(model),
+        quantised=quantised.precision(model), sizes=layer_sizes(model.config), unused=unused_row(tokenizer, words),
+    )  # fmt: skip
+
+
+def load_tokenizer(path: str, **options: Any) -> tuple[Any, str]:
+    """The tokenizer of a folder or Hugging Face id; where there is none, None and why."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    except (OSError, ValueError, KeyError) as error:
+        return None, first_line(error)
+    # where there are no files, transformers makes up a tokenizer of special tokens alone
+    is_real = len(tokenizer.get_vocab()) > len(tokenizer.all_special_tokens)
+    return (tokenizer, "") if is_real else (None, "its vocabulary is empty")
 
 
 def hash_tokenizer(tokenizer: Any) -> str:

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider import demo, machine
-from outrider.errors import TargetError
+from outrider.errors import TargetError, first_line
 from outrider.targets import quantised
 from outrider.targets.anatomy import output_layer
-from outrider.targets.identity import hash_weights
+from outrider.targets.identity import hash_weights, load_tokenizer
 from outrider.targets.transformers import TransformersTarget
+
+log = logging.getLogger(__name__)
 
 
 def load_target(
@@ -68,15 +70,17 @@ def load_target(
         model, found = loaded
         if whole is not None and isinstance(wanted, torch.dtype):
             model = model.to(wanted)  # what was not quantised has it already, the rest is in the type of its scales
-        tokenizer = _tokenizer(path, options)
+        tokenizer, reason = load_tokenizer(path, **options)
+        if reason:
+            log.warning("no tokenizer for %s (%s): prompts must be token ids", path, reason)
     except (ImportError, RuntimeError) as error:  # such as a quantisation's library or device that is not there
         raise TargetError(
-            f"can't load target {name!r}: {_first_line(error)}; install what it names, use a device that has it, or take the "
+            f"can't load target {name!r}: {first_line(error)}; install what it names, use a device that has it, or take the "
             "checkpoint unquantised"
         ) from error
     except (OSError, ValueError, KeyError) as error:
         raise TargetError(
-            f"can't load target {name!r}: {_first_line(error)}; give `demo`, a folder with config.json and safetensors, or a "
+            f"can't load target {name!r}: {first_line(error)}; give `demo`, a folder with config.json and safetensors, or a "
             "Hugging Face id (which needs the network the first time)"
         ) from error
     if found["missing_keys"]:  # transformers fills them with random numbers
@@ -116,19 +120,6 @@ def _compiled(target: TransformersTarget, compile: bool | None) -> TransformersT
     return target
 
 
-def _tokenizer(path: str, options: dict[str, Any]) -> Any:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
-        # where there are no files, transformers makes up a tokenizer of special tokens alone
-        reason = "" if len(tokenizer.get_vocab()) > len(tokenizer.all_special_tokens) else "its vocabulary is empty"
-    except (OSError, ValueError, KeyError) as error:
-        tokenizer, reason = None, _first_line(error)
-    if reason:
-        logging.getLogger(__name__).warning("no tokenizer for %s (%s): prompts must be token ids", path, reason)
-        return None
-    return tokenizer
-
-
 def _dtype(dtype: str | torch.dtype, device: torch.device, stored: torch.dtype | None) -> torch.dtype:
     """The type asked for; for `auto` the one that the weights are stored in, where this device multiplies it fast."""
     if dtype == "auto":
@@ -151,18 +142,14 @@ def _warn_if_slow(target: TransformersTarget) -> None:
     slow = machine.slow_type(way, column=str(machine.ROWS[1]))
     if slow is not None:
         advice = "dtype=float32 is faster" if spec.quantised is None else "it saves memory, not time"
-        logging.getLogger(__name__).warning("%s in %s: %s; %s", spec.name, spec.precision, slow, advice)
+        log.warning("%s in %s: %s; %s", spec.name, spec.precision, slow, advice)
 
 
 def _warn_if_endless(target: TransformersTarget) -> None:
     """One line where the config names an end that `model.generate` does not stop at."""
     named = getattr(target.model.config.get_text_config(), "eos_token_id", None)
     if named is not None and not target.ends:
-        logging.getLogger(__name__).warning(
+        log.warning(
             "%s: its config names the end %s, its generation_config none, so texts go on to their limit, as with "
             "model.generate; set model.generation_config.eos_token_id to end them there", target.spec.name, named,
         )  # fmt: skip
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]

@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from outrider.errors import DrafterError
+from outrider.errors import DrafterError, first_line
 from outrider.targets.attention_mask import Limit
 from outrider.targets.protocol import Target
 
@@ -96,7 +96,7 @@ class NativeModules:
                 if said.shape != wanted.shape or _apart(said, wanted) > (1e-3 if wanted.dtype.itemsize > 2 else 0.05):
                     raise self._strange(number, "they say something else than in transformers' own pass")
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise self._strange(number, str(error).strip().split("\n")[0]) from error
+            raise self._strange(number, first_line(error)) from error
 
     def _strange(self, number: int, reason: str) -> DrafterError:
         return DrafterError(
@@ -129,10 +129,9 @@ def native_modules(target: Target, wanted: bool, causal: Causal) -> NativeModule
             shipped = MtpModel.from_pretrained(model, device_map={"": model.device})
     except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         looked = ", ".join(model._keys_to_ignore_on_load_unexpected or ["nothing: its class names no such weights"])
-        said = str(error).strip().split("\n")[0]
         problem = (
             f"the config of {target.spec.name} speaks of {count} modules, but transformers can't load them from "
-            f"{model.config.name_or_path or 'a model without a folder'} (weights looked for: {looked}): {said}"
+            f"{model.config.name_or_path or 'a model without a folder'} (weights looked for: {looked}): {first_line(error)}"
         )
         if wanted:
             raise DrafterError(
@@ -148,15 +147,12 @@ def modules_on_disk(model: Any) -> int:
     path = model.config.name_or_path
     if not path or not any("mtp" in pattern for pattern in model._keys_to_ignore_on_load_unexpected or ()):
         return 0
-    found = {name: _file(path, name) for name in ("model.safetensors.index.json", "model.safetensors")}
-    index, single = found.values()
-    if index is not None:
+    names: list[str] = []
+    if (index := _file(path, "model.safetensors.index.json")) is not None:
         names = list(json.loads(Path(index).read_text())["weight_map"])
-    elif single is not None:
+    elif (single := _file(path, "model.safetensors")) is not None:
         with safe_open(single, framework="pt") as file:
             names = list(file.keys())
-    else:
-        return 0
     numbers = [int(match[1]) for name in names if (match := re.match(r"(?:model\.)?mtp\.layers\.(\d+)\.", name))]
     return 1 + max(numbers, default=-1)
 
@@ -196,18 +192,15 @@ def told(text: Any, count: int) -> Iterator[None]:
     said = {"num_mtp_layers": count, "mtp_layer_types": [attends] * count}
     if last is not None:
         said["mtp_mlp_layer_types"] = [feeds] * count
-    missing = {name: value for name, value in said.items() if getattr(text, name, None) is None}
-    before = {name: vars(text)[name] for name in missing if name in vars(text)}
-    for name, value in missing.items():
-        setattr(text, name, value)
+    before = dict(vars(text))
+    for name, value in said.items():
+        if getattr(text, name, None) is None:
+            setattr(text, name, value)
     try:
         yield
     finally:
-        for name in missing:
-            if name in before:
-                setattr(text, name, before[name])
-            else:
-                delattr(text, name)
+        vars(text).clear()
+        vars(text).update(before)
 
 
 def limits_of(config: Any, count: int) -> tuple[Limit | None, ...]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jinja2 import TemplateError
 
-from outrider.errors import DataError
+from outrider.errors import DataError, first_line
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 WANTED = "give a text, token ids or chat messages, or many of these"
@@ -73,8 +73,7 @@ def ids_of(prompt: Any, tokenizer: Any, vocabulary: int, media: Mapping[int, str
     except (TypeError, ValueError, LookupError) as error:
         if isinstance(error, DataError):
             raise
-        said = str(error).strip().split("\n")[0]
-        raise DataError(f"the tokenizer can't read the prompt {prompt!r}: {said}; correct it") from error
+        raise DataError(f"the tokenizer can't read the prompt {prompt!r}: {first_line(error)}; correct it") from error
 
 
 def _encoded(given: Any, tokenizer: Any, thinking: bool | None) -> list[int]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
-from outrider.errors import ConfigError, TargetError
+from outrider.errors import ConfigError, TargetError, first_line
 
 MODES = ("int8",)
 DEQUANTISED = {"compressed-tensors": (), "fp8": (), "mxfp8": (), "mxfp4": ("cpu",)}
@@ -106,10 +106,9 @@ def _check_library(given: dict[str, Any], name: str, device_map: Any) -> None:
     try:
         AutoHfQuantizer.from_config(given, pre_quantized=True).validate_environment(device_map=device_map, weights_only=True)
     except (ImportError, RuntimeError, ValueError, TypeError) as error:
-        reason = str(error).strip().split("\n")[0]
         raise TargetError(
-            f"{name} is quantised with {_method(given)!r}, which can't be read here: {reason}; install what it names, use a "
-            "device that has it, or take the checkpoint unquantised"
+            f"{name} is quantised with {_method(given)!r}, which can't be read here: {first_line(error)}; install what it "
+            "names, use a device that has it, or take the checkpoint unquantised"
         ) from error
 
 

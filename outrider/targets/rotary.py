@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +22,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.decoding.state import Scores
 from outrider.errors import TargetError
 from outrider.targets import hooks
 from outrider.targets.anatomy import cache_argument
+from outrider.targets.attention_mask import Tree
+from outrider.targets.cache import SlotCache
 
 _LOCK = threading.Lock()
 _deciding: ContextVar[Tensor | None] = ContextVar("deciding", default=None)
@@ -40,14 +43,9 @@ class Rotary:
     """Whether `generate` reads the whole text again when it grows longer than that."""
 
 
-@contextmanager
-def deciding(lengths: Tensor) -> Iterator[None]:
+def deciding(lengths: Tensor) -> AbstractContextManager[object]:
     """While this is open, rotary factors go by these lengths of text [R, n], one for each token of a pass."""
-    token = _deciding.set(lengths)
-    try:
-        yield
-    finally:
-        _deciding.reset(token)
+    return hooks.during(_deciding, lengths)
 
 
 def learn_rotary(model: PreTrainedModel) -> Rotary | None:
@@ -115,3 +113,76 @@ def _rereads(model: Any, original: int) -> bool:
     text = torch.zeros(1, original + 1, dtype=torch.int64, device=model.device)
     name = cache_argument(inspect.signature(model.prepare_inputs_for_generation).parameters)
     return model.prepare_inputs_for_generation(text, **{name: _Read(original)}, next_sequence_length=1).get(name) is None
+
+
+# ── passes of such families ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def reading_prompt(target: Any, cache: SlotCache, tokens: Tensor, lengths: Sequence[int]) -> Iterator[None]:
+    """A pass of a TransformersTarget over part of a prompt: as far as is known, the text ends with one token behind it."""
+    if target.family.rotary is None:
+        yield
+        return
+    cache.reads(tokens)
+    ends = [cache.lengths[row] + length + 1 for row, length in zip(cache.rows, lengths, strict=True)]
+    for row, end in zip(cache.rows, ends, strict=True):
+        cache.prompts[row] = -1 if cache.lengths[row] else end
+        cache.long[row] = end > target.family.rotary.original
+    with deciding(torch.tensor(ends, device=target.device)[:, None].expand(-1, tokens.shape[1])):
+        yield
+
+
+def verify_by_length(
+    target: Any, cache: SlotCache, rows: Sequence[int], tokens: Tensor, tree: Tree | None, taps: tuple[int, ...]
+) -> Scores:
+    """As the target's `verify`: each token has the factors that `generate` gives it."""
+    rotary = target.family.rotary
+    for row in rows:
+        length = cache.lengths[row] + 1
+        is_prompt_in_parts = cache.prompts[row] not in (0, length) and length > rotary.original
+        if is_prompt_in_parts or (rotary.rereads and length > rotary.original and not cache.long[row]):
+            _reread(target, cache, row, length if is_prompt_in_parts else rotary.original + 1)
+        cache.prompts[row] = 0
+    cache.open(rows, tokens.shape[1])
+    cache.reads(tokens)
+    ends = _ends(cache, tokens, tree)
+    with deciding(ends):
+        scores: Scores = target._each(target._scores, tokens, cache, tree, taps)
+    if rotary.rereads:
+        for b, row in enumerate(rows):
+            if not cache.long[row] and int(ends[b].max()) > rotary.original:
+                own = tree and tree.of(b)
+                found = _as_long(target, cache.texts[row][: cache.lengths[row]], tokens[b : b + 1], own, taps)
+                for values, others in zip(scores, found, strict=True):
+                    if values is not None and others is not None:
+                        values[b, ends[b] > rotary.original] = others[0, ends[b] > rotary.original]
+    return scores
+
+
+def _reread(target: Any, cache: SlotCache, row: int, length: int) -> None:
+    """Read a slot's text again, as part of a text so long."""
+    text = torch.tensor([cache.texts[row][: cache.lengths[row]]], device=target.device)
+    cache.lengths[row], cache.long[row] = 0, True
+    cache.open([row], text.shape[1])
+    cache.reads(text)
+    with deciding(torch.full_like(text, length)):
+        target._each(target._hidden, text, cache)
+    cache.append([text.shape[1]])
+
+
+def _as_long(target: Any, text: list[int], tokens: Tensor, tree: Tree | None, taps: tuple[int, ...]) -> Scores:
+    """Scores of tokens [1, n] behind a text that is read again as part of a longer one."""
+    again = target.allocate(1, len(text) + tokens.shape[1] + 1)
+    again.lengths, again.texts = [len(text)], [text]
+    if text:
+        _reread(target, again, 0, len(text) + 1 + tokens.shape[1])
+    again.open([0], tokens.shape[1])
+    with deciding(_ends(again, tokens, tree)):
+        scores: Scores = target._scores(tokens, again, tree, taps)
+    return scores
+
+
+def _ends(cache: SlotCache, tokens: Tensor, tree: Tree | None) -> Tensor:
+    """[R, n] length of the text that ends with each token of the open pass."""
+    return cache.positions(tree and tree.depths).expand_as(tokens) + 1

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outrider.decoding.draft import Draft
 from outrider.errors import TargetError
+from outrider.targets.anatomy import BROKEN
 from outrider.targets.family import WINDOWS
 
 Mode = Literal["tree", "chain", "off"]
@@ -27,8 +28,6 @@ CHECKS: tuple[tuple[str, Mode | None], ...] = (
     ("steps", None), ("text", "off"), ("chain", "off"), ("cut", "chain"), ("tree", "chain"), ("path", "tree"),
 )  # fmt: skip
 """The checks in order, and the mode that a model has earned with each; None is refused."""
-BROKEN = (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What a family raises that can't do what it was asked for."""
 WRITTEN = 24
 """Tokens of `generate` that are compared: more than a window of the twin holds, so that a prompt leaves it."""
 
@@ -93,11 +92,7 @@ def agreed(target: Any, found: SelfTest, text: list[int], whole: Tensor) -> Self
         cache = target.allocate(1, len(text) + 8)
         head, rest = (torch.tensor([part], device=target.device) for part in (text[:half], text[half:]))
         last = target.prefill(cache, [0], head, [half]).logits[0, -1]
-        draft = (
-            Draft.chain(rest[:, 1:], torch.tensor([rest.shape[1] - 1]))
-            if found.mode != "off"
-            else Draft.empty(1, target.device)
-        )
+        draft = Draft.empty(1, target.device) if found.mode == "off" else chain_of(rest[:, 1:])
         logits = target.verify(cache, [0], rest[:, 0], draft).logits[0]
     except BROKEN:
         return None
@@ -107,6 +102,17 @@ def agreed(target: Any, found: SelfTest, text: list[int], whole: Tensor) -> Self
     allowed = max(5 * min(floor, least), least)
     error = _apart(logits, whole[half : half + len(logits)])
     return replace(found, errors={**found.errors, "agreed": error}, allowed=allowed) if error <= allowed else None
+
+
+def chain_of(tokens: Tensor) -> Draft:
+    """These tokens [B, N] as a draft of one branch."""
+    return Draft.chain(tokens, torch.full((len(tokens),), tokens.shape[1]))
+
+
+def tree_of(tokens: Tensor) -> Draft:
+    """These tokens [B, N] as a tree of the shape of `PARENTS`, N its size at most."""
+    parents = torch.tensor(PARENTS, device=tokens.device)[: tokens.shape[1]].expand_as(tokens)
+    return Draft(tokens, parents, torch.full((len(tokens),), tokens.shape[1]))
 
 
 def refusal(model: Any, reason: str) -> str:
@@ -142,7 +148,7 @@ class _Trial:
         self.written = max(2, min(WRITTEN, target.spec.context // 4))
         self.around = _around(target, target.spec.context - self.written)
         *self.texts, nodes = plain_words(target, 3, max(self.length, *self.around) + 16)
-        self.nodes = torch.tensor([nodes[: len(PARENTS)], nodes[-len(PARENTS) :]])
+        self.nodes = torch.tensor([nodes[: len(PARENTS)], nodes[-len(PARENTS) :]], device=target.device)
         self.uneven = [self.length, self.length - 3]
         self.even = [self.length, self.length]
         self.passes: list[tuple[list[int], Tensor]] = []
@@ -155,14 +161,10 @@ class _Trial:
         for known, logits in self.passes:
             if known[: len(text)] == text:
                 return logits[len(text) - 1]
-        self.passes.append((text, self.whole(text)))
+        self.passes.append((text, self.whole(text)[0]))
         return self.passes[-1][1][-1]
 
-    def whole(self, text: list[int]) -> Tensor:
-        """Logits [S, V] of one pass without a cache."""
-        return self.wholes([text])[0]
-
-    def wholes(self, texts: Sequence[list[int]]) -> Tensor:
+    def whole(self, *texts: list[int]) -> Tensor:
         """Logits [R, S, V] of one pass over rows of equal length without a cache."""
         logits: Tensor = self.target.model(input_ids=torch.tensor(texts, device=self.target.device), use_cache=False).logits
         return logits
@@ -171,8 +173,8 @@ class _Trial:
         """How far logits may differ.  Raises TargetError where the same text has other logits for no reason of rounding."""
         texts = [text[: self.length + 4] for text in self.texts]
         try:
-            whole, again = self.whole(texts[0]), self.whole(texts[0])
-            shorter = [self.whole(texts[0][:end]) for end in (self.length - 3, self.length)]
+            whole, again = self.whole(texts[0])[0], self.whole(texts[0])[0]
+            shorter = [self.whole(texts[0][:end])[0] for end in (self.length - 3, self.length)]
         except BROKEN as error:
             reason = f"a plain pass over text fails ({type(error).__name__}: {error})"
             raise TargetError(refusal(self.target.model, reason)) from error
@@ -184,7 +186,7 @@ class _Trial:
         if not floor <= most:
             raise TargetError(refusal(self.target.model, "it is not causal: what follows a text changes the logits before it"))
         try:
-            beside = _apart(whole, self.wholes(texts)[0])
+            beside = _apart(whole, self.whole(*texts)[0])
         except BROKEN:
             beside = 0.0  # rows that can't share a pass
         return max(5 * max(floor, min(most, beside)), least)
@@ -201,10 +203,15 @@ class _Trial:
             head = torch.tensor([text[:-1]], device=self.target.device)
             self.target.prefill(cache, [row], head, [len(text) - 1])
 
-    def _verify(self, cache: Any, texts: list[list[int]], draft: Draft, paths: Callable[[int], list[list[int]]]) -> float:
+    def _verify(self, cache: Any, texts: list[list[int]], draft: Draft) -> float:
         """Verify `draft` behind these texts; how far any row is from a whole pass over the text and that row's path."""
         logits = self._logits(cache, texts, draft)
-        rows = [(text + path, logits[b, n]) for b, text in enumerate(texts) for n, path in enumerate([[], *paths(b)])]
+        rows: list[tuple[list[int], Tensor]] = []
+        for b, text in enumerate(texts):
+            paths = [text]
+            for token, parent in zip(draft.ids[b], draft.tree[b], strict=True):
+                paths.append([*paths[parent + 1], token])
+            rows += zip(paths, logits[b], strict=True)
         # the longest first: a pass over it answers for all that it begins with
         return max(_apart(found, self.expected(text)) for text, found in sorted(rows, key=lambda row: -len(row[0])))
 
@@ -216,11 +223,15 @@ class _Trial:
     def _begun(self, lengths: Sequence[int]) -> list[list[int]]:
         return [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
 
-    def _chain(self, texts: list[list[int]], nodes: int) -> tuple[Draft, Callable[[int], list[list[int]]]]:
-        """The texts' own next tokens as a draft, and the path to each."""
+    def _chain(self, texts: list[list[int]], nodes: int) -> Draft:
+        """The texts' own next tokens as a draft."""
         following = [all_[len(text) : len(text) + nodes] for all_, text in zip(self.texts, texts, strict=True)]
-        draft = Draft.chain(torch.tensor(following, device=self.target.device), torch.full((2,), nodes))
-        return draft, lambda b: [following[b][: n + 1] for n in range(nodes)]
+        return chain_of(torch.tensor(following, device=self.target.device))
+
+    def _both(self, drafted: Callable[[list[list[int]]], Draft]) -> float:
+        """How far a draft is from whole passes, in slots of unequal and of equal length."""
+        texts = {tuple(lengths): self._begun(lengths) for lengths in (self.uneven, self.even)}
+        return max(self._verify(self._filled(lengths), begun, drafted(begun)) for lengths, begun in texts.items())
 
     def steps(self) -> float:
         worst = 0.0
@@ -228,7 +239,7 @@ class _Trial:
             cache = self._filled(lengths)
             for n in range(count):
                 texts = self._begun([length + n for length in lengths])
-                worst = max(worst, self._verify(cache, texts, Draft.empty(2, self.target.device), lambda b: []))
+                worst = max(worst, self._verify(cache, texts, Draft.empty(2, self.target.device)))
                 cache.keep([[], []])
         return worst
 
@@ -259,44 +270,27 @@ class _Trial:
         return found
 
     def chain(self) -> float:
-        return max(
-            self._verify(self._filled(lengths), self._begun(lengths), *self._chain(self._begun(lengths), 5))
-            for lengths in (self.uneven, self.even)
-        )
+        return self._both(lambda texts: self._chain(texts, 5))
 
     def cut(self) -> float:
         """One slot keeps two tokens of five, the other none."""
         cache, begun = self._filled(self.uneven), self._begun(self.uneven)
-        self._logits(cache, begun, self._chain(begun, 5)[0])
+        self._logits(cache, begun, self._chain(begun, 5))
         cache.keep([[0, 1], []])
         texts = self._begun([self.uneven[0] + 3, self.uneven[1] + 1])
-        return self._verify(cache, texts, *self._chain(texts, 4))
-
-    def _tree(self) -> tuple[Draft, Callable[[int], list[list[int]]]]:
-        parents = torch.tensor(PARENTS, device=self.target.device).expand(2, -1)
-        draft = Draft(self.nodes.to(self.target.device), parents, torch.full((2,), len(PARENTS)))
-
-        def path(b: int, n: int) -> list[int]:
-            return [] if n < 0 else [*path(b, PARENTS[n]), int(self.nodes[b, n])]
-
-        return draft, lambda b: [path(b, n) for n in range(len(PARENTS))]
+        return self._verify(cache, texts, self._chain(texts, 4))
 
     def tree(self) -> float:
-        return max(
-            self._verify(self._filled(lengths), self._begun(lengths), *self._tree()) for lengths in (self.uneven, self.even)
-        )
+        return self._both(lambda texts: tree_of(self.nodes))
 
     def path(self) -> float:
         """One slot keeps the tree's longest path, the other a younger child of the anchor."""
         cache, begun = self._filled(self.uneven), self._begun(self.uneven)
-        self._logits(cache, begun, self._tree()[0])
+        self._logits(cache, begun, tree_of(self.nodes))
         cache.keep([PATH, [2]])
         kept = [[*self.nodes[0, list(PATH)].tolist()], [int(self.nodes[1, 2])]]
         texts = [text + path + [self.texts[0][0]] for text, path in zip(begun, kept, strict=True)]
-        following = torch.tensor([self.texts[1][:3]] * 2, device=self.target.device)
-        return self._verify(
-            cache, texts, Draft.chain(following, torch.full((2,), 3)), lambda b: [self.texts[1][: n + 1] for n in range(3)]
-        )
+        return self._verify(cache, texts, chain_of(torch.tensor([self.texts[1][:3]] * 2, device=self.target.device)))
 
 
 def _apart(one: Tensor, other: Tensor) -> float:

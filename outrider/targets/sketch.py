@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider import demo
-from outrider.errors import TargetError
+from outrider.errors import TargetError, first_line
+from outrider.targets.identity import load_tokenizer
 from outrider.targets.protocol import TargetSpec
 from outrider.targets.sizes import layer_sizes, unused_row
 
@@ -31,21 +31,16 @@ class Sketch:
     def head(self, hidden: Tensor) -> Tensor:
         return torch.empty(*hidden.shape[:-1], self.spec.vocabulary, device=self.device)
 
-    def head_rows(self, tokens: Tensor) -> Tensor:
-        return self.embed(tokens)
-
-    def embedding_rows(self, tokens: Tensor) -> Tensor:
-        return self.embed(tokens)
+    head_rows = embedding_rows = embed
 
     def layer(self, index: int) -> nn.Module:
         return self._layers[index]
 
     @functools.cached_property
-    def _layers(self) -> Sequence[nn.Module]:
+    def _layers(self) -> Any:
         with torch.device(self.device):
             model = AutoModelForCausalLM.from_config(self.config)
-        found = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == self.spec.layers)
-        return list(next(found, []))
+        return next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == self.spec.layers), [])
 
 
 def sketch(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Sketch:
@@ -57,7 +52,7 @@ def sketch(name: str, revision: str | None = None, trust_remote_code: bool = Fal
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **options)
-        text, tokenizer = config.get_text_config(decoder=True), _tokenizer(path, options)
+        text, (tokenizer, _) = config.get_text_config(decoder=True), load_tokenizer(path, **options)
         spec = TargetSpec(
             name, revision, text.num_hidden_layers, text.hidden_size, text.vocab_size,
             getattr(text, "max_position_embeddings", 0), str(text.dtype or torch.float32).removeprefix("torch."), None, "",
@@ -65,16 +60,7 @@ def sketch(name: str, revision: str | None = None, trust_remote_code: bool = Fal
         )  # fmt: skip
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise TargetError(
-            f"the config of target {name!r} can't be read: {str(error).strip().splitlines()[0]}; give `demo`, a folder with "
+            f"the config of target {name!r} can't be read: {first_line(error)}; give `demo`, a folder with "
             "config.json, or a Hugging Face id (which needs the network the first time)"
         ) from error
     return Sketch(text, spec, getattr(tokenizer, "mask_token_id", None))
-
-
-def _tokenizer(path: str, options: dict[str, Any]) -> Any:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    except (OSError, ValueError, KeyError):
-        return None
-    # without its files transformers makes up one of special tokens alone
-    return tokenizer if len(tokenizer.get_vocab()) > len(tokenizer.all_special_tokens) else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from outrider.errors import DrafterError, TargetError
 from outrider.targets import hooks
+from outrider.targets.anatomy import BROKEN
 from outrider.targets.protocol import Skip, SkipsLayers, Target
 
 Shape = int | None
@@ -44,74 +46,50 @@ class Sublayers:
 
     def left_out(self, skip: Skip) -> AbstractContextManager[None]:
         """While this is open, the model runs without these."""
-        return _replaced(dict(self._stand_ins(skip)))
-
-    def _stand_ins(self, skip: Skip) -> Iterator[tuple[nn.Module, StandIn]]:
         whole = skip.attention & skip.mlp
-        for layer in whole:
-            module, shape = self.layers[layer]
-            yield module, _answering(shape, lambda hidden: hidden)
-        for modules, which in ((self.attention, skip.attention), (self.mlp, skip.mlp)):
-            for layer in which - whole:
-                module, shape = modules[layer]
-                yield module, _answering(shape, torch.zeros_like)
+        layers = [self.layers[index] for index in whole]
+        handing_on = {module: _answering(shape, lambda hidden: hidden) for module, shape in layers}
+        return _replaced(handing_on | self.silent(Skip(skip.attention - whole, skip.mlp - whole)))
 
-    def silent(self) -> Iterator[tuple[nn.Module, StandIn]]:
-        """Stand-ins for every sublayer, the layers themselves left to run."""
-        for module, shape in (*self.attention.values(), *self.mlp.values()):
-            yield module, _answering(shape, torch.zeros_like)
+    def silent(self, skip: Skip) -> dict[nn.Module, StandIn]:
+        """Stand-ins that add nothing, for these sublayers."""
+        chosen = [*(self.attention[index] for index in skip.attention), *(self.mlp[index] for index in skip.mlp)]
+        return {module: _answering(shape, torch.zeros_like) for module, shape in chosen}
 
 
 @contextmanager
 def _replaced(stand_ins: Mapping[nn.Module, StandIn]) -> Iterator[None]:
     """While this is open, stand-ins answer this thread for these modules; on every way out each is what it was."""
-    token = _stand_ins.set({**_stand_ins.get(), **stand_ins})
-    _divert(stand_ins)
+    with _LOCK:
+        for module in stand_ins:
+            if not _users[module]:
+                _own[module] = vars(module).get("forward")
+                vars(module)["forward"] = functools.partial(_answer, module, module.forward)
+            _users[module] += 1
     try:
-        yield
+        with hooks.during(_stand_ins, {**_stand_ins.get(), **stand_ins}):
+            yield
     finally:
-        _restore(stand_ins)
-        _stand_ins.reset(token)
+        with _LOCK:
+            for module in stand_ins:
+                _users[module] -= 1
+                if not _users[module]:  # the last that leaves makes it what it was
+                    del _users[module]
+                    if (own := _own.pop(module)) is None:
+                        del vars(module)["forward"]
+                    else:
+                        vars(module)["forward"] = own
 
 
 _stand_ins: ContextVar[Mapping[nn.Module, StandIn]] = ContextVar("stand_ins", default=MappingProxyType({}))
 """Who answers for a module in this thread."""
 
 
-@dataclass
-class _Diverted:
-    """A module whose calls are looked up in `_stand_ins`."""
-
-    own: Any
-    """Its own attribute `forward`, None where it is its class's."""
-    users: int = 0
-
-
 _LOCK = threading.Lock()
-_diverted: dict[nn.Module, _Diverted] = {}
-
-
-def _divert(modules: Iterable[nn.Module]) -> None:
-    with _LOCK:
-        for module in modules:
-            if module not in _diverted:
-                _diverted[module] = _Diverted(vars(module).get("forward"))
-                vars(module)["forward"] = functools.partial(_answer, module, module.forward)
-            _diverted[module].users += 1
-
-
-def _restore(modules: Iterable[nn.Module]) -> None:
-    """The last that leaves makes each module what it was."""
-    with _LOCK:
-        for module in modules:
-            _diverted[module].users -= 1
-            if _diverted[module].users:
-                continue
-            own = _diverted.pop(module).own
-            if own is None:
-                del vars(module)["forward"]
-            else:
-                vars(module)["forward"] = own
+_users: Counter[nn.Module] = Counter()
+"""Modules whose calls are looked up in `_stand_ins`, and by how many."""
+_own: dict[nn.Module, Any] = {}
+"""Each one's own attribute `forward`, None where it is its class's."""
 
 
 def _answer(module: nn.Module, forward: StandIn, *args: Any, **kwargs: Any) -> Any:
@@ -134,8 +112,7 @@ def learn(target: Any) -> Sublayers:
     """
     if target.family.is_recurrent:
         raise _refused(target, "some of its layers carry a recurrent state, which follows one text")
-    watch = _Watch(target)
-    found = Sublayers(watch.shaped(target), watch.attention, watch.mlp)
+    found = _watched(target)
     if not found.attention and not found.mlp:
         raise _refused(target, "its layers have no attention or MLP of their own that could be told")
     _try(target, found)
@@ -147,62 +124,53 @@ def _refused(target: Any, reason: str) -> TargetError:
     return TargetError(f"{target.spec.name} ({kind}) can't run without some of its layers: {reason}; choose another drafter")
 
 
-class _Watch:
-    """One pass of one token, and what the children of every decoder layer were seen to do."""
+@torch.inference_mode()
+def _watched(target: Any) -> Sublayers:
+    """One pass of one token shows which child of a layer is its attention and which its MLP, where that is certain."""
+    returned: dict[nn.Module, Any] = {}
+    running: list[nn.Module] = []
+    writers: set[nn.Module] = set()
+    layers = list(target._decoder_layers)
+    cache = target.allocate(1, 2)
+    update = cache.update
 
-    @torch.inference_mode()
-    def __init__(self, target: Any):
-        self.attention: dict[int, tuple[nn.Module, Shape]] = {}
-        self.mlp: dict[int, tuple[nn.Module, Shape]] = {}
-        self.returned: dict[nn.Module, Any] = {}
-        self.open: list[nn.Module] = []
-        self.writers: set[nn.Module] = set()
-        layers = list(target._decoder_layers)
-        children = [child for layer in layers for child in (layer, *layer.children())]
-        enter = hooks.of_this_thread(lambda module, _args: self.open.append(module))
-        leave = hooks.of_this_thread(self._close)
-        handles = [child.register_forward_pre_hook(enter) for child in children]
-        handles += [child.register_forward_hook(leave) for child in children]
-        cache = target.allocate(1, 2)
-        update = cache.update
+    def leave(module: nn.Module, _args: Any, output: Any) -> None:
+        running.pop()
+        returned[module] = output
 
-        def write(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            self.writers.add(self.open[-1])
-            return update(*args, **kwargs)
+    def write(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        writers.add(running[-1])
+        return update(*args, **kwargs)
 
-        cache.update = write
-        try:
-            target.prefill(cache, [0], torch.zeros(1, 1, dtype=torch.int64, device=target.device), [1])
-        finally:
-            for handle in handles:
-                handle.remove()
-        for index, layer in enumerate(layers):
-            self._sort(index, layer)
+    cache.update = write
+    enter, leave = hooks.of_this_thread(lambda module, _args: running.append(module)), hooks.of_this_thread(leave)
+    watched = [child for layer in layers for child in (layer, *layer.children())]
+    handles = [child.register_forward_pre_hook(enter) for child in watched]
+    handles += [child.register_forward_hook(leave) for child in watched]
+    try:
+        target.prefill(cache, [0], torch.zeros(1, 1, dtype=torch.int64, device=target.device), [1])
+    finally:
+        for handle in handles:
+            handle.remove()
+    found = Sublayers([(layer, _shape(returned[layer])) for layer in layers], {}, {})
+    for index, layer in enumerate(layers):
+        called = [child for child in layer.children() if child in returned]
+        writing = [child for child in called if child in writers]
+        others = [child for child in called if child not in writers and any(w.dim() > 1 for w in child.parameters())]
+        for which, children in ((found.attention, writing), (found.mlp, others)):
+            if len(children) == 1 and _state(returned[children[0]]).shape == _state(returned[layer]).shape:
+                which[index] = children[0], _shape(returned[children[0]])
+    return found
 
-    def _close(self, module: nn.Module, _args: Any, output: Any) -> None:
-        self.open.pop()
-        self.returned[module] = output
 
-    def _sort(self, index: int, layer: nn.Module) -> None:
-        """Which child of a layer is its attention and which its MLP, where that is certain."""
-        called = [child for child in layer.children() if child in self.returned]
-        writers = [child for child in called if child in self.writers]
-        others = [child for child in called if child not in self.writers and any(w.dim() > 1 for w in child.parameters())]
-        for which, children in ((self.attention, writers), (self.mlp, others)):
-            if len(children) == 1 and self._state(children[0]).shape == self._state(layer).shape:
-                which[index] = children[0], self._shape(children[0])
+def _state(output: Any) -> Tensor:
+    """The hidden states among what a module returned."""
+    state: Tensor = output[0] if isinstance(output, tuple) else output
+    return state
 
-    def _state(self, module: nn.Module) -> Tensor:
-        output = self.returned[module]
-        state: Tensor = output[0] if isinstance(output, tuple) else output
-        return state
 
-    def _shape(self, module: nn.Module) -> Shape:
-        output = self.returned[module]
-        return len(output) if isinstance(output, tuple) else None
-
-    def shaped(self, target: Any) -> list[tuple[nn.Module, Shape]]:
-        return [(layer, self._shape(layer)) for layer in target._decoder_layers]
+def _shape(output: Any) -> Shape:
+    return len(output) if isinstance(output, tuple) else None
 
 
 @torch.inference_mode()
@@ -212,15 +180,15 @@ def _try(target: Any, found: Sublayers) -> None:
     seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        seen[module] = args[0] if args else kwargs["hidden_states"], output[0] if isinstance(output, tuple) else output
+        seen[module] = args[0] if args else kwargs["hidden_states"], _state(output)
 
     see = hooks.of_this_thread(see)
     handles = [found.layers[index][0].register_forward_hook(see, with_kwargs=True) for index in whole]
     tokens = torch.arange(2, device=target.device)[None] % target.spec.vocabulary
     try:
-        with _replaced(dict(found.silent())):
+        with _replaced(found.silent(found.all)):
             target.prefill(target.allocate(1, 4), [0], tokens, [2])
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except BROKEN as error:
         raise _refused(target, f"{type(error).__name__}: {error}") from error
     finally:
         for handle in handles:
@@ -263,7 +231,7 @@ def refuse_failing(target: Target, skip: Skip) -> None:
         with able(target).skipping(skip, cache, [0]) as read:
             for token in (0, 1):
                 read(torch.tensor([[token % target.spec.vocabulary]], device=target.device))
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except BROKEN as error:
         raise DrafterError(
             f"{target.spec.name} does not run without the attention of layers {listed(skip.attention)} and the MLP of "
             f"{listed(skip.mlp)} ({type(error).__name__}: {error}); leave out less"

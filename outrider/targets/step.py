@@ -24,12 +24,11 @@ from outrider.compiled import Compiled, Graph, NotCompiled, Replays, dense
 from outrider.compiled.key import code
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Scores
-from outrider.targets import attention_mask, columns, family
-from outrider.targets.attention_mask import Sight, additive
+from outrider.targets import attention_mask, family
+from outrider.targets.attention_mask import Columns, Sight, Tree, additive
 from outrider.targets.cache import SlotCache
 from outrider.targets.captured import Captured
-from outrider.targets.columns import Columns
-from outrider.targets.selftest import PARENTS
+from outrider.targets.selftest import chain_of, tree_of
 
 WIDEST = 1024
 """Most tokens a row of a pass."""
@@ -70,7 +69,7 @@ class CompiledStep(Compiled):
         config = model.config
         own = (transformers.__version__, type(model).__name__, config.to_json_string(), config._attn_implementation)
         here, target = sys.modules[__name__], sys.modules[type(self.target).__module__]
-        return [own, self.target.family, *code(compiled, family, attention_mask, columns, target, here)]
+        return [own, self.target.family, *code(compiled, family, attention_mask, target, here)]
 
     def reads(self, cache: SlotCache, rows: Sequence[int], tokens: Tensor) -> bool:
         """Whether a prompt's chunk [R, S] of these slots passes compiled."""
@@ -80,28 +79,22 @@ class CompiledStep(Compiled):
         return tokens.shape[1] <= WIDEST and self.fits(cache, rows, tokens.shape[1])
 
     def run(
-        self, cache: SlotCache, rows: Sequence[int], tokens: Tensor, visible: Tensor | None, depths: Tensor | None,
-        taps: tuple[int, ...], last: Sequence[int] | None = None,
+        self, cache: SlotCache, rows: Sequence[int], tokens: Tensor, tree: Tree | None, taps: tuple[int, ...] = (),
+        last: Sequence[int] | None = None, graph: Replays | None = None,
     ) -> Scores:  # fmt: skip
         """A pass of these slots over tokens [R, n]; it is open afterwards.
 
-        last: of each row the one token whose logits are asked for; those of all tokens unless given.
+        last: of each row the one token whose logits are asked for; those of all tokens unless given.  graph: one to try.
         """
         cache.open(rows, tokens.shape[1])
-        return self._run(self.graph, tokens, cache, visible, depths, taps, last)
-
-    def _run(
-        self, graph: Any, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None,
-        taps: tuple[int, ...], last: Sequence[int] | None = None,
-    ) -> Scores:  # fmt: skip
-        given = self._arguments(tokens, cache, visible, depths, taps, last)
+        given = self._arguments(tokens, cache, tree, taps, last)
         with self._lock:  # another thread's replay reads its arguments in the same place
-            logits, hidden, choice, tapped = graph.forward(*given)
+            logits, hidden, choice, tapped = (graph or self.graph).forward(*given)
         return Scores(logits, hidden, tapped if taps else None, choice)
 
     def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:
         kept, tokens = self._pass(*EXAMPLE)
-        given = self._arguments(tokens, kept, None, None, (0, 1))
+        given = self._arguments(tokens, kept, None, (0, 1))
         r = {0: Dim("rows", min=2, max=1024)}
         width, end, length = Dim("width", min=2, max=WIDEST), Dim("end", min=3, max=2**20), Dim("length", min=4, max=2**20)
         of_rows, taps, of_buffers = {**r, 1: width}, {0: Dim("taps", min=2, max=2**10)}, [{**r, 2: length} for _ in given[-1]]
@@ -114,7 +107,7 @@ class CompiledStep(Compiled):
         passes = []
         for rows, width in ((1, 1), (1, EXAMPLE[1]), (EXAMPLE[0], 1)):
             kept, tokens = self._pass(rows, width)
-            passes.append(self._arguments(tokens, kept, None, None, ()))
+            passes.append(self._arguments(tokens, kept, None, ()))
         return passes
 
     def plain(self) -> Callable[..., Any]:
@@ -148,46 +141,37 @@ class CompiledStep(Compiled):
         worst = 0.0
         for rows in (1, EXAMPLE[0]):
             kept, text = self._pass(rows, EXAMPLE[1])
-            drafts = [Draft.empty(rows, text.device), _chain(text[:, 1:2]), _chain(text[:, 1:])]
+            drafts = [Draft.empty(rows, text.device), chain_of(text[:, 1:2]), chain_of(text[:, 1:])]
             if self.target.spec.mode == "tree":
-                drafts.append(_tree(text[:, 1:7]))
+                drafts.append(tree_of(text[:, 1:7]))
             for draft in drafts:
-                plain = self.target.verify(kept, list(range(rows)), text[:, 0], draft).logits
-                tokens, visible, depths = passed(text[:, 0], draft, self.target.spec.vocabulary)
-                fast = self._run(graph, tokens, kept, visible, depths, ()).logits
+                plain = self.target.verify(kept, range(rows), text[:, 0], draft).logits
+                tokens, tree = passed(text[:, 0], draft, self.target.spec.vocabulary)
+                fast = self.run(kept, range(rows), tokens, tree, graph=graph).logits
                 worst = max(worst, float((plain - fast).abs().max()))
                 if isinstance(graph, Graph):  # which reads prompts too
-                    last = self._run(graph, tokens, kept, visible, depths, (), [tokens.shape[1] - 1] * rows).logits
-                    worst = max(worst, float((plain[:, -1:] - last).abs().max()))
+                    last = [tokens.shape[1] - 1] * rows
+                    fast = self.run(kept, range(rows), tokens, tree, last=last, graph=graph).logits
+                    worst = max(worst, float((plain[:, -1:] - fast).abs().max()))
         return worst, self.target.selftest.allowed
 
     def _arguments(
-        self, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...],
-        last: Sequence[int] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+        self, tokens: Tensor, cache: SlotCache, tree: Tree | None, taps: tuple[int, ...], last: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
         """Tokens; each one's depth and what it sees of the pass; where rows stand, and columns up to the end; taps; tokens
         whose logits are asked for; buffers."""
-        if visible is None or depths is None:
-            depths, visible = _chain_of(*tokens.shape, tokens.device)
+        visible, depths = _chain_of(*tokens.shape, tokens.device) if tree is None else tree
         tapped = _numbers(taps or (0,), tokens.device)
         asked = _all_of(*tokens.shape, tokens.device) if last is None else torch.tensor(last, device=tokens.device)[:, None]
-        return (
-            tokens.contiguous(),
-            depths.contiguous(),
-            visible.contiguous(),
-            cache.starts,
-            cache.columns,
-            tapped,
-            asked,
-            cache.buffers,
-        )
+        own = tokens.contiguous(), depths.contiguous(), visible.contiguous()
+        return *own, cache.starts, cache.columns, tapped, asked, cache.buffers
 
 
 @functools.lru_cache(256)
-def _chain_of(rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Depths [R, n] and sight [R, n, n] of chains."""
+def _chain_of(rows: int, width: int, device: torch.device) -> Tree:
+    """Chains [R, n], as trees."""
     depths = torch.arange(width, device=device)
-    return dense(depths, rows, width), dense(depths[:, None] >= depths, rows, width, width)
+    return Tree(dense(depths[:, None] >= depths, rows, width, width), dense(depths, rows, width))
 
 
 @functools.lru_cache(256)
@@ -228,21 +212,10 @@ def _numbers(taps: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(taps, device=device)
 
 
-def passed(anchor: Tensor, draft: Draft, vocabulary: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What a pass over anchor and draft is given: tokens [B, N+1], and a tree's sight and depths."""
+def passed(anchor: Tensor, draft: Draft, vocabulary: int) -> tuple[Tensor, Tree | None]:
+    """What a pass over anchor and draft is given: tokens [B, N+1], and the tree that they are, None for a chain."""
     if not draft.tokens.shape[1]:
-        return anchor[:, None], None, None
+        return anchor[:, None], None
     # an id outside the vocabulary is judged by the law; here it only must not break the embedding
     tokens = torch.cat([anchor[:, None], draft.tokens.clamp(0, vocabulary - 1)], 1)
-    if not draft.branches:
-        return tokens, None, None
-    return tokens, *draft.rows()
-
-
-def _chain(tokens: Tensor) -> Draft:
-    return Draft.chain(tokens, torch.full((len(tokens),), tokens.shape[1]))
-
-
-def _tree(tokens: Tensor) -> Draft:
-    parents = torch.tensor(PARENTS, device=tokens.device)[: tokens.shape[1]].expand_as(tokens)
-    return Draft(tokens, parents, torch.full((len(tokens),), tokens.shape[1]))
+    return tokens, Tree(*draft.rows()) if draft.branches else None

@@ -26,8 +26,9 @@ from outrider.decoding.state import Scores
 from outrider.errors import TargetError
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
-from outrider.targets import by_length, chunks, hooks, quantised
-from outrider.targets.anatomy import copied, decoder_layers, output_layer, trunk, what_ends_do
+from outrider.targets import chunks, hooks, quantised
+from outrider.targets.anatomy import BROKEN, copied, decoder_layers, output_layer, trunk, what_ends_do
+from outrider.targets.attention_mask import Tree
 from outrider.targets.cache import SlotCache
 from outrider.targets.detokenizer import detokenizer
 from outrider.targets.family import learn, media_tokens
@@ -36,7 +37,8 @@ from outrider.targets.identity import spec_of
 from outrider.targets.own_cache import OwnCache
 from outrider.targets.prompts import ids_of
 from outrider.targets.protocol import Skip
-from outrider.targets.selftest import BROKEN, SelfTest, agreed, plain_words, refusal
+from outrider.targets.rotary import reading_prompt, verify_by_length
+from outrider.targets.selftest import SelfTest, agreed, plain_words, refusal
 from outrider.targets.skip import Sublayers
 from outrider.targets.skip import learn as learn_sublayers
 from outrider.targets.step import CompiledStep, passed
@@ -155,17 +157,17 @@ class TransformersTarget:
                 [self.prefill(cache, rows[own], tokens[own, :width], lengths[own], taps) for own, width in parts]
             )
         if self.step.reads(cache, rows, tokens):
-            scores = self.step.run(cache, rows, tokens, None, None, taps, [length - 1 for length in lengths])
+            scores = self.step.run(cache, rows, tokens, None, taps, [length - 1 for length in lengths])
             cache.append(lengths)
             return scores
         if self.family.follows_one_path:
             # only what follows other text has to go in steps
             cache.open(rows, lengths[0], in_steps=cache.lengths[rows[0]] > 0, noted=1 + cache.undo)
-            hidden, tapped = self._states(tokens[:, : lengths[0]], cache, taps)
+            hidden, tapped = self._each(self._hidden, tokens[:, : lengths[0]], cache, None, taps)
         else:
             cache.open(rows, tokens.shape[1])
-            with by_length.reading_prompt(self, cache, tokens, lengths):
-                hidden, tapped = self._states(tokens, cache, taps)
+            with reading_prompt(self, cache, tokens, lengths):
+                hidden, tapped = self._each(self._hidden, tokens, cache, None, taps)
         cache.append(lengths)
         last = torch.tensor([length - 1 for length in lengths], device=self.device)
         rows_of_hidden = hidden[torch.arange(len(last), device=self.device), last].unsqueeze(1)
@@ -183,13 +185,13 @@ class TransformersTarget:
         if probe is not None:
             return self._verify_beside(cache, rows, anchor, draft, taps, probe)
         width = draft.tokens.shape[1] + 1
-        tokens, visible, depths = passed(anchor, draft, self.spec.vocabulary)
+        tokens, tree = passed(anchor, draft, self.spec.vocabulary)
         if self.step.fits(cache, rows, width):
-            return self.step.run(cache, rows, tokens, visible, depths, taps)
+            return self.step.run(cache, rows, tokens, tree, taps)
         if self.family.rotary is not None:
-            return by_length.verify(self, cache, list(rows), tokens, visible, depths, taps)
+            return verify_by_length(self, cache, rows, tokens, tree, taps)
         cache.open(rows, tokens.shape[1], in_steps=self.family.is_recurrent)
-        return self._each(tokens, cache, self._scores, visible, depths, taps)
+        return self._each(self._scores, tokens, cache, tree, taps)
 
     def _verify_beside(
         self, cache: SlotCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...], probe: Probe
@@ -204,14 +206,14 @@ class TransformersTarget:
                 "the text or at token ids in every layer; draft without one"
             )
         slots, width, more = len(anchor), draft.tokens.shape[1] + 1, probe.depths.shape[1]
-        tokens, _, _ = passed(anchor, draft, self.spec.vocabulary)
+        tokens, _ = passed(anchor, draft, self.spec.vocabulary)
         tokens = torch.cat([tokens, tokens.new_zeros(slots, more)], 1)
         own, depths = draft.rows()
         mask = torch.cat([torch.nn.functional.pad(own, (0, more)), probe.mask], 1)
         cache.open(rows, width + more)
         words = probe.embeddings.to(self.model.dtype) / self._scale
         with hooks.replacing(self._embedding, words):
-            scores = self._scores(tokens, cache, mask, torch.cat([depths, probe.depths], 1), taps)
+            scores = self._scores(tokens, cache, Tree(mask, torch.cat([depths, probe.depths], 1)), taps)
         return scores.first(width)._replace(probe=scores.hidden[:, width:])
 
     def compile(self) -> float:
@@ -226,7 +228,8 @@ class TransformersTarget:
         """Hidden states [B, S, H] after the final norm and taps [B, S, T, H] of whole right-padded texts, without a cache."""
         cache = self.allocate(*tokens.shape)
         cache.open(range(len(tokens)), tokens.shape[1])
-        return self._states(tokens, cache, taps)
+        found: tuple[Tensor, Tensor | None] = self._each(self._hidden, tokens, cache, None, taps)
+        return found
 
     @functools.cached_property
     def _has_ids_in_layers(self) -> bool:
@@ -256,7 +259,7 @@ class TransformersTarget:
         @torch.inference_mode()
         def read(tokens: Tensor) -> Tensor:
             cache.open(rows, tokens.shape[1])
-            scores = self._each(tokens, cache, self._scores, None, None, ())
+            scores = self._each(self._scores, tokens, cache)
             cache.append([tokens.shape[1]] * len(rows))
             logits: Tensor = scores.logits
             return logits
@@ -293,10 +296,8 @@ class TransformersTarget:
         """How its ids become text, as `decode` does it, for texts that grow; None without a tokenizer."""
         return None if self.tokenizer is None else detokenizer(self.tokenizer, self.spec.vocabulary)
 
-    def _scores(
-        self, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
-    ) -> Scores:
-        out, caught = self._passed(self.model, tokens, cache, visible, depths, taps, self.spec.context)
+    def _scores(self, tokens: Tensor, cache: SlotCache, tree: Tree | None, taps: tuple[int, ...]) -> Scores:
+        out, caught = self._passed(self.model, tokens, cache, tree, taps, self.spec.context)
         return Scores(out.logits, caught[self._model_head], self._tapped(caught, taps))
 
     def pass_through(
@@ -308,25 +309,20 @@ class TransformersTarget:
             logits = self.model(input_ids=tokens, **self.family.arguments(cache, masks, positions)).logits
         return logits, caught[self._model_head], [caught[layer] for layer in self._decoder_layers]
 
-    def _states(self, tokens: Tensor, cache: SlotCache, taps: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-        return self._each(tokens, cache, self._hidden, None, None, taps)
-
     def _hidden(
-        self, tokens: Tensor, cache: SlotCache, visible: Tensor | None, depths: Tensor | None, taps: tuple[int, ...]
+        self, tokens: Tensor, cache: SlotCache, tree: Tree | None, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        context = max(self.spec.context, tokens.shape[1])
-        out, caught = self._passed(self._trunk, tokens, cache, visible, depths, taps, context)
+        out, caught = self._passed(self._trunk, tokens, cache, tree, taps, max(self.spec.context, tokens.shape[1]))
         return out.last_hidden_state, self._tapped(caught, taps)
 
     def _passed(
-        self, module: nn.Module, tokens: Tensor, cache: SlotCache | OwnCache, visible: Tensor | None, depths: Tensor | None,
-        taps: tuple[int, ...], context: int,
-    ) -> tuple[Any, dict[nn.Module, Any]]:  # fmt: skip
+        self, module: nn.Module, tokens: Tensor, cache: Any, tree: Tree | None, taps: tuple[int, ...], context: int
+    ) -> tuple[Any, dict[nn.Module, Any]]:
         """What the model or its trunk gives back for the open pass, and what was caught on the way."""
         if isinstance(cache, OwnCache):
             given = cache.given()
         else:
-            given = self.family.arguments(cache, *self.family.seen(cache, visible, depths, self.model.dtype, context))
+            given = self.family.arguments(cache, *self.family.seen(cache, tree, self.model.dtype, context))
         with packed.products(), self._catching(taps) as caught:
             out = module(input_ids=tokens, **given)
         if isinstance(cache, OwnCache):
@@ -334,19 +330,17 @@ class TransformersTarget:
         return out, caught
 
     def _each(
-        self, tokens: Tensor, cache: SlotCache, run: Callable[..., Any], visible: Tensor | None, depths: Tensor | None,
-        taps: tuple[int, ...],
-    ) -> Any:  # fmt: skip
+        self, run: Callable[..., Any], tokens: Tensor, cache: SlotCache, tree: Tree | None = None, taps: tuple[int, ...] = ()
+    ) -> Any:
         """Run all rows of the open pass at once; one by one where they stand unevenly and the family can't be told so."""
         # a state alone does not ask where its row stands
         is_state = self.family.is_recurrent and self.family.past is None and not cache.layers
         if self.family.takes_uneven_rows or cache.is_even or is_state:
-            return run(tokens, cache, visible, depths, taps)
+            return run(tokens, cache, tree, taps)
         rows, parts = cache.rows, []
         for b, row in enumerate(rows):
             cache.open([row], tokens.shape[1])
-            sight = (None if values is None else values[b : b + 1] for values in (visible, depths))
-            parts.append(run(tokens[b : b + 1], cache, *sight, taps))
+            parts.append(run(tokens[b : b + 1], cache, tree and tree.of(b), taps))
         cache.open(rows, tokens.shape[1])
         joined: Any = [None if values[0] is None else torch.cat(values) for values in zip(*parts, strict=True)]
         return Scores(*joined) if isinstance(parts[0], Scores) else tuple(joined)

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from outrider import machine
@@ -114,36 +114,21 @@ def _place(model: PreTrainedModel) -> Path:
         *code(draft, sys.modules[type(model).__module__]),
         *(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))),
     ]
-    asked = (
-        torch.__version__,
-        transformers.__version__,
-        type(model).__qualname__,
-        kernels,
-        str(model.dtype),
-        model.device.type,
-    )
-    digest = hashlib.sha256(repr(asked).encode() + json.dumps(config, sort_keys=True, default=str).encode())
-    for source in sources:
-        digest.update(source)
+    asked = torch.__version__, transformers.__version__, type(model).__qualname__, kernels, str(model.dtype), model.device.type
+    said = json.dumps(config, sort_keys=True, default=str).encode()
+    digest = hashlib.sha256(b"".join([repr(asked).encode(), said, *sources]))
     return machine.cache_folder() / "selftest" / f"{digest.hexdigest()[:32]}.json"
 
 
 def _read(path: Path) -> Trust | None:
     """None for a file that is missing, damaged, or was written by another version."""
     try:
-        kept = json.loads(path.read_text())
-        found = None if kept["found"] is None else SelfTest(**kept["found"])
-        assert kept["masks"] in ("by kind", "one", "none")
-        assert found is None or (found.mode in ("tree", "chain", "off") and isinstance(found.errors, dict))
-        assert (found is None) == isinstance(kept["refused"], str)
-        return Trust(kept["masks"], found, bool(kept["one_by_one"]), kept["past"], kept["refused"])
-    except (AssertionError, AttributeError, KeyError, OSError, TypeError, ValueError):
+        return TypeAdapter(Trust).validate_json(path.read_bytes())
+    except (OSError, ValueError):
         return None
 
 
 def _write(path: Path, found: Trust) -> None:
-    with suppress(OSError):  # a folder that can't be written costs the twin's passes at every load
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as part:
-            json.dump(asdict(found), part)
-        Path(part.name).replace(path)
+    # a folder that can't be written costs the twin's passes at every load
+    with suppress(OSError), machine.keeping(path) as part:
+        part.write_text(json.dumps(asdict(found)))

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from outrider.targets.anatomy import BROKEN
 from outrider.targets.family import WINDOWS
 
-BROKEN = (AttributeError, ImportError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What a class raises that can't be built or run like this."""
 VOCABULARY = 128
 LIMIT = 16
 """Tokens of a window or a chunk."""
@@ -29,15 +28,8 @@ LAYERS = (
     "num_encoder_layers", "num_blocks", "depth",
 )  # fmt: skip
 NUMBERS = (
-    "moe_layers",
-    "only_layers",
-    "source_layers",
-    "cross_attention_layers",
-    "scaling_layers",
-    "_ids",
-    "_idxs",
-    "_indexes",
-)
+    "moe_layers", "only_layers", "source_layers", "cross_attention_layers", "scaling_layers", "_ids", "_idxs", "_indexes",
+)  # fmt: skip
 """Lists of the numbers of layers."""
 HEADS = (
     ("num_attention_heads", "num_key_value_heads"), ("n_head", "n_head_kv"), ("n_heads", "n_kv_heads"),
@@ -72,12 +64,9 @@ TEXTS = ("text_config", "language_config", "llm_config", "decoder", "thinker_con
 NOT_ARGUMENTS = ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype")
 
 
-def small(config: PreTrainedConfig, narrow: bool = True, **changes: Any) -> PreTrainedConfig:
-    """A config of the same class with its sizes made small.  changes: values that are set whatever they were.
-
-    narrow: hidden states are narrower than all heads together, which some classes with heads of their own size do not take.
-    """
-    return type(config)(**_merged(_arguments(config, narrow, is_text=True), changes))
+def small(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A config of the same class with its sizes made small."""
+    return type(config)(**arguments(config, narrow=True))
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel | None:
@@ -95,7 +84,7 @@ def twin(model: PreTrainedModel) -> PreTrainedModel | None:
 
 
 def _built(model: PreTrainedModel, dtype: torch.dtype, narrow: bool) -> PreTrainedModel:
-    config = small(model.config, narrow)
+    config = type(model.config)(**arguments(model.config, narrow))
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     build: Any = type(model)._from_config
     with torch.random.fork_rng(), torch.device("cpu"):
@@ -116,17 +105,11 @@ def enlivened(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _merged(found: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """What is changed within a part leaves the rest of the part as it is."""
-    parts = {
-        key: _merged(found[key], value) for key, value in changes.items()
-        if isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
-    }  # fmt: skip
-    return {**found, **changes, **parts}
+def arguments(config: PreTrainedConfig, narrow: bool, is_text: bool = True) -> dict[str, Any]:
+    """What makes the config small: what it has set otherwise than its class, and its sizes.
 
-
-def _arguments(config: PreTrainedConfig, narrow: bool, is_text: bool) -> dict[str, Any]:
-    """What makes the config small: what it has set otherwise than its class, and its sizes."""
+    narrow: hidden states are narrower than all heads together, which some classes with heads of their own size do not take.
+    """
     sizes, set_there = config.to_dict(), config.to_diff_dict()
     found = {key: value for key, value in set_there.items() if not key.startswith("_") and key not in NOT_ARGUMENTS}
     made_small = _small(sizes, narrow, is_text)
@@ -134,7 +117,7 @@ def _arguments(config: PreTrainedConfig, narrow: bool, is_text: bool) -> dict[st
     for key in sizes:
         part = vars(config).get(key)
         if isinstance(part, PreTrainedConfig):
-            found[key] = _arguments(part, narrow, is_text=is_text and key in TEXTS)
+            found[key] = arguments(part, narrow, is_text and key in TEXTS)
             if part.model_type:
                 found[key]["model_type"] = part.model_type
     return found
@@ -172,18 +155,13 @@ def _fewer_layers(found: dict[str, Any]) -> None:
         if not isinstance(count, int):
             continue
         lists = {name: value for name, value in found.items() if isinstance(value, list | tuple) and len(value) == count}
-        periods = [
-            value for name, value in found.items()
-            if name.endswith(("_period", "_pattern", "_interval")) and isinstance(value, int) and value <= count
-        ]  # fmt: skip
-        periods += [
-            len(value)
-            for name, value in found.items()
-            if name.endswith("_types") and isinstance(value, list | tuple) and len(value) < count
-        ]
+        kinds = [value for name, value in found.items() if name.endswith("_types") and isinstance(value, list | tuple)]
+        named = [value for name, value in found.items() if name.endswith(("_period", "_pattern", "_interval"))]
+        periods = [value for value in named if isinstance(value, int) and value <= count]
+        periods += [len(value) for value in kinds if len(value) < count]
         dense, shared = (found.get(name) or 0 for name in ("first_k_dense_replace", "num_kv_shared_layers"))
-        kinds = [_until_all_seen(value) for name, value in lists.items() if not name.endswith(NUMBERS)]
-        fewest = max([2, *kinds, *periods, 1 + dense])
+        beginnings = [_until_all_seen(value) for name, value in lists.items() if not name.endswith(NUMBERS)]
+        fewest = max([2, *beginnings, *periods, 1 + dense])
         found[key] = min(count, 2 * fewest if shared else fewest)
         if shared:  # they read the keys of layers before them, one of every kind
             found["num_kv_shared_layers"] = min(shared, fewest)

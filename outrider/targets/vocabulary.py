@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from outrider.errors import DrafterError
 from outrider.targets.protocol import Target
@@ -50,7 +51,13 @@ class Vocabulary:
         """Special tokens by their content."""
         self.end: int | None = _within(tokenizer.eos_token_id, size)
         """Id that ends a text."""
-        self._read(tokenizer)
+        as_bytes, added = _alphabet(self._backend), tokenizer.added_tokens_decoder
+        special = {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
+        for text, token in tokenizer.get_vocab().items():
+            if token in special and 0 <= token < size:
+                self.specials[text] = token
+            elif 0 <= token < size:
+                self.pieces[token] = text.encode() if token in added else as_bytes(text)
         self._backend.no_truncation()
         whole, bare = (tokenizer.encode("a", add_special_tokens=special) for special in (True, False))
         count = len(whole) - len(bare)
@@ -68,18 +75,6 @@ class Vocabulary:
         """`ids` and `offsets` of a text, with nothing added."""
         return self._backend.encode(text, add_special_tokens=False)
 
-    def _read(self, tokenizer: Any) -> None:
-        as_bytes = _alphabet(self._backend)
-        added = tokenizer.added_tokens_decoder
-        special = {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
-        for text, token in tokenizer.get_vocab().items():
-            if not 0 <= token < self.size:
-                continue
-            if token in special:
-                self.specials[text] = token
-            else:
-                self.pieces[token] = text.encode() if token in added else as_bytes(text)
-
 
 def _within(token: int | None, size: int) -> int | None:
     return token if token is not None and 0 <= token < size else None
@@ -89,12 +84,8 @@ def _alphabet(backend: Any) -> Callable[[str], bytes | None]:
     """From a token as the vocabulary writes it to its bytes; None for one that is in another alphabet."""
     kinds = _kinds(backend.decoder) | _kinds(backend.pre_tokenizer)
     if "ByteLevel" in kinds:
-        letters = {letter: byte for byte, letter in enumerate(_LETTERS)}
-
-        def as_bytes(text: str) -> bytes | None:
-            return bytes(letters[c] for c in text) if all(c in letters for c in text) else None
-
-        return as_bytes
+        letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
+        return lambda text: bytes(letters[c] for c in text) if all(c in letters for c in text) else None
     if "WordPiece" in kinds:
         return lambda text: (text[2:] if text.startswith("##") else " " + text).encode()
     return lambda text: bytes([int(text[3:5], 16)]) if _BYTE.fullmatch(text) else text.replace("▁", " ").encode()
@@ -112,16 +103,6 @@ def _kinds(part: Any) -> set[str]:
 
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
-
-
-def _letters() -> list[str]:
-    """GPT-2's letter for every byte: printable Latin-1 stands for itself, the others follow from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
-_LETTERS = _letters()
 
 
 # ── tokens in common ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -176,13 +157,9 @@ def _by_bytes(vocabulary: Vocabulary) -> dict[bytes, int]:
     """Each piece's id; of several the one that `encode` gives, or else the first."""
     found: dict[bytes, int] = {}
     for token, piece in enumerate(vocabulary.pieces):
-        if piece and (piece not in found or _is_written(vocabulary, piece, token)):
+        if piece and (piece not in found or token in vocabulary.encode(piece.decode(errors="replace")).ids):
             found[piece] = token
     return found
-
-
-def _is_written(vocabulary: Vocabulary, piece: bytes, token: int) -> bool:
-    return token in vocabulary.encode(piece.decode(errors="replace")).ids
 
 
 # ── one text in two vocabularies ──────────────────────────────────────────────────────────────────────────────────────

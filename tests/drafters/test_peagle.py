@@ -210,7 +210,7 @@ def kept_masks(model, drafter):
         memory.kept = SlotCache(cache.slots, 4 * cache.length)
 
         def keep(counts):
-            append(memory.kept, [memory.kept._now.width] * len(counts))
+            append(memory.kept, [memory.kept.width] * len(counts))
 
         memory.kept.append = keep
         return memory

@@ -85,7 +85,7 @@ def test_any_history_leaves_what_was_kept(history):
             assert sorted(cache.places) == list(range(SLOTS))
             check(cache, reference)
             cache.open(rows, width)
-            assert cache._now.span is not None
+            assert cache._span is not None
         cache.open(rows, width)
         seen = written(cache, numbers)
         mask = cache.mask(None, torch.float64)

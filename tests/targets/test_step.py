@@ -308,7 +308,7 @@ def test_a_package_multiplies_by_our_kernel(monkeypatch, tmp_path):
     assert target.compile() > 0
     plain = load_target(copy.deepcopy(model), compile=False)
     kept, text = target.step._pass(1, 8)
-    given = target.step._arguments(text, kept, None, None, ())
+    given = target.step._arguments(text, kept, None, ())
     with torch.inference_mode():
         logits = target.step.graph.forward(*given)[0]
         torch.testing.assert_close(logits, target.step.plain()(*given)[0])
