@@ -17,23 +17,23 @@ def held(folder: Path, refusal: Exception, patience_s: float = 3.0) -> Iterator[
 
     On a file system that knows no locks all goes on without one.
     """
-    handle = os.open(folder, os.O_RDONLY)
+    handle, until = os.open(folder, os.O_RDONLY), time.monotonic() + patience_s
     try:
-        _acquire(handle, refusal, time.monotonic() + patience_s)
+        while not _acquired(handle):
+            if time.monotonic() >= until:
+                raise refusal
+            time.sleep(0.05)
         yield
     finally:
         os.close(handle)
 
 
-def _acquire(handle: int, refusal: Exception, until: float) -> None:
-    while True:
-        try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                raise refusal from None
-            time.sleep(0.05)
-        except OSError as error:
-            if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                return None
+def _acquired(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             raise
+    return True

@@ -111,11 +111,6 @@ def stored(model: nn.Module) -> int:
     return sum(_weights[layer].weight.nbytes for layer in model.modules() if isinstance(layer, nn.Linear) and layer in _weights)
 
 
-def is_open() -> bool:
-    """Whether `products` is open in this thread."""
-    return bool(_open.get())
-
-
 def way_of(model: nn.Module) -> Way:
     """How most of its linear layers multiply while `products` is open."""
     found = Counter(_weights[module].way for module in model.modules() if isinstance(module, nn.Linear) and module in _weights)
@@ -145,11 +140,9 @@ def _fits(layer: nn.Linear) -> bool:
     if type(layer.weight) is not nn.Parameter or layer.weight.dtype != torch.float32 or layer.weight.device.type != "cpu":
         return False
     own = vars(layer).get("forward")
-    if own is None:
-        return True
     # one of ours is made anew once its weight has changed; others' stays
     is_ours = isinstance(own, functools.partial) and own.func is _forward
-    return is_ours and (layer not in _weights or _weights[layer].stamp != _stamp(layer))
+    return own is None or (is_ours and (layer not in _weights or _weights[layer].stamp != _stamp(layer)))
 
 
 def _stamp(layer: nn.Linear) -> tuple[int, int]:
@@ -161,12 +154,8 @@ def _stamp(layer: nn.Linear) -> tuple[int, int]:
 
 def ways() -> list[Way]:
     """Those that this machine has, the usual one first."""
-    found: list[Way] = ["plain"]
-    if _has_onednn():
-        found.append("onednn")
-    if kernels.library() is not None:
-        found.append("panels")
-    return found
+    there: dict[Way, bool] = {"plain": True, "onednn": _has_onednn(), "panels": kernels.library() is not None}
+    return [way for way, is_there in there.items() if is_there]
 
 
 def packed(weight: Tensor, way: Way) -> Tensor:

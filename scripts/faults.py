@@ -64,7 +64,7 @@ FAULTS = [
     ),
     Fault(
         "a rejected token's key stays in the target's cache",
-        [Edit(CACHE, "[len(path) + 1 for path in paths]", "[min(len(path) + 2, self._now.width) for path in paths]")],
+        [Edit(CACHE, "[len(path) + 1 for path in paths]", "[min(len(path) + 2, self.width) for path in paths]")],
         ["tests/targets/test_cache.py"],
     ),
     Fault(

@@ -112,12 +112,9 @@ class SlotCache:
         first = max(0, min(first, self.slots - len(rows)))
         wanted = dict(zip(rows, range(first, first + len(rows)), strict=True))
         if places != list(wanted.values()):
-            taken, vacated = set(wanted.values()), set(places)
-            free = iter(sorted(vacated - taken))
-            for row in range(self.slots):
-                if row not in wanted and self.places[row] in taken:
-                    wanted[row] = next(free)
-            self._put(wanted)
+            taken = set(wanted.values())
+            others = [row for row in range(self.slots) if row not in wanted and self.places[row] in taken]
+            self._put(wanted | dict(zip(others, sorted(set(places) - taken), strict=True)))
         self._gathered = rows
 
     @torch.inference_mode()

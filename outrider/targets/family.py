@@ -60,10 +60,11 @@ class Family:
         """Rows that stand at different places may share a pass: it is told what each sees, and where each stands."""
         return self.masks != "none" and self.has_positions and not self.one_by_one and self.past is None
 
-    def seen(
-        self, cache: SlotCache, tree: Tree | None, dtype: torch.dtype, context: int
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Masks of the open pass by kind of layer, and positions where the model is told them.  tree: None for a chain."""
+    def given(self, cache: Any, tree: Tree | None, dtype: torch.dtype, context: int) -> dict[str, Any]:
+        """Keyword arguments of the open pass, but for its tokens.  tree: None for a chain."""
+        if self.past is not None:
+            found: dict[str, Any] = cache.given()
+            return found
         visible, depths = tree or (None, None)
         # one token a row, all rows at one place: everything may be seen, and no mask is the fastest
         is_whole = cache.width == 1 and tree is None and cache.is_even
@@ -72,10 +73,10 @@ class Family:
         rows = len(cache.rows)  # some families refuse one mask for all rows
         masks = {kind: mask.expand(rows, -1, -1, -1) for kind, mask in masks.items()}
         # padding may reach behind the context
-        return masks, cache.positions(depths).clamp(max=context - 1) if self.has_positions else None
+        return self.arguments(cache, masks, cache.positions(depths).clamp(max=context - 1) if self.has_positions else None)
 
     def arguments(self, cache: Any, masks: Mapping[str, Tensor], positions: Tensor | None) -> dict[str, Any]:
-        """Keyword arguments of one pass, but for its tokens."""
+        """The same where masks by kind of layer are given, and positions, if the model is told them."""
         given: dict[str, Any] = {self.cache: cache, "use_cache": True, "attention_mask": None}
         if self.has_positions:
             given["position_ids"] = positions

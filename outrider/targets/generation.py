@@ -7,14 +7,14 @@ concerns the draw, the cache or an assistant does not change greedy output.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
-from transformers.generation import logits_process as processors
+from transformers import GenerationConfig, PreTrainedModel
 
 from outrider.errors import ConfigError
 from outrider.sampling.settings import Processor, Sampling
@@ -58,12 +58,11 @@ def greedy_sampling(
                 f"the target's generation_config.{key} is {asked[key]!r}, which is not greedy decoding of one text; {INSTEAD}"
             )
     asked = {key: value for key, value in asked.items() if key not in NEUTRAL or value not in NEUTRAL[key]}
-    forces_first = asked.get("forced_bos_token_id") is not None
-    text = _Text(prompt, max_new_tokens, sorted(ends), vocabulary, str(model.device), forces_first)
+    text = _Text(prompt, max_new_tokens, sorted(ends), vocabulary, str(model.device))
     if "min_length" in asked:  # counts the prompt, and gives way to min_new_tokens
         with _told("min_length", asked["min_length"]):
             asked.setdefault("min_new_tokens", max(0, asked["min_length"] - len(prompt)))
-    return _by_processors(asked, text) if asked.keys() & NEUTRAL.keys() else _by_settings(asked, text)
+    return _by_processors(model, asked, text) if asked.keys() & NEUTRAL.keys() else _by_settings(asked, text)
 
 
 class _Text(NamedTuple):
@@ -74,8 +73,6 @@ class _Text(NamedTuple):
     ends: list[int]
     vocabulary: int
     device: str
-    forces_first: bool = False
-    """Whether a forced_bos_token_id is asked for."""
 
     @property
     def ids(self) -> Any:
@@ -124,58 +121,29 @@ def _by_settings(asked: Mapping[str, Any], text: _Text) -> Sampling:
     return found
 
 
-def _sequence_bias(value: Any, text: _Text) -> Any:
-    made: Any = processors.SequenceBiasLogitsProcessor(value)
-    text.known(token for sequence in made.sequence_bias for token in sequence)
-    return made
-
-
-def _bad_words(value: Any, text: _Text) -> Any:
-    words = text.no_ends(value)
-    return processors.NoBadWordsLogitsProcessor(words) if words else None
-
-
-def _forced_end(value: Any, text: _Text) -> Any:
-    ends = text.known([value] if isinstance(value, int) else value)
-    return processors.ForcedEOSTokenLogitsProcessor(len(text.prompt) + text.max_new_tokens, ends, device=text.device)
-
-
-def _begin(value: Any, text: _Text) -> Any:
-    # behind a prompt of one token the first is the one that is forced, where there is such a one
-    begin = len(text.prompt) + (len(text.prompt) == 1 and text.forces_first)
-    return processors.SuppressTokensAtBeginLogitsProcessor(value, begin, device=text.device)
-
-
-PROCESSORS: Mapping[str, Callable[[Any, _Text], Any]] = {
-    "sequence_bias": _sequence_bias,
-    "encoder_repetition_penalty": lambda value, text: processors.EncoderRepetitionPenaltyLogitsProcessor(value, text.ids),
-    "repetition_penalty": lambda value, text: processors.RepetitionPenaltyLogitsProcessor(value),
-    "no_repeat_ngram_size": lambda value, text: processors.NoRepeatNGramLogitsProcessor(value),
-    "encoder_no_repeat_ngram_size": lambda value, text: processors.EncoderNoRepeatNGramLogitsProcessor(value, text.ids),
-    "bad_words_ids": _bad_words,
-    "min_new_tokens": lambda value, text: processors.MinNewTokensLengthLogitsProcessor(
-        len(text.prompt), value, text.ends, text.device
-    ),
-    "forced_bos_token_id": lambda value, text: processors.ForcedBOSTokenLogitsProcessor(*text.known([value])),
-    "forced_eos_token_id": _forced_end,
-    "remove_invalid_values": lambda value, text: processors.InfNanRemoveLogitsProcessor(),
-    "exponential_decay_length_penalty": lambda value, text: processors.ExponentialDecayLengthPenalty(
-        value, text.ends, len(text.prompt)
-    ),
-    "suppress_tokens": lambda value, text: processors.SuppressTokensLogitsProcessor(value, text.device),
-    "begin_suppress_tokens": _begin,
-    "renormalize_logits": lambda value, text: processors.LogitNormalization(),
+TOKENS: Mapping[str, Callable[[Any], Iterable[int]]] = {
+    "sequence_bias": lambda value: itertools.chain(*(value if isinstance(value, Mapping) else (words for words, _ in value))),
+    "forced_bos_token_id": lambda value: [value],
+    "forced_eos_token_id": lambda value: [value] if isinstance(value, int) else value,
 }
-"""In the order in which `generate` applies them."""
+"""Keys whose tokens transformers does not look at before they are needed."""
 OF_ENDS = ("min_new_tokens", "exponential_decay_length_penalty")
 """Keys that do nothing where the model names no end."""
 
 
-def _by_processors(asked: Mapping[str, Any], text: _Text) -> Sampling:
-    found: list[Processor] = []
-    for key, processor in PROCESSORS.items():
-        if key in asked and (text.ends or key not in OF_ENDS):
-            with _told(key, asked[key]):
-                made = processor(asked[key], text)
-            found += [] if made is None else [made]
-    return Sampling(processors=found)
+def _by_processors(model: Any, asked: Mapping[str, Any], text: _Text) -> Sampling:
+    found = {key: value for key, value in asked.items() if key in (*NEUTRAL, *SETTINGS) and (text.ends or key not in OF_ENDS)}
+
+    def made(keys: Mapping[str, Any]) -> list[Processor]:
+        config = GenerationConfig(max_length=len(text.prompt) + text.max_new_tokens)
+        vars(config).update(keys, _eos_token_tensor=torch.tensor(text.ends, device=text.device) if text.ends else None)
+        length, device = len(text.prompt), text.device
+        return list(model._get_logits_processor(config, input_ids_seq_length=length, encoder_input_ids=text.ids, device=device))
+
+    for key, value in found.items():  # one by one, so that the wrong one is named
+        with _told(key, value):
+            text.known(TOKENS[key](value) if key in TOKENS else ())
+            if key == "bad_words_ids":
+                found[key] = text.no_ends(value) or None
+            made({key: found[key]})
+    return Sampling(processors=made(found))

@@ -73,16 +73,11 @@ def load_target(
         tokenizer, reason = load_tokenizer(path, **options)
         if reason:
             log.warning("no tokenizer for %s (%s): prompts must be token ids", path, reason)
-    except (ImportError, RuntimeError) as error:  # such as a quantisation's library or device that is not there
-        raise TargetError(
-            f"can't load target {name!r}: {first_line(error)}; install what it names, use a device that has it, or take the "
-            "checkpoint unquantised"
-        ) from error
-    except (OSError, ValueError, KeyError) as error:
-        raise TargetError(
-            f"can't load target {name!r}: {first_line(error)}; give `demo`, a folder with config.json and safetensors, or a "
-            "Hugging Face id (which needs the network the first time)"
-        ) from error
+    except (ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
+        advice = "give `demo`, a folder with config.json and safetensors, or a Hugging Face id (which needs the network once)"
+        if isinstance(error, ImportError | RuntimeError):  # such as a quantisation's library or device that is not there
+            advice = "install what it names, use a device that has it, or take the checkpoint unquantised"
+        raise TargetError(f"can't load target {name!r}: {first_line(error)}; {advice}") from error
     if found["missing_keys"]:  # transformers fills them with random numbers
         missing = sorted(found["missing_keys"])
         raise TargetError(

@@ -64,15 +64,15 @@ def ids_of(prompt: Any, tokenizer: Any, vocabulary: int, media: Mapping[int, str
     media: ids that stand for what is no text.  Otherwise as `TransformersTarget.encode`, with its errors.
     """
     given = single(prompt)
-    if len(given) and isinstance(given[0], int):
+    if not given or isinstance(given[0], int):
         return _known(given, vocabulary, media)  # type: ignore[arg-type]
-    if tokenizer is None and len(given):
+    if tokenizer is None:
         raise DataError("this target was loaded without a tokenizer: give prompts as lists of token ids")
     try:
-        return _known(_encoded(given, tokenizer, thinking) if len(given) else [], vocabulary, media)
+        return _known(_encoded(given, tokenizer, thinking), vocabulary, media)
+    except DataError:
+        raise
     except (TypeError, ValueError, LookupError) as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(f"the tokenizer can't read the prompt {prompt!r}: {first_line(error)}; correct it") from error
 
 
@@ -93,8 +93,8 @@ def _encoded(given: Any, tokenizer: Any, thinking: bool | None) -> list[int]:
 
 def _refuse_media(messages: Sequence[Mapping[str, Any]]) -> None:
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
-    for part in parts:
-        if isinstance(part, Mapping) and (kind := part.get("type", "text")) != "text":
+    for kind in (part.get("type", "text") for part in parts if isinstance(part, Mapping)):
+        if kind != "text":
             raise DataError(
                 f"a chat message has a part of type {kind!r}, and targets read text alone; give parts of type 'text'"
             )

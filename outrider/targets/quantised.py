@@ -94,22 +94,19 @@ def whole_weights(config: Any, name: str, device: torch.device, device_map: Any 
         )
     if method not in DEQUANTISED:
         _refuse_activations(given, name)
-        _check_library(given, name, device_map)
+        try:
+            quantiser = AutoHfQuantizer.from_config(given, pre_quantized=True)
+            quantiser.validate_environment(device_map=device_map, weights_only=True)
+        except (ImportError, RuntimeError, ValueError, TypeError) as error:
+            raise TargetError(
+                f"{name} is quantised with {method!r}, which can't be read here: {first_line(error)}; install what it names, "
+                "use a device that has it, or take the checkpoint unquantised"
+            ) from error
         return None
     if DEQUANTISED[method] and device.type not in DEQUANTISED[method]:
         return None
     logging.getLogger(__name__).info("%s is quantised with %s; its weights are dequantised as they load", name, method)
     return AUTO_QUANTIZATION_CONFIG_MAPPING[method](dequantize=True)
-
-
-def _check_library(given: dict[str, Any], name: str, device_map: Any) -> None:
-    try:
-        AutoHfQuantizer.from_config(given, pre_quantized=True).validate_environment(device_map=device_map, weights_only=True)
-    except (ImportError, RuntimeError, ValueError, TypeError) as error:
-        raise TargetError(
-            f"{name} is quantised with {_method(given)!r}, which can't be read here: {first_line(error)}; install what it "
-            "names, use a device that has it, or take the checkpoint unquantised"
-        ) from error
 
 
 def check(model: Any, name: str) -> None:

@@ -97,22 +97,12 @@ def _by_tokens(module: Any, forward: Callable[..., Any], x: Tensor, position_ids
     return tuple(turned)
 
 
-class _Read:
-    """A cache that holds so many tokens, for a question to `prepare_inputs_for_generation`."""
-
-    is_compileable = False
-
-    def __init__(self, length: int):
-        self.length = length
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length
-
-
 def _rereads(model: Any, original: int) -> bool:
-    text = torch.zeros(1, original + 1, dtype=torch.int64, device=model.device)
+    text, cache = torch.zeros(1, original + 1, dtype=torch.int64, device=model.device), SlotCache(1, original + 1)
+    cache.lengths = [original]
+    cache.open([0], 1)
     name = cache_argument(inspect.signature(model.prepare_inputs_for_generation).parameters)
-    return model.prepare_inputs_for_generation(text, **{name: _Read(original)}, next_sequence_length=1).get(name) is None
+    return model.prepare_inputs_for_generation(text, **{name: cache}, next_sequence_length=1).get(name) is None
 
 
 # ── passes of such families ───────────────────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,8 @@ equal length.  The first failure decides the mode; a model whose single steps or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -121,6 +122,15 @@ def refusal(model: Any, reason: str) -> str:
     return f"{name} can't be decoded here: {reason}; use transformers' own generate for it"
 
 
+@contextmanager
+def refusing(model: Any) -> Iterator[None]:
+    """What a family raises that is not spoken to as others are becomes a TargetError."""
+    try:
+        yield
+    except BROKEN as error:
+        raise TargetError(refusal(model, f"a plain pass over text fails ({type(error).__name__}: {error})")) from error
+
+
 def rounding(target: Any, logits: Tensor) -> float:
     """16 units of rounding of the largest logit, 64 of float32 at least."""
     # families compute softmax, routers and states in float32 whatever their type, some without scaling their scores
@@ -172,12 +182,9 @@ class _Trial:
     def _allowed(self) -> float:
         """How far logits may differ.  Raises TargetError where the same text has other logits for no reason of rounding."""
         texts = [text[: self.length + 4] for text in self.texts]
-        try:
+        with refusing(self.target.model):
             whole, again = self.whole(texts[0])[0], self.whole(texts[0])[0]
             shorter = [self.whole(texts[0][:end])[0] for end in (self.length - 3, self.length)]
-        except BROKEN as error:
-            reason = f"a plain pass over text fails ({type(error).__name__}: {error})"
-            raise TargetError(refusal(self.target.model, reason)) from error
         least = rounding(self.target, whole)
         most = min(16 * least, float(whole.abs().max()) / 4)
         if not _apart(whole, again) <= most:

@@ -38,9 +38,11 @@ def layer_sizes(config: Any) -> LayerSizes | None:
     kv_heads = _first(own, ("num_key_value_heads", "num_kv_heads")) or heads
     # with a compressed cache (MLA) head_dim is that of the turning part alone
     head_dim = _first(own, ("v_head_dim", "head_dim")) or text.hidden_size // heads
+    widths = _first(own, WIDTHS)
+    width = widths[-1] if isinstance(widths, list | tuple) else widths  # of one for every layer the last
     theta, scaling, share = _rotation(text)
     return LayerSizes(
-        heads, kv_heads, head_dim, _last(_first(own, WIDTHS)) or 4 * text.hidden_size,
+        heads, kv_heads, head_dim, width or 4 * text.hidden_size,
         float(_first(own, EPSILONS) or 1e-6), theta, scaling, share,
     )  # fmt: skip
 
@@ -62,11 +64,6 @@ def _whole_text_layer(text: Any) -> Any:
 
 def _first(config: Any, names: tuple[str, ...]) -> Any:
     return next((found for name in names if (found := getattr(config, name, None)) is not None), None)
-
-
-def _last(width: Any) -> Any:
-    """Of widths given layer by layer, the last layer's."""
-    return width[-1] if isinstance(width, (list, tuple)) else width
 
 
 def _rotation(text: Any) -> tuple[float, dict[str, Any] | None, float]:

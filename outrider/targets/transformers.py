@@ -27,7 +27,7 @@ from outrider.errors import TargetError
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
 from outrider.targets import chunks, hooks, quantised
-from outrider.targets.anatomy import BROKEN, copied, decoder_layers, output_layer, trunk, what_ends_do
+from outrider.targets.anatomy import copied, decoder_layers, output_layer, trunk, what_ends_do
 from outrider.targets.attention_mask import Tree
 from outrider.targets.cache import SlotCache
 from outrider.targets.detokenizer import detokenizer
@@ -38,7 +38,7 @@ from outrider.targets.own_cache import OwnCache
 from outrider.targets.prompts import ids_of
 from outrider.targets.protocol import Skip
 from outrider.targets.rotary import reading_prompt, verify_by_length
-from outrider.targets.selftest import SelfTest, agreed, plain_words, refusal
+from outrider.targets.selftest import SelfTest, agreed, plain_words, refusal, refusing
 from outrider.targets.skip import Sublayers
 from outrider.targets.skip import learn as learn_sublayers
 from outrider.targets.step import CompiledStep, passed
@@ -62,7 +62,7 @@ class TransformersTarget:
             os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
             if tested:
                 packed.pack(model)
-        with _refused(model):
+        with refusing(model):
             self._decoder_layers = decoder_layers(model)
             self._embedding: Any = model.get_input_embeddings()
             self._head: Any = output_layer(model)
@@ -73,13 +73,13 @@ class TransformersTarget:
         hooks.watch_input(self._model_head)
         hooks.watch_output(self._embedding)
         known = trust(model, functools.partial(TransformersTarget, tested=False)) if tested else None
-        with _refused(model):
+        with refusing(model):
             self.family = learn(model) if known is None else learn(model, known.masks, known.one_by_one, known.past)
         self._trunk = trunk(model)
         self.spec = replace(spec_of(model, tokenizer, name, revision), layers=len(self._decoder_layers), base_hash=base_hash)
         self._ends: frozenset[int] | None = None
         self.step = CompiledStep(self)
-        with _refused(model):
+        with refusing(model):
             [text] = plain_words(self, 1, 8)
             self._scale, self._finish, said = what_ends_do(self, text)
         if tested:
@@ -259,9 +259,8 @@ class TransformersTarget:
         @torch.inference_mode()
         def read(tokens: Tensor) -> Tensor:
             cache.open(rows, tokens.shape[1])
-            scores = self._each(self._scores, tokens, cache)
+            logits: Tensor = self._each(self._scores, tokens, cache).logits
             cache.append([tokens.shape[1]] * len(rows))
-            logits: Tensor = scores.logits
             return logits
 
         starts = [cache.lengths[row] for row in rows]
@@ -287,9 +286,7 @@ class TransformersTarget:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of these ids, special tokens left out; empty without a tokenizer."""
-        if self.tokenizer is None:
-            return ""
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     @functools.cached_property
     def detokenizer(self) -> Detokenizer | None:
@@ -297,7 +294,7 @@ class TransformersTarget:
         return None if self.tokenizer is None else detokenizer(self.tokenizer, self.spec.vocabulary)
 
     def _scores(self, tokens: Tensor, cache: SlotCache, tree: Tree | None, taps: tuple[int, ...]) -> Scores:
-        out, caught = self._passed(self.model, tokens, cache, tree, taps, self.spec.context)
+        out, caught = self._passed(self.model, tokens, cache, tree, taps)
         return Scores(out.logits, caught[self._model_head], self._tapped(caught, taps))
 
     def pass_through(
@@ -312,20 +309,18 @@ class TransformersTarget:
     def _hidden(
         self, tokens: Tensor, cache: SlotCache, tree: Tree | None, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        out, caught = self._passed(self._trunk, tokens, cache, tree, taps, max(self.spec.context, tokens.shape[1]))
+        out, caught = self._passed(self._trunk, tokens, cache, tree, taps)
         return out.last_hidden_state, self._tapped(caught, taps)
 
     def _passed(
-        self, module: nn.Module, tokens: Tensor, cache: Any, tree: Tree | None, taps: tuple[int, ...], context: int
+        self, module: nn.Module, tokens: Tensor, cache: Any, tree: Tree | None, taps: tuple[int, ...]
     ) -> tuple[Any, dict[nn.Module, Any]]:
         """What the model or its trunk gives back for the open pass, and what was caught on the way."""
-        if isinstance(cache, OwnCache):
-            given = cache.given()
-        else:
-            given = self.family.arguments(cache, *self.family.seen(cache, tree, self.model.dtype, context))
+        context = max(self.spec.context, tokens.shape[1])
+        given = self.family.given(cache, tree, self.model.dtype, context)
         with packed.products(), self._catching(taps) as caught:
             out = module(input_ids=tokens, **given)
-        if isinstance(cache, OwnCache):
+        if self.family.past is not None:
             cache.took(tokens, out)
         return out, caught
 
@@ -368,12 +363,3 @@ class TransformersTarget:
 
     def _tapped(self, caught: Mapping[nn.Module, Tensor], taps: tuple[int, ...]) -> Tensor | None:
         return torch.stack([caught[self._decoder_layers[layer]] for layer in taps], 2) if taps else None
-
-
-@contextmanager
-def _refused(model: PreTrainedModel) -> Iterator[None]:
-    """What a family raises that is not spoken to as others are becomes a TargetError."""
-    try:
-        yield
-    except BROKEN as error:
-        raise TargetError(refusal(model, f"a plain pass over text fails ({type(error).__name__}: {error})")) from error

@@ -64,11 +64,6 @@ TEXTS = ("text_config", "language_config", "llm_config", "decoder", "thinker_con
 NOT_ARGUMENTS = ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype")
 
 
-def small(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A config of the same class with its sizes made small."""
-    return type(config)(**arguments(config, narrow=True))
-
-
 def twin(model: PreTrainedModel) -> PreTrainedModel | None:
     """A small random model of the same class and switches, float64 where the family knows it; None where none can be built."""
     dtypes = dict.fromkeys((torch.float64, torch.float32, model.dtype))
@@ -128,15 +123,9 @@ def _small(sizes: Mapping[str, Any], narrow: bool, is_text: bool) -> dict[str, A
     found = {key: copy.deepcopy(value) for key, value in sizes.items() if not key.startswith("_")}
     _fewer_layers(found)
     _narrower(found, narrow and is_text)
-    for key, most in SMALL.items():
-        if key in found:
-            found[key] = _at_most(found[key], most)
-    for key in WINDOWS:
-        if key in found:
-            found[key] = _at_most(found[key], LIMIT)
+    limits = {**SMALL, **dict.fromkeys(WINDOWS, LIMIT), "original_max_position_embeddings": FIRST_CONTEXT}
+    found |= {key: _at_most(found[key], most) for key, most in limits.items() if key in found}
     _shorter_rotary(found, found.get("rope_parameters"))
-    if isinstance(first := found.get("original_max_position_embeddings"), int):
-        found["original_max_position_embeddings"] = min(first, FIRST_CONTEXT)
     if is_text:
         _fewer_words(found)
     return found

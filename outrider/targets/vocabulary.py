@@ -115,10 +115,8 @@ class Twins:
         pairs = _pairs(own, target)
         self.count = len(pairs)
         self.vocabulary = target.size
-        self.own_ids = torch.tensor([one for one, _ in pairs], dtype=torch.int64, device=device)
-        """[K] ids of the drafting model."""
-        self.target_ids = torch.tensor([other for _, other in pairs], dtype=torch.int64, device=device)
-        """[K] the target's."""
+        self.own_ids, self.target_ids = torch.tensor(pairs, dtype=torch.int64, device=device).view(-1, 2).T.contiguous()
+        """[K] ids of the drafting model, and the target's."""
         self.by_target = {other: one for one, other in pairs}
         self._own = torch.zeros(target.size, dtype=torch.int64, device=device)
         self._own[self.target_ids] = self.own_ids

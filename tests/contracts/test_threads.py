@@ -159,16 +159,16 @@ def test_packed_weights_are_used_by_the_thread_that_asks_alone():
         with packed.products():
             inside.set()
             done.wait(5)
-            seen["first"] = packed.is_open()
+            seen["first"] = bool(packed._open.get())
 
     def second() -> None:
         inside.wait(5)
-        seen["before"] = packed.is_open()
+        seen["before"] = bool(packed._open.get())
         with packed.products():
             pass
-        seen["after"] = packed.is_open()
+        seen["after"] = bool(packed._open.get())
         done.set()
 
     at_once(first, second)
     assert seen == {"first": True, "before": False, "after": False}
-    assert not packed.is_open()
+    assert not bool(packed._open.get())

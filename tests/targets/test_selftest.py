@@ -175,7 +175,7 @@ def test_a_model_that_does_not_agree_is_asked_all(folder, monkeypatch):
 def test_a_twin_has_every_kind_of_layer_and_short_limits():
     """Catches a twin that is small because it lacks what the model has."""
     config = AutoConfig.for_model("gemma3_text", num_hidden_layers=26, sliding_window=4096)
-    small = twin.small(config)
+    small = type(config)(**twin.arguments(config, narrow=True))
     assert set(small.layer_types) == set(config.layer_types)
     assert small.num_hidden_layers < 8
     assert small.sliding_window == twin.LIMIT
