@@ -11,7 +11,7 @@ from typing import IO, Annotated, Any
 import typer
 from rich.console import Group
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.cli import console
@@ -156,12 +156,9 @@ def _verdict(view: View, promised: Release | None) -> Text:
 
 def _table(columns: list[tuple[str, Window]], promised: Release | None) -> Table:
     """Figures in rows, stretches of time in columns, the release's interval last."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for name, _ in columns:
-        table.add_column(name, justify="right", min_width=8)
-    if promised is not None:
-        table.add_column("release", justify="right")
+    heads = [Column(name, justify="right", min_width=8) for name, _ in columns]
+    heads += [Column("release", justify="right")] if promised else []
+    table = Table("", *heads, box=None, pad_edge=False)
     founds = [window.found for _, window in columns]
 
     def row(name: str, cells: list[str], limits: str = "") -> None:
