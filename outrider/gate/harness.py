@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval import evaluator
-from lm_eval.models.utils import (
-    normalize_gen_kwargs,
-)
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from outrider.checkpoint import load_drafter
@@ -106,17 +104,12 @@ class TaskRun:
         if self.equal == self.answers:
             return "equal"
         found = {score.equivalence.verdict for score in self.scores if score.equivalence is not None}
-        return next(
-            (word for word in ("different", "not enough prompts") if word in found), "equivalent" if found else "unknown"
-        )
+        return next((word for word in ("different", "not enough prompts", "equivalent") if word in found), "unknown")
 
     def as_json(self) -> dict[str, Any]:
-        scores = [
-            asdict(score) | {"equivalence": score.equivalence.as_json() if score.equivalence else None} for score in self.scores
-        ]
-        return asdict(self) | {
-            "speedup": self.speedup, "verdict": self.verdict, "holds": self.holds, "scores": scores,
-        }  # fmt: skip
+        judged = [score.equivalence.as_json() if score.equivalence else None for score in self.scores]
+        scores = [asdict(score) | {"equivalence": own} for score, own in zip(self.scores, judged, strict=True)]
+        return asdict(self) | {"speedup": self.speedup, "verdict": self.verdict, "holds": self.holds, "scores": scores}
 
 
 def both(job: Job, on_request: Callable[[str, int, int], None] | None = None, load: Load = load_drafter) -> list[TaskRun]:
@@ -141,7 +134,7 @@ def both(job: Job, on_request: Callable[[str, int, int], None] | None = None, lo
 def _both(
     job: Job, on_request: Callable[[str, int, int], None] | None, load: Load, runs_code: bool = False
 ) -> list[TaskRun]:  # fmt: skip
-    quiet()
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it says what our table says again
     if runs_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     manager = manager_of(job)
@@ -156,20 +149,11 @@ def _both(
     for task in job.tasks:
         pair = []
         for stage, rider in (("plain", None), ("drafted", drafter)):
-            heard = None if on_request is None else _staged(on_request, f"{task}, {stage}")
+            heard = None if on_request is None else functools.partial(on_request, f"{task}, {stage}")
             model = OutriderLM(target, rider, slots=job.slots, max_gen_toks=job.max_gen_toks, on_request=heard)
             pair.append((_evaluated(model, task, manager, job), model.clock))
         found += _runs(pair, job)
     return found
-
-
-def _staged(heard: Callable[[str, int, int], None], stage: str) -> Callable[[int, int], None]:
-    return lambda done, of: heard(stage, done, of)
-
-
-def quiet() -> None:
-    """lm-eval's log says what our table says again."""
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 
 def manager_of(job: Job) -> TaskManager:
