@@ -24,7 +24,7 @@ from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError, DataError
 from outrider.gate.equivalence import Equivalence, equivalence
-from outrider.gate.language_model import Clock, OutriderLM
+from outrider.gate.language_model import OutriderLM
 from outrider.generation import serve
 from outrider.measure import sandbox
 from outrider.sampling.settings import Sampling
@@ -151,7 +151,7 @@ def _both(
         for stage, rider in (("plain", None), ("drafted", drafter)):
             heard = None if on_request is None else functools.partial(on_request, f"{task}, {stage}")
             model = OutriderLM(target, rider, slots=job.slots, max_gen_toks=job.max_gen_toks, on_request=heard)
-            pair.append((_evaluated(model, task, manager, job), model.clock))
+            pair.append((_evaluated(model, task, manager, job), model))
         found += _runs(pair, job)
     return found
 
@@ -212,7 +212,7 @@ def _evaluated(model: OutriderLM, task: str, manager: TaskManager, job: Job) -> 
     return dict(results)
 
 
-def _runs(pair: Sequence[tuple[dict[str, Any], Clock]], job: Job) -> Iterator[TaskRun]:
+def _runs(pair: Sequence[tuple[dict[str, Any], OutriderLM]], job: Job) -> Iterator[TaskRun]:
     """One for each task with samples: a group has several, and they share its times."""
     (plain, one), (drafted, other) = pair
     for task, samples in plain["samples"].items():
@@ -226,8 +226,7 @@ def _runs(pair: Sequence[tuple[dict[str, Any], Clock]], job: Job) -> Iterator[Ta
             task, len(first), len(same), sum(same),
             None if lost is None else {"number": lost, "plain": answers[0][lost], "drafted": answers[1][lost]},
             tuple(_scores(task, plain, drafted, job.margin)),
-            one.generating_s + one.reading_s, other.generating_s + other.reading_s,
-            other.tokens / other.steps if other.steps else None,
+            one.seconds, other.seconds, other.tokens / other.steps if other.steps else None,
             any(_is_drawn(asked) for i in first for asked in samples[i]["arguments"]),
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,7 +69,10 @@ class OutriderLM(TemplateLM):
         self.think_end_token = think_end_token
         self.seed = seed
         self.on_request = on_request
-        self.clock = Clock()
+        self.seconds = 0.0
+        """In the model."""
+        self.tokens = self.steps = 0
+        """Of answers, which log-likelihoods have none of."""
 
     @property
     def device(self) -> torch.device:
@@ -121,13 +124,13 @@ class OutriderLM(TemplateLM):
         began = time.perf_counter()
         for progress in serve(self.target, [asked[i][0] for i in order], self.drafter, slots=self.slots, state=state):
             tokens[order[progress.request]] += progress.tokens
-            self.clock.steps += 1
+            self.steps += 1
             if progress.finish_reason is not None:
                 done += 1
                 if self.on_request is not None:
                     self.on_request(done, len(asked))
-        self.clock.generating_s += time.perf_counter() - began
-        self.clock.tokens += sum(map(len, tokens))
+        self.seconds += time.perf_counter() - began
+        self.tokens += sum(map(len, tokens))
         answers: list[str] = []
         for request, own, (_, until) in zip(requests, tokens, asked, strict=True):
             text = self.tokenizer.decode(own, skip_special_tokens=True)
@@ -226,7 +229,7 @@ class OutriderLM(TemplateLM):
                     self.cache_hook.add_partial("loglikelihood", requests[i][0], value)
             if self.on_request is not None:
                 self.on_request(min(start + self.slots, len(order)), len(order))
-        self.clock.reading_s += time.perf_counter() - began
+        self.seconds += time.perf_counter() - began
         return found
 
     @torch.inference_mode()
@@ -241,13 +244,3 @@ class OutriderLM(TemplateLM):
             total = laws.gather(-1, wanted[:, None]).sum()
             results.append((float(total), bool((laws.argmax(-1) == wanted).all())))
         return results
-
-
-@dataclass(slots=True)
-class Clock:
-    """Seconds in the model, and what came of them."""
-
-    generating_s: float = 0.0
-    reading_s: float = 0.0
-    tokens: int = 0
-    steps: int = 0
