@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from outrider.atomic import replacing
 from outrider.cli import console
 from outrider.cli.console import JsonTo, place_of_json, write_json
 from outrider.errors import ConfigError, DataError
@@ -15,7 +14,7 @@ from outrider.gate.noise import neighbours
 from outrider.gate.outcome import Outcome
 from outrider.gate.policy import policy_of
 from outrider.gate.verdict import gate as judge
-from outrider.report.schema import Report
+from outrider.report.schema import Report, write_whole
 
 
 def gate(
@@ -29,9 +28,7 @@ def gate(
     allow_other_machine: Annotated[
         bool, typer.Option("--allow-other-machine", help="Compare across machines; times are left out.")
     ] = False,
-    junit: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write JUnit XML, a test case for every rule.")
-    ] = None,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write JUnit XML, a case for every rule.")] = None,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write Markdown for a pull request.")] = None,
     json_to: JsonTo = None,
 ) -> None:
@@ -46,15 +43,15 @@ def gate(
         alike = [pair for group in aa or [] for pair in neighbours(group)]
         console.note.print(f"comparing {candidate} with {baseline}", markup=False, highlight=False)
         outcome = judge(new, old, rules, alike=alike, allow_other_machine=allow_other_machine)
-        # 1 is for a draft that must not ship; what was never judged is wrong use
+        _say(outcome)
+        for place, text in ((junit, outcome.junit()), (markdown, outcome.markdown())):
+            if place is not None:
+                write_whole({place: text})
+                console.out.print(f"written   {place}", markup=False, highlight=False)
+        write_json(json_to, outcome.as_json())
+        # 1 is for a draft that must not ship; what was never judged, or not written, is wrong use
     except DataError as error:
         raise ConfigError(str(error)) from None
-    _say(outcome)
-    for place, text in ((junit, outcome.junit()), (markdown, outcome.markdown())):
-        if place is not None:
-            _write(place, text)
-            console.out.print(f"written   {place}", markup=False, highlight=False)
-    write_json(json_to, outcome.as_json())
     if outcome.stops:
         raise typer.Exit(1)
 
@@ -73,11 +70,3 @@ def _say(outcome: Outcome) -> None:
         )  # fmt: skip
     style = "bold white on red" if outcome.stops else "yellow" if outcome.verdict == "warn" else "green"
     console.out.print(outcome.headline, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-def _write(place: Path, text: str) -> None:
-    try:
-        with replacing(place) as part:
-            part.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"can't write {place}: {error.strerror}; name a file in a folder that can be written") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,8 @@ from outrider.gate.texts import compare_texts
 from outrider.gate.two_samples import Samples
 from outrider.runs.baselines import parted
 from outrider.runs.file import load
+from outrider.runs.reporter import Reporter
+from outrider.runs.stages import target_of
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
@@ -68,7 +71,11 @@ def parity(
         raise ConfigError("nothing to compare; give a run file, or --drafter NAME with --target NAME, or --texts FILE twice")
     if recipe and (target or drafter or settings or dtype):
         raise ConfigError(f"{recipe} names target and drafter; leave --target, --drafter, --set and --dtype out, or the file")
-    loaded, rider, name = _of_recipe(recipe, overrides) if recipe else _named(target or "demo", drafter or "", settings, dtype)
+    if recipe:
+        loaded, rider, name = _of_recipe(recipe, overrides)
+    else:
+        loaded, name = load_target(target or "demo", dtype=dtype), drafter or ""
+        rider = load_drafter(name, loaded, **override({}, settings or ()))
     ids, read = prompts_of(loaded, prompts, max(count, sampled_prompts if temperature else 1), max_new_tokens, seed)
     _say(
         f"parity    {name} against plain: {len(read[:count])} prompts of {prompts}, greedy; at most "
@@ -100,26 +107,17 @@ def parity(
         raise typer.Exit(1)
 
 
-def _named(target: str, drafter: str, settings: list[str] | None, dtype: str | None) -> tuple[TransformersTarget, Drafter, str]:
-    loaded = load_target(target, dtype=dtype)
-    return loaded, load_drafter(drafter, loaded, **override({}, settings or ())), drafter
-
-
 def _of_recipe(recipe: Path, overrides: list[str] | None) -> tuple[TransformersTarget, Drafter, str]:
     """The run's target, and its drafter: trained where it trains one."""
     run, _ = load(recipe, overrides or [])
-    chosen = run.target
-    loaded = load_target(
-        chosen.name, device=chosen.device, dtype=chosen.dtype, quantize=chosen.quantize, revision=chosen.revision,
-        trust_remote_code=chosen.trust_remote_code,
-    )  # fmt: skip
+    loaded = target_of(run, Reporter())
     kind, own = parted(run.drafter)
-    trained = run.folder / "checkpoint" if run.train is not None else None
-    return loaded, load_drafter(trained, loaded) if trained else load_drafter(kind, loaded, **own), kind
+    trained = run.train is not None
+    return loaded, load_drafter(run.folder / "checkpoint", loaded) if trained else load_drafter(kind, loaded, **own), kind
 
 
-def _say(text: str, **style: Any) -> None:
-    console.out.print(text, highlight=False, soft_wrap=True, **style)
+def _say(text: str, style: str | None = None) -> None:
+    console.out.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def _table(*columns: str) -> Table:
@@ -138,11 +136,11 @@ def _say_greedy(found: Comparison) -> None:
             pair.id, str(pair.tokens), str(pair.shared), pair.verdict, margin, strays, style=STYLES.get(pair.verdict, "red")
         )
     console.out.print(table)
-    equal = sum(pair.verdict == "equal" for pair in found.pairs)
-    ties = sum(pair.verdict == "tie" for pair in found.pairs)
+    verdicts = Counter(pair.verdict for pair in found.pairs)
     _say(
-        f"          {equal} of {len(found.pairs)} texts equal, token for token; {ties} ties; margins in units of {found.dtype} "
-        f"rounding, up to {found.allowed:g} is a tie; no drafted token stands more than {found.worst:.2f} below the likeliest"
+        f"          {verdicts['equal']} of {len(found.pairs)} texts equal, token for token; {verdicts['tie']} ties; "
+        f"margins in units of {found.dtype} rounding, up to {found.allowed:g} is a tie; no drafted token stands more than "
+        f"{found.worst:.2f} below the likeliest"
     )
     _say_verdict(found.verdict)
 
@@ -163,7 +161,7 @@ def _say_samples(found: Samples) -> None:
 
 
 def _say_verdict(verdict: str) -> None:
-    console.out.print(f"verdict   {verdict}", style=STYLES.get(verdict, "bold white on red"), highlight=False)
+    _say(f"verdict   {verdict}", STYLES.get(verdict, "bold white on red"))
 
 
 def _texts(paths: list[Path], json_to: str | None) -> None:
@@ -214,9 +212,8 @@ def lm_eval(
     """Score tasks of lm-evaluation-harness without and with a drafter.  Exit code 1 where greedy answers or scores differ."""
     if timeout_s is not None and not allow_code_execution:
         console.note.print("--timeout-s has no effect without --allow-code-execution", style="dim", highlight=False)
-    os.environ.setdefault(
-        "TQDM_DISABLE", "1"
-    )  # read once, when lm-eval loads it; its bars and ours would write over each other
+    # read once, when lm-eval loads it; its bars and ours would write over each other
+    os.environ.setdefault("TQDM_DISABLE", "1")
     place_of_json(json_to)
     try:
         from outrider.gate.harness import Job, both
@@ -234,8 +231,7 @@ def lm_eval(
     )  # fmt: skip
     _say(
         f"lm-eval   {', '.join(names)} on {target}: plain, then with {drafter}; "
-        f"{'all' if limit is None else f'at most {limit}'} prompts of each, {slots} side by side",
-        markup=False,
+        f"{'all' if limit is None else f'at most {limit}'} prompts of each, {slots} side by side"
     )
     with bar("tasks", len(names)) as update:
         found = both(job, lambda stage, done, of: update(0, f"{stage}: {done} of {of}"))
@@ -262,14 +258,11 @@ def _say_runs(found: list[TaskRun], margin: float) -> None:
     console.out.print(table)
     for run in found:
         if not run.holds and not run.is_sampled:
-            console.out.print(
+            _say(
                 f"          {run.task}: {run.answers - run.equal} of {run.answers} greedy answers differ, and none may; "
                 "`outrider parity` tells a rounding tie from a fault",
-                style="red", highlight=False, soft_wrap=True, markup=False,
+                "red",
             )  # fmt: skip
         needed = max((score.equivalence.needed for score in run.scores if score.equivalence), default=0)
         if run.verdict == "not enough prompts":
-            console.out.print(
-                f"          {run.task}: {run.prompts} prompts can't show scores within {margin:g}; about {needed:,} could",
-                highlight=False, soft_wrap=True, markup=False,
-            )  # fmt: skip
+            _say(f"          {run.task}: {run.prompts} prompts can't show scores within {margin:g}; about {needed:,} could")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from outrider.cli import console
 from outrider.cli.console import JsonTo, SkipBad, bar, counted, key_of, place_of_json, write_json
@@ -17,8 +16,8 @@ from outrider.errors import ConfigError, DataError
 from outrider.report.bootstrap import Interval
 from outrider.traffic import traces
 from outrider.traffic.address import address_of
+from outrider.traffic.compared import Compared
 from outrider.traffic.folder import check_places
-from outrider.traffic.latencies import Endpoint
 from outrider.traffic.plan import Plan, limits
 from outrider.traffic.replay import Replayed
 from outrider.traffic.replay import replay as send
@@ -96,8 +95,7 @@ def _send(
     total, seconds = plan.count(trace), plan.seconds(trace)
     about = "" if seconds is None else f", about {seconds:.0f} s"
     _say(f"{total} calls by {plan.mode}, to {' and '.join(address_of(url).shown for url in urls)}{about}")
-    shown = bar("calls", total) if console.note.is_terminal else nullcontext(None)
-    with shown as update:
+    with bar("calls", total) if console.note.is_terminal else nullcontext(None) as update:
         result = send(trace, urls, plan, folder=out, over=over, key=key, progress=update)
     report(result)
     if out is not None:
@@ -142,22 +140,20 @@ def _describe(trace: Trace) -> None:
 
 def report(result: Replayed) -> None:
     """One table: a column a server, and how each compares with the first."""
-    names = ["first", *map(_place, range(2, len(result.endpoints) + 1))] if result.beside else ["server"]
+    names = ["first", "second", "third", *(f"{place}th" for place in range(4, len(result.endpoints) + 1))]
+    names = names[: len(result.endpoints)] if result.beside else ["server"]
     for name, endpoint in zip(names, result.endpoints, strict=True):
         model = "" if endpoint.model is None else f", {endpoint.model}"
         console.out.print(f"{name:<10}{endpoint.url}{model}", highlight=False, markup=False, soft_wrap=True)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for name in names:
-        table.add_column(name, justify="right")
-    for name in names[1:]:
-        table.add_column(f"{name} / first", justify="right", no_wrap=True)
+    ratios = (Column(f"{name} / first", justify="right", no_wrap=True) for name in names[1:])
+    table = Table("", *(Column(name, justify="right") for name in names), *ratios, box=None, pad_edge=False)
     for row in rows(result):
         table.add_row(*row[: len(table.columns)])
     console.out.print(table, highlight=False)
     if result.schedule_error_s is not None:
-        late = [f"{value * 1e3:.1f} ms {name}" for name, value in result.schedule_error_s._asdict().items() if name in LATE]
-        _say(f"sent after the time due: {', '.join(late)}")
+        late = result.schedule_error_s._asdict()
+        said = ", ".join(f"{late[name] * 1e3:.1f} ms {name}" for name in ("p50", "p95", "p99", "most"))
+        _say(f"sent after the time due: {said}")
     for name, one in zip(names[1:], result.beside, strict=True):
         if one.answers is not None:
             _say(_compared(f"answers of the {name} and of the first", one.answers))
@@ -171,57 +167,43 @@ def report(result: Replayed) -> None:
         _say(note)
 
 
-LATE = ("p50", "p95", "p99", "most")
-
-
 def rows(result: Replayed) -> list[list[str]]:
-    found = [_row("calls sent", result, lambda one: str(one.sent)), _row("answered", result, lambda one: str(one.answered))]
-    for kind, of in (("failed", lambda one: one.failed), ("cut off", lambda one: one.cut_off)):
-        for reason in sorted({reason for one in result.endpoints for reason in of(one)}):
-            found.append(_row(f"{kind}, {reason}", result, lambda one, of=of, reason=reason: str(of(one).get(reason, 0))))
-    if any(one.retried for one in result.endpoints):
-        found.append(_row("sent more than once", result, lambda one: str(one.retried)))
-    found.append(_row("answers/s", result, lambda one: f"{one.answers_per_s:.2f}"))
-    found.append(_row("tokens/s", result, lambda one: counted(one.tokens_per_s) if one.tokens else "not said"))
+    """A title and a cell for every server; means have their ratios to the first server's behind them."""
+    ends = result.endpoints
+    found = [["calls sent", *(str(one.sent) for one in ends)], ["answered", *(str(one.answered) for one in ends)]]
+    for kind, counts in (("failed", [one.failed for one in ends]), ("cut off", [one.cut_off for one in ends])):
+        for reason in sorted({reason for own in counts for reason in own}):
+            found.append([f"{kind}, {reason}", *(str(own[reason]) for own in counts)])
+    if any(one.retried for one in ends):
+        found.append(["sent more than once", *(str(one.retried) for one in ends)])
+    found.append(["answers/s", *(f"{one.answers_per_s:.2f}" for one in ends)])
+    found.append(["tokens/s", *(counted(one.tokens_per_s) if one.tokens else "not said" for one in ends)])
     for name, title in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("gap_s", "gap"), ("e2e_s", "E2E")):
-        ratios = [_ratio(one.ratios.get(name)) for one in result.beside]
-        found.append([*_row(f"{title} ms, mean", result, lambda one, name=name: _ms(one, name, "mean")), *ratios])
-        for share in ("p50", "p95", "p99"):
-            found.append(_row(f"{'':{len(title)}} ms, {share}", result, lambda one, n=name, s=share: _ms(one, n, s)))
+        spreads = [spread._asdict() if (spread := getattr(one, name)) else {} for one in ends]
+        for share in ("mean", "p50", "p95", "p99"):
+            cells = [f"{spread[share] * 1e3:.1f}" if spread else "-" for spread in spreads]
+            ratios = [_ratio(one.ratios.get(name)) for one in result.beside] if share == "mean" else []
+            found.append([f"{title if share == 'mean' else ' ' * len(title)} ms, {share}", *cells, *ratios])
     if result.slo:
         within = ", ".join(f"{name} {limit * 1e3:g} ms" for name, limit in result.slo.items())
-        found.append(_row(f"answers/s within {within}", result, lambda one: f"{one.goodput_per_s or 0:.2f}"))
+        found.append([f"answers/s within {within}", *(f"{one.goodput_per_s or 0:.2f}" for one in ends)])
     for name, title in (("tokens_per_step", "tokens per step"), ("drafted", "drafted"), ("accepted", "kept")):
-        if any((one.acceptance or {}).get(name) is not None for one in result.endpoints):
-            found.append(_row(f"{title}, counters", result, lambda one, n=name: _count(one.acceptance, n)))
-        if any((one.acceptance_said or {}).get(name) is not None for one in result.endpoints):
-            found.append(_row(f"{title}, answers", result, lambda one, n=name: _count(one.acceptance_said, n)))
+        for who, said in (("counters", [one.acceptance for one in ends]), ("answers", [one.acceptance_said for one in ends])):
+            values = [None if own is None else own.get(name) for own in said]
+            if any(value is not None for value in values):
+                found.append([f"{title}, {who}", *map(_count, values)])
     return found
-
-
-def _place(number: int) -> str:
-    return {2: "second", 3: "third"}.get(number, f"{number}th")
 
 
 def _ratio(found: Interval | None) -> str:
     return "" if found is None else f"{found.center:.3f} [{found.low:.3f}, {found.high:.3f}]"
 
 
-def _row(title: str, result: Replayed, of: Any) -> list[str]:
-    return [title, *(of(one) for one in result.endpoints)]
-
-
-def _ms(one: Endpoint, name: str, share: str) -> str:
-    spread = getattr(one, name)
-    return "-" if spread is None else f"{getattr(spread, share) * 1e3:.1f}"
-
-
-def _count(counts: Mapping[str, Any] | None, name: str) -> str:
-    value = (counts or {}).get(name)
+def _count(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def _compared(what: str, compared: Any) -> str:
+def _compared(what: str, compared: Compared) -> str:
     said = f"{what}: {compared.equal} of {compared.compared} equal"
     if compared.first_differences:
         name, at = compared.first_differences[0]

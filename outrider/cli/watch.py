@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import typer
 from rich.console import Group
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, place_of_json, write_json
+from outrider.cli.console import JsonTo, lasting, place_of_json, write_json
 from outrider.errors import ConfigError, DataError
 from outrider.report.schema import Report
-from outrider.traffic.counters import place_of, shown
+from outrider.traffic.address import address_of
 from outrider.traffic.release import Release, release_of
 from outrider.traffic.watch import VERDICTS, View, Window, glance, standing, watching
 
@@ -33,19 +32,16 @@ INCOMPARABLE = (
 def watch(
     url: Annotated[str, typer.Argument(help="The server, such as http://127.0.0.1:8000.", show_default=False)],
     release: Annotated[
-        Path | None, typer.Option(help="report.json, or its folder, that the drafter was released with.", show_default=False)
+        Path | None, typer.Option(help="report.json, or its folder, that the drafter was released with.")
     ] = None,
-    drafter: Annotated[
-        str | None, typer.Option(help="Whose rows of the report; without it those it speaks of first.", show_default=False)
-    ] = None,
+    drafter: Annotated[str | None, typer.Option(help="Whose rows of the report; without it those it speaks of first.")] = None,
     temperature: Annotated[
-        float | None,
-        typer.Option(help="Of the traffic: which rows of the report; without it those it speaks of first.", show_default=False),
+        float | None, typer.Option(help="Of the traffic: which rows of the report; without it those it speaks of first.")
     ] = None,
     every: Annotated[float, typer.Option(help="Seconds between two readings.")] = 5.0,
-    for_s: Annotated[float | None, typer.Option("--for", help="Stop after so many seconds.", show_default=False)] = None,
+    for_s: Annotated[float | None, typer.Option("--for", help="Stop after so many seconds.")] = None,
     once: Annotated[bool, typer.Option("--once", help="One reading: since the server started, or over --for seconds.")] = False,
-    log: Annotated[Path | None, typer.Option(help="Add one JSON line a reading to this file.", show_default=False)] = None,
+    log: Annotated[Path | None, typer.Option(help="Add one JSON line a reading to this file.")] = None,
     json_to: JsonTo = None,
 ) -> None:
     """Watch a server's acceptance; warn, and exit with 1, when it leaves the interval of its release."""
@@ -73,32 +69,36 @@ def _once(url: str, promised: Release | None, for_s: float | None) -> tuple[dict
     """One reading, printed; as JSON, and whether it lies outside the release's interval."""
     counters, window = glance(url, for_s)
     over = f"the last {for_s:g} s" if for_s is not None else "since it started"
-    console.out.print(f"watch     {counters.server} at {_address(url)}, {over}", highlight=False, soft_wrap=True)
-    _say_release(promised)
+    _say_head(f"{counters.server} at {address_of(url).shown}, {over}", promised)
     console.out.print(_table([(over, window)], promised))
     side = None if promised is None else standing(window, promised)
-    console.out.print(_loose(_standing_said(side, window, promised)))
+    console.out.print(_standing_said(side, window, promised))
     found = {"server": counters.server, "running": counters.running, "waiting": counters.waiting, "verdict": VERDICTS[side]}
     return found | {"window": window.json(), "release": promised and promised.json()}, side in (-1, 1)
 
 
-def _say_release(promised: Release | None) -> None:
+def _say_head(what: str, promised: Release | None) -> None:
+    console.out.print(f"watch     {what}", highlight=False, soft_wrap=True)
     if promised is not None:
         console.out.print(f"release   {promised.said}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _standing_said(side: int | None, window: Window, promised: Release | None) -> Text:
-    if promised is None:
-        return Text("no release to compare with; --release report.json names it")
-    if side is None and window.found.tokens_per_step is not None and window.steps > 0:
-        return Text(INCOMPARABLE)
-    if side is None:
+    if promised is not None and (window.found.tokens_per_step is None or window.steps <= 0):
         return Text("nothing was decoded, so nothing can be said")
+    return _side_said(side, promised, f"inside the release's interval, as far as {window.steps:,} steps can tell")
+
+
+def _side_said(side: int | None, promised: Release | None, inside: str, since: str = "") -> Text:
+    """On which side of the release's interval the server is; `inside` where it is on neither."""
+    if promised is None:
+        return Text("no release to compare with; --release report.json names it", overflow="fold")
+    if side is None:
+        return Text(INCOMPARABLE, overflow="fold")
     if side == 0:
-        return Text(f"inside the release's interval, as far as {window.steps:,} steps can tell")
-    return Text(
-        f"OUTSIDE: {'below' if side < 0 else 'above'} the release's interval", "bold white on red" if side < 0 else "bold"
-    )
+        return Text(inside, overflow="fold")
+    where, style = ("below", "bold white on red") if side < 0 else ("above", "bold")
+    return Text(f"OUTSIDE   {where} the release's interval{since}", style, overflow="fold")
 
 
 def _live(
@@ -106,92 +106,59 @@ def _live(
 ) -> tuple[dict[str, Any], bool]:
     """Readings until --for is over or Ctrl-C; the last as JSON, and whether an alarm was raised on the way."""
     alarmed, view, views = False, None, watching(url, promised, every, for_s)
-    with _lines(log) as write:
-        first = next(views).counters
-        console.out.print(
-            f"watch     {first and first.server} at {_address(url)}, every {every:g} s; Ctrl-C ends it", highlight=False
-        )
-        _say_release(promised)
+    with _opened(log) as lines:
+        _say_head(f"{next(views).counters.server} at {address_of(url).shown}, every {every:g} s; Ctrl-C ends it", promised)
         with Live(console=console.out, auto_refresh=False, transient=False) as screen, suppress(KeyboardInterrupt):
             for view in views:
                 alarmed |= view.alarmed
                 screen.update(_screen(view, promised), refresh=True)
-                write(view.json())  # behind the screen: what the log holds was seen, whenever Ctrl-C comes
+                if lines is not None:  # behind the screen: what the log holds was seen, whenever Ctrl-C comes
+                    lines.write(json.dumps(view.json()) + "\n")
     if not console.out.is_terminal:
         console.out.print()
     found = view.json() if view is not None else {}
     return found | {"release": promised and promised.json(), "alarmed": alarmed}, alarmed
 
 
-@contextmanager
-def _lines(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Gives write(value), which adds a JSON line to the file; without a path it does nothing."""
-    if path is None:
-        yield lambda value: None
-        return
+def _opened(log: Path | None) -> AbstractContextManager[IO[str] | None]:
+    """The file that gets a line a reading, each line written at once."""
     try:
-        file = path.open("a", encoding="utf-8")
+        return nullcontext() if log is None else log.open("a", encoding="utf-8", buffering=1)
     except OSError as error:
-        raise DataError(f"can't write {path}: {error.strerror}; name a file in a folder that exists") from None
-    with file:
-
-        def write(value: dict[str, Any]) -> None:
-            file.write(json.dumps(value) + "\n")
-            file.flush()
-
-        yield write
+        raise DataError(f"can't write {log}: {error.strerror}; name a file in a folder that exists") from None
 
 
 def _screen(view: View, promised: Release | None) -> Group:
     """The whole dashboard."""
-    columns = [("1 min", view.minute), ("10 min", view.ten_minutes)]
-    if view.since_start is not None and view.counters is not None:
-        columns.append(("since start", Window(view.counters.age_s(view.at_s), view.since_start)))
+    counters = view.counters
+    since_start = Window(counters.age_s(view.at_s), counters.since())
+    columns = [("1 min", view.minute), ("10 min", view.ten_minutes), ("since start", since_start)]
     busy = ""
-    if view.counters is not None and view.counters.running is not None:
-        busy = f"requests  {view.counters.running} running, {view.counters.waiting or 0} waiting"
+    if counters.running is not None:
+        busy = f"requests  {counters.running} running, {counters.waiting or 0} waiting"
         busy += f"; the server began anew {view.restarts} times" if view.restarts else ""
-    return Group(_table(columns, promised), Text(busy), _loose(_verdict(view, promised)))
+    return Group(_table(columns, promised), Text(busy), _verdict(view, promised))
 
 
 def _verdict(view: View, promised: Release | None) -> Text:
     """What a human must know now."""
     if view.away is not None:
-        return Text(f"AWAY      {view.away}", "bold white on red")
-    if promised is None:
-        return Text("no release to compare with; --release report.json names it")
-    if view.side is None:
-        return Text(INCOMPARABLE)
-    if view.side:
-        since = time.strftime("%H:%M:%S", time.localtime(view.side_since_s))
-        side = "below" if view.side < 0 else "above"
-        return Text(
-            f"OUTSIDE   {side} the release's interval, found at {since}", "bold white on red" if view.side < 0 else "bold"
-        )
-    said = f"inside    {100 * view.evidence:.0f} % of the evidence for an alarm"
-    steps, per_s = view.steps_to_notice, view.ten_minutes.steps / max(view.ten_minutes.seconds, 1e-9)
-    if steps is None:
-        return Text(f"{said}; a drop of 10 % lies inside the release's interval: release with more prompts to notice it")
-    if not view.ten_minutes.steps:
-        return Text(said)
-    return Text(f"{said}; at this traffic a drop of 10 % is noticed in about {_lasting(steps / per_s)}")
-
-
-def _lasting(seconds: float) -> str:
-    for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+        return Text(f"AWAY      {view.away}", "bold white on red", overflow="fold")
+    inside = f"inside    {100 * view.evidence:.0f} % of the evidence for an alarm"
+    if view.steps_to_notice is None:
+        inside += "; a drop of 10 % lies inside the release's interval: release with more prompts to notice it"
+    elif view.ten_minutes.steps:
+        wait_s = view.steps_to_notice * view.ten_minutes.seconds / view.ten_minutes.steps
+        inside += f"; at this traffic a drop of 10 % is noticed in about {lasting(wait_s)}"
+    since = time.strftime("%H:%M:%S", time.localtime(view.side_since_s))
+    return _side_said(view.side, promised, inside, f", found at {since}")
 
 
 def _table(columns: list[tuple[str, Window]], promised: Release | None) -> Table:
     """Figures in rows, stretches of time in columns, the release's interval last."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for name, _ in columns:
-        table.add_column(name, justify="right", min_width=8)
-    if promised is not None:
-        table.add_column("release", justify="right")
+    heads = [Column(name, justify="right", min_width=8) for name, _ in columns]
+    heads += [Column("release", justify="right")] if promised else []
+    table = Table("", *heads, box=None, pad_edge=False)
     founds = [window.found for _, window in columns]
 
     def row(name: str, cells: list[str], limits: str = "") -> None:
@@ -216,13 +183,3 @@ def _table(columns: list[tuple[str, Window]], promised: Release | None) -> Table
 
 def _figure(value: float | None, spec: str) -> str:
     return NOT_SAID if value is None else f"{value:{spec}}".replace("%", " %")
-
-
-def _loose(text: Text) -> Text:
-    text.overflow = "fold"
-    return text
-
-
-def _address(url: str) -> str:
-    """Without what must not be shown."""
-    return shown(place_of(url)).removesuffix("/metrics")

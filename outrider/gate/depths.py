@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
 from outrider.gate.figures import counts
-from outrider.gate.measured import Test, silent
-from outrider.gate.outcome import Part
+from outrider.gate.outcome import Part, Test, silent
 from outrider.gate.pairing import Comparison, Pair
 from outrider.report.bootstrap import Floats, normal
 from outrider.report.schema import Row
@@ -130,9 +130,8 @@ def _clustering(pairs: Iterable[Pair], new: Depths, old: Depths | None = None) -
 
 def summed(rows: Sequence[Row]) -> Depths | None:
     """Of all tasks, as deep as the deepest."""
-    found = [depths_of(row) for row in rows]
-    if not found or any(depths is None for depths in found):
+    found = [depths for row in rows if (depths := depths_of(row)) is not None]
+    if not found or len(found) < len(rows):
         return None
-    most = max(len(depths.reached) for depths in found if depths is not None)
-    filled = [[np.pad(column, (0, most - len(column))) for column in depths] for depths in found if depths is not None]
-    return Depths(*np.sum(filled, axis=0))
+    sides = [[sum(column) for column in zip_longest(*side, fillvalue=0.0)] for side in zip(*found, strict=True)]
+    return Depths(*map(np.array, sides))

@@ -6,14 +6,13 @@ Prompts are drawn within their tasks.  An estimate is oriented so that below 0 i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 
-from outrider.gate.measured import Test, silent, too_few
-from outrider.gate.outcome import Part
-from outrider.gate.pairing import Comparison, Matched
+from outrider.gate.outcome import Part, Test, silent, too_few
+from outrider.gate.pairing import Comparison
 from outrider.gate.policy import Policy
 from outrider.measure.tasks import TASKS
 from outrider.report.bootstrap import Estimate, Floats, estimate_of, normal, resampled, sums
@@ -24,17 +23,18 @@ Found = Iterator[Test | Part]
 
 def speed(comparison: Comparison, policy: Policy) -> Found:
     """Log of new/old speed, prompt by prompt."""
+    return _paired(comparison, partial(speed_log, policy=policy), _mean, policy, f"a {policy.speed.by}")
 
-    def columns(new: PromptResult, old: PromptResult) -> tuple[float, ...] | None:
-        a, b = getattr(new, policy.speed.by), getattr(old, policy.speed.by)
-        return (math.log(a / b), 1.0) if a and b and a > 0 and b > 0 else None
 
-    return _paired(comparison.groups, columns, _mean, policy, f"a {policy.speed.by}")
+def speed_log(new: PromptResult, old: PromptResult, policy: Policy) -> tuple[float, ...] | None:
+    """Log of new/old speed, and 1, whose sums make the mean; None where a speed is missing."""
+    a, b = (p.speedup if policy.speed.by == "speedup" else p.tokens_per_s for p in (new, old))
+    return (math.log(a / b), 1.0) if a and b and a > 0 and b > 0 else None
 
 
 def tokens_per_step(comparison: Comparison, policy: Policy) -> Found:
     """Log of new/old tokens per step."""
-    return _paired(comparison.groups, counts, _pace, policy, "tokens and steps")
+    return _paired(comparison, counts, _pace, policy, "tokens and steps")
 
 
 def clean_figure(comparison: Comparison, policy: Policy) -> Found:
@@ -51,14 +51,7 @@ def clean_figure(comparison: Comparison, policy: Policy) -> Found:
             strange |= {(task, prompt.id) for prompt in row.per_prompt if prompt.overlaps}
         if by_prompt:
             strange |= {(task, prompt.id) for prompt in pair.new.per_prompt if prompt.overlaps is None}
-    clean = [
-        replace(g, pairs={
-            task: pair._replace(prompts=tuple(both for both in pair.prompts if (task, both[0].id) not in strange))
-            for task, pair in g.pairs.items()
-        })
-        for g in comparison.groups
-    ]  # fmt: skip
-    yield from _paired(clean, counts, _pace, policy, "tokens and steps", by_task=False, sparse=True)
+    yield from _paired(comparison, counts, _pace, policy, "tokens and steps", without=strange)
 
 
 def counts(new: PromptResult, old: PromptResult) -> tuple[float, ...] | None:
@@ -68,30 +61,31 @@ def counts(new: PromptResult, old: PromptResult) -> tuple[float, ...] | None:
 
 
 def _paired(
-    groups: Sequence[Matched], columns: Callable[[PromptResult, PromptResult], tuple[float, ...] | None],
-    statistic: Callable[[Floats], Floats], policy: Policy, what: str, *, by_task: bool = True, sparse: bool = False,
+    comparison: Comparison, columns: Callable[[PromptResult, PromptResult], tuple[float, ...] | None],
+    statistic: Callable[[Floats], Floats], policy: Policy, what: str, without: Collection[tuple[str, str]] | None = None,
 ) -> Found:  # fmt: skip
     """Tests over all tasks and on each, from figures of pairs of prompts.
 
     columns: the figures, or None where one is missing; statistic takes sums of them over prompts [..., K] and gives a log ratio
-    [...].  sparse: that most prompts lack it is no fault.
+    [...].  without: (task, prompt) that are left out; then there is one test over all tasks, and few prompts are no fault.
     """
-    for index, group in enumerate(groups):
+    for index, group in enumerate(comparison.groups):
         tables: dict[str, Floats] = {}
         for task, pair in group.pairs.items():
-            found = [values for both in pair.prompts if (values := columns(*both)) is not None]
-            if found and (sparse or len(found) >= policy.shared * len(pair.prompts)):
+            prompts = [both for both in pair.prompts if (task, both[0].id) not in (without or ())]
+            found = [values for both in prompts if (values := columns(*both)) is not None]
+            if found and (without is not None or len(found) >= policy.shared * len(prompts)):
                 tables[task] = np.array(found, dtype=np.float64)
             else:
-                why = f"{len(found)} of {len(pair.prompts)} prompts have {what} in both reports"
-                why = why if pair.prompts else "a report does not list its prompts"
-                yield silent(group.named(task), why, is_hole=not sparse)
+                why = f"{len(found)} of {len(prompts)} prompts have {what} in both reports"
+                why = why if prompts else "a report does not list its prompts"
+                yield silent(group.named(task), why, is_hole=without is None)
         if not tables:
             continue
         where = group.named("all tasks" if len(tables) > 1 else next(iter(tables)))
         whole, own = _bootstrapped(where, tables, statistic, policy, policy.seed + 1000 * index)
         yield whole
-        for task in tables if by_task and len(tables) > 1 else ():
+        for task in tables if without is None and len(tables) > 1 else ():
             place, count = group.named(task), len(tables[task])
             yield Test(place, own[task], count) if task in own else too_few(place, count, policy)
 

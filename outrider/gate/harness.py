@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval import evaluator
-from lm_eval.models.utils import (
-    normalize_gen_kwargs,
-)
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from outrider.checkpoint import load_drafter
@@ -26,7 +24,7 @@ from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError, DataError
 from outrider.gate.equivalence import Equivalence, equivalence
-from outrider.gate.language_model import Clock, OutriderLM
+from outrider.gate.language_model import OutriderLM
 from outrider.generation import serve
 from outrider.measure import sandbox
 from outrider.sampling.settings import Sampling
@@ -106,17 +104,12 @@ class TaskRun:
         if self.equal == self.answers:
             return "equal"
         found = {score.equivalence.verdict for score in self.scores if score.equivalence is not None}
-        return next(
-            (word for word in ("different", "not enough prompts") if word in found), "equivalent" if found else "unknown"
-        )
+        return next((word for word in ("different", "not enough prompts", "equivalent") if word in found), "unknown")
 
     def as_json(self) -> dict[str, Any]:
-        scores = [
-            asdict(score) | {"equivalence": score.equivalence.as_json() if score.equivalence else None} for score in self.scores
-        ]
-        return asdict(self) | {
-            "speedup": self.speedup, "verdict": self.verdict, "holds": self.holds, "scores": scores,
-        }  # fmt: skip
+        judged = [score.equivalence.as_json() if score.equivalence else None for score in self.scores]
+        scores = [asdict(score) | {"equivalence": own} for score, own in zip(self.scores, judged, strict=True)]
+        return asdict(self) | {"speedup": self.speedup, "verdict": self.verdict, "holds": self.holds, "scores": scores}
 
 
 def both(job: Job, on_request: Callable[[str, int, int], None] | None = None, load: Load = load_drafter) -> list[TaskRun]:
@@ -141,7 +134,7 @@ def both(job: Job, on_request: Callable[[str, int, int], None] | None = None, lo
 def _both(
     job: Job, on_request: Callable[[str, int, int], None] | None, load: Load, runs_code: bool = False
 ) -> list[TaskRun]:  # fmt: skip
-    quiet()
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it says what our table says again
     if runs_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     manager = manager_of(job)
@@ -156,20 +149,11 @@ def _both(
     for task in job.tasks:
         pair = []
         for stage, rider in (("plain", None), ("drafted", drafter)):
-            heard = None if on_request is None else _staged(on_request, f"{task}, {stage}")
+            heard = None if on_request is None else functools.partial(on_request, f"{task}, {stage}")
             model = OutriderLM(target, rider, slots=job.slots, max_gen_toks=job.max_gen_toks, on_request=heard)
-            pair.append((_evaluated(model, task, manager, job), model.clock))
+            pair.append((_evaluated(model, task, manager, job), model))
         found += _runs(pair, job)
     return found
-
-
-def _staged(heard: Callable[[str, int, int], None], stage: str) -> Callable[[int, int], None]:
-    return lambda done, of: heard(stage, done, of)
-
-
-def quiet() -> None:
-    """lm-eval's log says what our table says again."""
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 
 def manager_of(job: Job) -> TaskManager:
@@ -228,7 +212,7 @@ def _evaluated(model: OutriderLM, task: str, manager: TaskManager, job: Job) -> 
     return dict(results)
 
 
-def _runs(pair: Sequence[tuple[dict[str, Any], Clock]], job: Job) -> Iterator[TaskRun]:
+def _runs(pair: Sequence[tuple[dict[str, Any], OutriderLM]], job: Job) -> Iterator[TaskRun]:
     """One for each task with samples: a group has several, and they share its times."""
     (plain, one), (drafted, other) = pair
     for task, samples in plain["samples"].items():
@@ -242,8 +226,7 @@ def _runs(pair: Sequence[tuple[dict[str, Any], Clock]], job: Job) -> Iterator[Ta
             task, len(first), len(same), sum(same),
             None if lost is None else {"number": lost, "plain": answers[0][lost], "drafted": answers[1][lost]},
             tuple(_scores(task, plain, drafted, job.margin)),
-            one.generating_s + one.reading_s, other.generating_s + other.reading_s,
-            other.tokens / other.steps if other.steps else None,
+            one.seconds, other.seconds, other.tokens / other.steps if other.steps else None,
             any(_is_drawn(asked) for i in first for asked in samples[i]["arguments"]),
         )  # fmt: skip
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,7 +69,10 @@ class OutriderLM(TemplateLM):
         self.think_end_token = think_end_token
         self.seed = seed
         self.on_request = on_request
-        self.clock = Clock()
+        self.seconds = 0.0
+        """In the model."""
+        self.tokens = self.steps = 0
+        """Of answers, which log-likelihoods have none of."""
 
     @property
     def device(self) -> torch.device:
@@ -114,28 +117,29 @@ class OutriderLM(TemplateLM):
         """Answers to (context, generation settings), in the order asked, batched over slots whatever their settings."""
         asked = [self._request(request.args[0], request.args[1], number) for number, request in enumerate(requests)]
         # the longest first: what does not fit in memory says so at once
-        order = sorted(range(len(asked)), key=lambda i: -len(asked[i].request.prompt))
+        order = sorted(range(len(asked)), key=lambda i: -len(asked[i][0].prompt))
         tokens: list[list[int]] = [[] for _ in asked]
         state = batch(self.target, self.slots, ends=self.target.ends | {self.eot_token_id})
         done = 0
         began = time.perf_counter()
-        for progress in serve(
-            self.target, [asked[i].request for i in order], self.drafter, slots=self.slots, state=state
-        ):  # fmt: skip
+        for progress in serve(self.target, [asked[i][0] for i in order], self.drafter, slots=self.slots, state=state):
             tokens[order[progress.request]] += progress.tokens
-            self.clock.steps += 1
+            self.steps += 1
             if progress.finish_reason is not None:
                 done += 1
                 if self.on_request is not None:
                     self.on_request(done, len(asked))
-        self.clock.generating_s += time.perf_counter() - began
-        self.clock.tokens += sum(map(len, tokens))
-        answers = [self._answer(own, one.until) for own, one in zip(tokens, asked, strict=True)]
-        for request, answer in zip(requests, answers, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, answer)
+        self.seconds += time.perf_counter() - began
+        self.tokens += sum(map(len, tokens))
+        answers: list[str] = []
+        for request, own, (_, until) in zip(requests, tokens, asked, strict=True):
+            text = self.tokenizer.decode(own, skip_special_tokens=True)
+            answers.append(postprocess_generated_text(text, stop=until, think_end_token=self.think_end_token))
+            self.cache_hook.add_partial("generate_until", request.args, answers[-1])
         return answers
 
-    def _request(self, context: str, settings: Mapping[str, Any], number: int) -> _Asked:
+    def _request(self, context: str, settings: Mapping[str, Any], number: int) -> tuple[Request, list[str]]:
+        """The request, and what ends its answer."""
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), self.max_gen_toks))
         until = handle_stop_sequences(
             kwargs.pop("until", None), eos=self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
@@ -148,9 +152,8 @@ class OutriderLM(TemplateLM):
             )
         prompt = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
         sampling = self._sampled(heat, given, number) if sampled else self._greedy(given, prompt, most)
-        stops = tuple(term for term in until if term)
         # as the `hf` model looks for a stop: in the text with its special tokens
-        return _Asked(Request(prompt, most, sampling, stops, self._with_specials), until)
+        return Request(prompt, most, sampling, tuple(filter(None, until)), self._with_specials), until
 
     @functools.cached_property
     def _with_specials(self) -> Detokenizer:
@@ -188,17 +191,11 @@ class OutriderLM(TemplateLM):
             )
         return heat, given
 
-    def _answer(self, tokens: Sequence[int], until: list[str]) -> str:
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        found: str = postprocess_generated_text(text, stop=until, think_end_token=self.think_end_token)
-        return found
-
     # ── log-likelihoods ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Log probability of each continuation, and whether it is the greedy one."""
-        found: list[tuple[float, bool]] = super().loglikelihood(list(requests), disable_tqdm=True)
-        return found
+        return list(super().loglikelihood(list(requests), disable_tqdm=True))
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[float]:
         """Log probability of whole texts, in windows as long as the context, each token predicted once."""
@@ -232,11 +229,11 @@ class OutriderLM(TemplateLM):
                     self.cache_hook.add_partial("loglikelihood", requests[i][0], value)
             if self.on_request is not None:
                 self.on_request(min(start + self.slots, len(order)), len(order))
-        self.clock.reading_s += time.perf_counter() - began
+        self.seconds += time.perf_counter() - began
         return found
 
     @torch.inference_mode()
-    def _read(self, texts: Sequence[list[int]], own: Sequence[list[int]]) -> Iterator[tuple[float, bool]]:
+    def _read(self, texts: Sequence[list[int]], own: Sequence[list[int]]) -> list[tuple[float, bool]]:
         longest = max(map(len, texts))
         padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=self.device)
         hidden, _ = self.target.read(padded, ())
@@ -246,20 +243,4 @@ class OutriderLM(TemplateLM):
             laws = self.target.head(states[len(text) - len(tokens) : len(text)]).float().log_softmax(-1)
             total = laws.gather(-1, wanted[:, None]).sum()
             results.append((float(total), bool((laws.argmax(-1) == wanted).all())))
-        return iter(results)
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    request: Request
-    until: list[str]
-
-
-@dataclass(slots=True)
-class Clock:
-    """Seconds in the model, and what came of them."""
-
-    generating_s: float = 0.0
-    reading_s: float = 0.0
-    tokens: int = 0
-    steps: int = 0
+        return results

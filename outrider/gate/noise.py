@@ -11,7 +11,8 @@ import numpy as np
 from scipy.special import ndtri
 
 from outrider.errors import ConfigError, DataError
-from outrider.gate.measured import Measured, Test
+from outrider.gate.figures import speed_log
+from outrider.gate.outcome import Finding
 from outrider.gate.pairing import Comparison, bare_name, compare
 from outrider.gate.policy import Policy
 from outrider.report.bootstrap import Floats
@@ -92,11 +93,9 @@ def prompts_needed(sigma: float, loss: float, tail: float) -> int:
 
 def speed_logs(comparison: Comparison, policy: Policy) -> list[Floats]:
     """Log of new/old speed over prompts, an array for every row that has two or more."""
-    found = []
-    for pair in (pair for group in comparison.groups for pair in group.pairs.values()):
-        speeds = [(getattr(new, policy.speed.by), getattr(old, policy.speed.by)) for new, old in pair.prompts]
-        found.append(np.array([math.log(a / b) for a, b in speeds if a and b and a > 0 and b > 0]))
-    return [logs for logs in found if len(logs) > 1]
+    pairs = [pair for group in comparison.groups for pair in group.pairs.values()]
+    found = [[log[0] for both in pair.prompts if (log := speed_log(*both, policy)) is not None] for pair in pairs]
+    return [np.array(logs) for logs in found if len(logs) > 1]
 
 
 def widening(noise: Noise | None, sigma: float | None) -> float:
@@ -106,13 +105,10 @@ def widening(noise: Noise | None, sigma: float | None) -> float:
     return max(1.0, noise.sigma / sigma if sigma else 1.0) * max(1.0, noise.between or 1.0)
 
 
-def widen(rule: Measured, times: float) -> Measured:
+def widen(rule: Finding, times: float) -> Finding:
     """The rule with the intervals of its tests so many times as wide."""
-    return replace(rule, found=tuple(_widen(one, times) if isinstance(one, Test) else one for one in rule.found))
-
-
-def _widen(test: Test, times: float) -> Test:
-    return replace(test, estimate=replace(test.estimate, widening=times))
+    tests = [replace(test, estimate=replace(test.estimate, widening=times)) for test in rule.tests]
+    return replace(rule, tests=tuple(tests))
 
 
 def noise_said(noise: Noise | None, sigma: float | None, widened: float) -> list[str]:

@@ -1,13 +1,14 @@
 """What a gate found, rule by rule: for a terminal, a program, a pull request and a CI server.  Judges nothing, knows no torch.
 
 Every rule has a verdict and its reason in one sentence; "not measured" is a verdict of its own and never reads as a pass.
+Before the verdict a rule has noisy figures, which wait for each other, beside parts that are judged at once.
 """
 
 from __future__ import annotations
 
-import math
+import json
+import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -15,7 +16,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from outrider.report.bootstrap import Interval
+from outrider.gate.policy import Limit, Policy, Rule
+from outrider.report.bootstrap import Estimate, Interval
 
 Verdict = Literal["pass", "warn", "stop", "not measured"]
 Unit = Literal["new/old", "difference", "share", "count"]
@@ -41,14 +43,46 @@ class Part:
     """Figures were wanted here, and are missing."""
 
 
+def silent(where: str, reason: str, is_hole: bool = False) -> Part:
+    """A part of which nothing is known, and why."""
+    return Part(where, "not measured", reason, is_hole=is_hole)
+
+
+def too_few(where: str, count: int, policy: Policy) -> Part:
+    """A part that has prompts, and not enough of them."""
+    return silent(where, f"{count} prompt{'s are' if count != 1 else ' is'} too few, {policy.least_prompts} are needed")
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """One noisy figure.  Its estimate is oriented so that below 0 is a loss: a log ratio, or a difference."""
+
+    __test__ = False  # for pytest, which takes a class of this name for its own
+
+    where: str
+    estimate: Estimate
+    prompts: int
+    is_whole: bool = False
+    """Over all tasks of a drafter at a temperature."""
+    eased: str = ""
+    """Why a loss only warns; empty where it stops."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One rule, judged.  Its verdict is that of its worst part; a rule of which no part was measured is not measured."""
+    """One rule.  Its verdict is that of its worst part; a rule of which no part was measured is not measured."""
 
-    rule: str
+    rule: Rule
     measures: str
     unit: Unit
+    limit: Limit
     parts: tuple[Part, ...]
+    tests: tuple[Test, ...] = ()
+    """Not judged yet: how many there are in all rules decides what a test may say."""
+    rises: bool = False
+    """More is worse."""
+    what: str = ""
+    """What the reason calls its figure."""
 
     @property
     def lead(self) -> Part:
@@ -107,10 +141,12 @@ class Outcome:
             }
             for f in self.findings
         ]  # fmt: skip
-        plain: dict[str, Any] = {"schema": 1, "verdict": self.verdict, "headline": self.headline, "notes": list(self.notes)}
-        plain |= {"tests": self.tests, "sigma": self.sigma, "widened": self.widened, "rules": findings}
-        plain["prompts_needed"] = [{"loss": loss, "prompts": prompts} for loss, prompts in self.prompts_needed]
-        found: dict[str, Any] = _finite(plain)
+        plain = {
+            "schema": 1, "verdict": self.verdict, "headline": self.headline, "notes": self.notes, "tests": self.tests,
+            "sigma": self.sigma, "widened": self.widened, "rules": findings,
+            "prompts_needed": [{"loss": loss, "prompts": prompts} for loss, prompts in self.prompts_needed],
+        }  # fmt: skip
+        found: dict[str, Any] = json.loads(json.dumps(plain), parse_constant=lambda not_finite: None)
         return found
 
     def table(self) -> Table:
@@ -141,11 +177,11 @@ class Outcome:
     def junit(self) -> str:
         """JUnit XML: a test case for every rule; a stop is a failure, what was not measured is skipped."""
         verdicts = [found.verdict for found in self.findings]
-        counts = {"tests": len(verdicts), "failures": verdicts.count("stop"), "errors": 0}
-        counts["skipped"] = verdicts.count("not measured")
         root = ElementTree.Element("testsuites")
-        said = {name: str(count) for name, count in counts.items()}
-        suite = ElementTree.SubElement(root, "testsuite", {"name": "outrider gate", "time": "0", **said})
+        suite = ElementTree.SubElement(
+            root, "testsuite", name="outrider gate", time="0", tests=str(len(verdicts)), failures=str(verdicts.count("stop")),
+            errors="0", skipped=str(verdicts.count("not measured")),
+        )  # fmt: skip
         for found in self.findings:
             case = ElementTree.SubElement(suite, "testcase", classname="outrider.gate", name=printable(found.rule), time="0")
             parts = "\n".join(f"{p.verdict}: {p.where or found.rule}: {p.reason}" for p in found.parts)
@@ -162,17 +198,12 @@ class Outcome:
 
 def cell(text: str) -> str:
     """Text that can't end a Markdown cell, start markup in it, or call anyone."""
-    text = " ".join(text.split())
-    for mark in "\\`*_[]<>|":
-        text = text.replace(mark, "\\" + mark)
-    return text.replace("@", "@\N{ZERO WIDTH SPACE}")
+    return re.sub(r"[\\`*_\[\]<>|]", r"\\\g<0>", " ".join(text.split())).replace("@", "@\N{ZERO WIDTH SPACE}")
 
 
 def printable(text: str) -> str:
     """Text without the characters that XML 1.0 can't hold, not even escaped."""
-    return "".join(
-        c if c in "\t\n\r" or " " <= c <= "\ud7ff" or "\ue000" <= c <= "\ufffd" or c > "\uffff" else "\ufffd" for c in text
-    )
+    return re.sub("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text)
 
 
 def say_figure(unit: Unit, value: float) -> str:
@@ -184,9 +215,7 @@ def say_figure(unit: Unit, value: float) -> str:
 
 def _figures(unit: Unit, part: Part) -> tuple[str, str]:
     figure = "–" if part.figure is None else say_figure(unit, part.figure)
-    if part.interval is None:
-        return figure, "–"
-    return figure, f"{say_figure(unit, part.interval.low)} … {say_figure(unit, part.interval.high)}"
+    return figure, " … ".join(say_figure(unit, end) for end in _ends(part.interval) or ()) or "–"
 
 
 def _mark(verdict: Verdict) -> Text:
@@ -195,11 +224,3 @@ def _mark(verdict: Verdict) -> Text:
 
 def _ends(interval: Interval | None) -> list[float] | None:
     return None if interval is None else [interval.low, interval.high]
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from outrider.errors import DataError
 from outrider.report.compare import by_turn
+from outrider.report.fingerprint import differences
 from outrider.report.schema import PromptResult, Report, Row
 
 
@@ -40,7 +41,9 @@ class Comparison:
     new: Report
     old: Report
     groups: tuple[Matched, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
+    differences: tuple[str, ...]
+    """Between their machines and settings; none where one does not say."""
 
 
 def compare(new: Report, old: Report, shared: float = 0.8) -> Comparison:
@@ -76,7 +79,8 @@ def compare(new: Report, old: Report, shared: float = 0.8) -> Comparison:
         Matched(" ".join(filter(None, (names[d] if several else "", f"T {t:g}" if heats else ""))), pairs)
         for (d, t), pairs in found.items()
     ]
-    return Comparison(new, old, tuple(groups), tuple(notes))
+    differing = differences(old.fingerprint, new.fingerprint) if old.fingerprint and new.fingerprint else []
+    return Comparison(new, old, tuple(groups), tuple(notes), tuple(differing))
 
 
 def bare_name(target: str) -> str:

@@ -13,12 +13,14 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from outrider.decoding.protocols import Drafter, Policy
+from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import DataError
 from outrider.gate.two_samples import Samples, two_samples
@@ -31,6 +33,7 @@ from outrider.targets.transformers import TransformersTarget
 
 Verdict = Literal["equal", "tie", "bug"]
 Prompts = Sequence[Sequence[int]]
+OnText = Callable[[int], None]
 ALLOWED = 4.0
 """Units of rounding that a tie may span.  The demo target moves by up to 2.3 between passes of other shapes and precisions."""
 
@@ -54,16 +57,13 @@ class Margin:
     @property
     def units(self) -> float:
         """The margin: the larger shortfall in units of rounding, by whichever precision is the more lenient."""
-        found = [_largest(self.shortfall)]
-        if self.exact_shortfall is not None:
-            found.append(_largest(self.exact_shortfall))
-        return min(found) / self.unit
+        return min(_largest(found) for found in (self.shortfall, self.exact_shortfall) if found is not None) / self.unit
 
     @property
     def strays(self) -> str:
         """Which text left the model's law here."""
-        far = [value is None or value > ALLOWED * self.unit for value in self.shortfall]
-        return {(True, False): "plain", (False, True): "drafted", (True, True): "both"}.get((far[0], far[1]), "neither")
+        plain, drafted = (value is None or value > ALLOWED * self.unit for value in self.shortfall)
+        return "both" if plain and drafted else "plain" if plain else "drafted" if drafted else "neither"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +100,12 @@ class Comparison:
         return max((pair.worst for pair in self.pairs), default=0.0)
 
     def as_json(self) -> dict[str, Any]:
-        """With numbers JSON has: a text that ended too early has a margin of null."""
+        """With numbers that JSON has: a text that ended too early has a margin of null."""
         pairs = [asdict(pair) for pair in self.pairs]
         for row, pair in zip(pairs, self.pairs, strict=True):
             if pair.margin is not None:
-                row["margin"] |= {"units": _finite(pair.margin.units), "strays": pair.margin.strays}
+                units = pair.margin.units
+                row["margin"] |= {"units": units if math.isfinite(units) else None, "strays": pair.margin.strays}
         equal = sum(pair.verdict == "equal" for pair in self.pairs)
         head = {"verdict": self.verdict, "prompts": len(pairs), "equal": equal, "tokens": sum(p.tokens for p in self.pairs)}
         return head | {"dtype": self.dtype, "allowed": self.allowed, "worst": self.worst, "pairs": pairs}
@@ -115,8 +116,7 @@ class Comparison:
 
 def compare(
     target: TransformersTarget, prompts: Prompts, drafter: Drafter, *, max_new_tokens: int = 96, slots: int = 8,
-    policy: Callable[[], Policy] | None = None, judge: SamplingJudge | None = None, ids: Sequence[str] | None = None,
-    on_prompt: Callable[[int], None] | None = None,
+    judge: SamplingJudge | None = None, ids: Sequence[str] | None = None, on_prompt: OnText | None = None,
 ) -> Comparison:  # fmt: skip
     """Continue every prompt (token ids) greedily with and without the drafter and judge each pair.
 
@@ -124,11 +124,7 @@ def compare(
     """
     _fits(target, prompts, max_new_tokens)
     requests = [Request(list(prompt), max_new_tokens, Sampling()) for prompt in prompts]
-    plain = _texts(target, requests, None, slots, on_text=on_prompt)
-    drafted = _texts(
-        target, requests, drafter, slots, policy() if policy else None, judge,
-        (lambda done: on_prompt(len(requests) + done)) if on_prompt else None,
-    )  # fmt: skip
+    plain, drafted = _both(target, [requests, requests], drafter, slots, judge, on_prompt)
     audit = Audit(target)
     named = ids or [str(i) for i in range(len(prompts))]
     pairs = [audit.pair(*row) for row in zip(named, prompts, plain, drafted, strict=True)]
@@ -155,21 +151,22 @@ def _fits(target: TransformersTarget, prompts: Prompts, max_new_tokens: int) -> 
             )
 
 
-def _texts(
-    target: TransformersTarget, requests: Sequence[Request], drafter: Drafter | None, slots: int,
-    policy: Policy | None = None, judge: SamplingJudge | None = None, on_text: Callable[[int], None] | None = None,
-    shared_noise: bool = True,
-) -> list[list[int]]:  # fmt: skip
-    """The new tokens of every request."""
-    found: list[list[int]] = [[] for _ in requests]
+def _both(
+    target: TransformersTarget, requests: Sequence[Sequence[Request]], drafter: Drafter, slots: int,
+    judge: SamplingJudge | None, on_text: OnText | None, shared_noise: bool = True,
+) -> list[list[list[int]]]:  # fmt: skip
+    """The new tokens of every request of the first list, written plainly, and of the second, with the drafter."""
+    found: list[list[list[int]]] = []
     done = 0
-    options: Any = {"slots": slots, "judge": judge or "standard", "shared_noise": shared_noise}
-    for progress in serve(target, requests, drafter, policy=policy, **options):
-        found[progress.request] += progress.tokens
-        if progress.finish_reason is not None:
-            done += 1
-            if on_text is not None:
-                on_text(done)
+    for own, rider in zip(requests, (None, drafter), strict=True):
+        texts: list[list[int]] = [[] for _ in own]
+        for progress in serve(target, own, rider, slots=slots, judge=judge or "standard", shared_noise=shared_noise):
+            texts[progress.request] += progress.tokens
+            if progress.finish_reason is not None:
+                done += 1
+                if on_text is not None:
+                    on_text(done)
+        found.append(texts)
     return found
 
 
@@ -178,15 +175,11 @@ class Audit:
 
     def __init__(self, target: TransformersTarget):
         self.target = target
-        self._exact: Any = None
-        self._has_tried = False
 
     def pair(self, name: str, prompt: Sequence[int], plain: Sequence[int], drafted: Sequence[int]) -> Pair:
         """Judge two texts of one prompt.  The worst of what was found is the pair's verdict."""
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b), min(len(plain), len(drafted))
-        )
         longer = max(len(plain), len(drafted))
+        shared = next((i for i, (a, b) in enumerate(zip_longest(plain, drafted)) if a != b), longer)
         worst, strays = self._worst(prompt, drafted)
         margin = self.margin(prompt, plain, drafted, shared) if shared < longer else None
         if worst > ALLOWED and (margin is None or margin.verdict != "bug"):
@@ -194,10 +187,8 @@ class Audit:
             both = plain if plain[: strays + 1] == drafted[: strays + 1] else drafted
             stray = self.margin(prompt, both, drafted, strays)
             margin = stray if margin is None or stray.verdict == "bug" else margin
-        verdict: Verdict = "equal" if shared == longer else "tie"
-        if margin is not None and margin.verdict == "bug":
-            verdict = "bug"
-        return Pair(name, longer, shared, worst, margin, verdict)
+        is_bug = margin is not None and margin.verdict == "bug"
+        return Pair(name, longer, shared, worst, margin, "bug" if is_bug else "equal" if shared == longer else "tie")
 
     def margin(self, prompt: Sequence[int], plain: Sequence[int], drafted: Sequence[int], place: int) -> Margin:
         """What the model says behind the prompt and the first `place` tokens of the answer."""
@@ -206,7 +197,7 @@ class Audit:
         logits = self._logits(self.target.model, text)[-1]
         own, unit = _shortfalls(logits, tokens), float(unit_of(logits, self.target))
         exact = None
-        if _largest(own) > ALLOWED * unit and None not in tokens and (model := self._double()) is not None:
+        if _largest(own) > ALLOWED * unit and None not in tokens and (model := self._double) is not None:
             exact = _shortfalls(self._logits(model, text)[-1], tokens)
         margin = Margin(place, tokens, own, exact, unit, "tie")
         return margin if margin.units <= ALLOWED else replace(margin, verdict="bug")
@@ -228,15 +219,22 @@ class Audit:
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits
         return logits[0].double()
 
+    @cached_property
     def _double(self) -> Any:
         """The model in float64, made once; None where it is quantised or would not fit into half of what memory is free.
 
         Parts that a family computes in float32 whatever its weights are, such as norms, stay what they are.
         """
-        if not self._has_tried:
-            self._has_tried = True
-            self._exact = _in_double(self.target)
-        return self._exact
+        model: Any = self.target.model
+        if self.target.spec.quantised is not None:
+            return None
+        if model.dtype == torch.float64:
+            return model
+        if 8 * model.num_parameters() > _free_bytes(self.target.device) / 2:
+            return None
+        copied = type(model)._from_config(model.config, dtype=torch.float64).to(self.target.device).eval()
+        copied.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
+        return copied
 
 
 def unit_of(logits: Tensor, target: TransformersTarget) -> Tensor:
@@ -262,23 +260,6 @@ def _largest(shortfall: tuple[float | None, float | None]) -> float:
     return max(math.inf if value is None else value for value in shortfall)
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _in_double(target: TransformersTarget) -> Any:
-    model: Any = target.model
-    if target.spec.quantised is not None:
-        return None
-    if model.dtype == torch.float64:
-        return model
-    if 8 * model.num_parameters() > _free_bytes(target.device) / 2:
-        return None
-    copied = type(model)._from_config(model.config, dtype=torch.float64).to(target.device).eval()
-    copied.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
-    return copied
-
-
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -293,9 +274,8 @@ def _free_bytes(device: torch.device) -> int:
 
 def compare_samples(
     target: TransformersTarget, prompts: Prompts, drafter: Drafter, *, sampling: Sampling, samples: int = 200,
-    max_new_tokens: int = 16, slots: int = 32, policy: Callable[[], Policy] | None = None,
-    judge: SamplingJudge | None = None,
-    alpha: float = 0.01, seed: int = 0, on_text: Callable[[int], None] | None = None,
+    max_new_tokens: int = 16, slots: int = 32, judge: SamplingJudge | None = None, alpha: float = 0.01, seed: int = 0,
+    on_text: OnText | None = None,
 ) -> Samples:  # fmt: skip
     """Draw `samples` texts of every prompt with and without the drafter, from noise of their own, and test the two sets.
 
@@ -304,14 +284,15 @@ def compare_samples(
     sets.
     """
     _fits(target, prompts, max_new_tokens)
-    found = []
-    total = samples * len(prompts)
-    for arm, rider in enumerate((None, drafter)):
-        requests = [
+    requests = [
+        [
             Request(list(prompt), max_new_tokens, replace(sampling, seed=(seed << 32) + 2 * (i * samples + n) + arm))
             for i, prompt in enumerate(prompts) for n in range(samples)
-        ]  # fmt: skip
-        heard = None if on_text is None else lambda done, before=arm * total: on_text(before + done)
-        texts = _texts(target, requests, rider, slots, policy() if policy and rider else None, judge, heard, False)
-        found.append([texts[start : start + samples] for start in range(0, total, samples)])
+        ]
+        for arm in range(2)
+    ]  # fmt: skip
+    found = [
+        [texts[start : start + samples] for start in range(0, len(texts), samples)]
+        for texts in _both(target, requests, drafter, slots, judge, on_text, shared_noise=False)
+    ]
     return two_samples(found[0], found[1], places=min(8, max_new_tokens), alpha=alpha, seed=seed)

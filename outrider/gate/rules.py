@@ -6,73 +6,61 @@ Noisy figures are tests (`figures`, `depths`); what is plain becomes a part at o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 
 from outrider.gate.depths import acceptance, skew
 from outrider.gate.figures import clean_figure, score, slowest, speed, tokens_per_step
-from outrider.gate.measured import Measured, silent
-from outrider.gate.outcome import Part, Verdict
+from outrider.gate.outcome import Finding, Part, Test, Unit, Verdict, silent
 from outrider.gate.pairing import Comparison
-from outrider.gate.policy import TIMED, Limit, Policy
+from outrider.gate.policy import TIMED, Limit, Policy, Rule
 from outrider.report.schema import Row
 from outrider.report.summary import loss
 
+MEASURES: dict[Rule, tuple[Unit, str]] = {
+    "exactness": ("count", "texts that are not the target's own, token for token"),
+    "lossy rule": ("share", "total variation of a token from the target's law"),
+    "machine": ("count", "differences that times depend on"),
+    "speed": ("new/old", "geometric mean over prompts of new/old {speed}"),
+    "tokens per step": ("new/old", "new/old tokens committed per target pass, over the same prompts"),
+    "p99 TPOT": (
+        "new/old", "new/old 99th percentile over prompts of time per output token, the target's own drift taken out",
+    ),
+    "acceptance by depth": ("new/old", "new/old share of the drafts reaching a depth that were kept up to it"),
+    "train-serve skew": ("difference", "acceptance as served, less what training predicted, at each depth"),
+    "contamination": ("share", "share of prompts that the drafter may know"),
+    "clean figure": ("new/old", "new/old tokens per step over prompts that no drafter knew"),
+    "score": ("difference", "share of right answers, drafted less the target alone"),
+    "left out": ("difference", "share of prompts left out, less that of the baseline"),
+}  # fmt: skip
+"""Every rule, in the order they are told."""
+SPEEDS = {"speedup": "speed-up over the target alone", "tokens_per_s": "tokens per second"}
+NAMES = {"acceptance by depth": "acceptance", "train-serve skew": "acceptance against training's prediction"}
+"""What a reason calls a rule's figure, where it is not the rule's own name."""
 
-def measured(comparison: Comparison, policy: Policy, other_machine: Sequence[str] = ()) -> list[Measured]:
-    """Every rule, in the order they are told; what the policy turned off, or another machine makes void, is not measured."""
-    by = "speed-up over the target alone" if policy.speed.by == "speedup" else "tokens per second"
-    found = [
-        Measured(
-            "exactness", "texts that are not the target's own, token for token", "count", Limit(),
-            tuple(exactness(comparison, policy)),
-        ),
-        Measured(
-            "lossy rule", "total variation of a token from the target's law", "share", Limit(),
-            tuple(lossy(comparison, policy)),
-        ),
-        Measured(
-            "machine", "differences that times depend on", "count", Limit(action="warn"), (machine(comparison, other_machine),)
-        ),
-        Measured(
-            "speed", f"geometric mean over prompts of new/old {by}", "new/old", policy.speed, tuple(speed(comparison, policy))
-        ),
-        Measured(
-            "tokens per step", "new/old tokens committed per target pass, over the same prompts", "new/old",
-            policy.tokens_per_step, tuple(tokens_per_step(comparison, policy)),
-        ),
-        Measured(
-            "p99 TPOT", "new/old 99th percentile over prompts of time per output token, the target's own drift taken out",
-            "new/old", policy.p99_tpot, tuple(slowest(comparison, policy)), rises=True,
-        ),
-        Measured(
-            "acceptance by depth", "new/old share of the drafts reaching a depth that were kept up to it", "new/old",
-            policy.acceptance_by_depth, tuple(acceptance(comparison)), what="acceptance",
-        ),
-        Measured(
-            "train-serve skew", "acceptance as served, less what training predicted, at each depth", "difference",
-            policy.train_serve_skew, tuple(skew(comparison)), what="acceptance against training's prediction",
-        ),
-        Measured(
-            "contamination", "share of prompts that the drafter may know", "share", policy.contamination,
-            tuple(contamination(comparison, policy)),
-        ),
-        Measured(
-            "clean figure", "new/old tokens per step over prompts that no drafter knew", "new/old", policy.clean_figure,
-            tuple(clean_figure(comparison, policy)),
-        ),
-        Measured(
-            "score", "share of right answers, drafted less the target alone", "difference", policy.score,
-            tuple(score(comparison, policy)),
-        ),
-        Measured(
-            "left out", "share of prompts left out, less that of the baseline", "difference", policy.left_out,
-            (left_out(comparison, policy),),
-        ),
-    ]  # fmt: skip
-    void = {rule.rule: "left out: another machine" for rule in found if other_machine and rule.rule in TIMED}
-    void |= {rule.rule: "off, by the policy" for rule in found if rule.limit.action == "off"}
-    return [replace(rule, found=(silent("", void[rule.rule]),)) if rule.rule in void else rule for rule in found]
+
+def findings(comparison: Comparison, policy: Policy) -> list[Finding]:
+    """Every rule with its figures; what the policy turned off, or another machine makes void, is not measured."""
+    both = (comparison, policy)
+    looks: dict[Rule, tuple[Limit, Iterable[Test | Part]]] = {
+        "exactness": (Limit(), exactness(*both)), "lossy rule": (Limit(), lossy(*both)),
+        "machine": (Limit(action="warn"), machine(comparison)), "speed": (policy.speed, speed(*both)),
+        "tokens per step": (policy.tokens_per_step, tokens_per_step(*both)), "p99 TPOT": (policy.p99_tpot, slowest(*both)),
+        "acceptance by depth": (policy.acceptance_by_depth, acceptance(comparison)),
+        "train-serve skew": (policy.train_serve_skew, skew(comparison)),
+        "contamination": (policy.contamination, contamination(*both)), "score": (policy.score, score(*both)),
+        "clean figure": (policy.clean_figure, clean_figure(*both)), "left out": (policy.left_out, left_out(*both)),
+    }  # fmt: skip
+    rules = []
+    for name, (unit, measures) in MEASURES.items():
+        limit, looked = looks[name]
+        void = "left out: another machine" if comparison.differences and name in TIMED else ""
+        void = "off, by the policy" if limit.action == "off" else void
+        found = [silent("", void)] if void else list(looked)
+        tests = tuple(one for one in found if isinstance(one, Test))
+        parts = tuple(one for one in found if isinstance(one, Part))
+        measures = measures.format(speed=SPEEDS[policy.speed.by])
+        rules.append(Finding(name, measures, unit, limit, parts, tests, name == "p99 TPOT", NAMES.get(name, name)))
+    return rules
 
 
 def exactness(comparison: Comparison, policy: Policy) -> Iterator[Part]:
@@ -139,21 +127,23 @@ def contamination(comparison: Comparison, policy: Policy) -> Iterator[Part]:
         yield Part(group.name, verdict, said, share, prompts=checked)
 
 
-def left_out(comparison: Comparison, policy: Policy) -> Part:
+def left_out(comparison: Comparison, policy: Policy) -> Iterator[Part]:
     """The share of prompts that were tried and left out."""
     new, old = comparison.new.share_left_out, comparison.old.share_left_out
     if new is None or old is None:
-        return silent("", f"the {'candidate' if new is None else 'baseline'} does not say what it left out")
-    is_past = new - old > policy.left_out.tolerated + 1e-9
+        yield silent("", f"the {'candidate' if new is None else 'baseline'} does not say what it left out")
+        return
     said = f"{new:.1%} of the prompts tried were left out, {old:.1%} in the baseline"
-    return Part("", "stop" if is_past else "pass", said, new - old)
+    yield Part("", "stop" if new - old > policy.left_out.tolerated + 1e-9 else "pass", said, new - old)
 
 
-def machine(comparison: Comparison, others: Sequence[str]) -> Part:
-    """Whether both were measured on one machine.  others: in what the machines differ."""
+def machine(comparison: Comparison) -> Iterator[Part]:
+    """Whether both were measured on one machine."""
+    others = comparison.differences
     missing = [name for name, r in (("candidate", comparison.new), ("baseline", comparison.old)) if not r.fingerprint]
     if missing:
-        return silent("", f"no fingerprint in the {' and the '.join(missing)}: nobody knows whether it was the same machine")
-    if others:
-        return Part("", "warn", f"other machine, times left out: {'; '.join(others)}", float(len(others)))
-    return Part("", "pass", "the same machine, libraries and settings", 0.0)
+        yield silent("", f"no fingerprint in the {' and the '.join(missing)}: nobody knows whether it was the same machine")
+    elif others:
+        yield Part("", "warn", f"other machine, times left out: {'; '.join(others)}", float(len(others)))
+    else:
+        yield Part("", "pass", "the same machine, libraries and settings", 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,10 +57,8 @@ def compare_texts(ours: str | Path, theirs: str | Path) -> Texts:
 
 
 def _text_pair(name: str, one: str, other: str) -> TextPair:
-    if one == other:
-        return TextPair(name, True, None, None)
-    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return TextPair(name, False, at, (one[at : at + 40], other[at : at + 40]))
+    at = next((i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
+    return TextPair(name, at is None, at, None if at is None else (one[at : at + 40], other[at : at + 40]))
 
 
 def _answers(path: Path) -> dict[str, str]:

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from outrider.errors import DataError
-from outrider.gate.measured import Measured, Test, silent
 from outrider.gate.noise import alike_pair, noise_of, noise_said, prompts_needed, speed_logs, spread, widen, widening
-from outrider.gate.outcome import Finding, Outcome, Part, Verdict
+from outrider.gate.outcome import Finding, Outcome, Part, Test, Verdict, silent
 from outrider.gate.pairing import compare
 from outrider.gate.policy import TIMED, Policy
-from outrider.gate.rules import measured
+from outrider.gate.rules import findings
 from outrider.report.bootstrap import Interval, holm
-from outrider.report.fingerprint import differences
 from outrider.report.schema import Report
 
 LOSSES = (0.01, 0.02, 0.03)
@@ -34,38 +33,42 @@ def gate(
     DataError where the two can't be compared: other targets, prompts or machines.
     """
     policy = policy or Policy()
-    others = differences(old.fingerprint, new.fingerprint) if old.fingerprint and new.fingerprint else []
+    comparison = compare(new, old, policy.shared)
+    others = comparison.differences
     if others and not allow_other_machine:
         raise DataError(
             f"the reports come from different machines or settings ({'; '.join(others)}); measure both on one, "
             "or leave the times out with --allow-other-machine"
         )
-    comparison = compare(new, old, policy.shared)
     sigma = spread(speed_logs(comparison, policy))
     noise = noise_of([alike_pair(a, b, new, policy, allow_other_machine) for a, b in alike], policy)
     widened = widening(noise, sigma)
-    rules = measured(comparison, policy, others)
-    rules = [widen(rule, widened) if rule.rule in TIMED else rule for rule in rules]
+    rules = [widen(rule, widened) if rule.rule in TIMED else rule for rule in findings(comparison, policy)]
     tail = (1 - policy.level) / 2
     chances = [test.estimate.chance_of(0.0) for rule in rules for test in rule.tests]
     allowed = iter(holm(chances, policy.false_stops))
-    findings = [_judged(rule, [next(allowed) for _ in rule.tests], tail) for rule in rules]
-    findings = [found.eased() if rule.limit.action == "warn" else found for found, rule in zip(findings, rules, strict=True)]
-    if _is_faster_paced(rules, tail):
-        findings = [found.eased() if found.rule == "acceptance by depth" else found for found in findings]
-    verdict, headline = _together(findings, policy, [*_set_aside(new, rules, policy), *(TIMED if others else ())])
+    # acceptance falls where drafts get deeper; where tokens per step surely rose, that is no loss
+    paces = [test for rule in rules if rule.rule == "tokens per step" for test in rule.tests if test.is_whole]
+    is_faster_paced = bool(paces) and all(test.estimate.bound(tail) > 0 for test in paces)
+    judged = [_judged(rule, [next(allowed) for _ in rule.tests], tail) for rule in rules]
+    judged = [
+        found.eased() if found.limit.action == "warn" or (is_faster_paced and found.rule == "acceptance by depth") else found
+        for found in judged
+    ]
+    verdict, headline = _together(judged, policy, [*_set_aside(new, rules, policy), *(TIMED if others else ())])
     seen = max(filter(None, (sigma, noise.sigma if noise else None)), default=None)
     needed = [(loss, prompts_needed(seen, loss, policy.false_stops / max(1, len(chances)))) for loss in LOSSES] if seen else []
     notes = (*comparison.notes, *noise_said(noise, sigma, widened))
-    return Outcome(verdict, tuple(findings), headline, notes, len(chances), seen, widened, tuple(needed))
+    return Outcome(verdict, tuple(judged), headline, notes, len(chances), seen, widened, tuple(needed))
 
 
-def _judged(rule: Measured, allowed: Sequence[float], tail: float) -> Finding:
-    parts = [_part(rule, test, own, tail) for test, own in zip(rule.tests, allowed, strict=True)] + rule.parts
-    return Finding(rule.rule, rule.measures, rule.unit, tuple(parts or [silent("", "nothing to compare")]))
+def _judged(rule: Finding, allowed: Sequence[float], tail: float) -> Finding:
+    """The rule with a part in the place of each test."""
+    parts = [_part(rule, test, own, tail) for test, own in zip(rule.tests, allowed, strict=True)]
+    return replace(rule, tests=(), parts=(*parts, *rule.parts) or (silent("", "nothing to compare"),))
 
 
-def _part(rule: Measured, test: Test, allowed: float, tail: float) -> Part:
+def _part(rule: Finding, test: Test, allowed: float, tail: float) -> Part:
     """A loss is one where the interval lies below 0 and its center below what is tolerated."""
     estimate, is_ratio, limit = test.estimate, rule.unit == "new/old", rule.limit.tolerated
     least = -limit if not is_ratio else -math.log1p(limit) if rule.rises else math.log1p(-limit)
@@ -82,7 +85,7 @@ def _part(rule: Measured, test: Test, allowed: float, tail: float) -> Part:
         return Interval(turned[0], min(turned[1:]), max(turned[1:]))
 
     found = shown(alone)
-    text = f"{rule.what or rule.rule} {_change(rule, found.center)}"
+    text = f"{rule.what} {_change(rule, found.center)}"
     text += f" ({_change(rule, found.low)} to {_change(rule, found.high)})"
     if is_past:
         beyond = f"{100 * limit:.2g} {'%' if is_ratio else 'points'} tolerated"
@@ -91,14 +94,8 @@ def _part(rule: Measured, test: Test, allowed: float, tail: float) -> Part:
     return Part(test.where, verdict, text, found.center, found, shown(corrected), test.prompts)
 
 
-def _change(rule: Measured, value: float) -> str:
+def _change(rule: Finding, value: float) -> str:
     return f"{100 * (value - 1):+.1f} %" if rule.unit == "new/old" else f"{100 * value:+.1f} points"
-
-
-def _is_faster_paced(rules: Sequence[Measured], tail: float) -> bool:
-    """Acceptance falls where drafts get deeper; where tokens per step surely rose, that is no loss."""
-    paces = [test for rule in rules if rule.rule == "tokens per step" for test in rule.tests if test.is_whole]
-    return bool(paces) and all(test.estimate.bound(tail) > 0 for test in paces)
 
 
 def _together(findings: Sequence[Finding], policy: Policy, excused: Sequence[str]) -> tuple[Verdict, str]:
@@ -119,7 +116,7 @@ def _together(findings: Sequence[Finding], policy: Policy, excused: Sequence[str
     return "pass", f"PASS: no rule found a loss{unsaid}"
 
 
-def _set_aside(new: Report, rules: Sequence[Measured], policy: Policy) -> list[str]:
+def _set_aside(new: Report, rules: Sequence[Finding], policy: Policy) -> list[str]:
     """Rules that the policy itself asks nothing of, so that their silence is no hole."""
     off: list[str] = [rule.rule for rule in rules if rule.limit.action == "off"]
     is_lossy = policy.lossy_rule == "allow" and all(row.lossless is False for row in new.rows)

@@ -20,10 +20,12 @@ class Address(NamedTuple):
     """Before /v1; mostly empty."""
     basic: str | None
     """user:password, in base64."""
+    query: str
+    """Of metrics behind a key; mostly empty."""
 
     @property
     def shown(self) -> str:
-        """Without the password."""
+        """Without the password and the query."""
         return f"{'https' if self.tls else 'http'}://{self._bracketed}:{self.port}{self.prefix}"
 
     @property
@@ -42,7 +44,7 @@ class Address(NamedTuple):
 
 
 def address_of(url: str) -> Address:
-    """The server at `url`, which may end in /v1, or in the path of one of its answers.  ConfigError where it is no address."""
+    """The server at `url`, which may end in /v1, /metrics, or the path of one of its answers.  ConfigError: not an address."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -56,5 +58,5 @@ def address_of(url: str) -> Address:
     if parts.username is not None:
         secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
         basic = base64.b64encode(secret.encode()).decode()
-    prefix = re.sub(r"/*(v1)?(/(chat/)?completions)?/*$", "", parts.path)
-    return Address(parts.hostname, port, parts.scheme == "https", prefix, basic)
+    prefix = re.sub(r"/*(v1)?(/(chat/)?completions|/metrics)?/*$", "", parts.path)
+    return Address(parts.hostname, port, parts.scheme == "https", prefix, basic, parts.query)

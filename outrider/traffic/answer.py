@@ -1,4 +1,7 @@
-"""One answer of a server: the text that came, when each piece of it came, and how it ended.  No torch.
+"""One answer of a server: the text that came, when each piece of it came, how it ended, whether to ask again.  No torch.
+
+TTFT: from the moment the call was first sent to its first text; E2E: to the end of its answer, waiting and asking again
+included.  TPOT = (E2E - TTFT) / (tokens - 1), which speculation shortens.
 
 Source of the reader of events: the HTML standard, 9.2.6, server-sent events.
 """
@@ -8,9 +11,14 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+"""A Retry-After beyond it is a refusal."""
 
 
 class Events:
@@ -42,6 +50,7 @@ class Answer:
     """What came back for one request.  Times are seconds of `time.perf_counter`."""
 
     began_s: float
+    """When the call was first sent."""
     first_s: float | None = None
     """When the first text came."""
     ended_s: float = 0.0
@@ -66,19 +75,54 @@ class Answer:
     """Of this request, where the server says: drafts, drafted, accepted; whichever it says."""
     is_done: bool = False
     """It said that it was."""
+    attempts: int = 1
+    """How often the call was sent."""
+    due_s: float | None = None
+    """When the call was to be sent; None in a closed loop."""
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
 
     @property
-    def is_whole(self) -> bool:
-        return self.failure is None
+    def kind(self) -> str:
+        """answered, failed (nothing came) or cut off (something did): each call is one of them."""
+        return "answered" if self.failure is None else "failed" if self.first_s is None else "cut off"
 
     @property
-    def is_cut(self) -> bool:
-        """It began and did not end."""
-        return self.failure is not None and self.first_s is not None
+    def ttft_s(self) -> float | None:
+        return None if self.first_s is None else self.first_s - self.began_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended_s - self.began_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None for an answer of one token, or one whose tokens nobody counted."""
+        if self.tokens is None or self.tokens < 2 or self.first_s is None:
+            return None
+        return (self.ended_s - self.first_s) / (self.tokens - 1)
+
+    def meets(self, slo: Mapping[str, float]) -> bool:
+        """Whether the call was answered within all limits, in seconds."""
+        if "tpot" in slo and self.tpot_s is None and (self.tokens is None or self.tokens > 1):  # nobody knows
+            return False
+        found = {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2e": self.e2e_s}
+        return self.failure is None and all((found[name] or 0.0) <= limit for name, limit in slo.items())
+
+    @property
+    def is_worth_another(self) -> bool:
+        """Whether the call may succeed when it is sent again.  One that was silent too long only makes the queue longer."""
+        if self.kind != "failed" or (self.failure or "").startswith(("timeout", "stopped", "not understood")):
+            return False
+        return self.status is None or self.status in (200, 408, 429, 500, 502, 503, 504)
+
+    def pause_s(self, noise: random.Random) -> float | None:
+        """How long to wait before the next attempt; None where the server wants too long."""
+        if self.retry_after_s is not None:
+            return self.retry_after_s if self.retry_after_s <= LONGEST_PAUSE_S else None
+        return min(PAUSE_S * 2 ** (self.attempts - 1), LONGEST_PAUSE_S) * noise.uniform(0.5, 1.5)
 
     @property
     def reason(self) -> str:
@@ -107,7 +151,7 @@ class Answer:
             if choice.get("finish_reason") is not None:
                 self.finish = str(choice["finish_reason"])
         if has_text:
-            if self.first_s is None or self.last_s is None:
+            if self.last_s is None:
                 self.first_s = at_s
             else:
                 self.gaps_s.append(at_s - self.last_s)

@@ -31,10 +31,9 @@ class Call:
     answer: str | None = None
     """What the log's own server answered."""
 
-    @property
-    def path(self) -> str:
-        """Where it is sent, behind the server's address."""
-        return "/v1/chat/completions" if "messages" in self.body else "/v1/completions"
+    def __post_init__(self) -> None:
+        if not isinstance(self.answer, str | None):
+            raise ValueError("an answer that is no text")
 
 
 class Unanswered(Exception):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-from outrider.report.bootstrap import Interval
+from itertools import zip_longest
 
 EXAMPLES = 20
 
@@ -29,23 +27,6 @@ class Compared:
         return at
 
 
-@dataclass(frozen=True)
-class Beside:
-    """A server, compared with the first one."""
-
-    url: str
-    ratios: Mapping[str, Interval]
-    """Of the mean TTFT, TPOT and E2E, this server / the first, with 95 % intervals."""
-    answers: Compared | None
-    """Of the calls that both answered."""
-
-
 def first_difference(one: str, other: str) -> int | None:
     """Place of the first character that differs; None where all are equal."""
-    if one == other:
-        return None
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
-    return low
+    return None if one == other else next(i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b)

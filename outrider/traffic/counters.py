@@ -15,15 +15,17 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from outrider.errors import ConfigError, DataError
+from outrider.errors import DataError
+from outrider.traffic.address import address_of
 
 TIMEOUT_S = 10.0
 LARGEST_BYTES = 32 * 2**20
@@ -82,17 +84,21 @@ STARTED = "process_start_time_seconds"
 
 COUNTED = ("drafts", "drafted", "accepted", "steps", "generated", "first_tokens")
 """What only grows while a server runs."""
+IN_JSON = (
+    "drafts", "drafted", "accepted", "by_position", "tokens_per_step", "tokens_per_draft", "steps", "generated",
+    "first_tokens", "restarted", "is_interval", "drafts_are_steps",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What was drafted and accepted between two readings.  None is "this server doesn't say"."""
+    """What was drafted and accepted over a stretch of time.  None is "this server doesn't say"."""
 
-    drafts: int
+    drafts: int = 0
     """Steps that the server counts in its figures of drafts: with a draft, or all of them (Outrider)."""
-    drafted: int | None
-    accepted: int | None
-    by_position: tuple[int, ...]
+    drafted: int | None = None
+    accepted: int | None = None
+    by_position: tuple[int, ...] = ()
     """[k]: drafts of which at least k + 1 tokens were accepted; empty where the server doesn't say."""
     steps: int | None = None
     """With a draft or without."""
@@ -144,24 +150,15 @@ class Acceptance:
 
     def json(self) -> dict[str, Any]:
         """Counts, and what follows from them."""
-        return {
-            "drafts": self.drafts, "drafted": self.drafted, "accepted": self.accepted,
-            "by_position": list(self.by_position), "tokens_per_step": self.tokens_per_step,
-            "tokens_per_draft": self.tokens_per_draft, "steps": self.steps, "generated": self.generated,
-            "first_tokens": self.first_tokens, "restarted": self.restarted, "is_interval": self.is_interval,
-            "drafts_are_steps": self.drafts_are_steps,
-        }  # fmt: skip
+        return {name: getattr(self, name) for name in IN_JSON}
 
 
 def added(parts: Sequence[Acceptance]) -> Acceptance:
     """Several stretches of time as one: counts are added, gauges weighed by their drafts."""
-
-    def total(name: str) -> int | None:
-        values = [getattr(part, name) for part in parts]
-        return None if not values or None in values else sum(values)
-
-    counts: dict[str, Any] = {name: total(name) for name in COUNTED}
-    counts["drafts"] = counts["drafts"] or 0
+    if not parts:
+        return Acceptance()
+    columns = {name: [getattr(part, name) for part in parts] for name in COUNTED}
+    counts: dict[str, Any] = {name: None if None in column else sum(column) for name, column in columns.items()}
     places = itertools.zip_longest(*(part.by_position for part in parts), fillvalue=0)
     gauges = [(part.gauge, max(part.drafts, 1)) for part in parts if part.gauge is not None]
     return Acceptance(
@@ -173,29 +170,16 @@ def added(parts: Sequence[Acceptance]) -> Acceptance:
 
 @dataclass(frozen=True)
 class Counters:
-    """One reading of a server's counters, since it started."""
+    """One reading of a server's counters."""
 
     server: str | None
     """Whose names they are; None: nothing about drafts was found."""
-    drafts: int = 0
-    drafted: int | None = None
-    accepted: int | None = None
-    by_position: Mapping[int, int] = field(default_factory=dict)
-    tokens_per_step: float | None = None
-    """A gauge's; None where it follows from counters."""
-    steps: int | None = None
-    generated: int | None = None
-    first_tokens: int | None = None
+    total: Acceptance = Acceptance()
+    """Since the server started."""
     running: int | None = None
     waiting: int | None = None
     started: float | None = None
     """When the process began, seconds since 1970."""
-    drafts_are_steps: bool = False
-
-    @property
-    def is_interval(self) -> bool:
-        """Acceptance is a gauge of the last logging interval: it can't be differenced."""
-        return self.tokens_per_step is not None
 
     def age_s(self, at_s: float) -> float:
         """Seconds since the process began; 0 where it does not say."""
@@ -205,8 +189,8 @@ class Counters:
         """Whether the server began anew after `before`: another start time, or a count that fell."""
         if self.started is not None and before.started is not None and abs(self.started - before.started) > 1:
             return True
-        pairs = [(getattr(self, name), getattr(before, name)) for name in COUNTED]
-        pairs += [(self.by_position.get(place, 0), count) for place, count in before.by_position.items()]
+        pairs = [(getattr(self.total, name), getattr(before.total, name)) for name in COUNTED]
+        pairs += itertools.zip_longest(self.total.by_position, before.total.by_position, fillvalue=0)
         return any(now is not None and then is not None and now < then for now, then in pairs)
 
     def since(self, before: Counters | None = None) -> Acceptance:
@@ -217,61 +201,37 @@ class Counters:
                 "(--metrics) or Outrider, started with a drafter"
             )
         restarted = before is not None and self.has_restarted(before)
-        then = Counters(self.server) if before is None or restarted else before
-        depth = max((*self.by_position, *then.by_position), default=-1) + 1
-        places = tuple(self.by_position.get(place, 0) - then.by_position.get(place, 0) for place in range(depth))
-        counts: dict[str, Any] = {name: _gained(getattr(self, name), getattr(then, name)) for name in COUNTED}
+        total, then = self.total, Acceptance() if before is None or restarted else before.total
+        pairs = {name: (getattr(total, name), getattr(then, name)) for name in COUNTED}
+        gained: dict[str, Any] = {name: None if now is None else now - (was or 0) for name, (now, was) in pairs.items()}
+        places = itertools.zip_longest(total.by_position, then.by_position, fillvalue=0)
         # the gauge keeps the last value of a server that stands idle
-        gauge = None if self.drafts and not counts["drafts"] else self.tokens_per_step or None
-        return Acceptance(
-            **counts, by_position=places, restarted=restarted, is_interval=self.is_interval,
-            drafts_are_steps=self.drafts_are_steps, gauge=gauge,
-        )  # fmt: skip
+        gauge = None if total.drafts and not gained["drafts"] else total.gauge or None
+        return replace(total, **gained, by_position=tuple(now - was for now, was in places), restarted=restarted, gauge=gauge)
 
 
-def _gained(now: int | None, then: int | None) -> int | None:
-    return None if now is None else now - (then or 0)
-
-
-def scrape(url: str, client: httpx.Client | None = None, timeout_s: float = TIMEOUT_S) -> Counters:
+def scrape(url: str, client: httpx.Client | None = None) -> Counters:
     """Read the counters of the server at `url`.
 
     `url` may be the server's root, its /v1 or its /metrics.  DataError: no server there, or no metrics in its answer.
     """
-    place = place_of(url)
-    own = client or httpx.Client(timeout=timeout_s)
-    try:
-        with own.stream("GET", place) as answer:
-            if answer.status_code != 200:
-                raise DataError(f"{shown(place)} answered {answer.status_code}; wanted metrics; {_advice(answer.status_code)}")
-            pieces, size = [], 0
-            for piece in answer.iter_bytes():
-                size += len(piece)
-                if size > LARGEST_BYTES:
-                    raise DataError(f"{shown(place)} answered more than {LARGEST_BYTES >> 20} MiB; is that /metrics?")
-                pieces.append(piece)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        said = str(error) or type(error).__name__
-        raise DataError(f"can't read {shown(place)}: {said}; is the server running, and at this address?") from None
-    finally:
-        if client is None:
-            own.close()
-    return read(b"".join(pieces).decode("utf-8", "replace"), shown(place))
-
-
-def place_of(url: str) -> str:
-    """Where the metrics of the server at `url` are."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{url!r} is not the address of a server; give one such as http://127.0.0.1:8000")
-    path = re.sub(r"(/v1)?(/metrics)?/*$", "", parts.path)
-    return urlunsplit((parts.scheme, parts.netloc, f"{path}/metrics", parts.query, ""))
-
-
-def shown(place: str) -> str:
-    """An address without the password, or the query, that it may carry."""
-    parts = urlsplit(place)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    address = address_of(url)
+    place = f"{address.shown}/metrics"
+    query = f"?{address.query}" if address.query else ""
+    with nullcontext(client) if client else httpx.Client(timeout=TIMEOUT_S) as own:
+        try:
+            with own.stream("GET", place + query, headers=address.authorization()) as answer:
+                if answer.status_code != 200:
+                    raise DataError(f"{place} answered {answer.status_code}; wanted metrics; {_advice(answer.status_code)}")
+                body = bytearray()
+                for piece in answer.iter_bytes():
+                    body += piece
+                    if len(body) > LARGEST_BYTES:
+                        raise DataError(f"{place} answered more than {LARGEST_BYTES >> 20} MiB; is that /metrics?")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            said = str(error) or type(error).__name__
+            raise DataError(f"can't read {place}: {said}; is the server running, and at this address?") from None
+    return read(body.decode("utf-8", "replace"), place)
 
 
 def _advice(status: int) -> str:
@@ -296,28 +256,28 @@ def read(text: str, source: str = "the metrics") -> Counters:
     if not found and not re.search(r"^# (TYPE|HELP) |^[A-Za-z_:][\w:]*(\{.*\})? [-+\dNI]", text, flags=re.MULTILINE):
         raise DataError(f"{source}: no metrics in the answer; is that a server's /metrics?")
     names = next((names for names in NAMES if names.drafts in found or names.tokens_per_step in found), None)
-    return _counters(names, found)
+    started = max([value for _, value in found.get(STARTED, [])], default=None)
+    return Counters(None, started=started) if names is None else _counters(names, found, started)
 
 
-def _counters(names: Names | None, found: Mapping[str, list[tuple[Mapping[str, str], float]]]) -> Counters:
+def _counters(names: Names, found: Mapping[str, list[tuple[Mapping[str, str], float]]], started: float | None) -> Counters:
     """Counts under the names of one kind of server, over all its engines and models."""
 
     def total(name: str | None) -> int | None:
         return round(sum(value for _, value in found[name])) if name is not None and name in found else None
 
-    started = max([value for _, value in found.get(STARTED, [])], default=None)
-    if names is None:
-        return Counters(None, started=started)
-    places: dict[int, int] = {}
+    places: Counter[int] = Counter()
     for labels, value in found.get(names.by_position or "", []):
         place = labels.get(names.position, "")
         if place.isdecimal() and int(place) < 10_000:
-            places[int(place)] = places.get(int(place), 0) + round(value)
+            places[int(place)] += round(value)
     # engines that stand idle show 0, which is no mean of anything
     gauges = [value for _, value in found.get(names.tokens_per_step or "", []) if value > 0]
-    gauge = None if names.tokens_per_step is None else sum(gauges) / len(gauges) if gauges else 0.0
-    return Counters(
-        names.server, total(names.drafts) or 0, total(names.drafted), total(names.accepted), places, gauge,
-        total(names.steps), total(names.generated), total(names.first_tokens), total(names.running), total(names.waiting),
-        started, names.drafts == names.steps,
+    counts: dict[str, Any] = {name: total(getattr(names, name)) for name in COUNTED}
+    whole = Acceptance(
+        **counts | {"drafts": counts["drafts"] or 0},
+        by_position=tuple(places[place] for place in range(max(places, default=-1) + 1)),
+        is_interval=names.tokens_per_step is not None, drafts_are_steps=names.drafts == names.steps,
+        gauge=sum(gauges) / len(gauges) if gauges else None,
     )  # fmt: skip
+    return Counters(names.server, whole, total(names.running), total(names.waiting), started)

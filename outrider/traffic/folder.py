@@ -24,19 +24,22 @@ def check_places(
         if place.exists() and log.exists() and place.samefile(log):
             raise ConfigError(f"{option} would write {place}, which is the log that is read; name another place")
     for kind, wanted in (("file", save), ("folder", out)):
-        if wanted is not None and wanted.exists() and not over:
-            raise DataError(f"{wanted} is there already; name another {kind}, or write over it with --over")
+        if wanted is not None:
+            _check_free(kind, wanted, over)
+
+
+def _check_free(kind: str, wanted: Path, over: bool) -> None:
+    if wanted.exists() and not over:
+        raise DataError(f"{wanted} is there already; name another {kind}, or write over it with --over")
 
 
 def opened(folder: Path, over: bool) -> IO[str]:
     """The file of calls in a new folder.  DataError where one is there and `over` is not given."""
-    if folder.exists() and not over:
-        raise DataError(f"{folder} is there already; name another folder, or write over it with --over")
+    _check_free("folder", folder, over)
     try:
-        if folder.is_dir():
-            for name in FILES:
-                (folder / name).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            (folder / name).unlink(missing_ok=True)
         return (folder / "calls.jsonl.part").open("w", encoding="utf-8")
     except OSError as error:
         raise DataError(f"can't write in {folder}: {error.strerror}; name another folder") from None

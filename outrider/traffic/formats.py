@@ -7,6 +7,7 @@ it guesses of real text; these calls are marked `synthetic`.
 
 from __future__ import annotations
 
+import csv
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from outrider.traffic.redaction import shown_again
 
 Parse = Callable[[Any, str], list[Call]]
 """A row and the id for it where it has none -> its calls, times as they stand there."""
-UNREADABLE = (DataError, LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+UNREADABLE = (csv.Error, DataError, LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What comes of a row that is not as its format says."""
 
 

@@ -1,8 +1,7 @@
 """What one server did with the calls it was given: counts that add up, times as numbers, no text.  No torch.
 
-Times are in seconds.  TTFT: from the moment the call was first sent to its first text; E2E: to the end of its answer, waiting
-and asking again included.  TPOT = (E2E - TTFT) / (tokens - 1), which speculation shortens; the gaps between pieces of an answer
-are reported beside it, since a step that keeps several tokens sends them in one piece.
+Times are in seconds; `Answer` says what TTFT, TPOT and E2E are.  The gaps between pieces of an answer are reported beside them,
+since a step that keeps several tokens sends them in one piece.
 """
 
 from __future__ import annotations
@@ -19,10 +18,18 @@ import numpy as np
 from outrider.report import bootstrap
 from outrider.report.bootstrap import Interval
 from outrider.traffic.answer import Answer
+from outrider.traffic.compared import Compared
 
 Table = np.ndarray[Any, np.dtype[Any]]
 BLOCKS = 500
 """Pairs are drawn in as many blocks at most, each of neighbours in time: drawing a million one by one would take an hour."""
+
+LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
+IN_JSON = (
+    "url", "model", "sent", "answered", "failed", "cut_off", "first_said", "retried", "attempts", "seconds", "answers_per_s",
+    "tokens", "tokens_per_s", "ttft_s", "tpot_s", "gap_s", "e2e_s", "goodput_per_s", "within_limits", "acceptance",
+    "acceptance_said",
+)  # fmt: skip
 
 
 class Spread(NamedTuple):
@@ -71,194 +78,137 @@ class Gaps:
         return Spread(self.total_s / count, found[0], found[1], found[2], self.most_s, count)
 
 
-class Outcome(NamedTuple):
-    """One call at one server."""
-
-    answer: Answer
-    began_s: float
-    """When it was first sent."""
-    attempts: int
-    due_s: float | None
-
-    @property
-    def kind(self) -> str:
-        """answered, failed or cut off: each call is one of them."""
-        return "answered" if self.answer.is_whole else "cut off" if self.answer.is_cut else "failed"
-
-    @property
-    def ttft_s(self) -> float | None:
-        return None if self.answer.first_s is None else self.answer.first_s - self.began_s
-
-    @property
-    def e2e_s(self) -> float:
-        return self.answer.ended_s - self.began_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """None for an answer of one token, or one whose tokens nobody counted."""
-        if self.answer.tokens is None or self.answer.tokens < 2 or self.ttft_s is None:
-            return None
-        return (self.e2e_s - self.ttft_s) / (self.answer.tokens - 1)
-
-    def meets(self, slo: Mapping[str, float]) -> bool:
-        """Whether it was answered within all limits, in seconds."""
-        tokens = self.answer.tokens
-        if "tpot" in slo and self.tpot_s is None and (tokens is None or tokens > 1):  # nobody knows
-            return False
-        found = {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2e": self.e2e_s}
-        return self.answer.is_whole and all((found[name] or 0.0) <= limit for name, limit in slo.items())
-
-
 @dataclass
-class Tally:
-    """Counts of one server while it is asked."""
+class Endpoint:
+    """What one server did: counted while it is asked, and at the end what follows from that."""
 
+    url: str
+    model: str | None = None
+    slo: Mapping[str, float] = field(default_factory=dict)
     sent: int = 0
     answered: int = 0
-    cut_off: Counter[str] = field(default_factory=Counter)
-    """By reason; something of the answer came."""
     failed: Counter[str] = field(default_factory=Counter)
     """By reason; nothing came."""
+    cut_off: Counter[str] = field(default_factory=Counter)
+    """By reason; something of the answer came."""
+    first_said: dict[str, str] = field(default_factory=dict)
+    """By reason: what the first such call was told."""
     retried: int = 0
     """Calls that were sent more than once."""
     attempts: int = 0
-    met: int = 0
+    seconds: float = 0.0
+    """From the first call's time to the end of the last answer."""
+    answers_per_s: float = 0.0
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    ttft_s: Spread | None = None
+    tpot_s: Spread | None = None
+    gap_s: Spread | None = None
+    e2e_s: Spread | None = None
+    goodput_per_s: float | None = None
+    """Answers a second within all limits, over the time of the calls that are timed."""
+    within_limits: int | None = None
+    acceptance: Mapping[str, Any] | None = None
+    """What the server's counters say of the time in between; None where there are none."""
+    acceptance_said: Counter[str] | None = None
+    """What answers said of their own drafts, added up; `answers` is how many did."""
     warmed: int = 0
     """Calls that were not timed."""
     timed_from_s: float = math.inf
     timed_until_s: float = 0.0
     """From the sending of the first timed call to the end of the last."""
-    tokens: int = 0
+    ended_s: float = 0.0
     uncounted: int = 0
     """Answers whose tokens the server did not count."""
+    met: int = 0
     gaps: Gaps = field(default_factory=Gaps)
-    which: array[int] = field(default_factory=lambda: array("q"))
-    """Number of each answered call in the log; the columns below go with it.  NaN is "there is none"."""
-    ttft_s: array[float] = field(default_factory=lambda: array("d"))
-    tpot_s: array[float] = field(default_factory=lambda: array("d"))
-    e2e_s: array[float] = field(default_factory=lambda: array("d"))
+    numbers: array[int] = field(default_factory=lambda: array("q"))
+    """Of each answered call in the log; the columns go with it.  NaN is "there is none"."""
+    columns: Mapping[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in LATENCIES})
     late_s: array[float] = field(default_factory=lambda: array("d"))
     """Of all calls that had a time: sent - due."""
-    said: Counter[str] = field(default_factory=Counter)
-    """What answers said of their own drafts, added up; `answers` is how many did."""
-    first_said: dict[str, str] = field(default_factory=dict)
-    """By reason: what the first such call was told."""
-    ended_s: float = 0.0
+    with_first: Compared = field(default_factory=Compared)
+    """Its answers beside those of the first server."""
+    with_log: Compared = field(default_factory=Compared)
 
-    def take(self, number: int, outcome: Outcome, slo: Mapping[str, float], counts: bool = True) -> None:
+    def take(self, number: int, answer: Answer, counts: bool = True) -> None:
         """Add one call.  Without `counts` it is accounted for, and its times are not: it warmed the server up."""
-        answer = outcome.answer
-        self.attempts += outcome.attempts
-        self.retried += outcome.attempts > 1
+        self.attempts += answer.attempts
+        self.retried += answer.attempts > 1
         self.ended_s = max(self.ended_s, answer.ended_s)
-        if outcome.kind == "answered":
+        is_answered = answer.kind == "answered"
+        if is_answered:
             self.answered += 1
         else:
-            (self.cut_off if outcome.kind == "cut off" else self.failed)[answer.reason] += 1
+            (self.cut_off if answer.kind == "cut off" else self.failed)[answer.reason] += 1
             self.first_said.setdefault(answer.reason, answer.failure or "")
         if answer.acceptance:
-            self.said.update(answer.acceptance, answers=1)
+            self.acceptance_said = self.acceptance_said or Counter()
+            self.acceptance_said.update(answer.acceptance, answers=1)
         self.tokens += answer.tokens or 0
         if not counts:
             self.warmed += 1
             return
-        self.timed_from_s = min(self.timed_from_s, outcome.began_s)
+        self.timed_from_s = min(self.timed_from_s, answer.began_s)
         self.timed_until_s = max(self.timed_until_s, answer.ended_s)
-        if outcome.due_s is not None:
-            self.late_s.append(outcome.began_s - outcome.due_s)
+        if answer.due_s is not None:
+            self.late_s.append(answer.began_s - answer.due_s)
         for gap_s in answer.gaps_s:
             self.gaps.take(gap_s)
-        if outcome.kind == "answered":
+        if is_answered:
             self.uncounted += answer.tokens is None
-            self.met += outcome.meets(slo)
-            self.which.append(number)
-            for column, value in ((self.ttft_s, outcome.ttft_s), (self.tpot_s, outcome.tpot_s), (self.e2e_s, outcome.e2e_s)):
-                column.append(math.nan if value is None else value)
+            self.met += answer.meets(self.slo)
+            self.numbers.append(number)
+            for name, value in zip(LATENCIES, (answer.ttft_s, answer.tpot_s, answer.e2e_s), strict=True):
+                self.columns[name].append(math.nan if value is None else value)
+
+    def end(self, start_s: float) -> None:
+        """Say what follows from the counts of a replay that began at `start_s`."""
+        if self.sent:
+            self.seconds = max(self.ended_s - start_s, 1e-9)
+            self.answers_per_s, self.tokens_per_s = self.answered / self.seconds, self.tokens / self.seconds
+        self.ttft_s, self.tpot_s, self.e2e_s = (spread(_known(self.columns[name])) for name in LATENCIES)
+        self.gap_s = self.gaps.spread()
+        if self.slo:
+            timed_s = self.timed_until_s - self.timed_from_s if self.warmed else self.seconds
+            self.goodput_per_s, self.within_limits = self.met / max(timed_s, 1e-9), self.met
 
     @property
     def lost(self) -> int:
         """Calls of which nobody knows what became; 0, or there is a fault in here."""
         return self.sent - self.answered - self.cut_off.total() - self.failed.total()
 
-
-@dataclass(frozen=True)
-class Endpoint:
-    """What one server did, to keep."""
-
-    url: str
-    model: str | None
-    sent: int
-    answered: int
-    failed: Mapping[str, int]
-    cut_off: Mapping[str, int]
-    first_said: Mapping[str, str]
-    """By reason: what the first such call was told."""
-    retried: int
-    attempts: int
-    seconds: float
-    """From the first call's time to the end of the last answer."""
-    answers_per_s: float
-    tokens: int
-    tokens_per_s: float
-    ttft_s: Spread | None
-    tpot_s: Spread | None
-    gap_s: Spread | None
-    e2e_s: Spread | None
-    goodput_per_s: float | None
-    """Answers a second within all limits, over the time of the calls that are timed."""
-    within_limits: int | None
-    acceptance: Mapping[str, Any] | None
-    """What the server's counters say of the time in between; None where there are none."""
-    acceptance_said: Mapping[str, int] | None
-    """What answers said of their own drafts, added up."""
+    def json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in IN_JSON}
 
 
-def endpoint(
-    tally: Tally, url: str, model: str | None, start_s: float, slo: Mapping[str, float], acceptance: Mapping[str, Any] | None
-) -> Endpoint:
-    seconds = max(tally.ended_s - start_s, 1e-9) if tally.sent else 0.0
-    timed_s = tally.timed_until_s - tally.timed_from_s if tally.warmed else seconds
-    per_s = lambda count: count / seconds if seconds else 0.0
-    return Endpoint(
-        url, model, tally.sent, tally.answered, dict(tally.failed), dict(tally.cut_off), dict(tally.first_said), tally.retried,
-        tally.attempts, seconds, per_s(tally.answered), tally.tokens, per_s(tally.tokens), spread(_known(tally.ttft_s)),
-        spread(_known(tally.tpot_s)), tally.gaps.spread(), spread(_known(tally.e2e_s)),
-        tally.met / max(timed_s, 1e-9) if slo else None, tally.met if slo else None, acceptance, dict(tally.said) or None,
-    )  # fmt: skip
-
-
-def _known(values: Sequence[float]) -> Table:
+def _known(values: Sequence[float] | Table) -> Table:
     table = np.asarray(values, dtype=np.float64)
     return table[~np.isnan(table)]
 
 
-def ratios(first: Tally, second: Tally, paired: bool) -> dict[str, Interval]:
+def ratios(first: Endpoint, second: Endpoint, paired: bool) -> dict[str, Interval]:
     """second / first of the mean TTFT, TPOT and E2E, below 1 where the second is faster.
 
     `paired`: over the calls that both answered; else each server answered calls of its own, and both are drawn by themselves.
     """
     found = {}
-    for name in ("ttft_s", "tpot_s", "e2e_s"):
-        columns = [np.asarray(getattr(tally, name), dtype=np.float64) for tally in (first, second)]
+    for name in LATENCIES:
+        columns = [np.asarray(one.columns[name], dtype=np.float64) for one in (first, second)]
         if paired:
-            columns = _paired(columns, [np.asarray(tally.which, dtype=np.int64) for tally in (first, second)])
-            if len(columns[0]) > 1 and columns[0].sum() > 0:
-                found[name] = bootstrap.ratio_of_totals(columns[1].tolist(), columns[0].tolist())
+            _, *both = np.intersect1d(first.numbers, second.numbers, return_indices=True)
+            table = np.stack([column[places] for column, places in zip(columns, both, strict=True)])
+            columns = [_in_blocks(row) for row in table[:, ~np.isnan(table).any(axis=0)]]
+        else:
+            columns = [_in_blocks(_known(column), mean=True) for column in columns]
+        if min(map(len, columns)) < 2 or columns[0].sum() <= 0:
             continue
-        columns = [_in_blocks(column[~np.isnan(column)], mean=True) for column in columns]
-        if min(map(len, columns)) > 1 and columns[0].sum() > 0:
+        if paired:
+            found[name] = bootstrap.ratio_of_totals(columns[1].tolist(), columns[0].tolist())
+        else:
             drawn = [bootstrap.resampled(column, lambda t: t.mean(axis=1), seed=seed) for seed, column in enumerate(columns)]
-            center = float(columns[1].mean() / columns[0].mean())
-            found[name] = bootstrap.interval_of(drawn[1] / drawn[0], center)
+            found[name] = bootstrap.interval_of(drawn[1] / drawn[0], float(columns[1].mean() / columns[0].mean()))
     return found
-
-
-def _paired(columns: list[Table], which: list[Table]) -> list[Table]:
-    """Values of the calls that stand in both, in blocks of neighbours."""
-    _, first, second = np.intersect1d(which[0], which[1], return_indices=True)
-    table = np.stack([columns[0][first], columns[1][second]])
-    table = table[:, ~np.isnan(table).any(axis=0)]
-    return [_in_blocks(row) for row in table]
 
 
 def _in_blocks(values: Table, mean: bool = False) -> Table:

@@ -113,13 +113,9 @@ def prepared(call: Call, server: Server, plan: Plan) -> tuple[str, bytes]:
     """(path, body) as the server gets it."""
     body = dict(call.body)
     if plan.completions and "messages" in body:
-        messages = body.pop("messages")
-        body["prompt"] = "\n\n".join(_plain_text(message.get("content")) for message in messages)
-        for name in ("tools", "tool_choice", "response_format", "parallel_tool_calls"):
+        body["prompt"] = "\n\n".join(_plain_text(message.get("content")) for message in body["messages"])
+        for name in ("messages", "tools", "tool_choice", "response_format", "parallel_tool_calls"):
             body.pop(name, None)
-        path = "/v1/completions"
-    else:
-        path = call.path
     model = plan.model or server.model_for(body.get("model"))
     if model is not None:
         body["model"] = model
@@ -134,7 +130,7 @@ def prepared(call: Call, server: Server, plan: Plan) -> tuple[str, bytes]:
         body["return_spec_tokens_details"] = True
     body["stream"] = True
     body["stream_options"] = {"include_usage": True}
-    return path, json.dumps(body).encode()
+    return "/v1/chat/completions" if "messages" in body else "/v1/completions", json.dumps(body).encode()
 
 
 def _plain_text(content: Any) -> str:

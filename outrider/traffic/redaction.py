@@ -28,11 +28,11 @@ def redacted(call: Call, key: bytes) -> Call:
         body["model"] = call.body["model"]
     if "messages" in call.body:
         body["messages"] = [
-            {"role": message["role"] if message["role"] in KNOWN_ROLES else "user", "content": _hidden(_said(message), key)}
+            {"role": message["role"] if message["role"] in KNOWN_ROLES else "user", "content": hidden(_said(message), key)}
             for message in call.body["messages"]
         ]
     else:
-        body["prompt"] = _hidden(call.body["prompt"], key)
+        body["prompt"] = hidden(call.body["prompt"], key)
     session = None if call.session is None else keyed(call.session, key)
     return Call(body, keyed(call.id, key), call.at_s, session, call.expected_tokens, call.synthetic)
 
@@ -46,7 +46,8 @@ def _said(message: Mapping[str, Any]) -> Any:
     return [content, rest] if rest else content or ""
 
 
-def _hidden(value: Any, key: bytes) -> dict[str, Any]:
+def hidden(value: Any, key: bytes) -> dict[str, Any]:
+    """What stands in the place of a text, or of what is written as JSON: a keyed hash and the length."""
     text = value if isinstance(value, str) else json.dumps(value)
     return {HIDDEN: keyed(text, key), "characters": len(text)}
 

@@ -25,28 +25,40 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from outrider.atomic import replacing
 from outrider.errors import DataError
+from outrider.report.bootstrap import Interval
+from outrider.report.schema import write_whole
 from outrider.traffic import latencies
 from outrider.traffic.answer import Answer
 from outrider.traffic.calls import Call
-from outrider.traffic.compared import Beside, Compared
+from outrider.traffic.compared import Compared
 from outrider.traffic.connection import Client
 from outrider.traffic.folder import opened
-from outrider.traffic.latencies import Endpoint, Outcome, Spread, Tally
+from outrider.traffic.latencies import Endpoint, Spread
 from outrider.traffic.plan import Plan, dues, prepared
-from outrider.traffic.redaction import keyed
-from outrider.traffic.retries import is_worth_another, pause_s
+from outrider.traffic.redaction import hidden, keyed
 from outrider.traffic.servers import Server, check_servers, server_at
 from outrider.traffic.traces import Trace
 
 PROGRESS_S = 2.0
 LATE_S = 0.01
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A server, compared with the first one."""
+
+    url: str
+    ratios: Mapping[str, Interval]
+    """Of the mean TTFT, TPOT and E2E, this server / the first, with 95 % intervals."""
+    answers: Compared | None
+    """Of the calls that both answered."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +95,10 @@ class Replayed:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+    if isinstance(value, Spread | Interval):
         value = value._asdict()
+    elif isinstance(value, Endpoint):
+        value = value.json()
     elif is_dataclass(value):
         value = vars(value)
     if isinstance(value, Mapping):
@@ -110,29 +124,25 @@ def replay(
     plan.check(trace)
     check_servers(urls)
     servers = [server_at(url, key) for url in urls]
-    file = None if folder is None else opened(folder, over)
     _allow_connections()
-    run = _Run(trace, servers, plan, file, key, progress)
-    gc.collect()
-    gc.freeze()  # a collection of all that torch-free Python holds takes 20 ms, in which nothing is sent
-    try:
-        asyncio.run(run.go())
-    except Exception:
-        if run.fault is None:
-            raise
-    finally:
-        gc.unfreeze()
-        if file is not None:
-            file.close()
+    with nullcontext() if folder is None else opened(folder, over) as file:
+        run = _Run(trace, servers, plan, file, key, progress)
+        gc.collect()
+        gc.freeze()  # a collection of all that torch-free Python holds takes 20 ms, in which nothing is sent
+        try:
+            asyncio.run(run.go())
+        except Exception:
+            if run.fault is None:
+                raise
+        finally:
+            gc.unfreeze()
     result = run.result(key)
     try:
         if folder is not None:
             os.replace(folder / "calls.jsonl.part", folder / "calls.jsonl")
-            with replacing(folder / "replay.json") as part:
-                part.write_text(json.dumps(result.plain(), indent=2) + "\n")
-    except OSError:
-        if run.fault is None:
-            raise
+            write_whole({folder / "replay.json": json.dumps(result.plain(), indent=2) + "\n"})
+    except (OSError, DataError) as error:
+        raise run.fault or error from None
     if run.fault is not None:
         raise run.fault
     return result
@@ -155,18 +165,17 @@ class _Run:
         self, trace: Trace, servers: list[Server], plan: Plan, file: IO[str] | None, key: str | None, progress: Progress | None
     ) -> None:
         self.trace, self.servers, self.plan, self.file, self.progress = trace, servers, plan, file, progress
-        self.tallies = [Tally() for _ in servers]
+        self.endpoints = [Endpoint(one.url, plan.model or one.model_for(None), plan.slo) for one in servers]
         self.clients = [Client(server.address, plan.timeout_s, key) for server in servers]
         self.calls = plan.count(trace)
         self.noise = random.Random(plan.seed + 1)
         self.mark = secrets.token_hex(4)
         self.secret = secrets.token_bytes(32)
-        self.with_first, self.with_log = [Compared() for _ in servers], [Compared() for _ in servers]
         self.num_sampled = 0
         self.renamed: Counter[tuple[str, int]] = Counter()
         """Calls whose model a server does not have: (model, server)."""
         self.dealt = self.done = 0
-        self.asked: set[asyncio.Task[Outcome]] = set()
+        self.asked: set[asyncio.Task[Answer]] = set()
         self.under_way: set[asyncio.Task[None]] = set()
         self.main: asyncio.Task[Any] | None = None
         self.fault: BaseException | None = None
@@ -197,8 +206,8 @@ class _Run:
             self.seconds = max(0.0, time.perf_counter() - self.start_s)
         if self.fault is not None:
             raise self.fault
-        for tally in self.tallies:
-            assert not tally.lost, f"{tally.lost} calls are not accounted for"
+        for endpoint in self.endpoints:
+            assert not endpoint.lost, f"{endpoint.lost} calls are not accounted for"
 
     async def _stop(self) -> None:
         """Nothing more is sent, and what is under way ends."""
@@ -260,13 +269,13 @@ class _Run:
         if self.is_stopped:
             return
         self.dealt += 1
-        outcomes: dict[int, Outcome] = {}
+        answers: dict[int, Answer] = {}
         tasks = []
         for server, path, body in bodies:
             if self.is_stopped:
                 break
             task = asyncio.create_task(self._ask(server, number, path, body, due_s))
-            self.tallies[server].sent += 1
+            self.endpoints[server].sent += 1
             self.asked.add(task)
             task.add_done_callback(self.asked.discard)
             tasks.append((server, task))
@@ -274,61 +283,56 @@ class _Run:
                 await asyncio.wait([task])  # a caller asks one server after the other
         for server, task in tasks:
             try:
-                outcomes[server] = await task
+                answers[server] = await task
             except asyncio.CancelledError:  # before its first line ran
                 now = time.perf_counter()
-                outcomes[server] = Outcome(Answer(now, ended_s=now, failure="stopped"), now, 0, due_s)
-            self.tallies[server].take(number, outcomes[server], self.plan.slo, number >= self.plan.warmup)
-        self._note(number, call, outcomes)
+                answers[server] = Answer(now, ended_s=now, failure="stopped", attempts=0, due_s=due_s)
+            self.endpoints[server].take(number, answers[server], number >= self.plan.warmup)
+        self._note(number, call, answers)
         self.done += 1
 
-    async def _ask(self, server: int, number: int, path: str, body: bytes, due_s: float | None) -> Outcome:
+    async def _ask(self, server: int, number: int, path: str, body: bytes, due_s: float | None) -> Answer:
         """Send one call to one server until it is answered or there is no use in it."""
-        began_s = time.perf_counter()
-        answer, attempt = Answer(began_s), 0
+        answer = Answer(time.perf_counter(), due_s=due_s)
         try:
             while True:
-                attempt += 1
-                answer = Answer(began_s)
-                await self.clients[server].ask(path, body, f"{self.mark}-{number}-{attempt}", answer)
-                wait_s = pause_s(answer, attempt, self.noise)
-                if attempt > self.plan.retries or wait_s is None or not is_worth_another(answer):
+                await self.clients[server].ask(path, body, f"{self.mark}-{number}-{answer.attempts}", answer)
+                wait_s = answer.pause_s(self.noise)
+                if answer.attempts > self.plan.retries or wait_s is None or not answer.is_worth_another:
                     break
                 await asyncio.sleep(wait_s)
+                answer = Answer(answer.began_s, attempts=answer.attempts + 1, due_s=due_s)
         except asyncio.CancelledError:  # while it was answered, or between two attempts
-            if not (answer.ended_s and answer.is_whole):
+            if not answer.ended_s or answer.failure is not None:
                 answer.end(time.perf_counter(), "stopped")
         if self.plan.redact and answer.failure is not None:
             answer.failure = answer.reason  # servers quote what they were asked
-        return Outcome(answer, began_s, attempt, due_s)
+        return answer
 
-    def _note(self, number: int, call: Call, outcomes: dict[int, Outcome]) -> None:
+    def _note(self, number: int, call: Call, answers: dict[int, Answer]) -> None:
         """Compare the answers, write them, forget them."""
         name = keyed(call.id, self.secret) if self.plan.redact else call.id
-        texts = {server: outcome.answer.text for server, outcome in outcomes.items() if outcome.kind == "answered"}
-        differs = {s: self.with_first[s].take(name, texts[0], text) for s, text in texts.items() if s and 0 in texts}
+        texts = {server: answer.text for server, answer in answers.items() if answer.kind == "answered"}
+        differs = {s: self.endpoints[s].with_first.take(name, texts[0], text) for s, text in texts.items() if s and 0 in texts}
         if call.answer is not None:
             for server, text in texts.items():
-                self.with_log[server].take(name, text, call.answer)
+                self.endpoints[server].with_log.take(name, text, call.answer)
         if self.file is None:
             return
         row = {
             "call": number, "id": name, "at_s": call.at_s, "synthetic": call.synthetic or None,
-            "servers": {self.servers[s].url: self._row(number, outcome, differs.get(s)) for s, outcome in outcomes.items()},
+            "servers": {self.servers[s].url: self._row(number, answer, differs.get(s)) for s, answer in answers.items()},
             "equal": set(differs.values()) == {None} if differs else None,
         }  # fmt: skip
         self.file.write(json.dumps({key: value for key, value in row.items() if value is not None}) + "\n")
 
-    def _row(self, number: int, outcome: Outcome, differs: int | None) -> dict[str, Any]:
-        answer = outcome.answer
-        text: Any = answer.text
-        if self.plan.redact:
-            text = {"hidden": keyed(text, self.secret), "characters": len(text)}
+    def _row(self, number: int, answer: Answer, differs: int | None) -> dict[str, Any]:
+        text = hidden(answer.text, self.secret) if self.plan.redact else answer.text
         row = {
-            "outcome": outcome.kind, "reason": answer.failure, "status": answer.status, "attempts": outcome.attempts,
-            "request_id": f"{self.mark}-{number}-{outcome.attempts}", "sent_s": round(outcome.began_s - self.start_s, 6),
-            "late_s": None if outcome.due_s is None else round(outcome.began_s - outcome.due_s, 6), "ttft_s": outcome.ttft_s,
-            "tpot_s": outcome.tpot_s, "e2e_s": outcome.e2e_s, "tokens": answer.tokens, "prompt_tokens": answer.prompt_tokens,
+            "outcome": answer.kind, "reason": answer.failure, "status": answer.status, "attempts": answer.attempts,
+            "request_id": f"{self.mark}-{number}-{answer.attempts}", "sent_s": round(answer.began_s - self.start_s, 6),
+            "late_s": None if answer.due_s is None else round(answer.began_s - answer.due_s, 6), "ttft_s": answer.ttft_s,
+            "tpot_s": answer.tpot_s, "e2e_s": answer.e2e_s, "tokens": answer.tokens, "prompt_tokens": answer.prompt_tokens,
             "pieces": answer.chunks, "finish": answer.finish, "acceptance": answer.acceptance, "answer": text,
             "first_difference": differs,
         }  # fmt: skip
@@ -340,49 +344,45 @@ class _Run:
             if self.file is not None:
                 self.file.flush()
             if self.progress is not None:
-                failed = sum(tally.failed.total() + tally.cut_off.total() for tally in self.tallies)
+                failed = sum(one.failed.total() + one.cut_off.total() for one in self.endpoints)
                 self.progress(self.done, f"{len(self.asked)} under way" + (f", {failed} failed" if failed else ""))
 
     # ── what comes out ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def result(self, key: str | None) -> Replayed:
-        plan, trace = self.plan, self.trace
-        notes, endpoints = self._notes(), []
-        for server, tally in zip(self.servers, self.tallies, strict=True):
-            acceptance, said = self._acceptance(server, key)
+        plan, trace, first = self.plan, self.trace, self.endpoints[0]
+        notes = self._notes()
+        for server, endpoint in zip(self.servers, self.endpoints, strict=True):
+            endpoint.acceptance, said = self._acceptance(server, key)
             notes += [f"{server.url}: {said}"] if said else []
-            model = plan.model or server.model_for(None)
-            endpoints.append(latencies.endpoint(tally, server.url, model, self.start_s, plan.slo, acceptance))
-        late = latencies.spread([value for tally in self.tallies for value in tally.late_s])
+            endpoint.end(self.start_s)
+        late = latencies.spread([value for one in self.endpoints for value in one.late_s])
         if late is not None and late.p99 > LATE_S:
             share = f"1 call in 100 was sent {late.p99 * 1e3:.0f} ms late or more"
             notes.append(f"{share}: this machine is too busy, and latencies are partly its own")
+        beside = [
+            Beside(one.url, latencies.ratios(first, one, not plan.split), one.with_first if one.with_first.compared else None)
+            for one in self.endpoints[1:]
+        ]
         return Replayed(
             str(trace.path), trace.format, plan.mode, datetime.now(UTC).isoformat(timespec="seconds"), self.calls,
             self.calls - self.dealt, trace.left_out, trace.num_synthetic, not self.is_stopped, self.seconds,
-            late, tuple(endpoints),
-            tuple(self._beside(place) for place in range(1, len(self.servers))),
-            {server.url: log for server, log in zip(self.servers, self.with_log, strict=True) if log.compared},
-            plan.slo, tuple(notes),
+            late, tuple(self.endpoints), tuple(beside),
+            {one.url: one.with_log for one in self.endpoints if one.with_log.compared}, plan.slo, tuple(notes),
         )  # fmt: skip
-
-    def _beside(self, place: int) -> Beside:
-        answers = self.with_first[place]
-        ratios = latencies.ratios(self.tallies[0], self.tallies[place], not self.plan.split)
-        return Beside(self.servers[place].url, ratios, answers if answers.compared else None)
 
     def _notes(self) -> list[str]:
         notes = []
         if self.trace.num_synthetic:
             notes.append("synthetic text: acceptance means nothing, and neither do answers")
-        if self.num_sampled and any(one.compared for one in (*self.with_first, *self.with_log)):
+        if self.num_sampled and any(one.with_first.compared or one.with_log.compared for one in self.endpoints):
             notes.append(f"{self.num_sampled} calls sample, so their answers may differ; --greedy asks at temperature 0")
         for (model, place), count in self.renamed.most_common(5):
             server = self.servers[place]
             notes.append(f"{server.url} has no {model}: {count} calls went to {server.model_for(model)}")
-        for server, tally in zip(self.servers, self.tallies, strict=True):
-            if tally.uncounted:
-                notes.append(f"{server.url}: {tally.uncounted} answers came without a count of tokens, so without TPOT")
+        for one in self.endpoints:
+            if one.uncounted:
+                notes.append(f"{one.url}: {one.uncounted} answers came without a count of tokens, so without TPOT")
         return notes
 
     def _acceptance(self, server: Server, key: str | None) -> tuple[dict[str, Any] | None, str | None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -53,12 +52,12 @@ def check_servers(urls: Sequence[str]) -> None:
     """ConfigError unless they are addresses of servers, each another."""
     if not urls:
         raise ConfigError("no server; wanted the address of one, or of several to compare")
-    seen = Counter(address_of(url).shown for url in urls)
-    twice = [url for url, count in seen.items() if count > 1]
-    if twice:
-        raise ConfigError(
-            f"{twice[0]} twice; its counters would hold both: name every server once, and replay twice to see noise"
-        )
+    shown = [address_of(url).shown for url in urls]
+    for url in shown:
+        if shown.count(url) > 1:
+            raise ConfigError(
+                f"{url} twice; its counters would hold both: name every server once, and replay twice to see noise"
+            )
 
 
 def server_at(url: str, key: str | None = None) -> Server:

@@ -16,10 +16,13 @@ import math
 import secrets
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import numpy as np
 
 from outrider.atomic import replacing
 from outrider.errors import ConfigError, DataError
@@ -27,54 +30,56 @@ from outrider.traffic.calls import Call, Unanswered
 from outrider.traffic.formats import FORMATS, UNREADABLE, Parse, format_of
 from outrider.traffic.redaction import redacted
 
+CHANGED = "the log could be read before, so it changed meanwhile; use a copy that nobody writes to"
 
-@dataclass(frozen=True)
+
+@dataclass
 class Trace:
     """A log that was read through once: every row that counts can be read, and where it stands is known."""
 
     path: Path
     format: str
-    size: int
+    parse: Parse = field(repr=False)
+    rows: Sequence[Any] | None = field(default=None, repr=False)
+    """Of JSON that is one array."""
+    columns: Sequence[str] | None = None
+    """Of CSV."""
+    size: int = 0
     """Calls."""
-    has_times: bool
-    span_s: float
+    has_times: bool = False
+    start_s: float = 0.0
+    span_s: float = 0.0
     """From the first call to the last."""
-    num_synthetic: int
-    num_answers: int
-    left_out: Mapping[str, int] = field(default_factory=dict)
+    num_synthetic: int = 0
+    num_answers: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
     """Rows that were not taken, by reason."""
     places: Sequence[int] = field(default=(), repr=False)
     """Where each row begins, in bytes, in the order of their times; for JSON that is one array its index."""
     lines: Sequence[int] = field(default=(), repr=False)
-    start: float = 0.0
-    rows: Sequence[Any] | None = field(default=None, repr=False)
-    columns: Sequence[str] | None = None
-    parse: Parse = field(default=lambda row, name: [], repr=False)
 
     def calls(self) -> Iterator[Call]:
         """Every call, in the order of their times.  DataError names the line of a row that changed since the first reading."""
-        if self.rows is not None:
-            for place, line in zip(self.places, self.lines, strict=True):
-                yield from self._again(functools.partial(self.rows.__getitem__, place), line)
-            return
         try:
-            file = self.path.open("rb")
+            opened = nullcontext() if self.rows is not None else self.path.open("rb")
         except OSError as error:
             raise DataError(f"{self.path}: {error.strerror}; {CHANGED}") from None
-        with file:
+        with opened as file:
             for place, line in zip(self.places, self.lines, strict=True):
-                file.seek(place)
-                yield from self._again(lambda: _decoded(file.readline(), self.columns), line)
+                try:
+                    calls = self.parse(self._row(file, place), str(line))
+                    if not calls or (self.has_times and any(call.at_s is None for call in calls)):
+                        raise ValueError("no call with a time" if calls else "no call in it")
+                except (*UNREADABLE, Unanswered) as error:
+                    raise DataError(f"{self.path}:{line}: {_said_of(error)}; {CHANGED}") from None
+                for call in calls:
+                    yield call if call.at_s is None else replace(call, at_s=call.at_s - self.start_s)
 
-    def _again(self, read: Callable[[], Any], line: int) -> list[Call]:
-        """What the row asks, its times counted from the first call."""
-        try:
-            calls = _parsed(self.parse, read(), line)
-            if not calls or (self.has_times and any(call.at_s is None for call in calls)):
-                raise ValueError("no call with a time" if calls else "no call in it")
-            return [replace(call, at_s=None if call.at_s is None else call.at_s - self.start) for call in calls]
-        except (*UNREADABLE, Unanswered) as error:
-            raise DataError(f"{self.path}:{line}: {_said_of(error)}; {CHANGED}") from None
+    def _row(self, file: IO[bytes] | None, place: int) -> Any:
+        if file is None:
+            return self.rows[place] if self.rows else None
+        file.seek(place)
+        return _decoded(file.readline(), self.columns)
 
 
 def read(path: Path, format: str | None = None, skip_bad: bool = False) -> Trace:
@@ -85,100 +90,60 @@ def read(path: Path, format: str | None = None, skip_bad: bool = False) -> Trace
         raise ConfigError(f"format {format!r} is not known; choose from {', '.join(FORMATS)}")
     rows, columns = _array_in(path), _columns_in(path)
     name = format or _recognised(path, rows, columns)
-    index = _Index(path, name, skip_bad)
-    for place, line, row in _rows(path, rows, columns, index):
-        index.take(place, line, row)
-    if not index.size:
-        raise DataError(f"{path}: no calls in it{index.said()}; wanted a log of requests ({', '.join(FORMATS)})")
-    return index.trace(rows, columns)
-
-
-CHANGED = "the log could be read before, so it changed meanwhile; use a copy that nobody writes to"
-
-
-def _parsed(parse: Parse, row: Any, line: int) -> list[Call]:
-    calls = parse(row, str(line))
-    if not all(isinstance(call.answer, str | None) for call in calls):
-        raise ValueError("an answer that is no text")
-    return calls
+    trace = Trace(path, name, FORMATS[name](), rows, columns)
+    places, lines, times = array("q"), array("q"), array("d")
+    for place, line, decode in _rows(path, rows, columns):
+        try:
+            calls = trace.parse(decode(), str(line))
+        except Unanswered:
+            trace.left_out["failed in the log"] += 1
+            continue
+        except UNREADABLE as error:
+            if not skip_bad:
+                raise DataError(
+                    f"{path}:{line}: {_said_of(error)}; read as {name}; mend the row, name the --format, or count such rows "
+                    "with --skip-bad"
+                ) from None
+            trace.left_out["not readable"] += 1
+            continue
+        if not calls:
+            trace.left_out["nothing asked"] += 1
+            continue
+        places.append(place)
+        lines.append(line)
+        times.append(math.nan if calls[0].at_s is None else calls[0].at_s)
+        trace.size += len(calls)
+        trace.num_synthetic += sum(call.synthetic for call in calls)
+        trace.num_answers += sum(call.answer is not None for call in calls)
+    if not trace.size:
+        said = "".join(f", {count} {reason}" for reason, count in trace.left_out.items())
+        raise DataError(f"{path}: no calls in it{said}; wanted a log of requests ({', '.join(FORMATS)})")
+    timed = sum(not math.isnan(time) for time in times)
+    if timed not in (0, len(times)):
+        raise DataError(f"{path}: {timed} of {len(times)} rows have a time; give all of them one, or none")
+    order = np.argsort(times, kind="stable")  # without times they stay as they are
+    trace.places, trace.lines = (array("q", np.asarray(column)[order].tobytes()) for column in (places, lines))
+    if timed:
+        trace.has_times, trace.start_s = True, times[order[0]]
+        trace.span_s = times[order[-1]] - trace.start_s
+    return trace
 
 
 def _said_of(error: Exception) -> str:
     return f"no {error} in it" if isinstance(error, KeyError) else str(error) or "it failed in the log"
 
 
-class _Index:
-    """What the first reading notes of every row."""
-
-    def __init__(self, path: Path, name: str, skip_bad: bool) -> None:
-        self.path, self.name, self.skip_bad = path, name, skip_bad
-        self.parse = FORMATS[name]()
-        self.places, self.lines, self.times = array("q"), array("q"), array("d")
-        self.size = self.synthetic = self.answers = 0
-        self.left_out: Counter[str] = Counter()
-
-    def take(self, place: int, line: int, row: Any) -> None:
-        try:
-            calls = _parsed(self.parse, row, line)
-        except Unanswered:
-            self.left_out["failed in the log"] += 1
-            return
-        except UNREADABLE as error:
-            self.bad(line, _said_of(error))
-            return
-        if not calls:
-            self.left_out["nothing asked"] += 1
-            return
-        self.places.append(place)
-        self.lines.append(line)
-        self.times.append(math.nan if calls[0].at_s is None else calls[0].at_s)
-        self.size += len(calls)
-        self.synthetic += sum(call.synthetic for call in calls)
-        self.answers += sum(call.answer is not None for call in calls)
-
-    def bad(self, line: int, said: str) -> None:
-        if not self.skip_bad:
-            raise DataError(
-                f"{self.path}:{line}: {said}; read as {self.name}; mend the row, name the --format, or count such rows "
-                "with --skip-bad"
-            )
-        self.left_out["not readable"] += 1
-
-    def said(self) -> str:
-        return "".join(f", {count} {reason}" for reason, count in self.left_out.items())
-
-    def trace(self, rows: list[Any] | None, columns: list[str] | None) -> Trace:
-        timed = sum(not math.isnan(time) for time in self.times)
-        if timed not in (0, len(self.times)):
-            raise DataError(f"{self.path}: {timed} of {len(self.times)} rows have a time; give all of them one, or none")
-        order: Sequence[int] = range(len(self.times))
-        if timed and any(later < former for former, later in zip(self.times, self.times[1:], strict=False)):
-            order = sorted(order, key=self.times.__getitem__)
-        start, end = (self.times[order[0]], self.times[order[-1]]) if timed else (0.0, 0.0)
-        return Trace(
-            self.path, self.name, self.size, timed > 0, end - start, self.synthetic, self.answers, dict(self.left_out),
-            array("q", (self.places[row] for row in order)), array("q", (self.lines[row] for row in order)), start, rows,
-            columns, self.parse,
-        )  # fmt: skip
-
-
-def _rows(path: Path, rows: list[Any] | None, columns: list[str] | None, index: _Index) -> Iterator[tuple[int, int, Any]]:
-    """(place, line, row) of each; lines count from 1, entries of an array too."""
+def _rows(path: Path, rows: list[Any] | None, columns: list[str] | None) -> Iterator[tuple[int, int, Callable[[], Any]]]:
+    """(place, line, its reader) of each row; lines count from 1, entries of an array too."""
     if rows is not None:
-        yield from ((place, place + 1, row) for place, row in enumerate(rows))
+        yield from ((place, place + 1, functools.partial(rows.__getitem__, place)) for place in range(len(rows)))
         return
     with path.open("rb") as file:
         place = 0
         for line, text in enumerate(file, 1):
-            began, place = place, place + len(text)
-            if not text.strip() or (columns is not None and line == 1):
-                continue
-            try:
-                row = _decoded(text, columns)
-            except ValueError as error:
-                index.bad(line, str(error))
-                continue
-            yield began, line, row
+            if text.strip() and (columns is None or line > 1):
+                yield place, line, functools.partial(_decoded, text, columns)
+            place += len(text)
 
 
 def _decoded(text: bytes, columns: Sequence[str] | None) -> Any:
@@ -223,19 +188,16 @@ def _recognised(path: Path, rows: list[Any] | None, columns: list[str] | None) -
     """The format, by the first row that is an object."""
     if columns is not None:
         return "burstgpt"
-    if rows is None:
-        with path.open("rb") as file:
-            rows = []
-            for text in file:
-                try:
-                    rows.append(_decoded(text, None))
-                    break
-                except ValueError:
-                    continue
-    row = next((row for row in rows if isinstance(row, dict)), {})
-    name = format_of(row)
+    found: dict[str, Any] = {}
+    for _, _, decode in _rows(path, rows, None):
+        with suppress(ValueError):
+            row = decode()
+            if isinstance(row, dict):
+                found = row
+                break
+    name = format_of(found)
     if name is None:
-        keys = ", ".join(list(row)[:8]) or "nothing that is JSON"
+        keys = ", ".join(list(found)[:8]) or "nothing that is JSON"
         raise DataError(f"{path}: a row holds {keys}; wanted a log of requests; name the --format: {', '.join(FORMATS)}")
     return name
 

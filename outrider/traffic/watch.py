@@ -9,7 +9,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import httpx
@@ -24,6 +23,8 @@ ONCE_SIGMAS = 3.29
 """Of a single look: 1 false alarm in 1000."""
 VERDICTS = {None: None, -1: "below", 0: "inside", 1: "above"}
 """What a side is called in JSON."""
+COUNTS = ("tokens_per_step", "tokens_per_draft", "steps", "drafts", "drafted", "accepted", "by_position", "generated")
+"""Of a window in JSON."""
 
 
 class Window(NamedTuple):
@@ -42,13 +43,8 @@ class Window(NamedTuple):
         return self.found.drafts if self.found.steps is None else self.found.steps
 
     def json(self) -> dict[str, Any]:
-        found = self.found
-        return {
-            "seconds": round(self.seconds, 3), "tokens_per_step": found.tokens_per_step,
-            "tokens_per_draft": found.tokens_per_draft, "steps": found.steps, "drafts": found.drafts,
-            "drafted": found.drafted, "accepted": found.accepted, "by_position": list(found.by_position),
-            "generated": found.generated, "tokens_per_s": self.tokens_per_s,
-        }  # fmt: skip
+        counts = {name: getattr(self.found, name) for name in COUNTS}
+        return {"seconds": round(self.seconds, 3), **counts, "tokens_per_s": self.tokens_per_s}
 
 
 def together(parts: Sequence[Window]) -> Window:
@@ -61,42 +57,34 @@ def is_comparable(found: Acceptance, release: Release) -> bool:
     return found.is_of_every_step or release.always_drafts
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """What a watch shows after a look."""
 
     at_s: float
-    counters: Counters | None
-    """The last that were read; None before the first."""
+    counters: Counters
+    """The last that were read."""
     minute: Window
     ten_minutes: Window
-    since_start: Acceptance | None
     away: str | None
     """Why the server could not be read; None where it could."""
     side: int | None
     """-1: tokens per step lie below the release's interval, 1: above, 0: no sign of either; None without a release that can be
     compared."""
-    side_since_s: float | None
+    side_since_s: float
     evidence: float
     """How near an alarm is; 1 is an alarm."""
     alarmed: bool
     """This very look raised an alarm."""
     restarts: int
-    steps_to_notice: float | None = None
+    steps_to_notice: float | None
     """About how many steps pass until a drop of 10 % is noticed; None where it lies within the release's interval."""
-
-    @property
-    def is_outside(self) -> bool:
-        return bool(self.side)
 
     def json(self) -> dict[str, Any]:
         """One line of a log."""
-        counters = self.counters
         return {
-            "at": self.at_s, "server": counters.server if counters else None, "away": self.away,
-            "verdict": VERDICTS[self.side], "alarm": self.alarmed,
-            "evidence": round(self.evidence, 4), "restarts": self.restarts,
-            "running": counters.running if counters else None, "waiting": counters.waiting if counters else None,
+            "at": self.at_s, "server": self.counters.server, "away": self.away, "verdict": VERDICTS[self.side],
+            "alarm": self.alarmed, "evidence": round(self.evidence, 4), "restarts": self.restarts,
+            "running": self.counters.running, "waiting": self.counters.waiting,
             "minute": self.minute.json(), "ten_minutes": self.ten_minutes.json(),
         }  # fmt: skip
 
@@ -106,32 +94,35 @@ class Watch:
 
     def __init__(self, release: Release | None, every_s: float) -> None:
         self.drift = Drift(release, every_s) if release else None
-        self.release = release
-        self.counters: Counters | None = None
-        self._read_at_s = 0.0
+        self.counters = Counters(None)
+        self._read_at_s: float | None = None
         self._parts: deque[tuple[float, Window]] = deque()
-        self._side, self._side_since_s = 0, None  # type: int, float | None
+        self._side, self._side_since_s = 0, 0.0
         self._restarts = 0
-
-    def away(self, at_s: float, why: str) -> View:
-        """The server could not be read."""
-        return self._view(at_s, why, False)
 
     def add(self, at_s: float, counters: Counters) -> View:
         """The server was read.  DataError where it says nothing of drafts."""
-        before, alarmed = self.counters, False
-        found = counters.since(before)
-        if before is not None:
-            part = Window(at_s - self._read_at_s, found)
-            self._restarts += found.restarted
+        alarmed = False
+        if self._read_at_s is None:
+            counters.since()
+        else:
+            part = Window(at_s - self._read_at_s, counters.since(self.counters))
+            self._restarts += part.found.restarted
             self._parts.append((at_s, part))
             alarmed = self._judge(at_s, part)
         self.counters, self._read_at_s = counters, at_s
         while self._parts and self._parts[0][0] <= at_s - TEN_MINUTES_S:
             self._parts.popleft()
-        if self._side and not alarmed and self._is_back(at_s):
-            self._side, self._side_since_s = 0, None
+        if self._side and at_s - self._side_since_s >= TEN_MINUTES_S:
+            # ten minutes after the alarm: one minute of little traffic may lie within the interval by chance
+            assert self.drift is not None
+            if standing(self.window(at_s, TEN_MINUTES_S), self.drift.release, sigmas=0) == 0:
+                self._side = 0
         return self._view(at_s, None, alarmed)
+
+    def away(self, at_s: float, why: str) -> View:
+        """The server could not be read."""
+        return self._view(at_s, why, False)
 
     def window(self, at_s: float, seconds: float) -> Window:
         return together([part for read_at_s, part in self._parts if read_at_s > at_s - seconds])
@@ -139,29 +130,21 @@ class Watch:
     def _judge(self, at_s: float, part: Window) -> bool:
         """Whether this stretch raised an alarm."""
         reached = part.found.tokens_per_step
-        if self.drift is None or self.release is None or reached is None or not is_comparable(part.found, self.release):
+        if self.drift is None or reached is None or not is_comparable(part.found, self.drift.release):
             return False
         side = int(self.drift.add(reached * part.steps, part.steps)[0])
-        if side and side != self._side:
-            self._side, self._side_since_s = side, at_s
-            return True
-        return False
-
-    def _is_back(self, at_s: float) -> bool:
-        """Whether ten minutes after the alarm lie within the interval; one minute of little traffic may do so by chance."""
-        assert self.release is not None
-        late = at_s - (self._side_since_s or 0) >= TEN_MINUTES_S
-        return late and standing(self.window(at_s, TEN_MINUTES_S), self.release, sigmas=0) == 0
+        if not side or side == self._side:
+            return False
+        self._side, self._side_since_s = side, at_s
+        return True
 
     def _view(self, at_s: float, why: str | None, alarmed: bool) -> View:
-        counters = self.counters
-        since_start = counters.since() if counters else None
-        is_judged = self.release is not None and (since_start is None or is_comparable(since_start, self.release))
+        drift = self.drift
+        is_judged = drift is not None and is_comparable(self.counters.total, drift.release)
         return View(
-            at_s, counters, self.window(at_s, MINUTE_S), self.window(at_s, TEN_MINUTES_S),
-            since_start, why, self._side if is_judged else None, self._side_since_s,
-            float(self.drift.evidence.max()) if self.drift else 0.0, alarmed, self._restarts,
-            self.drift.steps_to_notice() if self.drift else None,
+            at_s, self.counters, self.window(at_s, MINUTE_S), self.window(at_s, TEN_MINUTES_S), why,
+            self._side if is_judged else None, self._side_since_s, float(drift.evidence.max()) if drift else 0.0, alarmed,
+            self._restarts, drift.steps_to_notice() if drift else None,
         )  # fmt: skip
 
 

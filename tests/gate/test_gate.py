@@ -690,6 +690,7 @@ def test_the_command_answers_with_its_exit_code_and_writes_what_was_asked(comman
         (("none.json", "--baseline", "old.json"), "no report at none.json"),
         (("old.json", "--baseline", "other.json"), "schema 2"),
         (("old.json", "--baseline", "old.json", "--junit", "nowhere/gate.xml"), "no such folder"),
+        (("old.json", "--baseline", "old.json", "--json", "."), "can't write ."),
         (("old.json", "--baseline", "old.json", "--aa", "old.json"), "two or more"),
         (("old.json", "--baseline", "old.json", "--policy", "other.json"), "unknown key"),
         (("old.json",), "--baseline"),

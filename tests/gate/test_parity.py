@@ -233,6 +233,21 @@ def test_the_command_compares_greedy_and_sampled_texts(folder: Path, here: Path,
     assert json.loads((here / "found.json").read_text())["sampled"] is None
 
 
+def test_a_run_file_is_compared_on_the_target_that_it_names(folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a setting of the target that the run obeys and the comparison does not, such as whether steps are compiled."""
+    from outrider.runs import stages
+
+    given: list[dict[str, Any]] = []
+    load = stages.load_target
+    monkeypatch.setattr(stages, "load_target", lambda name, **options: (given.append(options), load(name, **options))[1])
+    recipe = write_recipe(here / "tiny.yaml", folder, drafter={"kind": "ngram"}, train=None, evaluate=None)
+    target = f"target: {{name: {folder}, dtype: float32, compile: false}}"
+    recipe.write_text(recipe.read_text().replace(f"target: {folder}", target))
+    options = ["--prompts", str(here / "held_out.jsonl"), "--count", "1", "--max-new-tokens", "4"]
+    assert outrider_with("parity", str(recipe), *options) == 0
+    assert [(options["dtype"], options["compile"]) for options in given] == [("float32", False)]
+
+
 def test_the_command_ends_with_1_where_texts_differ_and_2_where_it_is_used_wrongly(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

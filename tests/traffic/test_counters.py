@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from outrider.errors import ConfigError, DataError
-from outrider.traffic.counters import NAMES, place_of, read, scrape
+from outrider.traffic.counters import NAMES, read, scrape
 
 VLLM = "vllm:spec_decode_num_"
 
@@ -87,9 +87,9 @@ def test_what_prometheus_wrote_is_read_back_and_time_stamps_are_not_counted() ->
         engine.step(drafted, kept)
     assert "_created" in engine.text
     found = read(engine.text)
-    assert (found.server, found.drafts, found.drafted, found.accepted) == ("vLLM", 3, 13, 5)
-    assert found.by_position == {0: 2, 1: 2, 2: 1}
     since = found.since()
+    assert (found.server, since.drafts, since.drafted, since.accepted) == ("vLLM", 3, 13, 5)
+    assert since.by_position == (2, 2, 1)
     assert since.tokens_per_draft == pytest.approx(1 + 5 / 3)
     assert since.rates == pytest.approx((2 / 3, 2 / 3, 1 / 3))
     assert sum(since.by_position) == since.accepted
@@ -117,8 +117,8 @@ def test_engines_are_summed() -> None:
     engine.running.labels(**engine.engines[0]).set(2)
     engine.running.labels(**engine.engines[2]).set(3)
     found = read(engine.text)
-    assert (found.drafts, found.drafted, found.accepted, found.running) == (3, 15, 7, 5)
-    assert found.by_position == {0: 3, 1: 2, 2: 1, 3: 1}
+    assert (found.total.drafts, found.total.drafted, found.total.accepted, found.running) == (3, 15, 7, 5)
+    assert found.total.by_position == (3, 2, 1, 1)
 
 
 def test_pieces_of_time_add_up_to_the_whole() -> None:
@@ -189,7 +189,7 @@ def test_a_server_without_a_drafter_is_read_and_says_so_when_asked() -> None:
 
 def test_values_that_are_no_number_are_not_counted() -> None:
     """Catches NaN, which a server writes for what it hasn't measured, spreading into sums."""
-    assert read(f'{VLLM}drafts_total{{engine="0"}} NaN\n{VLLM}drafts_total{{engine="1"}} 4\n').drafts == 4
+    assert read(f'{VLLM}drafts_total{{engine="0"}} NaN\n{VLLM}drafts_total{{engine="1"}} 4\n').since().drafts == 4
 
 
 @pytest.mark.parametrize("address", ["{}", "{}/", "{}/v1", "{}/v1/", "{}/metrics"])
@@ -198,13 +198,13 @@ def test_the_metrics_are_found_from_any_address_of_the_server(address: str) -> N
     engine = Engine()
     engine.step(5, 2)
     with served(lambda path: (200, engine.text.encode()) if path == "/metrics" else (404, b"")) as url:
-        assert scrape(address.format(url)).accepted == 2
+        assert scrape(address.format(url)).since().accepted == 2
 
 
 @pytest.mark.parametrize("url", ["", "file:///etc/passwd", "ftp://host/", "http://"])
 def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="address of a server"):
-        place_of(url)
+        scrape(url)
 
 
 @pytest.mark.parametrize(

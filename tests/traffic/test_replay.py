@@ -36,10 +36,9 @@ from outrider.traffic.answer import Answer, Events
 from outrider.traffic.calls import Call
 from outrider.traffic.compared import Compared, first_difference
 from outrider.traffic.connection import Client
-from outrider.traffic.latencies import Gaps, Outcome, Tally
+from outrider.traffic.latencies import Endpoint, Gaps
 from outrider.traffic.plan import Plan, dues, limits, prepared
 from outrider.traffic.replay import Replayed
-from outrider.traffic.retries import is_worth_another, pause_s
 from outrider.traffic.servers import Server, server_at
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -213,13 +212,13 @@ def test_a_call_that_is_dropped_in_the_middle_stops_the_replay(
     plain: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted fault: a tally that forgets one call in seven is noticed by the replay itself."""
-    take = Tally.take
+    take = Endpoint.take
 
-    def forgetful(tally: Tally, number: int, *rest: Any) -> None:
+    def forgetful(endpoint: Endpoint, number: int, *rest: Any) -> None:
         if number % 7:
-            take(tally, number, *rest)
+            take(endpoint, number, *rest)
 
-    monkeypatch.setattr(Tally, "take", forgetful)
+    monkeypatch.setattr(Endpoint, "take", forgetful)
     with pytest.raises(AssertionError, match="2 calls are not accounted for"):
         replay.replay(log(tmp_path, 14), [plain.url])
 
@@ -269,8 +268,8 @@ def test_an_answer_that_was_under_way_is_cut_off_and_keeps_what_came(plain: Stub
     asyncio.run(asyncio.wait_for(stopped(), 60))
     assert run.file is not None
     run.file.close()
-    (tally,) = run.tallies
-    assert (dict(tally.cut_off), dict(tally.failed)) == ({"stopped": 1}, {"stopped": 1})
+    (endpoint,) = run.endpoints
+    assert (dict(endpoint.cut_off), dict(endpoint.failed)) == ({"stopped": 1}, {"stopped": 1})
     rows = {line["call"]: line for line in map(json.loads, (tmp_path / "calls.jsonl").open())}
     ((row,),) = (rows[0]["servers"].values(),)
     assert row["outcome"] == "cut off" and row["pieces"] == 2 and row["answer"] and row["ttft_s"] > 0
@@ -477,21 +476,21 @@ def test_callers_of_a_closed_loop_never_have_more_calls_under_way_than_there_are
 def test_a_pause_doubles_and_does_what_the_server_says() -> None:
     """Catches Retry-After that is ignored, and callers that all come back at once."""
     noise = random.Random(0)
-    pauses = [[pause_s(Answer(0.0), attempt, noise) or 0 for _ in range(200)] for attempt in (1, 2, 3, 20)]
+    pauses = [[Answer(0.0, attempts=attempt).pause_s(noise) or 0 for _ in range(200)] for attempt in (1, 2, 3, 20)]
     for attempt, found in zip((1, 2, 4, 60), pauses, strict=True):
         assert 0.25 * attempt <= min(found) < max(found) <= 0.75 * attempt
-    assert pause_s(Answer(0.0, retry_after_s=2.5), 1, noise) == 2.5
-    assert pause_s(Answer(0.0, retry_after_s=3600), 1, noise) is None
-    assert pause_s(Answer(0.0, retry_after_s=30.5), 1, noise) is None
+    assert Answer(0.0, retry_after_s=2.5).pause_s(noise) == 2.5
+    assert Answer(0.0, retry_after_s=3600).pause_s(noise) is None
+    assert Answer(0.0, retry_after_s=30.5).pause_s(noise) is None
 
 
 def test_what_is_sent_again_is_what_the_page_says() -> None:
     """Catches a page that names other statuses than the code does."""
     page = (ROOT / "docs" / "replay.md").read_text()
-    again = [status for status in range(200, 600) if is_worth_another(Answer(0.0, status=status, failure=f"HTTP {status}"))]
+    again = [status for status in range(200, 600) if Answer(0.0, status=status, failure=f"HTTP {status}").is_worth_another]
     assert again == [200, 408, 429, 500, 502, 503, 504]
     assert "408, 429, 500, 502, 503, 504, or a 200 whose stream" in page and "Retry-After above 30 s is not" in page
-    assert is_worth_another(Answer(0.0, status=200, failure="the stream ended without a word"))
+    assert Answer(0.0, status=200, failure="the stream ended without a word").is_worth_another
 
 
 def test_calls_that_warm_up_are_accounted_for_and_not_timed(plain: Stub, tmp_path: Path) -> None:
@@ -668,48 +667,45 @@ def test_gaps_in_bins_have_the_percentiles_of_the_gaps_themselves() -> None:
     assert Gaps().spread() is None
 
 
-def answered(number: int, tally: Tally, ttft: float, e2e: float, tokens: int) -> None:
-    tally.sent += 1
-    tally.take(
-        number, Outcome(Answer(0.0, ttft, e2e, e2e, tokens=tokens, is_done=True), 0.0, 1, 0.0), {"ttft": 0.5, "tpot": 0.05}
-    )
+def answered(number: int, endpoint: Endpoint, ttft: float, e2e: float, tokens: int) -> None:
+    endpoint.sent += 1
+    endpoint.take(number, Answer(0.0, ttft, e2e, e2e, tokens=tokens, is_done=True, due_s=0.0))
 
 
 def test_tpot_and_goodput_are_what_they_are_said_to_be() -> None:
     """Catches TPOT over all tokens instead of all but the first, and a limit that is met by half."""
-    tally = Tally()
-    answered(0, tally, 0.4, 0.8, 11)  # 40 ms a token
-    answered(1, tally, 0.4, 1.4, 11)  # 100
-    answered(2, tally, 0.6, 0.7, 11)
-    answered(3, tally, 0.4, 0.4, 1)  # none
-    assert tally.tpot_s[:2].tolist() == pytest.approx([0.04, 0.1]) and np.isnan(tally.tpot_s[3])
-    assert tally.met == 2
-    kept = latencies.endpoint(tally, "u", None, 0.0, {"ttft": 0.5, "tpot": 0.05}, None)
+    kept = Endpoint("u", slo={"ttft": 0.5, "tpot": 0.05})
+    answered(0, kept, 0.4, 0.8, 11)  # 40 ms a token
+    answered(1, kept, 0.4, 1.4, 11)  # 100
+    answered(2, kept, 0.6, 0.7, 11)
+    answered(3, kept, 0.4, 0.4, 1)  # none
+    each = kept.columns["tpot_s"]
+    assert each[:2].tolist() == pytest.approx([0.04, 0.1]) and np.isnan(each[3])
+    kept.end(0.0)
+    assert kept.within_limits == 2
     assert kept.tpot_s is not None and kept.tpot_s.samples == 3 and kept.goodput_per_s == pytest.approx(2 / 1.4)
 
 
 def test_goodput_is_of_the_time_of_the_calls_that_are_timed() -> None:
     """Catches calls of a few seconds divided by the minutes of the warm-up, and a limit that is met by what nobody knows."""
     slo = {"tpot": 0.05}
-    tally = Tally()
+    kept = Endpoint("u", slo=slo)
     for number, counts in enumerate([False] * 30 + [True] * 10):
         began = 0.1 * number
-        tally.sent += 1
-        tally.take(
-            number, Outcome(Answer(began, began + 0.01, began + 0.1, tokens=5, is_done=True), began, 1, None), slo, counts
-        )
-    kept = latencies.endpoint(tally, "u", None, 0.0, slo, None)
+        kept.sent += 1
+        kept.take(number, Answer(began, began + 0.01, began + 0.1, tokens=5, is_done=True), counts)
+    kept.end(0.0)
     assert kept.within_limits == 10 and kept.goodput_per_s == pytest.approx(10) == pytest.approx(kept.answers_per_s)
     unknown = Answer(0.0, 0.1, 9.0, is_done=True)
-    assert not Outcome(unknown, 0.0, 1, None).meets(slo) and Outcome(unknown, 0.0, 1, None).meets({"ttft": 1})
+    assert not unknown.meets(slo) and unknown.meets({"ttft": 1})
     unseen = Answer(0.0, None, 9.0, tokens=50, is_done=True)
-    assert not Outcome(unseen, 0.0, 1, None).meets(slo)
+    assert not unseen.meets(slo)
 
 
 def test_ratios_are_over_the_calls_that_both_answered_and_blocks_change_little() -> None:
     """Catches answers of one call beside those of another, which happens as soon as one server loses a call."""
     noise = np.random.default_rng(1)
-    first, second = Tally(), Tally()
+    first, second = Endpoint("a"), Endpoint("b")
     for number in range(1500):
         long = float(noise.exponential(1))
         if number % 7:

@@ -277,6 +277,17 @@ def test_a_call_that_failed_in_the_log_is_left_out_and_said(tmp_path: Path) -> N
     assert trace.size == 1 and dict(trace.left_out) == {"failed in the log": 1}
 
 
+def test_a_row_of_csv_that_can_not_be_read_is_named_or_counted(tmp_path: Path) -> None:
+    """Catches a traceback of the csv module: a carriage return within a row, and a cell too large for it."""
+    path = tmp_path / "log.csv"
+    for row in ("6,Chat\rGPT,600,20,620,log", f"6,{'x' * 200_000},600,20,620,log"):
+        path.write_bytes(f"{BURST}{row}\n".encode())
+        with pytest.raises(DataError, match=r"log\.csv:3: "):
+            read(path)
+        trace = read(path, skip_bad=True)
+        assert trace.size == 1 and dict(trace.left_out) == {"not readable": 1}
+
+
 SECRET = ["Wolfram", "tango-7", "sk-live-99", "ada@example.org", "get_salary", "Ottakring"]
 
 

@@ -23,7 +23,7 @@ from outrider.cli.watch import _standing_said, _verdict, watch
 from outrider.errors import ConfigError, DataError
 from outrider.report.bootstrap import Interval
 from outrider.report.schema import Report, Row
-from outrider.traffic.counters import Counters, read
+from outrider.traffic.counters import Acceptance, Counters, read
 from outrider.traffic.drift import Drift
 from outrider.traffic.release import Release, release_of
 from outrider.traffic.watch import Watch, Window, standing, together
@@ -196,10 +196,8 @@ def test_depths_of_the_release_are_counted_as_servers_count_them() -> None:
 
 def counters(steps: int, kept: int, started: float = 1.0) -> Counters:
     """Of a server that drafted 5 at every step."""
-    return Counters(
-        "vLLM", drafts=steps, drafted=5 * steps, accepted=kept, by_position={0: kept}, steps=steps, generated=steps + kept,
-        first_tokens=0, running=1, waiting=0, started=started,
-    )  # fmt: skip
+    total = Acceptance(steps, 5 * steps, kept, (kept,), steps=steps, generated=steps + kept, first_tokens=0)
+    return Counters("vLLM", total, running=1, waiting=0, started=started)
 
 
 LLAMA = "llamacpp:spec_decode_num_drafts_total {}\nllamacpp:spec_decode_num_accepted_tokens_total {}\n"
@@ -269,14 +267,14 @@ def test_an_alarm_is_raised_once_stays_and_ends_when_the_rate_is_back(release: R
     """Catches an alarm at every look, one that is forgotten while nothing got better, and one that never ends."""
     state, total = Watch(release, EVERY_S), [0, 0]
     good, bad = release.tokens_per_step.center, release.tokens_per_step.center * 0.7
-    assert not any(view.is_outside for view in feed(state, 0, good, 400, total))
+    assert not any(view.side for view in feed(state, 0, good, 400, total))
     views = feed(state, 2000, bad, 400, total)
     assert sum(view.alarmed for view in views) == 1
     first = next(k for k, view in enumerate(views) if view.alarmed)
     assert first * 400 < 20_000 and all(view.side == -1 for view in views[first:])
     views = feed(state, 4000, good, 400, total)
-    assert not any(view.alarmed for view in views) and views[0].is_outside and not views[-1].is_outside
-    assert next(k for k, view in enumerate(views) if not view.is_outside) * EVERY_S <= 900
+    assert not any(view.alarmed for view in views) and views[0].side and not views[-1].side
+    assert next(k for k, view in enumerate(views) if not view.side) * EVERY_S <= 900
 
 
 def test_an_alarm_does_not_end_because_the_minutes_before_it_were_good(release: Release) -> None:
@@ -286,7 +284,7 @@ def test_an_alarm_does_not_end_because_the_minutes_before_it_were_good(release: 
     views = feed(state, 1000, 1.8, 60, total, steps=10_000)
     assert [view.alarmed for view in views[:5]].count(True) == 1
     first = next(k for k, view in enumerate(views) if view.alarmed)
-    assert all(view.is_outside for view in views[first:])
+    assert all(view.side for view in views[first:])
 
 
 def test_a_minute_and_ten_are_what_they_say_and_nothing_older_is_kept(release: Release) -> None:
@@ -296,7 +294,7 @@ def test_a_minute_and_ten_are_what_they_say_and_nothing_older_is_kept(release: R
     assert (view.minute.seconds, view.ten_minutes.seconds) == (60, 600)
     assert (view.minute.steps, view.ten_minutes.steps) == (12 * 400, 120 * 400)
     assert len(state._parts) == 120
-    assert view.since_start is not None and view.since_start.steps == 400_000
+    assert view.counters.since().steps == 400_000
 
 
 def test_a_server_that_begins_anew_is_noticed_and_counted_on(release: Release) -> None:
@@ -308,7 +306,7 @@ def test_a_server_that_begins_anew_is_noticed_and_counted_on(release: Release) -
     view = state.add(65, counters(100, 150, started=60.0))
     assert view.restarts == 1 and view.away is None and not view.alarmed
     assert view.minute.found.drafts == 8 * 400 + 100
-    assert view.since_start is not None and view.since_start.drafts == 100
+    assert view.counters.since().drafts == 100
 
 
 def test_one_look_says_outside_only_beyond_its_own_noise(release: Release) -> None:
