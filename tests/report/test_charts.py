@@ -7,7 +7,7 @@ import re
 import pytest
 
 from outrider.report.page import charts, drawn
-from outrider.report.page.charts import Axis, Cell, Dot, Heat, Item, Line, Mark, Piece, Rows, Span, spread, spreads
+from outrider.report.page.charts import Axis, Heat, Item, Line, Mark, Rows, Span, dot, spread, spreads
 
 BAD = "<script>alert(1)</script>\"'&"
 UNIT = Axis("share", 0, 1)
@@ -15,22 +15,22 @@ UNIT = Axis("share", 0, 1)
 
 def drawings(name: str = "a", value: float | None = 0.5) -> dict[str, str]:
     """Every chart with one named value."""
-    cell = Cell(value, name, name)
-    pieces = [] if value is None else [Piece("bar c0", value, name, name)]
+    pieces = [] if value is None else [Mark(value, "bar c0", name, name)]
     bar = Item(name, name, pieces, whisker=(0.4, 0.5, 0.6), value=name, text=name, alarm=name)
     marks = [] if value is None else [Mark(value, "mark c0", name)]
-    shared = Item(name, name, [*pieces, Piece("part-verify", 0.5, name)], text=name)
+    shared = Item(name, name, [*pieces, Mark(0.5, "part-verify", name)], text=name)
     other = spread("b", "", 1, (0, 0.5, 1), "")
     found = {
         "bars": Rows("bars", [bar], UNIT, 1.0, name),
         "lines": charts.lines([Line(name, 0, [(1, value), (2, None), (3, 0.4)], dashed=True)], Axis(name, 1, 3), UNIT),
         "ladder": Rows("marks", [Item(name, marks=marks, span=Span(0, 1, "rung"))], UNIT, width=306, left=112, right=14),
         "spreads": spreads([spread(name, name, 0, (0.2, value, 0.8), name, 0.6), other], UNIT, 1.0, name),
-        "heat": Heat(name, [name], [(name, name, [cell, Cell(None, "–")])], 0, 1),
-        "strips": charts.strips([(Item(name, name, text=name), 0, [Dot(0.5, name), Dot(0.6, name, True)])], UNIT, 1.0, name),
+        "heat": Heat(Axis(name, 0, 1), [name], [(name, name, [(value, name), (None, "")])]),
+        "strips": charts.strips(
+            [Item(name, name, marks=[dot(0.5, 0, name), dot(0.6, 0, name, True)], text=name)], UNIT, 1.0, name
+        ),
         "columns": charts.columns([3, 1], 3, 0, name, name),
         "shares": Rows("bars", [shared], UNIT, right=190, is_bare=True),
-        "grid": charts.Grid([name], [(name, name)]),
     }
     return {kind: drawn(chart) for kind, chart in found.items()}
 
@@ -77,7 +77,7 @@ def test_a_larger_value_stands_further_right():
 def test_heat_rises_with_the_value_and_every_cell_says_its_number():
     """Catches a colour scale that is all that a reader has, or that runs backwards."""
     values = [0.0, 0.2, 0.5, 0.8, 1.0]
-    html = drawn(Heat("", [""] * 5, [("a", "", [Cell(v, f"{v:.0%}") for v in values])], 0, 1))
+    html = drawn(Heat(charts.PERCENT, [""] * 5, [("a", "", [(v, "") for v in values])]))
     steps = [int(step) for step in re.findall(r'class="h(\d)"', html)]
     assert steps == sorted(set(steps))
     assert (steps[0], steps[-1]) == (0, 9)
@@ -86,15 +86,15 @@ def test_heat_rises_with_the_value_and_every_cell_says_its_number():
 
 def test_equal_values_do_not_divide_by_nothing():
     """A heat table of one value, and an axis of no length."""
-    assert 'class="h0"' in drawn(Heat("", [""], [("a", "", [Cell(0.5, "x")])], 0.5, 0.5))
+    assert 'class="h0"' in drawn(Heat(Axis("", 0.5, 0.5), [""], [("a", "", [(0.5, "")])]))
     assert drawn(spreads([spread("a", "", 1, (1, 1, 1), "")], Axis("x", 1, 1)))
 
 
 def test_a_crowd_of_dots_loses_its_tips_but_no_dot_and_no_alarm():
     """Thousands of tips are most of a large page; an alarm must keep its own."""
-    strips = lambda dots: drawn(charts.strips([(Item("a"), 0, dots)], UNIT, 1.0, ""))
-    assert strips([Dot(0.5, "tip")] * 10).count("<title>tip</title>") == 10
-    many = [Dot(i / 3000, "tip") for i in range(charts.TOLD + 1)] + [Dot(0.5, "wrong", True)]
+    strips = lambda dots: drawn(charts.strips([Item("a", marks=dots, colour=0)], UNIT, 1.0, ""))
+    assert strips([dot(0.5, 0, "tip")] * 10).count("<title>tip</title>") == 10
+    many = [dot(i / 3000, 0, "tip") for i in range(charts.TOLD + 1)] + [dot(0.5, 0, "wrong", True)]
     crowd = strips(many)
     assert "<title>tip</title>" not in crowd
     assert crowd.count("h0M") + 1 == charts.TOLD + 1

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
-from outrider.report.summary import say
-
 COLOURS = 7
 WIDE, HALF, THIRD = 960, 470, 306
 GUTTER = 218
@@ -68,34 +66,19 @@ def round_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 # ── rows: bars and marks ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Piece(NamedTuple):
-    """A part of a bar, from where the one before it ends."""
-
-    class_: str
-    value: float
-    tip: str
-    text: str = ""
-
-
 class Mark(NamedTuple):
-    """One sample on a row."""
+    """A part of a bar, which begins where the one before it ends; or one sample on a row; or a small upright line there."""
 
     value: float
     class_: str
     tip: str = ""
+    text: str = ""
+    """What a part of a bar says, where there is room."""
     shape: str = "circle"
     radius: float = 6
+    """Of a line half its height."""
     lift: float = 0
     """Pixels beneath the middle of its row."""
-
-
-class Stroke(NamedTuple):
-    """A small upright line on a row."""
-
-    value: float
-    class_: str
-    tip: str = ""
-    reach: float = 6
 
 
 class Span(NamedTuple):
@@ -113,15 +96,16 @@ class Item:
 
     name: str
     context: str = ""
-    pieces: Sequence[Piece] = ()
+    pieces: Sequence[Mark] = ()
     marks: Sequence[Mark] = ()
-    strokes: Sequence[Stroke] = ()
+    tick: Mark | None = None
     span: Span | None = None
     whisker: tuple[float, float, float] | None = None
     """Low, center and high of an interval, drawn over the end of the bar."""
     specks: str = ""
     """Many dots in one path: a fifth of the size."""
-    specks_class: str = ""
+    colour: int | None = None
+    """Of the specks."""
     value: str = ""
     """What is said first, in bold."""
     text: str = ""
@@ -130,6 +114,12 @@ class Item:
     @property
     def is_measured(self) -> bool:
         return bool(self.pieces or self.marks or self.specks)
+
+    @property
+    def high(self) -> float:
+        """The greatest value drawn."""
+        whisker = self.whisker[2] if self.whisker else 0.0
+        return max(sum(piece.value for piece in self.pieces), *(mark.value for mark in self.marks), whisker, 0.0)
 
 
 @dataclass(frozen=True)
@@ -160,7 +150,7 @@ class Rows:
     def x(self, value: float) -> float:
         return self.axis.place(value, self.left, self.width - self.right)
 
-    def placed(self, item: Item) -> list[tuple[Piece, float, float]]:
+    def placed(self, item: Item) -> list[tuple[Mark, float, float]]:
         """Every piece with its place and its width."""
         found, start, gap = [], self.axis.low, 1.5 if len(item.pieces) > 1 else 0.0
         for piece in item.pieces:
@@ -171,10 +161,7 @@ class Rows:
 
     def end(self, item: Item) -> float:
         """Where the words of a bar begin: right of all that is drawn."""
-        whisker = item.whisker[2] if item.whisker else 0.0
-        return (
-            self.x(max(sum(p.value for p in item.pieces), *(m.value for m in item.marks), self.line or 0.0, whisker, 0.0)) + 12
-        )
+        return self.x(max(item.high, self.line or 0.0)) + 12
 
 
 def columns(counts: Sequence[float], most: float, colour: int | None, unit: str, what: str, first: int = 1) -> Rows:
@@ -183,7 +170,7 @@ def columns(counts: Sequence[float], most: float, colour: int | None, unit: str,
     items = []
     for i, count in enumerate(counts, first):
         tip = f"{count:,} {what}, {unit} {i}, {count / total if total else 0:.0%} of {total:,}"
-        piece = Piece(f"bar {hue(colour)}", count, tip)
+        piece = Mark(count, f"bar {hue(colour)}", tip)
         items.append(Item(str(i), pieces=[piece], span=Span(0, most or 1, "rung"), text=f"{count:,}"))
     return Rows("bars", items, Axis(unit, 0, most or 1), row=20, width=THIRD, left=30, right=64, is_bare=True)
 
@@ -196,11 +183,10 @@ def spread(
     low, center, high = ends
     if center is None:
         return Item(name, context)
-    tip, colour_class = f"{name}, {context}: {text}", hue(colour)
-    mark = Mark(center, f"{'hollow' if is_hollow else 'mark'} {colour_class}", tip, shape_of(colour))
-    strokes = [] if tick is None else [Stroke(tick, f"span {colour_class}")]
-    span = Span(center if low is None else low, center if high is None else high, f"span {colour_class}", tip)
-    return Item(name, context, marks=[mark], strokes=strokes, span=span, text=text)
+    tip, line = f"{name}, {context}: {text}", f"span {hue(colour)}"
+    mark = Mark(center, f"{'hollow' if is_hollow else 'mark'} {hue(colour)}", tip, shape=shape_of(colour))
+    span = Span(center if low is None else low, center if high is None else high, line, tip)
+    return Item(name, context, marks=[mark], tick=None if tick is None else Mark(tick, line), span=span, text=text)
 
 
 def spreads(items: Sequence[Item], axis: Axis, line: float | None = None, line_text: str = "") -> Rows | None:
@@ -208,40 +194,30 @@ def spreads(items: Sequence[Item], axis: Axis, line: float | None = None, line_t
     return Rows("marks", items, axis, line, line_text, row=40) if any(item.is_measured for item in items) else None
 
 
-class Dot(NamedTuple):
-    """One sample of a strip."""
-
-    value: float
-    tip: str
-    alarm: bool = False
-
-
-def strips(rows: Sequence[tuple[Item, int | None, Sequence[Dot]]], axis: Axis, line: float, line_text: str) -> Rows:
-    """Every sample as a dot, one strip a row, the median as a tick; alarming dots are large crosses."""
-    chart = Rows("marks", [item for item, _, _ in rows], axis, line, line_text, row=62, right=190)
-    told = sum(len(dots) for _, _, dots in rows) <= TOLD
-    items = []
-    for item, colour, dots in rows:
-        if not dots:
-            items.append(item)
-            continue
-        placed = _swarm(dots, chart.x)
-        marks = [
-            Mark(dot.value, "dot alarmed", dot.tip, "cross", 8, lift) if dot.alarm
-            else Mark(dot.value, f"dot {hue(colour)}", dot.tip, "circle", 4.5, lift)
-            for dot, lift in placed if told or dot.alarm
-        ]  # fmt: skip
-        path = "" if told else "".join(f"M{chart.x(dot.value):.0f} {lift:.0f}h0" for dot, lift in placed if not dot.alarm)
-        middle = median(dot.value for dot in dots)
-        stroke = Stroke(middle, "median", f"median {middle:.2f}", 24)
-        items.append(replace(
-            item, marks=marks, specks=path, specks_class=f"specks {hue(colour)}", strokes=[stroke],
-            value=f"median {axis.say(middle)}",
-        ))  # fmt: skip
-    return replace(chart, items=items)
+def dot(value: float, colour: int | None, tip: str, is_alarm: bool = False) -> Mark:
+    """One sample of a strip; an alarming one is a large cross."""
+    if is_alarm:
+        return Mark(value, "dot alarmed", tip, shape="cross", radius=8)
+    return Mark(value, f"dot {hue(colour)}", tip, radius=4.5)
 
 
-def _swarm(dots: Sequence[Dot], x: Callable[[float], float], pitch: float = 9.5) -> list[tuple[Dot, float]]:
+def strips(items: Sequence[Item], axis: Axis, line: float, line_text: str) -> Rows:
+    """Every mark of every row, as `dot` makes them, beside its neighbours, the median as a tick."""
+    chart = Rows("marks", items, axis, line, line_text, row=62, right=190)
+    is_told = sum(len(item.marks) for item in items) <= TOLD
+    return replace(chart, items=[_strip(item, chart, is_told) if item.marks else item for item in items])
+
+
+def _strip(item: Item, chart: Rows, is_told: bool) -> Item:
+    dots, middle = _swarm(item.marks, chart.x), median(dot.value for dot in item.marks)
+    crowd = "" if is_told else "".join(f"M{chart.x(dot.value):.0f} {dot.lift:.0f}h0" for dot in dots if dot.shape != "cross")
+    return replace(
+        item, marks=[dot for dot in dots if is_told or dot.shape == "cross"], specks=crowd,
+        tick=Mark(middle, "median", f"median {middle:.2f}", radius=24), value=f"median {chart.axis.say(middle)}",
+    )  # fmt: skip
+
+
+def _swarm(dots: Sequence[Mark], x: Callable[[float], float], pitch: float = 9.5) -> list[Mark]:
     """Dots with a vertical shift each, so that neighbours don't hide one another while there is room."""
     last = dict.fromkeys((0.0, -pitch, pitch, -2 * pitch, 2 * pitch), -math.inf)
     placed = []
@@ -249,8 +225,8 @@ def _swarm(dots: Sequence[Dot], x: Callable[[float], float], pitch: float = 9.5)
         here = x(dot.value)
         lift = next((lift for lift, end in last.items() if here - end >= pitch), min(last, key=last.__getitem__))
         last[lift] = here
-        placed.append((dot, lift))
-    return sorted(placed, key=lambda pair: pair[0].alarm)  # an alarm is drawn last, over its neighbours
+        placed.append(dot._replace(lift=lift))
+    return sorted(placed, key=lambda dot: dot.shape == "cross")  # an alarm is drawn last, over its neighbours
 
 
 # ── lines ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -328,46 +304,28 @@ def spaced(wanted: Sequence[float], gap: float, lowest: float) -> list[float]:
 # ── heat ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Cell(NamedTuple):
-    """One cell of a heat table."""
-
-    value: float | None
-    text: str
-    tip: str = ""
-
-
 @dataclass(frozen=True)
 class Heat:
-    """A table whose cells darken from low to high.  rows: (name, context, cells); every cell says its own number."""
+    """A table whose cells darken along the axis, and say their numbers.
 
-    corner: str
+    rows: (name, context, cells), a cell being a value and its tip; a row may have fewer cells than there are heads.
+    """
+
+    axis: Axis
     heads: Sequence[str]
-    rows: Sequence[tuple[str, str, Sequence[Cell]]]
-    low: float
-    high: float
+    rows: Sequence[tuple[str, str, Sequence[tuple[float | None, str]]]]
     kind = "heat"
 
-    def step(self, cell: Cell) -> str:
-        """The class of a cell."""
-        if cell.value is None:
-            return "missing"
-        return f"h{round(9 * min(max((cell.value - self.low) / ((self.high - self.low) or 1), 0), 1))}"
+    def step(self, value: float) -> int:
+        """How dark a cell is, from 0 to 9."""
+        return round(self.axis.place(value, 0, 9))
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A plain table; the first column names the line."""
-
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    kind = "grid"
-
-
-Chart = Rows | Lines | Heat | Grid
+Chart = Rows | Lines | Heat
 
 
 class Panel(NamedTuple):
-    """A drawing or a table under its own small heading."""
+    """A drawing under its own small heading."""
 
     body: Chart | None
     title: str = ""
@@ -375,9 +333,3 @@ class Panel(NamedTuple):
     keys: Sequence[str] = ()
     """Names of the parts, where colour tells them."""
     is_wide: bool = False
-
-
-def cells(values: Sequence[float | None], width: int, spec: str = ".0f", scale: float = 100) -> list[Cell]:
-    """Numbers as cells, filled up to a width; those that are missing are dashes."""
-    padded = [*values, *[None] * (width - len(values))]
-    return [Cell(value, say(value, spec, scale=scale, missing="–")) for value in padded]
