@@ -28,22 +28,23 @@ FOLDER_FILES = (".jsonl", ".json", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """A whole prompt set."""
+class PromptSet:
+    """Prompts of a task, and where they are from."""
 
     prompts: Sequence[Prompt]
     source: str
     """Where the rows came from, in words."""
     revision: str | None
     """The commit that was read, or `sha256:` and 16 digits of a file's content."""
-    count: int
+    count: int | None
+    """Of the whole set."""
 
     def some(self, most: int, seed: int) -> Iterator[Prompt]:
         """Up to `most`, the head of a seeded shuffle: fewer of one seed are the first of more.
 
         DSpark's own evaluation draws in this way, with seed 980406.
         """
-        order = list(range(self.count))
+        order = list(range(len(self.prompts)))
         random.Random(seed).shuffle(order)
         return (self.prompts[i] for i in order[:most])
 
@@ -127,7 +128,7 @@ def prompts(
         yield from load(task, data, revision).some(most, seed)
 
 
-def load(task: str, data: str | Path | None = None, revision: str | None = None) -> Loaded:
+def load(task: str, data: str | Path | None = None, revision: str | None = None) -> PromptSet:
     """A whole prompt set: from the folder `data` where that holds it, else from where it is published, at one commit.
 
     `revision` pins that commit, or, written `sha256:...`, the content of files.  Raises DataError for an unknown task, for
@@ -135,10 +136,10 @@ def load(task: str, data: str | Path | None = None, revision: str | None = None)
     """
     if check(task) == "stdlib":
         drawn = tuple(prompts(task, 10**6, revision=revision))
-        return Loaded(drawn, "the interpreter's standard library", None, len(drawn))
+        return PromptSet(drawn, "the interpreter's standard library", None, len(drawn))
     if task.endswith(FILES):
         drawn = tuple(prompts(task, 10**9, revision=revision))
-        return Loaded(drawn, task, content_of([Path(task)]), len(drawn))
+        return PromptSet(drawn, task, content_of([Path(task)]), len(drawn))
     known = TASKS[task]
     paths = found(known, data) if data is not None else ()
     if paths:
@@ -150,7 +151,7 @@ def load(task: str, data: str | Path | None = None, revision: str | None = None)
     made = _prompts_of(known, rows, place)
     if not made:
         raise DataError(f"{place} holds no row of {task}; wanted {known.rows}")
-    return Loaded(made, place, revision, len(made))
+    return PromptSet(made, place, revision, len(made))
 
 
 def _refuse_other(content: str | None, place: str, revision: str | None) -> None:
