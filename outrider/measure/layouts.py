@@ -22,7 +22,7 @@ class Prompt(NamedTuple):
     turns: tuple[str, ...]
     system: str | None = None
     reference: Any = None
-    """What the task's scorer compares an answer with; None where the task has no score."""
+    """What the task's scorer compares an answer with, or a function that reads it; None where the task has no score."""
 
     def messages(self, answers: Sequence[str] = ()) -> list[dict[str, str]]:
         """The conversation up to the next answer wanted, with the answers given so far."""

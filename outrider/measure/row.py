@@ -6,7 +6,7 @@ A run holds raw counts and seconds and nothing derived; a row holds figures and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import Request
 from outrider.measure.tasks import Prompt
 from outrider.report import bootstrap, schema
-from outrider.report.schema import PromptResult, Range, Row, Score, Training
+from outrider.report.schema import PromptResult, Row, Score, Training
 from outrider.targets.transformers import TransformersTarget
 
 
@@ -27,7 +27,6 @@ class Entry:
     name: str
     drafter: Drafter
     temperature: float = 0.0
-    policy: Callable[[], Policy] | None = None
     trained_on: str | None = None
     """The precision of the target that it was trained beside, such as float32."""
     acceptance: tuple[float | None, ...] = ()
@@ -123,38 +122,24 @@ def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps
     prompts = tuple(_prompt(measured, sample, overlaps) for sample in samples)
     references = sum(len(turn) for sample in samples for turn in sample.reference)
     return Row(
-        drafter=entry.name,
-        task=measured.task,
-        prompts=len(runs),
-        temperature=entry.temperature,
-        **acceptance(runs),
+        drafter=entry.name, task=measured.task, temperature=entry.temperature, prompts=len(runs), per_prompt=prompts,
+        **acceptance(runs), **_speed(runs, plain), **_times(runs, plain),
         expected_acceptance=sum(measured.overlap) / len(measured.overlap) if measured.overlap else None,
         predicted_by_depth=predicted(entry.acceptance),
-        **_speed(runs, plain),
         generate_tokens_per_s=references / sum(sample.generate_s for sample in samples),
         noise=None if is_greedy else "own",
         exact=all(prompt.exact for prompt in prompts) if is_greedy else None,
         compared_tokens=references if is_greedy else 0,
         plain_exact=all(difference(s.plain, s.reference) is None for s in samples) if is_greedy else None,
-        **_times(runs, plain),
         memory_peak_bytes=max((peak for run in runs if (peak := run.memory_peak_bytes) is not None), default=None),
-        dtype=target.spec.dtype,
-        precision=target.spec.precision,
-        trained_on=entry.trained_on,
-        batch=1,
-        device=str(target.device),
-        unlawful=sum(run.unlawful for run in runs),
-        rule=measured.rule,
-        policy=measured.policy if entry.policy is None else "own",
-        verification=measured.verification,
-        lossless=measured.rule is None,
+        device=str(target.device), dtype=target.spec.dtype, precision=target.spec.precision, trained_on=entry.trained_on,
+        batch=1, unlawful=sum(run.unlawful for run in runs),
+        rule=measured.rule, lossless=measured.rule is None, policy=measured.policy, verification=measured.verification,
         distance=sum(run.strayed for run in runs) / sum(len(run.tokens) for run in runs),
-        rejections=measured.rejections,
-        observed=tuple(measured.observed),
+        rejections=measured.rejections, observed=tuple(measured.observed),
         score=_score(prompts, measured.score_measure),
         clean=None if overlaps is None else _clean(measured, prompts, overlaps.rule),
-        per_prompt=prompts,
-    )
+    )  # fmt: skip
 
 
 # ── acceptance ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -170,7 +155,7 @@ def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
     interval = bootstrap.ratio_of_totals([len(run.tokens) for run in runs], [run.steps for run in runs])
     return {
         "tokens_per_step": tokens / steps,
-        "tokens_per_step_range": Range(**interval._asdict()),
+        "tokens_per_step_range": interval._asdict(),
         "accepted_by_depth": [_share(sum(a > k for a in accepted), sum(r > k for r in reached)) for k in range(depths)],
         "conditional_acceptance": conditional(accepted, reached),
         "rejections_by_depth": [sum(a == k < r for a, r in pairs) for k in range(depths)],
@@ -218,7 +203,7 @@ def _speed(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
         "tokens_per_s": tokens / seconds,
         "plain_tokens_per_s": plain_tokens / plain_seconds,
         "speedup": plain_seconds / plain_tokens * tokens / seconds,
-        "speedup_geomean": Range(**bootstrap.geometric_mean(ratios)._asdict()),
+        "speedup_geomean": bootstrap.geometric_mean(ratios)._asdict(),
         "speedup_of_means": sum(rates) / sum(plain_rates),
         "seconds": seconds,
         "plain_seconds": plain_seconds,
@@ -268,20 +253,13 @@ def _prompt(measured: Measured, sample: Sample, overlaps: Overlaps | None) -> Pr
     is_greedy = measured.entry.temperature == 0
     first = difference(run, sample.reference) if is_greedy else None
     return PromptResult(
-        id=name,
-        tokens=len(run.tokens),
-        steps=run.steps,
-        tokens_per_s=_rate(run),
-        plain_tokens_per_s=_rate(alone),
+        id=name, tokens=len(run.tokens), steps=run.steps, tokens_per_s=_rate(run), plain_tokens_per_s=_rate(alone),
         speedup=alone.seconds / len(alone.tokens) * len(run.tokens) / run.seconds,
-        exact=first is None if is_greedy else None,
-        first_difference=first,
-        tpot_ms=1000 * _per_token(run),
-        plain_tpot_ms=1000 * _per_token(alone),
+        exact=first is None if is_greedy else None, first_difference=first,
+        tpot_ms=1000 * _per_token(run), plain_tpot_ms=1000 * _per_token(alone),
         overlaps=None if overlaps is None else overlaps.found.get((measured.task, name)),
-        score=sample.scores[0],
-        plain_score=sample.scores[1],
-    )
+        score=sample.scores[0], plain_score=sample.scores[1],
+    )  # fmt: skip
 
 
 def difference(run: Run, reference: Sequence[Sequence[int]]) -> int | None:
@@ -359,13 +337,11 @@ def training_of(manifest: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]
     """What the report says of a drafter's training."""
     training, lines = manifest.get("training", {}), list(metrics)
     return Training(
-        steps=training.get("step"),
-        seconds=training.get("seconds"),
-        tokens=training.get("tokens"),
+        steps=training.get("step"), seconds=training.get("seconds"), tokens=training.get("tokens"),
         precision=manifest.get("target", {}).get("precision"),
         loss_curve=tuple((line["step"], line["loss"]) for line in lines if "loss" in line),
         acceptance=_last_acceptance([line["acceptance"] for line in lines if line.get("acceptance")]),
-    )
+    )  # fmt: skip
 
 
 def _last_acceptance(lines: Sequence[Sequence[float]]) -> tuple[float, ...]:

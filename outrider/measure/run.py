@@ -44,7 +44,8 @@ class Outcome:
 
     rows: list[Row] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
-    tried: int = 0
+    kept: int = 0
+    """Prompts that stayed, of all tasks."""
 
 
 def evaluate(
@@ -62,36 +63,31 @@ def evaluate(
     config = config or Config()
     first, *hotter = config.temperatures
     known = {name: Training.model_validate(own) for name, own in (training or {}).items()}
-    facts = [(name, drafter, known.get(name, Training())) for name, drafter in drafters.items()]
-    entries = [Entry(name, drafter, first, None, own.precision, own.acceptance) for name, drafter, own in facts]
+    entries = []
+    for name, drafter in drafters.items():
+        own = known.get(name, Training())
+        entries.append(Entry(name, drafter, first, own.precision, own.acceptance))
     if entries:
         entries += [replace(entries[-1], temperature=heat) for heat in hotter]
     drawn = {task: draw(task, config) for task in config.tasks} if drawn is None else drawn
     outcome = measure(target, entries, config, on_prompt, overlaps, drawn)
+    sources = {
+        task_name(task): TaskSource(source=own.source, revision=own.revision, prompts=own.count) for task, own in drawn.items()
+    }
     return Report(
-        target=target.spec.name,
-        provenance=dict(provenance or {}),
-        rows=tuple(outcome.rows),
+        target=target.spec.name, made=datetime.now(UTC).isoformat(timespec="seconds"), provenance=dict(provenance or {}),
+        rows=tuple(outcome.rows), training=known, tasks=sources,
         left_out=tuple(outcome.left_out),
-        share_left_out=len(outcome.left_out) / outcome.tried,
-        training=known,
-        made=datetime.now(UTC).isoformat(timespec="seconds"),
+        share_left_out=len(outcome.left_out) / (outcome.kept + len(outcome.left_out)),
         fingerprint=fingerprint(target, drafter_quantised=config.quantize),
-        tasks={
-            task_name(task): TaskSource(source=own.source, revision=own.revision, prompts=own.count)
-            for task, own in drawn.items()
-        },
-    )
+    )  # fmt: skip
 
 
 def measure(
-    target: TransformersTarget,
-    entries: Sequence[Entry],
-    config: Config,
-    on_prompt: Callable[[int, int, int], None] | None = None,
-    overlaps: Mapping[str, Overlaps] | None = None,
+    target: TransformersTarget, entries: Sequence[Entry], config: Config,
+    on_prompt: Callable[[int, int, int], None] | None = None, overlaps: Mapping[str, Overlaps] | None = None,
     drawn: Mapping[str, PromptSet] | None = None,
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     """Measure every entry on every task.  on_prompt(kept, wanted, left out), over all tasks, is called after each prompt.
 
     overlaps, drawn: as in `evaluate`.  Raises DataError where a task has no prompt that stays.
@@ -99,30 +95,27 @@ def measure(
     _refuse(target, entries, config)
     found = Outcome()
     wanted = config.prompts * len(config.tasks)
-    done = lost = 0
     for task in config.tasks:
-        table = [_measured(entry, task, config) for entry in entries]
-        kept = tried = 0
-        for prompt in (draw(task, config) if drawn is None else drawn[task]).prompts:
-            if kept == config.prompts:
+        table, before = [_measured(entry, task, config) for entry in entries], len(found.left_out)
+        prompts = (draw(task, config) if drawn is None else drawn[task]).prompts
+        if not prompts:
+            raise DataError(f"task {task} has no prompt; give it one, or leave it out of evaluate.tasks")
+        _warm_up(target, entries, prompts[0], config)
+        for prompt in prompts:
+            if len(table[0].samples) == config.prompts:
                 break
-            if not tried:
-                _warm_up(target, entries, prompt, config)
-            tried += 1
-            left_out = _one_prompt(target, table, prompt, config, kept)
+            left_out = _one_prompt(target, table, prompt, config)
             if left_out is None:
-                kept += 1
+                found.kept += 1
             else:
                 found.left_out.append(left_out)
             if on_prompt is not None:
-                on_prompt(done + kept, wanted, lost + tried - kept)
-        if not tried:
-            raise DataError(f"task {task} has no prompt; give it one, or leave it out of evaluate.tasks")
-        if not kept:
-            reasons = {left_out.reason for left_out in found.left_out[-tried:]}
-            why = " or ".join({"loop": "falls into a loop", "short": "is answered with one token"}[r] for r in sorted(reasons))
-            raise DataError(f"task {task}: every one of {tried} prompts {why}; set evaluate.fresh=0 to measure them anyway")
-        done, lost, found.tried = done + kept, lost + tried - kept, found.tried + tried
+                on_prompt(found.kept, wanted, len(found.left_out))
+        if not table[0].samples:
+            lost = found.left_out[before:]
+            reasons = sorted({left_out.reason for left_out in lost})
+            why = " or ".join({"loop": "falls into a loop", "short": "is answered with one token"}[r] for r in reasons)
+            raise DataError(f"task {task}: every one of {len(lost)} prompts {why}; set evaluate.fresh=0 to measure them anyway")
         for measured in table:
             _observe(target, measured, config)
             _score(target, measured, config)
@@ -176,9 +169,13 @@ def _measured(entry: Entry, task: str, config: Config) -> Measured:
     """An entry that no prompt was run of; its policy goes on learning from prompt to prompt, as a server's does."""
     judge = _judge(config)
     rule = judge.rule.name if isinstance(judge, lossy.LossyJudge) else None
-    policy = named.policy(config.policy, entry.drafter) if entry.policy is None else entry.policy()
-    asked: Any = {"rule": rule, "policy": config.policy, "verification": config.verification}
-    return Measured(entry, task_name(task), chosen=policy, **asked)
+    policy = named.policy(config.policy, entry.drafter)
+    return Measured(entry, task_name(task), rule=rule, policy=config.policy, chosen=policy, verification=config.verification)
+
+
+def _asked(measured: Measured, config: Config) -> dict[str, Any]:
+    """How a run of an entry goes, timed or observed."""
+    return {"ends": measured.entry.temperature == 0, "judge": _judge(config), "shared_noise": SHARED_NOISE}
 
 
 def _warm_up(target: TransformersTarget, entries: Sequence[Entry], prompt: Prompt, config: Config) -> None:
@@ -196,14 +193,13 @@ def _warm_up(target: TransformersTarget, entries: Sequence[Entry], prompt: Promp
         run_once(target, request, entry.drafter, judge=_judge(config), shared_noise=SHARED_NOISE)
 
 
-def _one_prompt(
-    target: TransformersTarget, table: Sequence[Measured], prompt: Prompt, config: Config, number: int
-) -> LeftOut | None:
+def _one_prompt(target: TransformersTarget, table: Sequence[Measured], prompt: Prompt, config: Config) -> LeftOut | None:
     """Continue one prompt every way, turn after turn, and note the runs; or return why it is left out: it loops, or has a turn
     of one token.
 
     Between turns stand the target's own greedy answers, for everybody: prompts and lengths are the same for all.
     """
+    number = len(table[0].samples)
     asked, references, generate_s = _conversation(target, prompt, config)
     share = min(map(fresh_share, references))
     if config.fresh and (share < config.fresh or min(map(len, references)) < 2):
@@ -225,12 +221,9 @@ def _one_prompt(
         if heat not in plains:
             alone = [run_once(target, request, ends=heat == 0) for request in requests(heat)]
             plains[heat] = functools.reduce(Run.joined, alone)
-        own: dict[str, Any] = {"ends": heat == 0, "shared_noise": SHARED_NOISE}
-        runs = [
-            run_once(target, request, entry.drafter, measured.chosen, judge=_judge(config), **own) for request in requests(heat)
-        ]
-        run = functools.reduce(Run.joined, runs)
-        measured.samples.append(Sample(prompt, run, plains[heat], references, generate_s, requests(heat)))
+        own = requests(heat)
+        runs = [run_once(target, request, entry.drafter, measured.chosen, **_asked(measured, config)) for request in own]
+        measured.samples.append(Sample(prompt, functools.reduce(Run.joined, runs), plains[heat], references, generate_s, own))
     return None
 
 
@@ -253,14 +246,10 @@ def _conversation(target: TransformersTarget, prompt: Prompt, config: Config) ->
 def _observe(target: TransformersTarget, measured: Measured, config: Config) -> None:
     """Run the first prompts once more, untimed, and note where drafts were turned down."""
     tested: list[Tested] = []
-    entry = measured.entry
     for sample in measured.samples[: config.observed]:
         places: list[Tested] = []
         for request in sample.requests:
-            found = judged(
-                target, request, entry.drafter, measured.chosen, ends=entry.temperature == 0, judge=_judge(config),
-                shared_noise=SHARED_NOISE,
-            )  # fmt: skip
+            found = judged(target, request, measured.entry.drafter, measured.chosen, **_asked(measured, config))
             places += found.tested
             measured.overlap += found.overlap
         tested += places

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
-from outrider.report.page import charts, drawn
-from outrider.report.page.charts import Axis, Heat, Item, Line, Mark, Rows, Span, dot, spread, spreads
+from outrider.report import page
+from outrider.report.page import charts
+from outrider.report.page.charts import Axis, Item, Line, Lines, Mark, Rows, Span, dot, spread, spreads
+from outrider.report.schema import Row
 
+PROMISED = [
+    "tokens_per_step", "accepted_by_depth", "tokens_per_s", "plain_tokens_per_s", "speedup", "exact", "compared_tokens",
+    "share", "ttft_ms", "itl_ms",
+]  # fmt: skip
 BAD = "<script>alert(1)</script>\"'&"
 UNIT = Axis("share", 0, 1)
+
+
+def macro(template: str, name: str, *given: Any) -> str:
+    """What a template's macro makes of something."""
+    return str(getattr(page._environment().get_template(template).make_module(), name)(*given))
+
+
+def drawn(chart: Rows | Lines | None) -> str:
+    return macro("charts.html", "draw", chart)
 
 
 def drawings(name: str = "a", value: float | None = 0.5) -> dict[str, str]:
@@ -25,14 +41,16 @@ def drawings(name: str = "a", value: float | None = 0.5) -> dict[str, str]:
         "lines": charts.lines([Line(name, 0, [(1, value), (2, None), (3, 0.4)], dashed=True)], Axis(name, 1, 3), UNIT),
         "ladder": Rows("marks", [Item(name, marks=marks, span=Span(0, 1, "rung"))], UNIT, width=306, left=112, right=14),
         "spreads": spreads([spread(name, name, 0, (0.2, value, 0.8), name, 0.6), other], UNIT, 1.0, name),
-        "heat": Heat(Axis(name, 0, 1), [name], [(name, name, [(value, name), (None, "")])]),
         "strips": charts.strips(
             [Item(name, name, marks=[dot(0.5, 0, name), dot(0.6, 0, name, True)], text=name)], UNIT, 1.0, name
         ),
         "columns": charts.columns([3, 1], 3, 0, name, name),
         "shares": Rows("bars", [shared], UNIT, right=190, is_bare=True),
     }
-    return {kind: drawn(chart) for kind, chart in found.items()}
+    line = Row.model_validate({"drafter": name, "task": name, "prompts": 1, "temperature": 0} | dict.fromkeys(PROMISED))
+    heat = macro("heat.html", "numbered", name, [(line, [(value, name, name), (None, "", "")])], 1)
+    cells = macro("charts.html", "line", name, [name])
+    return {kind: drawn(chart) for kind, chart in found.items()} | {"heat": heat, "line": cells}
 
 
 @pytest.mark.parametrize("name", drawings())
@@ -77,7 +95,7 @@ def test_a_larger_value_stands_further_right():
 def test_heat_rises_with_the_value_and_every_cell_says_its_number():
     """Catches a colour scale that is all that a reader has, or that runs backwards."""
     values = [0.0, 0.2, 0.5, 0.8, 1.0]
-    html = drawn(Heat(charts.PERCENT, [""] * 5, [("a", "", [(v, "") for v in values])]))
+    html = "".join(macro("heat.html", "shade", v, 0, 1, f"{v:.0%}") for v in values)
     steps = [int(step) for step in re.findall(r'class="h(\d)"', html)]
     assert steps == sorted(set(steps))
     assert (steps[0], steps[-1]) == (0, 9)
@@ -86,7 +104,7 @@ def test_heat_rises_with_the_value_and_every_cell_says_its_number():
 
 def test_equal_values_do_not_divide_by_nothing():
     """A heat table of one value, and an axis of no length."""
-    assert 'class="h0"' in drawn(Heat(Axis("", 0.5, 0.5), [""], [("a", "", [(0.5, "")])]))
+    assert 'class="h0"' in macro("heat.html", "shade", 0.5, 0.5, 0.5, "x")
     assert drawn(spreads([spread("a", "", 1, (1, 1, 1), "")], Axis("x", 1, 1)))
 
 

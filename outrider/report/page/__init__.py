@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 from base64 import b64encode
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +42,10 @@ def render(report: Report) -> str:
     found = groups.grouped(report)
     tables = [(name, rows[i : i + ABREAST]) for name, rows in found.items() for i in range(0, len(rows), ABREAST)]
     shown, hidden = text.samples(report)
-    figures = {
-        "speedup": speed.speedup(report, colours), "acceptance": acceptance.acceptance(report, colours),
-        "predicted": acceptance.predicted(report, colours), "rejections": acceptance.rejections(report, colours),
-        "patterns": acceptance.patterns(report, colours), "histogram": acceptance.histogram(report, colours),
-        "latency": speed.latency(report, colours), "spent": speed.spent(report), "prompts": speed.prompts(report, colours),
-        "scores": acceptance.scores(report, colours),
-    }  # fmt: skip
     body = _environment().get_template("report.html").render(
         report=report, drafters=groups.by_drafter(report), colours=colours, groups=found, tables=tables,
         samples=shown, hidden=hidden, costs=cost.cost_lines(report), provenance=flatten(report.provenance),
-        training=speed.training(report, colours),
-        **{name: _drawn(panels) for name, panels in figures.items()},
+        crowds=acceptance.crowds(report),
     )  # fmt: skip
     made = f"measured {report.made.replace('T', ' ')} by Outrider" if report.made else "measured by Outrider"
     headline = summary.headline(report, with_alarms=False)
@@ -66,21 +57,9 @@ def render_comparison(found: Comparison) -> str:
     names = " and ".join([found.name, *(other.name for other in found.others)])
     reports = [(found.name, found.base), *((other.name, other.report) for other in found.others)]
     body = _environment().get_template("comparison.html").render(
-        warnings=found.warnings(), reports=reports, base=found.name, others=found.others,
-        ratios=_drawn(comparison.ratios(found)), depths=_drawn(comparison.depths(found)),
-        machines=comparison.machines([report for _, report in reports]),
+        found=found, reports=reports, machines=comparison.machines([report for _, report in reports])
     )  # fmt: skip
     return _whole(body, found.base.target, f"{names} compared by Outrider", found.headline(), names)
-
-
-def drawn(chart: charts.Chart | None) -> str:
-    """One chart or table as markup."""
-    return str(_environment().get_template("charts.html").make_module().draw(chart))  # type: ignore[attr-defined]
-
-
-def _drawn(panels: Sequence[charts.Panel]) -> list[charts.Panel]:
-    """Those that have something to show."""
-    return [panel for panel in panels if panel.body is not None]
 
 
 def _whole(body: str, title: str, made: str, headline: str, source: str) -> str:
@@ -109,8 +88,10 @@ def _environment() -> Environment:
     for function in (
         summary.say, summary.many, summary.conditions, summary.named, summary.alarms, summary.loss, summary.skews,
         summary.compared, summary.differing, summary.left_out_because, summary.left_out_names,
-        cells_of, acceptance.listed, acceptance.overlaps,
-        groups.ranged, charts.hue, charts.shape_of, text.tip, text.class_of, text.visible, _short, _plainly,
+        cells_of, acceptance.listed, acceptance.overlaps, acceptance.acceptance, acceptance.predicted, acceptance.rejections,
+        acceptance.patterns, acceptance.histogram, acceptance.scores, speed.speedup, speed.latency, speed.spent, speed.prompts,
+        speed.training, comparison.ratios, comparison.depths,
+        groups.ranged, charts.hue, charts.shape_of, charts.shade_of, text.tip, text.class_of, text.visible, _short, _plainly,
     ):  # fmt: skip
         found.globals[function.__name__.lstrip("_")] = function
     found.globals |= {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from outrider.report.page import charts
 from outrider.report.page.charts import Axis, Item, Line, Lines, Mark, Panel
-from outrider.report.page.groups import CROWD, Colours, by_drafter, counted, grouped, matrix, numbered
+from outrider.report.page.groups import CROWD, Colours, by_drafter, grouped
 from outrider.report.schema import Report, Row
 from outrider.report.summary import conditions, many, say
 
@@ -24,14 +24,14 @@ CURVES = (
 
 
 def acceptance(report: Report, colours: Colours) -> list[Panel]:
-    """Curves by depth for every group of rows, then heat tables by task."""
+    """Curves by depth for every group of rows."""
     panels, is_crowd = [], len(report.rows) > CROWD
     for name, rows in grouped(report).items():
         for field, title in CURVES[:1] if is_crowd else CURVES:
             series = [Line(row.drafter, colours[row.drafter], list(enumerate(getattr(row, field), 1))) for row in rows]
             drawing = by_depth(series, charts.THIRD if is_crowd else charts.HALF)
             panels.append(Panel(drawing, name if is_crowd else title, "" if is_crowd else name))
-    return panels + matrix(report, "Tokens per step by task", lambda row: row.tokens_per_step) + _by_task(report)
+    return panels
 
 
 def by_depth(series: Sequence[Line], width: int = charts.HALF) -> Lines | None:
@@ -40,33 +40,29 @@ def by_depth(series: Sequence[Line], width: int = charts.HALF) -> Lines | None:
     return charts.lines(series, Axis("depth", 1, max(deepest, 2), at=depths), charts.PERCENT, width)
 
 
-def _by_task(report: Report) -> list[Panel]:
-    """A heat table a drafter: tasks down, depths across."""
-    panels = []
-    for drafter, rows in by_drafter(report).items() if len(grouped(report)) > 1 else ():
-        deepest = max(len(row.accepted_by_depth) for row in rows)
-        lines = []
-        for row in rows:
-            shares = [*row.accepted_by_depth, *[None] * (deepest - len(row.accepted_by_depth))]
-            tips = [f"{drafter}, {conditions(row)}: depth {i} kept {say(share, '.1%')}" for i, share in enumerate(shares, 1)]
-            lines.append((row.task, f"T {row.temperature:g}", list(zip(shares, tips, strict=True))))
-        heat = numbered(Axis("task", 0, 1, _points), lines) if deepest else None
-        panels.append(Panel(heat, f"{drafter}: drafts whole up to depth, % of those that long"))
-    return panels
+Cells = list[tuple[float | None, str, str]]
 
 
-def _points(share: float) -> str:
-    return f"{100 * share:,.0f}"
+def crowds(report: Report) -> dict[str, list[tuple[Row, Cells]]]:
+    """Figures that are one table because more rows than CROWD have them: cells (value, text, tip) by row; else empty."""
+    gaps = [(row, [None if gap is None else -gap for gap in _gaps(row)]) for row in report.rows if row.predicted_by_depth]
+    found: dict[str, list[tuple[Row, Cells]]] = {
+        "predicted": [(row, [(gap, say(gap, ".0f", scale=100), "") for gap in own]) for row, own in gaps],
+        "rejections": [(row, _shares(row.rejections_by_depth)) for row in report.rows if row.rejections_by_depth],
+        "histogram": [(row, _shares(_kept(row))) for row in report.rows if row.accepted_histogram],
+    }
+    return {name: lines if len(lines) > CROWD else [] for name, lines in found.items()}
+
+
+def _shares(counts: Sequence[int]) -> Cells:
+    total = sum(counts) or 1
+    return [(count / total, f"{count / total:.0%}", f"{count:,} of {total:,}") for count in counts]
 
 
 def predicted(report: Report, colours: Colours) -> list[Panel]:
-    """What training expected beside what was served; where rows are many, what is missing by depth, a line a row."""
-    found = [row for row in report.rows if row.predicted_by_depth]
-    if len(found) > CROWD:
-        lines = [(row.drafter, conditions(row), [(None if gap is None else -gap, "") for gap in _gaps(row)]) for row in found]
-        return [Panel(numbered(Axis("depth", 0, 0.4, _points), lines))]
+    """What training expected beside what was served."""
     panels = []
-    for row in found:
+    for row in (row for row in report.rows if row.predicted_by_depth):
         colour = colours[row.drafter]
         series = [
             Line("served", colour, list(enumerate(row.accepted_by_depth, 1))),
@@ -124,9 +120,7 @@ def _columns(
     shown: Sequence[tuple[Row, Sequence[int]]], colours: Colours, unit: str, what: str, first: int,
     note: Callable[[Row, Sequence[int]], str], most: int | None = None,
 ) -> list[Panel]:  # fmt: skip
-    """Counts of every row as columns, each on its own scale unless `most` is given; of a crowd one heat table."""
-    if len(shown) > CROWD:
-        return counted(shown, unit, first)
+    """Counts of every row as columns, each on its own scale unless `most` is given."""
     panels = []
     for row, counts in shown:
         drawing = charts.columns(counts, most or max(counts), colours[row.drafter], unit, what, first)

@@ -1,4 +1,4 @@
-"""Four kinds of chart: bars, lines, rows of marks, heat.  What they show and where it stands; `charts.html` draws them.
+"""Bars, lines and rows of marks: what they show and where it stands; `charts.html` draws them, and `heat.html` tables.
 
 The field's habit here is plotly.  It would make every report 4 MB of script that does not print; these few shapes are
 20 kB, stand still, and carry their numbers as text and as tooltips.
@@ -301,33 +301,15 @@ def spaced(wanted: Sequence[float], gap: float, lowest: float) -> list[float]:
     return places
 
 
-# ── heat ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Heat:
-    """A table whose cells darken along the axis, and say their numbers.
-
-    rows: (name, context, cells), a cell being a value and its tip; a row may have fewer cells than there are heads.
-    """
-
-    axis: Axis
-    heads: Sequence[str]
-    rows: Sequence[tuple[str, str, Sequence[tuple[float | None, str]]]]
-    kind = "heat"
-
-    def step(self, value: float) -> int:
-        """How dark a cell is, from 0 to 9."""
-        return round(self.axis.place(value, 0, 9))
-
-
-Chart = Rows | Lines | Heat
+def shade_of(value: float, low: float, high: float) -> str:
+    """The class of a cell that darkens from low to high."""
+    return f"h{round(Axis('', low, high).place(value, 0, 9))}"
 
 
 class Panel(NamedTuple):
     """A drawing under its own small heading."""
 
-    body: Chart | None
+    body: Rows | Lines | None
     title: str = ""
     note: str = ""
     keys: Sequence[str] = ()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from outrider.report.page import charts
 from outrider.report.page.charts import Axis, Item, Line, Lines, Mark, Panel, Rows
-from outrider.report.page.groups import Colours, grouped, matrix
+from outrider.report.page.groups import Colours, grouped
 from outrider.report.schema import Percentiles, PromptResult, Report, Row
 from outrider.report.summary import NOT_EXACT, conditions, many, say
 
@@ -14,11 +14,10 @@ TIMES = "times as fast as the target alone"
 
 
 def speedup(report: Report, colours: Colours) -> list[Panel]:
-    """A bar a row, and a heat table by task."""
+    """A bar a row."""
     items = [_bar(row, colours[row.drafter]) for row in report.rows]
     axis = Axis(TIMES, 0, max([1.2, *(item.high for item in items)]) * 1.02, lambda value: f"{value:.3g}×")
-    bars = Rows("bars", items, axis, 1.0, "target alone") if items else None
-    return [Panel(bars), *matrix(report, "Speed-up by task", lambda row: row.speedup, "×")]
+    return [Panel(Rows("bars", items, axis, 1.0, "target alone") if items else None)]
 
 
 def _bar(row: Row, colour: int) -> Item:
