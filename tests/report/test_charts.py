@@ -44,13 +44,13 @@ def drawings(name: str = "a", value: float | None = 0.5) -> dict[str, str]:
         "strips": charts.strips(
             [Item(name, name, marks=[dot(0.5, 0, name), dot(0.6, 0, name, True)], text=name)], UNIT, 1.0, name
         ),
-        "columns": charts.columns([3, 1], 3, 0, name, name),
         "shares": Rows("bars", [shared], UNIT, right=190, is_bare=True),
     }
     line = Row.model_validate({"drafter": name, "task": name, "prompts": 1, "temperature": 0} | dict.fromkeys(PROMISED))
     heat = macro("heat.html", "numbered", name, [(line, [(value, name, name), (None, "", "")])], 1)
     cells = macro("charts.html", "line", name, [name])
-    return {kind: drawn(chart) for kind, chart in found.items()} | {"heat": heat, "line": cells}
+    columns = macro("charts.html", "columns", [3, 1], 3, 0, name, name)
+    return {kind: drawn(chart) for kind, chart in found.items()} | {"heat": heat, "line": cells, "columns": columns}
 
 
 @pytest.mark.parametrize("name", drawings())

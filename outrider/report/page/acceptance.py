@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from outrider.report.page import charts
 from outrider.report.page.charts import Axis, Item, Line, Lines, Mark, Panel
 from outrider.report.page.groups import CROWD, Colours, by_drafter, grouped
 from outrider.report.schema import Report, Row
-from outrider.report.summary import conditions, many, say
+from outrider.report.summary import conditions, say
 
 LISTED = 20
 """Most prompts named in a list; the rest is counted."""
@@ -49,7 +49,7 @@ def crowds(report: Report) -> dict[str, list[tuple[Row, Cells]]]:
     found: dict[str, list[tuple[Row, Cells]]] = {
         "predicted": [(row, [(gap, say(gap, ".0f", scale=100), "") for gap in own]) for row, own in gaps],
         "rejections": [(row, _shares(row.rejections_by_depth)) for row in report.rows if row.rejections_by_depth],
-        "histogram": [(row, _shares(_kept(row))) for row in report.rows if row.accepted_histogram],
+        "histogram": [(row, _shares(kept(row)[0])) for row in report.rows if row.accepted_histogram],
     }
     return {name: lines if len(lines) > CROWD else [] for name, lines in found.items()}
 
@@ -88,44 +88,11 @@ def _gap(row: Row) -> str:
     )
 
 
-def rejections(report: Report, colours: Colours) -> list[Panel]:
-    """The depth at which the target first said no, on one scale for all."""
-
-    def note(row: Row, counts: Sequence[int]) -> str:
-        return many(sum(counts), "rejection") + (f" in {many(row.steps, 'step')}" if row.steps else "")
-
-    shown = [(row, row.rejections_by_depth) for row in report.rows if row.rejections_by_depth]
-    most = max((count for _, counts in shown for count in counts), default=1)
-    return _columns(shown, colours, "depth", "rejections", 1, note, most)
-
-
-def histogram(report: Report, colours: Colours) -> list[Panel]:
-    """How many drafted tokens a step kept."""
-
-    def note(row: Row, counts: Sequence[int]) -> str:
-        mean = sum(kept * count for kept, count in enumerate(counts)) / (sum(counts) or 1)
-        return f"{mean:.2f} kept on average, besides the target's own."
-
-    shown = [(row, _kept(row)) for row in report.rows if row.accepted_histogram]
-    return _columns(shown, colours, "drafted tokens kept", "steps", 0, note)
-
-
-def _kept(row: Row) -> list[int]:
-    """Steps by how many drafted tokens they kept, over all depths drafted."""
+def kept(row: Row) -> tuple[list[int], float]:
+    """Steps by how many drafted tokens they kept, over all depths drafted; and how many that is on average."""
     width = max(len(line) for line in row.accepted_histogram)
-    return [sum(line[kept] for line in row.accepted_histogram if kept < len(line)) for kept in range(width)]
-
-
-def _columns(
-    shown: Sequence[tuple[Row, Sequence[int]]], colours: Colours, unit: str, what: str, first: int,
-    note: Callable[[Row, Sequence[int]], str], most: int | None = None,
-) -> list[Panel]:  # fmt: skip
-    """Counts of every row as columns, each on its own scale unless `most` is given."""
-    panels = []
-    for row, counts in shown:
-        drawing = charts.columns(counts, most or max(counts), colours[row.drafter], unit, what, first)
-        panels.append(Panel(drawing, row.drafter, f"By {unit}. {conditions(row)}. {note(row, counts)}"))
-    return panels
+    counts = [sum(line[kept] for line in row.accepted_histogram if kept < len(line)) for kept in range(width)]
+    return counts, sum(kept * count for kept, count in enumerate(counts)) / (sum(counts) or 1)
 
 
 def patterns(report: Report, colours: Colours) -> list[Panel]:

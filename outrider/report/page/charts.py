@@ -164,17 +164,6 @@ class Rows:
         return self.x(max(item.high, self.line or 0.0)) + 12
 
 
-def columns(counts: Sequence[float], most: float, colour: int | None, unit: str, what: str, first: int = 1) -> Rows:
-    """Counts by depth, or by what else is counted from `first`, on a scale that ends at `most`."""
-    total = sum(counts)
-    items = []
-    for i, count in enumerate(counts, first):
-        tip = f"{count:,} {what}, {unit} {i}, {count / total if total else 0:.0%} of {total:,}"
-        piece = Mark(count, f"bar {hue(colour)}", tip)
-        items.append(Item(str(i), pieces=[piece], span=Span(0, most or 1, "rung"), text=f"{count:,}"))
-    return Rows("bars", items, Axis(unit, 0, most or 1), row=20, width=THIRD, left=30, right=64, is_bare=True)
-
-
 def spread(
     name: str, context: str, colour: int | None, ends: tuple[float | None, float | None, float | None], text: str,
     tick: float | None = None, is_hollow: bool = False,
