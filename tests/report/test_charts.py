@@ -31,26 +31,26 @@ def drawn(chart: Rows | Lines | None) -> str:
 
 def drawings(name: str = "a", value: float | None = 0.5) -> dict[str, str]:
     """Every chart with one named value."""
-    pieces = [] if value is None else [Mark(value, "bar c0", name, name)]
-    bar = Item(name, name, pieces, whisker=(0.4, 0.5, 0.6), value=name, text=name, alarm=name)
     marks = [] if value is None else [Mark(value, "mark c0", name)]
-    shared = Item(name, name, [*pieces, Mark(0.5, "part-verify", name)], text=name)
     other = spread("b", "", 1, (0, 0.5, 1), "")
     found = {
-        "bars": Rows("bars", [bar], UNIT, 1.0, name),
         "lines": charts.lines([Line(name, 0, [(1, value), (2, None), (3, 0.4)], dashed=True)], Axis(name, 1, 3), UNIT),
         "ladder": Rows("marks", [Item(name, marks=marks, span=Span(0, 1, "rung"))], UNIT, width=306, left=112, right=14),
         "spreads": spreads([spread(name, name, 0, (0.2, value, 0.8), name, 0.6), other], UNIT, 1.0, name),
         "strips": charts.strips(
             [Item(name, name, marks=[dot(0.5, 0, name), dot(0.6, 0, name, True)], text=name)], UNIT, 1.0, name
         ),
-        "shares": Rows("bars", [shared], UNIT, right=190, is_bare=True),
     }
-    line = Row.model_validate({"drafter": name, "task": name, "prompts": 1, "temperature": 0} | dict.fromkeys(PROMISED))
-    heat = macro("heat.html", "numbered", name, [(line, [(value, name, name), (None, "", "")])], 1)
-    cells = macro("charts.html", "line", name, [name])
-    columns = macro("charts.html", "columns", [3, 1], 3, 0, name, name)
-    return {kind: drawn(chart) for kind, chart in found.items()} | {"heat": heat, "line": cells, "columns": columns}
+    needed = {"drafter": name, "task": name, "prompts": 1, "temperature": 0} | dict.fromkeys(PROMISED)
+    measured = {"speedup": value, "exact": False, "speedup_geomean": {"center": 0.5, "low": 0.4, "high": value}}
+    line = Row.model_validate(needed | measured)
+    return {kind: drawn(chart) for kind, chart in found.items()} | {
+        "bars": macro("charts.html", "bars", Rows("bars", [line], UNIT, 1.0, name), {name: 0}),
+        "cut": macro("charts.html", "cut", line, {"draft": value, "verify": 0.5}, name),
+        "columns": macro("charts.html", "columns", [3, 1], 3, 0, name, name),
+        "heat": macro("heat.html", "numbered", name, [(line, [(value, name, name), (None, "", "")])], 1),
+        "line": macro("charts.html", "line", name, [name]),
+    }
 
 
 @pytest.mark.parametrize("name", drawings())

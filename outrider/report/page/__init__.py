@@ -89,7 +89,8 @@ def _environment() -> Environment:
         summary.say, summary.many, summary.conditions, summary.named, summary.alarms, summary.loss, summary.skews,
         summary.compared, summary.differing, summary.left_out_because, summary.left_out_names,
         cells_of, acceptance.listed, acceptance.overlaps, acceptance.acceptance, acceptance.predicted, acceptance.kept,
-        acceptance.patterns, acceptance.scores, speed.speedup, speed.latency, speed.spent, speed.prompts,
+        acceptance.patterns, acceptance.scores, speed.speedup, speed.generate_speedup, speed.whisker,
+        speed.reach, speed.latency, speed.prompts,
         speed.training, comparison.ratios, comparison.depths,
         groups.ranged, charts.hue, charts.shape_of, charts.shade_of, text.tip, text.class_of, text.visible, _short, _plainly,
     ):  # fmt: skip

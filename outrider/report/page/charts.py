@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
+from outrider.report.schema import Row
+
 COLOURS = 7
 WIDE, HALF, THIRD = 960, 470, 306
 GUTTER = 218
@@ -67,13 +69,11 @@ def round_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 class Mark(NamedTuple):
-    """A part of a bar, which begins where the one before it ends; or one sample on a row; or a small upright line there."""
+    """One sample on a row, or a small upright line there."""
 
     value: float
     class_: str
     tip: str = ""
-    text: str = ""
-    """What a part of a bar says, where there is room."""
     shape: str = "circle"
     radius: float = 6
     """Of a line half its height."""
@@ -92,16 +92,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Item:
-    """One row: a name and what stands beside it.  A row without pieces, marks and specks was not measured."""
+    """One row: a name and what stands beside it.  A row without marks and specks was not measured."""
 
     name: str
     context: str = ""
-    pieces: Sequence[Mark] = ()
     marks: Sequence[Mark] = ()
     tick: Mark | None = None
     span: Span | None = None
-    whisker: tuple[float, float, float] | None = None
-    """Low, center and high of an interval, drawn over the end of the bar."""
     specks: str = ""
     """Many dots in one path: a fifth of the size."""
     colour: int | None = None
@@ -109,17 +106,10 @@ class Item:
     value: str = ""
     """What is said first, in bold."""
     text: str = ""
-    alarm: str = ""
 
     @property
     def is_measured(self) -> bool:
-        return bool(self.pieces or self.marks or self.specks)
-
-    @property
-    def high(self) -> float:
-        """The greatest value drawn."""
-        whisker = self.whisker[2] if self.whisker else 0.0
-        return max(sum(piece.value for piece in self.pieces), *(mark.value for mark in self.marks), whisker, 0.0)
+        return bool(self.marks or self.specks)
 
 
 @dataclass(frozen=True)
@@ -127,8 +117,8 @@ class Rows:
     """Bars, or marks, one a row over one scale, with a line to compare them with."""
 
     kind: str
-    """`bars` or `marks`."""
-    items: Sequence[Item]
+    """`bars`, whose items are rows of the report, or `marks`."""
+    items: Sequence[Item | Row]
     axis: Axis
     line: float | None = None
     line_text: str = ""
@@ -136,8 +126,6 @@ class Rows:
     width: int = WIDE
     left: int = GUTTER
     right: int = 256
-    is_bare: bool = False
-    """Without a scale beneath: the pieces say their own share."""
 
     @property
     def top(self) -> int:
@@ -149,19 +137,6 @@ class Rows:
 
     def x(self, value: float) -> float:
         return self.axis.place(value, self.left, self.width - self.right)
-
-    def placed(self, item: Item) -> list[tuple[Mark, float, float]]:
-        """Every piece with its place and its width."""
-        found, start, gap = [], self.axis.low, 1.5 if len(item.pieces) > 1 else 0.0
-        for piece in item.pieces:
-            begin, end = self.x(start), self.x(start + piece.value)
-            found.append((piece, begin, max(end - begin - gap, 0.0 if gap else 1.0)))
-            start += piece.value
-        return found
-
-    def end(self, item: Item) -> float:
-        """Where the words of a bar begin: right of all that is drawn."""
-        return self.x(max(item.high, self.line or 0.0)) + 12
 
 
 def spread(
@@ -301,6 +276,4 @@ class Panel(NamedTuple):
     body: Rows | Lines | None
     title: str = ""
     note: str = ""
-    keys: Sequence[str] = ()
-    """Names of the parts, where colour tells them."""
     is_wide: bool = False

@@ -5,37 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.report.page import charts
-from outrider.report.page.charts import Axis, Item, Line, Lines, Mark, Panel, Rows
+from outrider.report.page.charts import Axis, Item, Line, Lines, Panel, Rows
 from outrider.report.page.groups import Colours, grouped
 from outrider.report.schema import Percentiles, PromptResult, Report, Row
-from outrider.report.summary import NOT_EXACT, conditions, many, say
+from outrider.report.summary import conditions, many, say
 
 TIMES = "times as fast as the target alone"
 
 
-def speedup(report: Report, colours: Colours) -> list[Panel]:
+def speedup(report: Report) -> Rows:
     """A bar a row."""
-    items = [_bar(row, colours[row.drafter]) for row in report.rows]
-    axis = Axis(TIMES, 0, max([1.2, *(item.high for item in items)]) * 1.02, lambda value: f"{value:.3g}×")
-    return [Panel(Rows("bars", items, axis, 1.0, "target alone") if items else None)]
+    axis = Axis(TIMES, 0, max([1.2, *map(reach, report.rows)]) * 1.02, lambda value: f"{value:.3g}×")
+    return Rows("bars", report.rows, axis, 1.0, "target alone")
 
 
-def _bar(row: Row, colour: int) -> Item:
-    if row.speedup is None:
-        return Item(row.drafter, conditions(row))
-    said, rest = f"{row.speedup:.2f}×", f"{say(row.tokens_per_s, '.1f')} tokens/s, plain {say(row.plain_tokens_per_s, '.1f')}"
-    alarm = NOT_EXACT if row.is_inexact else ""
-    tip = f"{row.drafter}, {conditions(row)}: {said} {rest}{'; ' + alarm if alarm else ''}"
-    marks = []
-    if row.generate_tokens_per_s and row.plain_tokens_per_s:
-        also = row.generate_tokens_per_s / row.plain_tokens_per_s
-        tip_also = f"{row.drafter}: {also:.2f}×, transformers' generate"
-        marks.append(Mark(also, "also", tip_also, shape="diamond", radius=7))
-    found, whisker = row.speedup_geomean, None
-    if found is not None and found.center is not None and found.low is not None and found.high is not None:
-        whisker = (found.low, found.center, found.high)
-    piece = Mark(row.speedup, "bar alarmed" if alarm else f"bar {charts.hue(colour)}", tip)
-    return Item(row.drafter, conditions(row), [piece], marks, whisker=whisker, value=said, text=rest, alarm=alarm)
+def generate_speedup(row: Row) -> float | None:
+    """Of transformers' own generate."""
+    return row.generate_tokens_per_s / row.plain_tokens_per_s if row.generate_tokens_per_s and row.plain_tokens_per_s else None
+
+
+def whisker(row: Row) -> tuple[float, float, float] | None:
+    """Low, center and high of the interval drawn over the end of the bar."""
+    found = row.speedup_geomean
+    if found is None or found.center is None or found.low is None or found.high is None:
+        return None
+    return found.low, found.center, found.high
+
+
+def reach(row: Row) -> float:
+    """The highest speed-up drawn of a row."""
+    return 0.0 if row.speedup is None else max(row.speedup, generate_speedup(row) or 0.0, *(whisker(row) or ()))
 
 
 def prompts(report: Report, colours: Colours) -> list[Panel]:
@@ -111,40 +110,6 @@ def _first_tokens(report: Report, colours: Colours) -> Rows | None:
     highs = [value for *_, found in waits for value in (found.p50, found.p99) if value is not None]
     axis = Axis("ms to the first token: half, 95 in 100 (stroke), 99 in 100 of the prompts", 0, max(highs, default=1.0) * 1.04)
     return charts.spreads(items, axis)
-
-
-def spent(report: Report) -> list[Panel]:
-    """Shares of a step, and of the drafted tokens."""
-    steps, waste = [], []
-    for row in report.rows:
-        kept = None if row.wasted is None else 1 - row.wasted
-        overhead = f"loop overhead {say(row.loop_overhead, '.1f', '%', scale=100)}"
-        steps.append(_shares(row, {"draft": row.share.draft, "verify": row.share.verify, "other": row.share.other}, overhead))
-        on_path = f"{say(row.draft_acceptance, '.0f', '%', scale=100)} of the path kept"
-        waste.append(_shares(row, {"kept": kept, "wasted": row.wasted}, on_path))
-    note = (
-        "Of all drafted tokens that the target verified. Branches of a tree that lost count as wasted; a wasted token costs "
-        "computing, never a word of text."
-    )
-    is_known = any(item.pieces for item in waste)
-    return [
-        Panel(_whole(steps) if steps else None, keys=("draft", "verify", "other")),
-        Panel(_whole(waste) if is_known else None, "Wasted work", note, keys=("kept", "wasted")),
-    ]
-
-
-def _shares(row: Row, parts: dict[str, float | None], text: str) -> Item:
-    pieces = [
-        Mark(part, f"part-{name}", f"{row.drafter}, {conditions(row)}: {name} {part:.1%}", f"{part:.0%}")
-        for name, part in parts.items()
-        if part is not None
-    ]
-    return Item(row.drafter, conditions(row), pieces, text=text if pieces else "")
-
-
-def _whole(items: Sequence[Item]) -> Rows:
-    """Bars of one length, each cut into its parts; a part wide enough says its share."""
-    return Rows("bars", items, Axis("share", 0, 1), right=190, is_bare=True)
 
 
 def training(report: Report, colours: Colours) -> list[Panel]:
