@@ -92,11 +92,12 @@ class Comparison:
             raise DataError(f"{many(len(reports), 'report')} given; a comparison needs two or more")
         (name, base), rest = reports[0], reports[1:]
         others = tuple(_against(base, other, report) for other, report in rest)
-        for other in (other for other in others if not other.pairs):
-            raise DataError(
-                f"{name} and {other.name} have no row in common: {'; '.join(other.unmatched) or 'both are empty'}; compare "
-                "reports of the same drafter, task and temperature"
-            )
+        for other in others:
+            if not other.pairs:
+                raise DataError(
+                    f"{name} and {other.name} have no row in common: {'; '.join(other.unmatched) or 'both are empty'}; compare "
+                    "reports of the same drafter, task and temperature"
+                )
         return cls(name, base, others)
 
     def headline(self) -> str:
