@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from outrider.report import page
-from outrider.report.page import charts
-from outrider.report.page.charts import Axis, Item, Line, Lines, Mark, Rows, Span, dot, spread, spreads
+from outrider.report.page import acceptance, charts, speed
+from outrider.report.page.charts import Axis, Item, Line, Lines, Mark, Rows, Span, dot
 from outrider.report.schema import Row
+from tests.report.examples import null_report
 
 PROMISED = [
     "tokens_per_step", "accepted_by_depth", "tokens_per_s", "plain_tokens_per_s", "speedup", "exact", "compared_tokens",
@@ -29,14 +30,16 @@ def drawn(chart: Rows | Lines | None) -> str:
     return macro("charts.html", "draw", chart)
 
 
+def spread(axis: Axis, ends: tuple[float, float | None, float], name: str = "a") -> str:
+    return macro("charts.html", "spread", Rows("marks", [], axis, row=40), 0, name, name, 0, ends, name, 0.6)
+
+
 def drawings(name: str = "a", value: float | None = 0.5) -> dict[str, str]:
     """Every chart with one named value."""
     marks = [] if value is None else [Mark(value, "mark c0", name)]
-    other = spread("b", "", 1, (0, 0.5, 1), "")
     found = {
         "lines": charts.lines([Line(name, 0, [(1, value), (2, None), (3, 0.4)], dashed=True)], Axis(name, 1, 3), UNIT),
         "ladder": Rows("marks", [Item(name, marks=marks, span=Span(0, 1, "rung"))], UNIT, width=306, left=112, right=14),
-        "spreads": spreads([spread(name, name, 0, (0.2, value, 0.8), name, 0.6), other], UNIT, 1.0, name),
         "strips": charts.strips(
             [Item(name, name, marks=[dot(0.5, 0, name), dot(0.6, 0, name, True)], text=name)], UNIT, 1.0, name
         ),
@@ -46,6 +49,8 @@ def drawings(name: str = "a", value: float | None = 0.5) -> dict[str, str]:
     line = Row.model_validate(needed | measured)
     return {kind: drawn(chart) for kind, chart in found.items()} | {
         "bars": macro("charts.html", "bars", Rows("bars", [line], UNIT, 1.0, name), {name: 0}),
+        "spread": spread(UNIT, (0.2, value, 0.8), name),
+        "ruled": macro("charts.html", "bars", Rows("bars", [], Axis(name, 0, 1), 1.0, name), {}),
         "cut": macro("charts.html", "cut", line, {"draft": value, "verify": 0.5}, name),
         "columns": macro("charts.html", "columns", [3, 1], 3, 0, name, name),
         "heat": macro("heat.html", "numbered", name, [(line, [(value, name, name), (None, "", "")])], 1),
@@ -74,21 +79,21 @@ def test_what_is_not_measured_is_drawn_as_no_number(name):
 def test_charts_of_nothing_are_nothing():
     """An axis without a mark looks like a measurement that found none."""
     assert charts.lines([Line("a", 0, [(1, None)])], UNIT, UNIT) is None
-    assert spreads([spread("a", "", 0, (None, None, None), "")], UNIT) is None
+    assert (acceptance.scores(null_report()), speed.first_tokens(null_report())) == (None, None)
     assert "not measured" in drawn(None)
 
 
-def places(chart: Rows, class_: str) -> list[float]:
-    """Where the marks of a class stand, from the left."""
-    return [float(x) for x in re.findall(rf'<circle cx="([\d.]+)"[^>]*class="{class_}', drawn(chart))]
+def places(svg: str) -> list[float]:
+    """Where the marks stand, from the left."""
+    return [float(x) for x in re.findall(r'<circle cx="([\d.]+)"[^>]*class="mark', svg)]
 
 
 def test_a_larger_value_stands_further_right():
     """Catches a scale turned round, or one that forgets where its axis begins."""
-    found = [places(spreads([spread("a", "", 0, (0.1, v, 0.9), "")], UNIT), "mark")[0] for v in (0.1, 0.4, 0.7)]
+    found = [places(spread(UNIT, (0.1, v, 0.9)))[0] for v in (0.1, 0.4, 0.7)]
     assert found == sorted(set(found))
     narrow = lambda v: Rows("marks", [Item("a", marks=[Mark(v, "mark c0")])], UNIT, width=306, left=112, right=14)
-    rungs = [places(narrow(v), "mark")[0] for v in (0.0, 0.5, 1.0)]
+    rungs = [places(drawn(narrow(v)))[0] for v in (0.0, 0.5, 1.0)]
     assert rungs[1] - rungs[0] == pytest.approx(rungs[2] - rungs[1], abs=0.2)
 
 
@@ -105,7 +110,7 @@ def test_heat_rises_with_the_value_and_every_cell_says_its_number():
 def test_equal_values_do_not_divide_by_nothing():
     """A heat table of one value, and an axis of no length."""
     assert 'class="h0"' in macro("heat.html", "shade", 0.5, 0.5, 0.5, "x")
-    assert drawn(spreads([spread("a", "", 1, (1, 1, 1), "")], Axis("x", 1, 1)))
+    assert places(spread(Axis("x", 1, 1), (1, 1, 1)))
 
 
 def test_a_crowd_of_dots_loses_its_tips_but_no_dot_and_no_alarm():

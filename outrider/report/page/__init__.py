@@ -90,7 +90,7 @@ def _environment() -> Environment:
         summary.compared, summary.differing, summary.left_out_because, summary.left_out_names,
         cells_of, acceptance.listed, acceptance.overlaps, acceptance.acceptance, acceptance.predicted, acceptance.kept,
         acceptance.patterns, acceptance.scores, speed.speedup, speed.generate_speedup, speed.whisker,
-        speed.reach, speed.latency, speed.prompts,
+        speed.reach, speed.latency, speed.first_tokens, speed.prompts,
         speed.training, comparison.ratios, comparison.depths,
         groups.ranged, charts.hue, charts.shape_of, charts.shade_of, text.tip, text.class_of, text.visible, _short, _plainly,
     ):  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.report.page import charts
-from outrider.report.page.charts import Axis, Item, Line, Lines, Mark, Panel
+from outrider.report.page.charts import Axis, Item, Line, Lines, Mark, Panel, Rows
 from outrider.report.page.groups import CROWD, Colours, by_drafter, grouped
 from outrider.report.schema import Report, Row
 from outrider.report.summary import conditions, say
@@ -114,25 +114,17 @@ def patterns(report: Report, colours: Colours) -> list[Panel]:
                     marks.append(Mark(share, f"mark {charts.hue(colour)}", tip, shape=charts.shape_of(colour), radius=5.5))
             items.append(Item(name, marks=marks, span=charts.Span(0, 1, "rung")))
         axis = charts.PERCENT._replace(at=(0, 0.5, 1))
-        drawing = charts.Rows("marks", items, axis, row=30, width=charts.THIRD, left=112, right=14)
+        drawing = Rows("marks", items, axis, row=30, width=charts.THIRD, left=112, right=14)
         panels.append(Panel(drawing if any(item.marks for item in items) else None, title, note))
     return panels
 
 
-def scores(report: Report, colours: Colours) -> list[Panel]:
-    """Scores with the drafter (filled mark) and of the target alone (stroke)."""
-    items = []
-    for row in report.rows:
-        score = row.score
-        ends = [] if score is None else [value for value in (score.drafted, score.plain) if value is not None]
-        if score is None or not ends:
-            continue
-        text = f"{say(score.drafted, '.1f', '%', scale=100)}, alone {say(score.plain, '.1f', '%', scale=100)}"
-        text += f", of {score.prompts:,}" if score.prompts else ""
-        context = " · ".join(part for part in (row.task, f"T {row.temperature:g}", score.measure) if part)
-        whole = (min(ends), score.drafted, max(ends))
-        items.append(charts.spread(row.drafter, context, colours[row.drafter], whole, text, score.plain))
-    return [Panel(charts.spreads(items, charts.PERCENT._replace(label="share of the answers that are right")))]
+def scores(report: Report) -> Rows | None:
+    """Scores with the drafter and of the target alone; None where there are none."""
+    found = [(row, row.score) for row in report.rows if row.score is not None]
+    items = [(row, score) for row, score in found if score.drafted is not None or score.plain is not None]
+    axis = charts.PERCENT._replace(label="share of the answers that are right")
+    return Rows("marks", items, axis, row=40) if any(score.drafted is not None for _, score in items) else None
 
 
 def overlaps(report: Report) -> str:

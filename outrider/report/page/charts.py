@@ -12,9 +12,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import NamedTuple
-
-from outrider.report.schema import Row
+from typing import Any, NamedTuple
 
 COLOURS = 7
 WIDE, HALF, THIRD = 960, 470, 306
@@ -117,8 +115,9 @@ class Rows:
     """Bars, or marks, one a row over one scale, with a line to compare them with."""
 
     kind: str
-    """`bars`, whose items are rows of the report, or `marks`."""
-    items: Sequence[Item | Row]
+    """`bars` or `marks`."""
+    items: Sequence[Any]
+    """What the chart's template draws, one a row."""
     axis: Axis
     line: float | None = None
     line_text: str = ""
@@ -137,25 +136,6 @@ class Rows:
 
     def x(self, value: float) -> float:
         return self.axis.place(value, self.left, self.width - self.right)
-
-
-def spread(
-    name: str, context: str, colour: int | None, ends: tuple[float | None, float | None, float | None], text: str,
-    tick: float | None = None, is_hollow: bool = False,
-) -> Item:  # fmt: skip
-    """A row with a mark on the line it lies on.  ends: low, center, high; tick: a fourth value between them."""
-    low, center, high = ends
-    if center is None:
-        return Item(name, context)
-    tip, line = f"{name}, {context}: {text}", f"span {hue(colour)}"
-    mark = Mark(center, f"{'hollow' if is_hollow else 'mark'} {hue(colour)}", tip, shape=shape_of(colour))
-    span = Span(center if low is None else low, center if high is None else high, line, tip)
-    return Item(name, context, marks=[mark], tick=None if tick is None else Mark(tick, line), span=span, text=text)
-
-
-def spreads(items: Sequence[Item], axis: Axis, line: float | None = None, line_text: str = "") -> Rows | None:
-    """Such rows as a chart; None where no row has anything."""
-    return Rows("marks", items, axis, line, line_text, row=40) if any(item.is_measured for item in items) else None
 
 
 def dot(value: float, colour: int | None, tip: str, is_alarm: bool = False) -> Mark:

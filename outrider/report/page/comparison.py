@@ -6,32 +6,24 @@ from collections.abc import Sequence
 
 from outrider.report.compare import Comparison, plain
 from outrider.report.page.acceptance import by_depth
-from outrider.report.page.charts import Axis, Line, Panel, spread, spreads
+from outrider.report.page.charts import Axis, Line, Panel, Rows
 from outrider.report.schema import Report
 from outrider.report.summary import conditions
 
 
-def ratios(found: Comparison) -> list[Panel]:
-    """A forest of ratios: one chart a measure."""
-    panels = []
+def ratios(found: Comparison) -> list[tuple[str, Rows]]:
+    """A forest of ratios, one chart a measure: its title, and (number and name of the report, pair, change) by row."""
+    charts = []
     pairs = [(number, other.name, pair) for number, other in enumerate(found.others) for pair in other.pairs]
     for place, first in enumerate(pairs[0][2].changes):
-        changes = [pair.changes[place] for *_, pair in pairs]
-        ends = [end for change in changes for end in (change.low, change.ratio, change.high) if end is not None]
+        items = [(*names, pair, pair.changes[place]) for *names, pair in pairs if pair.changes[place].ratio is not None]
+        ends = [end for *_, change in items for end in (change.low, change.ratio, change.high) if end is not None]
         low, high = min([*ends, 1.0]), max([*ends, 1.0])
         pad = 0.04 * (high - low) or 0.05
         axis = Axis(f"{found.name} = 1", low - pad, high + pad, lambda value: f"{value:.3g}")
-        items = [
-            spread(
-                pair.name, name, number, (change.low, change.ratio, change.high), f"{change.ratio:.3f}  {change.verdict}",
-                is_hollow=change.verdict not in ("better", "worse"),
-            )
-            for (number, name, pair), change in zip(pairs, changes, strict=True)
-            if change.ratio is not None
-        ]  # fmt: skip
-        better = "right of the line is better" if first.more_is_better else "left of the line is better"
-        panels.append(Panel(spreads(items, axis, 1.0, found.name), f"{first.measure}, {better}"))
-    return panels
+        side = "right" if first.more_is_better else "left"
+        charts.append((f"{first.measure}, {side} of the line is better", Rows("marks", items, axis, 1.0, found.name, row=40)))
+    return [(title, chart) for title, chart in charts if chart.items]
 
 
 def depths(found: Comparison) -> list[Panel]:

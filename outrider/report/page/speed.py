@@ -63,7 +63,7 @@ def _tip(prompt: PromptResult) -> str:
 
 
 def latency(report: Report, colours: Colours) -> list[Panel]:
-    """Gaps between steps, time per token, time to the first token."""
+    """Gaps between steps, time per token."""
     panels, groups = [], grouped(report)
     for name, rows in groups.items():
         series = [Line(row.drafter, colours[row.drafter], _percentiles(row.tpot_curve_ms)) for row in rows]
@@ -74,7 +74,7 @@ def latency(report: Report, colours: Colours) -> list[Panel]:
         gaps = _curves([*series, Line("target alone", None, _percentiles(plain))], "gaps", "ms between steps", is_wide)
         panels.append(Panel(gaps, "Gaps between steps", _slowest(name, rows), is_wide=is_wide))
         panels.append(Panel(tpot, "Time per token, prompt by prompt", name))
-    return [*panels, Panel(_first_tokens(report, colours), "Time to the first token", is_wide=True)]
+    return panels
 
 
 def _curves(series: Sequence[Line], what: str, label: str, is_wide: bool = False) -> Lines | None:
@@ -96,20 +96,15 @@ def _percentiles(curve: Sequence[float | None]) -> list[tuple[float, float | Non
     return [point for i, point in enumerate(points) if point[0] <= 99 and (len(points) < 101 or i % 5 == 0 or point[0] > 90)]
 
 
-def _first_tokens(report: Report, colours: Colours) -> Rows | None:
-    """Half to 99 in 100 of the prompts, with a stroke at 95; the target alone once a task."""
-    waits: list[tuple[str, str, int | None, Percentiles]] = []
+def first_tokens(report: Report) -> Rows | None:
+    """Half to 99 in 100 of the prompts: (drafter, conditions, times), the drafter None for the target alone, once a task."""
+    waits: list[tuple[str | None, str, Percentiles]] = []
     for name, rows in grouped(report).items():
-        waits += [(row.drafter, name, colours[row.drafter], row.ttft_ms) for row in rows]
-        waits += [("target alone", name, None, row.plain_ttft_ms) for row in rows if row.plain_ttft_ms.p50 is not None][:1]
-    items = []
-    for name, context, colour, found in waits:
-        text = " / ".join(say(value, ".0f", missing="–") for value in (found.p50, found.p95, found.p99)) + " ms"
-        ends = (found.p50, found.p50, found.p99)
-        items.append(charts.spread(name, context, colour, ends, text, found.p95, is_hollow=colour is None))
+        waits += [(row.drafter, name, row.ttft_ms) for row in rows]
+        waits += [(None, name, row.plain_ttft_ms) for row in rows if row.plain_ttft_ms.p50 is not None][:1]
     highs = [value for *_, found in waits for value in (found.p50, found.p99) if value is not None]
     axis = Axis("ms to the first token: half, 95 in 100 (stroke), 99 in 100 of the prompts", 0, max(highs, default=1.0) * 1.04)
-    return charts.spreads(items, axis)
+    return Rows("marks", waits, axis, row=40) if any(found.p50 is not None for *_, found in waits) else None
 
 
 def training(report: Report, colours: Colours) -> list[Panel]:
