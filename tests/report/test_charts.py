@@ -9,7 +9,7 @@ import pytest
 
 from outrider.report import page
 from outrider.report.page import acceptance, charts, speed
-from outrider.report.page.charts import Axis, Item, Line, Lines, Mark, Rows, Span, dot
+from outrider.report.page.charts import Axis, Item, Line, Lines, Rows, dot
 from outrider.report.schema import Row
 from tests.report.examples import null_report
 
@@ -34,12 +34,14 @@ def spread(axis: Axis, ends: tuple[float, float | None, float], name: str = "a")
     return macro("charts.html", "spread", Rows("marks", [], axis, row=40), 0, name, name, 0, ends, name, 0.6)
 
 
+def rungs(tested: int, kept: int, name: str = "a") -> str:
+    return macro("charts.html", "rungs", acceptance.ladder([name]), {name: {name: [tested, kept]}}, {name: 0})
+
+
 def drawings(name: str = "a", value: float | None = 0.5) -> dict[str, str]:
     """Every chart with one named value."""
-    marks = [] if value is None else [Mark(value, "mark c0", name)]
     found = {
         "lines": charts.lines([Line(name, 0, [(1, value), (2, None), (3, 0.4)], dashed=True)], Axis(name, 1, 3), UNIT),
-        "ladder": Rows("marks", [Item(name, marks=marks, span=Span(0, 1, "rung"))], UNIT, width=306, left=112, right=14),
         "strips": charts.strips(
             [Item(name, name, marks=[dot(0.5, 0, name), dot(0.6, 0, name, True)], text=name)], UNIT, 1.0, name
         ),
@@ -50,6 +52,7 @@ def drawings(name: str = "a", value: float | None = 0.5) -> dict[str, str]:
     return {kind: drawn(chart) for kind, chart in found.items()} | {
         "bars": macro("charts.html", "bars", Rows("bars", [line], UNIT, 1.0, name), {name: 0}),
         "spread": spread(UNIT, (0.2, value, 0.8), name),
+        "rungs": rungs(2 if value else 0, 1 if value else 0, name),
         "ruled": macro("charts.html", "bars", Rows("bars", [], Axis(name, 0, 1), 1.0, name), {}),
         "cut": macro("charts.html", "cut", line, {"draft": value, "verify": 0.5}, name),
         "columns": macro("charts.html", "columns", [3, 1], 3, 0, name, name),
@@ -92,9 +95,8 @@ def test_a_larger_value_stands_further_right():
     """Catches a scale turned round, or one that forgets where its axis begins."""
     found = [places(spread(UNIT, (0.1, v, 0.9)))[0] for v in (0.1, 0.4, 0.7)]
     assert found == sorted(set(found))
-    narrow = lambda v: Rows("marks", [Item("a", marks=[Mark(v, "mark c0")])], UNIT, width=306, left=112, right=14)
-    rungs = [places(drawn(narrow(v)))[0] for v in (0.0, 0.5, 1.0)]
-    assert rungs[1] - rungs[0] == pytest.approx(rungs[2] - rungs[1], abs=0.2)
+    shares = [places(rungs(2, kept))[0] for kept in (0, 1, 2)]
+    assert shares[1] - shares[0] == pytest.approx(shares[2] - shares[1], abs=0.2)
 
 
 def test_heat_rises_with_the_value_and_every_cell_says_its_number():

@@ -89,7 +89,7 @@ def _environment() -> Environment:
         summary.say, summary.many, summary.conditions, summary.named, summary.alarms, summary.loss, summary.skews,
         summary.compared, summary.differing, summary.left_out_because, summary.left_out_names,
         cells_of, acceptance.listed, acceptance.overlaps, acceptance.acceptance, acceptance.predicted, acceptance.kept,
-        acceptance.patterns, acceptance.scores, speed.speedup, speed.generate_speedup, speed.whisker,
+        acceptance.patterns, acceptance.ladder, acceptance.scores, speed.speedup, speed.generate_speedup, speed.whisker,
         speed.reach, speed.latency, speed.first_tokens, speed.prompts,
         speed.training, comparison.ratios, comparison.depths,
         groups.ranged, charts.hue, charts.shape_of, charts.shade_of, text.tip, text.class_of, text.visible, _short, _plainly,
@@ -97,7 +97,7 @@ def _environment() -> Environment:
         found.globals[function.__name__.lstrip("_")] = function
     found.globals |= {
         "missing": summary.MISSING, "not_exact": summary.NOT_EXACT, "longest": text.LONGEST, "crowd": groups.CROWD,
-        "settings": cost.SETTINGS, "newline": Markup('<i class="nl">⏎</i>\n'), "nothing": Markup('<i class="nl">∅</i>'),
+        "settings": cost.SETTINGS, "sorts": acceptance.SORTS, "newline": Markup('<i class="nl">⏎</i>\n'), "nothing": Markup('<i class="nl">∅</i>'),
     }  # fmt: skip
     return found
 

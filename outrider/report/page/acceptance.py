@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.report.page import charts
-from outrider.report.page.charts import Axis, Item, Line, Lines, Mark, Panel, Rows
+from outrider.report.page.charts import Axis, Line, Lines, Panel, Rows
 from outrider.report.page.groups import CROWD, Colours, by_drafter, grouped
 from outrider.report.schema import Report, Row
 from outrider.report.summary import conditions, say
@@ -95,28 +95,20 @@ def kept(row: Row) -> tuple[list[int], float]:
     return counts, sum(kept * count for kept, count in enumerate(counts)) / (sum(counts) or 1)
 
 
-def patterns(report: Report, colours: Colours) -> list[Panel]:
-    """Kept share by sort of proposal, over all rows of a drafter: read along for one sort, down for one drafter."""
-    panels = []
-    for field, title, note in SORTS:
-        found = {
-            drafter: [pattern for row in rows if row.rejections for pattern in getattr(row.rejections, field)]
-            for drafter, rows in by_drafter(report).items()
-        }
-        items = []
-        for name in dict.fromkeys(pattern.name for own in found.values() for pattern in own):
-            marks = []
-            for drafter, own in found.items():
-                tested = sum(pattern.tested for pattern in own if pattern.name == name)
-                if tested:
-                    share = sum(pattern.kept for pattern in own if pattern.name == name) / tested
-                    tip, colour = f"{drafter}, {name}: {share:.0%} of {tested:,} kept", colours[drafter]
-                    marks.append(Mark(share, f"mark {charts.hue(colour)}", tip, shape=charts.shape_of(colour), radius=5.5))
-            items.append(Item(name, marks=marks, span=charts.Span(0, 1, "rung")))
-        axis = charts.PERCENT._replace(at=(0, 0.5, 1))
-        drawing = Rows("marks", items, axis, row=30, width=charts.THIRD, left=112, right=14)
-        panels.append(Panel(drawing if any(item.marks for item in items) else None, title, note))
-    return panels
+def patterns(report: Report, field: str) -> dict[str, dict[str, list[int]]]:
+    """[tested, kept] by sort of proposal and drafter, over all rows of a drafter; empty where nothing was tested."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for row in (row for rows in by_drafter(report).values() for row in rows):
+        for pattern in getattr(row.rejections, field) if row.rejections else ():
+            counts = found.setdefault(pattern.name, {}).setdefault(row.drafter, [0, 0])
+            counts[:] = counts[0] + pattern.tested, counts[1] + pattern.kept
+    return found if any(tested for counts in found.values() for tested, _ in counts.values()) else {}
+
+
+def ladder(sorts: Sequence[str]) -> Rows:
+    """A narrow chart of shares, a rung a sort."""
+    axis = charts.PERCENT._replace(at=(0, 0.5, 1))
+    return Rows("marks", sorts, axis, row=30, width=charts.THIRD, left=112, right=14)
 
 
 def scores(report: Report) -> Rows | None:

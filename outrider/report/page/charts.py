@@ -79,15 +79,6 @@ class Mark(NamedTuple):
     """Pixels beneath the middle of its row."""
 
 
-class Span(NamedTuple):
-    """A line along a row."""
-
-    low: float
-    high: float
-    class_: str
-    tip: str = ""
-
-
 @dataclass(frozen=True)
 class Item:
     """One row: a name and what stands beside it.  A row without marks and specks was not measured."""
@@ -96,7 +87,6 @@ class Item:
     context: str = ""
     marks: Sequence[Mark] = ()
     tick: Mark | None = None
-    span: Span | None = None
     specks: str = ""
     """Many dots in one path: a fifth of the size."""
     colour: int | None = None
