@@ -9,9 +9,10 @@ import pytest
 
 from outrider.report import page
 from outrider.report.page import acceptance, charts, speed
-from outrider.report.page.charts import Axis, Item, Line, Lines, Rows, dot
+from outrider.report.page.charts import Axis, Dot, Line, Rows
 from outrider.report.schema import Row
-from tests.report.examples import null_report
+from tests.report.examples import full_report, null_report
+from tests.report.examples import row as report_row
 
 PROMISED = [
     "tokens_per_step", "accepted_by_depth", "tokens_per_s", "plain_tokens_per_s", "speedup", "exact", "compared_tokens",
@@ -26,8 +27,14 @@ def macro(template: str, name: str, *given: Any) -> str:
     return str(getattr(page._environment().get_template(template).make_module(), name)(*given))
 
 
-def drawn(chart: Rows | Lines | None) -> str:
-    return macro("charts.html", "draw", chart)
+def line(name: str = "a", **measured: Any) -> Row:
+    needed = {"drafter": name, "task": name, "prompts": 1, "temperature": 0} | dict.fromkeys(PROMISED)
+    return Row.model_validate(needed | measured)
+
+
+def strips(dots: list[Dot], name: str = "a") -> str:
+    chart = charts.strips([(line(name), dots)], UNIT, 1.0, name)
+    return macro("charts.html", "strips", chart, {name: 0}, len(dots) <= charts.TOLD)
 
 
 def spread(axis: Axis, ends: tuple[float, float | None, float], name: str = "a") -> str:
@@ -40,23 +47,18 @@ def rungs(tested: int, kept: int, name: str = "a") -> str:
 
 def drawings(name: str = "a", value: float | None = 0.5) -> dict[str, str]:
     """Every chart with one named value."""
-    found = {
-        "lines": charts.lines([Line(name, 0, [(1, value), (2, None), (3, 0.4)], dashed=True)], Axis(name, 1, 3), UNIT),
-        "strips": charts.strips(
-            [Item(name, name, marks=[dot(0.5, 0, name), dot(0.6, 0, name, True)], text=name)], UNIT, 1.0, name
-        ),
-    }
-    needed = {"drafter": name, "task": name, "prompts": 1, "temperature": 0} | dict.fromkeys(PROMISED)
-    measured = {"speedup": value, "exact": False, "speedup_geomean": {"center": 0.5, "low": 0.4, "high": value}}
-    line = Row.model_validate(needed | measured)
-    return {kind: drawn(chart) for kind, chart in found.items()} | {
-        "bars": macro("charts.html", "bars", Rows("bars", [line], UNIT, 1.0, name), {name: 0}),
+    row = line(name, speedup=value, exact=False, speedup_geomean={"center": 0.5, "low": 0.4, "high": value})
+    curves = charts.lines([Line(name, 0, [(1, value), (2, None), (3, 0.4)], dashed=True)], Axis(name, 1, 3), UNIT)
+    return {
+        "lines": macro("charts.html", "lines", curves),
+        "strips": strips([Dot(0.5, name), Dot(0.6, name, True)], name),
+        "bars": macro("charts.html", "bars", Rows("bars", [row], UNIT, 1.0, name), {name: 0}),
         "spread": spread(UNIT, (0.2, value, 0.8), name),
         "rungs": rungs(2 if value else 0, 1 if value else 0, name),
         "ruled": macro("charts.html", "bars", Rows("bars", [], Axis(name, 0, 1), 1.0, name), {}),
-        "cut": macro("charts.html", "cut", line, {"draft": value, "verify": 0.5}, name),
+        "cut": macro("charts.html", "cut", row, {"draft": value, "verify": 0.5}, name),
         "columns": macro("charts.html", "columns", [3, 1], 3, 0, name, name),
-        "heat": macro("heat.html", "numbered", name, [(line, [(value, name, name), (None, "", "")])], 1),
+        "heat": macro("heat.html", "numbered", name, [(row, [(value, name, name), (None, "", "")])], 1),
         "line": macro("charts.html", "line", name, [name]),
     }
 
@@ -83,7 +85,7 @@ def test_charts_of_nothing_are_nothing():
     """An axis without a mark looks like a measurement that found none."""
     assert charts.lines([Line("a", 0, [(1, None)])], UNIT, UNIT) is None
     assert (acceptance.scores(null_report()), speed.first_tokens(null_report())) == (None, None)
-    assert "not measured" in drawn(None)
+    assert "not measured" in macro("charts.html", "spread", Rows("marks", [], UNIT, row=40), 0, "a", "", 0, (0, None, 1), "")
 
 
 def places(svg: str) -> list[float]:
@@ -117,10 +119,12 @@ def test_equal_values_do_not_divide_by_nothing():
 
 def test_a_crowd_of_dots_loses_its_tips_but_no_dot_and_no_alarm():
     """Thousands of tips are most of a large page; an alarm must keep its own."""
-    strips = lambda dots: drawn(charts.strips([Item("a", marks=dots, colour=0)], UNIT, 1.0, ""))
-    assert strips([dot(0.5, 0, "tip")] * 10).count("<title>tip</title>") == 10
-    many = [dot(i / 3000, 0, "tip") for i in range(charts.TOLD + 1)] + [dot(0.5, 0, "wrong", True)]
+    assert strips([Dot(0.5, "tip")] * 10).count("<title>tip</title>") == 10
+    many = [Dot(i / 3000, "tip") for i in range(charts.TOLD + 1)] + [Dot(0.5, "wrong", True)]
     crowd = strips(many)
     assert "<title>tip</title>" not in crowd
     assert crowd.count("h0M") + 1 == charts.TOLD + 1
     assert "<title>wrong</title>" in crowd
+    for count, is_crowd in ((charts.TOLD, False), (charts.TOLD + 1, True)):
+        whole = page.render(full_report(rows=[report_row("dspark", "chat", count)]))
+        assert ("There are too many to name each" in whole, 'class="specks' in whole) == (is_crowd, is_crowd)

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import re
+import statistics
 from base64 import b64encode
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,9 @@ def _environment() -> Environment:
     ):  # fmt: skip
         found.globals[function.__name__.lstrip("_")] = function
     found.globals |= {
+        "median": statistics.median, "told": charts.TOLD, "sorts": acceptance.SORTS,
         "missing": summary.MISSING, "not_exact": summary.NOT_EXACT, "longest": text.LONGEST, "crowd": groups.CROWD,
-        "settings": cost.SETTINGS, "sorts": acceptance.SORTS, "newline": Markup('<i class="nl">⏎</i>\n'), "nothing": Markup('<i class="nl">∅</i>'),
+        "settings": cost.SETTINGS, "newline": Markup('<i class="nl">⏎</i>\n'), "nothing": Markup('<i class="nl">∅</i>'),
     }  # fmt: skip
     return found
 

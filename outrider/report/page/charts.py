@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any, NamedTuple
+
+from outrider.report.schema import Row
 
 COLOURS = 7
 WIDE, HALF, THIRD = 960, 470, 306
@@ -66,40 +67,6 @@ def round_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 # ── rows: bars and marks ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Mark(NamedTuple):
-    """One sample on a row, or a small upright line there."""
-
-    value: float
-    class_: str
-    tip: str = ""
-    shape: str = "circle"
-    radius: float = 6
-    """Of a line half its height."""
-    lift: float = 0
-    """Pixels beneath the middle of its row."""
-
-
-@dataclass(frozen=True)
-class Item:
-    """One row: a name and what stands beside it.  A row without marks and specks was not measured."""
-
-    name: str
-    context: str = ""
-    marks: Sequence[Mark] = ()
-    tick: Mark | None = None
-    specks: str = ""
-    """Many dots in one path: a fifth of the size."""
-    colour: int | None = None
-    """Of the specks."""
-    value: str = ""
-    """What is said first, in bold."""
-    text: str = ""
-
-    @property
-    def is_measured(self) -> bool:
-        return bool(self.marks or self.specks)
-
-
 @dataclass(frozen=True)
 class Rows:
     """Bars, or marks, one a row over one scale, with a line to compare them with."""
@@ -128,30 +95,23 @@ class Rows:
         return self.axis.place(value, self.left, self.width - self.right)
 
 
-def dot(value: float, colour: int | None, tip: str, is_alarm: bool = False) -> Mark:
-    """One sample of a strip; an alarming one is a large cross."""
-    if is_alarm:
-        return Mark(value, "dot alarmed", tip, shape="cross", radius=8)
-    return Mark(value, f"dot {hue(colour)}", tip, radius=4.5)
+class Dot(NamedTuple):
+    """One sample of a strip."""
+
+    value: float
+    tip: str
+    is_alarm: bool = False
+    lift: float = 0
+    """Pixels beneath the middle of its row."""
 
 
-def strips(items: Sequence[Item], axis: Axis, line: float, line_text: str) -> Rows:
-    """Every mark of every row, as `dot` makes them, beside its neighbours, the median as a tick."""
-    chart = Rows("marks", items, axis, line, line_text, row=62, right=190)
-    is_told = sum(len(item.marks) for item in items) <= TOLD
-    return replace(chart, items=[_strip(item, chart, is_told) if item.marks else item for item in items])
+def strips(rows: Sequence[tuple[Row, Sequence[Dot]]], axis: Axis, line: float, line_text: str) -> Rows:
+    """Every sample of a row as a dot, beside its neighbours."""
+    chart = Rows("marks", rows, axis, line, line_text, row=62, right=190)
+    return replace(chart, items=[(row, _swarm(dots, chart.x)) for row, dots in rows])
 
 
-def _strip(item: Item, chart: Rows, is_told: bool) -> Item:
-    dots, middle = _swarm(item.marks, chart.x), median(dot.value for dot in item.marks)
-    crowd = "" if is_told else "".join(f"M{chart.x(dot.value):.0f} {dot.lift:.0f}h0" for dot in dots if dot.shape != "cross")
-    return replace(
-        item, marks=[dot for dot in dots if is_told or dot.shape == "cross"], specks=crowd,
-        tick=Mark(middle, "median", f"median {middle:.2f}", radius=24), value=f"median {chart.axis.say(middle)}",
-    )  # fmt: skip
-
-
-def _swarm(dots: Sequence[Mark], x: Callable[[float], float], pitch: float = 9.5) -> list[Mark]:
+def _swarm(dots: Sequence[Dot], x: Callable[[float], float], pitch: float = 9.5) -> list[Dot]:
     """Dots with a vertical shift each, so that neighbours don't hide one another while there is room."""
     last = dict.fromkeys((0.0, -pitch, pitch, -2 * pitch, 2 * pitch), -math.inf)
     placed = []
@@ -160,7 +120,7 @@ def _swarm(dots: Sequence[Mark], x: Callable[[float], float], pitch: float = 9.5
         lift = next((lift for lift, end in last.items() if here - end >= pitch), min(last, key=last.__getitem__))
         last[lift] = here
         placed.append(dot._replace(lift=lift))
-    return sorted(placed, key=lambda dot: dot.shape == "cross")  # an alarm is drawn last, over its neighbours
+    return sorted(placed, key=lambda dot: dot.is_alarm)  # an alarm is drawn last, over its neighbours
 
 
 # ── lines ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -185,7 +145,6 @@ class Lines:
     width: int = HALF
     height: int = 290
     marks: Collection[float] | None = None
-    kind = "lines"
 
     def across(self, value: float) -> float:
         return self.x.place(value, 46, self.width - 108)
@@ -241,9 +200,9 @@ def shade_of(value: float, low: float, high: float) -> str:
 
 
 class Panel(NamedTuple):
-    """A drawing under its own small heading."""
+    """Curves under their own small heading."""
 
-    body: Rows | Lines | None
+    body: Lines | None
     title: str = ""
     note: str = ""
     is_wide: bool = False

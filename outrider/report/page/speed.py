@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.report.page import charts
-from outrider.report.page.charts import Axis, Item, Line, Lines, Panel, Rows
+from outrider.report.page.charts import Axis, Dot, Line, Lines, Panel, Rows
 from outrider.report.page.groups import Colours, grouped
 from outrider.report.schema import Percentiles, PromptResult, Report, Row
-from outrider.report.summary import conditions, many, say
+from outrider.report.summary import many, say
 
 TIMES = "times as fast as the target alone"
 
@@ -37,22 +37,18 @@ def reach(row: Row) -> float:
     return 0.0 if row.speedup is None else max(row.speedup, generate_speedup(row) or 0.0, *(whisker(row) or ()))
 
 
-def prompts(report: Report, colours: Colours) -> list[Panel]:
-    """Every prompt a dot."""
-    items = []
+def prompts(report: Report) -> Rows | None:
+    """Every prompt a dot; None where none was timed."""
+    rows = []
     for row in report.rows:
-        colour, timed = colours[row.drafter], [(p.speedup, p) for p in row.per_prompt if p.speedup is not None]
-        dots = [charts.dot(speedup, colour, _tip(prompt), prompt.exact is False) for speedup, prompt in timed]
-        text = many(len(dots), "prompt") + (f", {len(row.different)} differ" if row.different else "")
-        items.append(Item(row.drafter, conditions(row), marks=dots, text=text, colour=colour))
-    values = [dot.value for item in items for dot in item.marks]
+        timed = [(prompt.speedup, prompt) for prompt in row.per_prompt if prompt.speedup is not None]
+        rows.append((row, [Dot(speedup, _tip(prompt), prompt.exact is False) for speedup, prompt in timed]))
+    values = [dot.value for _, dots in rows for dot in dots]
     if not values:
-        return []
+        return None
     low, high = min(*values, 1.0), max(*values, 1.0)
     pad = (high - low) * 0.04 or 0.1
-    axis = Axis(TIMES, low - pad, high + pad, lambda value: f"{value:.2f}×")
-    note = "There are too many to name each; report.json does." if len(values) > charts.TOLD else ""
-    return [Panel(charts.strips(items, axis, 1.0, "alone"), note=note)]
+    return charts.strips(rows, Axis(TIMES, low - pad, high + pad, lambda value: f"{value:.2f}×"), 1.0, "alone")
 
 
 def _tip(prompt: PromptResult) -> str:
