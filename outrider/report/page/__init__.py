@@ -1,8 +1,8 @@
 """The page: a report, or a comparison, as one HTML file that a reader opens anywhere and that asks the network for nothing.
 
 `page.html` holds what every page has, `report.html` and `comparison.html` the words and tables of each, `charts.html` the
-drawings, `page.css` the looks, `page.js` the little that moves.  The page reads without the script.  Every string from the
-data is escaped by the templates.
+drawings, `heat.html` tables whose cells darken, `page.css` the looks, `page.js` the little that moves.  The page reads without
+the script.  Every string from the data is escaped by the templates.
 """
 
 from __future__ import annotations

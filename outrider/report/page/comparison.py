@@ -16,8 +16,9 @@ def ratios(found: Comparison) -> list[tuple[str, Rows]]:
     charts = []
     pairs = [(number, other.name, pair) for number, other in enumerate(found.others) for pair in other.pairs]
     for place, first in enumerate(pairs[0][2].changes):
-        items = [(*names, pair, pair.changes[place]) for *names, pair in pairs if pair.changes[place].ratio is not None]
-        ends = [end for *_, change in items for end in (change.low, change.ratio, change.high) if end is not None]
+        changes = [(number, name, pair, pair.changes[place]) for number, name, pair in pairs]
+        items = [item for item in changes if item[3].ratio is not None]
+        ends = [end for _, _, _, change in items for end in (change.low, change.ratio, change.high) if end is not None]
         low, high = min([*ends, 1.0]), max([*ends, 1.0])
         pad = 0.04 * (high - low) or 0.05
         axis = Axis(f"{found.name} = 1", low - pad, high + pad, lambda value: f"{value:.3g}")
