@@ -22,7 +22,6 @@ from outrider.measure.rejections import judged, kind_of, patterns
 from outrider.measure.timing import run_once
 from outrider.nn import trees
 from outrider.report import schema as report
-from outrider.report.schema import Tested
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 
@@ -47,7 +46,7 @@ class Oracle(Drafter):
         return trees.of_lists([tokens], [[2 * (n // 2) - 1 for n in range(len(tokens))]])
 
 
-def observe(talker: TransformersTarget, request: Request, drafter: Drafter) -> list[Tested]:
+def observe(talker: TransformersTarget, request: Request, drafter: Drafter) -> list[report.Tested]:
     return judged(talker, request, drafter).tested
 
 
