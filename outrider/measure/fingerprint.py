@@ -8,15 +8,18 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from outrider import machine
 from outrider.report.fingerprint import Value
 
+T = TypeVar("T")
+GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 GPU_FACTS = {
     "gpu": "name", "gpu_driver": "driver_version", "gpu_clock_most_mhz": "clocks.max.sm",
     "gpu_clock_chosen_mhz": "clocks.applications.graphics", "gpu_power_limit_w": "power.limit",
@@ -30,15 +33,16 @@ def fingerprint(target: Any = None, **more: Value) -> dict[str, Value]:
     found: dict[str, Value] = {
         "cpu": machine.cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "cpu_governor": _line("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "cpu_governor": _known(lambda: GOVERNOR.read_text().strip() or None),
         "cpu_share": machine.cpu_share(),
-        "memory_gb": _memory_gb(),
+        # whole gigabytes: what a kernel keeps for itself moves the rest from boot to boot
+        "memory_gb": _known(lambda: round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)),
         "threads": torch.get_num_threads(),
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "torchao": _version("torchao"),
+        "transformers": _known(lambda: version("transformers")),
+        "torchao": _known(lambda: version("torchao")),
         "mkldnn": torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "device": device.type,
@@ -52,14 +56,6 @@ def fingerprint(target: Any = None, **more: Value) -> dict[str, Value]:
     return found | more
 
 
-def _memory_gb() -> int | None:
-    """Whole gigabytes: what a kernel keeps for itself moves the rest from boot to boot."""
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
-    except (OSError, ValueError):
-        return None
-
-
 def _gpu(index: int) -> dict[str, Value]:
     """By nvidia-smi, where it is; else nothing."""
     asked = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(GPU_FACTS.values())}", "--format=csv,noheader,nounits"]
@@ -70,15 +66,9 @@ def _gpu(index: int) -> dict[str, Value]:
     return dict(zip(GPU_FACTS, (value.strip() for value in done.stdout.strip().split(",")), strict=False))
 
 
-def _line(path: str) -> str | None:
+def _known(read: Callable[[], T]) -> T | None:
+    """What a system tells; None where it does not."""
     try:
-        return Path(path).read_text().strip() or None
-    except OSError:
-        return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
+        return read()
+    except (OSError, ValueError, PackageNotFoundError):
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
@@ -22,7 +22,7 @@ class Prompt(NamedTuple):
     turns: tuple[str, ...]
     system: str | None = None
     reference: Any = None
-    """What the task's scorer compares an answer with; None where the task has no score."""
+    """What the task's scorer compares an answer with, or a function that reads it; None where the task has no score."""
 
     def messages(self, answers: Sequence[str] = ()) -> list[dict[str, str]]:
         """The conversation up to the next answer wanted, with the answers given so far."""
@@ -40,33 +40,28 @@ def has(row: Row, key: str) -> bool:
 
 def text(row: Row, key: str) -> str:
     """The text under a key."""
-    value = _there(row, key)
-    if not isinstance(value, str):
-        raise TypeError(f"{key} must be a text, not {value!r:.80}")
-    return value
+    found: str = _typed(row, key, "a text", lambda value: isinstance(value, str))
+    return found
 
 
 def texts(row: Row, key: str) -> tuple[str, ...]:
     """The list of texts under a key, which may be empty.  One text is no list of its letters."""
-    value = _there(row, key)
-    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
-        raise TypeError(f"{key} must be a list of texts, not {value!r:.80}")
-    return tuple(value)
+    is_list = lambda value: isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
+    return tuple(_typed(row, key, "a list of texts", is_list))
 
 
 def word(row: Row, *keys: str) -> str:
     """The text or the number, written as text, under the first of these keys that is there."""
+    is_number = lambda value: isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     key = next((key for key in keys if has(row, key)), keys[0])
-    value = _there(row, key)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not (isinstance(value, str) or is_number):
-        raise TypeError(f"{key} must be a text or a number, not {value!r:.80}")
-    return str(value)
+    return str(_typed(row, key, "a text or a number", lambda value: isinstance(value, str) or is_number(value)))
 
 
-def _there(row: Row, key: str) -> Any:
+def _typed(row: Row, key: str, wanted: str, is_right: Callable[[Any], bool]) -> Any:
     if not has(row, key):
         raise KeyError(key)
+    if not is_right(row[key]):
+        raise TypeError(f"{key} must be {wanted}, not {row[key]!r:.80}")
     return row[key]
 
 

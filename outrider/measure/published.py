@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 from outrider.errors import DataError
 from outrider.measure.layouts import Prompt, Row
@@ -21,6 +21,7 @@ GITHUB = "https://raw.githubusercontent.com/{repository}/{revision}/{file}"
 GITHUB_NEWEST = "https://api.github.com/repos/{repository}/commits/{revision}"
 CONTENT = "sha256:"
 """Begins a revision that is the content of files, not a commit."""
+T = TypeVar("T")
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -58,42 +59,54 @@ class Task:
         return " ".join(filter(None, (self.hub, self.config, "" if self.files else self.split)))
 
 
-class Lines(Sequence[Row]):
-    """Rows of JSONL files, each read when it is asked for.  Raises DataError with file and line."""
+class Lazy(Sequence[T]):
+    """Items that are made each time they are asked for, and where each stands, in words."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.starts: list[tuple[Path, int, int]] = []
-        for path in paths:
-            start = 0
-            with path.open("rb") as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        self.starts.append((path, number, start))
-                    start += len(line)
+    def __init__(self, count: int, make: Callable[[int], T], place: Callable[[int], str] = str) -> None:
+        self.numbers, self.make, self.place = range(count), make, place
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.numbers)
 
-    def place(self, index: int) -> str:
-        path, number, _ = self.starts[index]
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        found = self.numbers[index]
+        return self.make(found) if isinstance(found, int) else [self.make(number) for number in found]
+
+
+def lines(paths: Sequence[Path]) -> Lazy[Row]:
+    """Rows of JSONL files, each read when it is asked for.  Raises DataError with file and line."""
+    starts: list[tuple[Path, int, int]] = []
+    for path in paths:
+        start = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    starts.append((path, number, start))
+                start += len(line)
+
+    def place(index: int) -> str:
+        path, number, _ = starts[index]
         return f"{path}, line {number}"
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        path, _, start = self.starts[index]
+    def read(index: int) -> Row:
+        path, _, start = starts[index]
         with path.open("rb") as file:
             file.seek(start)
             line = file.readline()
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # the latter of lists in lists in lists
-            raise DataError(f"{self.place(index)} is not JSON: {error}; mend the line or take it out") from None
-        return mapping(row, self.place(index))
+        return mapping(_json(line, place(index), "mend the line or take it out"), place(index))
+
+    return Lazy(len(starts), read, place)
+
+
+def _json(text: bytes, place: str, wanted: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # the latter of lists in lists in lists
+        raise DataError(f"{place} is not JSON: {error}; {wanted}") from None
 
 
 def mapping(row: Any, place: str) -> Row:
@@ -105,14 +118,11 @@ def mapping(row: Any, place: str) -> Row:
 def of_paths(paths: Sequence[Path]) -> Sequence[Row]:
     """Rows of files of one kind."""
     if paths[0].suffix == ".jsonl":
-        return Lines(paths)
+        return lines(paths)
     if paths[0].suffix == ".json":
         rows = []
         for path in paths:
-            try:
-                value = json.loads(path.read_bytes())
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{path} is not JSON: {error}; a file of rows, one a line, is named .jsonl") from None
+            value = _json(path.read_bytes(), str(path), "a file of rows, one a line, is named .jsonl")
             if not isinstance(value, list):
                 raise DataError(f"{path} must hold a list of rows, not {type(value).__name__}")
             rows += [mapping(row, f"{path}, row {number}") for number, row in enumerate(value, 1)]
@@ -163,11 +173,8 @@ def newest(task: Task, revision: str | None = None) -> str:
     """The newest commit of where a task is published, or of the branch or tag `revision`.  Needs the network."""
     repository = task.hub.removeprefix("github.com/")
     if repository != task.hub:
-        return (
-            _read_url(GITHUB_NEWEST.format(repository=repository, revision=revision or "HEAD"), "application/vnd.github.sha")
-            .decode()
-            .strip()
-        )
+        address = GITHUB_NEWEST.format(repository=repository, revision=revision or "HEAD")
+        return _read_url(address, "application/vnd.github.sha").decode().strip()
     from huggingface_hub import HfApi  # a second to import, and only needed here
 
     commit = HfApi().dataset_info(task.hub, revision=revision, timeout=30).sha
@@ -186,7 +193,7 @@ def _fetch(task: Task, commit: str) -> Sequence[Row]:
     from huggingface_hub import hf_hub_download
 
     if task.files:
-        return Lines([Path(hf_hub_download(task.hub, file, repo_type="dataset", revision=commit)) for file in task.files])
+        return lines([Path(hf_hub_download(task.hub, file, repo_type="dataset", revision=commit)) for file in task.files])
     if Path(task.hub).exists():  # it would be read instead, whatever the commit
         raise DataError(f"a folder {task.hub} stands here in the way of the data set of that name; start from another folder")
     rows = cast(datasets.Dataset, datasets.load_dataset(task.hub, task.config, split=task.split, revision=commit))

@@ -63,19 +63,14 @@ class TracedTarget:
         return scores
 
 
-def observe(
-    target: TransformersTarget, request: Request, drafter: Drafter, policy: Policy | str | None = None, *, ends: bool = True,
-    judge: SamplingJudge | None = None, shared_noise: bool = True,
-) -> list[Tested]:  # fmt: skip
-    """Continue one request and note every token: what was proposed there, and what the target thought of it."""
-    return judged(target, request, drafter, policy, ends=ends, judge=judge, shared_noise=shared_noise).tested
-
-
 def judged(
     target: TransformersTarget, request: Request, drafter: Drafter, policy: Policy | str | None = None, *, ends: bool = True,
     judge: SamplingJudge | None = None, shared_noise: bool = True,
 ) -> Judged:  # fmt: skip
-    """As `observe`, with the tokens themselves.  ends False goes on past end-of-text, as timed runs above temperature 0 do."""
+    """Continue one request and note every token: what was proposed there, and what the target thought of it.
+
+    ends False goes on past end-of-text, as timed runs above temperature 0 do.
+    """
     found = Judged([], [], [])
     last: list[Any] = []
 

@@ -6,7 +6,7 @@ A run holds raw counts and seconds and nothing derived; a row holds figures and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,19 +15,8 @@ import numpy as np
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import Request
 from outrider.measure.tasks import Prompt
-from outrider.report import bootstrap
-from outrider.report.schema import (
-    Clean,
-    Observed,
-    Percentiles,
-    PromptResult,
-    Range,
-    Rejections,
-    Row,
-    Score,
-    Share,
-    Training,
-)
+from outrider.report import bootstrap, schema
+from outrider.report.schema import PromptResult, Row, Score, Training
 from outrider.targets.transformers import TransformersTarget
 
 
@@ -38,7 +27,6 @@ class Entry:
     name: str
     drafter: Drafter
     temperature: float = 0.0
-    policy: Callable[[], Policy] | None = None
     trained_on: str | None = None
     """The precision of the target that it was trained beside, such as float32."""
     acceptance: tuple[float | None, ...] = ()
@@ -82,33 +70,37 @@ class Run:
 
 
 @dataclass(slots=True)
+class Sample:
+    """One prompt under one entry, beside plain decoding of the same."""
+
+    prompt: Prompt
+    run: Run
+    plain: Run
+    reference: list[list[int]]
+    """What transformers' generate wrote in each turn."""
+    generate_s: float
+    requests: list[Request] = field(default_factory=list)
+    """What was asked in each turn; needed where it is observed."""
+    scores: tuple[float | None, float | None] = (None, None)
+    """Of the drafted and the plain answer; None where an answer was not scored."""
+
+
+@dataclass(slots=True)
 class Measured:
-    """All prompts of one entry, beside plain decoding of the same."""
+    """All prompts of one entry."""
 
     entry: Entry
     task: str
-    ids: list[str] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
-    plain: list[Run] = field(default_factory=list)
-    reference: list[list[int]] = field(default_factory=list)
-    generate_s: list[float] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     rule: str | None = None
     """The lossy rule's name, with its numbers."""
     policy: str = "fixed"
     chosen: Policy | None = None
     """The policy itself, one for all prompts of the task."""
     verification: str = "standard"
-    turns: list[list[int]] = field(default_factory=list)
-    """Tokens of each turn of `reference`; empty where every prompt has one."""
-    prompts: list[Prompt] = field(default_factory=list)
-    """As they were given; needed for their scores alone."""
-    requests: list[list[Request]] = field(default_factory=list)
-    """Of the first prompts what was asked in each turn, to be observed."""
-    scores: list[tuple[float | None, float | None]] = field(default_factory=list)
-    """Of the drafted and the plain answer to each prompt; empty where answers were not scored."""
     score_measure: str = ""
-    observed: list[Observed] = field(default_factory=list)
-    rejections: Rejections | None = None
+    observed: list[schema.Observed] = field(default_factory=list)
+    rejections: schema.Rejections | None = None
     overlap: list[float] = field(default_factory=list)
     """sum(min(p, q)) of every judged token of the observed prompts."""
 
@@ -124,43 +116,30 @@ class Overlaps(NamedTuple):
 
 def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps | None = None) -> Row:
     """One row of the report.  overlaps: of this drafter, where that was looked for."""
-    entry, runs, plain = measured.entry, measured.runs, measured.plain
+    entry, samples = measured.entry, measured.samples
+    runs, plain = [sample.run for sample in samples], [sample.plain for sample in samples]
     is_greedy = entry.temperature == 0
-    firsts = differences(measured, runs) if is_greedy else [None] * len(runs)
-    prompts = tuple(_prompt(measured, i, firsts[i], overlaps) for i in range(len(runs)))
+    prompts = tuple(_prompt(measured, sample, overlaps) for sample in samples)
+    references = sum(len(turn) for sample in samples for turn in sample.reference)
     return Row(
-        drafter=entry.name,
-        task=measured.task,
-        prompts=len(runs),
-        temperature=entry.temperature,
-        **acceptance(runs),
-        expected_acceptance=_mean(measured.overlap),
+        drafter=entry.name, task=measured.task, temperature=entry.temperature, prompts=len(runs), per_prompt=prompts,
+        **acceptance(runs), **_speed(runs, plain), **_times(runs, plain),
+        expected_acceptance=sum(measured.overlap) / len(measured.overlap) if measured.overlap else None,
         predicted_by_depth=predicted(entry.acceptance),
-        **_speed(runs, plain),
-        generate_tokens_per_s=sum(map(len, measured.reference)) / sum(measured.generate_s),
+        generate_tokens_per_s=references / sum(sample.generate_s for sample in samples),
         noise=None if is_greedy else "own",
-        exact=all(first is None for first in firsts) if is_greedy else None,
-        compared_tokens=sum(map(len, measured.reference)) if is_greedy else 0,
-        plain_exact=all(first is None for first in differences(measured, plain)) if is_greedy else None,
-        **_times(runs, plain),
+        exact=all(prompt.exact for prompt in prompts) if is_greedy else None,
+        compared_tokens=references if is_greedy else 0,
+        plain_exact=all(difference(s.plain, s.reference) is None for s in samples) if is_greedy else None,
         memory_peak_bytes=max((peak for run in runs if (peak := run.memory_peak_bytes) is not None), default=None),
-        dtype=target.spec.dtype,
-        precision=target.spec.precision,
-        trained_on=entry.trained_on,
-        batch=1,
-        device=str(target.device),
-        unlawful=sum(run.unlawful for run in runs),
-        rule=measured.rule,
-        policy=measured.policy if entry.policy is None else "own",
-        verification=measured.verification,
-        lossless=measured.rule is None,
+        device=str(target.device), dtype=target.spec.dtype, precision=target.spec.precision, trained_on=entry.trained_on,
+        batch=1, unlawful=sum(run.unlawful for run in runs),
+        rule=measured.rule, lossless=measured.rule is None, policy=measured.policy, verification=measured.verification,
         distance=sum(run.strayed for run in runs) / sum(len(run.tokens) for run in runs),
-        rejections=measured.rejections,
-        observed=tuple(measured.observed),
+        rejections=measured.rejections, observed=tuple(measured.observed),
         score=_score(prompts, measured.score_measure),
         clean=None if overlaps is None else _clean(measured, prompts, overlaps.rule),
-        per_prompt=prompts,
-    )
+    )  # fmt: skip
 
 
 # ── acceptance ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -176,7 +155,7 @@ def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
     interval = bootstrap.ratio_of_totals([len(run.tokens) for run in runs], [run.steps for run in runs])
     return {
         "tokens_per_step": tokens / steps,
-        "tokens_per_step_range": Range(**interval._asdict()),
+        "tokens_per_step_range": interval._asdict(),
         "accepted_by_depth": [_share(sum(a > k for a in accepted), sum(r > k for r in reached)) for k in range(depths)],
         "conditional_acceptance": conditional(accepted, reached),
         "rejections_by_depth": [sum(a == k < r for a, r in pairs) for k in range(depths)],
@@ -224,7 +203,7 @@ def _speed(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
         "tokens_per_s": tokens / seconds,
         "plain_tokens_per_s": plain_tokens / plain_seconds,
         "speedup": plain_seconds / plain_tokens * tokens / seconds,
-        "speedup_geomean": Range(**bootstrap.geometric_mean(ratios)._asdict()),
+        "speedup_geomean": bootstrap.geometric_mean(ratios)._asdict(),
         "speedup_of_means": sum(rates) / sum(plain_rates),
         "seconds": seconds,
         "plain_seconds": plain_seconds,
@@ -238,7 +217,7 @@ def _times(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     gaps, plain_gaps = ([gap for run in some for gap in run.gaps_s] for some in (runs, plain))
     per_token = [_per_token(run) for run in runs]
     return {
-        "share": Share(**{name: part / inside for name, part in parts.items()}),
+        "share": {name: part / inside for name, part in parts.items()},
         "loop_overhead": 1 - sum(run.model_s for run in runs) / inside,
         "plain_loop_overhead": 1 - sum(run.model_s for run in plain) / alone,
         "ttft_ms": _three([_first(run) for run in runs]),
@@ -269,39 +248,25 @@ def _per_token(run: Run) -> float:
 # ── one prompt ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _prompt(measured: Measured, i: int, first: int | None, overlaps: Overlaps | None) -> PromptResult:
-    run, alone, name = measured.runs[i], measured.plain[i], measured.ids[i]
-    score, plain_score = measured.scores[i] if measured.scores else (None, None)
+def _prompt(measured: Measured, sample: Sample, overlaps: Overlaps | None) -> PromptResult:
+    run, alone, name = sample.run, sample.plain, sample.prompt.id
+    is_greedy = measured.entry.temperature == 0
+    first = difference(run, sample.reference) if is_greedy else None
     return PromptResult(
-        id=name,
-        tokens=len(run.tokens),
-        steps=run.steps,
-        tokens_per_s=_rate(run),
-        plain_tokens_per_s=_rate(alone),
+        id=name, tokens=len(run.tokens), steps=run.steps, tokens_per_s=_rate(run), plain_tokens_per_s=_rate(alone),
         speedup=alone.seconds / len(alone.tokens) * len(run.tokens) / run.seconds,
-        exact=first is None if measured.entry.temperature == 0 else None,
-        first_difference=first,
-        tpot_ms=1000 * _per_token(run),
-        plain_tpot_ms=1000 * _per_token(alone),
+        exact=first is None if is_greedy else None, first_difference=first,
+        tpot_ms=1000 * _per_token(run), plain_tpot_ms=1000 * _per_token(alone),
         overlaps=None if overlaps is None else overlaps.found.get((measured.task, name)),
-        score=score,
-        plain_score=plain_score,
-    )
+        score=sample.scores[0], plain_score=sample.scores[1],
+    )  # fmt: skip
 
 
-def differences(measured: Measured, runs: Sequence[Run]) -> list[int | None]:
-    """Of every run the first token that is not the reference's, counted over its turns; None where there is none."""
-    turns = measured.turns or [[len(reference)] for reference in measured.reference]
-    return [
-        _first_in_turns(list(parts(run.tokens, run.turns)), list(parts(wanted, lengths)))
-        for run, wanted, lengths in zip(runs, measured.reference, turns, strict=True)
-    ]
-
-
-def _first_in_turns(mine: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> int | None:
-    # turn by turn: a turn that ends early moves the next one up, and the whole might look alike
+def difference(run: Run, reference: Sequence[Sequence[int]]) -> int | None:
+    """The first token of a run that is not the reference's, counted over its turns; None where there is none."""
     before = 0
-    for own, wanted in zip(mine, theirs, strict=True):
+    # turn by turn: a turn that ends early moves the next one up, and the whole might look alike
+    for own, wanted in zip(parts(run.tokens, run.turns), reference, strict=True):
         first = first_difference(own, wanted)
         if first is not None:
             return before + first
@@ -336,19 +301,19 @@ def _score(prompts: Iterable[PromptResult], measure: str) -> Score | None:
     return Score(drafted=drafted, plain=plain, prompts=len(both), measure=measure)
 
 
-def _clean(measured: Measured, prompts: Sequence[PromptResult], rule: str) -> Clean | None:
+def _clean(measured: Measured, prompts: Sequence[PromptResult], rule: str) -> schema.Clean | None:
     """Figures over the prompts that were looked for and not found; None where nothing is known of any."""
     if all(prompt.overlaps is None for prompt in prompts):
         return None
-    known = [i for i, prompt in enumerate(prompts) if prompt.overlaps is False]
-    runs, plain = [measured.runs[i] for i in known], [measured.plain[i] for i in known]
-    return Clean(
+    clean = [(s, prompt) for s, prompt in zip(measured.samples, prompts, strict=True) if prompt.overlaps is False]
+    runs, plain = [sample.run for sample, _ in clean], [sample.plain for sample, _ in clean]
+    return schema.Clean(
         overlapping=tuple(prompt.id for prompt in prompts if prompt.overlaps),
         checked=sum(prompt.overlaps is not None for prompt in prompts),
         rule=rule,
         tokens_per_step=_share(sum(len(run.tokens) for run in runs), sum(run.steps for run in runs)),
         speedup=_speed(runs, plain)["speedup"] if runs else None,
-        score=_score([prompts[i] for i in known], measured.score_measure),
+        score=_score([prompt for _, prompt in clean], measured.score_measure),
     )
 
 
@@ -359,32 +324,24 @@ def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+def _three(seconds: Sequence[float]) -> dict[str, float | None]:
+    return dict(zip(("p50", "p95", "p99"), _curve(seconds, (50, 95, 99)), strict=True))
 
 
-def _three(seconds: Sequence[float]) -> Percentiles:
-    if not seconds:
-        return Percentiles()
-    p50, p95, p99 = (1000 * float(value) for value in np.percentile(seconds, (50, 95, 99)))
-    return Percentiles(p50=p50, p95=p95, p99=p99)
-
-
-def _curve(seconds: Sequence[float]) -> list[float | None]:
-    return [1000 * float(value) for value in np.percentile(seconds, range(101))] if seconds else [None] * 101
+def _curve(seconds: Sequence[float], at: Sequence[int] = range(101)) -> list[float | None]:
+    """Percentiles in milliseconds."""
+    return [1000 * float(value) for value in np.percentile(seconds, at)] if seconds else [None] * len(at)
 
 
 def training_of(manifest: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> Training:
     """What the report says of a drafter's training."""
     training, lines = manifest.get("training", {}), list(metrics)
     return Training(
-        steps=training.get("step"),
-        seconds=training.get("seconds"),
-        tokens=training.get("tokens"),
+        steps=training.get("step"), seconds=training.get("seconds"), tokens=training.get("tokens"),
         precision=manifest.get("target", {}).get("precision"),
         loss_curve=tuple((line["step"], line["loss"]) for line in lines if "loss" in line),
         acceptance=_last_acceptance([line["acceptance"] for line in lines if line.get("acceptance")]),
-    )
+    )  # fmt: skip
 
 
 def _last_acceptance(lines: Sequence[Sequence[float]]) -> tuple[float, ...]:

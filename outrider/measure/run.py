@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from outrider.decoding.protocols import Drafter, Policy
+from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError, DataError
 from outrider.measure import scoring, tasks
 from outrider.measure.config import Config
 from outrider.measure.fingerprint import fingerprint
 from outrider.measure.rejections import judged, patterns
-from outrider.measure.row import Entry, Measured, Overlaps, Run, parts, summarise
-from outrider.measure.tasks import Prompt, task_name
+from outrider.measure.row import Entry, Measured, Overlaps, Run, Sample, parts, summarise
+from outrider.measure.tasks import Prompt, PromptSet, task_name
 from outrider.measure.timing import generate_once, run_once
 from outrider.policies import lossy, named
 from outrider.report.schema import LeftOut, Observed, Report, Row, TaskSource, Tested, Training
@@ -38,30 +38,20 @@ SHOWN = 128
 """Tokens of each observed prompt that the report keeps in full; its patterns count all of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """Prompts of a task, and where they are from."""
-
-    prompts: list[Prompt]
-    source: str
-    revision: str | None
-    count: int | None
-    """Of the whole set."""
-
-
 @dataclass(slots=True)
 class Outcome:
     """Rows for the report, and the prompts that were left out of them."""
 
     rows: list[Row] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
-    tried: int = 0
+    kept: int = 0
+    """Prompts that stayed, of all tasks."""
 
 
 def evaluate(
     target: TransformersTarget, drafters: Mapping[str, Drafter], config: Config | None = None, *,
     provenance: Mapping[str, Any] | None = None, training: Mapping[str, Any] | None = None,
-    overlaps: Mapping[str, Overlaps] | None = None, drawn: Mapping[str, Drawn] | None = None,
+    overlaps: Mapping[str, Overlaps] | None = None, drawn: Mapping[str, PromptSet] | None = None,
     on_prompt: Callable[[int, int, int], None] | None = None,
 ) -> Report:  # fmt: skip
     """Measure drafters by name beside the target alone; the last is measured at every temperature, the others at the first.
@@ -73,36 +63,31 @@ def evaluate(
     config = config or Config()
     first, *hotter = config.temperatures
     known = {name: Training.model_validate(own) for name, own in (training or {}).items()}
-    facts = [(name, drafter, known.get(name, Training())) for name, drafter in drafters.items()]
-    entries = [Entry(name, drafter, first, None, own.precision, own.acceptance) for name, drafter, own in facts]
+    entries = []
+    for name, drafter in drafters.items():
+        own = known.get(name, Training())
+        entries.append(Entry(name, drafter, first, own.precision, own.acceptance))
     if entries:
         entries += [replace(entries[-1], temperature=heat) for heat in hotter]
     drawn = {task: draw(task, config) for task in config.tasks} if drawn is None else drawn
     outcome = measure(target, entries, config, on_prompt, overlaps, drawn)
+    sources = {
+        task_name(task): TaskSource(source=own.source, revision=own.revision, prompts=own.count) for task, own in drawn.items()
+    }
     return Report(
-        target=target.spec.name,
-        provenance=dict(provenance or {}),
-        rows=tuple(outcome.rows),
+        target=target.spec.name, made=datetime.now(UTC).isoformat(timespec="seconds"), provenance=dict(provenance or {}),
+        rows=tuple(outcome.rows), training=known, tasks=sources,
         left_out=tuple(outcome.left_out),
-        share_left_out=len(outcome.left_out) / outcome.tried,
-        training=known,
-        made=datetime.now(UTC).isoformat(timespec="seconds"),
+        share_left_out=len(outcome.left_out) / (outcome.kept + len(outcome.left_out)),
         fingerprint=fingerprint(target, drafter_quantised=config.quantize),
-        tasks={
-            task_name(task): TaskSource(source=own.source, revision=own.revision, prompts=own.count)
-            for task, own in drawn.items()
-        },
-    )
+    )  # fmt: skip
 
 
 def measure(
-    target: TransformersTarget,
-    entries: Sequence[Entry],
-    config: Config,
-    on_prompt: Callable[[int, int, int], None] | None = None,
-    overlaps: Mapping[str, Overlaps] | None = None,
-    drawn: Mapping[str, Drawn] | None = None,
-) -> Outcome:
+    target: TransformersTarget, entries: Sequence[Entry], config: Config,
+    on_prompt: Callable[[int, int, int], None] | None = None, overlaps: Mapping[str, Overlaps] | None = None,
+    drawn: Mapping[str, PromptSet] | None = None,
+) -> Outcome:  # fmt: skip
     """Measure every entry on every task.  on_prompt(kept, wanted, left out), over all tasks, is called after each prompt.
 
     overlaps, drawn: as in `evaluate`.  Raises DataError where a task has no prompt that stays.
@@ -110,33 +95,27 @@ def measure(
     _refuse(target, entries, config)
     found = Outcome()
     wanted = config.prompts * len(config.tasks)
-    done = lost = 0
     for task in config.tasks:
-        judge = _judge(config)
-        rule = judge.rule.name if isinstance(judge, lossy.LossyJudge) else None
-        asked: Any = {"rule": rule, "policy": config.policy, "verification": config.verification}
-        table = [Measured(entry, task_name(task), chosen=_policy(entry, config), **asked) for entry in entries]
-        kept = tried = 0
-        for prompt in (draw(task, config) if drawn is None else drawn[task]).prompts:
-            if kept == config.prompts:
+        table, before = [_measured(entry, task, config) for entry in entries], len(found.left_out)
+        prompts = (draw(task, config) if drawn is None else drawn[task]).prompts
+        if not prompts:
+            raise DataError(f"task {task} has no prompt; give it one, or leave it out of evaluate.tasks")
+        _warm_up(target, entries, prompts[0], config)
+        for prompt in prompts:
+            if len(table[0].samples) == config.prompts:
                 break
-            if not tried:
-                _warm_up(target, entries, prompt, config)
-            tried += 1
-            left_out = _one_prompt(target, table, prompt, config, kept)
+            left_out = _one_prompt(target, table, prompt, config)
             if left_out is None:
-                kept += 1
+                found.kept += 1
             else:
                 found.left_out.append(left_out)
             if on_prompt is not None:
-                on_prompt(done + kept, wanted, lost + tried - kept)
-        if not tried:
-            raise DataError(f"task {task} has no prompt; give it one, or leave it out of evaluate.tasks")
-        if not kept:
-            reasons = {left_out.reason for left_out in found.left_out[-tried:]}
-            why = " or ".join({"loop": "falls into a loop", "short": "is answered with one token"}[r] for r in sorted(reasons))
-            raise DataError(f"task {task}: every one of {tried} prompts {why}; set evaluate.fresh=0 to measure them anyway")
-        done, lost, found.tried = done + kept, lost + tried - kept, found.tried + tried
+                on_prompt(found.kept, wanted, len(found.left_out))
+        if not table[0].samples:
+            lost = found.left_out[before:]
+            reasons = sorted({left_out.reason for left_out in lost})
+            why = " or ".join({"loop": "falls into a loop", "short": "is answered with one token"}[r] for r in reasons)
+            raise DataError(f"task {task}: every one of {len(lost)} prompts {why}; set evaluate.fresh=0 to measure them anyway")
         for measured in table:
             _observe(target, measured, config)
             _score(target, measured, config)
@@ -158,30 +137,22 @@ def _refuse(target: TransformersTarget, entries: Sequence[Entry], config: Config
         log.warning("evaluate.thinking has no effect: the chat template of %s knows no enable_thinking", target.spec.name)
 
 
-def draw(task: str, config: Config) -> Drawn:
+def draw(task: str, config: Config) -> PromptSet:
     """The prompts of a task from which those measured are taken, in order.
 
     Raises DataError as `tasks.load` does, and where code is to be scored by tests that can't be read.
     """
-    most = config.prompts * SPARE
+    most, name = config.prompts * SPARE, task_name(task)
     if task == "stdlib":
-        return Drawn(list(tasks.prompts(task, most, config.seed)), "the standard library of this Python", None, None)
+        return PromptSet(list(tasks.prompts(task, most, config.seed)), "the standard library of this Python", None, None)
     loaded = tasks.load(task, config.data, config.revisions.get(task))
     # a file's prompts are taken in their order, a data set's by the seed
-    chosen = loaded.some(most, config.seed) if task in tasks.TASKS else loaded.prompts[:most]
-    drawn = list(chosen)
-    _refuse_tests(task, drawn, config)
-    return Drawn(drawn, loaded.source, loaded.revision, loaded.count)
-
-
-def _refuse_tests(task: str, prompts: Sequence[Prompt], config: Config) -> None:
-    """Tests that can't be read, before anything is measured: an answer is scored only hours later."""
-    name = task_name(task)
-    if not config.score or not config.allow_code_execution or name not in tasks.TASKS or tasks.TASKS[name].score != "tests":
-        return
-    for prompt in prompts:
-        if prompt.reference is not None:
-            scoring.program(name, prompt, "")
+    prompts = list(loaded.some(most, config.seed) if task in tasks.TASKS else loaded.prompts[:most])
+    if config.score and config.allow_code_execution and name in tasks.TASKS and tasks.TASKS[name].score == "tests":
+        for prompt in prompts:  # an answer is scored only hours later
+            if prompt.reference is not None:
+                scoring.program(name, prompt, "")
+    return replace(loaded, prompts=prompts)
 
 
 SHARED_NOISE = False
@@ -194,9 +165,17 @@ def _judge(config: Config) -> SamplingJudge:
     return named.judge(config.verification, config.allow_lossy)
 
 
-def _policy(entry: Entry, config: Config) -> Policy:
-    """A fresh one, which goes on learning from prompt to prompt, as a server's does."""
-    return named.policy(config.policy, entry.drafter) if entry.policy is None else entry.policy()
+def _measured(entry: Entry, task: str, config: Config) -> Measured:
+    """An entry that no prompt was run of; its policy goes on learning from prompt to prompt, as a server's does."""
+    judge = _judge(config)
+    rule = judge.rule.name if isinstance(judge, lossy.LossyJudge) else None
+    policy = named.policy(config.policy, entry.drafter)
+    return Measured(entry, task_name(task), rule=rule, policy=config.policy, chosen=policy, verification=config.verification)
+
+
+def _asked(measured: Measured, config: Config) -> dict[str, Any]:
+    """How a run of an entry goes, timed or observed."""
+    return {"ends": measured.entry.temperature == 0, "judge": _judge(config), "shared_noise": SHARED_NOISE}
 
 
 def _warm_up(target: TransformersTarget, entries: Sequence[Entry], prompt: Prompt, config: Config) -> None:
@@ -214,14 +193,13 @@ def _warm_up(target: TransformersTarget, entries: Sequence[Entry], prompt: Promp
         run_once(target, request, entry.drafter, judge=_judge(config), shared_noise=SHARED_NOISE)
 
 
-def _one_prompt(
-    target: TransformersTarget, table: Sequence[Measured], prompt: Prompt, config: Config, number: int
-) -> LeftOut | None:
+def _one_prompt(target: TransformersTarget, table: Sequence[Measured], prompt: Prompt, config: Config) -> LeftOut | None:
     """Continue one prompt every way, turn after turn, and note the runs; or return why it is left out: it loops, or has a turn
     of one token.
 
     Between turns stand the target's own greedy answers, for everybody: prompts and lengths are the same for all.
     """
+    number = len(table[0].samples)
     asked, references, generate_s = _conversation(target, prompt, config)
     share = min(map(fresh_share, references))
     if config.fresh and (share < config.fresh or min(map(len, references)) < 2):
@@ -241,20 +219,11 @@ def _one_prompt(
         entry = measured.entry
         heat = entry.temperature
         if heat not in plains:
-            plains[heat] = _joined([run_once(target, request, ends=heat == 0) for request in requests(heat)])
-        own: dict[str, Any] = {"ends": heat == 0, "shared_noise": SHARED_NOISE}
-        runs = [
-            run_once(target, request, entry.drafter, measured.chosen, judge=_judge(config), **own) for request in requests(heat)
-        ]
-        measured.ids.append(prompt.id)
-        measured.runs.append(_joined(runs))
-        measured.plain.append(plains[heat])
-        measured.reference.append([token for reference in references for token in reference])
-        measured.turns.append([len(reference) for reference in references])
-        measured.generate_s.append(generate_s)
-        measured.prompts.append(prompt)
-        if len(measured.requests) < config.observed:
-            measured.requests.append(requests(heat))
+            alone = [run_once(target, request, ends=heat == 0) for request in requests(heat)]
+            plains[heat] = functools.reduce(Run.joined, alone)
+        own = requests(heat)
+        runs = [run_once(target, request, entry.drafter, measured.chosen, **_asked(measured, config)) for request in own]
+        measured.samples.append(Sample(prompt, functools.reduce(Run.joined, runs), plains[heat], references, generate_s, own))
     return None
 
 
@@ -274,56 +243,43 @@ def _conversation(target: TransformersTarget, prompt: Prompt, config: Config) ->
     return asked, references, seconds
 
 
-def _joined(runs: Sequence[Run]) -> Run:
-    return functools.reduce(Run.joined, runs)
-
-
 def _observe(target: TransformersTarget, measured: Measured, config: Config) -> None:
     """Run the first prompts once more, untimed, and note where drafts were turned down."""
     tested: list[Tested] = []
-    entry = measured.entry
-    for name, requests in zip(measured.ids, measured.requests, strict=False):
+    for sample in measured.samples[: config.observed]:
         places: list[Tested] = []
-        for request in requests:
-            found = judged(
-                target, request, entry.drafter, measured.chosen, ends=entry.temperature == 0, judge=_judge(config),
-                shared_noise=SHARED_NOISE,
-            )  # fmt: skip
+        for request in sample.requests:
+            found = judged(target, request, measured.entry.drafter, measured.chosen, **_asked(measured, config))
             places += found.tested
             measured.overlap += found.overlap
         tested += places
-        measured.observed.append(Observed(id=name, tokens=tuple(places[:SHOWN])))
-    if measured.requests:
+        measured.observed.append(Observed(id=sample.prompt.id, tokens=tuple(places[:SHOWN])))
+    if config.observed:
         measured.rejections = patterns(tested)
 
 
 def _score(target: TransformersTarget, measured: Measured, config: Config) -> None:
     """Compare answers with references, where that was asked for."""
-    if not config.score:
-        return
     task = measured.task
     kind = tasks.TASKS[task].score if task in tasks.TASKS else None
-    if kind is None:
+    if not config.score or kind is None:
         return
     measured.score_measure = {"answer": "exact match of the final answer", "tests": "passes its tests"}[kind]
-
-    def value(prompt: Prompt, run: Run) -> float | None:
-        try:
-            return scoring.score(task, prompt, answers_of(target, run), allow_code=config.allow_code_execution)
-        except DataError as error:  # such as a file that changed meanwhile; hours of measuring are not thrown away for it
-            log.warning("%s; the prompt has no score", error)
-            return None
-
     # the target's own answers stand beside every drafter: those are scored once for each temperature's texts
     known: dict[tuple[int, ...], float | None] = {}
-    for prompt, run, alone in zip(measured.prompts, measured.runs, measured.plain, strict=True):
-        both = []
-        for text in (run, alone):
-            key = (id(prompt), *text.turns, *text.tokens)
-            if key not in known:
-                known[key] = value(prompt, text)
-            both.append(known[key])
-        measured.scores.append((both[0], both[1]))
+
+    def value(prompt: Prompt, run: Run) -> float | None:
+        key = (id(prompt), *run.turns, *run.tokens)
+        if key not in known:
+            try:
+                known[key] = scoring.score(task, prompt, answers_of(target, run), allow_code=config.allow_code_execution)
+            except DataError as error:  # such as a file that changed meanwhile; hours of measuring are not thrown away for it
+                log.warning("%s; the prompt has no score", error)
+                known[key] = None
+        return known[key]
+
+    for sample in measured.samples:
+        sample.scores = value(sample.prompt, sample.run), value(sample.prompt, sample.plain)
 
 
 def answers_of(target: TransformersTarget, run: Run) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from outrider.errors import DataError
 from outrider.measure import sandbox
-from outrider.measure.tasks import TASKS, Later, Prompt, task_name
+from outrider.measure.tasks import TASKS, Prompt, task_name
 
 LONGEST = 1000
 """Characters of an expression; a longer one is no final answer, and reading it as a number would take long."""
@@ -48,11 +48,8 @@ _NUMBER = re.compile(r"(?<![\w.])-?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?
 
 def final_answer(text: str) -> str | None:
     """What the last complete box holds, or else the last number; None where there is neither."""
-    boxed = _last_box(text)
-    if boxed is not None:
-        return boxed
-    numbers = _NUMBER.findall(text)
-    return numbers[-1] if numbers else None
+    boxed, numbers = _last_box(text), _NUMBER.findall(text)
+    return boxed if boxed is not None else numbers[-1] if numbers else None
 
 
 def _last_box(text: str) -> str | None:
@@ -171,7 +168,7 @@ def run_tests(task: str, prompt: Prompt, answer: str) -> sandbox.Outcome:
 
 def program(task: str, prompt: Prompt, answer: str) -> tuple[str, str, float]:
     """Code, tests and seconds for an answer.  Raises DataError where the tests can't be read, whatever the answer is."""
-    reference = prompt.reference() if isinstance(prompt.reference, Later) else prompt.reference
+    reference = prompt.reference() if callable(prompt.reference) else prompt.reference
     try:
         return PROGRAMS[task](reference, answer)
     except (LookupError, TypeError, ValueError, AttributeError, SyntaxError, RecursionError, zlib.error) as error:

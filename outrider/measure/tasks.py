@@ -8,11 +8,12 @@ them are used: DSpark's published evaluation (arXiv 2607.05147) and Spec-Bench (
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from outrider import demo
 from outrider.config import nearest
@@ -21,42 +22,33 @@ from outrider.data.conversations import read
 from outrider.errors import DataError
 from outrider.measure import layouts
 from outrider.measure.layouts import Prompt, Row, has, word
-from outrider.measure.published import CONTENT, Lines, Task, content_of, of_paths, published
+from outrider.measure.published import CONTENT, Lazy, Task, content_of, of_paths, published
 
 FILES = (".jsonl", ".txt")
 FOLDER_FILES = (".jsonl", ".json", ".parquet")
+LIBRARY = "the interpreter's standard library"
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """A whole prompt set."""
+class PromptSet:
+    """Prompts of a task, and where they are from."""
 
     prompts: Sequence[Prompt]
     source: str
     """Where the rows came from, in words."""
     revision: str | None
     """The commit that was read, or `sha256:` and 16 digits of a file's content."""
-    count: int
+    count: int | None
+    """Of the whole set."""
 
     def some(self, most: int, seed: int) -> Iterator[Prompt]:
         """Up to `most`, the head of a seeded shuffle: fewer of one seed are the first of more.
 
         DSpark's own evaluation draws in this way, with seed 980406.
         """
-        order = list(range(self.count))
+        order = list(range(len(self.prompts)))
         random.Random(seed).shuffle(order)
         return (self.prompts[i] for i in order[:most])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Later:
-    """A row that is read again when it is asked for."""
-
-    rows: Sequence[Row]
-    index: int
-
-    def __call__(self) -> Row:
-        return self.rows[self.index]
 
 
 # ── the list ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -116,7 +108,7 @@ def prompts(
 ) -> Iterator[Prompt]:
     """Up to `most` prompts: `stdlib` and named tasks drawn by seed, a file's in its order.  Raises DataError as `load` does."""
     if check(task) == "stdlib":
-        _refuse_other(None, "the interpreter's standard library", revision)
+        _refuse_other(None, LIBRARY, revision)
         for name, said in demo.prompts("held_out", most, seed):
             yield Prompt(name, (said,))
     elif task.endswith(FILES):
@@ -127,18 +119,16 @@ def prompts(
         yield from load(task, data, revision).some(most, seed)
 
 
-def load(task: str, data: str | Path | None = None, revision: str | None = None) -> Loaded:
+def load(task: str, data: str | Path | None = None, revision: str | None = None) -> PromptSet:
     """A whole prompt set: from the folder `data` where that holds it, else from where it is published, at one commit.
 
     `revision` pins that commit, or, written `sha256:...`, the content of files.  Raises DataError for an unknown task, for
     rows in no known layout, for what is not the pinned one, and where there is neither a folder nor a network.
     """
-    if check(task) == "stdlib":
-        drawn = tuple(prompts(task, 10**6, revision=revision))
-        return Loaded(drawn, "the interpreter's standard library", None, len(drawn))
-    if task.endswith(FILES):
+    if check(task) == "stdlib" or task.endswith(FILES):
         drawn = tuple(prompts(task, 10**9, revision=revision))
-        return Loaded(drawn, task, content_of([Path(task)]), len(drawn))
+        source, content = (LIBRARY, None) if task == "stdlib" else (task, content_of([Path(task)]))
+        return PromptSet(drawn, source, content, len(drawn))
     known = TASKS[task]
     paths = found(known, data) if data is not None else ()
     if paths:
@@ -150,7 +140,7 @@ def load(task: str, data: str | Path | None = None, revision: str | None = None)
     made = _prompts_of(known, rows, place)
     if not made:
         raise DataError(f"{place} holds no row of {task}; wanted {known.rows}")
-    return Loaded(made, place, revision, len(made))
+    return PromptSet(made, place, revision, len(made))
 
 
 def _refuse_other(content: str | None, place: str, revision: str | None) -> None:
@@ -191,10 +181,8 @@ def listed(data: str | Path | None = None) -> list[dict[str, Any]]:
     for task in TASKS.values():
         held = load(task.name, data) if data is not None and found(task, data) else None
         entry = {key: getattr(task, key) for key in ("name", "suite", "used", "rows", "source", "revision", "score", "licence")}
-        entry |= {"found": None, "found_rows": None, "references": None}
-        if held is not None:
-            scored = held.prompts[0].reference is not None
-            entry |= {"found": held.source, "found_rows": held.count, "references": scored}
+        scored = None if held is None else held.prompts[0].reference is not None
+        entry |= {"found": held and held.source, "found_rows": held and held.count, "references": scored}
         entries.append(entry)
     return entries
 
@@ -212,45 +200,26 @@ def _prompts_of(task: Task, rows: Sequence[Row], place: str) -> Sequence[Prompt]
     mine: Sequence[int] = range(len(rows))
     if task.categories:  # a row that says none is this task's
         mine = [i for i in mine if rows[i].get("category") in (None, *task.categories)]
-    made = _Prompts(task, rows, mine, place)
+    made = Lazy(len(mine), lambda index: _prompt_of(task, rows, mine[index], place))
     return made if task.big else tuple(made)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Prompts(Sequence[Prompt]):
-    """Rows as prompts, each made when it is asked for."""
-
-    task: Task
-    rows: Sequence[Row]
-    mine: Sequence[int]
-    place: str
-
-    def __len__(self) -> int:
-        return len(self.mine)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        at = self.mine[index]
-        row = self.rows[at]
-        plain = "turns" in row
-        try:
-            prompt = (layouts.plain if plain else self.task.prompt)(row)
-            if not any(turn.strip() for turn in prompt.turns):
-                raise TypeError("it has no turn with text")
-            if plain and self.task.score == "answer" and has(row, "reference"):
-                word(row, "reference")
-        except (KeyError, TypeError) as error:
-            problem = f"has no {error}" if isinstance(error, KeyError) else f"can't be read: {error}"
-            where = self.rows.place(at) if isinstance(self.rows, Lines) else f"{self.place}, row {at + 1}"
-            raise DataError(
-                f"{where} {problem}; wanted the layout of {self.task.hub}, or turns: a list of texts; "
-                f"it has {', '.join(map(str, row)) or 'nothing'}"
-            ) from None
-        if self.task.big and not plain:
-            prompt = prompt._replace(reference=Later(self.rows, at))
-        return prompt._replace(id=prompt.id or f"{self.task.name}/{at}")
+def _prompt_of(task: Task, rows: Sequence[Row], at: int, place: str) -> Prompt:
+    row = rows[at]
+    is_plain = "turns" in row
+    try:
+        prompt = (layouts.plain if is_plain else task.prompt)(row)
+        if not any(turn.strip() for turn in prompt.turns):
+            raise TypeError("it has no turn with text")
+        if is_plain and task.score == "answer" and has(row, "reference"):
+            word(row, "reference")
+    except (KeyError, TypeError) as error:
+        problem = f"has no {error}" if isinstance(error, KeyError) else f"can't be read: {error}"
+        where = rows.place(at) if isinstance(rows, Lazy) else f"{place}, row {at + 1}"
+        raise DataError(
+            f"{where} {problem}; wanted the layout of {task.hub}, or turns: a list of texts; "
+            f"it has {', '.join(map(str, row)) or 'nothing'}"
+        ) from None
+    if task.big and not is_plain:
+        prompt = prompt._replace(reference=functools.partial(rows.__getitem__, at))
+    return prompt._replace(id=prompt.id or f"{task.name}/{at}")

@@ -69,12 +69,11 @@ def ratio_of_totals(
     table = np.stack([np.asarray(above, dtype=np.float64), np.asarray(below, dtype=np.float64)], axis=1)
 
     def ratio(drawn: Floats) -> Floats:
-        sums = drawn.sum(axis=1)
-        result: Floats = sums[:, 0] / sums[:, 1]
+        sums = drawn.sum(axis=-2)
+        result: Floats = sums[..., 0] / sums[..., 1]
         return result
 
-    totals = table.sum(axis=0)
-    return interval_of(resampled(table, ratio, draws, seed), float(totals[0] / totals[1]), level)
+    return interval_of(resampled(table, ratio, draws, seed), float(ratio(table)), level)
 
 
 # ── tests that share one chance of a false alarm ───────────────────────────────────────────────────────────────────────

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from outrider.report.summary import many, named, say
 
 FEWEST = 5
 """Prompts that an interval needs; of fewer, resampling says less than it seems to."""
-Pairs = Sequence[tuple[PromptResult, PromptResult]]
+Statistic = Callable[[Floats], Floats]
 
 
 @dataclass(frozen=True)
@@ -166,16 +166,19 @@ def by_turn(prompts: Iterable[PromptResult]) -> dict[tuple[str, int], PromptResu
     return found
 
 
+def paired(ours: Iterable[PromptResult], theirs: Iterable[PromptResult]) -> list[tuple[PromptResult, PromptResult]]:
+    """The prompts of both."""
+    found = by_turn(theirs)
+    return [(prompt, found[key]) for key, prompt in by_turn(ours).items() if key in found]
+
+
 def _lost(row: Row, twin: Row) -> float | None:
     """Tokens per step that `row` is short of `twin`, the same on the precision it was trained on, over prompts of both."""
-    same = all(
-        getattr(row, name) == getattr(twin, name)
-        for name in ("drafter", "task", "temperature", "rule", "policy", "verification")
-    )
-    if not same or not row.crosses_precisions or not row.is_trained_on(twin.precision):
+    alike = ("drafter", "task", "temperature", "rule", "policy", "verification")
+    is_same = all(getattr(row, name) == getattr(twin, name) for name in alike)
+    if not is_same or not row.crosses_precisions or not row.is_trained_on(twin.precision):
         return None
-    ours, theirs = by_turn(row.per_prompt), by_turn(twin.per_prompt)
-    pairs = [(ours[key], theirs[key]) for key in ours if key in theirs and ours[key].steps and theirs[key].steps]
+    pairs = [(a, b) for a, b in paired(row.per_prompt, twin.per_prompt) if a.steps and b.steps]
     if not pairs:
         return None
     here, there = (sum(p.tokens or 0 for p in side) / sum(p.steps or 0 for p in side) for side in zip(*pairs, strict=True))
@@ -237,68 +240,56 @@ def _pair_name(base: Row, other: Row) -> str:
 
 def _changes(base: Row, other: Row) -> tuple[Change, ...]:
     """The measures that both rows have, the sturdiest first."""
-    ours, theirs = by_turn(base.per_prompt), by_turn(other.per_prompt)
-    pairs = [(ours[key], theirs[key]) for key in ours if key in theirs]
+    pairs = paired(base.per_prompt, other.per_prompt)
+    counts = [(b.tokens, b.steps, a.tokens, a.steps) for a, b in pairs if a.tokens and a.steps and b.tokens and b.steps]
+
+    def of_means(measure: str, ours: float | None, theirs: float | None, name: str, more_is_better: bool = True) -> Change:
+        """Geometric mean of the prompts' own ratios."""
+        logs = [math.log(there / here) for a, b in pairs if (here := getattr(a, name)) and (there := getattr(b, name))]
+        mean: Statistic = lambda table: table.mean(axis=-1)
+        return _change(Change(measure, ours, theirs, more_is_better=more_is_better), logs, mean, math.exp)
+
     return (
-        _of_totals("tokens per step", base.tokens_per_step, other.tokens_per_step, pairs),
-        _of_means("speed-up", base.speedup, other.speedup, pairs, lambda prompt: prompt.speedup, True),
-        _of_means("tokens/s", base.tokens_per_s, other.tokens_per_s, pairs, lambda prompt: prompt.tokens_per_s, True),
-        _of_means("ms per token", base.tpot_ms.p50, other.tpot_ms.p50, pairs, lambda prompt: prompt.tpot_ms, False),
+        _change(Change("tokens per step", base.tokens_per_step, other.tokens_per_step), counts, _ratio_of_ratios, float),
+        of_means("speed-up", base.speedup, other.speedup, "speedup"),
+        of_means("tokens/s", base.tokens_per_s, other.tokens_per_s, "tokens_per_s"),
+        of_means("ms per token", base.tpot_ms.p50, other.tpot_ms.p50, "tpot_ms", more_is_better=False),
     )
 
 
-def _of_totals(measure: str, base: float | None, other: float | None, pairs: Pairs) -> Change:
-    """Ratio of two ratios of totals: tokens over steps there, by tokens over steps here."""
-    values = [(b.tokens, b.steps, a.tokens, a.steps) for a, b in pairs if a.tokens and a.steps and b.tokens and b.steps]
+def _ratio_of_ratios(counts: Floats) -> Floats:
+    """Tokens over steps there, by tokens over steps here.  counts [..., P, 4]."""
+    sums = counts.sum(axis=-2)
+    ratio: Floats = sums[..., 0] / sums[..., 1] * sums[..., 3] / sums[..., 2]
+    return ratio
 
-    def ratio(drawn: Floats) -> Floats:
-        sums = drawn.sum(axis=-2)
-        result: Floats = sums[..., 0] / sums[..., 1] * sums[..., 3] / sums[..., 2]
-        return result
 
+def _change(change: Change, values: Sequence[Any], statistic: Statistic, scale: Callable[[float], float]) -> Change:
+    """With the ratio over prompts, and the 95 % interval, widened for few prompts, whose draws vary too little.
+
+    values: one a prompt; scale: from the statistic to the ratio.
+    """
     if not values:
-        return Change(measure, base, other)
-    center = float(ratio(np.asarray(values, dtype=np.float64)))
-    low, high = _ends(center, resampled(values, ratio), len(values)) if len(values) >= FEWEST else (None, None)
-    return Change(measure, base, other, center, low, high, len(values))
-
-
-def _of_means(
-    measure: str, base: float | None, other: float | None, pairs: Pairs, pick: Callable[[PromptResult], float | None],
-    more_is_better: bool,
-) -> Change:  # fmt: skip
-    """Geometric mean of the prompts' own ratios."""
-    logs = [math.log(there / here) for a, b in pairs if (here := pick(a)) and (there := pick(b))]
-    if not logs:
-        return Change(measure, base, other, more_is_better=more_is_better)
-    center, ends = float(np.mean(logs)), None
-    if len(logs) >= FEWEST:
-        ends = _ends(center, resampled(logs, lambda table: table.mean(axis=1)), len(logs))
-    low, high = (None, None) if ends is None else map(math.exp, ends)
-    return Change(measure, base, other, math.exp(center), low, high, len(logs), more_is_better)
-
-
-def _ends(center: float, drawn: Floats, prompts: int) -> tuple[float, float]:
-    """Of the 95 % interval, widened for few prompts, whose draws vary too little."""
-    return estimate_of(center, drawn, prompts).interval(0.025)[1:]
+        return change
+    center = float(statistic(np.asarray(values, dtype=np.float64)))
+    change = replace(change, ratio=scale(center), prompts=len(values))
+    if len(values) < FEWEST:
+        return change
+    _, low, high = estimate_of(center, resampled(values, statistic), len(values)).interval(0.025)
+    return replace(change, low=scale(low), high=scale(high))
 
 
 def _sentence(base: str, other: Against) -> str:
     """How many rows got better or worse, by the speed-up where it was measured, else by tokens per step."""
-    verdicts = []
-    for pair in other.pairs:
-        steps, speed = pair.changes[0], pair.changes[1]
-        verdicts.append((speed if speed.ratio is not None else steps).verdict)
-    if len(verdicts) == 1:
-        pair = other.pairs[0]
-        change = pair.changes[1] if pair.changes[1].ratio is not None else pair.changes[0]
+    changes = [pair.changes[1] if pair.changes[1].ratio is not None else pair.changes[0] for pair in other.pairs]
+    if len(changes) == 1:
+        change = changes[0]
         ends = "" if change.low is None else f" ({change.low:.2f} to {change.high:.2f})"
         ratio = "was not timed in both" if change.ratio is None else f"is {change.ratio:.2f} times {base}'s{ends}"
-        return f"{pair.name}: {other.name}'s {change.measure} {ratio}, {change.verdict}."
-    parts = [
-        f"{verdicts.count(v)} {v}" for v in ("better", "worse", "unclear", "too few prompts", "not measured") if v in verdicts
-    ]
-    return f"Of {many(len(verdicts), 'row')}, {other.name} against {base}: {', '.join(parts)}."
+        return f"{other.pairs[0].name}: {other.name}'s {change.measure} {ratio}, {change.verdict}."
+    counts = Counter(change.verdict for change in changes)
+    parts = [f"{counts[v]} {v}" for v in ("better", "worse", "unclear", "too few prompts", "not measured") if v in counts]
+    return f"Of {many(len(changes), 'row')}, {other.name} against {base}: {', '.join(parts)}."
 
 
 def cells_of(change: Change) -> tuple[str, ...]:

@@ -13,8 +13,7 @@ from outrider.data.contamination import check
 from outrider.data.origins import sources_of
 from outrider.decoding.protocols import Drafter
 from outrider.measure.row import Overlaps, training_of
-from outrider.measure.run import Drawn
-from outrider.measure.tasks import task_name
+from outrider.measure.tasks import PromptSet, task_name
 from outrider.report.schema import Training
 from outrider.runs.file import RunConfig
 from outrider.runs.reporter import Reporter
@@ -34,7 +33,7 @@ class Loaded(NamedTuple):
 
 
 def load_all(
-    settings: RunConfig, target: TransformersTarget, drawn: Mapping[str, Drawn], reporter: Reporter
+    settings: RunConfig, target: TransformersTarget, drawn: Mapping[str, PromptSet], reporter: Reporter
 ) -> Loaded:  # fmt: skip
     """Load the run's drafter and its baselines, and see which prompts each has seen before.  drawn: prompts by task."""
     config = settings.evaluate
@@ -78,7 +77,7 @@ def parted(drafter: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _overlaps(
-    name: str, choice: str | dict[str, Any], drawn: Mapping[str, Drawn], reporter: Reporter
+    name: str, choice: str | dict[str, Any], drawn: Mapping[str, PromptSet], reporter: Reporter
 ) -> dict[str, Overlaps]:  # fmt: skip
     """Which prompts stand in what a drafter was trained on, or draws from; {} for one that has no texts of its own."""
     sources = sources_of(choice)

@@ -170,7 +170,11 @@ def test_a_row_is_counted_from_its_runs(talker: TransformersTarget, drafters: di
         for run in runs
     ]
     references = [runs[0].tokens, [*runs[1].tokens[:5], -1, *runs[1].tokens[6:]]]
-    measured = measure.Measured(measure.Entry("n", drafters["ngram"]), "quiz", ["a", "b"], runs, plain, references, [4.0, 4.0])
+    samples = [
+        measure.Sample(measure.Prompt(name, ("?",)), run, alone, [reference], 4.0)
+        for name, run, alone, reference in zip("ab", runs, plain, references, strict=True)
+    ]
+    measured = measure.Measured(measure.Entry("n", drafters["ngram"]), "quiz", samples)
     row = measure.summarise(measured, talker)
     every = [pair for part in pairs for pair in part]
     tokens = sum(a + 1 for a, _ in every)
@@ -340,7 +344,7 @@ def test_an_answer_of_one_token_is_left_out_for_a_reason_of_its_own_and_kept_whe
     assert "one token" in left_out_because(found) and "(one token)" in render(found)
     (row,) = evaluate(talker, only, settings(task, prompts=4)).rows[:1]
     assert [prompt.tokens for prompt in row.per_prompt][1] == 1 and row.exact
-    drawn = {task: measure.Drawn(prompts[1:2], "", None, None)}
+    drawn = {task: measure.PromptSet(prompts[1:2], "", None, None)}
     with pytest.raises(DataError, match=r"every one of 1 prompts is answered with one token; set evaluate\.fresh=0"):
         evaluate(talker, only, settings(task, fresh=0.6), drawn=drawn)
 
@@ -454,9 +458,8 @@ def test_a_rows_distance_is_that_of_its_tokens(talker: TransformersTarget, draft
     runs = [measure.Run([1] * 4, 2, [1, 1], [1, 1], 1.0, strayed=1.0), measure.Run([1], 1, [0], [1], 1.0, strayed=0.5)]
     for run in runs:
         run.verify_s = 1.0
-    measured = measure.Measured(
-        measure.Entry("n", drafters["ngram"], 1.0), "quiz", ["a", "b"], runs, runs, [[1] * 4, [1]], [1.0, 1.0], rule="r"
-    )
+    samples = [measure.Sample(measure.Prompt("a", ("?",)), run, run, [run.tokens], 1.0) for run in runs]
+    measured = measure.Measured(measure.Entry("n", drafters["ngram"], 1.0), "quiz", samples, rule="r")
     row = measure.summarise(measured, talker)
     assert (row.rule, row.lossless, row.distance) == ("r", False, 0.3)
 

@@ -18,7 +18,7 @@ from outrider.decoding.noise import Streams
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState, Request
 from outrider.measure import rejections
-from outrider.measure.rejections import judged, kind_of, observe, patterns
+from outrider.measure.rejections import judged, kind_of, patterns
 from outrider.measure.timing import run_once
 from outrider.nn import trees
 from outrider.report import schema as report
@@ -44,6 +44,10 @@ class Oracle(Drafter):
             return trees.of_lists([ids], [list(range(-1, len(ids) - 1))])
         tokens = [token for pair in zip((i ^ 3 for i in ids), ids, strict=True) for token in pair]
         return trees.of_lists([tokens], [[2 * (n // 2) - 1 for n in range(len(tokens))]])
+
+
+def observe(talker: TransformersTarget, request: Request, drafter: Drafter) -> list[report.Tested]:
+    return judged(talker, request, drafter).tested
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +90,7 @@ def test_a_run_through_another_text_is_seen(talker: TransformersTarget, request_
 def test_every_place_says_what_the_target_says_there(talker: TransformersTarget, request_: Request, text: list[int]) -> None:
     """Catches chances read from the row of another node; against one pass over the whole text, at temperature 1."""
     wrong = [4, 5, 11]
-    found = observe(talker, request_, Oracle(text, wrong), ends=True)
+    found = observe(talker, request_, Oracle(text, wrong))
     with torch.inference_mode():
         logits = talker.model(input_ids=torch.tensor([request_.prompt + text])).logits[0, len(request_.prompt) - 1 :]
     logs = logits.log_softmax(-1)

@@ -6,7 +6,6 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +14,8 @@ from tiny import folder, talker
 
 from outrider import load_drafter
 from outrider.measure import row as summary
-from outrider.measure.row import Entry, Measured, Overlaps, Run, differences, predicted, training_of
+from outrider.measure.row import Entry, Measured, Overlaps, Run, Sample, difference, predicted, training_of
+from outrider.measure.tasks import Prompt
 from outrider.report.schema import Score
 from outrider.targets.transformers import TransformersTarget
 
@@ -41,11 +41,13 @@ def hand_made(target: TransformersTarget, **more: Any) -> Measured:
         Run(run.tokens, len(run.tokens), seconds=seconds, first_s=1.0, gaps_s=[0.5], verify_s=4.0, model_s=3.0)
         for run, seconds in zip(runs, (6.0, 4.5), strict=True)
     ]
+    samples = [
+        Sample(Prompt(name, ("?",)), run, alone, [run.tokens], 5.0, scores=scores)
+        for name, run, alone, scores in zip("ab", runs, plain, ((1.0, 1.0), (0.0, 1.0)), strict=True)
+    ]
     values: dict[str, Any] = {
-        "entry": Entry("n", load_drafter("ngram", target), acceptance=(0.8, 0.5)), "task": "quiz", "ids": ["a", "b"],
-        "runs": runs, "plain": plain, "reference": [run.tokens for run in runs], "generate_s": [5.0, 5.0],
-        "overlap": [0.5, 1.0, 0.75],
-        "scores": [(1.0, 1.0), (0.0, 1.0)], "score_measure": "exact match",
+        "entry": Entry("n", load_drafter("ngram", target), acceptance=(0.8, 0.5)), "task": "quiz", "samples": samples,
+        "overlap": [0.5, 1.0, 0.75], "score_measure": "exact match",
     }  # fmt: skip
     return Measured(**(values | more))
 
@@ -135,7 +137,7 @@ MISTAKES = [
     ("tpot_ms", "max(1, len(run.tokens) - max(1, len(run.turns)))", "max(1, len(run.tokens))"),
     ("ttft_ms", "run.first_s / max(1, len(run.turns))", "run.gaps_s[0]"),
     ("memory_peak_bytes", 'memory_peak_bytes=max((', 'memory_peak_bytes=min(('),
-    ("expected_acceptance", "sum(values) / len(values) if values", "max(values) if values"),
+    ("expected_acceptance", "sum(measured.overlap) / len(measured.overlap) if", "max(measured.overlap) if"),
     ("score", "sum(side) / len(both) for side", "sum(side) for side"),
 ]  # fmt: skip
 
@@ -158,23 +160,15 @@ def test_a_planted_mistake_is_seen(
 
 def test_turns_add_up(talker: TransformersTarget) -> None:
     """Catches a count or a time of a later turn that is dropped, and a first token counted as one of the later ones."""
-    whole = hand_made(talker).runs
+    whole = [sample.run for sample in hand_made(talker).samples]
     joined = whole[0].joined(whole[1])
     assert joined.turns == [10, 6]
     assert (joined.steps, len(joined.tokens), joined.seconds, joined.memory_peak_bytes) == (7, 16, 5.0, 300)
     assert joined.accepted == whole[0].accepted + whole[1].accepted
     assert joined.nodes == whole[0].nodes + whole[1].nodes
     assert joined.joined(whole[0]).turns == [10, 6, 10]
-    measured = hand_made(
-        talker,
-        ids=["c"],
-        runs=[joined],
-        plain=[joined],
-        reference=[joined.tokens],
-        turns=[[10, 6]],
-        generate_s=[1.0],
-        scores=[],
-    )
+    sample = Sample(Prompt("c", ("?", "!")), joined, joined, [joined.tokens[:10], joined.tokens[10:]], 1.0)
+    measured = hand_made(talker, samples=[sample])
     row = summary.summarise(measured, talker)
     assert row.ttft_ms.p50 == pytest.approx(450)
     assert row.tpot_ms.p50 == pytest.approx(1000 * (5.0 - 0.9) / 14)
@@ -191,14 +185,10 @@ def test_turns_add_up(talker: TransformersTarget) -> None:
         ([[1, 2], [3, 5]], [[1, 2], [3, 4]], 3),
     ],
 )
-def test_turns_are_compared_one_by_one(
-    mine: list[list[int]], theirs: list[list[int]], at: int | None, talker: TransformersTarget
-) -> None:  # fmt: skip
+def test_turns_are_compared_one_by_one(mine: list[list[int]], theirs: list[list[int]], at: int | None) -> None:
     """Catches two conversations that are equal only when their turns are strung together."""
-    flat = lambda turns: [token for turn in turns for token in turn]
-    run = Run(flat(mine), turns=[len(turn) for turn in mine])
-    measured = hand_made(talker, runs=[run], reference=[flat(theirs)], turns=[[len(turn) for turn in theirs]])
-    assert differences(measured, [run]) == [at]
+    run = Run([token for turn in mine for token in turn], turns=[len(turn) for turn in mine])
+    assert difference(run, theirs) == at
 
 
 # ── predictions, overlaps, scores ─────────────────────────────────────────────────────────────────────────────────────
@@ -227,10 +217,15 @@ def test_the_clean_row_leaves_out_what_was_trained_on(talker: TransformersTarget
 
 def test_answers_without_a_score_are_not_wrong_answers(talker: TransformersTarget) -> None:
     """Catches a prompt without a reference counted as a failure, and 0 in the place of nothing."""
-    scored: Callable[..., Any] = lambda *scores: summary.summarise(hand_made(talker, scores=list(scores)), talker).score
+
+    def scored(*scores: tuple[float | None, float | None]) -> Score | None:
+        measured = hand_made(talker)
+        for sample, pair in zip(measured.samples, scores, strict=True):
+            sample.scores = pair
+        return summary.summarise(measured, talker).score
+
     assert scored((1.0, 0.0), (None, None)) == Score(drafted=1.0, plain=0.0, prompts=1, measure="exact match")
     assert scored((None, None), (None, None)) is None
-    assert scored() is None
 
 
 def test_what_training_expected_is_a_mean_of_its_last_steps() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import DataError
 from outrider.measure.scoring import code_in, final_answer, normal, run_tests, same, score, value
-from outrider.measure.tasks import TASKS, Later, Prompt, load
+from outrider.measure.tasks import TASKS, Prompt, load
 
 EQUAL = [
     ("1,234", "1234"), ("1{,}000", "1000"), ("12,345,678.50", "12345678.5"), ("$18", "18"), ("\\$3.50", "3.5"), ("5.", "5"),
@@ -154,7 +154,7 @@ def packed(cases: list[dict[str, Any]]) -> str:
 def problem(name: str | None, public: list[dict[str, Any]], private: str) -> Prompt:
     metadata = json.dumps({} if name is None else {"func_name": name})
     row = {"public_test_cases": json.dumps(public), "private_test_cases": private, "metadata": metadata}
-    return Prompt("p", ("q",), reference=Later([row], 0))
+    return Prompt("p", ("q",), reference=lambda: row)
 
 
 CASES = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 5", "output": "10.0"}]

@@ -30,7 +30,7 @@ from outrider.cli import tasks as verb
 from outrider.cli.evaluate import evaluate
 from outrider.errors import DataError
 from outrider.measure import published
-from outrider.measure.tasks import TASKS, Later, Prompt, check, load, prompts
+from outrider.measure.tasks import TASKS, Prompt, check, load, prompts
 from outrider.runs import stages
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
@@ -310,7 +310,7 @@ def test_big_rows_stay_on_disk_until_they_are_asked_for(tmp_path: Path) -> None:
     """Catches gigabytes of test cases in memory."""
     write(tmp_path / "livecodebench.jsonl", ROWS["livecodebench"])
     reference = load("livecodebench", tmp_path).prompts[1].reference
-    assert isinstance(reference, Later) and reference()["question_id"] == "1"
+    assert callable(reference) and reference()["question_id"] == "1"
 
 
 def test_a_pinned_file_is_refused_when_it_is_another(tmp_path: Path) -> None:

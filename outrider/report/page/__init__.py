@@ -1,8 +1,8 @@
 """The page: a report, or a comparison, as one HTML file that a reader opens anywhere and that asks the network for nothing.
 
 `page.html` holds what every page has, `report.html` and `comparison.html` the words and tables of each, `charts.html` the
-drawings, `page.css` the looks, `page.js` the little that moves.  The page reads without the script.  Every string from the
-data is escaped by the templates.
+drawings, `heat.html` tables whose cells darken, `page.css` the looks, `page.js` the little that moves.  The page reads without
+the script.  Every string from the data is escaped by the templates.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import re
+import statistics
 from base64 import b64encode
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from markupsafe import Markup
 
 from outrider.config import flatten
 from outrider.report import summary
-from outrider.report.compare import Comparison
+from outrider.report.compare import Comparison, cells_of
 from outrider.report.page import acceptance, charts, comparison, cost, groups, speed, text
 from outrider.report.schema import Report, write_whole
 
@@ -44,13 +45,8 @@ def render(report: Report) -> str:
     shown, hidden = text.samples(report)
     body = _environment().get_template("report.html").render(
         report=report, drafters=groups.by_drafter(report), colours=colours, groups=found, tables=tables,
-        samples=shown, hidden=hidden,
-        speedup=speed.speedup(report, colours), acceptance=acceptance.acceptance(report, colours),
-        predicted=acceptance.predicted(report, colours), rejections=acceptance.rejections(report, colours),
-        patterns=acceptance.patterns(report, colours), histogram=acceptance.histogram(report, colours),
-        latency=speed.latency(report, colours), spent=speed.spent(report), prompts=speed.prompts(report, colours),
-        scores=acceptance.scores(report, colours), clean=acceptance.clean(report), costs=cost.cost_lines(report),
-        training=speed.training(report, colours), provenance=flatten(report.provenance),
+        samples=shown, hidden=hidden, costs=cost.cost_lines(report), provenance=flatten(report.provenance),
+        crowds=acceptance.crowds(report),
     )  # fmt: skip
     made = f"measured {report.made.replace('T', ' ')} by Outrider" if report.made else "measured by Outrider"
     headline = summary.headline(report, with_alarms=False)
@@ -62,15 +58,9 @@ def render_comparison(found: Comparison) -> str:
     names = " and ".join([found.name, *(other.name for other in found.others)])
     reports = [(found.name, found.base), *((other.name, other.report) for other in found.others)]
     body = _environment().get_template("comparison.html").render(
-        warnings=found.warnings(), reports=reports, ratios=comparison.ratios(found), numbers=comparison.numbers(found),
-        depths=comparison.depths(found), machines=comparison.machines(reports),
+        found=found, reports=reports, machines=comparison.machines([report for _, report in reports])
     )  # fmt: skip
     return _whole(body, found.base.target, f"{names} compared by Outrider", found.headline(), names)
-
-
-def drawn(chart: charts.Chart | None) -> str:
-    """One chart or table as markup."""
-    return str(_environment().get_template("charts.html").make_module().draw(chart))  # type: ignore[attr-defined]
 
 
 def _whole(body: str, title: str, made: str, headline: str, source: str) -> str:
@@ -98,11 +88,16 @@ def _environment() -> Environment:
     found.filters["px"] = lambda value: f"{value:.1f}".removesuffix(".0")
     for function in (
         summary.say, summary.many, summary.conditions, summary.named, summary.alarms, summary.loss, summary.skews,
-        summary.compared, summary.differing, summary.left_out_because, summary.left_out_names, acceptance.listed,
-        groups.ranged, charts.hue, charts.shape_of, text.tip, text.class_of, text.visible, _short, _plainly,
+        summary.compared, summary.differing, summary.left_out_because, summary.left_out_names,
+        cells_of, acceptance.listed, acceptance.overlaps, acceptance.acceptance, acceptance.predicted, acceptance.kept,
+        acceptance.patterns, acceptance.ladder, acceptance.scores, speed.speedup, speed.generate_speedup, speed.whisker,
+        speed.reach, speed.latency, speed.first_tokens, speed.prompts,
+        speed.training, comparison.ratios, comparison.depths,
+        groups.ranged, charts.hue, charts.shape_of, charts.shade_of, text.tip, text.class_of, text.visible, _short, _plainly,
     ):  # fmt: skip
         found.globals[function.__name__.lstrip("_")] = function
     found.globals |= {
+        "median": statistics.median, "told": charts.TOLD, "sorts": acceptance.SORTS,
         "missing": summary.MISSING, "not_exact": summary.NOT_EXACT, "longest": text.LONGEST, "crowd": groups.CROWD,
         "settings": cost.SETTINGS, "newline": Markup('<i class="nl">⏎</i>\n'), "nothing": Markup('<i class="nl">∅</i>'),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Four kinds of chart: bars, lines, rows of marks, heat.  What they show and where it stands; `charts.html` draws them.
+"""Bars, lines and rows of marks: what they show and where it stands; `charts.html` draws them, and `heat.html` tables.
 
 The field's habit here is plotly.  It would make every report 4 MB of script that does not print; these few shapes are
 20 kB, stand still, and carry their numbers as text and as tooltips.
@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from outrider.report.summary import say
+from outrider.report.schema import Row
 
 COLOURS = 7
 WIDE, HALF, THIRD = 960, 470, 306
@@ -68,77 +67,14 @@ def round_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 # ── rows: bars and marks ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Piece(NamedTuple):
-    """A part of a bar, from where the one before it ends."""
-
-    class_: str
-    value: float
-    tip: str
-    text: str = ""
-
-
-class Mark(NamedTuple):
-    """One sample on a row."""
-
-    value: float
-    class_: str
-    tip: str = ""
-    shape: str = "circle"
-    radius: float = 6
-    lift: float = 0
-    """Pixels beneath the middle of its row."""
-
-
-class Stroke(NamedTuple):
-    """A small upright line on a row."""
-
-    value: float
-    class_: str
-    tip: str = ""
-    reach: float = 6
-
-
-class Span(NamedTuple):
-    """A line along a row."""
-
-    low: float
-    high: float
-    class_: str
-    tip: str = ""
-
-
-@dataclass(frozen=True)
-class Item:
-    """One row: a name and what stands beside it.  A row without pieces, marks and specks was not measured."""
-
-    name: str
-    context: str = ""
-    pieces: Sequence[Piece] = ()
-    marks: Sequence[Mark] = ()
-    strokes: Sequence[Stroke] = ()
-    span: Span | None = None
-    whisker: tuple[float, float, float] | None = None
-    """Low, center and high of an interval, drawn over the end of the bar."""
-    specks: str = ""
-    """Many dots in one path: a fifth of the size."""
-    specks_class: str = ""
-    value: str = ""
-    """What is said first, in bold."""
-    text: str = ""
-    alarm: str = ""
-
-    @property
-    def is_measured(self) -> bool:
-        return bool(self.pieces or self.marks or self.specks)
-
-
 @dataclass(frozen=True)
 class Rows:
     """Bars, or marks, one a row over one scale, with a line to compare them with."""
 
     kind: str
     """`bars` or `marks`."""
-    items: Sequence[Item]
+    items: Sequence[Any]
+    """What the chart's template draws, one a row."""
     axis: Axis
     line: float | None = None
     line_text: str = ""
@@ -146,8 +82,6 @@ class Rows:
     width: int = WIDE
     left: int = GUTTER
     right: int = 256
-    is_bare: bool = False
-    """Without a scale beneath: the pieces say their own share."""
 
     @property
     def top(self) -> int:
@@ -160,88 +94,24 @@ class Rows:
     def x(self, value: float) -> float:
         return self.axis.place(value, self.left, self.width - self.right)
 
-    def placed(self, item: Item) -> list[tuple[Piece, float, float]]:
-        """Every piece with its place and its width."""
-        found, start, gap = [], self.axis.low, 1.5 if len(item.pieces) > 1 else 0.0
-        for piece in item.pieces:
-            begin, end = self.x(start), self.x(start + piece.value)
-            found.append((piece, begin, max(end - begin - gap, 0.0 if gap else 1.0)))
-            start += piece.value
-        return found
-
-    def end(self, item: Item) -> float:
-        """Where the words of a bar begin: right of all that is drawn."""
-        whisker = item.whisker[2] if item.whisker else 0.0
-        return (
-            self.x(max(sum(p.value for p in item.pieces), *(m.value for m in item.marks), self.line or 0.0, whisker, 0.0)) + 12
-        )
-
-
-def columns(counts: Sequence[float], most: float, colour: int | None, unit: str, what: str, first: int = 1) -> Rows:
-    """Counts by depth, or by what else is counted from `first`, on a scale that ends at `most`."""
-    total = sum(counts)
-    items = []
-    for i, count in enumerate(counts, first):
-        tip = f"{count:,} {what}, {unit} {i}, {count / total if total else 0:.0%} of {total:,}"
-        piece = Piece(f"bar {hue(colour)}", count, tip)
-        items.append(Item(str(i), pieces=[piece], span=Span(0, most or 1, "rung"), text=f"{count:,}"))
-    return Rows("bars", items, Axis(unit, 0, most or 1), row=20, width=THIRD, left=30, right=64, is_bare=True)
-
-
-def spread(
-    name: str, context: str, colour: int | None, ends: tuple[float | None, float | None, float | None], text: str,
-    tick: float | None = None, is_hollow: bool = False,
-) -> Item:  # fmt: skip
-    """A row with a mark on the line it lies on.  ends: low, center, high; tick: a fourth value between them."""
-    low, center, high = ends
-    if center is None:
-        return Item(name, context)
-    tip, colour_class = f"{name}, {context}: {text}", hue(colour)
-    mark = Mark(center, f"{'hollow' if is_hollow else 'mark'} {colour_class}", tip, shape_of(colour))
-    strokes = [] if tick is None else [Stroke(tick, f"span {colour_class}")]
-    span = Span(center if low is None else low, center if high is None else high, f"span {colour_class}", tip)
-    return Item(name, context, marks=[mark], strokes=strokes, span=span, text=text)
-
-
-def spreads(items: Sequence[Item], axis: Axis, line: float | None = None, line_text: str = "") -> Rows | None:
-    """Such rows as a chart; None where no row has anything."""
-    return Rows("marks", items, axis, line, line_text, row=40) if any(item.is_measured for item in items) else None
-
 
 class Dot(NamedTuple):
     """One sample of a strip."""
 
     value: float
     tip: str
-    alarm: bool = False
+    is_alarm: bool = False
+    lift: float = 0
+    """Pixels beneath the middle of its row."""
 
 
-def strips(rows: Sequence[tuple[Item, int | None, Sequence[Dot]]], axis: Axis, line: float, line_text: str) -> Rows:
-    """Every sample as a dot, one strip a row, the median as a tick; alarming dots are large crosses."""
-    chart = Rows("marks", [item for item, _, _ in rows], axis, line, line_text, row=62, right=190)
-    told = sum(len(dots) for _, _, dots in rows) <= TOLD
-    items = []
-    for item, colour, dots in rows:
-        if not dots:
-            items.append(item)
-            continue
-        placed = _swarm(dots, chart.x)
-        marks = [
-            Mark(dot.value, "dot alarmed", dot.tip, "cross", 8, lift) if dot.alarm
-            else Mark(dot.value, f"dot {hue(colour)}", dot.tip, "circle", 4.5, lift)
-            for dot, lift in placed if told or dot.alarm
-        ]  # fmt: skip
-        path = "" if told else "".join(f"M{chart.x(dot.value):.0f} {lift:.0f}h0" for dot, lift in placed if not dot.alarm)
-        middle = median(dot.value for dot in dots)
-        stroke = Stroke(middle, "median", f"median {middle:.2f}", 24)
-        items.append(replace(
-            item, marks=marks, specks=path, specks_class=f"specks {hue(colour)}", strokes=[stroke],
-            value=f"median {axis.say(middle)}",
-        ))  # fmt: skip
-    return replace(chart, items=items)
+def strips(rows: Sequence[tuple[Row, Sequence[Dot]]], axis: Axis, line: float, line_text: str) -> Rows:
+    """Every sample of a row as a dot, beside its neighbours."""
+    chart = Rows("marks", rows, axis, line, line_text, row=62, right=190)
+    return replace(chart, items=[(row, _swarm(dots, chart.x)) for row, dots in rows])
 
 
-def _swarm(dots: Sequence[Dot], x: Callable[[float], float], pitch: float = 9.5) -> list[tuple[Dot, float]]:
+def _swarm(dots: Sequence[Dot], x: Callable[[float], float], pitch: float = 9.5) -> list[Dot]:
     """Dots with a vertical shift each, so that neighbours don't hide one another while there is room."""
     last = dict.fromkeys((0.0, -pitch, pitch, -2 * pitch, 2 * pitch), -math.inf)
     placed = []
@@ -249,8 +119,8 @@ def _swarm(dots: Sequence[Dot], x: Callable[[float], float], pitch: float = 9.5)
         here = x(dot.value)
         lift = next((lift for lift, end in last.items() if here - end >= pitch), min(last, key=last.__getitem__))
         last[lift] = here
-        placed.append((dot, lift))
-    return sorted(placed, key=lambda pair: pair[0].alarm)  # an alarm is drawn last, over its neighbours
+        placed.append(dot._replace(lift=lift))
+    return sorted(placed, key=lambda dot: dot.is_alarm)  # an alarm is drawn last, over its neighbours
 
 
 # ── lines ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -275,7 +145,6 @@ class Lines:
     width: int = HALF
     height: int = 290
     marks: Collection[float] | None = None
-    kind = "lines"
 
     def across(self, value: float) -> float:
         return self.x.place(value, 46, self.width - 108)
@@ -325,59 +194,15 @@ def spaced(wanted: Sequence[float], gap: float, lowest: float) -> list[float]:
     return places
 
 
-# ── heat ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Cell(NamedTuple):
-    """One cell of a heat table."""
-
-    value: float | None
-    text: str
-    tip: str = ""
-
-
-@dataclass(frozen=True)
-class Heat:
-    """A table whose cells darken from low to high.  rows: (name, context, cells); every cell says its own number."""
-
-    corner: str
-    heads: Sequence[str]
-    rows: Sequence[tuple[str, str, Sequence[Cell]]]
-    low: float
-    high: float
-    kind = "heat"
-
-    def step(self, cell: Cell) -> str:
-        """The class of a cell."""
-        if cell.value is None:
-            return "missing"
-        return f"h{round(9 * min(max((cell.value - self.low) / ((self.high - self.low) or 1), 0), 1))}"
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A plain table; the first column names the line."""
-
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    kind = "grid"
-
-
-Chart = Rows | Lines | Heat | Grid
+def shade_of(value: float, low: float, high: float) -> str:
+    """The class of a cell that darkens from low to high."""
+    return f"h{round(Axis('', low, high).place(value, 0, 9))}"
 
 
 class Panel(NamedTuple):
-    """A drawing or a table under its own small heading."""
+    """Curves under their own small heading."""
 
-    body: Chart | None
+    body: Lines | None
     title: str = ""
     note: str = ""
-    keys: Sequence[str] = ()
-    """Names of the parts, where colour tells them."""
     is_wide: bool = False
-
-
-def cells(values: Sequence[float | None], width: int, spec: str = ".0f", scale: float = 100) -> list[Cell]:
-    """Numbers as cells, filled up to a width; those that are missing are dashes."""
-    padded = [*values, *[None] * (width - len(values))]
-    return [Cell(value, say(value, spec, scale=scale, missing="–")) for value in padded]

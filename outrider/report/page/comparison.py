@@ -4,72 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.report.compare import Comparison, cells_of, plain
+from outrider.report.compare import Comparison, plain
 from outrider.report.page.acceptance import by_depth
-from outrider.report.page.charts import Axis, Grid, Line, Panel, spread, spreads
+from outrider.report.page.charts import Axis, Line, Panel, Rows
 from outrider.report.schema import Report
 from outrider.report.summary import conditions
 
 
-def ratios(found: Comparison) -> list[Panel]:
-    """A forest of ratios: one chart a measure."""
-    panels = []
-    for place in range(4):
-        shown = [
-            (pair, change, other.name, number)
-            for number, other in enumerate(found.others)
-            for pair in other.pairs
-            if (change := pair.changes[place]).ratio is not None
-        ]
-        if not shown:
-            continue
-        ends = [value for _, change, _, _ in shown for value in (change.low, change.ratio, change.high) if value is not None]
+def ratios(found: Comparison) -> list[tuple[str, Rows]]:
+    """A forest of ratios, one chart a measure: its title, and (number and name of the report, pair, change) by row."""
+    charts = []
+    pairs = [(number, other.name, pair) for number, other in enumerate(found.others) for pair in other.pairs]
+    for place, first in enumerate(pairs[0][2].changes):
+        changes = [(number, name, pair, pair.changes[place]) for number, name, pair in pairs]
+        items = [item for item in changes if item[3].ratio is not None]
+        ends = [end for _, _, _, change in items for end in (change.low, change.ratio, change.high) if end is not None]
         low, high = min([*ends, 1.0]), max([*ends, 1.0])
         pad = 0.04 * (high - low) or 0.05
         axis = Axis(f"{found.name} = 1", low - pad, high + pad, lambda value: f"{value:.3g}")
-        items = [
-            spread(
-                pair.name, name, number, (change.low, change.ratio, change.high), f"{change.ratio:.3f}  {change.verdict}",
-                is_hollow=change.verdict not in ("better", "worse"),
-            )
-            for pair, change, name, number in shown
-        ]  # fmt: skip
-        change = shown[0][1]
-        better = "right of the line is better" if change.more_is_better else "left of the line is better"
-        panels.append(Panel(spreads(items, axis, 1.0, found.name), f"{change.measure}, {better}"))
-    return panels
-
-
-def numbers(found: Comparison) -> Grid:
-    heads = ("", "measure", found.name, "other", "ratio", "95 %", "prompts", "")
-    rows = [
-        (f"{pair.name} · {other.name}", *cells_of(change))
-        for other in found.others
-        for pair in other.pairs
-        for change in pair.changes
-    ]
-    return Grid(heads, rows)
+        side = "right" if first.more_is_better else "left"
+        charts.append((f"{first.measure}, {side} of the line is better", Rows("marks", items, axis, 1.0, found.name, row=40)))
+    return [(title, chart) for title, chart in charts if chart.items]
 
 
 def depths(found: Comparison) -> list[Panel]:
     panels = []
     for number, other in enumerate(found.others):
         for pair in other.pairs:
-            series = [
-                Line(found.name, None, list(enumerate(pair.base.accepted_by_depth, 1))),
-                Line(other.name, number, list(enumerate(pair.other.accepted_by_depth, 1))),
-            ]
-            drawing = by_depth(series)
-            panels += [Panel(drawing, pair.name, conditions(pair.other))] if drawing else []
+            base = Line(found.name, None, list(enumerate(pair.base.accepted_by_depth, 1)))
+            line = Line(other.name, number, list(enumerate(pair.other.accepted_by_depth, 1)))
+            panels.append(Panel(by_depth([base, line]), pair.name, conditions(pair.other)))
     return panels
 
 
-def machines(reports: Sequence[tuple[str, Report]]) -> Grid | None:
-    """The fingerprints beside one another; ≠ marks what differs."""
-    keys = dict.fromkeys(key for _, report in reports for key in report.fingerprint)
-    if not keys:
-        return None
-    rows = [("target", *(report.target for _, report in reports))]
-    rows += [(key, *(plain(report.fingerprint.get(key)) for _, report in reports)) for key in keys]
-    rows = [(f"≠ {key}" if len(set(values)) > 1 else key, *values) for key, *values in rows]
-    return Grid(("", *(name for name, _ in reports)), rows)
+def machines(reports: Sequence[Report]) -> list[list[str]]:
+    """The fingerprints beside one another, a line an entry; ≠ marks what differs."""
+    keys = dict.fromkeys(key for report in reports for key in report.fingerprint)
+    lines = [["target", *(report.target for report in reports)]] if keys else []
+    lines += [[key, *(plain(report.fingerprint.get(key)) for report in reports)] for key in keys]
+    return [[f"≠ {key}" if len(set(values)) > 1 else key, *values] for key, *values in lines]

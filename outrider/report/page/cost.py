@@ -8,23 +8,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from outrider.report.schema import Report, Row
+from outrider.report.schema import Report
 from outrider.report.summary import MISSING, named
 
-
-class Setting(NamedTuple):
-    """A number that the reader may change in the page."""
-
-    name: str
-    says: str
-    value: float
-
-
 SETTINGS = (
-    Setting("price", "Machine, $ an hour", 2.5),
-    Setting("tokens", "Tokens a day, millions", 10),
-    Setting("other", "Other cost of a drafter, $", 0),
+    ("price", "Machine, $ an hour", 2.5),
+    ("tokens", "Tokens a day, millions", 10),
+    ("other", "Other cost of a drafter, $", 0),
 )
+"""Numbers that the reader may change in the page: (name, what it says, value)."""
 
 
 class Costs(NamedTuple):
@@ -58,19 +50,15 @@ def costs(plain: float, fast: float, trained_s: float | None, price: float, toke
 
 def cost_lines(report: Report) -> list[CostLine]:
     """A line for every row that was timed, at the settings first shown."""
-    return [
-        _line(report, row, row.plain_tokens_per_s, row.tokens_per_s)
-        for row in report.rows
-        if row.tokens_per_s and row.plain_tokens_per_s
-    ]
-
-
-def _line(report: Report, row: Row, plain: float, fast: float) -> CostLine:
-    training = report.training.get(row.drafter)
-    trained = training.seconds if training is not None else None
-    found = costs(plain, fast, trained, *(setting.value for setting in SETTINGS))
-    data = {"plain": plain, "fast": fast} | ({} if trained is None else {"trained": trained})
-    return CostLine(named(row), data, said(found))
+    lines = []
+    for row in report.rows:
+        if row.tokens_per_s and row.plain_tokens_per_s:
+            training = report.training.get(row.drafter)
+            trained = {} if training is None or training.seconds is None else {"trained": training.seconds}
+            data = {"plain": row.plain_tokens_per_s, "fast": row.tokens_per_s} | trained
+            found = costs(data["plain"], data["fast"], data.get("trained"), *(value for *_, value in SETTINGS))
+            lines.append(CostLine(named(row), data, said(found)))
+    return lines
 
 
 def said(found: Costs) -> dict[str, str]:

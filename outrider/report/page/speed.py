@@ -2,75 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from outrider.report.page import charts
-from outrider.report.page.charts import Axis, Dot, Grid, Item, Line, Lines, Mark, Panel, Rows
-from outrider.report.page.groups import Colours, grouped, matrix, ranged
+from outrider.report.page.charts import Axis, Dot, Line, Lines, Panel, Rows
+from outrider.report.page.groups import Colours, grouped
 from outrider.report.schema import Percentiles, PromptResult, Report, Row
-from outrider.report.summary import NOT_EXACT, conditions, many, named, say
+from outrider.report.summary import many, say
 
 TIMES = "times as fast as the target alone"
 
 
-def speedup(report: Report, colours: Colours) -> list[Panel]:
-    """A bar a row, a heat table by task, and three ways to average."""
-    items = [_bar(row, colours[row.drafter]) for row in report.rows]
-    highs = [
-        value
-        for item in items
-        for value in (*(p.value for p in item.pieces), *(m.value for m in item.marks), *(item.whisker or ()))
-    ]
-    axis = Axis(TIMES, 0, max([*highs, 1.2]) * 1.02, lambda value: f"{value:.3g}×")
-    panels = [Panel(Rows("bars", items, axis, 1.0, "target alone"))] if items else []
-    panels += matrix(report, "Speed-up by task", lambda row: row.speedup, "×")
-    if any(row.speedup_geomean is not None or row.speedup_of_means is not None for row in report.rows):
-        note = "Ratio of totals weighs every second alike; the geometric mean weighs every prompt alike, and has the interval; "
-        note += "mean tokens/s over mean tokens/s is what Spec-Bench prints. Where they disagree, a few prompts decide."
-        panels.append(Panel(_averages(report), "Three ways to average", note))
-    return panels
+def speedup(report: Report) -> Rows:
+    """A bar a row."""
+    axis = Axis(TIMES, 0, max([1.2, *map(reach, report.rows)]) * 1.02, lambda value: f"{value:.3g}×")
+    return Rows("bars", report.rows, axis, 1.0, "target alone")
 
 
-def _bar(row: Row, colour: int) -> Item:
-    if row.speedup is None:
-        return Item(row.drafter, conditions(row))
-    said, rest = f"{row.speedup:.2f}×", f"{say(row.tokens_per_s, '.1f')} tokens/s, plain {say(row.plain_tokens_per_s, '.1f')}"
-    alarm = NOT_EXACT if row.is_inexact else ""
-    tip = f"{row.drafter}, {conditions(row)}: {said} {rest}{'; ' + alarm if alarm else ''}"
-    marks = []
-    if row.generate_tokens_per_s and row.plain_tokens_per_s:
-        also = row.generate_tokens_per_s / row.plain_tokens_per_s
-        marks.append(Mark(also, "also", f"{row.drafter}: {also:.2f}×, transformers' generate", "diamond", 7))
-    found, whisker = row.speedup_geomean, None
-    if found is not None and found.center is not None and found.low is not None and found.high is not None:
-        whisker = (found.low, found.center, found.high)
-    piece = charts.Piece("bar alarmed" if alarm else f"bar {charts.hue(colour)}", row.speedup, tip)
-    return Item(row.drafter, conditions(row), [piece], marks, whisker=whisker, value=said, text=rest, alarm=alarm)
+def generate_speedup(row: Row) -> float | None:
+    """Of transformers' own generate."""
+    return row.generate_tokens_per_s / row.plain_tokens_per_s if row.generate_tokens_per_s and row.plain_tokens_per_s else None
 
 
-def _averages(report: Report) -> Grid:
-    heads = ("", "ratio of totals", "geometric mean (95 %)", "Spec-Bench's", "tokens per step (95 %)")
-    rows = [
-        (named(row), say(row.speedup, ".2f", "×"), ranged(row.speedup_geomean), say(row.speedup_of_means, ".2f", "×"),
-         ranged(row.tokens_per_step_range, unit=""))
-        for row in report.rows
-    ]  # fmt: skip
-    return Grid(heads, rows)
+def whisker(row: Row) -> tuple[float, float, float] | None:
+    """Low, center and high of the interval drawn over the end of the bar."""
+    found = row.speedup_geomean
+    if found is None or found.center is None or found.low is None or found.high is None:
+        return None
+    return found.low, found.center, found.high
 
 
-def prompts(report: Report, colours: Colours) -> list[Panel]:
-    """Every prompt a dot."""
+def reach(row: Row) -> float:
+    """The highest speed-up drawn of a row."""
+    return 0.0 if row.speedup is None else max(row.speedup, generate_speedup(row) or 0.0, *(whisker(row) or ()))
+
+
+def prompts(report: Report) -> Rows | None:
+    """Every prompt a dot; None where none was timed."""
     rows = []
     for row in report.rows:
-        dots = [Dot(p.speedup, _tip(p), p.exact is False) for p in row.per_prompt if p.speedup is not None]
-        text = many(len(dots), "prompt") + (f", {len(row.different)} differ" if row.different else "")
-        rows.append((Item(row.drafter, conditions(row), text=text), colours[row.drafter], dots))
-    values = [dot.value for _, _, dots in rows for dot in dots]
-    low, high = min([*values, 1.0]), max([*values, 1.0])
+        timed = [(prompt.speedup, prompt) for prompt in row.per_prompt if prompt.speedup is not None]
+        rows.append((row, [Dot(speedup, _tip(prompt), prompt.exact is False) for speedup, prompt in timed]))
+    values = [dot.value for _, dots in rows for dot in dots]
+    if not values:
+        return None
+    low, high = min(*values, 1.0), max(*values, 1.0)
     pad = (high - low) * 0.04 or 0.1
-    axis = Axis(TIMES, low - pad, high + pad, lambda value: f"{value:.2f}×")
-    note = "There are too many to name each; report.json does." if len(values) > charts.TOLD else ""
-    return [Panel(charts.strips(rows, axis, 1.0, "alone"), note=note)] if values else []
+    return charts.strips(rows, Axis(TIMES, low - pad, high + pad, lambda value: f"{value:.2f}×"), 1.0, "alone")
 
 
 def _tip(prompt: PromptResult) -> str:
@@ -81,31 +59,25 @@ def _tip(prompt: PromptResult) -> str:
 
 
 def latency(report: Report, colours: Colours) -> list[Panel]:
-    """Gaps between steps, time per token, time to the first token."""
+    """Gaps between steps, time per token."""
     panels, groups = [], grouped(report)
     for name, rows in groups.items():
+        series = [Line(row.drafter, colours[row.drafter], _percentiles(row.tpot_curve_ms)) for row in rows]
+        tpot = _curves(series, "prompts", "ms per token")
+        is_wide = tpot is None and len(groups) == 1
+        series = [Line(row.drafter, colours[row.drafter], _percentiles(row.itl_curve_ms)) for row in rows]
         plain = next((row.plain_itl_curve_ms for row in rows if row.plain_itl_curve_ms), ())
-        tpot = _curves(rows, colours, lambda row: row.tpot_curve_ms, "ms per token")
-        width = charts.HALF if tpot or len(groups) > 1 else charts.WIDE
-        gaps = _curves(rows, colours, lambda row: row.itl_curve_ms, "ms between steps", plain, width)
-        panels += [Panel(gaps, "Gaps between steps", _slowest(name, rows), is_wide=width == charts.WIDE)] if gaps else []
-        panels += [Panel(tpot, "Time per token, prompt by prompt", name)] if tpot else []
-    first = _first_tokens(report, colours)
-    return panels + ([Panel(first, "Time to the first token", is_wide=True)] if first else [])
+        gaps = _curves([*series, Line("target alone", None, _percentiles(plain))], "gaps", "ms between steps", is_wide)
+        panels.append(Panel(gaps, "Gaps between steps", _slowest(name, rows), is_wide=is_wide))
+        panels.append(Panel(tpot, "Time per token, prompt by prompt", name))
+    return panels
 
 
-def _curves(
-    rows: Sequence[Row], colours: Colours, pick: Callable[[Row], Sequence[float | None]], label: str,
-    plain: Sequence[float | None] = (), width: int = charts.HALF,
-) -> Lines | None:  # fmt: skip
-    series = [Line(row.drafter, colours[row.drafter], _percentiles(pick(row))) for row in rows]
-    series.append(Line("target alone", None, _percentiles(plain)))
+def _curves(series: Sequence[Line], what: str, label: str, is_wide: bool = False) -> Lines | None:
     top = max((value for line in series for _, value in line.points if value is not None), default=1.0)
-    what = "gaps" if "steps" in label else "prompts"
     x = Axis(f"percent of the {what} that are shorter", 0, 99, at=(0, 25, 50, 75, 95))
-    return charts.lines(
-        series, x, Axis(label, 0, (top * 1.05) or 1.0), width, 290 if width == charts.HALF else 330, marks=(50, 95, 99)
-    )
+    width, height = (charts.WIDE, 330) if is_wide else (charts.HALF, 290)
+    return charts.lines(series, x, Axis(label, 0, (top * 1.05) or 1.0), width, height, marks=(50, 95, 99))
 
 
 def _slowest(name: str, rows: Sequence[Row]) -> str:
@@ -120,58 +92,15 @@ def _percentiles(curve: Sequence[float | None]) -> list[tuple[float, float | Non
     return [point for i, point in enumerate(points) if point[0] <= 99 and (len(points) < 101 or i % 5 == 0 or point[0] > 90)]
 
 
-def _first_tokens(report: Report, colours: Colours) -> Rows | None:
-    """Half to 99 in 100 of the prompts, with a stroke at 95; the target alone once a task."""
-    waits: list[tuple[str, str, int | None, Percentiles]] = []
+def first_tokens(report: Report) -> Rows | None:
+    """Half to 99 in 100 of the prompts: (drafter, conditions, times), the drafter None for the target alone, once a task."""
+    waits: list[tuple[str | None, str, Percentiles]] = []
     for name, rows in grouped(report).items():
-        waits += [(row.drafter, name, colours[row.drafter], row.ttft_ms) for row in rows]
-        waits += [("target alone", name, None, row.plain_ttft_ms) for row in rows if row.plain_ttft_ms.p50 is not None][:1]
-    items = []
-    for name, context, colour, found in waits:
-        text = " / ".join(say(value, ".0f", missing="–") for value in (found.p50, found.p95, found.p99)) + " ms"
-        ends = (found.p50, found.p50, found.p99)
-        items.append(charts.spread(name, context, colour, ends, text, found.p95, is_hollow=colour is None))
+        waits += [(row.drafter, name, row.ttft_ms) for row in rows]
+        waits += [(None, name, row.plain_ttft_ms) for row in rows if row.plain_ttft_ms.p50 is not None][:1]
     highs = [value for *_, found in waits for value in (found.p50, found.p99) if value is not None]
     axis = Axis("ms to the first token: half, 95 in 100 (stroke), 99 in 100 of the prompts", 0, max(highs, default=1.0) * 1.04)
-    return charts.spreads(items, axis)
-
-
-def spent(report: Report) -> list[Panel]:
-    """Shares of a step, and of the drafted tokens."""
-    steps = [
-        _shares(
-            row, {"draft": row.share.draft, "verify": row.share.verify, "other": row.share.other},
-            f"loop overhead {say(row.loop_overhead, '.1f', '%', scale=100)}",
-        )
-        for row in report.rows
-    ]  # fmt: skip
-    panels = [Panel(steps_chart, keys=("draft", "verify", "other"))] if (steps_chart := _whole(steps)) else []
-    if any(row.wasted is not None for row in report.rows):
-        waste = [
-            _shares(
-                row, {"kept": None if row.wasted is None else 1 - row.wasted, "wasted": row.wasted},
-                f"{say(row.draft_acceptance, '.0f', '%', scale=100)} of the path kept",
-            )
-            for row in report.rows
-        ]  # fmt: skip
-        note = "Of all drafted tokens that the target verified. Branches of a tree that lost count as wasted; a wasted token "
-        note += "costs computing, never a word of text."
-        panels.append(Panel(_whole(waste), "Wasted work", note, keys=("kept", "wasted")))
-    return panels
-
-
-def _shares(row: Row, parts: dict[str, float | None], text: str) -> Item:
-    pieces = [
-        charts.Piece(f"part-{name}", part, f"{row.drafter}, {conditions(row)}: {name} {part:.1%}", f"{part:.0%}")
-        for name, part in parts.items()
-        if part is not None
-    ]
-    return Item(row.drafter, conditions(row), pieces, text=text if pieces else "")
-
-
-def _whole(items: Sequence[Item]) -> Rows | None:
-    """Bars of one length, each cut into its parts; a part wide enough says its share."""
-    return Rows("bars", items, Axis("share", 0, 1), right=190, is_bare=True) if items else None
+    return Rows("marks", waits, axis, row=40) if any(found.p50 is not None for *_, found in waits) else None
 
 
 def training(report: Report, colours: Colours) -> list[Panel]:
@@ -183,9 +112,9 @@ def training(report: Report, colours: Colours) -> list[Panel]:
         x = Axis("training step", 0, max((step for step, _ in curve), default=1), lambda value: f"{value:,.0f}")
         y = Axis("loss", min([0.0, *values]), max([*values, 0.1]) * 1.03)
         drawing = charts.lines([Line(say(values[-1] if values else None, ".3g"), colours[name], curve)], x, y, marks=())
-        spent = [many(training.steps, "step") if training.steps is not None else "", _duration(training.seconds)]
-        spent.append(many(training.tokens, "token") if training.tokens is not None else "")
-        panels.append(Panel(drawing, name, ", ".join(filter(None, spent))))
+        counts = ((training.steps, "step"), (training.tokens, "token"))
+        steps, tokens = ("" if count is None else many(count, noun) for count, noun in counts)
+        panels.append(Panel(drawing, name, ", ".join(filter(None, (steps, _duration(training.seconds), tokens)))))
     return panels
 
 
