@@ -10,8 +10,6 @@ A checkpoint is written beside the old one, forced to the disk, and then takes i
 also after a crash or a power cut.
 """
 
-from __future__ import annotations
-
 import errno
 import inspect
 import json
@@ -69,10 +67,7 @@ def save(
         "version": VERSION,
         "kind": config.pop("kind"),
         "config": config,
-        "target": {
-            "name": spec.name, "revision": spec.revision, "precision": spec.precision, "base_hash": spec.base_hash,
-            **binding(model.target),
-        },
+        "target": {key: getattr(spec, key) for key in ("name", "revision", "precision", "base_hash")} | binding(model.target),
         "taps": list(model.taps),
         "tap_convention": "output of decoder layer i, counted from 0",
         "facts": dict(model.facts()),
@@ -146,9 +141,7 @@ def _told(folder: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         what = "the disk is full" if full else str(error)
-        raise TrainingError(
-            f"can't write checkpoint {folder}: {what}; the last one is still whole. Make room and run again"
-        ) from error
+        raise TrainingError(f"can't write checkpoint {folder}: {what}; the last is whole. Make room and run again") from error
 
 
 def manifest_of(folder: str | Path) -> dict[str, Any]:
@@ -162,10 +155,8 @@ def manifest_of(folder: str | Path) -> dict[str, Any]:
                 raise ValueError(f"its {key} is of type {type(found).__name__}, not {wanted.__name__}")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is no checkpoint manifest ({error}); train or copy it again") from None
-    if manifest["version"] != VERSION:
-        raise CheckpointError(
-            f"{path} is of version {manifest['version']}, this Outrider reads {VERSION}; use the release that wrote it"
-        )
+    if (found := manifest["version"]) != VERSION:
+        raise CheckpointError(f"{path} is of version {found}, this Outrider reads {VERSION}; use the release that wrote it")
     return manifest | {key: {} for key in OPTIONAL if manifest.get(key) is None}
 
 
@@ -181,23 +172,19 @@ def check_binding(manifest: Mapping[str, Any], target: Target, folder: str | Pat
 
     quantised: these weights, and those that they were quantised from or to, are one target.
     """
-    mine = binding(target)
-    wrong = [key for key, value in mine.items() if manifest["target"].get(key) != value and not _unknown(key, value, manifest)]
-    if quantised and _base(manifest["target"]) == (target.spec.base_hash or target.spec.weights_hash):
-        wrong = [key for key in wrong if key != "weights_hash"]
-    if wrong:
-        differences = ", ".join(f"{key} {manifest['target'].get(key)} against {mine[key]}" for key in wrong)
+    mine, theirs, spec = binding(target), manifest["target"], target.spec
+    free = set()
+    if None in (mine["tokenizer_hash"], theirs.get("tokenizer_hash")):  # one that is not there can't disagree
+        free.add("tokenizer_hash")
+    if quantised and (theirs.get("base_hash") or theirs.get("weights_hash")) == (spec.base_hash or spec.weights_hash):
+        free.add("weights_hash")
+    if wrong := [key for key in mine if key not in free and theirs.get(key) != mine[key]]:
+        differences = ", ".join(f"{key} {theirs.get(key)} against {mine[key]}" for key in wrong)
         came_so = " (it came quantised, and from which weights is not known; quantise those here to use their drafters)"
-        raise CheckpointError(
-            f"{folder} was trained for target {manifest['target'].get('name')!r}, not for {target.spec.name!r}: {differences}; "
-            "load the target it was trained for, or train a drafter for this one"
-            + came_so
-            * (target.spec.quantised is not None and target.spec.base_hash is None)
-        )
-
-
-def _base(target: Mapping[str, Any]) -> Any:
-    return target.get("base_hash") or target.get("weights_hash")
+        remedy = "load the target it was trained for, or train a drafter for this one"
+        remedy += came_so * (spec.quantised is not None and not spec.base_hash)
+        own = f"target {theirs.get('name')!r}, not for {spec.name!r}"
+        raise CheckpointError(f"{folder} was trained for {own}: {differences}; {remedy}")
 
 
 def trained_on(manifest: Mapping[str, Any], target: Target) -> str | None:
@@ -206,27 +193,23 @@ def trained_on(manifest: Mapping[str, Any], target: Target) -> str | None:
     Older manifests do not name it: `unquantised weights` where those tell as much.
     """
     said: str | None = manifest["target"].get("precision")
-    if said is None and target.spec.quantised and manifest["target"].get("weights_hash") == target.spec.base_hash:
-        return "unquantised weights"
-    return said
+    is_base = target.spec.quantised and manifest["target"].get("weights_hash") == target.spec.base_hash
+    return said or ("unquantised weights" if is_base else None)
 
 
 def check_taps(manifest: Mapping[str, Any], model: DraftModel, folder: str | Path) -> None:
     """Refuse a checkpoint that was trained on other layers than its config gives now."""
-    if list(model.taps) != list(manifest["taps"]):
-        raise CheckpointError(
-            f"{folder} was trained on taps {manifest['taps']}, its config gives {list(model.taps)}; "
-            "set drafter.taps to those it was trained on, or copy it again"
-        )
+    if (taps := manifest["taps"]) != list(model.taps):
+        raise CheckpointError(f"{folder} was trained on taps {taps}, its config gives {list(model.taps)}; set drafter.taps")
 
 
 def check_facts(manifest: Mapping[str, Any], model: DraftModel, folder: str | Path) -> None:
     """Refuse weights that are not what the manifest says of them, such as another vocabulary's."""
-    said, found = manifest.get("facts", {}), dict(model.facts())
-    wrong = [key for key in found if said.get(key) != found[key]]
-    if wrong:
-        parts = ", ".join(f"{key} {said.get(key)} in its manifest, {found[key]} in its weights" for key in wrong)
-        raise CheckpointError(f"{folder} does not belong together: {parts}; copy or train it again")
+    said = manifest["facts"]
+    for key, own in model.facts().items():
+        if said.get(key) != own:
+            wrong = f"{key} {said.get(key)} in its manifest, {own} in its weights"
+            raise CheckpointError(f"{folder} does not belong together: {wrong}; copy or train it again")
 
 
 def load_weights(folder: str | Path, model: nn.Module) -> None:
@@ -241,21 +224,20 @@ def load_weights(folder: str | Path, model: nn.Module) -> None:
         raise CheckpointError(f"{path} can't be read: {error}; copy or train it again") from None
     expected = weights_of(model)
     weights = {name: expected[name] for name in defaults(model)} | weights
-    missing, extra = expected.keys() - weights.keys(), weights.keys() - expected.keys()
-    _refuse(path, {"lacks": missing, "has unknown": extra})
-    shapes = [name for name in expected if expected[name].shape != weights[name].shape]
-    _refuse(path, {"has misshapen": shapes, "has 8-bit": rounded(weights), "has wrongly typed": mistyped(weights, expected)})
-    cast = {name: weight.to(expected[name].dtype) for name, weight in weights.items()}
-    _refuse(path, {"has non-finite": not_finite(cast)})
-    model.load_state_dict(cast, strict=False)  # without the other names of tied ones
-
-
-def _refuse(path: Path, problems: Mapping[str, Collection[str]]) -> None:
-    for problem, names in problems.items():
+    for problem, names in _problems(weights, expected):
         if names:
-            raise CheckpointError(
-                f"{path} {problem} weights: {', '.join(sorted(names)[:4])}; it does not belong to its manifest"
-            )
+            raise CheckpointError(f"{path} {problem} weights: {', '.join(sorted(names)[:4])}; copy or train it again")
+    model.load_state_dict(weights, strict=False)  # without the other names of tied ones
+
+
+def _problems(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Iterator[tuple[str, Collection[str]]]:
+    """What may be wrong with weights, and of which it is true; each is asked where those before it are fine."""
+    yield "lacks", expected.keys() - weights.keys()
+    yield "has unknown", weights.keys() - expected.keys()
+    yield "has misshapen", [name for name in expected if expected[name].shape != weights[name].shape]
+    yield "has 8-bit", rounded(weights)
+    yield "has wrongly typed", mistyped(weights, expected)
+    yield "has non-finite", not_finite({name: weight.to(expected[name].dtype) for name, weight in weights.items()})
 
 
 def load_state(folder: str | Path) -> dict[str, Tensor] | None:
@@ -265,11 +247,6 @@ def load_state(folder: str | Path) -> dict[str, Tensor] | None:
         return load_file(path) if path.exists() else None
     except SafetensorError as error:
         raise CheckpointError(f"{path} can't be read: {error}; delete it to start training anew from these weights") from None
-
-
-def _unknown(key: str, value: Any, manifest: Mapping[str, Any]) -> bool:
-    """A tokenizer that one side does not have can't disagree."""
-    return key == "tokenizer_hash" and (value is None or manifest["target"].get(key) is None)
 
 
 def load_drafter(
@@ -285,16 +262,13 @@ def load_drafter(
     damaged or was made for another target.
     """
     name = str(kind_or_path)
-    if name in kinds() and quantize is not None:
-        config["quantize"] = quantize
     if name in kinds():
-        module = find(name)
-        settings = build(module.Config, {"kind": name, **config}, "drafter")
+        module, given = find(name), {} if quantize is None else {"quantize": quantize}
+        settings = build(module.Config, {"kind": name, **config, **given}, "drafter")
         # a drafter made of others opens checkpoints by this very function, which stands above it
         opens = {"load": load_drafter} if "load" in inspect.signature(module.build).parameters else {}
-        return _placed(
-            lambda target: module.build(settings, target, **opens), target, device or getattr(settings, "device", None)
-        )
+        place = device or getattr(settings, "device", None)
+        return _placed(lambda target: module.build(settings, target, **opens), target, place)
     folder = _folder(name)
     if config:
         raise ConfigError(f"{name} is a checkpoint and brings its own settings; leave out {', '.join(config)}")
@@ -329,15 +303,11 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
     check_taps(manifest, model, folder)
     load_weights(folder, model)
     check_facts(manifest, model, folder)
-    problem = stale_map(model)
-    if problem is not None:
+    if (problem := stale_map(model)) is not None:
         raise CheckpointError(f"{folder}: {problem}; copy or train it again")
     model.to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False)
-    lost = not_finite(weights_of(model))
-    if lost:
-        raise CheckpointError(
-            f"{folder} has values in {', '.join(lost[:4])} that {target.spec.dtype} can't hold; load the target in float32"
-        )
+    if lost := not_finite(weights_of(model)):
+        raise CheckpointError(f"{folder}: {target.spec.dtype} can't hold {', '.join(lost[:4])}; load the target in float32")
     return model
 
 
@@ -365,11 +335,10 @@ def _has_own_mask(path: Path) -> bool:
 def _tell_precision(manifest: Mapping[str, Any], target: Target, name: str) -> None:
     trained, served = trained_on(manifest, target), target.spec.precision
     if trained not in (None, served):
-        other_weights = manifest["target"].get("weights_hash") != target.spec.weights_hash
-        logging.getLogger(__name__).log(
-            logging.WARNING if other_weights else logging.INFO, "%s: trained on %s, served on %s%s", name, trained, served,
-            "; the text stays this target's own, but fewer tokens may be kept" * other_weights,
-        )  # fmt: skip
+        is_other = manifest["target"].get("weights_hash") != target.spec.weights_hash
+        note = "; the text stays this target's own, but fewer tokens may be kept" * is_other
+        level = logging.WARNING if is_other else logging.INFO
+        logging.getLogger(__name__).log(level, "%s: trained on %s, served on %s%s", name, trained, served, note)
 
 
 def _placed(make: Callable[[Target], Drafter], target: Target, device: str | torch.device | None) -> Drafter:

@@ -1,7 +1,6 @@
 """YAML and key=value to frozen, strict configs.  Every value knows where it came from.  Knows no torch."""
 
-from __future__ import annotations
-
+import copy
 import difflib
 import json
 from collections.abc import Iterable, Mapping
@@ -24,10 +23,9 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_keys(cls, data: Any) -> Any:
-        if isinstance(data, Mapping):
-            for key in data:
-                if key not in cls.model_fields:
-                    raise ValueError(f"unknown key {key!r}{nearest(str(key), cls.model_fields)}")
+        for key in data if isinstance(data, Mapping) else ():
+            if key not in cls.model_fields:
+                raise ValueError(f"unknown key {key!r}{nearest(str(key), cls.model_fields)}")
         return data
 
 
@@ -55,13 +53,9 @@ def build(schema: type[T], values: Mapping[str, Any], where: str = "") -> T:
 def read(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        values = _parsed(Path(path).read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"can't read run file {path}: {error}") from None
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a mapping such as `target: demo`, not {type(values).__name__}")
     return values
@@ -69,7 +63,7 @@ def read(path: str | Path) -> dict[str, Any]:
 
 def override(values: dict[str, Any], items: Iterable[str]) -> dict[str, Any]:
     """`values` with `key.path=value` items laid over it; values are read as YAML."""
-    merged = _copy(values)
+    merged = copy.deepcopy(values)
     for item in items:
         key, equals, text = item.partition("=")
         if not equals or not key:
@@ -80,26 +74,25 @@ def override(values: dict[str, Any], items: Iterable[str]) -> dict[str, Any]:
             at = at.setdefault(parent, {})
             if not isinstance(at, dict):
                 raise ConfigError(f"override {item!r}: {parent!r} holds {at!r}, which has no keys of its own")
-        try:
-            at[leaf] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"override {item!r}: {text!r} is not YAML: {str(error).splitlines()[0]}") from None
+        at[leaf] = _parsed(text, f"override {item!r}: {text!r}")
     return merged
+
+
+def _parsed(text: str, what: str) -> Any:
+    """YAML as values.  Raises ConfigError, which begins with `what`."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{what} is not YAML: {str(error).splitlines()[0]}") from None
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mapping to key paths: {"a": {"b": 1}} is {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+        is_nested = isinstance(value, Mapping) and value
+        flat |= flatten(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
     return flat
-
-
-def _copy(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: _copy(value) if isinstance(value, dict) else value for key, value in values.items()}
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -119,8 +112,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice in it")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} stands twice in it")
+        found[name] = value
     return found

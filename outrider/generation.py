@@ -3,8 +3,6 @@
 A few slots serve any number of prompts: a slot that ends is given to the next prompt while the others go on.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -56,19 +54,10 @@ class Piece:
 
 
 def generate(
-    target: Target,
-    prompts: Prompt | Iterable[Prompt],
-    drafter: Drafter | None = None,
-    *,
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    policy: str | Policy | None = None,
-    verification: str | SamplingJudge = "standard",
-    allow_lossy: bool = False,
-    stop: Sequence[str] = (),
-    slots: int = 16,
-    shared_noise: bool = True,
-) -> list[Generation]:
+    target: Target, prompts: Prompt | Iterable[Prompt], drafter: Drafter | None = None, *, max_new_tokens: int,
+    sampling: Sampling | None = None, policy: str | Policy | None = None, verification: str | SamplingJudge = "standard",
+    allow_lossy: bool = False, stop: Sequence[str] = (), slots: int = 16, shared_noise: bool = True,
+) -> list[Generation]:  # fmt: skip
     """Continue every prompt; the text is what the target alone would have written, unless a lossy verification is asked for.
 
     prompts: one or many of text, token ids (in a list or an array, or as a tokenizer returns them), or chat messages.
@@ -89,8 +78,7 @@ def generate(
     judge = named.judge(verification, allow_lossy)
     asked = requests(target, prompts, max_new_tokens, sampling, stop, streamed=False)
     found = [Generation(logprobs=None if request.sampling.logprobs is None else []) for request in asked]
-    served = serve(target, asked, drafter, policy=policy, judge=judge, slots=slots, shared_noise=shared_noise)
-    for progress in served:
+    for progress in serve(target, asked, drafter, policy=policy, judge=judge, slots=slots, shared_noise=shared_noise):
         generation = found[progress.request]
         generation.tokens += progress.tokens
         generation.text += judge.new_text[progress.row]
@@ -103,44 +91,28 @@ def generate(
 
 
 def stream(
-    target: Target,
-    prompts: Prompt | Iterable[Prompt],
-    drafter: Drafter | None = None,
-    *,
-    max_new_tokens: int,
-    sampling: Sampling | None = None,
-    policy: str | Policy | None = None,
-    verification: str | SamplingJudge = "standard",
-    allow_lossy: bool = False,
-    stop: Sequence[str] = (),
-    slots: int = 16,
-    shared_noise: bool = True,
-) -> Iterator[Piece]:
+    target: Target, prompts: Prompt | Iterable[Prompt], drafter: Drafter | None = None, *, max_new_tokens: int,
+    sampling: Sampling | None = None, policy: str | Policy | None = None, verification: str | SamplingJudge = "standard",
+    allow_lossy: bool = False, stop: Sequence[str] = (), slots: int = 16, shared_noise: bool = True,
+) -> Iterator[Piece]:  # fmt: skip
     """As `generate`, step by step: (prompt index, new tokens, new text, how many of the tokens were drafted)."""
     judge = named.judge(verification, allow_lossy)
     asked = requests(target, prompts, max_new_tokens, sampling, stop)
-
     served = serve(target, asked, drafter, policy=policy, judge=judge, slots=slots, shared_noise=shared_noise)
 
-    def pieces() -> Iterator[Piece]:
-        for progress in served:
-            logprobs = tuple(judge.logprobs[progress.row][-len(progress.tokens) :])
-            yield Piece(progress.request, progress.tokens, judge.new_text[progress.row], progress.accepted, logprobs)
-
-    return pieces()
+    return (
+        Piece(
+            step.request, step.tokens, judge.new_text[step.row], step.accepted,
+            tuple(judge.logprobs[step.row][-len(step.tokens) :]),
+        )
+        for step in served
+    )  # fmt: skip
 
 
 def serve(
-    target: Target,
-    requests: Sequence[Request],
-    drafter: Drafter | None = None,
-    *,
-    policy: str | Policy | None = None,
-    judge: str | SamplingJudge = "standard",
-    slots: int = 16,
-    shared_noise: bool = True,
-    state: DecodeState | None = None,
-) -> Iterator[Progress]:
+    target: Target, requests: Sequence[Request], drafter: Drafter | None = None, *, policy: str | Policy | None = None,
+    judge: str | SamplingJudge = "standard", slots: int = 16, shared_noise: bool = True, state: DecodeState | None = None,
+) -> Iterator[Progress]:  # fmt: skip
     """Serve requests over slots, a step at a time.
 
     `state`, where given, is used with its own judge, and can be watched between the steps.  Text and log probabilities of a
@@ -198,11 +170,9 @@ def requests(
     found = []
     for i, prompt in enumerate(listed(prompts)):
         tokens = target.encode(prompt)
-        if len(tokens) >= target.spec.context:
-            raise DataError(
-                f"prompt {i} has {len(tokens)} tokens and leaves no room in the target's context of {target.spec.context}; "
-                "shorten it"
-            )
+        if len(tokens) >= (most := target.spec.context):
+            given = f"prompt {i} has {len(tokens)} tokens"
+            raise DataError(f"{given} and leaves no room in the target's context of {most}; shorten it")
         own = sampling or _settled(target.default_sampling(tokens, max_new_tokens), target, max_new_tokens)
         found.append(Request(tokens, max_new_tokens, own, stops, detokenizer))
     return found
@@ -222,14 +192,9 @@ def _settled(sampling: Sampling, target: Target, max_new_tokens: int) -> Samplin
 
 def _refuse_unfitting(drafter: Drafter, spec: TargetSpec) -> None:
     """Raises DrafterError for a drafter that was built for a target of another shape."""
-    wrong = [tap for tap in drafter.taps if not 0 <= tap < spec.layers]
-    if wrong:
-        raise DrafterError(
-            f"the drafter taps layer {wrong[0]}, {spec.name} has layers 0 to {spec.layers - 1}; it was built for another "
-            "target, build it for this one"
-        )
+    layers = f"{spec.name} has layers 0 to {spec.layers - 1}"
+    wrong = [f"taps layer {tap}, {layers}" for tap in drafter.taps if not 0 <= tap < spec.layers]
     if drafter.hidden not in (None, spec.hidden):
-        raise DrafterError(
-            f"the drafter reads hidden states of {drafter.hidden} numbers, {spec.name}'s have {spec.hidden}; it was built for "
-            "another target, build it for this one"
-        )
+        wrong.append(f"reads hidden states of {drafter.hidden} numbers, {spec.name}'s have {spec.hidden}")
+    if wrong:
+        raise DrafterError(f"the drafter {wrong[0]}; it was built for another target, build it for this one")

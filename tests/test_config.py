@@ -205,7 +205,7 @@ def test_what_is_wrong_with_a_run_is_said_before_anything_loads(text: str, said:
         ("drafter: dspark\ntrain: {loss: {}}\n", "names no term"),
         ("drafter: ngram\ntrain: {}\n", "nothing to train"),
         ("drafter: dspark\ntrain: {calibrate: 200}\n", "add an `evaluate:` section"),
-        ("drafter: eagle\ntrain: {calibrate: 200}\nevaluate: {}\n", "trains none; take dspark"),
+        ("drafter: eagle\ntrain: {calibrate: 200}\nevaluate: {}\n", "has none; take dspark"),
         ("drafter: dflash\ntrain: {select: 0.4, reference: runs/nowhere/checkpoint}\n", "no runs/nowhere/checkpoint"),
         ("drafter: ngram\nprepare: {top_p: 1.5}\n", "top_p"),
         ("drafter: ngram\nevaluate: {tasks: []}\n", "tasks"),

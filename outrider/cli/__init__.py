@@ -1,7 +1,5 @@
 """The command line: one file a verb, loaded when its verb is called, so that `--help` needs no torch."""
 
-from __future__ import annotations
-
 import keyword
 from importlib import import_module
 from typing import Any
@@ -15,8 +13,8 @@ from outrider.errors import ConfigError, OutriderError
 VERBS = {
     "Steps": {
         "decode": ("decode", "Stream a continuation; what was drafted is marked"),
-        "prepare": ("prepare", "Let the target answer the prompts"),
-        "train": ("train", "Train the drafter on the target's answers"),
+        "prepare": ("run", "Let the target answer the prompts"),
+        "train": ("run", "Train the drafter on the target's answers"),
         "evaluate": ("evaluate", "Measure the drafter and its baselines"),
         "run": ("run", "Prepare, train and evaluate: all that a run file has"),
         "export": ("exchange", "Write a drafter in another's format, and check it"),
@@ -24,7 +22,7 @@ VERBS = {
     },
     "Data and weights": {
         "import": ("exchange", "Make a checkpoint of a draft in another's format"),
-        "calibrate": ("calibrate", "Scale confidences by what was accepted"),
+        "calibrate": ("run", "Scale confidences by what was accepted"),
     },
     "Checks": {
         "parity": ("parity", "Are the answers the same with a drafter?"),
@@ -122,7 +120,7 @@ def main() -> None:
         console.fail(f"{error}; what was written before is kept")
         raise SystemExit(1) from None
     except (KeyboardInterrupt, typer.Abort):
-        console.note.print("\nstopped; what was done is kept, the same command goes on from there")
+        console.remark("\nstopped; what was done is kept, the same command goes on from there")
         raise SystemExit(130) from None
     except typer.Exit as done:
         raise SystemExit(done.exit_code) from None

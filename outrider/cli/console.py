@@ -1,21 +1,20 @@
 """What every verb says and how: two consoles, a progress bar, JSON, sizes in words, arguments that several verbs take."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, OverflowMethod
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column, Table
 
 from outrider.errors import ConfigError, DataError
 
@@ -36,9 +35,27 @@ JsonTo = Annotated[
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count rows that can't be read instead of stopping at the first.")]
 
 
-def skipping(overrides: list[str] | None, skip_bad: bool) -> list[str]:
-    """Overrides with what `--skip-bad` is short for."""
-    return [*(overrides or ()), *(["prepare.skip_bad=true"] if skip_bad else [])]
+def say(line: str, style: str | None = None) -> None:
+    """Print a line as it is, however long."""
+    out.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def remark(line: str, style: str | None = None) -> None:
+    """The same on standard error: what is no result."""
+    note.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def table(*columns: str, right: Collection[str] = (), overflow: OverflowMethod = "ellipsis") -> Table:
+    """An empty table without lines.  right: the columns that hold numbers."""
+    made = (Column(name, justify="right" if name in right else "left", overflow=overflow) for name in columns)
+    return Table(*made, box=None, pad_edge=False)
+
+
+def present(json_to: str | None, value: Any, *shown: Table | str) -> None:
+    """Print a result, unless JSON goes to standard output, and write it as JSON where `--json` asks for that."""
+    for each in shown if json_to != "-" else ():
+        say(each) if isinstance(each, str) else out.print(each)
+    write_json(json_to, value)
 
 
 def quiet(*, parallel_tokenizers: bool = False) -> None:
@@ -101,7 +118,7 @@ def lasting(seconds: float) -> str:
 
 @contextmanager
 def bar(
-    unit: str, total: int, done: int = 0, *, is_steady: bool = False, usual_minutes: float | None = None,
+    unit: str, total: int, done: int = 0, is_steady: bool = False, usual_minutes: float | None = None,
     why_slow: Callable[[], str] = str,
 ) -> Iterator[Callable[..., None]]:  # fmt: skip
     """A progress bar on standard error; gives update(done, note).  It goes when its work is done.
@@ -119,34 +136,37 @@ def bar(
         task = progress.add_task(unit, total=total, completed=done, note="")
 
         def update(done: int, note: str | None = None) -> None:
-            progress.update(task, completed=done)
-            if note is not None:
-                progress.update(task, note=note)
-            progress.refresh()
-            line = forecast.update(done)
-            if line is not None:
-                out.print(f"          {line}", highlight=False, soft_wrap=True)
+            fields: dict[str, Any] = {} if note is None else {"note": note}
+            progress.update(task, completed=done, refresh=True, **fields)
+            if (line := forecast.update(done)) is not None:
+                say(f"          {line}")
 
         yield update
 
 
 @contextmanager
-def started_anew(what: str) -> Iterator[None]:
-    """Ctrl-C within says what is true of one interleaved measurement: it can't go on later.  Also decorates a verb."""
+def stopping(line: str) -> Iterator[None]:
+    """Ctrl-C within ends the program with this line."""
     try:
         yield
     except KeyboardInterrupt:
-        note.print(f"\nstopped; of this {what} nothing is kept, the same command starts it anew")
+        remark(f"\nstopped; {line}")
         raise SystemExit(130) from None
+
+
+@contextmanager
+def started_anew(what: str) -> Iterator[None]:
+    """Ctrl-C within says what is true of one interleaved measurement: it can't go on later.  Also decorates a verb."""
+    with stopping(f"of this {what} nothing is kept, the same command starts it anew"):
+        yield
 
 
 def key_of(variable: str | None) -> str | None:
     """The key that an environment variable holds, for `--key-from`; None where none is named."""
-    if variable is None:
-        return None
-    if not os.environ.get(variable):
+    key = None if variable is None else os.environ.get(variable)
+    if variable is not None and not key:
         raise ConfigError(f"--key-from {variable}: no such environment variable; set it to the key, or leave the option out")
-    return os.environ[variable]
+    return key
 
 
 def place_of_json(to: str | None) -> None:
@@ -158,24 +178,20 @@ def place_of_json(to: str | None) -> None:
 
 
 def write_json(to: str | None, value: Any) -> None:
-    if to is None:
-        return
-    text = json.dumps(value, indent=2) + "\n"
+    """Write a value where `--json` says; nothing where it was not given."""
     if to == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(to).write_text(text)
-    except OSError as error:
-        raise DataError(f"can't write {to}: {error.strerror}; name a file in a folder that exists") from None
+        sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    elif to is not None:
+        try:
+            Path(to).write_text(json.dumps(value, indent=2) + "\n")
+        except OSError as error:
+            raise DataError(f"can't write {to}: {error.strerror}; name a file in a folder that exists") from None
 
 
 def counted(number: float) -> str:
     """1234567 as 1.2 M."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f}"
+    units = (f"{number / size:.1f} {unit}" for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if number >= size)
+    return next(units, f"{number:.0f}")
 
 
 def sized(size_bytes: float) -> str:

@@ -1,7 +1,5 @@
 """`outrider decode`: one prompt, streamed, with what was drafted marked."""
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated
 
@@ -56,10 +54,6 @@ def decode(
     rider = load_drafter(drafter, loaded, **override({}, settings or ())) if drafter else None
     if compile and rider is not None:
         compile_drafter(rider, Printer())
-    steps = tokens = 0
-    colour = console.out.is_terminal and not console.out.no_color
-    if colour:
-        console.out.print(text, end="", style="dim", markup=False, highlight=False)
     asked = Sampling(temperature, top_k, top_p, seed)
     pieces = stream(
         loaded, [[{"role": "user", "content": text}]] if chat else text, rider, max_new_tokens=max_new_tokens,
@@ -67,17 +61,23 @@ def decode(
         sampling=None if asked == Sampling() else asked, stop=stop or (), policy=policy, verification=verification,
         allow_lossy=allow_lossy,
     )  # fmt: skip
+    colour = console.out.is_terminal and not console.out.no_color
+    if colour:
+        _write(text, "dim")
+    steps = tokens = 0
     for piece in pieces:
         steps, tokens = steps + 1, tokens + len(piece.tokens)
-        if not colour:
+        if colour:
+            drafted = loaded.decode(piece.tokens[: piece.drafted])
+            at = len(drafted) if piece.text.startswith(drafted) else 0
+            _write(piece.text[:at], "green underline")
+            _write(piece.text[at:])
+        else:
             sys.stdout.write(piece.text)
             sys.stdout.flush()
-            continue
-        drafted = loaded.decode(piece.tokens[: piece.drafted])
-        at = len(drafted) if piece.text.startswith(drafted) else 0
-        console.out.print(piece.text[:at], end="", style="green underline", markup=False, highlight=False)
-        console.out.print(piece.text[at:], end="", markup=False, highlight=False)
     sys.stdout.write("\n")
-    console.note.print(
-        f"{tokens} tokens in {steps} steps, {tokens / max(1, steps):.2f} tokens per step", style="dim", highlight=False
-    )
+    console.remark(f"{tokens} tokens in {steps} steps, {tokens / max(1, steps):.2f} tokens per step", "dim")
+
+
+def _write(text: str, style: str | None = None) -> None:
+    console.out.print(text, end="", style=style, markup=False, highlight=False)

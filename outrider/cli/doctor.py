@@ -1,7 +1,5 @@
 """`outrider doctor`: what this machine can do."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil
@@ -17,7 +15,7 @@ from rich.table import Table
 
 from outrider import compiled, demo, machine
 from outrider.cli import console
-from outrider.cli.console import JsonTo, sized, write_json
+from outrider.cli.console import JsonTo, sized
 from outrider.errors import DataError
 from outrider.runs.provenance import version_of
 
@@ -30,25 +28,19 @@ def doctor(
     if again:
         machine.forget()
     checks = examine()
-    if json_to != "-":
-        table = Table(box=None, pad_edge=False)
-        for column in ("what", "found", "what to do"):
-            table.add_column(column, overflow="fold")
-        for check in checks:
-            table.add_row(check["what"], check["found"], escape(check["advice"]), style="" if check["ok"] else "yellow")
-        console.out.print(table)
-        console.out.print(_products_table())
-    write_json(json_to, checks)
+    table = console.table("what", "found", "what to do", overflow="fold")
+    for check in checks:
+        table.add_row(check["what"], check["found"], escape(check["advice"]), style="" if check["ok"] else "yellow")
+    console.present(json_to, checks, table, _products_table())
 
 
 def _products_table() -> Table:
     """What products take here, by type and rows, and in training."""
     measured = machine.products().ms
     columns = [*map(str, machine.ROWS), machine.TRAINING]
-    table = Table(box=None, pad_edge=False)
-    table.add_column(f"ms for {machine.LAYERS} products of {machine.WIDTH} x {machine.WIDTH}")
-    for column in columns:
-        table.add_column(column if column == machine.TRAINING else f"{column} row{'s' * (column != '1')}", justify="right")
+    heads = [*(f"{rows} row{'s' * (rows != 1)}" for rows in machine.ROWS), machine.TRAINING]
+    what = f"ms for {machine.LAYERS} products of {machine.WIDTH} x {machine.WIDTH}"
+    table = console.table(what, *heads, right=heads)
     for way, own in measured.items():
         table.add_row(way, *(f"{own[column]:.3g}" if column in own else "" for column in columns))
     return table
@@ -71,17 +63,11 @@ def examine() -> list[dict[str, Any]]:
     add("dtypes", ", ".join(_dtypes("cuda" if cuda else "cpu")))
     if not cuda:
         add("arithmetic", machine.describe())
-        add(
-            "a bfloat16 target",
-            f"dtype=auto multiplies in {str(machine.decoding_dtype(torch.bfloat16)).removeprefix('torch.')}",
-        )
+        decoding = str(machine.decoding_dtype(torch.bfloat16)).removeprefix("torch.")
+        add("a bfloat16 target", f"dtype=auto multiplies in {decoding}")
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    add(
-        "compiler",
-        compiler or "none",
-        compiler is not None,
-        "install g++ for compiled steps, which take about half the time of plain ones on a CPU; all else runs without",
-    )
+    why = "install g++ for compiled steps, which take about half the time of plain ones on a CPU; all else runs without"
+    add("compiler", compiler or "none", compiler is not None, why)
     packages = [path.stat().st_size for path in compiled.folder().glob("[!.]*.pt2")]
     add("compiled steps", f"{len(packages)} packages, {sized(sum(packages))} in {compiled.folder()}")
     for extra, module, gain in (

@@ -1,15 +1,11 @@
 """What the stages of a run print: before they begin, how far they are, and what came of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from rich.table import Table
-
 from outrider import machine
 from outrider.cli import console
-from outrider.cli.console import bar, counted, sized, started_anew
+from outrider.cli.console import bar, counted, say, sized, started_anew
 from outrider.compiled import NotCompiled
 from outrider.data.contamination import Found
 from outrider.report import summary
@@ -25,7 +21,7 @@ class Printer(Reporter):
     """Prints plans and results, and draws a bar while a stage works."""
 
     def loading(self, target: TargetConfig) -> None:
-        say(f"machine   {machine.describe(default_device(target.device))}", soft_wrap=True)
+        say(f"machine   {machine.describe(default_device(target.device))}")
         tell_compiling(target.compile)
 
     def loaded(self, target: TransformersTarget) -> None:
@@ -36,21 +32,21 @@ class Printer(Reporter):
         )
 
     def not_compiled(self, reason: NotCompiled) -> None:
-        console.note.print(f"the drafter stays plain: {reason}", style="dim", markup=False, highlight=False)
+        console.remark(f"the drafter stays plain: {reason}", "dim")
 
     def looked(self, drafter: str, found: Found) -> None:
-        say(f"overlap   {drafter}: {found.line()}", soft_wrap=True)
+        say(f"overlap   {drafter}: {found.line()}")
 
     @contextmanager
     def working(self, plan: Plan) -> Iterator[Update]:
         say(_planned(plan))
+        is_steady = isinstance(plan, events.Training)
         # these two can't go on later
         what = {events.Calibrating: "calibration", events.Evaluating: "evaluation"}.get(type(plan))
-        progress = bar(
-            plan.unit, plan.total, plan.done, is_steady=isinstance(plan, events.Training), usual_minutes=plan.usual_minutes,
-            why_slow=why_slow,
-        )  # fmt: skip
-        with started_anew(what) if what else nullcontext(), progress as update:
+        with (
+            started_anew(what) if what else nullcontext(),
+            bar(plan.unit, plan.total, plan.done, is_steady, plan.usual_minutes, why_slow) as update,
+        ):
             yield lambda done, **facts: update(done, _note(**facts))
 
     def finished(self, result: Result) -> None:
@@ -65,16 +61,10 @@ class Printer(Reporter):
                 _say_evaluated(result)
 
 
-def say(line: str, *, soft_wrap: bool = False) -> None:
-    console.out.print(line, highlight=False, soft_wrap=soft_wrap, markup=False)
-
-
 def tell_compiling(compile: bool | None) -> None:
     """What takes a minute is said before."""
     if compile:
-        console.note.print(
-            "compiling the step: about a minute, once; two the first time on a machine", style="dim", highlight=False
-        )
+        console.remark("compiling the step: about a minute, once; two the first time on a machine", "dim")
 
 
 def why_slow() -> str:
@@ -98,12 +88,13 @@ def _planned(plan: Plan) -> str:
                 f"prepare   {plan.total} prompts from {plan.conversations}, {plan.done} answered before; at most "
                 f"{counted(plan.tokens)} tokens to write, {sized(plan.size_bytes)} in {plan.folder}"
             )
-        case events.Training():
-            features = "live" if plan.feature_bytes is None else f"in {sized(plan.feature_bytes)} of memory"
+        case events.Training(model=model, source=source):
+            weights, passes = sum(weight.numel() for weight in model.parameters()), plan.total / source.steps_per_pass
+            features = f"in {sized(source.bytes)} of memory" if source.keeps else "live"
             return (
-                f"train     {plan.kind}: {counted(plan.parameters)} parameters, taps {list(plan.taps)}; {plan.total} steps of "
-                f"{plan.batch} texts, {plan.passes:.1f} passes over {counted(plan.tokens)} tokens; features {features}, "
-                f"0 bytes of disk; checkpoint {sized(plan.checkpoint_bytes)}"
+                f"train     {model.config.kind}: {counted(weights)} parameters, taps {list(model.taps)}; {plan.total} steps of "
+                f"{source.size} texts, {passes:.1f} passes over {counted(source.manifest.tokens)} tokens; features {features}, "
+                f"0 bytes of disk; checkpoint {sized(12 * weights)}"
             )
         case events.Calibrating():
             return (
@@ -123,39 +114,31 @@ def _say_prepared(found: events.Prepared) -> None:
         say(f"          {len(found.left_out)} rows left out; the first: {found.left_out[0]}")
     say(f"          {found.answers} answers, {counted(found.tokens)} tokens to learn, in {found.path}")
     if found.unanswered:
-        say(
-            f"          {found.unanswered} prompts without an answer: refused by the template, no room for an answer, or none "
-            "given"
-        )
+        why = "refused by the template, no room for an answer, or none given"
+        say(f"          {found.unanswered} prompts without an answer: {why}")
     if found.others:
-        say(
-            f"          {found.others} answers to prompts that are not asked here (edited since, or another run's); they train "
-            "too: name another prepare.folder to leave them out",
-            soft_wrap=True,
-        )
+        why = "not asked here (edited since, or another run's); they train too: name another prepare.folder to leave them out"
+        say(f"          {found.others} answers to prompts that are {why}")
 
 
 def _say_calibrated(found: Calibration) -> None:
-    table = Table(box=None, pad_edge=False)
-    for column in ("slot", "error before", "after", "of which noise", "temperature", "shift"):
-        table.add_column(column, justify="right")
+    columns = ("slot", "error before", "after", "of which noise", "temperature", "shift")
+    table = console.table(*columns, right=columns)
     errors = list(zip(found.before, found.after, found.noise, strict=True))
-    for slot, own in enumerate(errors):
-        scaled = (f"{found.temperatures[slot]:.2f}", f"{found.shifts[slot]:.2f}")
-        table.add_row(str(slot), *(f"{100 * error:.1f} %" for error in own), *scaled)
+    for slot, (own, *scaled) in enumerate(zip(errors, found.temperatures, found.shifts, strict=True)):
+        table.add_row(str(slot), *(f"{100 * error:.1f} %" for error in own), *(f"{value:.2f}" for value in scaled))
     table.add_row("mean", *(f"{100 * sum(column) / len(errors):.1f} %" for column in zip(*errors, strict=True)), "", "")
     console.out.print(table)
     say(
         f"          scaled on {found.drafts[0]} drafts of {found.prompts[0]} prompts, judged on {found.drafts[1]} of "
-        f"{found.prompts[1]} others; error of each slot's survival, {found.bins} bins",
-        soft_wrap=True,
+        f"{found.prompts[1]} others; error of each slot's survival, {found.bins} bins"
     )
 
 
 def _say_evaluated(found: events.Evaluated) -> None:
     report, folder = found.report, found.folder
     console.out.print(summary.table(report))
-    say(f"          {summary.headline(report)}", soft_wrap=True)
+    say(f"          {summary.headline(report)}")
     tried = sum({row.task: row.prompts for row in report.rows}.values()) + len(report.left_out)
     say(f"          {len(report.left_out)} of {tried} prompts left out, {summary.left_out_because(report)}")
     say(f"          {folder / 'report.json'}, {folder / 'report.html'}")

@@ -8,13 +8,11 @@ An answer is known by what was asked and who answered, never by where the prompt
 content, `settings_hash` that of answers.json's target, template and settings.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,40 +53,31 @@ def read_answers(path: str | Path, vocabulary: int | None = None) -> list[Answer
     answers = []
     for number, line in enumerate(lines, 1):
         try:
-            answers.append(_from_line(line))
-            _check_ids(answers[-1], vocabulary)
+            answers.append(_from_line(line, vocabulary))
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path}, line {number} is no answer ({error}); run `outrider prepare` again, it cuts a torn line off"
-            ) from None
+            raise DataError(f"{path}, line {number} is no answer ({error}); `outrider prepare` cuts a torn line off") from None
     return answers
 
 
-def _from_line(line: str) -> Answer:
+def _from_line(line: str, vocabulary: int | None = None) -> Answer:
+    """Raises ValueError for tokens that are not ids of this vocabulary, and for spans outside the text."""
     row = json.loads(line)
-    learn = [(start, end) for start, end in row["learn"]]
-    known_by = row.get("prompt_hash"), row.get("settings_hash")
-    return Answer(row["id"], row["tokens"], learn, row.get("finish_reason"), *known_by)
-
-
-def _check_ids(answer: Answer, vocabulary: int | None) -> None:
-    """Raise ValueError for tokens that are no ids of this vocabulary, and spans outside the text."""
-    if not answer.tokens or not all(type(token) is int for token in answer.tokens):
+    tokens, learn = row["tokens"], [(start, end) for start, end in row["learn"]]
+    if not tokens or not all(type(token) is int for token in tokens):
         raise ValueError("its tokens are no list of whole numbers")
-    least, most = min(answer.tokens), max(answer.tokens)
-    if least < 0 or (vocabulary is not None and most >= vocabulary):
-        wrong = least if least < 0 else most
+    wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+    if wrong < 0 or (vocabulary is not None and wrong >= vocabulary):
         raise ValueError(f"token {wrong} lies outside the target's vocabulary" + f" of {vocabulary}" * (vocabulary is not None))
-    if not all(0 <= start <= end <= len(answer.tokens) for start, end in answer.learn):
-        raise ValueError(f"its spans {answer.learn} reach outside its {len(answer.tokens)} tokens")
+    if not all(0 <= start <= end <= len(tokens) for start, end in learn):
+        raise ValueError(f"its spans {learn} reach outside its {len(tokens)} tokens")
+    return Answer(row["id"], tokens, learn, row.get("finish_reason"), row.get("prompt_hash"), row.get("settings_hash"))
 
 
 def answers_for(folder: Path, target: Target, tokenizer: Any) -> list[Answer]:
     """All answers of a folder, to train on.  Raises DataError where they are those of another target or template."""
-    answers = read_answers(folder / ANSWERS, target.spec.vocabulary)
+    answers, theirs = read_answers(folder / ANSWERS, target.spec.vocabulary), _manifest(folder)
     mine = whose(target, tokenizer, Config())
     del mine["config"]  # to train on shorter texts than were written, or with other prompts to come, is no harm
-    theirs = _manifest(folder)
     if answers and not theirs:
         raise DataError(f"{folder / MANIFEST} is missing or damaged; run `outrider prepare` again, it writes the file anew")
     _check(folder, answers, mine, theirs)
@@ -111,7 +100,7 @@ def content_hash(value: Any) -> str:
 
 def to_line(answer: Answer, settings_hash: str) -> str:
     """An answer as it stands in answers.jsonl."""
-    row = asdict(replace(answer, settings_hash=settings_hash))
+    row = asdict(answer) | {"settings_hash": settings_hash}
     return json.dumps({key: row[key] for key in KEYS}) + "\n"
 
 
@@ -132,8 +121,7 @@ def put_in_order(path: Path, prompts: Mapping[str, list[str]]) -> None:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     ordered = sorted(lines, key=lambda line: place.get(json.loads(line)["prompt_hash"], len(prompts)))
     if ordered != lines:
-        with replacing(path) as part:
-            part.write_text("".join(ordered), encoding="utf-8")
+        _write(path, "".join(ordered))
 
 
 def claim(folder: Path, mine: dict[str, Any], there: Sequence[Answer]) -> None:
@@ -141,27 +129,21 @@ def claim(folder: Path, mine: dict[str, Any], there: Sequence[Answer]) -> None:
     theirs = _manifest(folder)
     _check(folder, there, mine, theirs or mine)  # where answers.json is lost, the answers themselves say whose they are
     if theirs != mine:
-        _write_manifest(folder, mine)
+        _write(folder / MANIFEST, json.dumps(mine, indent=2))
 
 
 def _check(folder: Path, answers: Sequence[Answer], mine: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Raises DataError for answers of another target, template or setting than `mine`, and for one that does not say."""
-    if any(answer.prompt_hash is None or answer.settings_hash is None for answer in answers):
-        raise DataError(
-            f"{folder / ANSWERS} does not say to which prompts its answers belong, because an older Outrider wrote it; name "
-            "another prepare.folder, or delete this one, and run `outrider prepare` again"
-        )
+    if any(None in (answer.prompt_hash, answer.settings_hash) for answer in answers):
+        raise DataError(f"an older Outrider wrote {folder / ANSWERS}; name another prepare.folder, or delete this one")
     if answers and (differs := [key for key, value in mine.items() if theirs.get(key) != value]):
-        raise DataError(
-            f"{folder} holds answers made with another {' and '.join(differs)}; name another prepare.folder, or delete it"
-        )
+        wrong = f"made with another {' and '.join(differs)}"
+        raise DataError(f"{folder} holds answers {wrong}; name another prepare.folder, or delete it")
     settings_hash = content_hash(theirs)
-    for number, answer in enumerate(answers, 1):
-        if answer.settings_hash != settings_hash:
-            raise DataError(
-                f"{folder / ANSWERS}, line {number} was made with another target, template or config; name another "
-                "prepare.folder, or delete that line"
-            )
+    others = (number for number, answer in enumerate(answers, 1) if answer.settings_hash != settings_hash)
+    if number := next(others, 0):
+        wrong = f"line {number} was made with another target, template or config"
+        raise DataError(f"{folder / ANSWERS}, {wrong}; name another prepare.folder, or delete that line")
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -173,9 +155,10 @@ def _manifest(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    with replacing(folder / MANIFEST) as part:
-        part.write_text(json.dumps(manifest, indent=2))
+def _write(path: Path, text: str) -> None:
+    """Put this text in place of a file, whole or not at all."""
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def keep_hashes(folder: Path, target: Target, prompts: Mapping[str, list[str]]) -> None:
@@ -197,4 +180,4 @@ def keep_hashes(folder: Path, target: Target, prompts: Mapping[str, list[str]]) 
             collected.add("answers", [target.decode(answer.tokens[start:end]) for start, end in answer.learn])
     facts = collected.save(folder / GRAMS) | {"unknown": unknown}
     facts["of"] = {"file": ANSWERS, "size_bytes": (folder / ANSWERS).stat().st_size}
-    _write_manifest(folder, json.loads((folder / MANIFEST).read_text()) | {"grams": facts})
+    _write(folder / MANIFEST, json.dumps(_manifest(folder) | {"grams": facts}, indent=2))

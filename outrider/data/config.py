@@ -1,7 +1,5 @@
 """The `prepare` section of a run file: where conversations come from, and how the target answers them."""
 
-from __future__ import annotations
-
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from outrider.config import Config as Base

@@ -3,15 +3,16 @@
 A source that kept none is not known, which is never the same as clean.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from outrider.config import build
 from outrider.data import hash_files, ngram_hashes
+from outrider.drafters import find, kinds
 from outrider.errors import DataError
+from outrider.retrieval import corpora
 
 
 class Prompt(Protocol):
@@ -68,31 +69,49 @@ class Found(NamedTuple):
         return f"{told}; not known of {why}" if self.checked else f"overlap with the prompts is not known: {why}"
 
 
+def sources_of(choice: str | Mapping[str, Any]) -> list[Source]:
+    """The texts behind a drafter: a checkpoint's, those of its corpora, and those behind its parts.
+
+    choice: as a run file names one, a kind, a kind with its settings, or a checkpoint.  None for a drafter that only reads the
+    request.  What the target was trained on is not asked for.
+    """
+    if isinstance(choice, str):
+        if choice not in kinds():
+            return [Source(choice, Path(choice))]
+        choice = {"kind": choice}
+    settings = build(find(choice["kind"]).Config, dict(choice), "drafter").model_dump(mode="json")
+    found = [Source(f"corpus {name}", corpora.place(name)) for name in settings.get("corpora", ())]
+    model = settings.get("model")
+    if model and not settings.get("new"):
+        found.append(Source(model, Path(model)))
+    for part in (settings.get("base"), settings.get("retriever"), *settings.get("parts", ())):
+        found += sources_of(part) if part else []
+    return list(dict.fromkeys(found))
+
+
 def check(prompts: Mapping[str, Sequence[Prompt]], sources: Sequence[Source]) -> Found:
     """Look for every user turn of these prompts, by task, in every source; a prompt overlaps where one of its turns does.
 
     System prompts are not looked for: all prompts share theirs.
     """
-    overlapping: dict[Key, tuple[str, ...]] = {}
-    unknown: dict[str, str] = {}
-    places: dict[str, dict[str, int]] = {}
-    samples: dict[str, int] = {}
-    for source in sources:
-        opened, why = _open(source)
+    found, rule = Found({}, 0, hash_files.RULE, {}, {}), [hash_files.RULE]
+    for name, path in sources:
+        opened, why = _open(path)
         if why:
-            unknown[source.name] = why
+            found.unknown[name] = why
         if not opened:
             continue
-        places[source.name] = {part: 0 for one in opened for part in one.parts}
-        samples[source.name] = max(one.sampled for one in opened)
+        found.places[name] = {part: 0 for one in opened for part in one.parts}
+        if (sampled := max(one.sampled for one in opened)) > 1:
+            rule.append(f"of {name} 1 in {sampled} kept")
         for key, prompt in _keyed(prompts):
             parts = {part for one in opened for turn in prompt.turns for part in one.holding(turn)}
             for part in parts:
-                places[source.name][part] += 1
-            if parts and source.name not in overlapping.get(key, ()):  # a task may have an id twice
-                overlapping[key] = (*overlapping.get(key, ()), source.name)
-    checked = len({key for key, prompt in _keyed(prompts) if _is_text(prompt)}) if places else 0
-    return Found(overlapping, checked, _rule(samples), unknown, places)
+                found.places[name][part] += 1
+            if parts and name not in found.overlapping.get(key, ()):  # a task may have an id twice
+                found.overlapping[key] = (*found.overlapping.get(key, ()), name)
+    checked = len({key for key, prompt in _keyed(prompts) if _is_text(prompt)}) if found.places else 0
+    return found._replace(checked=checked, rule="; ".join(rule))
 
 
 def _keyed(prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[tuple[Key, Prompt]]:
@@ -104,47 +123,35 @@ def _is_text(prompt: Prompt) -> bool:
     return any(ngram_hashes.hashes(turn).whole is not None for turn in prompt.turns)
 
 
-def _rule(samples: dict[str, int]) -> str:
-    kept = [f"of {name} 1 in {sampled} kept" for name, sampled in samples.items() if sampled > 1]
-    return "; ".join([hash_files.RULE, *kept])
-
-
-def _open(source: Source) -> tuple[list[hash_files.Grams], str | None]:
+def _open(folder: Path) -> tuple[list[hash_files.Grams], str | None]:
     """All hashes that a source kept, and why these are not all there is to know."""
-    opened: list[hash_files.Grams] = []
-    why = None
-    for entry in _entries(source.path):
-        if isinstance(entry, str):
-            why = why or entry
-            continue
+    opened, reasons = list[hash_files.Grams](), list[str]()
+    for entry in _entries(folder):
         try:
+            if isinstance(entry, str):
+                raise DataError(entry)
             opened.append(hash_files.read(entry))
+            if unknown := entry.facts.get("unknown"):
+                raise DataError(f"it kept no hashes of {unknown} of its prompts")
         except DataError as error:
-            why = why or str(error)
-            continue
-        if entry.facts.get("unknown"):
-            why = why or f"it kept no hashes of {entry.facts['unknown']} of its prompts"
-    return opened, why
+            reasons.append(str(error))
+    return opened, reasons[0] if reasons else None
 
 
 def _entries(folder: Path) -> Iterator[hash_files.Named | str]:
-    """What a folder's manifest names, or why there is nothing."""
+    """What a folder's manifest names, or why there is nothing; of a checkpoint, for each set of texts one after the other."""
     if not folder.is_dir():
         yield "there is no such folder here, so nobody can tell what texts are behind it"
     elif (folder / "outrider.json").exists():
-        for entry in _of_checkpoint(folder / "outrider.json"):
-            named = isinstance(entry, dict) and isinstance(entry.get("file"), str)
-            path = folder / Path(entry["file"]).name if named else folder
-            yield hash_files.Named(path, entry) if named else "it kept no hashes of its training texts"
+        try:
+            entries = json.loads((folder / "outrider.json").read_text(encoding="utf-8"))["training"]["grams"]
+        except (OSError, ValueError, KeyError, TypeError):
+            entries = None
+        for entry in entries if isinstance(entries, list) and entries else [None]:
+            if isinstance(entry, dict) and isinstance(file := entry.get("file"), str):
+                yield hash_files.Named(folder / Path(file).name, entry)
+            else:
+                yield "it kept no hashes of its training texts"
     else:
         found = [hash_files.named(folder, manifest) for manifest in ("answers.json", "corpus.json")]
         yield next((one for one in found if one is not None), "it kept no hashes of its texts, or these have changed since")
-
-
-def _of_checkpoint(manifest: Path) -> list[Any]:
-    """An entry for each set of texts that it was trained on, one after the other."""
-    try:
-        entries = json.loads(manifest.read_text(encoding="utf-8"))["training"]["grams"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return [None]
-    return entries if isinstance(entries, list) and entries else [None]

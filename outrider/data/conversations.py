@@ -1,21 +1,25 @@
-"""Rows as conversations: of a user, an assistant, and whoever else speaks.
+"""Rows of prompts from wherever they are, as conversations: of a user, an assistant, and whoever else speaks.
 
-A JSONL row has one of `messages`, `conversations`, `turns`, `prompt` (with `response`), `instruction` (with `input` and
-`output`), `text`.
+Sources: `stdlib:train` and `stdlib:held_out` (the demo's prompts), FILE.jsonl, FILE.txt (a prompt a line), or a data set's
+name on the Hugging Face hub.  A row of JSON has one of `messages`, `conversations`, `turns`, `prompt` (with `response`),
+`instruction` (with `input` and `output`), `text`.
 """
 
-from __future__ import annotations
-
+import codecs
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args
 
+from outrider import demo
 from outrider.data.config import Config
-from outrider.data.sources import Skipped, rows
 from outrider.errors import DataError
 
+T = TypeVar("T")
+U = TypeVar("U")
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
          "assistant": "assistant", "model": "assistant", "system": "system", "tool": "tool"}  # fmt: skip
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -37,64 +41,69 @@ class Conversation:
         return self.id != self.place
 
 
+@dataclass(slots=True)
+class Skipped:
+    """Rows left out, and why."""
+
+    reasons: list[str] = field(default_factory=list)
+
+    def usable(self, items: Iterable[T], make: Callable[[T], U], skip_bad: bool) -> Iterator[U]:
+        """What `make` makes of every item; one of which it raises DataError is counted where `skip_bad` asks for that."""
+        for item in items:
+            try:
+                made = make(item)
+            except DataError as error:
+                if not skip_bad:
+                    raise
+                self.reasons.append(str(error))
+            else:
+                yield made
+
+
 def read(config: Config, skipped: Skipped | None = None) -> Iterator[Conversation]:
     """Up to `config.count` conversations.  Raises DataError with file and line for a bad row, or counts it in `skipped`."""
     skipped = Skipped() if skipped is None else skipped
     seen: set[str] = set()
-    for name, row in rows(config, skipped):
-        try:
-            conversation = parse(row, name)
-        except DataError as error:
-            skipped.add(error, config.skip_bad)
-            continue
+    for conversation in skipped.usable(rows(config, skipped), lambda row: parse(row[1], row[0]), config.skip_bad):
         if conversation.id in seen:  # reports list prompts by their id: a second row of one id gets its place added
-            conversation = replace(conversation, id=f"{conversation.id} at {name}")
+            conversation = replace(conversation, id=f"{conversation.id} at {conversation.place}")
         seen.add(conversation.id)
         yield conversation
         if len(seen) == config.count:
             return
     if not seen:
-        raise DataError(
-            f"{config.conversations} holds no conversation; a row needs one of messages, conversations, turns, prompt, text"
-        )
+        raise DataError(f"{config.conversations} holds no conversation; give rows with messages, turns, prompt or text")
 
 
 def parse(row: Any, name: str) -> Conversation:
     """One row in any of the known layouts.  `name` says where it stands, for its id and for errors."""
     if not isinstance(row, Mapping):
         raise DataError(f"{name}: a row must be a mapping, not {type(row).__name__}")
-    given, turns = row.get("messages") or row.get("conversations"), row.get("turns")
-    if given and not isinstance(given, list):
-        raise DataError(f"{name}: messages or conversations must be a list of messages, not {given!r:.80}")
-    if turns and not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
-        raise DataError(f"{name}: turns must be a list of texts, not {turns!r:.80}")
-    if given:
-        messages = [_message(message, name) for message in given]
-    elif turns:
-        messages = [{"role": "user", "content": turn} for turn in turns]
-    elif row.get("prompt") or row.get("instruction") or row.get("text"):
-        messages = _prompt_and_answer(row, name)
-    else:
-        raise DataError(
-            f"{name}: none of messages, conversations, turns, prompt, text is there; keys: {', '.join(map(str, row)) or 'none'}"
-        )
+    messages = _messages(row, name)
     if not any(message["role"] == "user" and message["content"].strip() for message in messages):
         raise DataError(f"{name}: the conversation has no user turn with text")
     conversation = Conversation(name if row.get("id") is None else str(row["id"]), messages, name)
     for text in (conversation.id, *(message["content"] for message in messages)):
         if broken := SURROGATE.search(text):
-            raise DataError(
-                f"{name}: the text holds {broken[0]!a}, one half of a surrogate pair, which is not a character; "
-                "write the character itself or leave it out"
-            )
+            raise DataError(f"{name}: the text holds {broken[0]!a}, one half of a surrogate pair; write the character itself")
     return conversation
 
 
-def _prompt_and_answer(row: Mapping[str, Any], name: str) -> list[dict[str, str]]:
-    """The messages of a row that holds one prompt, with the answer given where there is one."""
+def _messages(row: Mapping[str, Any], name: str) -> list[dict[str, str]]:
+    """The messages of a row: given as such, as the user's turns, or as one prompt with the answer given where there is one."""
+    given, turns = row.get("messages") or row.get("conversations"), row.get("turns")
+    if given and not isinstance(given, list):
+        raise DataError(f"{name}: messages or conversations must be a list of messages, not {given!r:.80}")
+    if turns and not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
+        raise DataError(f"{name}: turns must be a list of texts, not {turns!r:.80}")
+    if spoken := given or [{"role": "user", "content": turn} for turn in turns or ()]:
+        return [_message(one, name) for one in spoken]
     asked = _text(row, ("prompt", "instruction", "text"), name)
-    given = "" if row.get("prompt") else _text(row, ("input",), name)
-    messages = [{"role": "user", "content": asked + (f"\n\n### Input:\n{given}" if given else "")}]
+    if not asked:
+        keys = ", ".join(map(str, row)) or "none"
+        raise DataError(f"{name}: none of messages, conversations, turns, prompt, text is there; keys: {keys}")
+    shown = "" if row.get("prompt") else _text(row, ("input",), name)
+    messages = [{"role": "user", "content": asked + (f"\n\n### Input:\n{shown}" if shown else "")}]
     if answer := _text(row, ("response", "completion", "output"), name):
         messages.append({"role": "assistant", "content": answer})
     return messages
@@ -102,23 +111,18 @@ def _prompt_and_answer(row: Mapping[str, Any], name: str) -> list[dict[str, str]
 
 def _text(row: Mapping[str, Any], keys: Sequence[str], name: str) -> str:
     """The first of these fields that is filled in; empty where none is.  Raises DataError for one that is not text."""
-    key = next((key for key in keys if row.get(key) not in (None, "")), None)
-    if key is None:
-        return ""
-    text = row[key]
+    key, text = next(((key, row[key]) for key in keys if row.get(key) not in (None, "")), ("", ""))
     if not isinstance(text, str):
         raise DataError(f"{name}: {key} must be text, not {text!r:.80}; a list of messages belongs in `messages`")
     return text
 
 
 def _message(message: Any, name: str) -> dict[str, str]:
-    role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
-    content = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
+    said = message if isinstance(message, Mapping) else {}
+    role, content = said.get("role", said.get("from")), said.get("content", said.get("value"))
     if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
-        raise DataError(
-            f"{name}: a message needs a role ({', '.join(sorted(set(ROLES.values())))}) and text as content, "
-            f"not {message!r:.80}"
-        )
+        roles = ", ".join(sorted(set(ROLES.values())))
+        raise DataError(f"{name}: a message needs a role ({roles}) and text as content, not {message!r:.80}")
     return {"role": ROLES[role], "content": content}
 
 
@@ -129,3 +133,74 @@ def at_place(conversation: Conversation) -> Iterator[None]:
         yield
     except DataError as error:
         raise DataError(f"{conversation.place or conversation.id}: {error}") from error.__cause__
+
+
+# ── where rows come from ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rows(config: Config, skipped: Skipped) -> Iterator[tuple[str, Any]]:
+    """(where it stands, row) of every row of `config.conversations`; lines that can't be read are counted where asked for."""
+    source = config.conversations
+    if source.startswith("stdlib:"):
+        return _library(source.removeprefix("stdlib:"), config)
+    if source.endswith(".jsonl"):
+        return _jsonl(Path(source), config.skip_bad, skipped)
+    return _text_file(Path(source)) if source.endswith(".txt") else _hub(source, config.split)
+
+
+def _library(split: str, config: Config) -> Iterator[tuple[str, Any]]:
+    if split not in get_args(demo.Split):
+        raise DataError(f"stdlib:{split} is unknown; use stdlib:train or stdlib:held_out")
+    # to train, short prompts: reading one costs as much as writing its answer, and teaches nothing
+    characters = 240 if split == "train" else 600
+    for name, text in demo.prompts(cast(demo.Split, split), config.count, config.seed, characters):
+        yield name, {"id": name, "prompt": text}
+
+
+def _text_file(path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in _lines(path):
+        try:
+            text = line.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}, line {number} is not UTF-8 text: {error}") from None
+        if text.strip():
+            yield f"{path.name}:{number}", {"prompt": text}
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines as bytes: a torn character spoils its own line alone.  A byte order mark at the start is left out."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    raise DataError(f"{path}, line 1 begins with the mark of UTF-16; save the file as UTF-8")
+                yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; name a file of prompts, or stdlib:train for the demo's") from None
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error}") from None
+
+
+def _jsonl(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[tuple[str, Any]]:
+    def row(numbered: tuple[int, bytes]) -> tuple[str, Any]:
+        number, line = numbered
+        try:
+            return f"{path.name}:{number}", json.loads(line)
+        except (ValueError, RecursionError) as error:
+            cut = "" if line.endswith(b"\n") else " (the line is cut off)"
+            problem = f"{path}, line {number} is not JSON{cut}: {error}"
+            raise DataError(f"{problem}; mend it, or leave such lines out with --skip-bad") from None
+
+    return skipped.usable(((number, line) for number, line in _lines(path) if line.strip()), row, skip_bad)
+
+
+def _hub(name: str, split: str) -> Iterator[tuple[str, Any]]:
+    import datasets  # a second to import, and only needed here
+
+    try:
+        rows = datasets.load_dataset(name, split=split, streaming=True)
+        for number, row in enumerate(rows):
+            yield f"{name}[{number}]", row
+    except (OSError, ValueError, ConnectionError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"can't load data set {name!r}: {first}; give a local .jsonl file where there is no network") from None

@@ -1,7 +1,5 @@
 """A corpus of texts to draft from: what it will take, then its making, with the hashes of what stands in it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -51,11 +49,6 @@ class Plan:
         """A folder that is there, on the disk that the corpus goes to."""
         return next(folder for folder in self.path.parents if folder.exists())
 
-    @property
-    def replaces(self) -> bool:
-        """Whether there is a corpus of that name."""
-        return self.path.exists()
-
 
 def planned(
     name: str, files: Sequence[Path], target: str = "demo", folder: Path | None = None, *, skip_binary: bool = False
@@ -75,10 +68,9 @@ def planned(
     sample = [text.text[: 1 << 16] for text in islice(corpus_texts.texts(paths), 16)]
     read = max(1, sum(map(len, sample)))
     tokens = int(characters * sum(map(len, _encoded(tokenizer, sample))) / read)
-    seconds = (
-        characters * (time.perf_counter() - began) / read + tokens * 4e-7
-    )  # sorting and writing 10 M tokens takes 3 to 4 s
-    return Plan(path, paths, left_out, characters, tokenizer, tokens, seconds)
+    reading_s = characters * (time.perf_counter() - began) / read
+    # sorting and writing 10 M tokens takes 3 to 4 s
+    return Plan(path, paths, left_out, characters, tokenizer, tokens, reading_s + tokens * 4e-7)
 
 
 def build(
@@ -119,10 +111,7 @@ def tokenizer_of(target: str) -> Any:
     except (OSError, ValueError, KeyError) as error:
         tokenizer, reason = None, str(error).strip().splitlines()[0]
     if reason:
-        raise TargetError(
-            f"can't load the tokenizer of {target!r}: {reason}; give `demo`, a folder with a tokenizer, or a Hugging Face id "
-            "(which needs the network the first time)"
-        )
+        raise TargetError(f"can't load the tokenizer of {target!r}: {reason}; give `demo`, a folder, or a Hugging Face id")
     return tokenizer
 
 

@@ -3,8 +3,6 @@
 Where those of all texts fit into a little memory, each is computed once and kept for the passes that follow.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Literal
@@ -16,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider import machine
 from outrider.data.answers import Answer
 from outrider.data.hash_files import Named
+from outrider.decoding.draft import padded
 from outrider.errors import DataError
 from outrider.nn.draft_model import Batch, Manifest
 from outrider.targets.protocol import Target
@@ -40,13 +39,12 @@ class LiveFeatures:
         self.target, self.taps, self.size, self.seed, self.dtype = target, taps, batch, seed, dtype
         cut = [_cut(answer, min(length, target.spec.context)) for answer in answers]
         self.texts = [answer for answer in cut if sum(end - start for start, end in answer.learn) >= MIN_LEARNT]
-        self._order: tuple[tuple[int, int], list[int]] = (-1, seed), []
+        self._order: dict[int, list[int]] = {}
+        """Of the pass that was last asked for."""
         self.left_out = len(answers) - len(self.texts)
         if not self.texts:
-            raise DataError(
-                f"none of {len(answers)} answers has {MIN_LEARNT} tokens to learn within {length} tokens; "
-                "prepare longer answers"
-            )
+            wanted = f"{MIN_LEARNT} tokens to learn within {length} tokens"
+            raise DataError(f"none of {len(answers)} answers has {wanted}; prepare longer answers")
         tokens = sum(len(answer.tokens) for answer in self.texts)
         self.manifest = Manifest(target.spec, taps, dtype, template, len(self.texts), tokens)
         self._kept_dtype = getattr(torch, "bfloat16" if dtype == "bfloat16" else target.spec.dtype)
@@ -72,9 +70,9 @@ class LiveFeatures:
     def batch(self, step: int) -> Batch:
         """The batch of optimiser step `step`: its texts' tokens, and what the target's layers make of them."""
         turn, place = divmod(step, self.steps_per_pass)
-        if self._order[0] != (turn, self.seed):
-            self._order = (turn, self.seed), self._shuffled(turn)
-        chosen = self._order[1][place * self.size : (place + 1) * self.size]
+        if turn not in self._order:
+            self._order = {turn: self._shuffled(turn)}
+        chosen = self._order[turn][place * self.size : (place + 1) * self.size]
         tokens, loss_mask, documents = self._tokens(chosen)
         taps, hidden = self._remembered(chosen) if self.keeps else self._read(tokens)
         device = self.target.device
@@ -83,15 +81,13 @@ class LiveFeatures:
     def _tokens(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Right-padded tokens, what of them is learnt, and 1 where there is text: [B, S] each."""
         texts = [self.texts[i] for i in chosen]
-        width = max(len(text.tokens) for text in texts)
-        tokens = torch.zeros(len(texts), width, dtype=torch.int64)
-        loss_mask = torch.zeros(len(texts), width, dtype=torch.bool)
+        tokens = padded([text.tokens for text in texts], 0)
+        loss_mask = torch.zeros_like(tokens, dtype=torch.bool)
         for b, text in enumerate(texts):
-            tokens[b, : len(text.tokens)] = torch.tensor(text.tokens)
             for start, end in text.learn:
                 loss_mask[b, start:end] = True
         lengths = torch.tensor([len(text.tokens) for text in texts])
-        return tokens, loss_mask, (torch.arange(width) < lengths[:, None]).long()
+        return tokens, loss_mask, (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
 
     def _read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Taps [B, S, T, H] and hidden states [B, S, H] from a pass of the target."""
@@ -119,15 +115,12 @@ class LiveFeatures:
         """The texts of one pass: shuffled, sorted by length within groups of 16 batches, the batches shuffled again."""
         noise = torch.Generator().manual_seed(self.seed * 1_000_003 + turn)
         order = torch.randperm(len(self.texts), generator=noise).tolist()
-        group = 16 * self.size
-        batches: list[list[int]] = []
-        for start in range(0, len(order), group):
-            near = sorted(order[start : start + group], key=lambda i: len(self.texts[i].tokens))
-            batches += [near[i : i + self.size] for i in range(0, len(near), self.size)]
-        short = [batch for batch in batches if len(batch) < self.size]
-        full = [batch for batch in batches if len(batch) == self.size]
-        shuffled = [full[i] for i in torch.randperm(len(full), generator=noise).tolist()]
-        return [i for batch in shuffled + short for i in batch]
+        groups = [order[start : start + 16 * self.size] for start in range(0, len(order), 16 * self.size)]
+        near = [i for group in groups for i in sorted(group, key=lambda i: len(self.texts[i].tokens))]
+        full = len(near) // self.size
+        # the texts of an incomplete batch stand at the end
+        batches = [*torch.randperm(full, generator=noise).tolist(), full]
+        return [i for batch in batches for i in near[batch * self.size : (batch + 1) * self.size]]
 
 
 def _cut(answer: Answer, length: int) -> Answer:

@@ -4,8 +4,6 @@ GPT-3's rule (arXiv 2005.14165, appendix C): a run that more than 10 documents o
 does not count.  Only hashes are kept.  Knows no torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -30,6 +28,10 @@ RULE = (
     f"{WORDS} words, or {LETTERS} letters of Chinese, Japanese or Korean, in a row in common, in lower case without "
     f"punctuation; shorter texts whole; what more than {COMMON} documents hold does not count"
 )
+
+
+KINDS = ("runs", "wholes")
+"""Hashes of which `ngram_hashes.Hashes` holds both."""
 
 
 class Tally:
@@ -62,14 +64,10 @@ class Tally:
             return
         new, counts = np.unique(np.concatenate(self._new), return_counts=True)
         self._new, self._waiting = [], 0
-        at = np.searchsorted(self._known, new)
-        old = np.zeros(len(new), dtype=bool)
-        inside = at < len(self._known)
-        old[inside] = self._known[at[inside]] == new[inside]
+        at, old = _found(self._known, new)
         self._counts[at[old]] = np.minimum(self._counts[at[old]] + counts[old], COMMON + 1)
-        fresh = np.minimum(counts[~old], COMMON + 1).astype(np.uint8)
         self._known = np.insert(self._known, at[~old], new[~old])
-        self._counts = np.insert(self._counts, at[~old], fresh)
+        self._counts = np.insert(self._counts, at[~old], np.minimum(counts[~old], COMMON + 1))
         while len(self._known) > self.limit:
             self._halvings += 1
             kept = self._sampled(self._known)
@@ -80,8 +78,7 @@ class Collector:
     """The hashes of many documents, by part (such as prompts and answers), in bounded memory: at most 0.4 GB a part."""
 
     def __init__(self, *parts: str, limit: int = LIMIT):
-        self._runs = {part: Tally(limit) for part in parts}
-        self._wholes = {part: Tally(limit) for part in parts}
+        self._tallies = {part: {kind: Tally(limit) for kind in KINDS} for part in parts}
         self.documents = dict.fromkeys(parts, 0)
 
     def add(self, part: str, texts: Iterable[str]) -> None:
@@ -91,8 +88,8 @@ class Collector:
         if not found:
             return
         runs = found[0].runs if len(found) == 1 else once(np.concatenate([one.runs for one in found]))
-        self._runs[part].add(runs)
-        self._wholes[part].add(once(np.array([one.whole for one in found if one.whole is not None], np.uint64)))
+        self._tallies[part]["runs"].add(runs)
+        self._tallies[part]["wholes"].add(once(np.array([one.whole for one in found if one.whole is not None], np.uint64)))
 
     def save(self, path: Path) -> dict[str, Any]:
         """Write the file, whole or not at all; returns what a manifest must say of it.  Raises DataError where it can't."""
@@ -100,7 +97,7 @@ class Collector:
         parts: dict[str, dict[str, int]] = {}
         for part, documents in self.documents.items():
             parts[part] = {"documents": documents}
-            for kind, tally in (("runs", self._runs[part]), ("wholes", self._wholes[part])):
+            for kind, tally in self._tallies[part].items():
                 known, counts, one_in = tally.result()
                 # int64: torch, which reads the file too, does little with unsigned ones
                 tensors |= {f"{part}.{kind}": known.view(np.int64), f"{part}.{kind}.documents": counts}
@@ -154,13 +151,10 @@ class Grams:
         self.parts = tuple(facts["parts"])
         self.sampled: int = max((part["runs_one_in"] for part in facts["parts"].values()), default=1)
         """One run in so many was kept."""
-        self._runs, self._wholes = (
-            {
-                part: (tensors[f"{part}.{kind}"].view(np.uint64), tensors[f"{part}.{kind}.documents"] <= COMMON)
-                for part in self.parts
-            }
-            for kind in ("runs", "wholes")
-        )
+        self._known = {
+            (part, kind): (tensors[f"{part}.{kind}"].view(np.uint64), tensors[f"{part}.{kind}.documents"] <= COMMON)
+            for part in self.parts for kind in KINDS
+        }  # fmt: skip
 
     def holding(self, text: str) -> tuple[str, ...]:
         """The parts that hold a piece of a text."""
@@ -170,21 +164,22 @@ class Grams:
     def _holds(self, part: str, asked: Hashes) -> bool:
         if asked.whole is None:
             return False
-        known, rare = self._runs[part]
-        if bool(rare[_places(known, asked.runs)].any()):
+        known, rare = self._known[part, "runs"]
+        at, there = _found(known, asked.runs)
+        if bool(rare[at[there]].any()):
             return True
-        known, rare = self._wholes[part]
-        at = _places(known, np.array([asked.whole], np.uint64))
+        known, rare = self._known[part, "wholes"]
+        at, there = _found(known, np.array([asked.whole], np.uint64))
         # a long text as a whole is nobody's phrase, however often it is there; `go on` is
-        return bool(len(at)) and (len(asked.runs) > 0 or bool(rare[at].all()))
+        return bool(there.all()) and (len(asked.runs) > 0 or bool(rare[at].all()))
 
 
-def _places(known: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Where those wanted that are known stand."""
+def _found(known: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where in `known`, which is sorted, those wanted stand or belong [n], and whether they are there [n] bool."""
     at = np.searchsorted(known, wanted)
-    inside = at < len(known)
-    at, wanted = at[inside], wanted[inside]
-    return at[known[at] == wanted]
+    there = at < len(known)
+    there[there] = known[at[there]] == wanted[there]
+    return at, there
 
 
 def read(one: Named) -> Grams:
@@ -192,11 +187,11 @@ def read(one: Named) -> Grams:
     path, facts = one
     if facts.get("format") != FORMAT:
         raise DataError(f"{path} has format {facts.get('format')!r}, this Outrider reads {FORMAT}; prepare or build it again")
+    if not path.exists():
+        raise DataError(f"{path} is missing, though its manifest names it; copy it there")
     try:
-        if hash_of(path) != facts["hash"]:
+        if not is_whole(one):
             raise DataError(f"{path} is not the file that its manifest names; copy it again, or prepare or build it again")
         return Grams(load_file(path), facts)
-    except FileNotFoundError:
-        raise DataError(f"{path} is missing, though its manifest names it; copy it there") from None
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} can't be read ({error}); prepare or build it again") from None

@@ -8,8 +8,6 @@ compared as a whole.
 Hashes have 64 bits: of BLAKE2b of each word, summed as a polynomial and mixed.  Knows no torch.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math
@@ -48,7 +46,7 @@ def hashes(text: str) -> Hashes:
     if not words:
         return Hashes(np.empty(0, np.uint64), None)
     count = len(words)
-    powers, inverse = _powers(count + 1)
+    powers, inverse = _powers(1 << max(12, (count + 1).bit_length()))
     terms = np.fromiter(map(_word_hash, words), np.uint64, count) * powers[:count]
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms, dtype=np.uint64)])
     if text.isascii():
@@ -98,13 +96,9 @@ def _word_hash(word: str) -> int:
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
 
 
-def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """[≥ count] uint64: the powers of _BASE modulo 2**64, and those of its inverse."""
-    return _power_table(max(1 << 12, 1 << count.bit_length()))
-
-
 @functools.lru_cache(2)
-def _power_table(size: int) -> tuple[np.ndarray, np.ndarray]:
+def _powers(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """[size] uint64: the powers of _BASE modulo 2**64, and those of its inverse."""
     bases = (np.full(size, base, np.uint64) for base in (_BASE, _INVERSE))
     one, other = (np.concatenate([[_ONE], np.cumprod(base[1:], dtype=np.uint64)]) for base in bases)
     return one, other

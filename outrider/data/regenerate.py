@@ -3,8 +3,6 @@
 A crash loses the answers being written at that moment, and none is written twice; a torn last line is cut off.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections import Counter
@@ -15,9 +13,8 @@ from typing import Any
 
 from outrider.data.answers import ANSWERS, Answer, claim, content_hash, keep_hashes, put_in_order, repair, to_line, whose
 from outrider.data.config import Config
-from outrider.data.conversations import Conversation, at_place
+from outrider.data.conversations import Conversation, Skipped, at_place
 from outrider.data.rendering import check_template, prompt_tokens, render
-from outrider.data.sources import Skipped
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import DataError
@@ -51,8 +48,7 @@ def prepare(
     Raises DataError where the folder holds answers of another target, sampling or template, or another process writes there,
     and with file and line for a conversation that the chat template refuses.
     """
-    folder, skipped = Path(folder), Skipped() if skipped is None else skipped
-    path = folder / ANSWERS
+    folder, path, skipped = Path(folder), Path(folder, ANSWERS), Skipped() if skipped is None else skipped
     busy = DataError(f"another process is writing answers to {folder}; wait for it, or name another prepare.folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,21 +71,17 @@ def prepare(
             if config.grams:
                 keep_hashes(folder, target, prompts)
     except OSError as error:
-        raise DataError(
-            f"can't write answers to {folder}: {error.strerror or error}; what is written is kept, make room and run again"
-        ) from error
+        why = f"{error.strerror or error}; what is written is kept, make room and run again"
+        raise DataError(f"can't write answers to {folder}: {why}") from error
     return path
 
 
 def answered(folder: Path, conversations: Iterable[Conversation], config: Config) -> int:
     """How many of these conversations have their answer there; another process may be writing more."""
-    path = folder / ANSWERS
-    if not path.exists():
-        return 0
-    whole = path.read_bytes().decode("utf-8", "replace").split("\n")[:-1]
     try:
+        whole = (folder / ANSWERS).read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
         known = {json.loads(line).get("prompt_hash") for line in whole}
-    except (ValueError, AttributeError):  # `prepare` says which line is damaged
+    except (FileNotFoundError, ValueError, AttributeError):  # `prepare` says which line is damaged
         return 0
     return sum(one.prompt_hash in known for one in as_asked(conversations, config))
 
@@ -113,15 +105,12 @@ def _renderable(tokenizer: Any, asked: list[Asked], config: Config, skipped: Ski
     """Those that the chat template takes, found before the first answer is written.  Raises DataError for one it refuses."""
     if not config.regenerate:  # rendered once, when their turn comes
         return asked
-    found = []
-    for one in asked:
-        try:
-            check_template(tokenizer, one.conversation)
-        except DataError as error:
-            skipped.add(error, config.skip_bad)
-            continue
-        found.append(one)
-    return found
+
+    def checked(one: Asked) -> Asked:
+        check_template(tokenizer, one.conversation)
+        return one
+
+    return list(skipped.usable(asked, checked, config.skip_bad))
 
 
 def _answers(
@@ -138,43 +127,33 @@ def _answers(
                 asked.append(talk)
             elif talk.learn:  # no room for a further turn: what was answered stays
                 yield talk.answer("length")
-        yield from _round(target, asked, config, drafter)
+        answers: list[list[int]] = [[] for _ in asked]
+        for progress in serve(target, [talk.request(config) for talk in asked], drafter, slots=config.slots):
+            talk, answer = asked[progress.request], answers[progress.request]
+            answer += progress.tokens
+            if progress.finish_reason is not None:
+                talk.hear(answer, target.decode(answer))
+                if talk.over:  # given out the moment its last answer ends
+                    yield talk.answer(progress.finish_reason)
         talks = [talk for talk in asked if not talk.over]
 
 
 def _given(tokenizer: Any, waiting: list[Asked], config: Config, skipped: Skipped) -> Iterator[Answer]:
     """The answers that came with the conversations, rendered."""
-    for one in waiting:
-        try:
-            with at_place(one.conversation):
-                rendered = render(tokenizer, one.conversation.messages, config.length)
-        except DataError as error:
-            skipped.add(error, config.skip_bad)
-            continue
-        if rendered.learn:
-            yield Answer(one.conversation.id, rendered.tokens, rendered.learn, prompt_hash=one.prompt_hash)
 
+    def answer(one: Asked) -> Answer:
+        with at_place(one.conversation):
+            rendered = render(tokenizer, one.conversation.messages, config.length)
+        return Answer(one.conversation.id, *rendered, prompt_hash=one.prompt_hash)
 
-def _round(target: Target, talks: list[_Talk], config: Config, drafter: Drafter | None) -> Iterator[Answer]:
-    """One turn of every talk; a talk that is over is given out the moment its last answer ends."""
-    requests = [talk.request(config) for talk in talks]
-    answers: list[list[int]] = [[] for _ in talks]
-    for progress in serve(target, requests, drafter, slots=config.slots):
-        answers[progress.request] += progress.tokens
-        if progress.finish_reason is not None:
-            talk = talks[progress.request]
-            talk.hear(answers[progress.request], target.decode(answers[progress.request]))
-            if talk.over:
-                yield talk.answer(progress.finish_reason)
+    return (found for found in skipped.usable(waiting, answer, config.skip_bad) if found.learn)
 
 
 class _Talk:
     """A conversation on its way: the user's turns as given, the answers as the target writes them."""
 
     def __init__(self, asked: Asked):
-        self._asked = asked
-        self._left = asked.questions
-        self._said: list[dict[str, str]] = []
+        self._asked, self._left, self._said = asked, asked.questions, list[dict[str, str]]()
         self.tokens: list[int] = []
         self.learn: list[tuple[int, int]] = []
 

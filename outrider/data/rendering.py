@@ -1,11 +1,8 @@
 """Conversations as the tokens that the target sees, and which of them train."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
@@ -13,12 +10,11 @@ from outrider.data.conversations import Conversation, at_place
 from outrider.errors import DataError
 
 
-@dataclass(slots=True)
-class Rendered:
+class Rendered(NamedTuple):
     """Token ids, and which of them train: spans [start, end)."""
 
     tokens: list[int]
-    learn: list[tuple[int, int]] = field(default_factory=list)
+    learn: list[tuple[int, int]]
 
 
 def template_hash(tokenizer: Any) -> str | None:
@@ -32,9 +28,7 @@ def prompt_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list
 
     Raises DataError where the template refuses the messages.
     """
-    if getattr(tokenizer, "chat_template", None) is None:
-        return tokenizer.encode("".join(message["content"] for message in messages))
-    return _templated(tokenizer, messages, add_generation_prompt=True)
+    return _tokens(tokenizer, messages, is_prompt=True)
 
 
 def check_template(tokenizer: Any, conversation: Conversation) -> None:
@@ -53,19 +47,14 @@ def check_template(tokenizer: Any, conversation: Conversation) -> None:
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], length: int) -> Rendered:
     """A whole conversation as tokens, the assistants' turns (with what closes them) marked to train, cut at `length`."""
-    rendered, turns = Rendered([]), []
+    tokens, turns = list[int](), []
     for i, message in enumerate(messages):
-        if message["role"] != "assistant" or i == 0:  # a greeting answers nothing, and no template renders what came before it
-            continue
-        before = prompt_tokens(tokenizer, messages[:i])
-        whole = _closed(tokenizer, messages[: i + 1])
-        rendered.tokens = whole
-        turns.append((_shared(before, whole), whole))
+        if message["role"] == "assistant" and i:  # a greeting answers nothing, and no template renders what came before it
+            tokens = _tokens(tokenizer, messages[: i + 1], is_prompt=False)
+            turns.append((_shared(prompt_tokens(tokenizer, messages[:i]), tokens), tokens))
     # what a later rendering changed of a turn (its end, where there is no template) does not train
-    spans = [(start, min(_shared(whole, rendered.tokens), length)) for start, whole in turns]
-    rendered.tokens = rendered.tokens[:length]
-    rendered.learn = [(start, end) for start, end in spans if start < end]
-    return rendered
+    spans = [(start, min(_shared(whole, tokens), length)) for start, whole in turns]
+    return Rendered(tokens[:length], [(start, end) for start, end in spans if start < end])
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
@@ -74,11 +63,12 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
     return next((n for n in range(ends) if one[n] != other[n]), ends)
 
 
-def _closed(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    if getattr(tokenizer, "chat_template", None) is None:
-        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        return tokenizer.encode("".join(message["content"] for message in messages)) + end
-    return _templated(tokenizer, messages)
+def _tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]], is_prompt: bool) -> list[int]:
+    """These messages with what opens an answer, or else with what closes the last one."""
+    if getattr(tokenizer, "chat_template", None) is not None:
+        return _templated(tokenizer, messages, add_generation_prompt=is_prompt)
+    end = [] if is_prompt or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return tokenizer.encode("".join(message["content"] for message in messages)) + end
 
 
 def _templated(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, tokenize: bool = True, **choices: bool) -> Any:
@@ -86,6 +76,5 @@ def _templated(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, tokeniz
     try:
         return tokenizer.apply_chat_template(list(messages), tokenize=tokenize, return_dict=False, **choices)
     except (TemplateError, TypeError) as error:  # a template adds texts with +, and a tokenizer adds no number to one
-        raise DataError(
-            f"the target's chat template refuses these messages ({error}); mend the row, or leave such rows out with --skip-bad"
-        ) from error
+        what = f"the target's chat template refuses these messages ({error})"
+        raise DataError(f"{what}; mend the row, or leave such rows out with --skip-bad") from error

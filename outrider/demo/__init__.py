@@ -4,8 +4,6 @@ Nothing of the standard library's text is shipped.  Modules named in `HELD_OUT` 
 Knows no torch.
 """
 
-from __future__ import annotations
-
 import random
 import sysconfig
 from collections.abc import Iterator
@@ -17,33 +15,11 @@ from outrider.errors import DataError
 TARGET = Path(__file__).parent / "target"
 SMALL_MODEL = Path(__file__).parent / "small_model"
 
-HELD_OUT = frozenset(
-    [
-        "argparse",
-        "calendar",
-        "configparser",
-        "csv",
-        "dataclasses",
-        "filecmp",
-        "fractions",
-        "heapq",
-        "json",
-        "mailbox",
-        "queue",
-        "sched",
-        "selectors",
-        "shlex",
-        "smtplib",
-        "socketserver",
-        "statistics",
-        "textwrap",
-        "threading",
-        "timeit",
-        "traceback",
-        "wave",
-        "weakref",
-    ]
-)
+HELD_OUT = frozenset({
+    "argparse", "calendar", "configparser", "csv", "dataclasses", "filecmp", "fractions", "heapq", "json", "mailbox", "queue",
+    "sched", "selectors", "shlex", "smtplib", "socketserver", "statistics", "textwrap", "threading", "timeit", "traceback",
+    "wave", "weakref",
+})  # fmt: skip
 """Top-level modules and packages that no model here was trained on; prompts for measuring come from them."""
 
 SKIPPED = frozenset({"test", "tests", "idle_test", "turtledemo", "site-packages", "lib-dynload", "__pycache__"})

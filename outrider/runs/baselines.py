@@ -1,7 +1,5 @@
 """The drafters that a run measures: its own, and its baselines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,8 +7,7 @@ from typing import Any, NamedTuple
 
 from outrider.checkpoint import load_drafter, manifest_of, trained_on
 from outrider.compiled import NotCompiled, compile_passes
-from outrider.data.contamination import check
-from outrider.data.origins import sources_of
+from outrider.data.contamination import check, sources_of
 from outrider.decoding.protocols import Drafter
 from outrider.measure.row import Overlaps, training_of
 from outrider.measure.tasks import PromptSet, task_name
@@ -39,6 +36,7 @@ def load_all(
     config = settings.evaluate
     assert config is not None
     found = Loaded({}, {}, {}, "")
+    prompts = {task_name(task): own.prompts for task, own in drawn.items()}
     own_choice = str(settings.folder / "checkpoint") if settings.train is not None else settings.drafter
     for choice in (*config.beside, own_choice):
         name, own = (choice, {}) if isinstance(choice, str) else parted(choice)
@@ -51,14 +49,17 @@ def load_all(
         label = manifest_of(name)["kind"] if is_checkpoint else name
         if label in found.drafters:  # a second one of its kind
             said = ", ".join(f"{key}={value}" for key, value in own.items())
-            label = (
-                name if is_checkpoint else f"{label} of {settings.name}" if choice is settings.drafter else f"{label} ({said})"
-            )
+            other = f"{label} of {settings.name}" if choice is settings.drafter else f"{label} ({said})"
+            label = name if is_checkpoint else other
         found.drafters[label] = drafter
-        found.overlaps.update(_overlaps(label, choice, drawn, reporter))
+        if sources := sources_of(choice):
+            seen = check(prompts, sources)
+            reporter.looked(label, seen)
+            found.overlaps[label] = Overlaps(seen.overlaps(prompts), seen.rule)
         if is_checkpoint:
-            manifest = manifest_of(name)
-            facts = training_of(manifest, _metrics(Path(name).parent))
+            manifest, metrics = manifest_of(name), Path(name).parent / "metrics.jsonl"
+            rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+            facts = training_of(manifest, rows)
             found.training[label] = facts.model_copy(update={"precision": trained_on(manifest, target)})
     return found._replace(own=label)
 
@@ -74,21 +75,3 @@ def compile_drafter(drafter: Drafter, reporter: Reporter) -> None:
 def parted(drafter: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The kind of a drafter in a run file, and its settings."""
     return drafter["kind"], {key: value for key, value in drafter.items() if key != "kind"}
-
-
-def _overlaps(
-    name: str, choice: str | dict[str, Any], drawn: Mapping[str, PromptSet], reporter: Reporter
-) -> dict[str, Overlaps]:  # fmt: skip
-    """Which prompts stand in what a drafter was trained on, or draws from; {} for one that has no texts of its own."""
-    sources = sources_of(choice)
-    if not sources:
-        return {}
-    prompts = {task_name(task): own.prompts for task, own in drawn.items()}
-    found = check(prompts, sources)
-    reporter.looked(name, found)
-    return {name: Overlaps(found.overlaps(prompts), found.rule)}
-
-
-def _metrics(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,7 +1,5 @@
 """A run file: target, drafter, and a section a stage; read, resolved, and refused before any weight loads."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -80,15 +78,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, di
     merged = _expand(configs.override(given, overrides))
     merged.setdefault("name", Path(path).stem)
     run = configs.build(RunConfig, merged)
-    kind = run.drafter_config
+    settings = run.drafter_config.model_dump(mode="json")
     _check_stages(run)
-    run = run.model_copy(update={"drafter": kind.model_dump(mode="json")})
+    run = run.model_copy(update={"drafter": settings})
     in_file, asked = configs.flatten(given), {item.partition("=")[0] for item in overrides}
-    origins = {
-        key: "override" if any(key == a or key.startswith(f"{a}.") for a in asked) else "file" if key in in_file else "default"
-        for key in configs.flatten(run.model_dump(mode="json"))
-    }
-    return run, origins
+    origins = {key: "file" if key in in_file else "default" for key in configs.flatten(run.model_dump(mode="json"))}
+    return run, origins | {key: "override" for key in origins if any(f"{key}.".startswith(f"{a}.") for a in asked)}
 
 
 def _check_stages(run: RunConfig) -> None:
@@ -96,28 +91,25 @@ def _check_stages(run: RunConfig) -> None:
     for folder in (run.folder, run.answers):
         if file := next((place for place in (folder, *folder.parents) if place.exists() and not place.is_dir()), None):
             raise ConfigError(f"{file} is a file where a folder is wanted; move it, or choose another name or prepare.folder")
-    if run.train is not None and not hasattr(find(run.drafter["kind"]), "Model"):
-        raise ConfigError(f"drafter {run.drafter['kind']!r} has nothing to train; leave the `train:` section out")
-    if run.train is not None and run.train.calibrate:
-        if run.evaluate is None:
-            raise ConfigError(
-                "train.calibrate takes its prompts from evaluate.tasks; add an `evaluate:` section, or set it to 0"
-            )
-        if not getattr(run.drafter_config, "confidence", False):
-            raise ConfigError(
-                f"train.calibrate scales a confidence head, and drafter {run.drafter['kind']!r} as it is set trains none; take "
-                "dspark with confidence: true, or set it to 0"
-            )
-    reference = run.train.reference if run.train is not None else None
-    if reference is not None and not Path(reference).exists():
-        raise ConfigError(f"train.reference: there is no {reference}; train it first, with the same drafter and all rows")
+    if run.train is not None:
+        _check_training(run, run.train, run.drafter["kind"])
     for name in run.evaluate.beside if run.evaluate is not None else ():
         if isinstance(name, dict):
             drafter_config(name, "evaluate.beside")
         elif name not in kinds() and "/" not in name and not Path(name).exists():
-            raise ConfigError(
-                f"evaluate.beside: {name!r} is neither a drafter nor a checkpoint folder{configs.nearest(name, kinds())}"
-            )
+            raise ConfigError(f"evaluate.beside: {name!r} is neither a drafter nor a folder{configs.nearest(name, kinds())}")
+
+
+def _check_training(run: RunConfig, train: TrainConfig, kind: str) -> None:
+    if not hasattr(find(kind), "Model"):
+        raise ConfigError(f"drafter {kind!r} has nothing to train; leave the `train:` section out")
+    if train.calibrate and run.evaluate is None:
+        raise ConfigError("train.calibrate takes its prompts from evaluate.tasks; add an `evaluate:` section, or set it to 0")
+    if train.calibrate and not getattr(run.drafter_config, "confidence", False):
+        wanted = "dspark with confidence: true, or train.calibrate 0"
+        raise ConfigError(f"train.calibrate scales a confidence head, drafter {kind!r} as it is set has none; take {wanted}")
+    if train.reference is not None and not Path(train.reference).exists():
+        raise ConfigError(f"train.reference: there is no {train.reference}; train it first, with the same drafter and all rows")
 
 
 def _expand(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """What a run's folder says of itself: its resolved file, and where its results came from."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -21,8 +19,7 @@ from outrider.runs.file import RunConfig
 
 def write_config(run: RunConfig) -> None:
     """The resolved run file into the run's folder."""
-    run.folder.mkdir(parents=True, exist_ok=True)
-    (run.folder / "config.yaml").write_text(yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    _write(run, "config.yaml", yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
 
 def write_provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
@@ -43,9 +40,13 @@ def write_provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
         "command": " ".join(["outrider", *sys.argv[1:]]),
         "config": run.model_dump(mode="json"),
     } | facts
-    run.folder.mkdir(parents=True, exist_ok=True)
-    (run.folder / "provenance.json").write_text(json.dumps(found, indent=2, default=str))
+    _write(run, "provenance.json", json.dumps(found, indent=2, default=str))
     return found
+
+
+def _write(run: RunConfig, name: str, text: str) -> None:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    (run.folder / name).write_text(text)
 
 
 def version_of(package: str) -> str | None:
@@ -57,11 +58,10 @@ def version_of(package: str) -> str | None:
 
 def _commit() -> str | None:
     """Commit of the source this runs from, `+` where files differ from it; None in an installed package."""
-    root = Path(__file__).resolve().parent.parent.parent
+    root = Path(__file__).resolve().parents[2]
+    words = ["git", "-C", str(root), "describe", "--always", "--dirty=+"]
     try:
-        head = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty=+"], capture_output=True, text=True, timeout=5
-        )
+        head = subprocess.run(words, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return head.stdout.strip() or None if (root / ".git").exists() else None

@@ -1,7 +1,5 @@
 """What a run tells while it works: a plan before each stage, its progress, and what came of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +7,8 @@ from pathlib import Path
 
 from outrider.compiled import NotCompiled
 from outrider.data.contamination import Found
+from outrider.data.features import LiveFeatures
+from outrider.nn.draft_model import DraftModel
 from outrider.report.schema import Report
 from outrider.runs.file import TargetConfig
 from outrider.targets.transformers import TransformersTarget
@@ -19,7 +19,7 @@ from outrider.training.calibrate import Calibration
 class Plan:
     """What a stage is about to do."""
 
-    unit: str
+    unit: str = "prompts"
     """Of which progress is counted: answers, steps, prompts."""
     total: int
     done: int = 0
@@ -30,6 +30,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparing(Plan):
+    unit: str = "answers"
     conversations: str
     tokens: int
     """At most, to write."""
@@ -39,17 +40,9 @@ class Preparing(Plan):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training(Plan):
-    kind: str
-    parameters: int
-    taps: tuple[int, ...]
-    batch: int
-    """Texts a step."""
-    passes: float
-    """Over all texts."""
-    tokens: int
-    feature_bytes: int | None
-    """Of memory; None where features are computed at every step."""
-    checkpoint_bytes: int
+    unit: str = "steps"
+    model: DraftModel
+    source: LiveFeatures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

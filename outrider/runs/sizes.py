@@ -1,7 +1,5 @@
 """What a run's drafter becomes beside its target, before any weight loads."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +13,6 @@ from outrider.nn.draft_model import DraftModel
 from outrider.nn.shape import LayerConfig, left_out, resolved
 from outrider.runs.file import RunConfig, load
 from outrider.targets.load import default_device
-from outrider.targets.protocol import TargetSpec
 from outrider.targets.sketch import sketch
 from outrider.training.trainer import settled
 
@@ -55,7 +52,9 @@ def on_paper(run: RunConfig) -> OnPaper:
         if isinstance(config, LayerConfig):
             full, _ = resolved(config, target.spec)
             values = {f"drafter.{key}": value for key, value in full if getattr(config, key) is None and value is not None}
-            notes = _unlike(config, target.spec)
+            sizes, is_named = target.spec.sizes, (config.rope_theta, config.rope_scaling) != (None, None)
+            if sizes is not None and not is_named and (kind := left_out(sizes)) is not None:
+                notes = [f"{target.spec.name} turns by {kind}, which a drafter can't; it turns by the base alone"]
         with torch.device("meta"):
             model: DraftModel = module.Model(config, target)
     except DrafterError as error:
@@ -65,14 +64,6 @@ def on_paper(run: RunConfig) -> OnPaper:
     if getattr(config, "mask_token", 0) is None:
         values["drafter.mask_token"] = model.config.mask_token
     return OnPaper(values, sum(weight.numel() for weight in model.parameters()), dtype, tuple(notes))
-
-
-def _unlike(config: LayerConfig, spec: TargetSpec) -> list[str]:
-    """What of the target's rotation the drafter goes without, though nobody said so."""
-    if spec.sizes is None or config.rope_theta is not None or config.rope_scaling is not None:
-        return []
-    kind = left_out(spec.sizes)
-    return [] if kind is None else [f"{spec.name} turns by {kind}, which a drafter can't; it turns by the base alone"]
 
 
 class Shown(NamedTuple):

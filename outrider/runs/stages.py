@@ -1,11 +1,9 @@
 """The stages of a run file, prepare, train, calibrate and evaluate, and all of them in order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -16,7 +14,6 @@ from outrider.data.answers import answers_for, read_answers
 from outrider.data.features import LiveFeatures
 from outrider.data.hash_files import named
 from outrider.data.rendering import template_hash
-from outrider.data.sources import Skipped
 from outrider.drafters import find
 from outrider.errors import ConfigError, DataError
 from outrider.generation import generate
@@ -78,13 +75,12 @@ def target_of(settings: RunConfig, reporter: Reporter) -> TransformersTarget:
 
 def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter) -> events.Prepared:
     """Let the target answer the prompts that have no answer yet."""
-    config, skipped = settings.prepare, Skipped()
+    config, skipped = settings.prepare, conversations.Skipped()
     asked = list(conversations.read(config, skipped))
     most = len(asked) * (config.max_new_tokens if config.regenerate else config.length)
     plan = events.Preparing(
-        unit="answers", total=len(asked), done=regenerate.answered(settings.answers, asked, config),
-        usual_minutes=settings.usual_minutes.get("prepare"), conversations=config.conversations, tokens=most,
-        size_bytes=6 * most, folder=settings.answers,
+        total=len(asked), done=regenerate.answered(settings.answers, asked, config), tokens=most, size_bytes=6 * most,
+        usual_minutes=settings.usual_minutes.get("prepare"), conversations=config.conversations, folder=settings.answers,
     )  # fmt: skip
     with reporter.working(plan) as update:
         path = regenerate.prepare(
@@ -93,13 +89,10 @@ def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter)
     answers = read_answers(path)
     hashes = {one.prompt_hash for one in regenerate.as_asked(asked, config)}
     found = events.Prepared(
-        path=path,
-        answers=len(answers),
-        tokens=sum(end - start for answer in answers for start, end in answer.learn),
-        left_out=tuple(skipped.reasons),
-        unanswered=len(hashes - {answer.prompt_hash for answer in answers}),
+        path=path, answers=len(answers), tokens=sum(end - start for answer in answers for start, end in answer.learn),
+        left_out=tuple(skipped.reasons), unanswered=len(hashes - {answer.prompt_hash for answer in answers}),
         others=sum(answer.prompt_hash not in hashes for answer in answers),
-    )
+    )  # fmt: skip
     reporter.finished(found)
     return found
 
@@ -107,10 +100,10 @@ def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter)
 def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter) -> Path:
     """Train on the answers that are there, and calibrate where the file asks for it; returns the checkpoint."""
     assert settings.train is not None
-    kind, config = settings.drafter["kind"], trainer.settled(settings.train, settings.folder, target.device)
+    config = trainer.settled(settings.train, settings.folder, target.device)
     torch.manual_seed(config.seed)
     reference = load_model(config.reference, target) if config.reference is not None else None
-    model: DraftModel = find(kind).Model(settings.drafter_config, target).to(target.device)
+    model: DraftModel = find(settings.drafter["kind"]).Model(settings.drafter_config, target).to(target.device)
     source = LiveFeatures(
         target, answers_for(settings.answers, target, target.tokenizer), model.taps, batch=config.batch,
         length=settings.prepare.length, seed=config.seed, dtype=config.dtype,
@@ -119,11 +112,8 @@ def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter) -
     facts, weights = source.manifest, sum(weight.numel() for weight in model.parameters())
     write_config(settings)
     write_provenance(settings, {"texts": facts.texts, "tokens": facts.tokens, "taps": facts.taps, "parameters": weights})
-    plan = events.Training(
-        unit="steps", total=config.steps, usual_minutes=settings.usual_minutes.get("train"), kind=kind, parameters=weights,
-        taps=tuple(model.taps), batch=config.batch, passes=config.steps / source.steps_per_pass, tokens=facts.tokens,
-        feature_bytes=source.bytes if source.keeps else None, checkpoint_bytes=12 * weights,
-    )  # fmt: skip
+    usual = settings.usual_minutes.get("train")
+    plan = events.Training(total=config.steps, usual_minutes=usual, model=model, source=source)
     with reporter.working(plan) as update:
         place = trainer.train(
             model, source, config, settings.folder, probe=_probe(settings, target), reference=reference,
@@ -132,9 +122,8 @@ def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter) -
     reporter.finished(events.Trained(place))
     if config.calibrate and settings.evaluate is not None and "calibration" not in manifest_of(place):
         # other prompts than those that are measured, where the task has enough of them
-        calibrate(
-            place, target, settings.evaluate.tasks[0], config.calibrate, seed=settings.evaluate.seed + 1, reporter=reporter
-        )
+        task, seed = settings.evaluate.tasks[0], settings.evaluate.seed + 1
+        calibrate(place, target, task, config.calibrate, seed=seed, reporter=reporter)
     return place
 
 
@@ -158,10 +147,8 @@ def calibrate(
 ) -> calibration.Calibration:  # fmt: skip
     """Scale a checkpoint's confidences on `count` prompts of a task; see `outrider.training.calibrate`."""
     texts = [as_tokens(target, prompt) for prompt in prompts(task, count, seed)]
-    plan = events.Calibrating(
-        unit="prompts", total=len(texts), checkpoint=checkpoint, task=task, tokens=len(texts) * max_new_tokens,
-        temperature=temperature,
-    )  # fmt: skip
+    most = len(texts) * max_new_tokens
+    plan = events.Calibrating(total=len(texts), checkpoint=checkpoint, task=task, tokens=most, temperature=temperature)
     with reporter.working(plan) as update:
         found = calibration.calibrate(
             checkpoint, target, texts, max_new_tokens=max_new_tokens, temperature=temperature, shifting=shifting, seed=seed,
@@ -181,20 +168,17 @@ def evaluate(settings: RunConfig, target: TransformersTarget, reporter: Reporter
     texts = len(config.tasks) * config.prompts * (drafters + 2 * len(config.temperatures))
     traced = len(config.tasks) * min(config.observed, config.prompts) * (drafters + len(config.temperatures) - 1)
     plan = events.Evaluating(
-        unit="prompts", total=config.prompts * len(config.tasks), usual_minutes=settings.usual_minutes.get("evaluate"),
-        drafters=tuple(found.drafters), tasks=config.tasks, prompts=config.prompts,
-        tokens=(texts + traced) * config.max_new_tokens,
+        total=config.prompts * len(config.tasks), usual_minutes=settings.usual_minutes.get("evaluate"), tasks=config.tasks,
+        drafters=tuple(found.drafters), prompts=config.prompts, tokens=(texts + traced) * config.max_new_tokens,
     )  # fmt: skip
-    facts: dict[str, Any] = {"drafters": list(found.drafters), "compiled": target.step.graph is not None}
-    provenance = write_provenance(settings, facts)
+    provenance = write_provenance(settings, {"drafters": list(found.drafters), "compiled": target.step.graph is not None})
     with reporter.working(plan) as update:
         report = measured(
             target, found.drafters, config, provenance=provenance, training=found.training, overlaps=found.overlaps,
             drawn=drawn, on_prompt=lambda done, _, left_out: update(done, left_out=left_out),
         )  # fmt: skip
-    if (settings.folder / "report.json").exists():
-        with suppress(DataError):  # a report that this version can't read says nothing of what a precision lost
-            report = with_losses(report, Report.load(settings.folder))
+    with suppress(DataError):  # none, or one that this version can't read, says nothing of what a precision lost
+        report = with_losses(report, Report.load(settings.folder))
     save(report, settings.folder)
     if settings.train is not None:
         amend(settings.folder / "checkpoint", {}, {"report": report.brief(found.own)})

@@ -3,24 +3,24 @@
 Every second prompt is left out of the scaling, to judge it on.  M drafts, K slots of a block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from outrider import checkpoint
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.protocols import Cache, Drafter, Probe
+from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.errors import CheckpointError, DataError
 from outrider.generation import serve
 from outrider.nn.heads import ConfidenceHead
+from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets.protocol import Target
 from outrider.training.scaling import BINS, Outcomes, Scaling, scaling
@@ -29,39 +29,16 @@ LEAST = 20 * BINS
 """Drafts below which a slot's temperature would be noise."""
 
 
-class _Watched(Drafter):
-    """The drafter as it is; notes what it promised of every verified draft, and how much of it was kept."""
+class _Noting(SamplingJudge):
+    """Judges as ever, and keeps the draft that it judged last."""
 
-    def __init__(self, drafter: Drafter, requests: Sequence[Request]):
-        self.drafter, self.taps, self.limit, self.hidden = drafter, drafter.taps, drafter.limit, drafter.hidden
-        self.probe_rows = drafter.probe_rows
-        self.number = {id(request): i for i, request in enumerate(requests)}
-        self.rows: list[tuple[list[float], int, bool, int]] = []
-        """Confidences of a draft's nodes, how many of them were kept, whether the text ended there, which prompt."""
+    draft: Draft
+    rows: list[int]
+    """Slots of that draft."""
 
-    def allocate(self, cache: Cache) -> Any:
-        return self.drafter.allocate(cache)
-
-    def admit(self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
-        self.drafter.admit(memory, rows, state, scores, lengths)
-
-    def propose(self, memory: Any, state: DecodeState, budget: Tensor) -> Draft:
-        return self.drafter.propose(memory, state, budget)
-
-    def probe(self, memory: Any, state: DecodeState, draft: Draft) -> Probe | None:
-        return self.drafter.probe(memory, state, draft)
-
-    def free(self, memory: Any, rows: Sequence[int]) -> None:
-        self.drafter.free(memory, rows)
-
-    def observe(self, memory: Any, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
-        promised = [[]] * len(draft.live) if draft.confidence is None else draft.confidence.tolist()
-        if max(draft.live) and (draft.confidence is None or draft.branches):
-            raise DataError("a draft is a tree or has no confidences; calibrate at a temperature above 0, where it is a chain")
-        for b, row in enumerate(state.rows):
-            own = promised[b][: draft.live[b]]
-            self.rows.append((own, len(kept.paths[b]), kept.next_tokens[b] < 0, self.number[id(state.requests[row])]))
-        self.drafter.observe(memory, state, draft, kept, scores)
+    def __call__(self, draft: Draft, scores: Scores, state: DecodeState) -> Accepted:
+        self.draft, self.rows = draft, list(state.rows)
+        return super().__call__(draft, scores, state)
 
 
 def watch(
@@ -75,33 +52,32 @@ def watch(
     """
     longest = max(map(len, prompts), default=0)
     if longest + max_new_tokens > target.spec.context:
-        raise DataError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit into the context of {target.spec.name}, "
-            f"{target.spec.context}; give shorter prompts, or fewer tokens"
-        )
+        given = f"a prompt of {longest} tokens and {max_new_tokens} new ones"
+        raise DataError(f"{given} do not fit into the context of {target.spec.context}; give shorter prompts, or fewer tokens")
     requests = [
         Request(prompt, max_new_tokens, Sampling(temperature, seed=seed + i), detokenizer=target.detokenizer)
         for i, prompt in enumerate(prompts)
     ]
-    watched, done = _Watched(drafter, requests), 0
-    for progress in serve(target, requests, watched, policy="fixed", slots=slots, shared_noise=False):
-        done += progress.finish_reason is not None
-        if progress.finish_reason is not None and on_prompt is not None:
+    judge, done, found = _Noting(), 0, []
+    for step in serve(target, requests, drafter, policy="fixed", judge=judge, slots=slots, shared_noise=False):
+        draft, b = judge.draft, judge.rows.index(step.row)
+        if max(draft.live) and (draft.confidence is None or draft.branches):
+            raise DataError("a draft is a tree or has no confidences; calibrate at a temperature above 0, where it is a chain")
+        if draft.live[b] and draft.confidence is not None:
+            promised = draft.confidence[b, : draft.live[b]].to("cpu", torch.float64, copy=True)
+            # a text that ends within a draft gets no token of the target's own
+            found.append((promised, len(promised), step.accepted, len(step.tokens) == step.accepted, step.request))
+        done += step.finish_reason is not None
+        if step.finish_reason is not None and on_prompt is not None:
             on_prompt(done)
-    rows = [row for row in watched.rows if row[0]]
-    if not rows:
+    if not found:
         raise DataError(f"{len(prompts)} prompts of {max_new_tokens} new tokens gave no draft to judge by; give more of both")
-    return _gathered(rows)
-
-
-def _gathered(rows: Sequence[tuple[list[float], int, bool, int]]) -> Outcomes:
-    slots = max((len(own) for own, *_ in rows), default=0)
-    at = torch.arange(slots)
-    confidence = torch.tensor([own + [1.0] * (slots - len(own)) for own, *_ in rows], dtype=torch.float64).view(-1, slots)
-    counts = torch.tensor([[len(own), kept, ended, prompt] for own, kept, ended, prompt in rows]).view(-1, 4)
-    drafted, kept, ended, prompts = counts.unbind(-1)
-    survived = at < kept[:, None]
-    return Outcomes(confidence, survived, (at < drafted[:, None]) & (survived | (ended == 0)[:, None]), prompts)
+    promises, *columns = zip(*found, strict=True)
+    confidence = pad_sequence(list(promises), batch_first=True, padding_value=1.0)
+    drafted, kept, ended, numbers = (torch.tensor(column)[:, None] for column in columns)
+    at = torch.arange(confidence.shape[1])
+    survived = at < kept
+    return Outcomes(confidence, survived, (at < drafted) & (survived | ~ended), numbers[:, 0])
 
 
 @dataclass(frozen=True)
@@ -142,10 +118,9 @@ def calibrate(
     scaled, judged = outcomes.of(outcomes.prompts % 2 == 0), outcomes.of(outcomes.prompts % 2 == 1)
     fewest = int(min(half.seen.sum(0).min() for half in (scaled, judged)))
     if fewest < LEAST:
-        raise DataError(
-            f"{len(prompts)} prompts of {max_new_tokens} tokens give a slot only {fewest} drafts to scale or to judge on, "
-            f"wanted are {LEAST}; give {-(-len(prompts) * LEAST // max(fewest, 1))} prompts or more, or more tokens"
-        )
+        given = f"{len(prompts)} prompts of {max_new_tokens} tokens give a slot only {fewest} drafts, not {LEAST}"
+        enough = -(-len(prompts) * LEAST // max(fewest, 1))
+        raise DataError(f"{given}; give {enough} prompts or more, or more tokens")
     change = scaling(scaled, shifting)
     better = judged.scaled(change)
     before = head.temperatures.double().cpu()
@@ -164,11 +139,7 @@ def calibrate(
 def head_of(drafter: Any, folder: str | Path) -> tuple[str, ConfidenceHead]:
     """The confidence head of a loaded checkpoint, with its name.  Raises CheckpointError where there is none."""
     model = getattr(drafter, "model", None)
-    modules = model.named_modules() if isinstance(model, nn.Module) else ()
-    for name, module in modules:
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, ConfidenceHead):
             return name, module
-    raise CheckpointError(
-        f"{folder} has no confidence head to calibrate; train one (dspark with drafter.confidence=true), or wrap the drafter "
-        "in outrider.policies.by_confidence, which counts what is kept while decoding"
-    )
+    raise CheckpointError(f"{folder} has no confidence head to calibrate; train one, such as dspark with confidence: true")

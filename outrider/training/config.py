@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from outrider.config import Config as Base
 from outrider.errors import ConfigError
@@ -24,11 +24,11 @@ class Config(Base):
     """Share of the steps over which the rate rises; then it falls along a cosine to 0."""
     batch: PositiveInt = 8
     """Texts per step."""
-    loss: dict[str, float] = Field(default={"ce": 0.1, "tv": 1.8})
+    loss: Annotated[dict[str, float], AfterValidator(losses.check)] = Field(default={"ce": 0.1, "tv": 1.8})
     """Divergences and their weights."""
     extra: dict[str, float] = Field(default={})
     """Weights of the method's own terms, such as confidence; 1 unless named."""
-    position: dict[str, float] = Field(default={})
+    position: Annotated[dict[str, float], AfterValidator(rows.check)] = Field(default={})
     """Weights by depth in place of the method's own: {exp: g}, {power: b} or {dpace: floor}."""
     select: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the rows that train: those whose loss exceeds the reference's most (AdaSPEC; 0.4 is the paper's)."""
@@ -45,21 +45,9 @@ class Config(Base):
     calibrate: NonNegativeInt = 0
     """Held-out prompts of `evaluate.tasks` on which confidences are calibrated after training; 0 leaves them as trained."""
 
-    @field_validator("loss")
-    @classmethod
-    def _known_terms(cls, loss: dict[str, float]) -> dict[str, float]:
-        return dict(losses.check(loss))
-
-    @field_validator("position")
-    @classmethod
-    def _known_position(cls, position: dict[str, float]) -> dict[str, float]:
-        return dict(rows.check(position))
-
     @model_validator(mode="after")
     def _select_needs_a_reference(self) -> Config:
         if (self.select < 1) != (self.reference is not None):
-            raise ConfigError(
-                f"train.select {self.select} and train.reference {self.reference} belong together: a selection compares with a "
-                "reference, and without one below 1 the reference has no effect; set both, or neither"
-            )
+            given = f"train.select {self.select} and train.reference {self.reference}"
+            raise ConfigError(f"{given} belong together: rows are selected by comparing with it; set both, or neither")
         return self

@@ -8,8 +8,6 @@ lost, and counts.  Forward KL, infinite by its definition, is then sum p log(p /
 generalised divergence of the two measures, and plain KL where all can; such a row weighs what p has within reach.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 
@@ -95,7 +93,7 @@ BY_OVERLAP = frozenset({"lk_lambda"})
 """Those that are told the mean overlap, too."""
 
 
-def check(loss: Mapping[str, float]) -> Mapping[str, float]:
+def check(loss: dict[str, float]) -> dict[str, float]:
     """The loss asked for, every name known.  Raises ConfigError with the nearest name."""
     for name in loss:
         if name not in DIVERGENCES:

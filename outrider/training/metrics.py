@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ class Metrics:
 
     def __init__(self, folder: Path, step: int):
         self.path = folder / "metrics.jsonl"
-        self.waiting = b""
         self.is_told = False
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
         rows = [_row(line) if line.endswith(b"\n") else None for line in lines]
@@ -33,54 +31,40 @@ class Metrics:
         # what a crash left beyond the checkpoint would otherwise stand there twice
         kept = [(line, row) for line, row in zip(lines, rows, strict=True) if row is not None and row["step"] <= step]
         self.is_probed = any("loss" not in row for _, row in kept)
-        if len(kept) < len(lines):
-            self._keep(b"".join(line for line, _ in kept))
+        try:
+            if len(kept) < len(lines):
+                with replacing(self.path) as part:
+                    part.write_bytes(b"".join(line for line, _ in kept))
+            self.file = self.path.open("ab", buffering=1 << 20)  # what the disk has no room for waits in it
+        except OSError as error:
+            wanted = "it is as it was. Make room and run again"
+            raise TrainingError(f"can't write {self.path} ({error.strerror}); {wanted}") from error
         self.board = _tensorboard(folder)
 
     def __enter__(self) -> Metrics:
-        with _no_metrics(self.path):
-            self.file = self.path.open("ab", buffering=0)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._flush()
-        self.file.close()
         if self.board is not None:
             self.board.close()
-        if self.waiting and kind is None:
-            lines = len(self.waiting.splitlines())
-            raise TrainingError(f"{self.path} lacks its last {lines} lines, the disk has no room; the checkpoint is whole")
+        try:
+            self.file.close()
+        except OSError as error:
+            if kind is None:
+                lacks = f"{self.path} lacks its last lines, the disk has no room"
+                raise TrainingError(f"{lacks}; the checkpoint is whole") from error
 
     def write(self, values: Mapping[str, Any]) -> None:
-        self.waiting += json.dumps(values).encode() + b"\n"
-        self._flush()
-        if self.board is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float) and name != "step":
-                    self.board.add_scalar(f"train/{name}", value, values["step"])
-
-    def _flush(self) -> None:
-        """Write what waits, as far as there is room."""
+        self.file.write(json.dumps(values).encode() + b"\n")
         try:
-            while self.waiting:
-                self.waiting = self.waiting[self.file.write(self.waiting) :]
+            self.file.flush()
         except OSError as error:
             if not self.is_told:
                 log.warning("can't write %s (%s): its lines wait; make room", self.path, error.strerror)
             self.is_told = True
-
-    def _keep(self, data: bytes) -> None:
-        """Put these lines in place of the file, whole or not at all."""
-        with _no_metrics(self.path), replacing(self.path) as part:
-            part.write_bytes(data)
-
-
-@contextmanager
-def _no_metrics(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise TrainingError(f"can't write {path} ({error.strerror}); it is as it was. Make room and run again") from error
+        for name, value in values.items() if self.board is not None else ():
+            if isinstance(value, int | float) and name != "step":
+                self.board.add_scalar(f"train/{name}", value, values["step"])
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

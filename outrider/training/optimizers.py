@@ -1,7 +1,5 @@
 """The optimisers that train a drafter, stepped as one: AdamW for every weight, or Muon for the inner matrices beside it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -76,6 +74,7 @@ class Optimizers:
             self.parts.append(torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=weight_decay))
         if inner:
             self.parts.append(Muon(inner, weight_decay, dtype))
+        self._part_of = {weight: part for part in self.parts for group in part.param_groups for weight in group["params"]}
 
     def step(self, lr: float) -> None:
         for part in self.parts:
@@ -89,16 +88,12 @@ class Optimizers:
 
     def state_of(self, weight: Tensor) -> dict[str, Any]:
         """This weight's moments by name, {} before the first step; writing to it sets them."""
-        return next(part for part in self.parts if _holds(part.param_groups, weight)).state[weight]
+        return self._part_of[weight].state[weight]
 
 
 def _is_inner(name: str, weight: Tensor, vocabulary: int) -> bool:
     is_apart = not APART.isdisjoint(name.split("."))
     return weight.dim() == 2 and min(weight.shape) > 1 and vocabulary not in weight.shape and not is_apart
-
-
-def _holds(groups: Sequence[dict[str, Any]], weight: Tensor) -> bool:
-    return any(weight is one for group in groups for one in group["params"])
 
 
 def pack(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:
@@ -112,11 +107,9 @@ def pack(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:
 
 def unpack(state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizers) -> None:
     """Undo `pack`."""
+    torch.set_rng_state(state["rng"])
     parameters = dict(model.named_parameters())
-    for name, value in state.items():
-        if name == "rng":
-            torch.set_rng_state(value)
-            continue
+    for name in state.keys() - {"rng"}:
         owner, _, key = name.rpartition("/")
-        parameter = parameters[owner]
-        optimizer.state_of(parameter)[key] = value if key == "step" else value.to(parameter.device)
+        place = "cpu" if key == "step" else parameters[owner].device
+        optimizer.state_of(parameters[owner])[key] = state[name].to(place)

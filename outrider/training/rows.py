@@ -4,9 +4,8 @@ A drafted token matters only where all before it are kept, so deeper rows weigh 
 itself on rows that it can still learn.  Both know rows, not methods.  M rows of a batch, m of one chunk.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -52,14 +51,13 @@ def dpace(floor: float, rows: Predictions, part: slice, confidence: Confidence) 
 WEIGHINGS: dict[str, Weighing] = {f.__name__: f for f in (exp, power, dpace)}
 
 
-def check(position: Mapping[str, float]) -> Mapping[str, float]:
+def check(position: dict[str, float]) -> dict[str, float]:
     """One weighing and its number, or none.  Raises ConfigError with the nearest name."""
     for name, number in position.items():
         if name not in WEIGHINGS:
             raise ConfigError(f"unknown position weight {name!r}{nearest(name, WEIGHINGS)}")
-        most = float("inf") if name == "exp" else 1.0
-        if not 0 < number <= most:
-            raise ConfigError(f"position weight {name}: {number} must be above 0" + ("" if name == "exp" else " and at most 1"))
+        if not 0 < number <= (math.inf if name == "exp" else 1):
+            raise ConfigError(f"position weight {name}: {number} must be above 0" + " and at most 1" * (name != "exp"))
     if len(position) > 1:
         raise ConfigError(f"position names {len(position)} weights ({', '.join(position)}); choose one")
     return position
@@ -93,19 +91,13 @@ def most_learnable(rows: Predictions, reference: Predictions, share: float, loss
     size: rows a chunk.  Raises ConfigError where the two predict other rows.
     """
     if not torch.equal(rows.labels, reference.labels) or not torch.equal(rows.depth, reference.depth):
-        raise ConfigError(
-            "train.reference predicts other rows than the drafter; it must be of the same kind, with the same block, depth "
-            "and anchors"
-        )
-    gaps = [_losses(each, loss, size) for each in (rows, reference)]
-    gap = torch.cat([mine - theirs for mine, theirs in zip(*gaps, strict=True)])
+        raise ConfigError("train.reference predicts other rows than the drafter; give one of the same kind, block and anchors")
+    mine, theirs = (
+        torch.cat([loss(draft, target, each.labels[part]) for draft, target, part in each.chunks(size)])
+        for each in (rows, reference)
+    )
     learnt = rows.weight > 0
-    wanted = max(1, round(share * int(learnt.sum())))
     if not bool(learnt.any()):
         return learnt
-    least = gap[learnt].topk(wanted).values[-1]
-    return learnt & (gap >= least)
-
-
-def _losses(rows: Predictions, loss: Loss, size: int) -> Iterator[Tensor]:
-    return (loss(draft, target, rows.labels[part]) for draft, target, part in rows.chunks(size))
+    least = (mine - theirs)[learnt].topk(max(1, round(share * int(learnt.sum())))).values[-1]
+    return learnt & (mine - theirs >= least)

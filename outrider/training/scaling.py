@@ -44,18 +44,18 @@ class Outcomes:
         """As the drafter would have promised under other temperatures and shifts."""
         return replace(self, confidence=_tempered(_logits(self.confidence), by.temperatures, by.shifts))
 
-    def errors(self, bins: int = BINS) -> list[float]:
+    def errors(self) -> list[float]:
         """Expected calibration error of reaching and keeping each slot."""
         pairs = zip(self.confidence.cumprod(-1).T, self.survived.T, self.seen.T, strict=True)
-        return [ece(predicted[seen], survived[seen], bins) for predicted, survived, seen in pairs]
+        return [ece(predicted[seen], survived[seen]) for predicted, survived, seen in pairs]
 
-    def noise(self, bins: int = BINS, draws: int = 100) -> list[float]:
+    def noise(self, draws: int = 100) -> list[float]:
         """The errors that perfect promises would show on so many drafts, by outcomes drawn from the promises themselves."""
         generator = torch.Generator().manual_seed(0)
         found = []
         for predicted, seen in zip(self.confidence.cumprod(-1).T, self.seen.T, strict=True):
             mine = predicted[seen]
-            drawn = (ece(mine, torch.rand(len(mine), generator=generator) < mine, bins) for _ in range(draws))
+            drawn = (ece(mine, torch.rand(len(mine), generator=generator) < mine) for _ in range(draws))
             found.append(sum(drawn) / draws)
         return found
 
@@ -76,12 +76,12 @@ class Scaling(NamedTuple):
     """[K] float64."""
 
 
-def scaling(outcomes: Outcomes, shifting: bool = True, bins: int = BINS) -> Scaling:
+def scaling(outcomes: Outcomes, shifting: bool = True) -> Scaling:
     """Slot after slot the temperature of the least error of the product up to it.  shifting False is the paper's own way."""
     found: list[tuple[Tensor, Tensor]] = []
     reached = torch.ones(len(outcomes.confidence), dtype=torch.float64)
     for confidence, survived, seen in zip(_logits(outcomes.confidence).T, outcomes.survived.T, outcomes.seen.T, strict=True):
-        slot = _Slot(reached[seen], confidence[seen], survived[seen], shifting, bins)
+        slot = _Slot(reached[seen], confidence[seen], survived[seen], shifting)
         coarse, _ = slot.best(torch.linspace(-3, 3, 33, dtype=torch.float64).exp2())
         found.append(slot.best(coarse * torch.linspace(-3 / 16, 3 / 16, 13, dtype=torch.float64).exp2()))
         reached = reached * _tempered(confidence, *found[-1])
@@ -98,16 +98,12 @@ class _Slot(NamedTuple):
     survived: Tensor
     """[m] bool."""
     shifting: bool
-    bins: int
 
     def best(self, tried: Tensor) -> tuple[Tensor, Tensor]:
         """The temperature among `tried` [G] of the least error, of equals the nearest to 1, and its shift."""
         shifts = self._shifts(tried) if self.shifting else torch.zeros_like(tried)
-        pairs = zip(tried.unbind(), shifts.unbind(), strict=True)
-        return min(pairs, key=lambda pair: (self._error(*pair), abs(float(pair[0].log()))))
-
-    def _error(self, temperature: Tensor, shift: Tensor) -> float:
-        return ece(self.reached * _tempered(self.logits, temperature, shift), self.survived, self.bins)
+        error = lambda pair: ece(self.reached * _tempered(self.logits, *pair), self.survived)
+        return min(zip(tried, shifts, strict=True), key=lambda pair: (error(pair), abs(float(pair[0].log()))))
 
     def _shifts(self, tried: Tensor) -> Tensor:
         """[G] by bisection: promise and outcome agree on average, or as nearly as a shift of 8 lets them."""

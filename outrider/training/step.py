@@ -4,8 +4,6 @@ Logits exist a chunk at a time: each chunk's loss is back-propagated to the rows
 the model in one go.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping
@@ -79,10 +77,9 @@ def accumulate(
     """
     learnt = predictions.weight > 0 if chosen is None else chosen
     # what D-PACE gives a row is known only with its logits: its blocks are counted, not weighed
-    by_draft = "dpace" in config.position
-    total = (
-        (learnt.float() if by_draft else rows.weights(config.position, predictions, slice(None)) * learnt).sum().clamp(min=1e-9)
-    )
+    counts = "dpace" in config.position
+    weights = learnt.float() if counts else rows.weights(config.position, predictions, slice(None)) * learnt
+    total = weights.sum().clamp(min=1e-9)
     sums: dict[str, float] = {"loss": 0.0}
     depths = int(predictions.depth.max()) + 1 if len(predictions.depth) else 0
     kept, rows_at = torch.zeros(depths), torch.zeros(depths)
@@ -96,7 +93,11 @@ def accumulate(
         if is_counted:
             for name, term in terms.items():
                 sums[name] = sums.get(name, 0.0) + float((weight * term.detach()).sum())
-            _count(kept, rows_at, predictions, part, draft.detach(), target)
+            share = overlap(target.float().softmax(-1), draft.detach().float().softmax(-1)).cpu()
+            own = (predictions.weight[part] > 0).cpu()
+            depth = predictions.depth[part].cpu()[own]
+            kept.index_add_(0, depth, share[own])
+            rows_at.index_add_(0, depth, torch.ones(len(depth)))
     if not is_counted:
         return sums
     accepted = (kept / rows_at.clamp(min=1)).tolist()
@@ -120,14 +121,6 @@ def _chunk(predictions: Predictions) -> int:
     """Rows whose logits exist at once."""
     elements = CHUNK_ELEMENTS.get(predictions.labels.device.type, 2**24)
     return max(1, elements // predictions.vocabulary)
-
-
-def _count(kept: Tensor, rows_at: Tensor, predictions: Predictions, part: slice, draft: Tensor, target: Tensor) -> None:
-    learnt = (predictions.weight[part] > 0).cpu()
-    share = overlap(target.float().softmax(-1), draft.float().softmax(-1)).cpu()
-    depth = predictions.depth[part].cpu()
-    kept.index_add_(0, depth[learnt], share[learnt])
-    rows_at.index_add_(0, depth[learnt], torch.ones(int(learnt.sum())))
 
 
 def rate(step: int, config: Config) -> float:

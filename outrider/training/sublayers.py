@@ -6,8 +6,6 @@ surrogate is a Bayesian linear regression in place of a Gaussian process.
 D tokens of a draft; R texts of a search.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time
@@ -25,6 +23,7 @@ from outrider.generation import generate
 from outrider.targets.protocol import Skip, SkipsLayers, Target
 from outrider.targets.skip import able, every_second, probability
 
+WHICH = ("attention", "mlp")
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
 """What a search chooses `least` from."""
 
@@ -76,32 +75,28 @@ def search(
     same seed and equal seconds give the same sets.  `say` is told of every try.  Raises DrafterError where the target can't
     skip, DataError where the texts end before one draft.
     """
-    skips = able(target)
-    possible, noise = skips.skippable(), torch.Generator().manual_seed(seed)
-    texts = _Texts(target, prompts, tokens, length)
-    clock = _Clock.measured(target, skips, texts, length)
-    space = [*(("attention", layer) for layer in sorted(possible.attention)), *(("mlp", n) for n in sorted(possible.mlp))]
+    possible, noise = able(target).skippable(), torch.Generator().manual_seed(seed)
+    clock = _Clock(target, _Texts(target, prompts, tokens, length))
+    space = [(which, layer) for which in WHICH for layer in sorted(getattr(possible, which))]
     tried: dict[Skip, Found] = {}
     starts = _starts(target.spec.layers, possible)
     for number in range(tries):
         skip = starts[number] if number < len(starts) else _next(space, tried, noise)
-        if skip in tried:
-            continue
-        tried[skip] = found = clock.judged(target, skip, texts.drafted(skips, skip))
-        say(number, found)
-    best = sorted(tried.values(), key=lambda found: -found.speedup)
-    few = [clock.again(target, skips, texts, found) for found in best[:3]]
-    return [*sorted(few, key=lambda found: -found.speedup), *best[3:]]
+        if skip not in tried:
+            tried[skip] = clock.judged(skip)
+            say(number, tried[skip])
+    by_speedup = lambda found: -found.speedup
+    best = sorted(tried.values(), key=by_speedup)
+    return [*sorted((clock.judged(found.skip, is_timed=True) for found in best[:3]), key=by_speedup), *best[3:]]
 
 
 def _starts(layers: int, possible: Skip) -> list[Skip]:
     """Every second layer, early exits, and every MLP or attention of the middle."""
-    exits = [range(layers * part // 8, layers) for part in (7, 6, 4)]
-    middle = range(1, layers - 1)
-    found = [every_second(layers, possible)]
-    found += [Skip(frozenset(layers) & possible.attention, frozenset(layers) & possible.mlp) for layers in exits]
-    found += [Skip(frozenset(middle) & possible.attention), Skip(mlp=frozenset(middle) & possible.mlp)]
-    return [skip for skip in found if skip.attention or skip.mlp]
+    exits = [frozenset(range(layers * part // 8, layers)) for part in (7, 6, 4)]
+    middle = frozenset(range(1, layers - 1))
+    found = [Skip(early & possible.attention, early & possible.mlp) for early in exits]
+    found += [Skip(middle & possible.attention), Skip(mlp=middle & possible.mlp)]
+    return [skip for skip in (every_second(layers, possible), *found) if skip != Skip()]
 
 
 class _Texts:
@@ -112,14 +107,11 @@ class _Texts:
         pairs = [(p, one.tokens) for p, one in zip(prompts, found, strict=True) if len(one.tokens) >= length]
         if not pairs:
             raise DataError(f"no text is {length} tokens long or longer; give other prompts, or a lower length")
-        self.length = length
+        self.target, self.device, self.length = target, target.device, length
         self.starts = [len(prompt) - 1 for prompt, _ in pairs]
         self.drafts = [len(new) // length for _, new in pairs]
         self.texts = [[*prompt, *new] for prompt, new in pairs]
-        longest = max(map(len, self.texts))
-        self.cache: Any = target.allocate(2 * len(pairs), longest + length + 2)
-        self.device = target.device
-        self.target = target
+        self.cache: Any = target.allocate(2 * len(pairs), max(map(len, self.texts)) + length + 2)
         for row in range(len(pairs)):
             self._read(row, row)
 
@@ -136,57 +128,48 @@ class _Texts:
 
         From the last draft to the first: what one writes, those before it do not look at.
         """
-        rows = range(len(self.texts), 2 * len(self.texts))
-        for text, row in enumerate(rows):  # what the last set wrote is not the target's
-            self._read(row, text)
+        count = len(self.texts)
+        for text in range(count):  # what the last set wrote is not the target's
+            self._read(count + text, text)
         leads, sure = [], []
         for number in reversed(range(max(self.drafts))):
-            live = [row for row, drafts in enumerate(self.drafts) if number < drafts]
-            pieces = []
-            for row in live:
-                at = self.starts[row] + number * self.length
-                self.cache.lengths[rows[row]] = at
-                pieces.append(self.texts[row][at : at + self.length + 1])
+            places = {text: self.starts[text] + number * self.length for text in range(count) if number < self.drafts[text]}
+            for text, at in places.items():
+                self.cache.lengths[count + text] = at
+            pieces = [self.texts[text][at : at + self.length + 1] for text, at in places.items()]
             tokens = torch.tensor(pieces, device=self.device)
-            with target.skipping(skip, self.cache, [rows[row] for row in live]) as read:
+            with target.skipping(skip, self.cache, [count + text for text in places]) as read:
                 logits = read(tokens[:, :-1])
             leads.append((logits.argmax(-1) == tokens[:, 1:]).long().cumprod(-1).sum(-1).cpu())
             sure.append(probability(logits).cpu())
         return torch.cat(leads), torch.cat(sure)
 
 
-@dataclass(frozen=True)
 class _Clock:
     """Seconds of a step with 0, 1, … drafted tokens, and of a drafting pass by what it leaves out."""
 
-    steps: list[float]
-    whole: float
-    attention: float
-    """What one attention less saves."""
-    mlp: float
+    def __init__(self, target: Target, texts: _Texts):
+        self.target, self.texts, self.skips = target, texts, able(target)
+        possible = self.skips.skippable()
+        self.whole = _draft_s(self.skips, texts, Skip())
+        self.saved = {}
+        """What one sublayer less saves, by its kind."""
+        for which in WHICH:
+            layers = getattr(possible, which)
+            less = self.whole - _draft_s(self.skips, texts, Skip(**{which: layers}))
+            self.saved[which] = max(0.0, less) / max(len(layers), 1)
+        self.steps = [_verify_s(target, texts, nodes) for nodes in range(texts.length + 1)]
 
-    @classmethod
-    def measured(cls, target: Target, skips: SkipsLayers, texts: _Texts, length: int) -> _Clock:
-        possible = skips.skippable()
-        whole = _draft_s(skips, texts, Skip())
-        counts = len(possible.attention), len(possible.mlp)
-        less = [_draft_s(skips, texts, skip) for skip in (Skip(attention=possible.attention), Skip(mlp=possible.mlp))]
-        attention, mlp = (max(0.0, whole - own) / max(count, 1) for own, count in zip(less, counts, strict=True))
-        steps = [_verify_s(target, texts, nodes) for nodes in range(length + 1)]
-        return cls(steps, whole, attention, mlp)
+    def judged(self, skip: Skip, is_timed: bool = False) -> Found:
+        """A set with the length and the threshold with which it is worth most.
 
-    def judged(self, target: Target, skip: Skip, drafted: tuple[Tensor, Tensor]) -> Found:
-        draft_s = max(self.whole - len(skip.attention) * self.attention - len(skip.mlp) * self.mlp, 0.02 * self.whole)
-        return self._best(target, skip, drafted, draft_s)
-
-    def again(self, target: Target, skips: SkipsLayers, texts: _Texts, found: Found) -> Found:
-        """With the set's own pass measured in place of the sum of its parts."""
-        return self._best(target, found.skip, texts.drafted(skips, found.skip), _draft_s(skips, texts, found.skip))
-
-    def _best(self, target: Target, skip: Skip, drafted: tuple[Tensor, Tensor], draft_s: float) -> Found:
-        """The length and the threshold with which a set is worth most."""
-        leads, sure = drafted
-        own = target.spec.name, target.spec.weights_hash, tuple(sorted(skip.attention)), tuple(sorted(skip.mlp))
+        is_timed: its own pass is measured, in place of the sum of its parts.
+        """
+        leads, sure = self.texts.drafted(self.skips, skip)
+        saved = sum(len(getattr(skip, which)) * each for which, each in self.saved.items())
+        draft_s = _draft_s(self.skips, self.texts, skip) if is_timed else max(self.whole - saved, 0.02 * self.whole)
+        spec = self.target.spec
+        own = spec.name, spec.weights_hash, tuple(sorted(skip.attention)), tuple(sorted(skip.mlp))
         agreement, steps = float((leads > 0).double().mean()), torch.tensor(self.steps, dtype=torch.float64)
         options = []
         for least in THRESHOLDS:
@@ -268,4 +251,4 @@ def _as_bits(space: list[tuple[str, int]], skip: Skip) -> Tensor:
 
 def _as_skip(space: list[tuple[str, int]], bits: Tensor) -> Skip:
     chosen = [place for place, bit in zip(space, bits.tolist(), strict=True) if bit]
-    return Skip(*(frozenset(layer for kind, layer in chosen if kind == which) for which in ("attention", "mlp")))
+    return Skip(*(frozenset(layer for kind, layer in chosen if kind == which) for which in WHICH))

@@ -1,12 +1,10 @@
 """The training loop: features in, a step, a checkpoint.  2N steps equal N, a stop, and N more, bit for bit on a CPU."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,81 +51,74 @@ def train(
     KeyboardInterrupt: the current step is finished and saved first.
     """
     folder = Path(folder)
+    _check(model, config, folder, reference)
+    busy = TrainingError(f"another process is training in {folder}; wait for it, or give this run another name")
+    with held(folder, busy):
+        torch.manual_seed(config.seed)
+        model = model.float().train()
+        config = settled(config, folder, model.target.device)
+        dtype = getattr(torch, config.dtype)
+        optimizer = Optimizers(model, config.optimizer, model.target.spec.vocabulary, config.weight_decay, dtype)
+        place = folder / "checkpoint"
+        facts: dict[str, Any] = {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0}
+        facts |= _resume(place, model, optimizer, facts["config"])
+        given = _name_texts(facts, source)
+        if not facts["step"]:
+            model.begin(source.counts)
+        before, began = facts["seconds"], time.monotonic()
+        seconds = lambda: before + time.monotonic() - began
+        by_overlap = not losses.BY_OVERLAP.isdisjoint(config.loss)
+        with _finish_the_step() as asked_to_stop, Metrics(folder, facts["step"]) as metrics:
+            while facts["step"] < config.steps:
+                is_logged = (facts["step"] + 1) % config.log_every == 0 or facts["step"] + 1 == config.steps
+                looks = by_overlap and facts["step"] % LOOK_EVERY == 0
+                batch, near = source.batch(facts["step"]), facts.get("overlap", 0.0)
+                found = optimise(model, optimizer, batch, config, facts["step"], is_logged or looks, reference, near)
+                facts["step"] += 1
+                if looks:
+                    facts["overlap"] = found["overlap"]
+                facts["tokens"] += int((batch.documents > 0).sum())
+                if is_logged:
+                    taken = {"seconds": round(seconds(), 2), "tokens": facts["tokens"]}
+                    metrics.write({"step": facts["step"], **found, **taken})
+                if on_step is not None:
+                    on_step(facts["step"], found)
+                stops = asked_to_stop()
+                if stops or facts["step"] % config.save_every == 0 or facts["step"] == config.steps:
+                    facts["seconds"] = round(seconds(), 3)
+                    _save(place, model, optimizer, facts, given)
+                if stops:
+                    raise KeyboardInterrupt
+            if probe is not None and not metrics.is_probed:
+                metrics.write({"step": facts["step"], **probe(model.eval())})
+    model.eval()
+    return place
+
+
+def _check(model: DraftModel, config: Config, folder: Path, reference: DraftModel | None) -> None:
+    """Make the folder, and refuse what can't be trained there; warn where the number type is slow."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise TrainingError(
-            f"can't make the folder {folder} ({error.strerror}); give the run another name, or move away what is there"
-        ) from error
+        raise TrainingError(f"can't make {folder} ({error.strerror}); give the run another name, or move that away") from error
     if config.select < 1 and reference is None:
-        raise ConfigError(
-            f"train.select {config.select} needs the reference {config.reference}, loaded; give `reference` to train"
-        )
+        raise ConfigError(f"train.select {config.select} needs {config.reference}, loaded; give `reference` to train")
     if reference is not None and (reference.config.kind, reference.taps) != (model.config.kind, model.taps):
-        raise ConfigError(
-            f"train.reference is a {reference.config.kind} with taps {reference.taps}, the drafter a {model.config.kind} with "
-            f"taps {model.taps}; a selection compares two of one kind that see the same layers"
-        )
-    _warn_if_slow(config, model.target.device)
-    with held(folder, TrainingError(f"another process is training in {folder}; wait for it, or give this run another name")):
-        return _train(model, source, config, folder, on_step, probe, reference)
-
-
-def _warn_if_slow(config: Config, device: torch.device) -> None:
-    slow = machine.slow_type(config.dtype, machine.TRAINING) if device.type == "cpu" else None
+        own, other = (f"a {each.config.kind} with taps {each.taps}" for each in (model, reference))
+        raise ConfigError(f"train.reference is {other}, the drafter {own}; two of one kind are wanted that see the same layers")
+    slow = machine.slow_type(config.dtype, machine.TRAINING) if model.target.device.type == "cpu" else None
     if slow is not None:
         log.warning("train.dtype=%s: %s; train.dtype=auto takes that one", config.dtype, slow)
 
 
-def _train(
-    model: DraftModel, source: FeatureSource, config: Config, folder: Path, on_step: OnStep | None, probe: Probe | None,
-    reference: DraftModel | None,
-) -> Path:  # fmt: skip
-    torch.manual_seed(config.seed)
-    model = model.float().train()
-    config = settled(config, folder, model.target.device)
-    dtype = getattr(torch, config.dtype)
-    optimizer = Optimizers(model, config.optimizer, model.target.spec.vocabulary, config.weight_decay, dtype)
-    place = folder / "checkpoint"
-    facts: dict[str, Any] = {"config": config.model_dump(mode="json"), "seconds": 0.0, "tokens": 0, "step": 0}
-    facts |= _resume(place, model, optimizer, facts["config"])
-    given = _name_texts(facts, source)
-    if not facts["step"]:
-        model.begin(source.counts)
-    metrics = Metrics(folder, facts["step"])
-    before, began = facts["seconds"], time.monotonic()
-
-    def save() -> None:
-        facts["seconds"] = round(before + time.monotonic() - began, 3)
-        there = checkpoint.whole(place)
-        kept = {one["file"]: there / one["file"] for one in facts["grams"] if one is not None}
-        files = {name: path if path.exists() else given.get(name, path) for name, path in kept.items()}
-        checkpoint.save(place, model, facts, pack(model, optimizer), files)
-
-    with _finish_the_step() as asked_to_stop, metrics:
-        while facts["step"] < config.steps:
-            is_logged = (facts["step"] + 1) % config.log_every == 0 or facts["step"] + 1 == config.steps
-            looks = not losses.BY_OVERLAP.isdisjoint(config.loss) and facts["step"] % LOOK_EVERY == 0
-            batch, near = source.batch(facts["step"]), facts.get("overlap", 0.0)
-            found = optimise(model, optimizer, batch, config, facts["step"], is_logged or looks, reference, near)
-            facts["step"] += 1
-            if looks:
-                facts["overlap"] = found["overlap"]
-            facts["tokens"] += int((batch.documents > 0).sum())
-            if is_logged:
-                seconds = round(before + time.monotonic() - began, 2)
-                metrics.write({"step": facts["step"], **found, "seconds": seconds, "tokens": facts["tokens"]})
-            if on_step is not None:
-                on_step(facts["step"], found)
-            if asked_to_stop():
-                save()
-                raise KeyboardInterrupt
-            if facts["step"] % config.save_every == 0 or facts["step"] == config.steps:
-                save()
-        if probe is not None and not metrics.is_probed:
-            metrics.write({"step": facts["step"], **probe(model.eval())})
-    model.eval()
-    return place
+def _save(
+    place: Path, model: DraftModel, optimizer: Optimizers, facts: Mapping[str, Any], given: Mapping[str, Path]
+) -> None:  # fmt: skip
+    """Write the checkpoint, with the hashes of all texts that it was trained on; `given` are those it has not kept yet."""
+    there = checkpoint.whole(place)
+    kept = {one["file"]: there / one["file"] for one in facts["grams"] if one is not None}
+    files = {name: path if path.exists() else given.get(name, path) for name, path in kept.items()}
+    checkpoint.save(place, model, facts, pack(model, optimizer), files)
 
 
 def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,33 +127,24 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
         return {}
     manifest = checkpoint.manifest_of(place)
     checkpoint.check_binding(manifest, model.target, place)
-    free = ("save_every", "log_every", "calibrate")  # they change what is written, not what is learnt
-    mine = {
-        "drafter": model.config.model_dump(mode="json"),
-        "train": {key: value for key, value in settings.items() if key not in free},
-    }
-    own = type(model.config)().model_dump(mode="json")
-    config = checkpoint.config_of(manifest, place, model.target) if manifest["kind"] == own["kind"] else manifest["config"]
-    theirs = {
-        "drafter": (own if manifest["kind"] == own["kind"] else {}) | {"kind": manifest["kind"], **config},
-        "train": Config().model_dump(mode="json") | (manifest["training"].get("config") or {}),
-    }
+    free = {"save_every", "log_every", "calibrate"}  # they change what is written, not what is learnt
+    mine = {"drafter": model.config.model_dump(mode="json"), "train": {key: settings[key] for key in settings.keys() - free}}
+    own, kind = type(model.config)().model_dump(mode="json"), manifest["kind"]
+    config = own | checkpoint.config_of(manifest, place, model.target) if kind == own["kind"] else manifest["config"]
+    trained = Config().model_dump(mode="json") | (manifest["training"].get("config") or {})
+    theirs = {"drafter": config | {"kind": kind}, "train": trained}
     differs = [f"{part}.{key}" for part in mine for key in mine[part] if mine[part][key] != theirs[part].get(key)]
     if differs:
-        raise CheckpointError(
-            f"{place} was trained with other settings ({', '.join(sorted(differs))}); name another run, delete the folder, "
-            "or set them back to go on"
-        )
+        wrong = f"other settings ({', '.join(sorted(differs))})"
+        raise CheckpointError(f"{place} was trained with {wrong}; name another run, or set them back to go on")
     checkpoint.check_taps(manifest, model, place)
     checkpoint.load_weights(place, model)
     state = checkpoint.load_state(place)
     if state is not None:
         unpack(state, model, optimizer)
     elif manifest["training"]["step"] < settings["steps"]:
-        raise CheckpointError(
-            f"{place} was stopped at step {manifest['training']['step']} and lacks {checkpoint.TRAINING}, without which it "
-            "can't go on as it was; put the file back, or name another run"
-        )
+        lacks = f"was stopped at step {manifest['training']['step']} and lacks {checkpoint.TRAINING}"
+        raise CheckpointError(f"{place} {lacks}, without which it can't go on; put the file back, or name another run")
     before = {"grams": [None]} | manifest["training"]
     return {key: before[key] for key in ("step", "seconds", "tokens", "overlap", "grams") if key in before}
 
@@ -196,10 +178,9 @@ def _finish_the_step() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         asked.append(True)
 
-    try:
+    before = None
+    with suppress(ValueError):  # not the main thread: there Ctrl-C never arrives
         before = signal.signal(signal.SIGINT, ask)
-    except ValueError:  # not the main thread: there Ctrl-C never arrives
-        before = None
     try:
         yield lambda: bool(asked)
     finally:

@@ -15,10 +15,9 @@ from outrider import checkpoint, load_drafter
 from outrider.data import hash_files
 from outrider.data.answers import ANSWERS, read_answers
 from outrider.data.config import Config
-from outrider.data.contamination import Found, Source, check
+from outrider.data.contamination import Found, Source, check, sources_of
 from outrider.data.conversations import Conversation
 from outrider.data.features import LiveFeatures
-from outrider.data.origins import sources_of
 from outrider.data.regenerate import prepare
 from outrider.errors import ConfigError
 from outrider.measure.tasks import Prompt

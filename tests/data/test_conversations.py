@@ -12,9 +12,8 @@ from tiny import make_tokenizer
 
 from outrider import demo
 from outrider.data.config import Config
-from outrider.data.conversations import Conversation, read
+from outrider.data.conversations import Conversation, Skipped, read
 from outrider.data.rendering import prompt_tokens, render, template_hash
-from outrider.data.sources import Skipped
 from outrider.errors import DataError
 from outrider.measure import tasks
 from outrider.targets.transformers import TransformersTarget
@@ -96,7 +95,7 @@ def test_bad_rows_are_counted_where_that_is_asked(tmp_path: Path) -> None:
     skipped = Skipped()
     found = list(read(Config(conversations=str(path), skip_bad=True), skipped))
     assert [conversation.messages[0]["content"] for conversation in found] == ["a", "b", "c", "d"]
-    assert len(skipped) == 3
+    assert len(skipped.reasons) == 3
     assert [reason.partition(": ")[0] for reason in skipped.reasons[:2]] == ["a.jsonl:2", "a.jsonl:4"]
     assert "line 7 is not JSON (the line is cut off)" in skipped.reasons[2]
     assert len(read_all(path, skip_bad=True, count=2)) == 2

@@ -20,10 +20,9 @@ from tiny import TEMPLATE, make_folder, make_tokenizer
 from outrider import generate, load_drafter
 from outrider.data.answers import ANSWERS, MANIFEST, Answer, answers_for, read_answers
 from outrider.data.config import Config
-from outrider.data.conversations import Conversation, read
+from outrider.data.conversations import Conversation, Skipped, read
 from outrider.data.regenerate import answered, prepare
 from outrider.data.rendering import prompt_tokens, render
-from outrider.data.sources import Skipped
 from outrider.errors import DataError
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
@@ -326,7 +325,7 @@ def test_answers_that_do_not_say_their_prompt_are_refused(talker: TransformersTa
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({key: row[key] for key in row if "hash" not in key}) + "\n" for row in rows))
     for use in (lambda: answer_all(talker, tmp_path), lambda: answers_for(tmp_path, talker, talker.tokenizer)):
-        with pytest.raises(DataError, match=r"does not say to which prompts.*older Outrider.*delete this one"):
+        with pytest.raises(DataError, match=r"older Outrider wrote .*delete this one"):
             use()
 
 

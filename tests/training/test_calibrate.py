@@ -272,11 +272,11 @@ def test_a_full_disk_leaves_the_checkpoint(saved: Path, talker: TransformersTarg
 def test_what_cannot_be_calibrated_is_said(saved: Path, talker: TransformersTarget, tmp_path: Path):
     """Catches temperatures made of noise, and an AttributeError for a drafter without a head."""
     before = json.loads((saved / checkpoint.MANIFEST).read_text())
-    with pytest.raises(DataError, match=rf"wanted are {LEAST}; give \d+ prompts or more"):
+    with pytest.raises(DataError, match=rf"not {LEAST}; give \d+ prompts or more"):
         calibrate.calibrate(saved, talker, prompts(talker, 2), max_new_tokens=8)
     assert json.loads((saved / checkpoint.MANIFEST).read_text()) == before
     checkpoint.save(tmp_path / "bare", make_model(talker, confidence=False))
-    with pytest.raises(CheckpointError, match="no confidence head to calibrate; train one .* or wrap"):
+    with pytest.raises(CheckpointError, match="no confidence head to calibrate; train one"):
         calibrate.calibrate(tmp_path / "bare", talker, prompts(talker, 2))
     model = make_model(talker, runners_up=(1,))
     with pytest.raises(DataError, match="calibrate at a temperature above 0"):
