@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from outrider import demo
-from outrider.engines import folder as folders
 from outrider.engines import words
 from outrider.engines.engine import ENGINES, Draft, Engine, Method, Settings, Version, Wish, engine_of
-from outrider.engines.folder import BLOCKS, CONFIG, IDS, MANIFEST
 from outrider.errors import ConfigError, ExportError
+from outrider.export import manifest as folders
+from outrider.export.manifest import BLOCKS, CONFIG, IDS, MANIFEST
 
 UNTRAINED = ("ngram", "suffix", "mtp")
 """Kinds that may be named instead of a folder: nothing was trained, or the target has it."""
@@ -238,7 +238,7 @@ def warnings(name: str, draft: Draft, wish: Wish, tokens: int) -> tuple[str, ...
         found.append(
             f"config.json names no {IDS}, so engines guess the layers: drafts may be wrong nearly always; export it again"
         )
-    target = folders.read(Path(draft.target) / CONFIG) if (Path(draft.target) / CONFIG).exists() else {}
+    target = folders.read_json(Path(draft.target) / CONFIG) if (Path(draft.target) / CONFIG).exists() else {}
     if target.get("quantization_config") and draft.precision in ("float32", "bfloat16", "float16"):
         found.append(
             f"it was trained beside a target in {draft.precision}, {draft.target} is quantised: fewer drafts are kept than "

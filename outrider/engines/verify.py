@@ -9,10 +9,11 @@ from typing import Any
 
 from outrider import demo
 from outrider.checkpoint import load_model, manifest_of
-from outrider.engines import causes, folder, parity, readers, verify_transformers
+from outrider.engines import causes, parity, readers, verify_transformers
 from outrider.engines.parity import Parity, Side
 from outrider.errors import ConfigError
 from outrider.export.formats import imported
+from outrider.export.manifest import manifest
 from outrider.measure.run import as_tokens
 from outrider.measure.tasks import prompts
 from outrider.nn.draft_model import DraftModel
@@ -43,7 +44,7 @@ def sides(place: Path, engine: str, checkpoint: Path | None, target: str | None)
 
     Raises ConfigError where the target is not known, and for a kind that this engine is not compared with.
     """
-    name = target or (manifest_of(checkpoint) if checkpoint else folder.manifest(place)).get("target", {}).get("name")
+    name = target or (manifest_of(checkpoint) if checkpoint else manifest(place)).get("target", {}).get("name")
     if name is None:
         raise ConfigError(f"{place} doesn't say which target it drafts for; name it with --target")
     loaded = load_target(name, dtype="float32", compile=False)
@@ -79,7 +80,7 @@ def verified(
     """
     made = _Export(place, engine, target, model, prompts, parity.length_of(model))
     about: dict[str, Any] = {
-        "kind": model.config.kind, "format": folder.manifest(place).get("format", "unknown"), "length": made.length,
+        "kind": model.config.kind, "format": manifest(place).get("format", "unknown"), "length": made.length,
     }  # fmt: skip
     if engine not in parity.RUN:
         return made.read(about)

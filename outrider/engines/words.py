@@ -9,11 +9,11 @@ from pathlib import Path
 
 import yaml
 
-from outrider.engines import folder as folders
 from outrider.engines import tune
 from outrider.engines.engine import Draft, Method, Settings, Wish
 from outrider.engines.template import rendered
 from outrider.errors import ConfigError
+from outrider.export.manifest import CONFIG, LAYERS
 
 ADAPTIVE, TRTLLM_FILE, SNIPPET, REPOSITORY = "adaptive.json", "trtllm.yaml", "generate.py", "models"
 """Files that belong to commands, and Triton's folder."""
@@ -117,7 +117,7 @@ def _trtllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
     if not draft.taps and LAYER_FACTS & set(method.facts) and draft.format != "eagle":
         raise ConfigError(
             f"{draft.folder} does not say which layers of the target it reads, and TensorRT-LLM would take its own; write "
-            f"{folders.LAYERS[str(draft.format), draft.kind][0]} into its {folders.CONFIG}, or export it again"
+            f"{LAYERS[str(draft.format), draft.kind][0]} into its {CONFIG}, or export it again"
         )
     found |= {name: known[name] for name in method.facts if known[name] not in (None, [])}
     if wish.width > 1:

@@ -37,17 +37,12 @@ STRETCH = {"linear": "linear", "default": None, "llama3": None}
 # ── what the file says ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def written(source: Source) -> dict[str, Any]:
-    return header(source.model.lm, source.target.tokenizer, _precision(source))
-
-
 def header(lm: Any, tokenizer: Any, precision: str) -> dict[str, Any]:
     """The keys of a GGUF file of a causal language model; whole numbers are unsigned there.
 
     Raises ExportError for what `refused` finds.
     """
-    reason = refused(lm, tokenizer)
-    if reason is not None:
+    if reason := refused(lm, tokenizer):
         raise ExportError(f"it can't be written as GGUF: {reason}")
     config = lm.config
     name, rope = config.model_type, dict(config.rope_parameters)
@@ -95,10 +90,6 @@ def refused(lm: Any, tokenizer: Any) -> str | None:
     if tokenizer is None:
         return "its target has no tokenizer, and the file needs one; load the target from a folder that has it"
     return _split(tokenizer)[1]
-
-
-def not_plain(source: Source) -> str | None:
-    return refused(source.model.lm, source.target.tokenizer)
 
 
 def _precision(source: Source) -> str:
@@ -193,7 +184,7 @@ def write_file(path: Path, keys: Config, weights: Mapping[str, Tensor], lm: Any,
     names = _names(keys, list(weights))
     for name, weight in weights.items():
         dtype = PRECISIONS[precision][0] if weight.dim() > 1 else torch.float32
-        stored = _turned(name, weight.detach().cpu(), lm.config).to(dtype).contiguous()
+        stored = _turned(name, weight.detach().cpu(), keys).to(dtype).contiguous()
         if not stored.isfinite().all():
             raise ExportError(f"{name} has values that {precision} can't hold; choose bf16 or f32")
         _add_tensor(writer, names[name], stored)
@@ -215,14 +206,10 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     reader = _library().GGUFReader(path)
     keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     found = {one.name: _tensor(one) for one in reader.tensors}
-    layers = keys[f"{keys['general.architecture']}.block_count"]
-    heads = {part: keys[f"{keys['general.architecture']}.attention.{key}"]
-             for part, key in (("q_proj", "head_count"), ("k_proj", "head_count_kv"))}  # fmt: skip
-    weights = {}
-    for name, theirs in _names(keys, list(_possible(layers))).items():
-        if theirs in found:
-            turned = keys["general.architecture"] == "llama" and (part := name.split(".")[-2]) in heads
-            weights[name] = _swapped(found.pop(theirs), heads[part], (-1, 2)) if turned else found.pop(theirs)
+    names = _names(keys, _possible(keys[f"{keys['general.architecture']}.block_count"]))
+    weights = {
+        name: _turned(name, found.pop(theirs), keys, back=True) for name, theirs in names.items() if theirs in found
+    }  # fmt: skip
     return keys, {**weights, **found}
 
 
@@ -246,16 +233,17 @@ def _names(keys: Config, names: list[str]) -> dict[str, str]:
     return {name: theirs for name, theirs in found.items() if theirs is not None}
 
 
-def _turned(name: str, weight: Tensor, config: Any) -> Tensor:
-    """Queries and keys of a llama as llama.cpp turns them, other weights as they are."""
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    part = name.split(".")[-2]
-    return _swapped(weight, heads[part], (2, -1)) if config.model_type == "llama" and part in heads else weight
+def _turned(name: str, weight: Tensor, keys: Config, back: bool = False) -> Tensor:
+    """Queries and keys [heads · head_dim, H] of a llama as llama.cpp turns them, or back; other weights as they are.
 
-
-def _swapped(weight: Tensor, heads: int, halves: tuple[int, int]) -> Tensor:
-    """Within each head: row i of half h becomes row h of pair i (2, -1), or back (-1, 2).  weight [heads · head_dim, H]."""
-    return weight.view(heads, *halves, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+    Within each head row i of half h becomes row h of pair i.
+    """
+    family, part = keys["general.architecture"], name.split(".")[-2]
+    count = {"q_proj": "head_count", "k_proj": "head_count_kv"}.get(part)
+    if family != "llama" or count is None:
+        return weight
+    halves = weight.view(keys[f"{family}.attention.{count}"], *((-1, 2) if back else (2, -1)), weight.shape[-1])
+    return halves.transpose(1, 2).reshape(weight.shape)
 
 
 def _frequencies(lm: Any) -> dict[str, Tensor]:
@@ -295,5 +283,11 @@ def _library() -> Any:
     return gguf
 
 
-LAYOUTS = {"small_model": Layout([("lm.*", "*")], written, refuses=not_plain)}
+LAYOUTS = {
+    "small_model": Layout(
+        [("lm.*", "*")],
+        lambda source: header(source.model.lm, source.target.tokenizer, _precision(source)),
+        refuses=(lambda source: refused(source.model.lm, source.target.tokenizer),),
+    )
+}
 FORMAT = Format(LAYOUTS, writes=write, reads=read, precisions=tuple(PRECISIONS))
