@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.engines import readers
-from outrider.engines.parity import Cause
+from outrider.engines.parity import Cause, common
 from outrider.engines.readers import Draft, States
 from outrider.errors import ExportError
 
@@ -234,17 +234,14 @@ def guesses(model: Draft, texts: Sequence[tuple[States, Mapping[int, int]]], len
     scored = []
     for name, what, draft in _suspects(model):
         try:
-            right = sum(_kept(readers.drafted(draft, seen, at, length).tokens, seen, at) == kept for seen, at, kept in steps)
+            right = sum(
+                common(readers.drafted(draft, seen, at, length).tokens, seen.tokens[at + 1 :]) == kept
+                for seen, at, kept in steps
+            )
         except UNREADABLE:
             continue
         scored.append(Guess(name, what, right / len(steps)))
     return sorted(scored, key=lambda guess: -guess.share)
-
-
-def _kept(draft: Sequence[int], seen: States, anchor: int) -> int:
-    """How many tokens of a draft the text goes on with."""
-    following = seen.tokens[anchor + 1 :]
-    return next((i for i, (a, b) in enumerate(zip(draft, following, strict=False)) if a != b), min(len(draft), len(following)))
 
 
 def _suspects(model: Draft) -> Iterator[tuple[str, str, Draft]]:

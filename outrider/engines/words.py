@@ -26,16 +26,6 @@ Words = tuple[list[str], dict[str, str]]
 """(A command, files that belong to it)"""
 
 
-def settings(engine: str, method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
-    """Of speculation, as the engine reads them.  Raises ConfigError where the draft does not tell what they need."""
-    return SETTINGS[engine](method, draft, tokens, wish)
-
-
-def words(engine: str, draft: Draft, wish: Wish, settings: Settings) -> Words:
-    """The command for these settings; none is no speculation.  Raises ConfigError for a target that the engine can't read."""
-    return WORDS[engine](draft, wish, settings)
-
-
 def _address(wish: Wish) -> list[str]:
     return ["--host", wish.host, "--port", str(wish.port)]
 
@@ -207,7 +197,9 @@ def _triton_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
 SETTINGS: Mapping[str, Callable[[Method, Draft, int, Wish], Settings]] = {
     "vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "llamacpp": _llamacpp, "transformers": _transformers, "triton": _vllm,
 }  # fmt: skip
+"""By engine: settings of speculation, as it reads them.  Raises ConfigError where the draft does not tell what they need."""
 WORDS: Mapping[str, Callable[[Draft, Wish, Settings], Words]] = {
     "vllm": _vllm_words, "sglang": _sglang_words, "trtllm": _trtllm_words, "llamacpp": _llamacpp_words,
     "transformers": _transformers_words, "triton": _triton_words,
 }  # fmt: skip
+"""By engine: the command for these settings; none is no speculation.  Raises ConfigError for a target that it can't read."""
