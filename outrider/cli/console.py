@@ -8,14 +8,15 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, OverflowMethod
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column, Table
 
 from outrider.errors import ConfigError, DataError
 
@@ -34,6 +35,29 @@ JsonTo = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON; - is standard output.")
 ]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count rows that can't be read instead of stopping at the first.")]
+
+
+def say(line: str, style: str | None = None) -> None:
+    """Print a line as it is, however long."""
+    out.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def remark(line: str, style: str | None = None) -> None:
+    """The same on standard error: what is no result."""
+    note.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def table(*columns: str, right: Collection[str] = (), overflow: OverflowMethod = "ellipsis") -> Table:
+    """An empty table without lines.  right: the columns that hold numbers."""
+    made = (Column(name, justify="right" if name in right else "left", overflow=overflow) for name in columns)
+    return Table(*made, box=None, pad_edge=False)
+
+
+def present(json_to: str | None, value: Any, *shown: Table | str) -> None:
+    """Print a result, unless JSON goes to standard output, and write it as JSON where `--json` asks for that."""
+    for each in shown if json_to != "-" else ():
+        say(each) if isinstance(each, str) else out.print(each)
+    write_json(json_to, value)
 
 
 def skipping(overrides: list[str] | None, skip_bad: bool) -> list[str]:
