@@ -8,7 +8,6 @@ engines' own release notes and errors.
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shlex
@@ -43,6 +42,10 @@ NAMED = ("eagle3", "dflash", "dspark", "eagle", "medusa")
 """Methods that vLLM reads off a model's name, in the order looked for."""
 V1 = "VLLM_USE_V1"
 LARGEST_BATCH = 512
+WORD = re.compile(
+    r"""(\s*)(?:([;&|<>()]+)|((?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\;&|<>()])+)|(\S.*))""", re.DOTALL
+)  # fmt: skip
+"""(What stands before, an operator of the shell, or a word, or what can't be read.)"""
 MODES = {
     "draft_tokens_external": ("Draft_Target", "name the draft there as speculative_model"),
     "eagle": ("Eagle3", "which wants an EAGLE-3 as speculative_model: train one"),
@@ -107,11 +110,11 @@ class Old(NamedTuple):
 
 
 class _Line:
-    """A command while it is translated: shlex finds the words, what is between them stays."""
+    """A command while it is translated: its words, and what is between them, which stays."""
 
     def __init__(self, text: str) -> None:
         text = re.sub(r"(?m)(^|(?<=\s))#.*$", "", text)
-        self.text = re.sub(r"\s*\\[ \t\r]*\n\s*|\s*\n\s*(?=-)", " ", text).strip()
+        text = re.sub(r"\s*\\[ \t\r]*\n\s*|\s*\n\s*(?=-)", " ", text).strip()
         self.plain: list[str] = []
         self.raw: list[str] = []
         self.gaps: list[str] = []
@@ -120,18 +123,12 @@ class _Line:
         """What words become; an empty text leaves one out."""
         self.notes: list[str] = []
         self.files: dict[str, str] = {}
-        stream, end = io.StringIO(self.text + "\n"), 0
-        reader = shlex.shlex(stream, posix=True, punctuation_chars=True)
-        reader.whitespace_split, reader.commenters = True, ""
-        try:
-            while (plain := reader.get_token()) is not None:
-                # one more was read: the character that ends the word
-                raw, end = self.text[end : stream.tell() - 1], stream.tell() - 1
-                self.plain.append(plain)
-                self.raw.append(raw.lstrip())
-                self.gaps.append(raw[: len(raw) - len(raw.lstrip())])
-        except ValueError as error:
-            raise ConfigError(f"{text[end : end + 40]!r} can't be read: {error}; quote it as a shell would") from None
+        for gap, operator, word, rest in WORD.findall(text):
+            if rest:
+                raise ConfigError(f"{rest[:40]!r} can't be read: its quotation is not closed; quote it as a shell would")
+            self.gaps.append(gap)
+            self.raw.append(operator or word)
+            self.plain.append(operator or "".join(shlex.split(word)))
 
     @property
     def shell(self) -> str:

@@ -78,22 +78,27 @@ def verified(
 
     say: is told what is about to run.  Raises ConfigError where the engine can't be run.
     """
-    made = _Export(place, engine, target, model, prompts, parity.length_of(model))
-    about: dict[str, Any] = {
-        "kind": model.config.kind, "format": manifest(place).get("format", "unknown"), "length": made.length,
-    }  # fmt: skip
+    kind, length = model.config.kind, parity.length_of(model)
+    made = _Export(place, engine, target, model, prompts, length)
+    found = Parity(engine, None, kind, manifest(place).get("format", "unknown"), length)
     if engine not in parity.RUN:
-        return made.read(about)
+        # what the folder's own causes are
+        some = prompts[:LOOKED_AT]
+        own = parity.ours(target, parity.as_engine(model), some, [[]] * len(some), 32, length)
+        those, stage = made.causes(own.tokens)
+        return replace(found, causes=those, stage=stage, warnings=(f"{engine} was not run: the folder was read",))
     answer = made.answer(python, max_new_tokens, mend, prefix_caching, say)
-    about["platform"] = answer.get("platform", "")
-    about["warnings"] = tuple(parity.known_bad(engine, answer["version"], about["kind"], about["platform"]))
-    if "error" in answer:
-        return Parity(engine, answer["version"], **about, error=answer["error"])
+    version, platform = answer["version"], answer.get("platform", "")
+    warnings = tuple(parity.known_bad(engine, version, kind, platform))
+    found = replace(found, version=version, platform=platform, warnings=warnings, error=answer.get("error"))
+    if found.error is not None:
+        return found
     begun, theirs = parity.RUN[engine], parity.side_of(answer)
-    drafter, first = parity.as_engine(model), [text[:begun] for text in theirs.tokens]
-    own = parity.ours(target, drafter, prompts, first, max_new_tokens, made.length)
-    found = Parity(engine, answer["version"], **about, **parity.compared(target, prompts, own, theirs, made.length, begun))
-    return made.explained(found, known, theirs, answer.get("stages") or {}) if about["kind"] in readers.KINDS else found
+    own = parity.ours(
+        target, parity.as_engine(model), prompts, [text[:begun] for text in theirs.tokens], max_new_tokens, length
+    )  # fmt: skip
+    found = replace(found, **parity.compared(target, prompts, own, theirs, length, begun))
+    return made.explained(found, known, theirs, answer.get("stages") or {}) if kind in readers.KINDS else found
 
 
 @dataclass(frozen=True)
@@ -107,14 +112,6 @@ class _Export:
     prompts: list[list[int]]
     length: int
     """Tokens drafted per step."""
-
-    def read(self, about: Mapping[str, Any]) -> Parity:
-        """What the folder's own causes are, where the engine is not run."""
-        some = self.prompts[:LOOKED_AT]
-        own = parity.ours(self.target, parity.as_engine(self.model), some, [[]] * len(some), 32, self.length)
-        found, stage = self.causes(own.tokens)
-        warnings = (f"{self.engine} was not run: the folder was read",)
-        return Parity(self.engine, None, **about, causes=found, stage=stage, warnings=warnings)
 
     def answer(
         self, python: str | None, max_new_tokens: int, mend: tuple[str, ...], prefix_caching: bool, say: Say
