@@ -323,13 +323,10 @@ def compared(
     both = [(a, b) for a, b in zip(mine, engines, strict=True)]
     agreeing = sum(a.get(place) == kept for a, b in both for place, kept in b.items())
     return {
-        "prompts": len(prompts),
-        "texts_equal": len(prompts) - len(parted),
-        "parted": tuple(parted),
-        "steps": (len(found[0]), len(found[1])),
-        "steps_equal": agreeing / len(found[1]) if found[1] else None,
+        "prompts": len(prompts), "texts_equal": len(prompts) - len(parted), "parted": tuple(parted),
+        "steps": (len(found[0]), len(found[1])), "steps_equal": agreeing / len(found[1]) if found[1] else None,
         "depths": tuple(_depth(d, *found) for d in range(length)) if all(found) else (),
-    }
+    }  # fmt: skip
 
 
 def _steps(accepted: Sequence[int], length: int, end: int, begun: int = 1) -> dict[int, int]:

@@ -35,22 +35,17 @@ def common(source: Source, architecture: str, layers: int) -> dict[str, Any]:
 def eagle3(source: Source) -> dict[str, Any]:
     settings = source.settings
     return common(source, EAGLE3[0], 1) | {
-        "target_model_name_or_path": source.target.spec.name,
-        "ttt_length": settings.ttt,
-        "step_loss_decay": settings.decay,
+        "target_model_name_or_path": source.target.spec.name, "ttt_length": settings.ttt, "step_loss_decay": settings.decay,
         "draft_num_hidden_layers": 1,
-    }
+    }  # fmt: skip
 
 
 def dflash(source: Source) -> dict[str, Any]:
     settings = source.settings
     return common(source, DSPARK[0], settings.layers) | {
-        "block_size": settings.block,
-        "mask_token_id": source.mask_token,
-        "num_anchors": settings.anchors,
-        "markov_rank": 0,
+        "block_size": settings.block, "mask_token_id": source.mask_token, "num_anchors": settings.anchors, "markov_rank": 0,
         "enable_confidence_head": False,
-    }
+    }  # fmt: skip
 
 
 def dspark(source: Source) -> dict[str, Any]:
@@ -59,13 +54,9 @@ def dspark(source: Source) -> dict[str, Any]:
 
 def read_eagle3(config: Config, target: TransformersTarget) -> dict[str, Any]:
     return {
-        **released.read(config, target.spec),
-        "taps": released.taps(config, "deepspec", "eagle3"),
-        "vocabulary": None,
-        "qk_norm": True,
-        "ttt": config.get("ttt_length", 7),
-        "decay": config.get("step_loss_decay", 0.8),
-    }
+        **released.read(config, target.spec), "taps": released.taps(config, "deepspec", "eagle3"), "vocabulary": None,
+        "qk_norm": True, "ttt": config.get("ttt_length", 7), "decay": config.get("step_loss_decay", 0.8),
+    }  # fmt: skip
 
 
 def read_dflash(config: Config, target: TransformersTarget) -> dict[str, Any]:

@@ -48,28 +48,19 @@ def header(lm: Any, tokenizer: Any, precision: str) -> dict[str, Any]:
     name, rope = config.model_type, dict(config.rope_parameters)
     stretch = STRETCH[rope.get("rope_type", "default")]
     shape = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.dimension_count": config.head_dim,
-        "rope.freq_base": float(rope["rope_theta"]),
-        "vocab_size": config.vocab_size,
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "rope.dimension_count": config.head_dim,
+        "rope.freq_base": float(rope["rope_theta"]), "vocab_size": config.vocab_size,
         **({} if stretch is None else {"rope.scaling.type": stretch, "rope.scaling.factor": float(rope["factor"])}),
-    }
+    }  # fmt: skip
     return {
-        "general.architecture": name,
-        "general.type": "model",
-        "general.file_type": PRECISIONS[precision][1],
-        **{f"{name}.{key}": value for key, value in shape.items()},
-        **_vocabulary(tokenizer, config.vocab_size),
+        "general.architecture": name, "general.type": "model", "general.file_type": PRECISIONS[precision][1],
+        **{f"{name}.{key}": value for key, value in shape.items()}, **_vocabulary(tokenizer, config.vocab_size),
         **_specials(lm, tokenizer),
-    }
+    }  # fmt: skip
 
 
 def refused(lm: Any, tokenizer: Any) -> str | None:
@@ -135,12 +126,9 @@ def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
         kinds[i] = NORMAL if i not in added else CONTROL if added[i]["special"] else USER_DEFINED
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in said["model"]["merges"]]
     return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": _split(tokenizer)[0],
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.merges": merges,
-    }
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": _split(tokenizer)[0], "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.merges": merges,
+    }  # fmt: skip
 
 
 def _specials(lm: Any, tokenizer: Any) -> dict[str, Any]:
@@ -148,11 +136,9 @@ def _specials(lm: Any, tokenizer: Any) -> dict[str, Any]:
     ends = getattr(getattr(lm, "generation_config", None), "eos_token_id", None)
     ends = list(ends) if isinstance(ends, list | tuple) else [ends]
     ids = {
-        "bos": tokenizer.bos_token_id,
-        "eos": tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0],
-        "eot": next((i for i in ends if i not in (None, tokenizer.eos_token_id)), None),
-        "padding": tokenizer.pad_token_id,
-    }
+        "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0],
+        "eot": next((i for i in ends if i not in (None, tokenizer.eos_token_id)), None), "padding": tokenizer.pad_token_id,
+    }  # fmt: skip
     begins = tokenizer.bos_token_id is not None and tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
     template = tokenizer.chat_template
     return {

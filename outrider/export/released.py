@@ -28,35 +28,23 @@ def written(shape: LayerConfig, layers: int, spec: TargetSpec, family: str) -> d
     scaling = dict(shape.rope_scaling or {"rope_type": "default"})
     partial = {} if shape.partial_rotary_factor == 1 else {"partial_rotary_factor": shape.partial_rotary_factor}
     return {
-        "model_type": family,
-        "hidden_size": spec.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": spec.vocabulary,
-        "max_position_embeddings": spec.context,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rope_parameters": {**scaling, "rope_theta": shape.rope_theta, **partial},
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": shape.rope_scaling,
-        **partial,
+        "model_type": family, "hidden_size": spec.hidden, "intermediate_size": shape.intermediate,
+        "num_hidden_layers": layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim, "vocab_size": spec.vocabulary, "max_position_embeddings": spec.context,
+        "rms_norm_eps": shape.rms_norm_eps, "hidden_act": "silu", "attention_bias": False,
+        "rope_parameters": {**scaling, "rope_theta": shape.rope_theta, **partial}, "rope_theta": shape.rope_theta,
+        "rope_scaling": shape.rope_scaling, **partial,
         **({"layer_types": ["full_attention"] * layers, "sliding_window": None} if family == "qwen3" else {"mlp_bias": False}),
-    }
+    }  # fmt: skip
 
 
 def whole(source: Source, architecture: str, layers: int, family: str) -> dict[str, Any]:
     """A config with the draft's layers at its top, as all formats but speculators have it."""
     spec = source.target.spec
     return {
-        **written(source.settings, layers, spec, family),
-        "architectures": [architecture],
-        "dtype": spec.dtype,
+        **written(source.settings, layers, spec, family), "architectures": [architecture], "dtype": spec.dtype,
         "tie_word_embeddings": False,
-    }
+    }  # fmt: skip
 
 
 def read(config: Mapping[str, Any], spec: TargetSpec) -> dict[str, Any]:
@@ -71,13 +59,11 @@ def read(config: Mapping[str, Any], spec: TargetSpec) -> dict[str, Any]:
         raise ExportError(f"layer_types {config['layer_types']} has layers that see a window; a draft here sees all")
     heads = _number(config, "num_attention_heads")
     return {
-        "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
+        "heads": heads, "kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or _number(config, "hidden_size") // heads,
-        "intermediate": _number(config, "intermediate_size"),
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "intermediate": _number(config, "intermediate_size"), "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         **_rotation(config),
-    }
+    }  # fmt: skip
 
 
 def _number(config: Mapping[str, Any], key: str) -> int:
@@ -143,11 +129,9 @@ def markov(config: Config) -> dict[str, Any]:
 def markov_written(settings: Any) -> dict[str, Any]:
     """The same, ours in the formats' words."""
     return {
-        "markov_rank": settings.rank,
-        "markov_head_type": settings.markov,
-        "enable_confidence_head": settings.confidence,
+        "markov_rank": settings.rank, "markov_head_type": settings.markov, "enable_confidence_head": settings.confidence,
         "confidence_head_with_markov": True,
-    }
+    }  # fmt: skip
 
 
 def taps(config: Config, format: str, kind: str) -> list[int]:
@@ -188,14 +172,10 @@ def block(config: Config, format: str, kind: str, target: TransformersTarget) ->
     shape, in_anchor = _shape(config), manifest.anchor_predicts(kind, format, config)
     within, dot, _ = manifest.LAYERS[format, kind][0].rpartition(".")
     return {
-        **read(shape, target.spec),
-        "layers": shape["num_hidden_layers"],
-        "block": config["block_size"] - (not in_anchor),
-        "anchor_predicts": in_anchor,
-        "taps": taps(config, format, kind),
-        "mask_token": mask(config, f"{within}{dot}mask_token_id", target),
-        "copies": None,
-    }
+        **read(shape, target.spec), "layers": shape["num_hidden_layers"], "block": config["block_size"] - (not in_anchor),
+        "anchor_predicts": in_anchor, "taps": taps(config, format, kind),
+        "mask_token": mask(config, f"{within}{dot}mask_token_id", target), "copies": None,
+    }  # fmt: skip
 
 
 def head(config: Config, target: TransformersTarget, flags: Sequence[str] = FLAGS) -> dict[str, Any]:

@@ -21,12 +21,10 @@ ARCHITECTURES = {"dflash": "DFlashDraftModel", "domino": "DFlashDraftModel", "ds
 def eagle3(source: Source) -> dict[str, Any]:
     settings, spec = source.settings, source.target.spec
     return released.whole(source, "LlamaForCausalLMEagle3", 1, "llama") | {
-        "draft_vocab_size": settings.vocabulary or spec.vocabulary,
-        "target_hidden_size": spec.hidden,
+        "draft_vocab_size": settings.vocabulary or spec.vocabulary, "target_hidden_size": spec.hidden,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(source.model.taps), "use_aux_hidden_state": True},
-        "fc_norm": settings.fc_norm,
-        "norm_output": settings.norm_output,
-    }
+        "fc_norm": settings.fc_norm, "norm_output": settings.norm_output,
+    }  # fmt: skip
 
 
 def block(source: Source) -> dict[str, Any]:
@@ -43,12 +41,9 @@ def block(source: Source) -> dict[str, Any]:
 def domino(source: Source) -> dict[str, Any]:
     settings, config = source.settings, block(source)
     config["dflash_config"] |= {
-        "projector_type": "domino",
-        "emb_dim": settings.rank,
-        "gru_hidden_dim": settings.gru,
-        "pure_draft_prefix_len": settings.pure_prefix,
-        "shift_label": settings.anchor_predicts,
-    }
+        "projector_type": "domino", "emb_dim": settings.rank, "gru_hidden_dim": settings.gru,
+        "pure_draft_prefix_len": settings.pure_prefix, "shift_label": settings.anchor_predicts,
+    }  # fmt: skip
     return config
 
 

@@ -44,12 +44,10 @@ def fused(source: Source, layers: int, family: str) -> dict[str, Any]:
     """What EAGLE-3's heads have in common."""
     settings, spec = source.settings, source.target.spec
     return common(source, family, layers, settings.length) | {
-        "draft_vocab_size": settings.vocabulary or spec.vocabulary,
-        "norm_before_residual": settings.norm_before_residual,
-        "norm_before_fc": False,
-        "target_hidden_size": spec.hidden,
+        "draft_vocab_size": settings.vocabulary or spec.vocabulary, "norm_before_residual": settings.norm_before_residual,
+        "norm_before_fc": False, "target_hidden_size": spec.hidden,
         "eagle_aux_hidden_state_layer_ids": [tap + SHIFT for tap in source.model.taps],
-    }
+    }  # fmt: skip
 
 
 def dflash(source: Source) -> dict[str, Any]:
