@@ -70,13 +70,14 @@ def _turning(rotation: readers.Rotation) -> str:
     return f"rope_theta {rotation.theta:g}{share}{', stretched by ' + rotation.scaling if rotation.scaling else ''}"
 
 
-LAYERS: tuple[tuple[str, str, str, Callable[[Any], Any]], ...] = (
+Field = tuple[str, str, str, Callable[[Any], Any]]
+"""A field of a `Draft`: its name, the cause, what folder and model say of it, and how each is shown."""
+LAYERS: tuple[Field, ...] = (
     ("taps", "taps", "target layers {} where the model was trained on {}, outputs counted from 0", list),
     ("rotation", "RoPE", "{} where the model has {}", _turning),
     ("eps", "norm", "rms_norm_eps {} where the model has {}", "{:g}".format),
 )
-"""Fields of a `Draft`: the cause, what the two say of it, and how it is shown."""
-BLOCKS: tuple[tuple[str, str, str, Callable[[Any], Any]], ...] = (
+BLOCKS: tuple[Field, ...] = (
     ("skip", "label shift", "the first token is drafted {}, in training {}",
      ("in the anchor's own slot", "in the slot behind it").__getitem__),
     ("causal", "block mask", "slots of a block {} the slots behind them, in training they {}",
@@ -109,9 +110,7 @@ def differences(folder: Draft, model: Draft) -> Iterator[Swap]:
         yield Swap("weights", f"other values in {_few(names)}", {"weights": folder.weights})
 
 
-def _fields(
-    folder: Draft, model: Draft, fields: Sequence[tuple[str, str, str, Callable[[Any], Any]]]
-) -> Iterator[Swap]:  # fmt: skip
+def _fields(folder: Draft, model: Draft, fields: Sequence[Field]) -> Iterator[Swap]:
     for field, name, what, shown in fields:
         theirs, own = getattr(folder, field), getattr(model, field)
         if theirs != own:

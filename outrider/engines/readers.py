@@ -151,9 +151,8 @@ def _layers(kind: str, layers: Mapping[str, Any], weights: Mapping[str, Tensor],
     heads = layers["num_attention_heads"]
     size = layers.get("head_dim") or layers["hidden_size"] // heads
     return Draft(
-        kind, _others(weights), _norms(weights), heads=(heads, layers.get("num_key_value_heads") or heads, size),
-        rotation=_rotation(layers, theta), eps=layers.get("rms_norm_eps", 1e-6), ids=_ids(weights),
-        head=weights.get("lm_head.weight"), **more,
+        kind, **_parts(weights), heads=(heads, layers.get("num_key_value_heads") or heads, size),
+        rotation=_rotation(layers, theta), eps=layers.get("rms_norm_eps", 1e-6), **more,
     )  # fmt: skip
 
 
@@ -224,19 +223,15 @@ def _stretch(rope: Mapping[str, Any], longest: int) -> str:
     return json.dumps({"rope_type": kind, **said}, sort_keys=True)
 
 
-def _ids(weights: Mapping[str, Tensor]) -> Tensor | None:
-    offsets = weights.get("d2t")
-    return None if offsets is None else offsets + torch.arange(len(offsets))
-
-
-def _norms(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: weight for name, weight in weights.items() if "norm" in name}
-
-
-def _others(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """But for norms and maps, and for confidences, which change no token."""
+def _parts(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Fields of a `Draft` from weights by their names; without confidences, which change no token."""
     aside = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight", "confidence_head.")
-    return {name: weight for name, weight in weights.items() if "norm" not in name and not name.startswith(aside)}
+    offsets = weights.get("d2t")
+    return {
+        "norms": {name: weight for name, weight in weights.items() if "norm" in name},
+        "weights": {name: w for name, w in weights.items() if "norm" not in name and not name.startswith(aside)},
+        "ids": None if offsets is None else offsets + torch.arange(len(offsets)), "head": weights.get("lm_head.weight"),
+    }  # fmt: skip
 
 
 # ── from our own model ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -249,24 +244,26 @@ def of_model(model: DraftModel) -> Draft:
     if kind == "medusa":
         named = {_medusa_name(name, config.layers): weight for name, weight in weights.items() if name != "accuracies"}
         if config.head == "target":
-            rows = model.target.head_rows(torch.arange(model.target.spec.vocabulary)).cpu()
-            named |= {f"lm_heads.{k}.weight": rows for k in range(config.heads)}
+            named |= dict.fromkeys((f"lm_heads.{k}.weight" for k in range(config.heads)), _target_head(model))
         return Draft("medusa", named, flags=frozenset({"bias"}), order=tuple(range(config.heads)))
     if kind not in KINDS:
         raise ExportError(f"{kind} is not read here; known: {', '.join(KINDS)}")
     weights = {name.removeprefix("head."): weight for name, weight in weights.items()}
-    scaling = _stretch(config.rope_scaling or {}, LONGEST)
-    rotation = Rotation(config.rope_theta, config.partial_rotary_factor, scaling)
+    rotation = Rotation(config.rope_theta, config.partial_rotary_factor, _stretch(config.rope_scaling or {}, LONGEST))
     flags = frozenset(name for name in ("norm_before_residual", "fc_norm", "norm_output") if getattr(config, name, False))
-    mask = getattr(getattr(model, "backbone", model), "mask_token", None)
-    head = weights.get("lm_head.weight")
-    if head is None and kind not in BLOCKS:  # a copy of the target's stands in the folder
-        head = model.target.head_rows(torch.arange(model.target.spec.vocabulary, device=model.target.device)).cpu()
+    parts = _parts(weights)
+    if parts["head"] is None and kind not in BLOCKS:  # a copy of the target's stands in the folder
+        parts["head"] = _target_head(model)
     return Draft(
-        kind, _others(weights), _norms(weights), tuple(model.taps), (config.heads, config.kv_heads, config.head_dim), rotation,
-        config.rms_norm_eps, flags, _ids(weights), head, mask, 0 if getattr(config, "anchor_predicts", False) else 1,
-        markov=getattr(config, "markov", ""), prefix=getattr(config, "pure_prefix", 0),
+        kind, taps=tuple(model.taps), heads=(config.heads, config.kv_heads, config.head_dim), rotation=rotation,
+        eps=config.rms_norm_eps, flags=flags, mask=getattr(getattr(model, "backbone", model), "mask_token", None),
+        skip=0 if getattr(config, "anchor_predicts", False) else 1, markov=getattr(config, "markov", ""),
+        prefix=getattr(config, "pure_prefix", 0), **parts,
     )  # fmt: skip
+
+
+def _target_head(model: DraftModel) -> Tensor:
+    return model.target.head_rows(torch.arange(model.target.spec.vocabulary, device=model.target.device)).cpu()
 
 
 def _medusa_name(name: str, layers: int) -> str:

@@ -55,11 +55,9 @@ def _vllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
 
 
 def _vllm_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
-    said = []
-    if settings:
-        # compact: it is read in a shell
-        said = ["--speculative-config", json.dumps(settings, separators=(",", ":"))]
-        said += ["--per-request-spec-decode-metrics", "summary"]
+    # compact: it is read in a shell
+    compact = json.dumps(settings, separators=(",", ":"))
+    said = ["--speculative-config", compact, "--per-request-spec-decode-metrics", "summary"] if settings else []
     return ["vllm", "serve", draft.target, *said, *_parallel("--tensor-parallel-size", wish), *_address(wish)], {}
 
 

@@ -164,9 +164,10 @@ def write_file(path: Path, keys: Config, weights: Mapping[str, Tensor], lm: Any,
     """
     library = _library()
     writer = library.GGUFWriter(path, keys["general.architecture"])
+    adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in keys.items():
         if key != "general.architecture":  # its writer begins with it
-            _add(writer, key, value)
+            adds.get(type(value), writer.add_array)(key, value)
     names = _names(keys, list(weights))
     for name, weight in weights.items():
         dtype = PRECISIONS[precision][0] if weight.dim() > 1 else torch.float32
@@ -240,11 +241,6 @@ def _frequencies(lm: Any) -> dict[str, Tensor]:
     turned = lm.model.rotary_emb.inv_freq.detach().cpu().double()
     plain = float(rope["rope_theta"]) ** -(torch.arange(len(turned), dtype=torch.float64) / len(turned))
     return {"rope_freqs.weight": (plain / turned).float()}
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    adds.get(type(value), writer.add_array)(key, value)
 
 
 def _add_tensor(writer: Any, name: str, weight: Tensor) -> None:
