@@ -50,11 +50,6 @@ class Place:
     """Of everything that is made."""
     image: str | None = None
     gpus: int = 1
-    cpus: str = "8"
-    memory: str = "64Gi"
-    storage: str = "200Gi"
-    """Of the volume that holds models."""
-    shared_memory: str = "8Gi"
 
     def check(self) -> None:
         """ConfigError for a name that Kubernetes refuses."""

@@ -320,7 +320,7 @@ def _peagle_chain(draft: Draft, seen: States, anchor: int, length: int, stages: 
     assert draft.mask is not None
     words = _embedded(seen, [*seen.tokens[1 : anchor + 1], *[draft.mask] * (length - 1)])
     x = torch.cat([features, empty.expand(length - 1, -1)])
-    return [_choice(draft, seen, row, stages) for row in _through(draft, words, x, None, stages)[-length:]]
+    return [_choice(draft, seen, row, stages) for row in _through(draft, words, x, None, length, stages)]
 
 
 def _block_chain(draft: Draft, seen: States, anchor: int, length: int, stages: dict[str, Tensor]) -> list[int]:
@@ -328,7 +328,7 @@ def _block_chain(draft: Draft, seen: States, anchor: int, length: int, stages: d
     stages["hidden_norm"] = context
     assert draft.mask is not None
     slots = _embedded(seen, [seen.tokens[anchor], *[draft.mask] * (length + draft.skip - 1)])
-    x = _through(draft, None, slots, context, stages)[-length:]
+    x = _through(draft, None, slots, context, length, stages)
     if draft.kind == "dflash":
         return [_choice(draft, seen, row, stages) for row in x]
     correct = _markov if draft.kind == "dspark" else _domino
@@ -341,23 +341,23 @@ def _block_chain(draft: Draft, seen: States, anchor: int, length: int, stages: d
 
 
 def _through(
-    draft: Draft, words: Tensor | None, x: Tensor, context: Tensor | None, stages: dict[str, Tensor]
+    draft: Draft, words: Tensor | None, x: Tensor, context: Tensor | None, length: int, stages: dict[str, Tensor]
 ) -> Tensor:  # fmt: skip
-    """Rows x [n, H] through all layers and the last norm.  words: beside x in the first layer."""
+    """Rows x [n, H] through all layers, and the last `length` of them normed.  words: beside x in the first layer."""
     for layer in range(1 + max(int(name.split(".")[1]) for name in draft.weights if name.startswith("layers."))):
         x = _layer(draft, layer, words if layer == 0 else None, x, context, stages)
-    stages["norm"] = _norm(draft, "norm", x)
-    return stages["norm"]
+    x = stages["norm"] = _norm(draft, "norm", x)[-length:]
+    return x
 
 
 def _markov(draft: Draft, seen: States, row: Tensor, token: int, memory: Tensor) -> tuple[Tensor, Tensor]:
     """DSpark's correction [V] of a slot behind a token, and what it remembers along the block."""
     word = draft.weights["markov_head.markov_w1.weight"][token].float()
     if draft.markov == "gated":
-        word = _linear(draft, "markov_head.gate_proj", torch.cat([row, word])).sigmoid() * word
+        word = _linear(draft, "markov_head.gate_proj", torch.cat([row, word]), has_bias=True).sigmoid() * word
     elif draft.markov == "rnn":
         joint = torch.cat([memory.expand(len(word)), word, row])
-        keep, new, out = _linear(draft, "markov_head.joint_proj", joint).chunk(3)
+        keep, new, out = _linear(draft, "markov_head.joint_proj", joint, has_bias=True).chunk(3)
         memory = keep.sigmoid() * memory + (1 - keep.sigmoid()) * new.tanh()
         word = out.tanh()
     return _linear(draft, "markov_head.markov_w2", word), memory
@@ -396,10 +396,9 @@ def _fused(draft: Draft, seen: States, anchor: int, stages: dict[str, Tensor]) -
     return stages["fc"]
 
 
-def _linear(draft: Draft, name: str, x: Tensor, has_bias: bool = True) -> Tensor:
-    """With its bias, where it has one that is read."""
-    bias = draft.weights.get(name + ".bias") if has_bias else None
-    return F.linear(x, draft.weights[name + ".weight"].float(), None if bias is None else bias.float())
+def _linear(draft: Draft, name: str, x: Tensor, has_bias: bool = False) -> Tensor:
+    bias = draft.weights[name + ".bias"].float() if has_bias else None
+    return F.linear(x, draft.weights[name + ".weight"].float(), bias)
 
 
 def _norm(draft: Draft, name: str, x: Tensor) -> Tensor:

@@ -86,9 +86,7 @@ class Choice:
 
     def plain(self) -> dict[str, Any]:
         """For JSON, with the tables."""
-        found = asdict(self)
-        found["ranges"] = [list(one) for one in self.ranges]
-        found["gains"] = [one._asdict() for one in self.gains]
+        found = asdict(self) | {"gains": [one._asdict() for one in self.gains]}
         tables = {"vllm": for_vllm(self.ranges), "sglang": for_sglang(self.ranges), "trtllm": for_trtllm(self.ranges)}
         # tables by load hold neither trees nor cut-offs
         return {"outrider_tune": 1, **found, "tables": tables if self.width == 1 and self.cutoff is None else {}}
