@@ -94,9 +94,7 @@ def differences(folder: Draft, model: Draft) -> Iterator[Swap]:
         yield Swap("norm", f"other weights in {_few(names)}", {"norms": folder.norms})
     if flags := folder.flags ^ model.flags:
         said = ", ".join(f"{flag} is {flag in folder.flags}, in training {flag in model.flags}" for flag in sorted(flags))
-        skipped = (
-            f"the biases ({_few(folder.unread)}) stand in the folder, its config doesn't announce them: the engine skips them"
-        )
+        skipped = f"the engine skips the biases ({_few(folder.unread)}), which stand in the folder and not in its config"
         name, what = ("weights", skipped) if "bias" in flags else ("norm", said)
         yield Swap(name, what, {"flags": folder.flags})
     yield from _vocabulary(folder, model)

@@ -173,17 +173,13 @@ def _method(name: str, engine: Engine, draft: Draft, version: str) -> Method:
     if draft.folder is None or draft.format in method.formats:
         return method
     if kind == "mtp":
-        raise ConfigError(
-            f"no engine loads an MTP module from a folder as it is, {title} runs the target's own alone: say "
-            f"`outrider deploy mtp --to {name}`; decode with this one by `outrider decode`, or train a DFlash or an EAGLE-3"
-        )
+        own = f"{title} runs the target's own by `outrider deploy mtp --to {name}`"
+        raise ConfigError(f"no engine loads an MTP module from a folder as it is; {own}, `outrider decode` runs this one")
     if not method.formats:
         raise ConfigError(f"{title} takes no folder for {kind}; say `outrider deploy {kind} --to {name}`")
     why = SHIFTED if (kind, name, draft.format) == ("eagle3", "vllm", "sglang") else ""
-    raise ConfigError(
-        f"{draft.folder} is of format {draft.format}, {title} reads {' or '.join(method.formats)} for {kind}{why}; export it "
-        f"--to {method.formats[0]}"
-    )
+    reads = f"{title} reads {' or '.join(method.formats)} for {kind}{why}; export it --to {method.formats[0]}"
+    raise ConfigError(f"{draft.folder} is of format {draft.format}, {reads}")
 
 
 SHIFTED = " (both have eagle_aux_hidden_state_layer_ids, counted from 0 in SGLang and from 1 in vLLM: it would draft badly)"
@@ -226,16 +222,11 @@ def warnings(name: str, draft: Draft, wish: Wish, tokens: int) -> tuple[str, ...
     says_taps = draft.config.get(IDS) or folders.at(draft.config, f"eagle_config.{IDS}")
     # the authors' own folders have none, and engines guess theirs right
     if draft.kind in ("eagle3", "peagle") and draft.format != "eagle" and draft.config and not says_taps:
-        found.append(
-            f"config.json names no {IDS}, so engines guess the layers: drafts may be wrong nearly always; export again"
-        )
+        found.append(f"config.json names no {IDS}: engines guess the layers, and drafts are mostly wrong; export it again")
     place = Path(draft.target) / CONFIG
     target = folders.read_json(place) if place.exists() else {}
     if target.get("quantization_config") and draft.precision in ("float32", "bfloat16", "float16"):
-        found.append(
-            f"it was trained beside a target in {draft.precision}, {draft.target} is quantised: fewer drafts are kept than "
-            "measured; measure with the target that is served"
-        )
+        found.append(f"it was trained on a target in {draft.precision}, {draft.target} is quantised: measure with that one")
     mine, theirs = (config.get("max_position_embeddings") for config in (draft.config, target))
     if isinstance(mine, int) and isinstance(theirs, int) and mine < theirs:
         found.append(f"it knows {mine} positions, the target {theirs}: beyond them its drafts are not kept")

@@ -84,10 +84,8 @@ def translate(command: str) -> Translation:
                 engine = its_engine
                 translator(line, line.taken(FLAGS[program]))
     if engine is None:
-        raise ConfigError(
-            "no engine in this command; wanted one that runs vllm, sglang.launch_server, trtllm-serve or llama-server, "
-            "or an image of theirs"
-        )
+        wanted = "vllm, sglang.launch_server, trtllm-serve, llama-server or an image of theirs"
+        raise ConfigError(f"no engine in this command; wanted one that runs {wanted}")
     return Translation(engine, line.shell, tuple(line.notes), line.files)
 
 
@@ -355,10 +353,8 @@ def _trtllm_file(path: Path, line: _Line) -> str | None:
 
 def _trtllm_build(line: _Line, olds: list[Old]) -> None:
     """Nothing is built today: what it was told of speculation stands in the file that the server reads."""
-    line.notes.append(
-        "trtllm-build makes an engine of the older backend and stays as it is; today's builds nothing: "
-        f"`trtllm-serve MODEL --config {TRTLLM_FILE}` serves the model itself"
-    )
+    today = f"today's builds nothing: `trtllm-serve MODEL --config {TRTLLM_FILE}` serves the model itself"
+    line.notes.append(f"trtllm-build makes an engine of the older backend and stays as it is; {today}")
     config: dict[str, Any] = {}
     for old in olds:
         kind, more = MODES.get(old.value, (None, "")) if old.flag.now == "decoding_type" else (_valued(old), "")

@@ -112,8 +112,7 @@ def manifest(name: str, engine: str, place: Place, **values: Any) -> str:
 
 def dashboard(engine: str, place: Place) -> dict[str, Any]:
     """A Grafana dashboard of what the engine says of its drafts."""
-    found: dict[str, Any] = yaml.safe_load(manifest(DASHBOARD.replace(".json", ".yaml"), engine, place))
-    return found
+    return yaml.safe_load(manifest(DASHBOARD.replace(".json", ".yaml"), engine, place))
 
 
 def triton(name: str, target: str, wish: Wish, settings: Mapping[str, Any]) -> dict[str, str]:

@@ -199,8 +199,7 @@ def asked(python: str | Path, job: Mapping[str, Any], timeout_s: float = SECONDS
         if not answer.exists():
             last = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
             raise ConfigError(f"the engine ended with code {done.returncode} and no answer: {last or 'it said nothing'}")
-        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-        return found
+        return json.loads(answer.read_text(encoding="utf-8"))
 
 
 def side_of(answer: Mapping[str, Any]) -> Side:

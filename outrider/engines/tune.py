@@ -230,9 +230,8 @@ def check(ranges: Sequence[Range]) -> None:
     expected, tokens = 1, math.inf
     for one in ranges:
         if one.first != expected or one.last < one.first or not 0 <= one.tokens <= tokens:
-            raise ConfigError(
-                f"range {list(one)}; wanted [first, last, tokens] from {expected} on, tokens from 0 and no more than before"
-            )
+            wanted = f"[first, last, tokens] from {expected} on, tokens from 0 and no more than before"
+            raise ConfigError(f"range {list(one)}; wanted {wanted}")
         expected, tokens = one.last + 1, one.tokens
     if not ranges or not any(one.tokens for one in ranges):
         raise ConfigError("this table drafts nothing at any load; serve without speculation (--tokens 0)")
@@ -266,8 +265,6 @@ def read(path: Path) -> tuple[Range, ...]:
         raise DataError(f"{path} is no schedule ({said}); name the tune.json of `outrider tune`") from None
     check(ranges)
     if (said.get("width") or 1) != 1 or said.get("cutoff") is not None:
-        raise ConfigError(
-            f"{path} is of width {said.get('width')} and cut-off {said.get('cutoff')}, which no table by load holds; "
-            "deploy with --tokens, --width and --cutoff, or tune with --widths 1 and without --cutoffs"
-        )
+        measured = f"of width {said.get('width')} and cut-off {said.get('cutoff')}"
+        raise ConfigError(f"{path} is {measured}, which no table by load holds; deploy with --tokens, --width and --cutoff")
     return ranges

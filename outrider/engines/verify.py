@@ -32,9 +32,7 @@ def check(place: Path, engine: str, python: str | None, checkpoint: Path | None)
     if engine == "vllm" and python is None:
         raise ConfigError("vLLM lives in an environment of its own: name its python with --python VENV/bin/python")
     if engine not in parity.RUN and checkpoint is None:
-        raise ConfigError(
-            f"{engine} is not run here, its folder is read and compared: name the --checkpoint it was exported from"
-        )
+        raise ConfigError(f"{engine} is not run here, its folder is read: name the --checkpoint it was exported from")
     if not place.is_dir():
         raise ConfigError(f"{place} is no folder; name one that `outrider export` wrote")
 
@@ -51,10 +49,8 @@ def sides(place: Path, engine: str, checkpoint: Path | None, target: str | None)
     model = load_model(checkpoint, loaded) if checkpoint else imported(place, loaded)
     kinds = parity.READ.get(engine, ("small_model",) if engine == "transformers" else ())
     if kinds and model.config.kind not in kinds:
-        raise ConfigError(
-            f"of {engine}'s folders those of {', '.join(kinds)} are {'run' if engine in parity.RUN else 'read'}; "
-            f"a {model.config.kind} can be run with --engine vllm"
-        )
+        able = f"those of {', '.join(kinds)} are {'run' if engine in parity.RUN else 'read'}"
+        raise ConfigError(f"of {engine}'s folders {able}; a {model.config.kind} can be run with --engine vllm")
     return loaded, model
 
 

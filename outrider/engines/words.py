@@ -103,9 +103,9 @@ def _trtllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
     }  # fmt: skip
     # of the authors' own EAGLE-3, which names no layers, it guesses them right
     if not draft.taps and LAYER_FACTS & set(method.facts) and draft.format != "eagle":
+        key = LAYERS[str(draft.format), draft.kind][0]
         raise ConfigError(
-            f"{draft.folder} does not say which layers of the target it reads, and TensorRT-LLM would take its own; write "
-            f"{LAYERS[str(draft.format), draft.kind][0]} into its {CONFIG}, or export it again"
+            f"{draft.folder} does not say which layers it reads; write {key} into its {CONFIG}, or export it again"
         )
     found |= {name: known[name] for name in method.facts if known[name] not in (None, [])}
     if wish.width > 1:

@@ -57,8 +57,7 @@ def find(name: str) -> Format:
     """A format by its name.  Raises ConfigError with the nearest name for an unknown one."""
     if name not in formats():
         raise ConfigError(f"unknown format {name!r}{nearest(name, formats())}; known: {', '.join(formats())}")
-    found: Format = importlib.import_module(f"{package.__name__}.{name}").FORMAT
-    return found
+    return importlib.import_module(f"{package.__name__}.{name}").FORMAT
 
 
 def matrix() -> list[dict[str, Any]]:
@@ -290,7 +289,7 @@ def _account_for(name: str, weight: Tensor, folder: Path, target: TransformersTa
         raise ExportError(f"{folder}: {name} is {tuple(weight.shape)}, the target's {tuple(theirs.shape)}; it is not its draft")
     if not _is_copy(weight, theirs, rounded=target.spec.quantised is not None):
         raise ExportError(
-            f"{folder} brings a {kind} of its own in {name}, not the target's; one that was trained along can't be read here"
+            f"{folder} brings a {kind} of its own in {name}, not the target's; only the target's can be read here"
         )
 
 

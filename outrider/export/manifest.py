@@ -60,10 +60,8 @@ def manifest(folder: Path) -> Found:
     _check_types(path, found)
     version = found.get("version", VERSION)
     if type(version) is not int or version != VERSION:
-        raise ExportError(
-            f"{path} is of version {_shown(version)}, this Outrider reads {VERSION}; use the release that wrote it, or delete "
-            "the file to import the rest"
-        )
+        what = f"of version {_shown(version)}, this Outrider reads {VERSION}"
+        raise ExportError(f"{path} is {what}; use the release that wrote it, or delete the file to import the rest")
     return found
 
 

@@ -86,10 +86,8 @@ def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
     others = _angles(old, config) if "rope_scaling" in config or not new else found
     for key, value in {**others, **at_top}.items():
         if found[key] != value:
-            raise ExportError(
-                f"{key} is {value} in one place and {found[key]} in another, of rope_parameters, rope_scaling and keys at the "
-                "top; the config contradicts itself, and engines read either: make them agree, or leave one out"
-            )
+            both = f"{value} in one place and {found[key]} in another (rope_parameters, rope_scaling, the top)"
+            raise ExportError(f"{key} is {both}; the config contradicts itself, and engines read either: make them agree")
     scaling = found["rope_scaling"] or {}
     kind = scaling.get("rope_type", "default")
     if kind in ("yarn", "llama3") and config.get("max_position_embeddings"):  # what transformers and engines take for it
@@ -153,9 +151,7 @@ def mask(config: Config, key: str, target: TransformersTarget) -> int:
     token = manifest.at(config, key)
     token = target.mask_token if token is None else token
     if token is None:
-        raise ExportError(
-            f"{key} is missing, and {target.spec.name} has no mask token of its own; write the id that stood in masked slots"
-        )
+        raise ExportError(f"{key} is missing, and {target.spec.name} has no mask token; write the id of masked slots")
     if type(token) is not int:
         raise ExportError(f"{key} is {token!r}, and should be the id of a token")
     return token
@@ -163,8 +159,7 @@ def mask(config: Config, key: str, target: TransformersTarget) -> int:
 
 def _shape(config: Config) -> Config:
     """Where a config says how large the draft's layers are."""
-    shape: Config = config["transformer_layer_config"] if "speculators_model_type" in config else config
-    return shape
+    return config["transformer_layer_config"] if "speculators_model_type" in config else config
 
 
 def block(config: Config, format: str, kind: str, target: TransformersTarget) -> dict[str, Any]:

@@ -88,16 +88,10 @@ EAGLE3_REFUSES = (
     only("qk_norm", False, LLAMA), only("norm_before_residual", False, LLAMA), WHOLE_HEADS, *released.EAGLE3_REFUSES,
 )  # fmt: skip
 DFLASH_REFUSES = (WHOLE_HEADS, *released.DFLASH_REFUSES)
-DSPARK_REFUSES = (
-    only("anchor_predicts", True, "its DSpark drafts the first token in the anchor's slot; train with anchor_predicts: yes"),
-    WHOLE_HEADS,
-    released.learnt_mask,
-)
-DOMINO_REFUSES = (
-    only("pure_prefix", 1, "it corrects a block from its second slot on; train with pure_prefix: 1"),
-    WHOLE_HEADS,
-    released.learnt_mask,
-)
+IN_ANCHOR = "its DSpark drafts the first token in the anchor's slot; train with anchor_predicts: yes"
+DSPARK_REFUSES = (only("anchor_predicts", True, IN_ANCHOR), WHOLE_HEADS, released.learnt_mask)
+SECOND_SLOT = "it corrects a block from its second slot on; train with pure_prefix: 1"
+DOMINO_REFUSES = (only("pure_prefix", 1, SECOND_SLOT), WHOLE_HEADS, released.learnt_mask)
 
 
 def _kind(config: Config, names: Collection[str]) -> str | None:

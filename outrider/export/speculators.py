@@ -118,10 +118,8 @@ def read_eagle3(config: Config, target: TransformersTarget) -> dict[str, Any]:
 def read_peagle(config: Config, target: TransformersTarget) -> dict[str, Any]:
     shape = config["transformer_layer_config"]
     if shape.get("model_type") != "qwen3":
-        raise ExportError(
-            f"its layers are of model_type {shape.get('model_type', 'llama')!r}; a P-EAGLE here has Qwen3's, which norm "
-            "queries and keys, so one of Llama's can't be read"
-        )
+        kind = repr(shape.get("model_type", "llama"))
+        raise ExportError(f"its layers are of model_type {kind}; a P-EAGLE here has Qwen3's, which norm queries and keys")
     more = {"layers": shape["num_hidden_layers"], "mask_token": released.mask(config, "mask_token_id", target)}
     return read_fused(config, target, "peagle", ("norm_before_residual",)) | more | {"copies": None}
 
@@ -130,10 +128,9 @@ def embedding(config: Config, names: Collection[str]) -> dict[str, Any]:
     """An embedding that was trained along must be in the file, where it is held against the target's."""
     along = config.get("embed_requires_grad", config["speculators_model_type"] == "peagle")
     if along and "embed_tokens.weight" not in names:
-        raise ExportError(
-            "its embedding was trained along (embed_requires_grad, which is true for a P-EAGLE unless said) and is not in the "
-            "file; where it is the target's, write embed_requires_grad: false into config.json"
-        )
+        # embed_requires_grad is true for a P-EAGLE unless said
+        where = "where it is the target's, write embed_requires_grad: false into config.json"
+        raise ExportError(f"its embedding was trained along and is not in the file; {where}")
     return {}
 
 
