@@ -123,18 +123,18 @@ def choose(points: Sequence[Point], margin: float = MARGIN, largest: int = LARGE
 
 
 def _notes(table: _Table, ranges: Sequence[Range]) -> tuple[str, ...]:
-    notes = []
-    if table.noise is None:
-        notes.append("everything was measured once: what is noise is not known; measure with --rounds 2 or more")
-    if table.left_out:
-        notes.append(f"{table.left_out} round was not measured whole and does not count")
-    if table.least.tokens:
-        notes.append("no speculation was not measured, so whether it pays is not known; add 0 to --tokens")
-    if ranges[-1].tokens:
-        notes.append(f"beyond {table.loads[-1]} requests at once nothing was measured, and the last length is kept there")
-    if ranges[0].tokens and ranges[0].tokens == max(arm.tokens for arm in table.arms):
-        notes.append("the longest draft that was measured is the best; longer ones may be better still")
-    return tuple(notes)
+    longest = max(arm.tokens for arm in table.arms)
+    notes = (
+        (table.noise is None, "everything was measured once: what is noise is not known; measure with --rounds 2 or more"),
+        (table.left_out, f"{table.left_out} round was not measured whole and does not count"),
+        (table.least.tokens, "no speculation was not measured, so whether it pays is not known; add 0 to --tokens"),
+        (
+            ranges[-1].tokens,
+            f"beyond {table.loads[-1]} requests at once nothing was measured, and the last length is kept there",
+        ),
+        (0 < ranges[0].tokens == longest, "the longest draft that was measured is the best; longer ones may be better still"),
+    )
+    return tuple(note for holds, note in notes if holds)
 
 
 class _Table:
