@@ -54,7 +54,7 @@ def dspark(source: Source) -> dict[str, Any]:
 
 def read_eagle3(config: Config, target: TransformersTarget) -> dict[str, Any]:
     return {
-        **released.read(config, target.spec), "taps": released.taps(config, "deepspec", "eagle3"), "vocabulary": None,
+        **released.read(config, target), "taps": released.taps(config, "deepspec", "eagle3"), "vocabulary": None,
         "qk_norm": True, "ttt": config.get("ttt_length", 7), "decay": config.get("step_loss_decay", 0.8),
     }  # fmt: skip
 

@@ -18,10 +18,6 @@ from outrider.targets.transformers import TransformersTarget
 EAGLE = [("fc.*", "fc.*"), ("layers.*", "layers.*")]
 
 
-def read_eagle(config: Config, target: TransformersTarget) -> dict[str, Any]:
-    return released.read(config, target.spec)
-
-
 def read_eagle3(config: Config, target: TransformersTarget) -> dict[str, Any]:
     layers = target.spec.layers
     guessed = [1, layers // 2 - 1, layers - 4]
@@ -45,5 +41,5 @@ def _kind(config: Config, names: Collection[str]) -> str | None:
     return "eagle" if is_plain and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(names) else None
 
 
-LAYOUTS = {"eagle": Layout(EAGLE, None, read_eagle, told=bias), "eagle3": Layout(released.MIDLAYER, None, read_eagle3)}
+LAYOUTS = {"eagle": Layout(EAGLE, None, released.read, told=bias), "eagle3": Layout(released.MIDLAYER, None, read_eagle3)}
 FORMAT = Format(LAYOUTS, _kind)

@@ -47,8 +47,9 @@ def whole(source: Source, architecture: str, layers: int, family: str) -> dict[s
     }  # fmt: skip
 
 
-def read(config: Mapping[str, Any], spec: TargetSpec) -> dict[str, Any]:
+def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
     """A config's layer settings in our words.  Raises ExportError for what our layers can't be, and for another width."""
+    spec = target.spec
     for key, wanted in (("hidden_size", spec.hidden), ("vocab_size", spec.vocabulary)):
         if config.get(key) not in (None, wanted):
             raise ExportError(f"{key} is {config[key]}, {spec.name} has {wanted}; load the target it was trained for")
@@ -167,7 +168,7 @@ def block(config: Config, format: str, kind: str, target: TransformersTarget) ->
     shape, in_anchor = _shape(config), manifest.anchor_predicts(kind, format, config)
     within, dot, _ = manifest.LAYERS[format, kind][0].rpartition(".")
     return {
-        **read(shape, target.spec), "layers": shape["num_hidden_layers"], "block": config["block_size"] - (not in_anchor),
+        **read(shape, target), "layers": shape["num_hidden_layers"], "block": config["block_size"] - (not in_anchor),
         "anchor_predicts": in_anchor, "taps": taps(config, format, kind),
         "mask_token": mask(config, f"{within}{dot}mask_token_id", target), "copies": None,
     }  # fmt: skip
@@ -177,7 +178,7 @@ def head(config: Config, target: TransformersTarget, flags: Sequence[str] = FLAG
     """What the config of an EAGLE-3 says of its layers, vocabulary and norms."""
     size = config.get("draft_vocab_size") or target.spec.vocabulary
     return {
-        **read(_shape(config), target.spec),
+        **read(_shape(config), target),
         "vocabulary": None if size == target.spec.vocabulary else size,
         **{key: bool(config.get(key)) for key in flags},
     }

@@ -150,7 +150,7 @@ def read_mtp(config: Config, target: TransformersTarget) -> dict[str, Any]:
     if config.get("num_nextn_predict_layers", 1) != 1:
         raise ExportError(f"num_nextn_predict_layers {config['num_nextn_predict_layers']}: this format has one module")
     qk_norm = shape.get("model_type") == "qwen3"
-    return {**released.read(shape, target.spec), "length": drafted(config), "modules": 1, "native": False, "qk_norm": qk_norm}
+    return {**released.read(shape, target), "length": drafted(config), "modules": 1, "native": False, "qk_norm": qk_norm}
 
 
 MTP_REFUSES = (
