@@ -143,7 +143,8 @@ def command(name: str, draft: Draft, wish: Wish | None = None, version: str | No
     wish, engine = wish or Wish(), engine_of(name)
     wish, version, is_assumed = replace(wish, port=wish.port or engine.port), version or engine.version, version is None
     settings: Settings = {}
-    before, notes = None, ()
+    before: str | None = None
+    notes: tuple[str, ...] = ()
     if wish.tokens != 0 or wish.schedule:
         method, tokens = _method(name, engine, draft, version), _tokens(draft, wish)
         _check(name, method, draft, wish, tokens)
