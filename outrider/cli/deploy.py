@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, place_of_json, quiet, write_json
+from outrider.cli.console import JsonTo, place_of_json, quiet, remark, say, write_json
 from outrider.engines import commands, flags, manifests
 from outrider.engines import tune as tuning
 from outrider.engines.commands import Command
@@ -68,30 +68,25 @@ def deploy(
         wish = replace(wish, files=f"{out}/settings")
     command = commands.command(to, found, wish, version)
     if command.files and out is None and to != "transformers":
-        _note(f"it reads {', '.join(command.files)}, which --out FOLDER writes")
+        remark(f"          it reads {', '.join(command.files)}, which --out FOLDER writes")
     _say(found, command, only_print)
     if out is not None:
         place = manifests.Place(name, image, gpus=wish.tensor_parallel)
-        _note(f"written to {out}: {', '.join(manifests.write(out, to, found, wish, place, version))}")
+        remark(f"          written to {out}: {', '.join(manifests.write(out, to, found, wish, place, version))}")
     write_json(json_to, command.plain(found))
 
 
 def _translate(text: str, only_print: bool, json_to: str | None) -> None:
     found = flags.translate(text)
     if not only_print:
-        console.out.print("deploy    an older command in today's words", highlight=False)
+        say("deploy    an older command in today's words")
         for note in found.notes or ("nothing in it is old",):
-            console.out.print(f"          {note}", highlight=False, markup=False, soft_wrap=True)
+            say(f"          {note}")
     print(found.shell, file=console.out.file)
     for name, content in found.files.items():
         print(f"# {name}\n{content}", file=console.out.file)
-    write_json(
-        json_to, {"engine": found.engine, "command": found.shell, "words": list(found.words), "notes": list(found.notes)}
-    )
-
-
-def _note(text: str) -> None:
-    console.note.print(f"          {text}", highlight=False, markup=False, soft_wrap=True)
+    said = {"engine": found.engine, "command": found.shell, "words": list(found.words), "notes": list(found.notes)}
+    write_json(json_to, said)
 
 
 def _say(draft: Draft, command: Command, only_print: bool) -> None:
@@ -99,11 +94,11 @@ def _say(draft: Draft, command: Command, only_print: bool) -> None:
         what = draft.kind if draft.folder is None else f"{draft.kind} in {draft.folder} ({draft.format})"
         asked = ", not asked for: the flags are of this version" if command.is_assumed else ""
         title = f"{engine_of(command.engine).title} {command.version.removeprefix('vLLM ')}{asked}"
-        console.out.print(f"deploy    {what} for {draft.target}, with {title}", highlight=False, markup=False, soft_wrap=True)
+        say(f"deploy    {what} for {draft.target}, with {title}")
         for note in command.notes:
-            console.out.print(f"          {note}", highlight=False, markup=False, soft_wrap=True)
+            say(f"          {note}")
         if command.before is not None:
-            console.out.print("          first:", highlight=False)
+            say("          first:")
             print(command.before, file=console.out.file)
     # as it is, so that it can be pasted
     print(command.shell, file=console.out.file)

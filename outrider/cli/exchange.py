@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from outrider.checkpoint import manifest_of, whole
-from outrider.cli import console
-from outrider.cli.console import JsonTo, place_of_json, quiet, sized, write_json
+from outrider.cli.console import JsonTo, counted, place_of_json, present, quiet, say, sized, table, write_json
 from outrider.export import formats as known
 from outrider.targets.load import load_target
 
@@ -35,13 +33,9 @@ def export(
     folder = known.export(checkpoint, to, out, loaded, precision)
     rounded = f", rounded to {precision}" if precision else ""
     size = sum(path.stat().st_size for path in folder.iterdir())
-    mine = sum(path.stat().st_size for path in whole(checkpoint).iterdir() if path.name == "model.safetensors")
-    console.out.print(
-        f"export    {manifest['kind']} as {to}: {sized(size)} in {folder} (our own weights: {sized(mine)}); every weight reads "
-        f"back equal{rounded}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    mine = (whole(checkpoint) / "model.safetensors").stat().st_size
+    weights = f"{sized(size)} in {folder} (our own weights: {sized(mine)}); every weight reads back equal{rounded}"
+    say(f"export    {manifest['kind']} as {to}: {weights}")
     write_json(json_to, {"kind": manifest["kind"], "format": to, "folder": str(folder), "size_bytes": size})
 
 
@@ -55,26 +49,16 @@ def import_(
     """Make a checkpoint of a draft model in another's format; nothing in it is executed."""
     quiet()
     model = known.import_folder(folder, out, load_target(target, compile=False), format, kind)
-    size = sum(weight.numel() for weight in model.parameters())
-    console.out.print(
-        f"import    {model.config.kind} with {console.counted(size)} parameters, taps {list(model.taps)}; checkpoint in {out}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    size = counted(sum(weight.numel() for weight in model.parameters()))
+    say(f"import    {model.config.kind} with {size} parameters, taps {list(model.taps)}; checkpoint in {out}")
 
 
 def formats(json_to: JsonTo = None) -> None:
     """List which methods can be written and read in which format."""
     quiet()
     place_of_json(json_to)
-    rows = known.matrix()
-    if json_to != "-":
-        table = Table(box=None, pad_edge=False)
-        for column in ("format", "method", "export", "import", "layer numbers"):
-            table.add_column(column)
-        for row in rows:
-            shift = row["shift"]
-            counted = "as ours" if not shift else f"ours + {shift}"
-            table.add_row(row["format"], row["kind"], *("yes" if row[way] else "–" for way in ("export", "import")), counted)
-        console.out.print(table)
-    write_json(json_to, rows)
+    rows, shown = known.matrix(), table("format", "method", "export", "import", "layer numbers")
+    for row in rows:
+        ways = ("yes" if row[way] else "–" for way in ("export", "import"))
+        shown.add_row(row["format"], row["kind"], *ways, f"ours + {row['shift']}" if row["shift"] else "as ours")
+    present(json_to, rows, shown)

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, bar, key_of, place_of_json, quiet, write_json
+from outrider.cli.console import JsonTo, bar, key_of, place_of_json, quiet, say, table, write_json
 from outrider.cli.deploy import ParallelOption, PythonOption, TargetOption, VersionOption
 from outrider.engines import commands, sweep
 from outrider.engines import tune as tuning
@@ -87,18 +86,15 @@ def tune(
         "calls": calls, "max_tokens": max_tokens, "tensor_parallel": tensor_parallel,
     }  # fmt: skip
     total = len(arms) * len(at) * rounds
-    console.out.print(
-        f"tune      {len(arms)} ways to draft at {len(at)} loads, {rounds} times: "
-        f"{total} measurements of {calls} to {max(calls, 8 * max(at))} requests from {log}",
-        highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+    size = f"{total} measurements of {calls} to {max(calls, 8 * max(at))} requests from {log}"
+    say(f"tune      {len(arms)} ways to draft at {len(at)} loads, {rounds} times: {size}")
     measure = sweep.by_replay(trace, calls, max_tokens, completions, key_of(key_from))
     with bar("measurements", total) if console.note.is_terminal else nullcontext(None) as update:
         points = sweep.sweep(arms, at, rounds, starts, measure, out, about, update)
     choice = tuning.choose(points, margin, largest)
     _report(points, choice)
     choice.write(out / "tune.json")
-    console.out.print(f"          written to {out / 'tune.json'}; use it with `outrider deploy --schedule`", highlight=False)
+    say(f"          written to {out / 'tune.json'}; use it with `outrider deploy --schedule`")
     write_json(json_to, choice.plain())
 
 
@@ -107,14 +103,14 @@ def _sublayers(prompts: Path, out: Path, target: str, tries: int, json_to: str |
     loaded, file = load_target(target), str(prompts)
     drawn = draw(file, Config(tasks=(file,), prompts=8))
     texts = [as_tokens(loaded, prompt) for prompt in drawn.prompts[:8]]
-    console.out.print(f"tune      {tries} sets of layers on {len(texts)} prompts of {prompts}", highlight=False, soft_wrap=True)
+    say(f"tune      {tries} sets of layers on {len(texts)} prompts of {prompts}")
     found = sublayers.search(loaded, texts, tries=tries)
     out.mkdir(parents=True, exist_ok=True)
     found[0].save(out / "skip.json")
     for one in found[:3]:
         skipped = f"attention {sorted(one.skip_attention)}, MLP {sorted(one.skip_mlp)}"
-        console.out.print(f"          {one.speedup:.2f}x without {skipped}", highlight=False, markup=False, soft_wrap=True)
-    console.out.print(f"          written to {out / 'skip.json'}; use it with {{kind: layer_skip, file: ...}}", highlight=False)
+        say(f"          {one.speedup:.2f}x without {skipped}")
+    say(f"          written to {out / 'skip.json'}; use it with {{kind: layer_skip, file: ...}}")
     write_json(json_to, [dataclasses.asdict(one) | {"speedup": one.speedup} for one in found])
 
 
@@ -139,22 +135,20 @@ def _named(urls: list[str] | None) -> dict[int, str]:
 def _report(points: list[Point], choice: Choice) -> None:
     """Tokens per second by load and way to draft, and what is chosen."""
     arms = sorted({point.arm for point in points}, key=Arm.order)
-    table = Table(box=None, pad_edge=False)
-    for name in ("at once", *(_name(arm) for arm in arms), "best", "of none"):
-        table.add_column(name, justify="right")
+    columns = ("at once", *(_name(arm) for arm in arms), "best", "of none")
+    shown = table(*columns, right=columns)
     for gain in choice.gains:
         speeds = [[p.tokens_per_s for p in points if p.arm == arm and p.load == gain.load] for arm in arms]
         around = "" if gain.low is None or gain.high is None else f" [{gain.low:.2f}, {gain.high:.2f}]"
         row = (f"{sum(speed) / len(speed):.0f}" for speed in speeds)
-        table.add_row(str(gain.load), *row, str(gain.tokens), f"{gain.ratio:.2f}{around}")
-    console.out.print(table, highlight=False)
+        shown.add_row(str(gain.load), *row, str(gain.tokens), f"{gain.ratio:.2f}{around}")
+    console.out.print(shown, highlight=False)
     said = ", ".join(f"{one.tokens} from {one.first} on" for one in choice.ranges)
     pays = "pays at every load measured" if choice.pays_to is None else f"pays up to {choice.pays_to} requests at once"
     if choice.pays_to == 0:
         pays = "does not pay at any load measured"
-    console.out.print(f"          tokens a step: {said}; speculation {pays}", highlight=False, soft_wrap=True)
-    for note in choice.notes:
-        console.out.print(f"          {note}", highlight=False, markup=False, soft_wrap=True)
+    for line in (f"tokens a step: {said}; speculation {pays}", *choice.notes):
+        say(f"          {line}")
 
 
 def _name(arm: Arm) -> str:

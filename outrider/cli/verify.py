@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from outrider.cli import console
-from outrider.cli.console import JsonTo, place_of_json, quiet, write_json
+from outrider.cli.console import JsonTo, place_of_json, quiet, remark, say, table, write_json
 from outrider.engines import parity, verify
 from outrider.engines.parity import Parity
 
@@ -39,33 +38,23 @@ def verify_export(
     place_of_json(json_to)
     verify.check(folder, engine, python, checkpoint)
     if engine != "vllm" and python is not None:
-        console.note.print(f"          --python has no effect: {engine} needs no environment of its own here", highlight=False)
+        remark(f"          --python has no effect: {engine} needs no environment of its own here")
     loaded, model = verify.sides(folder, engine, checkpoint, target)
     ids = verify.prompt_tokens(loaded, prompts, count)
-    say = lambda text: console.note.print(text, style="dim", highlight=False)
-    found = verify.verified(folder, engine, python, loaded, model, checkpoint is not None, ids, max_new_tokens, say=say)
+    tell = lambda text: remark(text, "dim")
+    found = verify.verified(folder, engine, python, loaded, model, checkpoint is not None, ids, max_new_tokens, say=tell)
     _print(found)
     write_json(json_to, asdict(found) | {"is_equal": found.is_equal, "texts_hold": found.texts_hold})
     if engine in parity.RUN:
-        _write(folder, found)
+        try:
+            say(f"          written to {parity.write_verified(folder, found)}")
+        except (OSError, ValueError, TypeError, AttributeError) as error:  # it takes nothing of what was printed
+            remark(f"          not noted in {folder}: {error}", "yellow")
     if found.is_equal is False or found.causes or found.error:
         raise typer.Exit(1)
 
 
-def _write(folder: Path, found: Parity) -> None:
-    """Beside the weights; that this fails takes nothing of what was printed."""
-    try:
-        place = parity.write_verified(folder, found)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        console.note.print(f"          not noted in {folder}: {error}", style="yellow", highlight=False, markup=False)
-    else:
-        console.out.print(f"          written to {place}", highlight=False, soft_wrap=True, markup=False)
-
-
 def _print(found: Parity) -> None:
-    def say(text: str, style: str | None = None) -> None:
-        console.out.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
-
     where = f"{found.engine} {found.version or ''}".rstrip() + (f" on {found.platform}" if found.platform else "")
     say(f"verify    {found.kind} as {found.format}, {found.length} tokens a step, in {where}")
     for warning in found.warnings:
@@ -73,7 +62,7 @@ def _print(found: Parity) -> None:
     if found.error is not None:
         say(f"          not loaded: {found.error}", "red")
     if found.depths:
-        _print_depths(found, say)
+        _print_depths(found)
     for cause in found.causes:
         say(f"cause     {cause.name}: {cause.what} ({cause.changed:.1%} of our drafted tokens change)", "red")
     if found.stage is not None:
@@ -84,29 +73,24 @@ def _print(found: Parity) -> None:
             say(f"          {share:7.1%}  {name}: {what}")
     if found.engine_stage is not None:
         name, away = found.engine_stage
-        say(
-            f"modules   the engine's own come out otherwise than the folder says from {name} on, by {away:.2g} of its size",
-            "red",
-        )
+        what = f"otherwise than the folder says from {name} on, by {away:.2g} of its size"
+        say(f"modules   the engine's own come out {what}", "red")
     elif found.stages:
         say(f"modules   {found.stages} stages of the engine's own first draft come out as the folder says")
     if found.version is None and not found.causes:
         say("          nothing in the folder changes a drafted token; texts and acceptance: not measured")
 
 
-def _print_depths(found: Parity, say: Any) -> None:
+def _print_depths(found: Parity) -> None:
     ties = f", {len(found.parted)} part" if found.parted else ""
     where = "; ".join(f"prompt {each.prompt} at token {each.token}, gap {each.gap}" for each in found.parted[:3])
     say(f"texts     {found.texts_equal} of {found.prompts} equal{ties}{': ' + where if where else ''}")
     say(f"steps     {found.steps[0]} here, {found.steps[1]} in the engine; {found.steps_equal:.1%} keep the same number")
-    table = Table(box=None, pad_edge=False)
-    for column in ("depth", "kept here", "kept there", "difference", ""):
-        table.add_column(column, justify="left" if not column else "right")
+    numbers = ("depth", "kept here", "kept there", "difference")
+    shown = table(*numbers, "", right=numbers)
     for number, depth in enumerate(found.depths, 1):
         word = "" if depth.is_equal else "differs"
-        table.add_row(str(number), f"{depth.ours:.4f}", f"{depth.engine:.4f}", f"{depth.engine - depth.ours:+.4f}", word)
-    console.out.print(table)
-    if found.is_equal:
-        say("result    the engine drafts what we draft")
-    else:
-        say("result    the engine drafts otherwise", "red")
+        shown.add_row(str(number), f"{depth.ours:.4f}", f"{depth.engine:.4f}", f"{depth.engine - depth.ours:+.4f}", word)
+    console.out.print(shown)
+    said = "the engine drafts what we draft" if found.is_equal else "the engine drafts otherwise"
+    say(f"result    {said}", None if found.is_equal else "red")

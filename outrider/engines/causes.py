@@ -6,14 +6,15 @@ This needs no engine: the folder is read by `readers`, in the engine's conventio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from outrider.engines import readers
-from outrider.engines.parity import Cause
+from outrider.engines.parity import Cause, common
 from outrider.engines.readers import Draft, States
 from outrider.errors import ExportError
 
@@ -21,6 +22,8 @@ PLACES = 12
 """Anchors looked at in a text."""
 CLOSE = 1e-3
 """Relative difference between two readings of one stage that rounding explains."""
+UNREADABLE = (KeyError, IndexError, RuntimeError)
+"""What a draft whose parts don't fit together raises."""
 
 
 class Swap(NamedTuple):
@@ -44,9 +47,9 @@ def causes(folder: Draft, model: Draft, texts: Sequence[tuple[States, int]], len
     found = []
     for swap in differences(folder, model):
         try:
-            other = readers.swapped(model, **swap.parts)
+            other = replace(model, **swap.parts)
             drafts = [readers.drafted(other, seen, at, length).tokens for seen, at in places]
-        except (KeyError, IndexError, RuntimeError) as error:
+        except UNREADABLE as error:
             found.append(Cause(swap.name, f"{swap.what}; with it nothing can be drafted ({type(error).__name__})", 1.0))
             continue
         changed = sum(a != b for one, two in zip(drafts, wanted, strict=True) for a, b in zip(one, two, strict=True))
@@ -62,81 +65,80 @@ def _anchors(seen: States, begun: int) -> list[int]:
     return list(range(max(begun, 1), last + 1, step))[:PLACES]
 
 
+def _turning(rotation: readers.Rotation) -> str:
+    share = f", {rotation.share:g} of a head" if rotation.share != 1 else ""
+    return f"rope_theta {rotation.theta:g}{share}{', stretched by ' + rotation.scaling if rotation.scaling else ''}"
+
+
+Field = tuple[str, str, str, Callable[[Any], Any]]
+"""A field of a `Draft`: its name, the cause, what folder and model say of it, and how each is shown."""
+LAYERS: tuple[Field, ...] = (
+    ("taps", "taps", "target layers {} where the model was trained on {}, outputs counted from 0", list),
+    ("rotation", "RoPE", "{} where the model has {}", _turning),
+    ("eps", "norm", "rms_norm_eps {} where the model has {}", "{:g}".format),
+)
+BLOCKS: tuple[Field, ...] = (
+    ("skip", "label shift", "the first token is drafted {}, in training {}",
+     ("in the anchor's own slot", "in the slot behind it").__getitem__),
+    ("causal", "block mask", "slots of a block {} the slots behind them, in training they {}",
+     ("see", "don't see").__getitem__),
+    ("prefix", "label shift", "slots are corrected from number {} on, in training from {}", str),
+    ("markov", "weights", "the head behind the block is read as {}, in training it was {}", str),
+)  # fmt: skip
+
+
 def differences(folder: Draft, model: Draft) -> Iterator[Swap]:
     """Parts of the folder that are not as in the model."""
-    if folder.taps != model.taps:
-        said = f"target layers {list(folder.taps)} where the model was trained on {list(model.taps)}, outputs counted from 0"
-        yield Swap("taps", said, {"taps": folder.taps})
-    if folder.rotation != model.rotation:
-        yield Swap("RoPE", f"{_rotation(folder)} where the model has {_rotation(model)}", {"rotation": folder.rotation})
-    if folder.eps != model.eps:
-        yield Swap("norm", f"rms_norm_eps {folder.eps:g} where the model has {model.eps:g}", {"eps": folder.eps})
+    yield from _fields(folder, model, LAYERS)
     if names := _unequal(folder.norms, model.norms):
         yield Swap("norm", f"other weights in {_few(names)}", {"norms": folder.norms})
     if flags := folder.flags ^ model.flags:
-        yield _flags(folder, model, flags)
+        said = ", ".join(f"{flag} is {flag in folder.flags}, in training {flag in model.flags}" for flag in sorted(flags))
+        skipped = f"the engine skips the biases ({_few(folder.unread)}), which stand in the folder and not in its config"
+        name, what = ("weights", skipped) if "bias" in flags else ("norm", said)
+        yield Swap(name, what, {"flags": folder.flags})
     yield from _vocabulary(folder, model)
-    if folder.skip != model.skip:
-        first = {0: "in the anchor's own slot", 1: "in the slot behind it"}
-        said = f"the first token is drafted {first[folder.skip]}, in training {first[model.skip]}"
-        yield Swap("label shift", said, {"skip": folder.skip})
-    if folder.causal != model.causal:
-        said = f"slots of a block {_sight(folder)} the slots behind them, in training they {_sight(model)}"
-        yield Swap("block mask", said, {"causal": folder.causal})
-    if folder.prefix != model.prefix:
-        said = f"slots are corrected from number {folder.prefix} on, in training from {model.prefix}"
-        yield Swap("label shift", said, {"prefix": folder.prefix})
-    if folder.markov != model.markov:
-        said = f"the head behind the block is read as {folder.markov}, in training it was {model.markov}"
-        yield Swap("weights", said, {"markov": folder.markov})
-    yield from _weights(folder, model)
+    yield from _fields(folder, model, BLOCKS)
+    names = _unequal(folder.weights, model.weights)
+    if "bias" not in folder.flags and model.kind == "medusa":
+        names = [name for name in names if not name.endswith(".bias")]
+    if names and (shift := _shifted_heads(folder, model)):
+        yield Swap("label shift", f"head k holds what the model has as head k {shift:+d}", {"weights": folder.weights})
+    elif names:
+        yield Swap("weights", f"other values in {_few(names)}", {"weights": folder.weights})
 
 
-def _flags(folder: Draft, model: Draft, flags: frozenset[str]) -> Swap:
-    said = ", ".join(f"{flag} is {flag in folder.flags}, in training {flag in model.flags}" for flag in sorted(flags))
-    if "bias" in flags:
-        said = (
-            f"the biases ({_few(folder.unread)}) stand in the folder, its config doesn't announce them: the engine skips them"
-        )
-    return Swap("weights" if "bias" in flags else "norm", said, {"flags": folder.flags})
+def _fields(folder: Draft, model: Draft, fields: Sequence[Field]) -> Iterator[Swap]:
+    for field, name, what, shown in fields:
+        theirs, own = getattr(folder, field), getattr(model, field)
+        if theirs != own:
+            yield Swap(name, what.format(shown(theirs), shown(own)), {field: theirs})
 
 
 def _vocabulary(folder: Draft, model: Draft) -> Iterator[Swap]:
     theirs, own = folder.ids, model.ids
-    if (theirs is None) != (own is None) or (theirs is not None and own is not None and not _same(theirs, own)):
-        count = "all" if theirs is None else f"{len(theirs)}"
-        other = (
-            "" if theirs is None or own is None or len(theirs) != len(own) else f", {int((theirs != own).sum())} of them moved"
-        )
-        parts = {"ids": theirs, "head": folder.head}
-        yield Swap("vocabulary", f"d2t maps {count} draft tokens{other}; the map is not this model's", parts)
+    if theirs is None or own is None:
+        is_same, moved = theirs is own, ""
+    else:
+        is_same = _same(theirs, own)
+        moved = f", {int((theirs != own).sum())} of them moved" if len(theirs) == len(own) else ""
+    if not is_same:
+        said = f"d2t maps {'all' if theirs is None else len(theirs)} draft tokens{moved}; the map is not this model's"
+        yield Swap("vocabulary", said, {"ids": theirs, "head": folder.head})
     elif folder.head is not None and model.head is not None and not _same(folder.head, model.head):
         yield Swap("vocabulary", "lm_head has other rows than the model", {"head": folder.head})
     if folder.mask != model.mask and model.kind != "medusa":
         yield Swap("vocabulary", f"mask token {folder.mask} where the model has {model.mask}", {"mask": folder.mask})
 
 
-def _weights(folder: Draft, model: Draft) -> Iterator[Swap]:
-    names = _unequal(folder.weights, model.weights)
-    if "bias" not in folder.flags and model.kind == "medusa":
-        names = [name for name in names if not name.endswith(".bias")]
-    if not names:
-        return
-    if shift := _shifted_heads(folder, model):
-        yield Swap("label shift", f"head k holds what the model has as head k {shift:+d}", {"weights": folder.weights})
-    else:
-        yield Swap("weights", f"other values in {_few(names)}", {"weights": folder.weights})
-
-
 def _shifted_heads(folder: Draft, model: Draft) -> int:
     """By how much Medusa's heads stand elsewhere; 0 where they don't."""
-    count = len(model.order)
+    first = "blocks.{}.layers.0.weight".format
     for shift in (1, -1):
-        pairs = [(k, k + shift) for k in range(count) if 0 <= k + shift < count]
-        both = [
-            (folder.weights.get(f"blocks.{a}.layers.0.weight"), model.weights[f"blocks.{b}.layers.0.weight"]) for a, b in pairs
-        ]
-        if pairs and all(one is not None and _same(one, other) for one, other in both):
+        ours = [k for k in range(len(model.order)) if 0 <= k + shift < len(model.order)]
+        theirs = [folder.weights.get(first(k)) for k in ours]
+        pairs = zip(theirs, (model.weights[first(k + shift)] for k in ours), strict=True)
+        if ours and all(one is not None and _same(one, other) for one, other in pairs):
             return shift
     return 0
 
@@ -149,7 +151,7 @@ def first_difference(folder: Draft, model: Draft, seen: States, anchor: int, len
     own = readers.drafted(model, seen, anchor, length).stages
     try:
         theirs = readers.drafted(folder, seen, anchor, length).stages
-    except (KeyError, IndexError, RuntimeError):  # among the causes already
+    except UNREADABLE:  # among the causes already
         return None
     for name, value in own.items():
         away = _away(value, theirs.get(name))
@@ -202,16 +204,6 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one.double().cpu(), other.double().cpu(), rtol=1e-2, atol=1e-6)
 
 
-def _rotation(draft: Draft) -> str:
-    turn = draft.rotation
-    share = f", {turn.share:g} of a head" if turn.share != 1 else ""
-    return f"rope_theta {turn.theta:g}{share}{', stretched by ' + turn.scaling if turn.scaling else ''}"
-
-
-def _sight(draft: Draft) -> str:
-    return "don't see" if draft.causal else "see"
-
-
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -239,17 +231,14 @@ def guesses(model: Draft, texts: Sequence[tuple[States, Mapping[int, int]]], len
     scored = []
     for name, what, draft in _suspects(model):
         try:
-            right = sum(_kept(readers.drafted(draft, seen, at, length).tokens, seen, at) == kept for seen, at, kept in steps)
-        except (KeyError, IndexError, RuntimeError):
+            right = sum(
+                common(readers.drafted(draft, seen, at, length).tokens, seen.tokens[at + 1 :]) == kept
+                for seen, at, kept in steps
+            )
+        except UNREADABLE:
             continue
         scored.append(Guess(name, what, right / len(steps)))
     return sorted(scored, key=lambda guess: -guess.share)
-
-
-def _kept(draft: Sequence[int], seen: States, anchor: int) -> int:
-    """How many tokens of a draft the text goes on with."""
-    following = seen.tokens[anchor + 1 :]
-    return next((i for i, (a, b) in enumerate(zip(draft, following, strict=False)) if a != b), min(len(draft), len(following)))
 
 
 def _suspects(model: Draft) -> Iterator[tuple[str, str, Draft]]:
@@ -257,24 +246,23 @@ def _suspects(model: Draft) -> Iterator[tuple[str, str, Draft]]:
     for shift in (-1, 1) if model.taps else ():
         if min(model.taps) + shift >= 0:
             taps = tuple(tap + shift for tap in model.taps)
-            yield "taps", f"it takes the layers {'before' if shift < 0 else 'behind'} ours", readers.swapped(model, taps=taps)
-    if model.rotation.theta:
-        for theta in (1e4, 5e5, 1e6):
-            if theta != model.rotation.theta:
-                turn = model.rotation._replace(theta=theta)
-                yield "RoPE", f"it turns by rope_theta {theta:g}", readers.swapped(model, rotation=turn)
+            yield "taps", f"it takes the layers {'before' if shift < 0 else 'behind'} ours", replace(model, taps=taps)
+    for theta in (1e4, 5e5, 1e6) if model.rotation.theta else ():
+        if theta != model.rotation.theta:
+            turned = replace(model, rotation=model.rotation._replace(theta=theta))
+            yield "RoPE", f"it turns by rope_theta {theta:g}", turned
     if model.kind in readers.BLOCKS:
-        yield "block mask", "slots of a block don't see those behind them", readers.swapped(model, causal=not model.causal)
+        yield "block mask", "slots of a block don't see those behind them", replace(model, causal=not model.causal)
         said = "it norms the context's keys of every layer by the first layer's k_norm"
-        yield "norm", said, readers.swapped(model, first_norm=True)
-        yield "label shift", "it drafts from another slot of the block", readers.swapped(model, skip=1 - model.skip)
+        yield "norm", said, replace(model, first_norm=True)
+        yield "label shift", "it drafts from another slot of the block", replace(model, skip=1 - model.skip)
     if model.kind == "medusa":
-        yield "weights", "it leaves out the biases", readers.swapped(model, flags=frozenset())
+        yield "weights", "it leaves out the biases", replace(model, flags=frozenset())
         order = (*model.order[1:], model.order[-1])
-        yield "label shift", "head k drafts what head k + 1 should", readers.swapped(model, order=order)
+        yield "label shift", "head k drafts what head k + 1 should", replace(model, order=order)
     if model.kind in ("eagle3", "peagle"):
         flags = model.flags ^ {"norm_before_residual"}
-        yield "norm", "the residual is normed where ours is not, or not where ours is", readers.swapped(model, flags=flags)
+        yield "norm", "the residual is normed where ours is not, or not where ours is", replace(model, flags=flags)
     if model.ids is not None:
         plain = torch.arange(len(model.ids))
-        yield "vocabulary", "it takes draft ids for the target's", readers.swapped(model, ids=plain)
+        yield "vocabulary", "it takes draft ids for the target's", replace(model, ids=plain)

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from outrider import demo
-from outrider.engines import folder as folders
 from outrider.engines import words
 from outrider.engines.engine import ENGINES, Draft, Engine, Method, Settings, Version, Wish, engine_of
-from outrider.engines.folder import BLOCKS, CONFIG, IDS, MANIFEST
 from outrider.errors import ConfigError, ExportError
+from outrider.export import manifest as folders
+from outrider.export.manifest import BLOCKS, CONFIG, IDS, MANIFEST
 
 UNTRAINED = ("ngram", "suffix", "mtp")
 """Kinds that may be named instead of a folder: nothing was trained, or the target has it."""
@@ -129,9 +129,7 @@ def _target(given: str | None, about: Mapping[str, Any], place: str) -> str:
     target = given or about.get("name")
     if not target:
         raise ConfigError(f"the target of {place} is not known; name it with --target")
-    if target == "demo":
-        return str(demo.TARGET)
-    return str(target)
+    return str(demo.TARGET if target == "demo" else target)
 
 
 # ── the command ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -143,58 +141,46 @@ def command(name: str, draft: Draft, wish: Wish | None = None, version: str | No
     Raises ConfigError for what this engine can't do, with what can.
     """
     wish, engine = wish or Wish(), engine_of(name)
-    wish = replace(wish, port=wish.port or engine.port)
-    if wish.tokens == 0 and not wish.schedule:
-        said, files = words.words(name, draft, wish, {})
-        return Command(name, version or engine.version, version is None, (*said, *wish.extra), {}, files, None, ())
-    method = _method(name, engine, draft, version or engine.version)
-    tokens = _tokens(draft, wish)
-    _check(name, method, draft, wish, tokens)
-    settings = words.settings(name, method, draft, tokens, wish)
-    said, files = words.words(name, draft, wish, settings)
-    before = words.conversion(draft) if method.converted else None
-    notes = (*engine.notes, *method.notes, *warnings(name, draft, wish, tokens))
-    return Command(
-        name, version or engine.version, version is None, (*said, *wish.extra), settings, files, before, notes
-    )  # fmt: skip
+    wish, version, is_assumed = replace(wish, port=wish.port or engine.port), version or engine.version, version is None
+    settings: Settings = {}
+    before: str | None = None
+    notes: tuple[str, ...] = ()
+    if wish.tokens != 0 or wish.schedule:
+        method, tokens = _method(name, engine, draft, version), _tokens(draft, wish)
+        _check(name, method, draft, wish, tokens)
+        settings = words.SETTINGS[name](method, draft, tokens, wish)
+        before = words.conversion(draft) if method.converted else None
+        notes = (*engine.notes, *method.notes, *warnings(name, draft, wish, tokens))
+    said, files = words.WORDS[name](draft, wish, settings)
+    return Command(name, version, is_assumed, (*said, *wish.extra), settings, files, before, notes)
 
 
 def _method(name: str, engine: Engine, draft: Draft, version: str) -> Method:
     """Raises ConfigError for a kind or a format that this version of the engine does not read."""
-    method = engine.methods.get(draft.kind)
-    others = [other for other, one in ENGINES.items() if draft.kind in one.methods and other != name]
+    kind, title, instead = draft.kind, engine.title, engine.instead.get(draft.kind)
+    method = engine.methods.get(kind)
     if method is None:
-        instead = engine.instead.get(draft.kind)
-        if instead is None:
-            instead = f"{', '.join(others)} can" if others else "no engine here does; decode with it by `outrider decode`"
-        raise ConfigError(f"{engine.title} does not run {draft.kind}: {instead}")
-    now = numbers(version)
-    if method.until and now >= method.until:
-        last = ".".join(map(str, method.until))
-        known = engine.instead.get(draft.kind, "train a DFlash or an EAGLE-3")
-        raise ConfigError(f"{engine.title} runs {draft.kind} only before {last}, this is {version}; {known}")
-    if method.since and now < method.since:
-        raise ConfigError(
-            f"{engine.title} runs {draft.kind} since {'.'.join(map(str, method.since))}, this is {version}; update it"
-        )
-    if method.formats and draft.folder is None and draft.kind != "mtp":
-        raise ConfigError(f"{draft.kind} needs the folder of a draft, exported --to {method.formats[0]}")
-    if draft.folder is not None and draft.format not in method.formats:
-        if draft.kind == "mtp":
-            raise ConfigError(
-                f"no engine loads an MTP module from a folder as it is, {engine.title} runs the target's own alone: say "
-                f"`outrider deploy mtp --to {name}`; decode with this one by `outrider decode`, or train a DFlash or an EAGLE-3"
-            )
-        if not method.formats:
-            raise ConfigError(
-                f"{engine.title} takes no folder for {draft.kind}; say `outrider deploy {draft.kind} --to {name}`"
-            )
-        why = SHIFTED if draft.kind == "eagle3" and name == "vllm" and draft.format == "sglang" else ""
-        raise ConfigError(
-            f"{draft.folder} is of format {draft.format}, {engine.title} reads {' or '.join(method.formats)} for {draft.kind}"
-            f"{why}; export it --to {method.formats[0]}"
-        )
-    return method
+        others = [other for other, one in ENGINES.items() if kind in one.methods]
+        can = f"{', '.join(others)} can" if others else "no engine here does; decode with it by `outrider decode`"
+        raise ConfigError(f"{title} does not run {kind}: {can if instead is None else instead}")
+    since, until = (".".join(map(str, limit)) for limit in (method.since, method.until))
+    if until and numbers(version) >= method.until:
+        known = instead or "train a DFlash or an EAGLE-3"
+        raise ConfigError(f"{title} runs {kind} only before {until}, this is {version}; {known}")
+    if since and numbers(version) < method.since:
+        raise ConfigError(f"{title} runs {kind} since {since}, this is {version}; update it")
+    if draft.folder is None and method.formats:
+        raise ConfigError(f"{kind} needs the folder of a draft, exported --to {method.formats[0]}")
+    if draft.folder is None or draft.format in method.formats:
+        return method
+    if kind == "mtp":
+        own = f"{title} runs the target's own by `outrider deploy mtp --to {name}`"
+        raise ConfigError(f"no engine loads an MTP module from a folder as it is; {own}, `outrider decode` runs this one")
+    if not method.formats:
+        raise ConfigError(f"{title} takes no folder for {kind}; say `outrider deploy {kind} --to {name}`")
+    why = SHIFTED if (kind, name, draft.format) == ("eagle3", "vllm", "sglang") else ""
+    reads = f"{title} reads {' or '.join(method.formats)} for {kind}{why}; export it --to {method.formats[0]}"
+    raise ConfigError(f"{draft.folder} is of format {draft.format}, {reads}")
 
 
 SHIFTED = " (both have eagle_aux_hidden_state_layer_ids, counted from 0 in SGLang and from 1 in vLLM: it would draft badly)"
@@ -207,52 +193,48 @@ def _tokens(draft: Draft, wish: Wish) -> int:
 
 
 def _check(name: str, method: Method, draft: Draft, wish: Wish, tokens: int) -> None:
+    """Raises ConfigError for what the draft or this engine's method can't do."""
+    kind, most = draft.kind, draft.length
+    asks_more = most is not None and tokens > most
+    markov = draft.settings.get("markov") or draft.config.get("markov_head_type", "vanilla")
+    able = lambda has: ", ".join(
+        f"{other} ({each})" for other, one in ENGINES.items() for each, method in one.methods.items() if has(method)
+    )
     if tokens < 1:
         raise ConfigError(f"{tokens} tokens a step; wanted 1 or more, or no speculation at all with 0")
-    if draft.kind in BLOCKS and draft.length is not None and tokens > draft.length:
-        raise ConfigError(f"{tokens} tokens a step, but {draft.kind} drafts one block of {draft.length}; ask for no more")
-    if draft.kind == "medusa" and draft.length is not None and tokens > draft.length:
-        raise ConfigError(f"{tokens} tokens a step, but it has {draft.length} heads; ask for no more")
-    markov = draft.settings.get("markov") or draft.config.get("markov_head_type", "vanilla")
-    if draft.kind == "dspark" and name in ("vllm", "triton") and markov != "vanilla":
+    if asks_more and (kind in BLOCKS or kind == "medusa"):
+        limit = f"it has {most} heads" if kind == "medusa" else f"{kind} drafts one block of {most}"
+        raise ConfigError(f"{tokens} tokens a step, but {limit}; ask for no more")
+    if kind == "dspark" and name in ("vllm", "triton") and markov != "vanilla":
         raise ConfigError(f"vLLM knows DSpark's vanilla head alone, this one is {markov}; train with markov: vanilla")
-    able = lambda has: ", ".join(
-        f"{other} ({kind})" for other, one in ENGINES.items() for kind, each in one.methods.items() if has(each)
-    )
     if wish.schedule and not method.varies:
-        raise ConfigError(f"{name} can't draft by load with {draft.kind}; what can: {able(lambda each: each.varies)}")
+        raise ConfigError(f"{name} can't draft by load with {kind}; what can: {able(lambda each: each.varies)}")
     if wish.width > 1 and not method.trees:
-        raise ConfigError(f"{name} drafts no trees with {draft.kind}; what does: {able(lambda each: each.trees)}")
+        raise ConfigError(f"{name} drafts no trees with {kind}; what does: {able(lambda each: each.trees)}")
     if wish.width > 1 and wish.schedule:
         raise ConfigError("a tree can't be drafted by load; leave out --width or --schedule")
     if wish.cutoff is not None and not method.cuts:
-        raise ConfigError(f"{name} has no cut-off for {draft.kind}; what has: {able(lambda each: each.cuts)}")
+        raise ConfigError(f"{name} has no cut-off for {kind}; what has: {able(lambda each: each.cuts)}")
 
 
 def warnings(name: str, draft: Draft, wish: Wish, tokens: int) -> tuple[str, ...]:
     """What is known to go badly."""
     found = []
-    says_taps = draft.config.get(IDS) or (draft.config.get("eagle_config") or {}).get(IDS)
+    says_taps = draft.config.get(IDS) or folders.at(draft.config, f"eagle_config.{IDS}")
     # the authors' own folders have none, and engines guess theirs right
     if draft.kind in ("eagle3", "peagle") and draft.format != "eagle" and draft.config and not says_taps:
-        found.append(
-            f"config.json names no {IDS}, so engines guess the layers: drafts may be wrong nearly always; export it again"
-        )
-    target = folders.read(Path(draft.target) / CONFIG) if (Path(draft.target) / CONFIG).exists() else {}
+        found.append(f"config.json names no {IDS}: engines guess the layers, and drafts are mostly wrong; export it again")
+    place = Path(draft.target) / CONFIG
+    target = folders.read_json(place) if place.exists() else {}
     if target.get("quantization_config") and draft.precision in ("float32", "bfloat16", "float16"):
-        found.append(
-            f"it was trained beside a target in {draft.precision}, {draft.target} is quantised: fewer drafts are kept than "
-            "measured; measure with the target that is served"
-        )
+        found.append(f"it was trained on a target in {draft.precision}, {draft.target} is quantised: measure with that one")
     mine, theirs = (config.get("max_position_embeddings") for config in (draft.config, target))
     if isinstance(mine, int) and isinstance(theirs, int) and mine < theirs:
         found.append(f"it knows {mine} positions, the target {theirs}: beyond them its drafts are not kept")
     if draft.length is not None and tokens > draft.length:
         found.append(f"{tokens} tokens a step are more than the {draft.length} it was made for: the last ones are seldom kept")
     if name == "vllm" and wish.schedule:
-        found.append(
-            "drafting by load is switched off with data parallelism, and the older runner then has piecewise graphs only"
-        )
+        found.append("drafting by load is switched off with data parallelism; the older runner then has piecewise graphs only")
     return tuple(found)
 
 

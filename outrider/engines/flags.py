@@ -8,7 +8,6 @@ engines' own release notes and errors.
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shlex
@@ -43,6 +42,10 @@ NAMED = ("eagle3", "dflash", "dspark", "eagle", "medusa")
 """Methods that vLLM reads off a model's name, in the order looked for."""
 V1 = "VLLM_USE_V1"
 LARGEST_BATCH = 512
+WORD = re.compile(
+    r"""(\s*)(?:([;&|<>()]+)|((?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\;&|<>()])+)|(\S.*))""", re.DOTALL
+)  # fmt: skip
+"""(What stands before, an operator of the shell, or a word, or what can't be read.)"""
 MODES = {
     "draft_tokens_external": ("Draft_Target", "name the draft there as speculative_model"),
     "eagle": ("Eagle3", "which wants an EAGLE-3 as speculative_model: train one"),
@@ -81,10 +84,8 @@ def translate(command: str) -> Translation:
                 engine = its_engine
                 translator(line, line.taken(FLAGS[program]))
     if engine is None:
-        raise ConfigError(
-            "no engine in this command; wanted one that runs vllm, sglang.launch_server, trtllm-serve or llama-server, "
-            "or an image of theirs"
-        )
+        wanted = "vllm, sglang.launch_server, trtllm-serve, llama-server or an image of theirs"
+        raise ConfigError(f"no engine in this command; wanted one that runs {wanted}")
     return Translation(engine, line.shell, tuple(line.notes), line.files)
 
 
@@ -107,11 +108,11 @@ class Old(NamedTuple):
 
 
 class _Line:
-    """A command while it is translated: shlex finds the words, what is between them stays."""
+    """A command while it is translated: its words, and what is between them, which stays."""
 
     def __init__(self, text: str) -> None:
         text = re.sub(r"(?m)(^|(?<=\s))#.*$", "", text)
-        self.text = re.sub(r"\s*\\[ \t\r]*\n\s*|\s*\n\s*(?=-)", " ", text).strip()
+        text = re.sub(r"\s*\\[ \t\r]*\n\s*|\s*\n\s*(?=-)", " ", text).strip()
         self.plain: list[str] = []
         self.raw: list[str] = []
         self.gaps: list[str] = []
@@ -120,18 +121,12 @@ class _Line:
         """What words become; an empty text leaves one out."""
         self.notes: list[str] = []
         self.files: dict[str, str] = {}
-        stream, end = io.StringIO(self.text + "\n"), 0
-        reader = shlex.shlex(stream, posix=True, punctuation_chars=True)
-        reader.whitespace_split, reader.commenters = True, ""
-        try:
-            while (plain := reader.get_token()) is not None:
-                # one more was read: the character that ends the word
-                raw, end = self.text[end : stream.tell() - 1], stream.tell() - 1
-                self.plain.append(plain)
-                self.raw.append(raw.lstrip())
-                self.gaps.append(raw[: len(raw) - len(raw.lstrip())])
-        except ValueError as error:
-            raise ConfigError(f"{text[end : end + 40]!r} can't be read: {error}; quote it as a shell would") from None
+        for gap, operator, word, rest in WORD.findall(text):
+            if rest:
+                raise ConfigError(f"{rest[:40]!r} can't be read: its quotation is not closed; quote it as a shell would")
+            self.gaps.append(gap)
+            self.raw.append(operator or word)
+            self.plain.append(operator or "".join(shlex.split(word)))
 
     @property
     def shell(self) -> str:
@@ -180,6 +175,11 @@ class _Line:
             new[flag.now] = value
             self.notes.append(f"{name} is {flag.now}{where}{flag.note and '; ' + flag.note}")
 
+    def rename(self, table: Mapping[str, Flag], config: dict[str, Any]) -> None:
+        """Give the older keys of a config today's names."""
+        for key in [key for key in table if key in config]:
+            self.moved(key, config.pop(key), table[key], config)
+
 
 def _valued(old: Old) -> Any:
     try:
@@ -222,9 +222,7 @@ def _vllm_config(text: str, line: _Line) -> dict[str, Any]:
         raise ConfigError(f"--speculative-config {text!r} is no JSON; quote it as a shell would") from None
     if not isinstance(config, dict):
         raise ConfigError(f"--speculative-config {text!r} is {type(config).__name__}; wanted a JSON object of settings")
-    for key, flag in FLAGS["vllm keys"].items():
-        if key in config:
-            line.moved(key, config.pop(key), flag, config)
+    line.rename(FLAGS["vllm keys"], config)
     return config
 
 
@@ -267,10 +265,10 @@ def _vllm_load(line: _Line, old: Old | None, config: dict[str, Any]) -> None:
         if type(batch) is not int or batch < 2 or type(tokens) is not int:
             raise ConfigError(f"{said} {batch}; wanted a batch above 1, and the number of speculative tokens beside it")
         table = [[1, batch - 1, tokens], [batch, max(LARGEST_BATCH, batch), 0]]
+        now = f"is {BY_LOAD}, a table by load: 0 tokens from {batch} requests on"
         if config.setdefault(BY_LOAD, table) != table:
-            line.notes.append(f"{said} {batch} is left out: {BY_LOAD} is there already; check which was meant")
-        else:
-            line.notes.append(f"{said} {batch} is {BY_LOAD}, a table by load: 0 tokens from {batch} requests on")
+            now = f"is left out: {BY_LOAD} is there already; check which was meant"
+        line.notes.append(f"{said} {batch} {now}")
 
 
 def _without_v1(line: _Line) -> None:
@@ -303,11 +301,8 @@ def _renamed(line: _Line, olds: list[Old]) -> None:
         is_new = old.flag.now is not None and now not in given
         line.replace(old, f"{now} {old.raw}" if is_new else "")
         given.add(now)
-        if is_new:
-            line.notes.append(f"{old.name} is {now}")
-        else:
-            why = old.flag.note or f"{now} is given already; check which was meant"
-            line.notes.append(f"{old.name} {old.raw} is left out: {why}")
+        why = old.flag.note or f"{now} is given already; check which was meant"
+        line.notes.append(f"{old.name} is {now}" if is_new else f"{old.name} {old.raw} is left out: {why}")
 
 
 def _llamacpp(line: _Line, olds: list[Old]) -> None:
@@ -325,24 +320,21 @@ def _trtllm(line: _Line, olds: list[Old]) -> None:
         if old.name != "--config":
             line.replace(old, f"--config {old.raw}")
             line.notes.append(f"{old.name} is --config")
-        path = Path(old.value)
-        text = _trtllm_file(path, line)
-        if text is not None:
-            line.files[path.name] = text
+        _trtllm_file(Path(old.value), line)
 
 
-def _trtllm_file(path: Path, line: _Line) -> str | None:
-    """The settings file with its old keys renamed; None where nothing changes or it is not here."""
+def _trtllm_file(path: Path, line: _Line) -> None:
+    """Lay the settings file with its old keys renamed beside the line, where it is here and something changes."""
     if not path.exists():
         line.notes.append(f"{path} is not here, so its keys were not looked at")
-        return None
+        return
     try:
         body = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise DataError(f"{path} can't be read: {error}; wanted YAML") from None
     config = body.get("speculative_config") if isinstance(body, dict) else None
     if not isinstance(config, dict):
-        return None
+        return
     before = len(line.notes)
     kind = config.get("decoding_type")
     if kind == "Eagle":
@@ -350,18 +342,15 @@ def _trtllm_file(path: Path, line: _Line) -> str | None:
         line.notes.append("decoding_type Eagle is Eagle3")
     if kind in ("Medusa", "Lookahead"):
         line.notes.append(f"decoding_type {kind} is gone; train an EAGLE-3, or take NGram")
-    for key, flag in FLAGS["trtllm keys"].items():
-        if key in config:
-            line.moved(key, config.pop(key), flag, config)
-    return yaml.safe_dump(body, sort_keys=False) if len(line.notes) > before else None
+    line.rename(FLAGS["trtllm keys"], config)
+    if len(line.notes) > before:
+        line.files[path.name] = yaml.safe_dump(body, sort_keys=False)
 
 
 def _trtllm_build(line: _Line, olds: list[Old]) -> None:
     """Nothing is built today: what it was told of speculation stands in the file that the server reads."""
-    line.notes.append(
-        "trtllm-build makes an engine of the older backend and stays as it is; today's builds nothing: "
-        f"`trtllm-serve MODEL --config {TRTLLM_FILE}` serves the model itself"
-    )
+    today = f"today's builds nothing: `trtllm-serve MODEL --config {TRTLLM_FILE}` serves the model itself"
+    line.notes.append(f"trtllm-build makes an engine of the older backend and stays as it is; {today}")
     config: dict[str, Any] = {}
     for old in olds:
         kind, more = MODES.get(old.value, (None, "")) if old.flag.now == "decoding_type" else (_valued(old), "")

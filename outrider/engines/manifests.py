@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from outrider.atomic import new_folder
 from outrider.engines import commands
 from outrider.engines.commands import Command
 from outrider.engines.engine import Draft, Wish, engine_of
@@ -50,11 +50,6 @@ class Place:
     """Of everything that is made."""
     image: str | None = None
     gpus: int = 1
-    cpus: str = "8"
-    memory: str = "64Gi"
-    storage: str = "200Gi"
-    """Of the volume that holds models."""
-    shared_memory: str = "8Gi"
 
     def check(self) -> None:
         """ConfigError for a name that Kubernetes refuses."""
@@ -117,8 +112,7 @@ def manifest(name: str, engine: str, place: Place, **values: Any) -> str:
 
 def dashboard(engine: str, place: Place) -> dict[str, Any]:
     """A Grafana dashboard of what the engine says of its drafts."""
-    found: dict[str, Any] = yaml.safe_load(manifest(DASHBOARD.replace(".json", ".yaml"), engine, place))
-    return found
+    return yaml.safe_load(manifest(DASHBOARD.replace(".json", ".yaml"), engine, place))
 
 
 def triton(name: str, target: str, wish: Wish, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -139,23 +133,14 @@ def write(out: Path, engine: str, draft: Draft, wish: Wish, place: Place, versio
 
     Raises DataError where the folder is there already or can't be written.
     """
-    if out.exists():
-        raise DataError(f"{out} is there already; name a new folder, or delete it first")
     command = commands.command(engine, draft, wish, version)
     own = triton(place.name, draft.target, wish, command.settings) if engine == "triton" else command.files
     files = {f"settings/{name}": text for name, text in own.items()} | files_of(engine, draft, wish, place, version)
     lines = ["#!/bin/sh", "set -e", *([command.before] if command.before else []), f"exec {command.shell}", ""]
     files["serve.sh"] = "\n".join(lines)
-    part = out.with_name(out.name + ".part")
-    try:
-        shutil.rmtree(part, ignore_errors=True)
+    with new_folder(out, DataError) as part:
         for name, text in files.items():
             (part / name).parent.mkdir(parents=True, exist_ok=True)
             (part / name).write_text(text, encoding="utf-8")
         (part / "serve.sh").chmod(0o755)
-        part.rename(out)
-    except OSError as error:
-        raise DataError(f"can't write {out}: {error.strerror}; name a folder that can be written") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return sorted({name.split("/")[0] for name in files})

@@ -175,7 +175,7 @@ def speculative(folder: Path, kind: str, length: int) -> dict[str, Any]:
     if method is None or not method.formats:
         able = [name for name, one in ENGINES["vllm"].methods.items() if one.formats]
         raise ConfigError(f"vLLM has no method for {kind}; it has {', '.join(able)}")
-    return words.settings("vllm", method, Draft(kind, "", folder.absolute()), length, Wish())
+    return words.SETTINGS["vllm"](method, Draft(kind, "", folder.absolute()), length, Wish())
 
 
 def asked(python: str | Path, job: Mapping[str, Any], timeout_s: float = SECONDS) -> dict[str, Any]:
@@ -199,8 +199,7 @@ def asked(python: str | Path, job: Mapping[str, Any], timeout_s: float = SECONDS
         if not answer.exists():
             last = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
             raise ConfigError(f"the engine ended with code {done.returncode} and no answer: {last or 'it said nothing'}")
-        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-        return found
+        return json.loads(answer.read_text(encoding="utf-8"))
 
 
 def side_of(answer: Mapping[str, Any]) -> Side:
@@ -223,11 +222,11 @@ def write_verified(folder: Path, parity: Parity) -> Path:
     In the manifest of an export of ours; in a verified.json in a folder of others, which must not come to look like ours.
     Returns where.  Raises OSError where that can't be written, ValueError where what stands there can't be read.
     """
-    path = folder / "outrider.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if not isinstance(found, dict) or "kind" not in found:
-        path = folder / "verified.json"
+    for name in ("outrider.json", "verified.json"):
+        path = folder / name
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if isinstance(found, dict) and "kind" in found:
+            break
     said = {
         "texts_equal": parity.texts_equal, "prompts": parity.prompts, "steps": parity.steps[1],
         "steps_equal": parity.steps_equal,
@@ -314,7 +313,7 @@ def compared(
 ) -> dict[str, Any]:  # fmt: skip
     """The fields of `Parity` that come of two sides.  begun: tokens of a text before its first step."""
     parted = [each for b in range(len(prompts)) if (each := _parted(target, prompts[b], b, own, theirs)) is not None]
-    same = [_common(a, b) for a, b in zip(own.tokens, theirs.tokens, strict=True)]
+    same = [common(a, b) for a, b in zip(own.tokens, theirs.tokens, strict=True)]
     mine, engines = (
         [_steps(accepted, length, end, begun) for accepted, end in zip(side.accepted, same, strict=True)]
         for side in (own, theirs)
@@ -323,13 +322,10 @@ def compared(
     both = [(a, b) for a, b in zip(mine, engines, strict=True)]
     agreeing = sum(a.get(place) == kept for a, b in both for place, kept in b.items())
     return {
-        "prompts": len(prompts),
-        "texts_equal": len(prompts) - len(parted),
-        "parted": tuple(parted),
-        "steps": (len(found[0]), len(found[1])),
-        "steps_equal": agreeing / len(found[1]) if found[1] else None,
+        "prompts": len(prompts), "texts_equal": len(prompts) - len(parted), "parted": tuple(parted),
+        "steps": (len(found[0]), len(found[1])), "steps_equal": agreeing / len(found[1]) if found[1] else None,
         "depths": tuple(_depth(d, *found) for d in range(length)) if all(found) else (),
-    }
+    }  # fmt: skip
 
 
 def _steps(accepted: Sequence[int], length: int, end: int, begun: int = 1) -> dict[int, int]:
@@ -347,7 +343,7 @@ def _depth(depth: int, own: Sequence[int], theirs: Sequence[int]) -> Depth:
     return Depth(a, b, math.sqrt(a * (1 - a) / len(own) + b * (1 - b) / len(theirs)))
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def common(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens two texts begin with in common."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
@@ -356,7 +352,7 @@ def _parted(target: TransformersTarget, prompt: Sequence[int], number: int, own:
     a, b = own.tokens[number], theirs.tokens[number]
     if a == b:
         return None
-    place = _common(a, b)
+    place = common(a, b)
     if place in (len(a), len(b)):  # one goes on where the other ended
         return Parted(number, place, None)
     return Parted(number, place, gap(target, [*prompt, *a[:place]], a[place], b[place]))

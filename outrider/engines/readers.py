@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,19 +61,22 @@ class Rotation(NamedTuple):
     """Stretching, as `_stretch` writes it; empty for none."""
 
 
+UNTURNED = Rotation(0.0)
+
+
 @dataclass(frozen=True)
 class Draft:
     """A draft model in parts.  Weights have the engines' names, `layers.0.` where EAGLE-3's may be `midlayer.`."""
 
     kind: str
-    taps: tuple[int, ...]
-    """Outputs of target layers, counted from 0."""
-    heads: tuple[int, int, int]
-    """Query heads, key heads, head size."""
-    rotation: Rotation
-    eps: float
-    norms: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
+    norms: Mapping[str, Tensor] = field(default_factory=dict)
+    taps: tuple[int, ...] = ()
+    """Outputs of target layers, counted from 0."""
+    heads: tuple[int, int, int] = (1, 1, 1)
+    """Query heads, key heads, head size."""
+    rotation: Rotation = UNTURNED
+    eps: float = 0.0
     flags: frozenset[str] = frozenset()
     """norm_before_residual, fc_norm, norm_output, bias."""
     ids: Tensor | None = None
@@ -94,7 +97,7 @@ class Draft:
     """Slots at a block's beginning that Domino's head leaves alone."""
     first_norm: bool = False
     """Keys of a block's context are normed by the first layer's weights in every layer."""
-    unread: tuple[str, ...] = field(default=())
+    unread: tuple[str, ...] = ()
     """Weights of the folder that the engine leaves out in silence."""
 
 
@@ -110,10 +113,8 @@ def of_folder(folder: str | Path, engine: str = "vllm") -> Draft:
         kind = kind_of(config)
         if kind == "medusa":
             return _medusa(config, weights)
-        if kind in ("eagle3", "peagle"):
-            return _eagle3(kind, config, weights, engine)
-        if kind in BLOCKS:
-            return _block(kind, config, weights, engine)
+        if kind in KINDS:
+            return (_block if kind in BLOCKS else _eagle3)(kind, config, weights, engine)
     except ExportError:
         raise
     except (OSError, ValueError, SafetensorError) as error:
@@ -142,9 +143,17 @@ def _medusa(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Draft:
     # vLLM makes no bias unless it is announced, and passes over weights that it has no place for
     flags = frozenset({"bias"} if config.get("medusa_fc_bias") else ())
     unread = () if flags else tuple(sorted(name for name in weights if name.endswith(".bias")))
+    return Draft("medusa", weights, flags=flags, order=tuple(range(config["num_heads"])), unread=unread)
+
+
+def _layers(kind: str, layers: Mapping[str, Any], weights: Mapping[str, Tensor], theta: float, **more: Any) -> Draft:
+    """What all but Medusa have.  theta: of rotary angles whose base the config leaves out."""
+    heads = layers["num_attention_heads"]
+    size = layers.get("head_dim") or layers["hidden_size"] // heads
     return Draft(
-        "medusa", (), (1, 1, 1), Rotation(0.0), 0.0, {}, weights, flags, order=tuple(range(config["num_heads"])), unread=unread
-    )
+        kind, **_parts(weights), heads=(heads, layers.get("num_key_value_heads") or heads, size),
+        rotation=_rotation(layers, theta), eps=layers.get("rms_norm_eps", 1e-6), **more,
+    )  # fmt: skip
 
 
 def _eagle3(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor], engine: str) -> Draft:
@@ -159,10 +168,9 @@ def _eagle3(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor],
     assumed = kind == "eagle3" and "speculators_model_type" in config
     flags = {key for key in ("fc_norm", "norm_output") if config.get(key)}
     flags |= {"norm_before_residual"} if config.get("norm_before_residual", assumed) else set()
-    return Draft(
-        kind, tuple(int(k) - shift for k in ids), _heads(layers), _rotation(layers), layers.get("rms_norm_eps", 1e-6),
-        _norms(weights), _others(weights), frozenset(flags), _ids(weights), weights.get("lm_head.weight"),
-        config.get("mask_token_id", config.get("pard_token")),
+    mask = config.get("mask_token_id", config.get("pard_token"))
+    return _layers(
+        kind, layers, weights, 1e4, taps=tuple(int(k) - shift for k in ids), flags=frozenset(flags), mask=mask
     )  # fmt: skip
 
 
@@ -180,20 +188,14 @@ def _block(kind: str, config: Mapping[str, Any], weights: Mapping[str, Tensor], 
         in_anchor = kind == "dspark" or (kind == "domino" and own.get("shift_label", False))
         if kind == "dspark" and engine == "vllm":  # where there is no speculators_model_type, it is true without the key
             in_anchor = config.get("sample_from_anchor", True)
-    return Draft(
-        kind, tuple(taps), _heads(layers), _rotation(layers, 1e6), layers.get("rms_norm_eps", 1e-6), _norms(weights),
-        _others(weights), ids=_ids(weights), head=weights.get("lm_head.weight"), mask=own["mask_token_id"],
-        skip=0 if in_anchor else 1, causal=causal, markov=own.get("markov_head_type", "vanilla") if kind == "dspark" else "",
+    return _layers(
+        kind, layers, weights, 1e6, taps=tuple(taps), mask=own["mask_token_id"], skip=0 if in_anchor else 1, causal=causal,
+        markov=own.get("markov_head_type", "vanilla") if kind == "dspark" else "",
         prefix=own["pure_draft_prefix_len"] if kind == "domino" else 0,
     )  # fmt: skip
 
 
-def _heads(layers: Mapping[str, Any]) -> tuple[int, int, int]:
-    heads = layers["num_attention_heads"]
-    return heads, layers.get("num_key_value_heads") or heads, layers.get("head_dim") or layers["hidden_size"] // heads
-
-
-def _rotation(layers: Mapping[str, Any], theta: float = 1e4) -> Rotation:
+def _rotation(layers: Mapping[str, Any], theta: float) -> Rotation:
     # transformers lets rope_scaling take the place of rope_parameters, even where it says nothing
     rope = layers.get("rope_scaling" if "rope_scaling" in layers else "rope_parameters") or {}
     found = rope.get("rope_theta", layers.get("rope_theta", theta))
@@ -221,19 +223,15 @@ def _stretch(rope: Mapping[str, Any], longest: int) -> str:
     return json.dumps({"rope_type": kind, **said}, sort_keys=True)
 
 
-def _ids(weights: Mapping[str, Tensor]) -> Tensor | None:
-    offsets = weights.get("d2t")
-    return None if offsets is None else offsets + torch.arange(len(offsets))
-
-
-def _norms(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: weight for name, weight in weights.items() if "norm" in name}
-
-
-def _others(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """But for norms and maps, and for confidences, which change no token."""
+def _parts(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Fields of a `Draft` from weights by their names; without confidences, which change no token."""
     aside = ("d2t", "t2d", "lm_head.weight", "embed_tokens.weight", "confidence_head.")
-    return {name: weight for name, weight in weights.items() if "norm" not in name and not name.startswith(aside)}
+    offsets = weights.get("d2t")
+    return {
+        "norms": {name: weight for name, weight in weights.items() if "norm" in name},
+        "weights": {name: w for name, w in weights.items() if "norm" not in name and not name.startswith(aside)},
+        "ids": None if offsets is None else offsets + torch.arange(len(offsets)), "head": weights.get("lm_head.weight"),
+    }  # fmt: skip
 
 
 # ── from our own model ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -246,27 +244,26 @@ def of_model(model: DraftModel) -> Draft:
     if kind == "medusa":
         named = {_medusa_name(name, config.layers): weight for name, weight in weights.items() if name != "accuracies"}
         if config.head == "target":
-            rows = model.target.head_rows(torch.arange(model.target.spec.vocabulary)).cpu()
-            named |= {f"lm_heads.{k}.weight": rows for k in range(config.heads)}
-        return Draft(
-            "medusa", (), (1, 1, 1), Rotation(0.0), 0.0, {}, named, frozenset({"bias"}), order=tuple(range(config.heads))
-        )
+            named |= dict.fromkeys((f"lm_heads.{k}.weight" for k in range(config.heads)), _target_head(model))
+        return Draft("medusa", named, flags=frozenset({"bias"}), order=tuple(range(config.heads)))
     if kind not in KINDS:
         raise ExportError(f"{kind} is not read here; known: {', '.join(KINDS)}")
     weights = {name.removeprefix("head."): weight for name, weight in weights.items()}
-    scaling = _stretch(config.rope_scaling or {}, LONGEST)
-    rotation = Rotation(config.rope_theta, config.partial_rotary_factor, scaling)
+    rotation = Rotation(config.rope_theta, config.partial_rotary_factor, _stretch(config.rope_scaling or {}, LONGEST))
     flags = frozenset(name for name in ("norm_before_residual", "fc_norm", "norm_output") if getattr(config, name, False))
-    mask = getattr(getattr(model, "backbone", model), "mask_token", None)
-    head = weights.get("lm_head.weight")
-    if head is None and kind not in BLOCKS:  # a copy of the target's stands in the folder
-        head = model.target.head_rows(torch.arange(model.target.spec.vocabulary, device=model.target.device)).cpu()
+    parts = _parts(weights)
+    if parts["head"] is None and kind not in BLOCKS:  # a copy of the target's stands in the folder
+        parts["head"] = _target_head(model)
     return Draft(
-        kind, tuple(model.taps), (config.heads, config.kv_heads, config.head_dim), rotation, config.rms_norm_eps,
-        _norms(weights), _others(weights), flags, _ids(weights), head, mask,
-        0 if getattr(config, "anchor_predicts", False) else 1, markov=getattr(config, "markov", ""),
-        prefix=getattr(config, "pure_prefix", 0),
+        kind, taps=tuple(model.taps), heads=(config.heads, config.kv_heads, config.head_dim), rotation=rotation,
+        eps=config.rms_norm_eps, flags=flags, mask=getattr(getattr(model, "backbone", model), "mask_token", None),
+        skip=0 if getattr(config, "anchor_predicts", False) else 1, markov=getattr(config, "markov", ""),
+        prefix=getattr(config, "pure_prefix", 0), **parts,
     )  # fmt: skip
+
+
+def _target_head(model: DraftModel) -> Tensor:
+    return model.target.head_rows(torch.arange(model.target.spec.vocabulary, device=model.target.device)).cpu()
 
 
 def _medusa_name(name: str, layers: int) -> str:
@@ -307,7 +304,7 @@ def _eagle3_chain(draft: Draft, seen: States, anchor: int, length: int, stages: 
     found: list[int] = []
     for step in range(length):
         note = stages if step == 0 else {}
-        state = _layer(draft, 0, words, features, torch.arange(len(words)), None, note)
+        state = _layer(draft, 0, words, features, None, note)
         normed = _norm(draft, "norm", state)
         note["norm"] = normed[-1:]
         found.append(_choice(draft, seen, normed[-1], note))
@@ -319,65 +316,59 @@ def _eagle3_chain(draft: Draft, seen: States, anchor: int, length: int, stages: 
 
 def _peagle_chain(draft: Draft, seen: States, anchor: int, length: int, stages: dict[str, Tensor]) -> list[int]:
     features = _fused(draft, seen, anchor, stages)
-    empty = F.linear(draft.weights["mask_hidden"].float().flatten()[None], draft.weights["fc.weight"].float())
+    empty = _linear(draft, "fc", draft.weights["mask_hidden"].float().flatten()[None])
     assert draft.mask is not None
     words = _embedded(seen, [*seen.tokens[1 : anchor + 1], *[draft.mask] * (length - 1)])
     x = torch.cat([features, empty.expand(length - 1, -1)])
-    for layer in range(_depth(draft)):
-        x = _layer(draft, layer, words if layer == 0 else None, x, torch.arange(len(x)), None, stages)
-    x = _norm(draft, "norm", x)[-length:]
-    stages["norm"] = x
-    return [_choice(draft, seen, row, stages) for row in x]
+    return [_choice(draft, seen, row, stages) for row in _through(draft, words, x, None, length, stages)]
 
 
 def _block_chain(draft: Draft, seen: States, anchor: int, length: int, stages: dict[str, Tensor]) -> list[int]:
     context = _norm(draft, "hidden_norm", _fused(draft, seen, anchor, stages))
     stages["hidden_norm"] = context
     assert draft.mask is not None
-    slots = length + draft.skip
-    x = _embedded(seen, [seen.tokens[anchor], *[draft.mask] * (slots - 1)])
-    sight = torch.ones(slots, anchor + slots, dtype=torch.bool)
-    if draft.causal:
-        sight = sight.tril(anchor)
-    for layer in range(_depth(draft)):
-        x = _layer(draft, layer, None, x, torch.arange(anchor + slots), (context, sight), stages)
-    x = _norm(draft, "norm", x)[-length:]
-    stages["norm"] = x
+    slots = _embedded(seen, [seen.tokens[anchor], *[draft.mask] * (length + draft.skip - 1)])
+    x = _through(draft, None, slots, context, length, stages)
     if draft.kind == "dflash":
         return [_choice(draft, seen, row, stages) for row in x]
+    correct = _markov if draft.kind == "dspark" else _domino
     found, memory = [seen.tokens[anchor]], torch.zeros(1)
     for k, row in enumerate(x):
-        added, memory = (_markov if draft.kind == "dspark" else _domino)(draft, seen, row, found[-1], memory, k)
-        stages[f"correction {k}"] = added
+        added, memory = correct(draft, seen, row.cpu(), found[-1], memory)
+        stages[f"correction {k}"] = added = added * (k >= draft.prefix)
         found.append(_choice(draft, seen, row, stages, added))
     return found[1:]
 
 
-def _markov(draft: Draft, seen: States, row: Tensor, token: int, memory: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """DSpark's correction [V] of slot k behind a token, and what it remembers along the block."""
-    weights = {name: weight.float() for name, weight in draft.weights.items() if name.startswith("markov_head.")}
-    word = weights["markov_head.markov_w1.weight"][token]
+def _through(
+    draft: Draft, words: Tensor | None, x: Tensor, context: Tensor | None, length: int, stages: dict[str, Tensor]
+) -> Tensor:  # fmt: skip
+    """Rows x [n, H] through all layers, and the last `length` of them normed.  words: beside x in the first layer."""
+    for layer in range(1 + max(int(name.split(".")[1]) for name in draft.weights if name.startswith("layers."))):
+        x = _layer(draft, layer, words if layer == 0 else None, x, context, stages)
+    x = stages["norm"] = _norm(draft, "norm", x)[-length:]
+    return x
+
+
+def _markov(draft: Draft, seen: States, row: Tensor, token: int, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """DSpark's correction [V] of a slot behind a token, and what it remembers along the block."""
+    word = draft.weights["markov_head.markov_w1.weight"][token].float()
     if draft.markov == "gated":
-        gate, bias = weights["markov_head.gate_proj.weight"], weights["markov_head.gate_proj.bias"]
-        word = torch.sigmoid(gate @ torch.cat([row.cpu(), word]) + bias) * word
+        word = _linear(draft, "markov_head.gate_proj", torch.cat([row, word]), has_bias=True).sigmoid() * word
     elif draft.markov == "rnn":
-        joint, bias = weights["markov_head.joint_proj.weight"], weights["markov_head.joint_proj.bias"]
-        keep, new, out = (joint @ torch.cat([memory.expand(len(word)), word, row.cpu()]) + bias).chunk(3)
+        joint = torch.cat([memory.expand(len(word)), word, row])
+        keep, new, out = _linear(draft, "markov_head.joint_proj", joint, has_bias=True).chunk(3)
         memory = keep.sigmoid() * memory + (1 - keep.sigmoid()) * new.tanh()
         word = out.tanh()
-    return weights["markov_head.markov_w2.weight"] @ word, memory
+    return _linear(draft, "markov_head.markov_w2", word), memory
 
 
-def _domino(draft: Draft, seen: States, row: Tensor, token: int, memory: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Domino's correction [V] of slot k behind a token, and the state of its GRU."""
+def _domino(draft: Draft, seen: States, row: Tensor, token: int, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Domino's correction [V] of a slot behind a token, and the state of its GRU."""
     read, kept = (draft.weights[f"prefix_gru.weight_{part}_l0"].float() for part in ("ih", "hh"))
-    memory = memory.expand(kept.shape[1])
-    given, before = (read @ _embedded(seen, [token])[0].cpu()).chunk(3), (kept @ memory).chunk(3)
-    renew = torch.sigmoid(given[1] + before[1])
-    memory = (1 - renew) * torch.tanh(given[2] + torch.sigmoid(given[0] + before[0]) * before[2]) + renew * memory
-    low, high = (draft.weights[f"embed_proj.{n}.weight"].float() for n in (0, 2))
-    added = high @ F.silu(low @ torch.cat([row.cpu(), memory]))
-    return added * (k >= draft.prefix), memory
+    word = _embedded(seen, [token]).cpu()
+    memory = torch.gru_cell(word, memory.expand(1, kept.shape[1]), read, kept)[0]
+    return _linear(draft, "embed_proj.2", F.silu(_linear(draft, "embed_proj.0", torch.cat([row, memory])))), memory
 
 
 def _medusa_chain(draft: Draft, seen: States, anchor: int, length: int, stages: dict[str, Tensor]) -> list[int]:
@@ -385,10 +376,9 @@ def _medusa_chain(draft: Draft, seen: States, anchor: int, length: int, stages: 
     for depth in range(length):
         k, x, n = draft.order[depth], seen.hidden[anchor - 1], 0
         while (name := f"blocks.{k}.layers.{n}") + ".weight" in draft.weights:
-            bias = draft.weights[name + ".bias"].float() if "bias" in draft.flags else None
-            x, n = x + F.silu(F.linear(x, draft.weights[name + ".weight"].float(), bias)), n + 1
+            x, n = x + F.silu(_linear(draft, name, x, "bias" in draft.flags)), n + 1
         stages[f"head {depth}"] = x
-        found.append(int(F.linear(x, draft.weights[f"lm_heads.{k}.weight"].float()).argmax()))
+        found.append(int(_linear(draft, f"lm_heads.{k}", x).argmax()))
     return found
 
 
@@ -402,26 +392,25 @@ def _fused(draft: Draft, seen: States, anchor: int, stages: dict[str, Tensor]) -
     stages["taps"] = taps
     if "fc_norm" in draft.flags:
         taps = torch.stack([_norm(draft, f"fc_norm.{i}", taps[:, i]) for i in range(len(draft.taps))], 1)
-    stages["fc"] = F.linear(taps.flatten(1), draft.weights["fc.weight"].float())
+    stages["fc"] = _linear(draft, "fc", taps.flatten(1))
     return stages["fc"]
 
 
-def _depth(draft: Draft) -> int:
-    return 1 + max(int(name.split(".")[1]) for name in draft.weights if name.startswith("layers."))
+def _linear(draft: Draft, name: str, x: Tensor, has_bias: bool = False) -> Tensor:
+    bias = draft.weights[name + ".bias"].float() if has_bias else None
+    return F.linear(x, draft.weights[name + ".weight"].float(), bias)
 
 
 def _norm(draft: Draft, name: str, x: Tensor) -> Tensor:
     weight = draft.norms[name + ".weight"].float()
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + draft.eps) * weight
+    return F.rms_norm(x, weight.shape, weight, draft.eps)
 
 
 def _layer(
-    draft: Draft, number: int, words: Tensor | None, x: Tensor, places: Tensor, block: tuple[Tensor, Tensor] | None,
-    stages: dict[str, Tensor],
+    draft: Draft, number: int, words: Tensor | None, x: Tensor, context: Tensor | None, stages: dict[str, Tensor]
 ) -> Tensor:  # fmt: skip
-    """One decoder layer over rows x [n, H], causal, or over a block behind a context, with what the block sees of both."""
-    name, (heads, kv_heads, size) = f"layers.{number}", draft.heads
-    weights = {part: draft.weights[f"{name}.self_attn.{part}_proj.weight"].float() for part in "qkvo"}
+    """One decoder layer over rows x [n, H], causal, or over a block behind a context that its rows see."""
+    name = f"layers.{number}"
     residual = x
     if words is None:
         rows = _norm(draft, f"{name}.input_layernorm", x)
@@ -430,32 +419,25 @@ def _layer(
         residual = normed if "norm_before_residual" in draft.flags else x
         rows = torch.cat([_norm(draft, f"{name}.input_layernorm", words), normed], -1)
     stages[f"{name} norms"] = rows
-    keyed = rows if block is None else torch.cat([block[0], rows])
-    q = _turned(draft, _headed(draft, f"{name}.self_attn.q_norm", rows @ weights["q"].T, heads), places[-len(rows) :])
-    k = _keys(draft, name, keyed @ weights["k"].T, 0 if block is None else len(block[0]))
-    k = _turned(draft, k, places)
-    stages[f"{name} rotation"] = k
-    v = (keyed @ weights["v"].T).unflatten(-1, (kv_heads, size)).transpose(0, 1)
-    k, v = (part.repeat_interleave(heads // kv_heads, 0) for part in (k, v))
-    scores = q @ k.transpose(-1, -2) / size**0.5
-    sight = torch.ones(scores.shape[-2:], dtype=torch.bool).tril() if block is None else block[1]
-    law = scores.masked_fill(~sight.to(scores.device), -torch.inf).softmax(-1)
-    x = residual + (law @ v).transpose(0, 1).flatten(1) @ weights["o"].T
+    keyed, before = (rows, 0) if context is None else (torch.cat([context, rows]), len(context))
+    heads, kv_heads, _ = draft.heads
+    part = f"{name}.self_attn."
+    q = _turned(draft, _headed(draft, part + "q_norm", _linear(draft, part + "q_proj", rows), heads), before)
+    keys = _linear(draft, part + "k_proj", keyed)
+    k = _headed(draft, part + "k_norm", keys, kv_heads)
+    if draft.first_norm and context is not None:
+        k = torch.cat([_headed(draft, "layers.0.self_attn.k_norm", keys[:before], kv_heads), k[:, before:]], 1)
+    k = stages[f"{name} rotation"] = _turned(draft, k)
+    v = _linear(draft, part + "v_proj", keyed).unflatten(-1, (kv_heads, -1)).transpose(0, 1)
+    sight = torch.ones(len(rows), len(keyed), dtype=torch.bool, device=x.device)
+    sight = sight.tril(before) if context is None or draft.causal else sight
+    found = F.scaled_dot_product_attention(q[None], k[None], v[None], sight, enable_gqa=True)[0]
+    x = residual + _linear(draft, part + "o_proj", found.transpose(0, 1).flatten(1))
     stages[f"{name} attention"] = x
     rows = _norm(draft, f"{name}.post_attention_layernorm", x)
-    gate, up, down = (draft.weights[f"{name}.mlp.{part}_proj.weight"].float() for part in ("gate", "up", "down"))
-    x = x + (F.silu(rows @ gate.T) * (rows @ up.T)) @ down.T
-    stages[f"{name} out"] = x
+    gate, up = (_linear(draft, f"{name}.mlp.{half}_proj", rows) for half in ("gate", "up"))
+    x = stages[f"{name} out"] = x + _linear(draft, f"{name}.mlp.down_proj", F.silu(gate) * up)
     return x
-
-
-def _keys(draft: Draft, name: str, x: Tensor, context: int) -> Tensor:
-    """Keys [h, n, d] of which the first `context` are the context's."""
-    own = _headed(draft, f"{name}.self_attn.k_norm", x, draft.heads[1])
-    if not (draft.first_norm and context):
-        return own
-    first = _headed(draft, "layers.0.self_attn.k_norm", x[:context], draft.heads[1])
-    return torch.cat([first, own[:, context:]], 1)
 
 
 def _headed(draft: Draft, norm: str, x: Tensor, heads: int) -> Tensor:
@@ -464,14 +446,14 @@ def _headed(draft: Draft, norm: str, x: Tensor, heads: int) -> Tensor:
     return (_norm(draft, norm, x) if norm + ".weight" in draft.norms else x).transpose(0, 1)
 
 
-def _turned(draft: Draft, x: Tensor, places: Tensor) -> Tensor:
-    """Half-pairs [.., d / 2] turned by their places."""
+def _turned(draft: Draft, x: Tensor, first: int = 0) -> Tensor:
+    """x [h, n, d] turned by places from `first` on, in pairs of one number of each half."""
     turning = int(draft.heads[2] * draft.rotation.share)
     speed, scale = _speeds(draft.rotation, turning)
-    angle = places.float()[:, None] * speed
+    angle = torch.arange(first, first + x.shape[1]).float()[:, None] * speed
     cos, sin = (scale * angle.cos()).to(x.device), (scale * angle.sin()).to(x.device)
-    first, second, rest = x[..., : turning // 2], x[..., turning // 2 : turning], x[..., turning:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+    one, other, rest = x.tensor_split((turning // 2, turning), -1)
+    return torch.cat([one * cos - other * sin, other * cos + one * sin, rest], -1)
 
 
 def _speeds(rotation: Rotation, turning: int) -> tuple[Tensor, float]:
@@ -487,20 +469,16 @@ def _speeds(rotation: Rotation, turning: int) -> tuple[Tensor, float]:
         turns = said[TRAINED] * speed / (2 * math.pi)  # of the pair, in a text as long as those it was trained on
         kept = ((turns - said["low_freq_factor"]) / (said["high_freq_factor"] - said["low_freq_factor"])).clamp(0, 1)
         return speed * (kept + (1 - kept) / factor), 1.0
-    begin, end = _ramp(said, rotation.theta, turning)
+    # YaRN: the pairs between which turning goes over from as it was to slowed
+    begin, end = (
+        turning * math.log(said[TRAINED] / (turns * 2 * math.pi)) / (2 * math.log(rotation.theta))
+        for turns in (said.get("beta_fast") or 32, said.get("beta_slow") or 1)
+    )
+    if said.get("truncate", True):
+        begin, end = math.floor(begin), math.ceil(end)
+    begin, end = max(begin, 0), min(end, turning - 1)
     slowed = ((torch.arange(turning // 2) - begin) / max(end - begin, 1e-3)).clamp(0, 1)
     return speed * (1 - slowed + slowed / factor), _loudness(said)
-
-
-def _ramp(said: Mapping[str, Any], theta: float, turning: int) -> tuple[float, float]:
-    """YaRN: the pairs between which turning goes over from as it was to slowed."""
-    places = [
-        turning * math.log(said[TRAINED] / (turns * 2 * math.pi)) / (2 * math.log(theta))
-        for turns in (said.get("beta_fast") or 32, said.get("beta_slow") or 1)
-    ]
-    if said.get("truncate", True):
-        places = [math.floor(places[0]), math.ceil(places[1])]
-    return max(places[0], 0), min(places[1], turning - 1)
 
 
 def _loudness(said: Mapping[str, Any]) -> float:
@@ -526,8 +504,3 @@ def _choice(
     chosen = best if draft.ids is None else int(draft.ids[best])
     stages.setdefault("token", torch.tensor([float(chosen)]))
     return chosen
-
-
-def swapped(draft: Draft, **parts: Any) -> Draft:
-    """The same draft with other parts."""
-    return replace(draft, **parts)

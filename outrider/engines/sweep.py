@@ -242,9 +242,8 @@ def by_replay(
         [one] = result.endpoints
         if one.answered < one.sent:
             said = ", ".join(f"{reason}: {number}" for reason, number in {**one.failed, **one.cut_off}.items())
-            raise DataError(
-                f"{one.sent - one.answered} of {one.sent} requests were not answered ({said}); see the server's log"
-            )
+            lost = one.sent - one.answered
+            raise DataError(f"{lost} of {one.sent} requests were not answered ({said}); see the server's log")
         if not one.tokens:
             raise DataError(f"{url} does not count its tokens (usage); measure an engine that does")
         return one.tokens_per_s
@@ -255,6 +254,5 @@ def by_replay(
 def _repeated(trace: Trace, count: int) -> Trace:
     """The log as often as it takes to have `count` calls."""
     times = -(-count // trace.size)
-    return replace(
-        trace, size=trace.size * times, places=[*trace.places] * times, lines=[*trace.lines] * times, has_times=False
-    )  # fmt: skip
+    places, lines = [*trace.places] * times, [*trace.lines] * times
+    return replace(trace, size=trace.size * times, places=places, lines=lines, has_times=False)

@@ -86,9 +86,7 @@ class Choice:
 
     def plain(self) -> dict[str, Any]:
         """For JSON, with the tables."""
-        found = asdict(self)
-        found["ranges"] = [list(one) for one in self.ranges]
-        found["gains"] = [one._asdict() for one in self.gains]
+        found = asdict(self) | {"gains": [one._asdict() for one in self.gains]}
         tables = {"vllm": for_vllm(self.ranges), "sglang": for_sglang(self.ranges), "trtllm": for_trtllm(self.ranges)}
         # tables by load hold neither trees nor cut-offs
         return {"outrider_tune": 1, **found, "tables": tables if self.width == 1 and self.cutoff is None else {}}
@@ -125,18 +123,18 @@ def choose(points: Sequence[Point], margin: float = MARGIN, largest: int = LARGE
 
 
 def _notes(table: _Table, ranges: Sequence[Range]) -> tuple[str, ...]:
-    notes = []
-    if table.noise is None:
-        notes.append("everything was measured once: what is noise is not known; measure with --rounds 2 or more")
-    if table.left_out:
-        notes.append(f"{table.left_out} round was not measured whole and does not count")
-    if table.least.tokens:
-        notes.append("no speculation was not measured, so whether it pays is not known; add 0 to --tokens")
-    if ranges[-1].tokens:
-        notes.append(f"beyond {table.loads[-1]} requests at once nothing was measured, and the last length is kept there")
-    if ranges[0].tokens and ranges[0].tokens == max(arm.tokens for arm in table.arms):
-        notes.append("the longest draft that was measured is the best; longer ones may be better still")
-    return tuple(notes)
+    longest = max(arm.tokens for arm in table.arms)
+    notes = (
+        (table.noise is None, "everything was measured once: what is noise is not known; measure with --rounds 2 or more"),
+        (table.left_out, f"{table.left_out} round was not measured whole and does not count"),
+        (table.least.tokens, "no speculation was not measured, so whether it pays is not known; add 0 to --tokens"),
+        (
+            ranges[-1].tokens,
+            f"beyond {table.loads[-1]} requests at once nothing was measured, and the last length is kept there",
+        ),
+        (0 < ranges[0].tokens == longest, "the longest draft that was measured is the best; longer ones may be better still"),
+    )
+    return tuple(note for holds, note in notes if holds)
 
 
 class _Table:
@@ -232,9 +230,8 @@ def check(ranges: Sequence[Range]) -> None:
     expected, tokens = 1, math.inf
     for one in ranges:
         if one.first != expected or one.last < one.first or not 0 <= one.tokens <= tokens:
-            raise ConfigError(
-                f"range {list(one)}; wanted [first, last, tokens] from {expected} on, tokens from 0 and no more than before"
-            )
+            wanted = f"[first, last, tokens] from {expected} on, tokens from 0 and no more than before"
+            raise ConfigError(f"range {list(one)}; wanted {wanted}")
         expected, tokens = one.last + 1, one.tokens
     if not ranges or not any(one.tokens for one in ranges):
         raise ConfigError("this table drafts nothing at any load; serve without speculation (--tokens 0)")
@@ -268,8 +265,6 @@ def read(path: Path) -> tuple[Range, ...]:
         raise DataError(f"{path} is no schedule ({said}); name the tune.json of `outrider tune`") from None
     check(ranges)
     if (said.get("width") or 1) != 1 or said.get("cutoff") is not None:
-        raise ConfigError(
-            f"{path} is of width {said.get('width')} and cut-off {said.get('cutoff')}, which no table by load holds; "
-            "deploy with --tokens, --width and --cutoff, or tune with --widths 1 and without --cutoffs"
-        )
+        measured = f"of width {said.get('width')} and cut-off {said.get('cutoff')}"
+        raise ConfigError(f"{path} is {measured}, which no table by load holds; deploy with --tokens, --width and --cutoff")
     return ranges

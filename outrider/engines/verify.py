@@ -9,10 +9,11 @@ from typing import Any
 
 from outrider import demo
 from outrider.checkpoint import load_model, manifest_of
-from outrider.engines import causes, folder, parity, readers, verify_transformers
+from outrider.engines import causes, parity, readers, verify_transformers
 from outrider.engines.parity import Parity, Side
 from outrider.errors import ConfigError
 from outrider.export.formats import imported
+from outrider.export.manifest import manifest
 from outrider.measure.run import as_tokens
 from outrider.measure.tasks import prompts
 from outrider.nn.draft_model import DraftModel
@@ -31,9 +32,7 @@ def check(place: Path, engine: str, python: str | None, checkpoint: Path | None)
     if engine == "vllm" and python is None:
         raise ConfigError("vLLM lives in an environment of its own: name its python with --python VENV/bin/python")
     if engine not in parity.RUN and checkpoint is None:
-        raise ConfigError(
-            f"{engine} is not run here, its folder is read and compared: name the --checkpoint it was exported from"
-        )
+        raise ConfigError(f"{engine} is not run here, its folder is read: name the --checkpoint it was exported from")
     if not place.is_dir():
         raise ConfigError(f"{place} is no folder; name one that `outrider export` wrote")
 
@@ -43,17 +42,15 @@ def sides(place: Path, engine: str, checkpoint: Path | None, target: str | None)
 
     Raises ConfigError where the target is not known, and for a kind that this engine is not compared with.
     """
-    name = target or (manifest_of(checkpoint) if checkpoint else folder.manifest(place)).get("target", {}).get("name")
+    name = target or (manifest_of(checkpoint) if checkpoint else manifest(place)).get("target", {}).get("name")
     if name is None:
         raise ConfigError(f"{place} doesn't say which target it drafts for; name it with --target")
     loaded = load_target(name, dtype="float32", compile=False)
     model = load_model(checkpoint, loaded) if checkpoint else imported(place, loaded)
     kinds = parity.READ.get(engine, ("small_model",) if engine == "transformers" else ())
     if kinds and model.config.kind not in kinds:
-        raise ConfigError(
-            f"of {engine}'s folders those of {', '.join(kinds)} are {'run' if engine in parity.RUN else 'read'}; "
-            f"a {model.config.kind} can be run with --engine vllm"
-        )
+        able = f"those of {', '.join(kinds)} are {'run' if engine in parity.RUN else 'read'}"
+        raise ConfigError(f"of {engine}'s folders {able}; a {model.config.kind} can be run with --engine vllm")
     return loaded, model
 
 
@@ -77,22 +74,27 @@ def verified(
 
     say: is told what is about to run.  Raises ConfigError where the engine can't be run.
     """
-    made = _Export(place, engine, target, model, prompts, parity.length_of(model))
-    about: dict[str, Any] = {
-        "kind": model.config.kind, "format": folder.manifest(place).get("format", "unknown"), "length": made.length,
-    }  # fmt: skip
+    kind, length = model.config.kind, parity.length_of(model)
+    made = _Export(place, engine, target, model, prompts, length)
+    found = Parity(engine, None, kind, manifest(place).get("format", "unknown"), length)
     if engine not in parity.RUN:
-        return made.read(about)
+        # what the folder's own causes are
+        some = prompts[:LOOKED_AT]
+        own = parity.ours(target, parity.as_engine(model), some, [[]] * len(some), 32, length)
+        those, stage = made.causes(own.tokens)
+        return replace(found, causes=those, stage=stage, warnings=(f"{engine} was not run: the folder was read",))
     answer = made.answer(python, max_new_tokens, mend, prefix_caching, say)
-    about["platform"] = answer.get("platform", "")
-    about["warnings"] = tuple(parity.known_bad(engine, answer["version"], about["kind"], about["platform"]))
-    if "error" in answer:
-        return Parity(engine, answer["version"], **about, error=answer["error"])
+    version, platform = answer["version"], answer.get("platform", "")
+    warnings = tuple(parity.known_bad(engine, version, kind, platform))
+    found = replace(found, version=version, platform=platform, warnings=warnings, error=answer.get("error"))
+    if found.error is not None:
+        return found
     begun, theirs = parity.RUN[engine], parity.side_of(answer)
-    drafter, first = parity.as_engine(model), [text[:begun] for text in theirs.tokens]
-    own = parity.ours(target, drafter, prompts, first, max_new_tokens, made.length)
-    found = Parity(engine, answer["version"], **about, **parity.compared(target, prompts, own, theirs, made.length, begun))
-    return made.explained(found, known, theirs, answer.get("stages") or {}) if about["kind"] in readers.KINDS else found
+    own = parity.ours(
+        target, parity.as_engine(model), prompts, [text[:begun] for text in theirs.tokens], max_new_tokens, length
+    )  # fmt: skip
+    found = replace(found, **parity.compared(target, prompts, own, theirs, length, begun))
+    return made.explained(found, known, theirs, answer.get("stages") or {}) if kind in readers.KINDS else found
 
 
 @dataclass(frozen=True)
@@ -106,14 +108,6 @@ class _Export:
     prompts: list[list[int]]
     length: int
     """Tokens drafted per step."""
-
-    def read(self, about: Mapping[str, Any]) -> Parity:
-        """What the folder's own causes are, where the engine is not run."""
-        some = self.prompts[:LOOKED_AT]
-        own = parity.ours(self.target, parity.as_engine(self.model), some, [[]] * len(some), 32, self.length)
-        found, stage = self.causes(own.tokens)
-        warnings = (f"{self.engine} was not run: the folder was read",)
-        return Parity(self.engine, None, **about, causes=found, stage=stage, warnings=warnings)
 
     def answer(
         self, python: str | None, max_new_tokens: int, mend: tuple[str, ...], prefix_caching: bool, say: Say

@@ -44,11 +44,9 @@ def answer(
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         return {**said, "error": f"{type(error).__name__}: {error}"}
     return {
-        **said,
-        "tokens": tokens,
-        "accepted": [[step.kept for step in steps] for steps in rounds],
+        **said, "tokens": tokens, "accepted": [[step.kept for step in steps] for steps in rounds],
         "drafted": [[step.drafted for step in steps] for steps in rounds],
-    }
+    }  # fmt: skip
 
 
 def loaded(folder: Path, length: int) -> Any:

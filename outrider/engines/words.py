@@ -9,11 +9,11 @@ from pathlib import Path
 
 import yaml
 
-from outrider.engines import folder as folders
 from outrider.engines import tune
 from outrider.engines.engine import Draft, Method, Settings, Wish
 from outrider.engines.template import rendered
 from outrider.errors import ConfigError
+from outrider.export.manifest import CONFIG, LAYERS
 
 ADAPTIVE, TRTLLM_FILE, SNIPPET, REPOSITORY = "adaptive.json", "trtllm.yaml", "generate.py", "models"
 """Files that belong to commands, and Triton's folder."""
@@ -24,16 +24,6 @@ ASSISTANT = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant
 """Settings of transformers that stand with the draft."""
 Words = tuple[list[str], dict[str, str]]
 """(A command, files that belong to it)"""
-
-
-def settings(engine: str, method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
-    """Of speculation, as the engine reads them.  Raises ConfigError where the draft does not tell what they need."""
-    return SETTINGS[engine](method, draft, tokens, wish)
-
-
-def words(engine: str, draft: Draft, wish: Wish, settings: Settings) -> Words:
-    """The command for these settings; none is no speculation.  Raises ConfigError for a target that the engine can't read."""
-    return WORDS[engine](draft, wish, settings)
 
 
 def _address(wish: Wish) -> list[str]:
@@ -65,11 +55,9 @@ def _vllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
 
 
 def _vllm_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
-    said = []
-    if settings:
-        # compact: it is read in a shell
-        said = ["--speculative-config", json.dumps(settings, separators=(",", ":"))]
-        said += ["--per-request-spec-decode-metrics", "summary"]
+    # compact: it is read in a shell
+    compact = json.dumps(settings, separators=(",", ":"))
+    said = ["--speculative-config", compact, "--per-request-spec-decode-metrics", "summary"] if settings else []
     return ["vllm", "serve", draft.target, *said, *_parallel("--tensor-parallel-size", wish), *_address(wish)], {}
 
 
@@ -115,9 +103,9 @@ def _trtllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
     }  # fmt: skip
     # of the authors' own EAGLE-3, which names no layers, it guesses them right
     if not draft.taps and LAYER_FACTS & set(method.facts) and draft.format != "eagle":
+        key = LAYERS[str(draft.format), draft.kind][0]
         raise ConfigError(
-            f"{draft.folder} does not say which layers of the target it reads, and TensorRT-LLM would take its own; write "
-            f"{folders.LAYERS[str(draft.format), draft.kind][0]} into its {folders.CONFIG}, or export it again"
+            f"{draft.folder} does not say which layers it reads; write {key} into its {CONFIG}, or export it again"
         )
     found |= {name: known[name] for name in method.facts if known[name] not in (None, [])}
     if wish.width > 1:
@@ -207,7 +195,9 @@ def _triton_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
 SETTINGS: Mapping[str, Callable[[Method, Draft, int, Wish], Settings]] = {
     "vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "llamacpp": _llamacpp, "transformers": _transformers, "triton": _vllm,
 }  # fmt: skip
+"""By engine: settings of speculation, as it reads them.  Raises ConfigError where the draft does not tell what they need."""
 WORDS: Mapping[str, Callable[[Draft, Wish, Settings], Words]] = {
     "vllm": _vllm_words, "sglang": _sglang_words, "trtllm": _trtllm_words, "llamacpp": _llamacpp_words,
     "transformers": _transformers_words, "triton": _triton_words,
 }  # fmt: skip
+"""By engine: the command for these settings; none is no speculation.  Raises ConfigError for a target that it can't read."""

@@ -12,43 +12,40 @@ from typing import Any
 
 from outrider.errors import ExportError
 from outrider.export import released
-from outrider.export.layout import Config, Format, Layout, Source
+from outrider.export.layout import Config, Format, Layout, Source, only
 from outrider.targets.transformers import TransformersTarget
 
 DSPARK, EAGLE3 = ("Qwen3DSparkModel",), ("Qwen3Eagle3Model", "Eagle3DraftModel")
+PLAIN = "its EAGLE-3 norms queries and keys, drafts all tokens and knows no options; train with qk_norm: yes alone"
+EAGLE3_REFUSES = (
+    only("qk_norm", True, PLAIN), only("vocabulary", None, PLAIN), *(only(flag, False, PLAIN) for flag in released.FLAGS),
+    *released.EAGLE3_REFUSES,
+)  # fmt: skip
+BLOCK_REFUSES = (
+    only("anchor_predicts", True, "its blocks draft the first token in the anchor's slot; train with anchor_predicts: yes"),
+    released.learnt_mask,
+)
 
 
 def common(source: Source, architecture: str, layers: int) -> dict[str, Any]:
-    spec = source.target.spec
-    return {
-        **released.written(source.settings, layers, spec, "qwen3"),
-        "architectures": [architecture],
-        "dtype": spec.dtype,
-        "tie_word_embeddings": False,
-        "num_target_layers": spec.layers,
-        "target_layer_ids": list(source.model.taps),
-    }
+    facts = {"num_target_layers": source.target.spec.layers, "target_layer_ids": list(source.model.taps)}
+    return released.whole(source, architecture, layers, "qwen3") | facts
 
 
 def eagle3(source: Source) -> dict[str, Any]:
     settings = source.settings
     return common(source, EAGLE3[0], 1) | {
-        "target_model_name_or_path": source.target.spec.name,
-        "ttt_length": settings.ttt,
-        "step_loss_decay": settings.decay,
+        "target_model_name_or_path": source.target.spec.name, "ttt_length": settings.ttt, "step_loss_decay": settings.decay,
         "draft_num_hidden_layers": 1,
-    }
+    }  # fmt: skip
 
 
 def dflash(source: Source) -> dict[str, Any]:
     settings = source.settings
     return common(source, DSPARK[0], settings.layers) | {
-        "block_size": settings.block,
-        "mask_token_id": source.backbone.mask_token,
-        "num_anchors": settings.anchors,
-        "markov_rank": 0,
+        "block_size": settings.block, "mask_token_id": source.mask_token, "num_anchors": settings.anchors, "markov_rank": 0,
         "enable_confidence_head": False,
-    }
+    }  # fmt: skip
 
 
 def dspark(source: Source) -> dict[str, Any]:
@@ -57,43 +54,17 @@ def dspark(source: Source) -> dict[str, Any]:
 
 def read_eagle3(config: Config, target: TransformersTarget) -> dict[str, Any]:
     return {
-        **released.read(config, target.spec),
-        "taps": released.taps(config.get("target_layer_ids"), "target_layer_ids"),
-        "vocabulary": None,
-        "qk_norm": True,
-        "ttt": config.get("ttt_length", 7),
-        "decay": config.get("step_loss_decay", 0.8),
-    }
+        **released.read(config, target), "taps": released.taps(config, "deepspec", "eagle3"), "vocabulary": None,
+        "qk_norm": True, "ttt": config.get("ttt_length", 7), "decay": config.get("step_loss_decay", 0.8),
+    }  # fmt: skip
 
 
 def read_dflash(config: Config, target: TransformersTarget) -> dict[str, Any]:
-    return {
-        **released.read(config, target.spec),
-        "layers": config["num_hidden_layers"],
-        "block": config["block_size"],
-        "anchor_predicts": True,
-        "taps": released.taps(config.get("target_layer_ids"), "target_layer_ids"),
-        "mask_token": released.mask(config.get("mask_token_id"), "mask_token_id", target),
-        "copies": None,
-    }
+    return released.block(config, "deepspec", "dflash", target)
 
 
 def read_dspark(config: Config, target: TransformersTarget) -> dict[str, Any]:
     return read_dflash(config, target) | released.markov(config)
-
-
-def not_eagle3(source: Source) -> str | None:
-    settings = source.settings
-    extra = settings.vocabulary or settings.fc_norm or settings.norm_output or settings.norm_before_residual
-    if not settings.qk_norm or extra:
-        return "its EAGLE-3 norms queries and keys, drafts all tokens and knows no options; train with qk_norm: yes alone"
-    return released.not_eagle3(source)
-
-
-def not_block(source: Source) -> str | None:
-    if not source.settings.anchor_predicts:
-        return "its blocks draft the first token in the anchor's slot; train with anchor_predicts: yes"
-    return released.learnt_mask(source)
 
 
 def _kind(config: Config, names: Collection[str]) -> str | None:
@@ -108,9 +79,9 @@ def _kind(config: Config, names: Collection[str]) -> str | None:
 
 
 LAYOUTS = {
-    "eagle3": Layout(released.EAGLE3, eagle3, read_eagle3, copies=released.both_copies, refuses=not_eagle3),
-    "dflash": Layout(released.DFLASH, dflash, read_dflash, copies=released.both_copies, refuses=not_block),
-    "dspark": Layout(released.DSPARK, dspark, read_dspark, copies=released.both_copies, refuses=not_block,
-                     notes=released.vanilla_alone),
+    "eagle3": Layout(released.EAGLE3, eagle3, read_eagle3, released.both_copies, refuses=EAGLE3_REFUSES),
+    "dflash": Layout(released.DFLASH, dflash, read_dflash, released.both_copies, refuses=BLOCK_REFUSES),
+    "dspark": Layout(released.DSPARK, dspark, read_dspark, released.both_copies, refuses=BLOCK_REFUSES,
+                     notes=(released.VANILLA,)),
 }  # fmt: skip
 FORMAT = Format(LAYOUTS, _kind)

@@ -11,29 +11,18 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from outrider.export import released
+from outrider.export import manifest, released
 from outrider.export.layout import Config, Format, Layout
 from outrider.targets.transformers import TransformersTarget
 
-LAYERS = "eagle_aux_hidden_state_layer_ids"
 EAGLE = [("fc.*", "fc.*"), ("layers.*", "layers.*")]
-
-
-def read_eagle(config: Config, target: TransformersTarget) -> dict[str, Any]:
-    return released.read(config, target.spec)
 
 
 def read_eagle3(config: Config, target: TransformersTarget) -> dict[str, Any]:
     layers = target.spec.layers
-    size = config.get("draft_vocab_size") or target.spec.vocabulary
-    said = config.get(LAYERS)
-    return {
-        **released.read(config, target.spec),
-        "taps": [1, layers // 2 - 1, layers - 4] if said is None else released.taps(said, LAYERS, 1),
-        **{key: bool(config.get(key)) for key in ("fc_norm", "norm_output", "norm_before_residual")},
-        "vocabulary": None if size == target.spec.vocabulary else size,
-        "qk_norm": False,
-    }
+    guessed = [1, layers // 2 - 1, layers - 4]
+    taps = guessed if config.get(manifest.IDS) is None else released.taps(config, "eagle", "eagle3")
+    return {**released.head(config, target), "taps": taps, "qk_norm": False}
 
 
 def bias(config: Config, names: Collection[str]) -> dict[str, Any]:
@@ -52,8 +41,5 @@ def _kind(config: Config, names: Collection[str]) -> str | None:
     return "eagle" if is_plain and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(names) else None
 
 
-LAYOUTS = {
-    "eagle": Layout(EAGLE, None, read_eagle, told=bias),
-    "eagle3": Layout(released.MIDLAYER, None, read_eagle3),
-}
+LAYOUTS = {"eagle": Layout(EAGLE, None, released.read, told=bias), "eagle3": Layout(released.MIDLAYER, None, read_eagle3)}
 FORMAT = Format(LAYOUTS, _kind)

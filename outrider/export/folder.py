@@ -6,9 +6,7 @@ What is read is checked first: no pickle, no name that leaves the folder, no wei
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +14,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outrider.config import read_object
 from outrider.errors import ExportError
+from outrider.export.manifest import CONFIG, read_json
 from outrider.weights import not_finite, rounded
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.  Raises ExportError where there is none, or where a key stands twice: readers differ in which counts."""
-    try:
-        return read_object(path)
-    except (OSError, ValueError) as error:
-        raise ExportError(f"{path} can't be read: {error}; copy the folder again") from None
 
 
 def read_names(folder: Path) -> frozenset[str]:
@@ -52,15 +42,12 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             found = load_file(path)
         except (OSError, SafetensorError) as error:
             raise ExportError(f"{path} can't be read: {error}; copy it again") from None
-        twice = weights.keys() & found.keys()
-        if twice:
+        if twice := weights.keys() & found.keys():
             raise ExportError(f"{path} holds {min(twice)}, which another file of {folder} holds too; copy the folder again")
         weights |= found
-    small = rounded(weights)
-    if small:
+    if small := rounded(weights):
         raise ExportError(f"{folder} is quantised to 8 bits in {_few(small)}; bring weights of 16 or 32 bits")
-    broken = not_finite(weights)
-    if broken:
+    if broken := not_finite(weights):
         raise ExportError(f"{folder} has weights that are no numbers: {_few(broken)}; the training that wrote it went wrong")
     return weights
 
@@ -71,14 +58,12 @@ def _files(folder: Path) -> list[Path]:
         if not isinstance(index, Mapping) or not all(isinstance(name, str) for name in index.values()):
             raise ExportError(f"{folder / INDEX} has no weight_map of file names; copy it again")
         names = sorted(set(index.values()))
-        outside = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
-        if outside:
+        if outside := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
             raise ExportError(f"{folder / INDEX} names {outside[0]!r}, no safetensors file of this folder; don't trust it")
         return [folder / name for name in names]
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
-    pickled = [path.name for pattern in PICKLED for path in folder.glob(pattern)]
-    if pickled:
+    if pickled := [path.name for pattern in PICKLED for path in folder.glob(pattern)]:
         raise ExportError(
             f"{folder} has its weights in {pickled[0]}, a pickle, which can run code when it is opened; convert it to "
             "safetensors where you trust it (torch.load with weights_only=True, then safetensors.torch.save_file)"
@@ -93,23 +78,6 @@ def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]
     # a tensor that stands under two names is written twice: safetensors refuses shared memory
     copies = {name: weight.detach().cpu().contiguous().clone() for name, weight in weights.items()}
     save_file(copies, folder / WEIGHTS, metadata={"format": "pt"})
-
-
-@contextmanager
-def fresh(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which then becomes `folder`.  Raises ExportError where there is one; nothing is half-written."""
-    if folder.exists():
-        raise ExportError(f"{folder} is there already; name a new folder, or delete it first")
-    part = folder.with_name(folder.name + ".part")
-    try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        yield part
-        part.rename(folder)
-    except (OSError, SafetensorError) as error:
-        raise ExportError(f"can't write {folder}: {error}; name a folder that can be written") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _few(names: list[str]) -> str:

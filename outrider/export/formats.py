@@ -14,26 +14,31 @@ import importlib
 import json
 import logging
 import pkgutil
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from outrider import export as package
-from outrider.checkpoint import MANIFEST, MEASURED, VERSION, load_model, manifest_of, save
+from outrider.atomic import new_folder
+from outrider.checkpoint import MEASURED, load_model, manifest_of, save
 from outrider.config import build, nearest
 from outrider.drafters import find as find_drafter
 from outrider.errors import ConfigError, ExportError
 from outrider.export import folder as folders
-from outrider.export.layout import Config, Format, Layout, Source
+from outrider.export.layout import Config, Format, Layout, Source, first
+from outrider.export.manifest import CONFIG, MANIFEST, manifest, read_json
 from outrider.nn.draft_model import DraftModel, binding
 from outrider.targets.transformers import TransformersTarget
 from outrider.weights import mistyped, not_finite, stale_map, weights_of
 
-MACHINERY = ("folder", "formats", "layout", "released")
+MACHINERY = ("folder", "formats", "layout", "manifest", "released")
 """Files of this folder that are no format."""
 BORROWED = {"embed_tokens.weight": "embedding", "lm_head.weight": "head", "lm_heads.*.weight": "head"}
 """The target's own matrices, as formats call them."""
@@ -52,8 +57,7 @@ def find(name: str) -> Format:
     """A format by its name.  Raises ConfigError with the nearest name for an unknown one."""
     if name not in formats():
         raise ConfigError(f"unknown format {name!r}{nearest(name, formats())}; known: {', '.join(formats())}")
-    found: Format = importlib.import_module(f"{package.__name__}.{name}").FORMAT
-    return found
+    return importlib.import_module(f"{package.__name__}.{name}").FORMAT
 
 
 def matrix() -> list[dict[str, Any]]:
@@ -79,64 +83,54 @@ def export(
     A layout's note is logged as a warning.  Raises ExportError where the format does not know the method or can't say its
     settings, or where `out` is there already; ConfigError for a precision that the format has not.
     """
-    format, layout = find(to), _layout(to, manifest_of(checkpoint)["kind"], "write")
+    about = manifest_of(checkpoint)
+    format, layout = find(to), _layout(to, about["kind"], writes=True)
     if precision is not None and precision not in format.precisions:
         choice = f"choose one of {', '.join(format.precisions)}" if format.precisions else "leave the precision out"
         raise ConfigError(f"{to} can't be written in {precision!r}; {choice}")
     source = Source(load_model(checkpoint, target), target, precision)
-    reason = layout.refuses(source)
-    if reason is not None:
+    if reason := first(layout.refuses, source):
         raise ExportError(f"{checkpoint} can't be written as {to}: {reason}")
     own = {name: weight.detach().cpu() for name, weight in weights_of(source.model).items()}
-    weights = {theirs: own[ours] for ours, theirs in renamed(own, layout.names).items()}
-    weights |= {name: borrowed(source.target, name) for name in layout.copies(source) if name not in weights}
-    unsaid = {name: weight.tolist() for name, weight in own.items() if name not in renamed(own, layout.names)}
+    names = renamed(own, layout.names)
+    weights = {theirs: own[ours] for ours, theirs in names.items()}
+    weights |= {name: borrowed(target, name) for name in layout.copies(source) if name not in weights}
+    unsaid = {name: weight.tolist() for name, weight in own.items() if name not in names}
     assert layout.config is not None
-    with folders.fresh(Path(out)) as part:
+    with new_folder(Path(out), ExportError, (OSError, SafetensorError)) as part:
         format.writes(part, layout.config(source), weights, source)
         layout.files(source, part)
-        beside = {**manifest_of(checkpoint), "format": to, "tap_shift": layout.shift, "unsaid": unsaid}
+        beside = {**about, "format": to, "tap_shift": layout.shift, "unsaid": unsaid}
         (part / MANIFEST).write_text(json.dumps(beside, indent=2) + "\n", encoding="utf-8")
-        _compare(own, part, to, target)
-    note = layout.notes(source)
-    if note is not None:
+        _compare(own, part, to, layout, target)
+    if note := first(layout.notes, source):
         logging.getLogger(__name__).warning("%s as %s: %s", out, to, note)
     return Path(out)
 
 
-def _compare(own: Mapping[str, Tensor], written: Path, to: str, target: TransformersTarget) -> None:
+def _compare(own: Mapping[str, Tensor], written: Path, to: str, layout: Layout, target: TransformersTarget) -> None:
     """Read what was written and hold it against what was meant.  Raises ExportError for any difference."""
-    layout = _layout(to, _beside(written)["kind"], "write")
-    if layout.settings is None:
+    if layout.settings is not None:
+        back, meant = weights_of(imported(written, target, to)), dict(own)
+    else:
         format, names = find(to), renamed(own, layout.names)
         found = format.reads(written)
         back = {ours: found[theirs] for ours, theirs in names.items() if theirs in found}
         meant = {ours: own[ours].to(back[ours].dtype) if format.precisions and ours in back else own[ours] for ours in names}
-    else:
-        back, meant = dict(weights_of(imported(written, target, to))), dict(own)
-    wrong = [name for name in meant if name not in back or not torch.equal(back[name].cpu(), meant[name])]
-    if wrong:
+    if wrong := [name for name in meant if name not in back or not torch.equal(back[name].cpu(), meant[name])]:
         raise ExportError(f"what was written as {to} reads back with other weights: {', '.join(wrong[:4])}; nothing was kept")
 
 
 def renamed(names: Iterable[str], rules: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Ours to theirs; names that no rule fits are left out."""
-    found = {}
+    """Ours to theirs by the first rule that fits; names that no rule fits are left out."""
+    found: dict[str, str] = {}
     for name in names:
-        theirs = next((new for old, pattern in rules if (new := _fitted(name, old, pattern)) is not None), None)
-        if theirs is not None:
-            found[name] = theirs
+        for old, new in rules:
+            fits = re.fullmatch(re.escape(old).replace(r"\*", "(.*)"), name)
+            if fits:
+                found[name] = new.replace("*", "".join(fits.groups()))
+                break
     return found
-
-
-def _fitted(name: str, old: str, new: str) -> str | None:
-    """`name` by the rule old → new, where it fits."""
-    if "*" not in old:
-        return new if name == old else None
-    before, behind = old.split("*")
-    if not (name.startswith(before) and name.endswith(behind) and len(name) >= len(before) + len(behind)):
-        return None
-    return new.replace("*", name[len(before) : len(name) - len(behind)])
 
 
 def borrowed(target: TransformersTarget, name: str) -> Tensor:
@@ -164,7 +158,7 @@ def import_folder(
     if Path(out).exists():
         raise ExportError(f"{out} is there already; name a new folder, or delete it first")
     model = imported(Path(folder), target, format, kind)
-    beside = _beside(Path(folder))
+    beside = manifest(Path(folder))
     facts = {"imported_from": str(folder), "format": beside.get("format", format), **dict(beside.get("training", {}))}
     save(out, model, facts, measured={key: beside[key] for key in MEASURED if key in beside})
     return model
@@ -172,19 +166,21 @@ def import_folder(
 
 def imported(folder: Path, target: TransformersTarget, format: str | None = None, kind: str | None = None) -> DraftModel:
     """The draft model of such a folder, frozen."""
-    beside = _beside(folder)
+    beside = manifest(folder)
     format = format or beside.get("format")
     if format is not None and all(layout.settings is None for layout in find(format).layouts.values()):
         raise ExportError(f"{folder} is of format {format}, which is written here and not read; import what it was made from")
-    config = folders.read_json(folder / folders.CONFIG)
+    config = read_json(folder / CONFIG)
     format, kind = _recognised(folder, config, folders.read_names(folder), format, kind)
-    layout = _layout(format, kind, "read")
+    layout = _layout(format, kind, writes=False)
     assert layout.settings is not None
     _check_target(folder, beside, target)
     weights = folders.read_weights(folder)
     try:
-        settings = {"kind": kind, **layout.assumed, **_unsaid(beside, kind)}
-        settings |= {**layout.told(config, weights.keys()), **layout.settings(config, target)}
+        # settings that the format does not hold are ours; those that it does are laid over them
+        ours = beside.get("config", {}) if beside.get("kind") == kind else {}
+        told = layout.told(config, weights.keys())
+        settings = {"kind": kind, **layout.assumed, **ours, **told, **layout.settings(config, target)}
         module = find_drafter(kind)
         wanted = build(module.Config, settings, f"{folder} as {format}")
         _check_sizes(wanted, weights, target)
@@ -193,25 +189,21 @@ def imported(folder: Path, target: TransformersTarget, format: str | None = None
     except ExportError as error:
         raise ExportError(f"{folder} as {format}: {error}") from None
     except Exception as error:  # a config may say anything, and any reader or constructor may stumble over it
-        raise ExportError(f"{folder} is no {kind} draft that can be read here: {_first_line(error)}") from error
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise ExportError(f"{folder} is no {kind} draft that can be read here: {said}") from error
     fill(model, weights, layout, folder, target, beside.get("unsaid", {}).keys())
     _fill_unsaid(model, beside, layout, folder)
     model.to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False)
-    lost = not_finite(weights_of(model))
-    if lost:
+    if lost := not_finite(weights_of(model)):
         raise ExportError(f"{folder} has values in {', '.join(lost[:4])} that {target.spec.dtype} can't hold; bring others")
     return model
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _check_sizes(settings: Any, weights: Mapping[str, Tensor], target: TransformersTarget) -> None:
     """Refuse a config that claims far more than its files hold, before memory is taken for it."""
     held = sum(weight.numel() for weight in weights.values())
-    said = {**settings.model_dump(), **_whole_numbers(getattr(settings, "architecture", None) or {})}
-    size = {key: value for key, value in said.items() if type(value) is int}
+    places = (settings.model_dump(), getattr(settings, "architecture", None) or {})
+    size = {key: value for place in places for key, value in place.items() if type(value) is int}
     hidden = size.get("hidden_size", target.spec.hidden)
     layers = size.get("layers", size.get("num_hidden_layers", 1))
     widths = [size.get(key, 1) for key in ("intermediate", "intermediate_size", "rank", "gru", "vocabulary", "vocab_size")]
@@ -223,51 +215,27 @@ def _check_sizes(settings: Any, weights: Mapping[str, Tensor], target: Transform
             raise ExportError(f"it drafts {size[key]} tokens a step; {target.spec.name} reads {target.spec.context} in all")
 
 
-def _whole_numbers(found: Mapping[str, Any]) -> dict[str, int]:
-    return {key: value for key, value in found.items() if type(value) is int}
-
-
 def candidates(config: Config, format: str | None, kind: str | None, weights: Collection[str] = ()) -> list[tuple[str, str]]:
     """Formats and kinds that a config.json may be of, among what was asked for.  weights: names of those beside it."""
-    names = formats() if format is None else [format]
-    return [(name, known) for name in names if (known := kind or _kind_of(name, config, weights)) is not None]
+    found = []
+    for name in formats() if format is None else [format]:
+        with suppress(AttributeError, IndexError, KeyError, TypeError):  # nothing in it is of the right type
+            known = kind or find(name).kind_of(config, weights)
+            found += [] if known is None else [(name, known)]
+    return found
 
 
 def _recognised(
     folder: Path, config: Config, weights: Collection[str], format: str | None, kind: str | None
 ) -> tuple[str, str]:
-    found = candidates(config, format, kind, weights)
     if kind is not None and format is None:
         raise ExportError(f"{kind} stands in several formats; name the one of {folder} with --format")
+    found = candidates(config, format, kind, weights)
     if len(found) != 1:
         said = config.get("speculators_model_type") or config.get("architectures") or sorted(config)[:8]
         guesses = ", ".join(f"{name} ({known})" for name, known in found) or "none of " + (format or ", ".join(formats()))
         raise ExportError(f"{folder} says {said} and could be {guesses}; name its --format, and --kind where that won't do")
     return found[0]
-
-
-def _kind_of(format: str, config: Config, weights: Collection[str]) -> str | None:
-    """Of what kind a config is in a format; None where it is none, be it because nothing in it is of the right type."""
-    try:
-        return find(format).kind_of(config, weights)
-    except (AttributeError, IndexError, KeyError, TypeError):
-        return None
-
-
-def _beside(folder: Path) -> dict[str, Any]:
-    """What our own export left beside the engine's files; empty where the folder comes from elsewhere."""
-    found = folders.read_json(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
-    wrong = [key for key in ("target", "config", "unsaid", "training") if not isinstance(found.get(key, {}), dict)]
-    wrong += [key for key in ("kind", "format") if not isinstance(found.get(key, ""), str)]
-    wrong += ["version"] * (type(found.get("version", VERSION)) is not int)  # True would pass for 1
-    if wrong:
-        raise ExportError(f"{folder / MANIFEST} has no {wrong[0]} that can be read; delete the file to import the rest")
-    if found.get("version", VERSION) != VERSION:
-        raise ExportError(
-            f"{folder / MANIFEST} is of version {found['version']!r}, this Outrider reads {VERSION}; use the release that "
-            "wrote it, or delete the file to import the rest"
-        )
-    return found
 
 
 def _check_target(folder: Path, beside: Config, target: TransformersTarget) -> None:
@@ -278,14 +246,9 @@ def _check_target(folder: Path, beside: Config, target: TransformersTarget) -> N
         raise ExportError(f"{folder} was made for target {theirs.get('name')!r}, not for {target.spec.name!r}: {differences}")
 
 
-def _unsaid(beside: Config, kind: str) -> dict[str, Any]:
-    """Settings of ours that the format does not hold; those that it does are laid over them."""
-    return dict(beside.get("config", {})) if beside.get("kind") == kind else {}
-
-
 def fill(
     model: DraftModel, weights: Mapping[str, Tensor], layout: Layout, folder: Path, target: TransformersTarget,
-    unsaid: Collection[str] = (),
+    unsaid: Collection[str],
 ) -> None:  # fmt: skip
     """Their weights into our model.  Raises ExportError unless every key of both sides is accounted for.
 
@@ -293,33 +256,24 @@ def fill(
     """
     own = weights_of(model)
     names = renamed(own, layout.names)
-    missing = [theirs for theirs in names.values() if theirs not in weights]
-    if missing:
+    if missing := [theirs for theirs in names.values() if theirs not in weights]:
         raise ExportError(f"{folder} lacks {', '.join(missing[:4])}; it is not whole, or not of this format")
-    random = sorted(own.keys() - names.keys() - set(unsaid) - set(BEGINNINGS))
-    if random:
+    if random := sorted(own.keys() - names.keys() - set(unsaid) - set(BEGINNINGS)):
         raise ExportError(f"{folder} has no values for {', '.join(random[:4])}, which would stay random; export it again")
     for name in sorted(weights.keys() - set(names.values())):
         _account_for(name, weights[name], folder, target)
     theirs = {ours: weights[name] for ours, name in names.items()}
-    _check_numbers(theirs, own, names, folder)
-    model.load_state_dict({ours: weight.to(own[ours].dtype) for ours, weight in theirs.items()}, strict=False)
-    problem = stale_map(model)
-    if problem is not None:
-        raise ExportError(f"{folder}: {problem}")
-
-
-def _check_numbers(theirs: Mapping[str, Tensor], own: Mapping[str, Tensor], names: Mapping[str, str], folder: Path) -> None:
-    """Refuse what has another shape than ours, or whole numbers for fractions.  names: ours to theirs, for the message."""
     shapes = [
         f"{names[ours]} {tuple(weight.shape)} where {tuple(own[ours].shape)} belongs"
         for ours, weight in theirs.items() if weight.shape != own[ours].shape
     ]  # fmt: skip
     if shapes:
         raise ExportError(f"{folder} does not fit its config: {', '.join(shapes[:3])}")
-    types = [f"{names[ours]} is {theirs[ours].dtype}".replace("torch.", "") for ours in mistyped(theirs, own)]
-    if types:
+    if types := [f"{names[ours]} is {theirs[ours].dtype}".replace("torch.", "") for ours in mistyped(theirs, own)]:
         raise ExportError(f"{folder} has numbers of the wrong type: {', '.join(types[:3])}; copy the folder again")
+    model.load_state_dict({ours: weight.to(own[ours].dtype) for ours, weight in theirs.items()}, strict=False)
+    if problem := stale_map(model):
+        raise ExportError(f"{folder}: {problem}")
 
 
 def _account_for(name: str, weight: Tensor, folder: Path, target: TransformersTarget) -> None:
@@ -335,7 +289,7 @@ def _account_for(name: str, weight: Tensor, folder: Path, target: TransformersTa
         raise ExportError(f"{folder}: {name} is {tuple(weight.shape)}, the target's {tuple(theirs.shape)}; it is not its draft")
     if not _is_copy(weight, theirs, rounded=target.spec.quantised is not None):
         raise ExportError(
-            f"{folder} brings a {kind} of its own in {name}, not the target's; one that was trained along can't be read here"
+            f"{folder} brings a {kind} of its own in {name}, not the target's; only the target's can be read here"
         )
 
 
@@ -364,12 +318,12 @@ def _fill_unsaid(model: DraftModel, beside: Config, layout: Layout, folder: Path
     model.load_state_dict(found, strict=False)
 
 
-def _layout(format: str, kind: str, way: str) -> Layout:
+def _layout(format: str, kind: str, writes: bool) -> Layout:
     """Raises ExportError for a method that this format does not know, or knows the other way only."""
-    layouts = find(format).layouts
-    layout = layouts.get(kind)
-    if layout is None or (layout.config if way == "write" else layout.settings) is None:
-        able = [name for name, one in layouts.items() if (one.config if way == "write" else one.settings) is not None]
-        verb = "written as" if way == "write" else "read from"
-        raise ExportError(f"{kind} can't be {verb} {format}; what can be: {', '.join(able) or 'nothing'}")
-    return layout
+    able = {
+        name: one for name, one in find(format).layouts.items() if (one.config if writes else one.settings) is not None
+    }  # fmt: skip
+    if kind not in able:
+        way = "written as" if writes else "read from"
+        raise ExportError(f"{kind} can't be {way} {format}; what can be: {', '.join(able) or 'nothing'}")
+    return able[kind]

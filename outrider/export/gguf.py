@@ -37,44 +37,30 @@ STRETCH = {"linear": "linear", "default": None, "llama3": None}
 # ── what the file says ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def written(source: Source) -> dict[str, Any]:
-    return header(source.model.lm, source.target.tokenizer, _precision(source))
-
-
 def header(lm: Any, tokenizer: Any, precision: str) -> dict[str, Any]:
     """The keys of a GGUF file of a causal language model; whole numbers are unsigned there.
 
     Raises ExportError for what `refused` finds.
     """
-    reason = refused(lm, tokenizer)
-    if reason is not None:
+    if reason := refused(lm, tokenizer):
         raise ExportError(f"it can't be written as GGUF: {reason}")
     config = lm.config
     name, rope = config.model_type, dict(config.rope_parameters)
     stretch = STRETCH[rope.get("rope_type", "default")]
     shape = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.dimension_count": config.head_dim,
-        "rope.freq_base": float(rope["rope_theta"]),
-        "vocab_size": config.vocab_size,
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "rope.dimension_count": config.head_dim,
+        "rope.freq_base": float(rope["rope_theta"]), "vocab_size": config.vocab_size,
         **({} if stretch is None else {"rope.scaling.type": stretch, "rope.scaling.factor": float(rope["factor"])}),
-    }
+    }  # fmt: skip
     return {
-        "general.architecture": name,
-        "general.type": "model",
-        "general.file_type": PRECISIONS[precision][1],
-        **{f"{name}.{key}": value for key, value in shape.items()},
-        **_vocabulary(tokenizer, config.vocab_size),
+        "general.architecture": name, "general.type": "model", "general.file_type": PRECISIONS[precision][1],
+        **{f"{name}.{key}": value for key, value in shape.items()}, **_vocabulary(tokenizer, config.vocab_size),
         **_specials(lm, tokenizer),
-    }
+    }  # fmt: skip
 
 
 def refused(lm: Any, tokenizer: Any) -> str | None:
@@ -95,10 +81,6 @@ def refused(lm: Any, tokenizer: Any) -> str | None:
     if tokenizer is None:
         return "its target has no tokenizer, and the file needs one; load the target from a folder that has it"
     return _split(tokenizer)[1]
-
-
-def not_plain(source: Source) -> str | None:
-    return refused(source.model.lm, source.target.tokenizer)
 
 
 def _precision(source: Source) -> str:
@@ -144,12 +126,9 @@ def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
         kinds[i] = NORMAL if i not in added else CONTROL if added[i]["special"] else USER_DEFINED
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in said["model"]["merges"]]
     return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": _split(tokenizer)[0],
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.merges": merges,
-    }
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": _split(tokenizer)[0], "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.merges": merges,
+    }  # fmt: skip
 
 
 def _specials(lm: Any, tokenizer: Any) -> dict[str, Any]:
@@ -157,11 +136,9 @@ def _specials(lm: Any, tokenizer: Any) -> dict[str, Any]:
     ends = getattr(getattr(lm, "generation_config", None), "eos_token_id", None)
     ends = list(ends) if isinstance(ends, list | tuple) else [ends]
     ids = {
-        "bos": tokenizer.bos_token_id,
-        "eos": tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0],
-        "eot": next((i for i in ends if i not in (None, tokenizer.eos_token_id)), None),
-        "padding": tokenizer.pad_token_id,
-    }
+        "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0],
+        "eot": next((i for i in ends if i not in (None, tokenizer.eos_token_id)), None), "padding": tokenizer.pad_token_id,
+    }  # fmt: skip
     begins = tokenizer.bos_token_id is not None and tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
     template = tokenizer.chat_template
     return {
@@ -187,13 +164,14 @@ def write_file(path: Path, keys: Config, weights: Mapping[str, Tensor], lm: Any,
     """
     library = _library()
     writer = library.GGUFWriter(path, keys["general.architecture"])
+    adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in keys.items():
         if key != "general.architecture":  # its writer begins with it
-            _add(writer, key, value)
+            adds.get(type(value), writer.add_array)(key, value)
     names = _names(keys, list(weights))
     for name, weight in weights.items():
         dtype = PRECISIONS[precision][0] if weight.dim() > 1 else torch.float32
-        stored = _turned(name, weight.detach().cpu(), lm.config).to(dtype).contiguous()
+        stored = _turned(name, weight.detach().cpu(), keys).to(dtype).contiguous()
         if not stored.isfinite().all():
             raise ExportError(f"{name} has values that {precision} can't hold; choose bf16 or f32")
         _add_tensor(writer, names[name], stored)
@@ -215,14 +193,10 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     reader = _library().GGUFReader(path)
     keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     found = {one.name: _tensor(one) for one in reader.tensors}
-    layers = keys[f"{keys['general.architecture']}.block_count"]
-    heads = {part: keys[f"{keys['general.architecture']}.attention.{key}"]
-             for part, key in (("q_proj", "head_count"), ("k_proj", "head_count_kv"))}  # fmt: skip
-    weights = {}
-    for name, theirs in _names(keys, list(_possible(layers))).items():
-        if theirs in found:
-            turned = keys["general.architecture"] == "llama" and (part := name.split(".")[-2]) in heads
-            weights[name] = _swapped(found.pop(theirs), heads[part], (-1, 2)) if turned else found.pop(theirs)
+    names = _names(keys, _possible(keys[f"{keys['general.architecture']}.block_count"]))
+    weights = {
+        name: _turned(name, found.pop(theirs), keys, back=True) for name, theirs in names.items() if theirs in found
+    }  # fmt: skip
     return keys, {**weights, **found}
 
 
@@ -246,16 +220,17 @@ def _names(keys: Config, names: list[str]) -> dict[str, str]:
     return {name: theirs for name, theirs in found.items() if theirs is not None}
 
 
-def _turned(name: str, weight: Tensor, config: Any) -> Tensor:
-    """Queries and keys of a llama as llama.cpp turns them, other weights as they are."""
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    part = name.split(".")[-2]
-    return _swapped(weight, heads[part], (2, -1)) if config.model_type == "llama" and part in heads else weight
+def _turned(name: str, weight: Tensor, keys: Config, back: bool = False) -> Tensor:
+    """Queries and keys [heads · head_dim, H] of a llama as llama.cpp turns them, or back; other weights as they are.
 
-
-def _swapped(weight: Tensor, heads: int, halves: tuple[int, int]) -> Tensor:
-    """Within each head: row i of half h becomes row h of pair i (2, -1), or back (-1, 2).  weight [heads · head_dim, H]."""
-    return weight.view(heads, *halves, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+    Within each head row i of half h becomes row h of pair i.
+    """
+    family, part = keys["general.architecture"], name.split(".")[-2]
+    count = {"q_proj": "head_count", "k_proj": "head_count_kv"}.get(part)
+    if family != "llama" or count is None:
+        return weight
+    halves = weight.view(keys[f"{family}.attention.{count}"], *((-1, 2) if back else (2, -1)), weight.shape[-1])
+    return halves.transpose(1, 2).reshape(weight.shape)
 
 
 def _frequencies(lm: Any) -> dict[str, Tensor]:
@@ -266,11 +241,6 @@ def _frequencies(lm: Any) -> dict[str, Tensor]:
     turned = lm.model.rotary_emb.inv_freq.detach().cpu().double()
     plain = float(rope["rope_theta"]) ** -(torch.arange(len(turned), dtype=torch.float64) / len(turned))
     return {"rope_freqs.weight": (plain / turned).float()}
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    adds.get(type(value), writer.add_array)(key, value)
 
 
 def _add_tensor(writer: Any, name: str, weight: Tensor) -> None:
@@ -295,5 +265,11 @@ def _library() -> Any:
     return gguf
 
 
-LAYOUTS = {"small_model": Layout([("lm.*", "*")], written, refuses=not_plain)}
+LAYOUTS = {
+    "small_model": Layout(
+        [("lm.*", "*")],
+        lambda source: header(source.model.lm, source.target.tokenizer, _precision(source)),
+        refuses=(lambda source: refused(source.model.lm, source.target.tokenizer),),
+    )
+}
 FORMAT = Format(LAYOUTS, writes=write, reads=read, precisions=tuple(PRECISIONS))

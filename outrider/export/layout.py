@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,24 @@ class Source:
         return self.model.config
 
     @property
-    def backbone(self) -> Any:
-        """Of a block drafter."""
-        return self.model.backbone
+    def mask_token(self) -> int | None:
+        """Of block drafters and P-EAGLE; None where the mask is a learnt vector."""
+        held: Any = getattr(self.model, "backbone", self.model)
+        return held.mask_token
 
-    @property
-    def architectures(self) -> list[str]:
-        """The target's own, as its config.json names them."""
-        return list(getattr(self.target.model.config, "architectures", None) or [])
+
+Answer = Callable[[Source], str | None]
+"""What is to be said of a drafter; None where nothing is."""
+
+
+def only(setting: str, value: Any, reason: str) -> Answer:
+    """`reason` where a setting is another; {} in it is what the setting is."""
+    return lambda source: None if (own := getattr(source.settings, setting)) == value else reason.format(own)
+
+
+def first(answers: Iterable[Answer], source: Source) -> str | None:
+    """The first thing to be said."""
+    return next((said for answer in answers if (said := answer(source)) is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +69,11 @@ class Layout:
     """Writes what else belongs into the folder, such as a tokenizer."""
     translates: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda weights: weights
     """Makes older names of theirs those of `names`."""
-    refuses: Callable[[Source], str | None] = lambda source: None
-    """Why this drafter can't be said in the format; None where it can."""
+    refuses: Sequence[Answer] = ()
+    """Why this drafter can't be said in the format."""
     told: Callable[[Config, Collection[str]], dict[str, Any]] = lambda config, names: {}
     """Settings that the names of their weights tell; raises ExportError where config.json speaks of one that is not there."""
-    notes: Callable[[Source], str | None] = lambda source: None
+    notes: Sequence[Answer] = ()
     """What is to be known of the folder although it can be written, such as which engine won't load it."""
     shift: int = 0
     """Their layer number less ours."""

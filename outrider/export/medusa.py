@@ -6,17 +6,23 @@ an output matrix of its own: where ours is the target's, each gets a copy.  Whic
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from outrider.errors import ExportError
-from outrider.export.layout import Config, Format, Layout, Source
+from outrider.export.layout import Config, Format, Layout, Source, only
 from outrider.targets.transformers import TransformersTarget
 
 DEEPEST, MOST = 4, 16
 """Blocks of a head and heads that names are made for."""
+RELEASED = (
+    (r"^(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2."),
+    (r"^(?:medusa_head\.)?(\d+)\.\d+\.", r"lm_heads.\1."),
+)
+"""What the authors' names begin with, and vLLM's."""
 
 
 def written(source: Source) -> dict[str, Any]:
@@ -47,45 +53,39 @@ def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
 
 
 def copies(source: Source) -> list[str]:
-    return [f"lm_heads.{k}.weight" for k in range(source.settings.heads)] if source.settings.head == "target" else []
+    """Of every head, which is passed over where the head has an output matrix of its own."""
+    return [f"lm_heads.{k}.weight" for k in range(source.settings.heads)]
 
 
-def sequential(source: Source) -> str | None:
+def too_large(source: Source) -> str | None:
     if source.settings.layers > DEEPEST or source.settings.heads > MOST:
         return f"it has more than {MOST} heads of {DEEPEST} blocks"
-    return "its heads read the words before their own, which the format's don't" if source.settings.sequential else None
-
-
-def names() -> list[tuple[str, str]]:
-    """Of a head's parts, the output matrix last: its place tells how many blocks come before."""
-    found = []
-    for k in range(MOST):
-        found += [(f"medusa_head.{k}.{n}.linear.*", f"blocks.{k}.layers.{n}.*") for n in range(DEEPEST)]
-        found += [(f"medusa_head.{k}.{n}.weight", f"lm_heads.{k}.weight") for n in range(1, DEEPEST + 1)]
-    return found
-
-
-def _kind(config: Config, names: Collection[str]) -> str | None:
-    is_medusa = config.get("model_type") == "medusa" or "medusa_num_heads" in config
-    return "medusa" if is_medusa else None
+    return None
 
 
 def released(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The authors' names made vLLM's, where they are such."""
     found = {}
     for name, weight in weights.items():
-        k, n, part = [*name.removeprefix("medusa_head.").split(".", 2), "", ""][:3]
-        if k.isdigit() and n.isdigit():
-            name = (
-                f"blocks.{k}.layers.{n}.{part.removeprefix('linear.')}"
-                if part.startswith("linear.")
-                else f"lm_heads.{k}.{part}"
-            )
+        for theirs, vllms in RELEASED:
+            name = re.sub(theirs, vllms, name)
         found[name] = weight
     return found
 
 
-LAYOUTS = {
-    "medusa": Layout(names(), written, read, copies, refuses=sequential, assumed={"head": "own"}, translates=released),
-}
+def _kind(config: Config, names: Collection[str]) -> str | None:
+    return "medusa" if config.get("model_type") == "medusa" or "medusa_num_heads" in config else None
+
+
+REFUSES = (too_large, only("sequential", False, "its heads read the words before their own, which the format's don't"))
+NAMES = [
+    rule for k in range(MOST)
+    for rule in (
+        *((f"medusa_head.{k}.{n}.linear.*", f"blocks.{k}.layers.{n}.*") for n in range(DEEPEST)),
+        *((f"medusa_head.{k}.{n}.weight", f"lm_heads.{k}.weight") for n in range(1, DEEPEST + 1)),
+    )
+]  # fmt: skip
+"""Of a head's parts, the output matrix last: its place tells how many blocks come before."""
+ASSUMED = {"head": "own"}
+LAYOUTS = {"medusa": Layout(NAMES, written, read, copies, ASSUMED, translates=released, refuses=REFUSES)}
 FORMAT = Format(LAYOUTS, _kind)

@@ -11,13 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.errors import ExportError
-from outrider.export.layout import Config, Source
+from outrider.export import manifest
+from outrider.export.layout import Config, Source, only
 from outrider.nn.shape import STRETCHES, LayerConfig
 from outrider.targets.protocol import TargetSpec
 from outrider.targets.transformers import TransformersTarget
 
 PLAIN: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "sliding_window": None}
 """What our layers are and a config may only agree with."""
+FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
+"""Settings of an EAGLE-3 that have their own name in every config."""
 
 
 def written(shape: LayerConfig, layers: int, spec: TargetSpec, family: str) -> dict[str, Any]:
@@ -25,45 +28,43 @@ def written(shape: LayerConfig, layers: int, spec: TargetSpec, family: str) -> d
     scaling = dict(shape.rope_scaling or {"rope_type": "default"})
     partial = {} if shape.partial_rotary_factor == 1 else {"partial_rotary_factor": shape.partial_rotary_factor}
     return {
-        "model_type": family,
-        "hidden_size": spec.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": spec.vocabulary,
-        "max_position_embeddings": spec.context,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rope_parameters": {**scaling, "rope_theta": shape.rope_theta, **partial},
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": shape.rope_scaling,
-        **partial,
+        "model_type": family, "hidden_size": spec.hidden, "intermediate_size": shape.intermediate,
+        "num_hidden_layers": layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim, "vocab_size": spec.vocabulary, "max_position_embeddings": spec.context,
+        "rms_norm_eps": shape.rms_norm_eps, "hidden_act": "silu", "attention_bias": False,
+        "rope_parameters": {**scaling, "rope_theta": shape.rope_theta, **partial}, "rope_theta": shape.rope_theta,
+        "rope_scaling": shape.rope_scaling, **partial,
         **({"layer_types": ["full_attention"] * layers, "sliding_window": None} if family == "qwen3" else {"mlp_bias": False}),
-    }
+    }  # fmt: skip
 
 
-def read(config: Mapping[str, Any], spec: TargetSpec) -> dict[str, Any]:
+def whole(source: Source, architecture: str, layers: int, family: str) -> dict[str, Any]:
+    """A config with the draft's layers at its top, as all formats but speculators have it."""
+    spec = source.target.spec
+    return {
+        **written(source.settings, layers, spec, family), "architectures": [architecture], "dtype": spec.dtype,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
     """A config's layer settings in our words.  Raises ExportError for what our layers can't be, and for another width."""
+    spec = target.spec
     for key, wanted in (("hidden_size", spec.hidden), ("vocab_size", spec.vocabulary)):
         if config.get(key) not in (None, wanted):
             raise ExportError(f"{key} is {config[key]}, {spec.name} has {wanted}; load the target it was trained for")
-    for key, only in PLAIN.items():
-        if config.get(key, only) != only and not (key == "sliding_window" and not config.get("use_sliding_window", True)):
-            raise ExportError(f"{key} is {config[key]!r}; a draft here can have {only!r} only")
+    for key, ours in PLAIN.items():
+        if config.get(key, ours) != ours and not (key == "sliding_window" and not config.get("use_sliding_window", True)):
+            raise ExportError(f"{key} is {config[key]!r}; a draft here can have {ours!r} only")
     if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
         raise ExportError(f"layer_types {config['layer_types']} has layers that see a window; a draft here sees all")
     heads = _number(config, "num_attention_heads")
     return {
-        "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
+        "heads": heads, "kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or _number(config, "hidden_size") // heads,
-        "intermediate": _number(config, "intermediate_size"),
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "intermediate": _number(config, "intermediate_size"), "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         **_rotation(config),
-    }
+    }  # fmt: skip
 
 
 def _number(config: Mapping[str, Any], key: str) -> int:
@@ -86,10 +87,8 @@ def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
     others = _angles(old, config) if "rope_scaling" in config or not new else found
     for key, value in {**others, **at_top}.items():
         if found[key] != value:
-            raise ExportError(
-                f"{key} is {value} in one place and {found[key]} in another, of rope_parameters, rope_scaling and keys at the "
-                "top; the config contradicts itself, and engines read either: make them agree, or leave one out"
-            )
+            both = f"{value} in one place and {found[key]} in another (rope_parameters, rope_scaling, the top)"
+            raise ExportError(f"{key} is {both}; the config contradicts itself, and engines read either: make them agree")
     scaling = found["rope_scaling"] or {}
     kind = scaling.get("rope_type", "default")
     if kind in ("yarn", "llama3") and config.get("max_position_embeddings"):  # what transformers and engines take for it
@@ -116,21 +115,6 @@ def _angles(said: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def mask(token: Any, key: str, target: TransformersTarget) -> int:
-    """The token of masked slots, by its key in config.json; the target's own where that says none.
-
-    Raises ExportError where there is none either: what stood there in training can't be guessed.
-    """
-    token = target.mask_token if token is None else token
-    if token is None:
-        raise ExportError(
-            f"{key} is missing, and {target.spec.name} has no mask token of its own; write the id that stood in masked slots"
-        )
-    if type(token) is not int:
-        raise ExportError(f"{key} is {token!r}, and should be the id of a token")
-    return token
-
-
 def markov(config: Config) -> dict[str, Any]:
     """DSpark's own heads; the same keys in every format that has them."""
     if not config.get("markov_rank"):
@@ -144,56 +128,83 @@ def markov(config: Config) -> dict[str, Any]:
 def markov_written(settings: Any) -> dict[str, Any]:
     """The same, ours in the formats' words."""
     return {
-        "markov_rank": settings.rank,
-        "markov_head_type": settings.markov,
-        "enable_confidence_head": settings.confidence,
+        "markov_rank": settings.rank, "markov_head_type": settings.markov, "enable_confidence_head": settings.confidence,
         "confidence_head_with_markov": True,
-    }
+    }  # fmt: skip
 
 
-def taps(ids: Sequence[int] | None, key: str, shift: int = 0) -> list[int]:
+def taps(config: Config, format: str, kind: str) -> list[int]:
     """Layer numbers in our count.  Raises ExportError where they are missing: a wrong guess costs nearly all acceptance."""
+    key = manifest.LAYERS[format, kind][0]
+    ids = manifest.at(config, key)
     if not ids:
         raise ExportError(f"{key} is missing; which layers the draft reads can't be guessed, write them into config.json")
     if not isinstance(ids, list) or any(type(layer) is not int for layer in ids):
         raise ExportError(f"{key} is {ids!r}, and should be a list of whole numbers, one a layer")
-    return [int(layer) - shift for layer in ids]
+    return list(manifest.layers(kind, format, config))
 
 
-def anchor_predicts(source: Source) -> str | None:
-    """DFlash as published predicts nothing in the anchor's slot.
+def mask(config: Config, key: str, target: TransformersTarget) -> int:
+    """The token of masked slots, by its key in config.json; the target's own where that says none.
 
-    speculators has a key for it, but vLLM's second model runner refuses that and its first passes over it in silence.
+    Raises ExportError where there is none either: what stood there in training can't be guessed.
     """
-    if source.settings.anchor_predicts:
-        return "its DFlash drafts nothing in the anchor's slot; train with anchor_predicts: no"
-    return None
+    token = manifest.at(config, key)
+    token = target.mask_token if token is None else token
+    if token is None:
+        raise ExportError(f"{key} is missing, and {target.spec.name} has no mask token; write the id of masked slots")
+    if type(token) is not int:
+        raise ExportError(f"{key} is {token!r}, and should be the id of a token")
+    return token
+
+
+def _shape(config: Config) -> Config:
+    """Where a config says how large the draft's layers are."""
+    return config["transformer_layer_config"] if "speculators_model_type" in config else config
+
+
+def block(config: Config, format: str, kind: str, target: TransformersTarget) -> dict[str, Any]:
+    """What a block drafter's config means in our settings, but for its head."""
+    shape, in_anchor = _shape(config), manifest.anchor_predicts(kind, format, config)
+    within, dot, _ = manifest.LAYERS[format, kind][0].rpartition(".")
+    return {
+        **read(shape, target), "layers": shape["num_hidden_layers"], "block": config["block_size"] - (not in_anchor),
+        "anchor_predicts": in_anchor, "taps": taps(config, format, kind),
+        "mask_token": mask(config, f"{within}{dot}mask_token_id", target), "copies": None,
+    }  # fmt: skip
+
+
+def head(config: Config, target: TransformersTarget, flags: Sequence[str] = FLAGS) -> dict[str, Any]:
+    """What the config of an EAGLE-3 says of its layers, vocabulary and norms."""
+    size = config.get("draft_vocab_size") or target.spec.vocabulary
+    return {
+        **read(_shape(config), target),
+        "vocabulary": None if size == target.spec.vocabulary else size,
+        **{key: bool(config.get(key)) for key in flags},
+    }
 
 
 def learnt_mask(source: Source) -> str | None:
     """Block drafters and P-EAGLE: the formats want a token where we may have a vector."""
-    if getattr(source.model, "backbone", source.model).mask_token is None:
+    if source.mask_token is None:
         return "its mask is a learnt vector and the format wants a token; train with mask_token: ID of one that never occurs"
     return None
 
 
-def vanilla_alone(source: Source) -> str | None:
-    """A note: vLLM's DSpark has places for a vanilla head's weights only, and stops at others."""
-    kind = source.settings.markov
-    if kind == "vanilla":
-        return None
-    return f"vLLM 0.32 has no place for the weights of a {kind} head and stops there; train with markov: vanilla"
-
-
-def not_dflash(source: Source) -> str | None:
-    return learnt_mask(source) or anchor_predicts(source)
-
-
-def not_eagle3(source: Source) -> str | None:
-    """What EAGLE-3's released heads have no keys for."""
-    if source.settings.gated:
-        return "gated attention has no place there; train with gated: no"
-    return "learned queries have no place there; train with aggregate: fc" if source.settings.aggregate != "fc" else None
+VANILLA = only(
+    "markov", "vanilla", "vLLM 0.32 has no place for the weights of a {} head and stops there; train with markov: vanilla"
+)
+"""A note: vLLM's DSpark has places for a vanilla head's weights only."""
+DFLASH_REFUSES = (
+    learnt_mask,
+    # speculators has a key for it, but vLLM's second model runner refuses that and its first passes over it in silence
+    only("anchor_predicts", False, "its DFlash drafts nothing in the anchor's slot; train with anchor_predicts: no"),
+)
+EAGLE3_REFUSES = (
+    only("gated", False, "gated attention has no place there; train with gated: no"),
+    only("aggregate", "fc", "learned queries have no place there; train with aggregate: fc"),
+)
+"""What EAGLE-3's released heads have no keys for."""
 
 
 def head_copy(source: Source) -> tuple[str, ...]:
@@ -207,21 +218,16 @@ def both_copies(source: Source) -> tuple[str, ...]:
 
 # ── names, ours and theirs ─────────────────────────────────────────────────────────────────────────────────────────────
 
-VOCABULARY = [("head.d2t", "d2t"), ("head.t2d", "t2d"), ("head.lm_head.weight", "lm_head.weight")]
-EAGLE3 = [
-    *VOCABULARY,
-    ("fc_norm.*", "fc_norm.*"),
-    ("fc.weight", "fc.weight"),
-    ("layers.*", "layers.*"),
-    ("norm.weight", "norm.weight"),
-]
-MIDLAYER = [("layers.0.*", "midlayer.*"), *(rule for rule in EAGLE3 if rule[0] != "layers.*")]
-PEAGLE = [*EAGLE3, ("mask_hidden", "mask_hidden")]
-DFLASH = [
-    ("backbone.layers.*", "layers.*"),
-    ("backbone.fc.weight", "fc.weight"),
-    ("backbone.hidden_norm.weight", "hidden_norm.weight"),
-    ("backbone.norm.weight", "norm.weight"),
-]
-DSPARK = [*DFLASH, ("markov_head.*", "markov_head.*"), ("confidence_head.proj.*", "confidence_head.proj.*")]
-DOMINO = [*DFLASH, ("prefix_gru.*", "prefix_gru.*"), ("embed_proj.*", "embed_proj.*")]
+
+def _same(*names: str, within: str = "") -> list[tuple[str, str]]:
+    """Rules for names that differ from ours by what they are within."""
+    return [(within + name, name) for name in names]
+
+
+FUSED = [*_same("d2t", "t2d", "lm_head.weight", within="head."), *_same("fc_norm.*", "fc.weight", "norm.weight")]
+EAGLE3 = [*FUSED, *_same("layers.*")]
+MIDLAYER = [*FUSED, ("layers.0.*", "midlayer.*")]
+PEAGLE = [*EAGLE3, *_same("mask_hidden")]
+DFLASH = _same("layers.*", "fc.weight", "hidden_norm.weight", "norm.weight", within="backbone.")
+DSPARK = [*DFLASH, *_same("markov_head.*", "confidence_head.proj.*")]
+DOMINO = [*DFLASH, *_same("prefix_gru.*", "embed_proj.*")]

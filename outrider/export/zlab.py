@@ -5,16 +5,9 @@ Masks predict what stands in their own place; a block of n slots drafts n - 1 to
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from outrider.export import released, sglang
-from outrider.export.layout import Config, Format, Layout
+from outrider.export.layout import Format, Layout
 
-
-def _kind(config: Config, names: Collection[str]) -> str | None:
-    # SpecForge writes the same folder; which of the two it is makes no difference, and sglang's reader takes both
-    return None
-
-
+# SpecForge writes the same folder; which of the two it is makes no difference, and sglang's reader recognises both
 LAYOUTS = {"dflash": Layout(released.DFLASH, None, sglang.read_dflash)}
-FORMAT = Format(LAYOUTS, _kind)
+FORMAT = Format(LAYOUTS)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from outrider.engines import commands, folder
+from outrider.engines import commands
 from outrider.engines.commands import command, draft_of
 from outrider.engines.engine import Wish
 from outrider.errors import ConfigError, ExportError
+from outrider.export import manifest as folder
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 SGLANG = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {IDS: [3, 5, 9]}}

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -342,11 +343,11 @@ def test_how_an_engine_misreads_a_sound_folder_is_guessed_from_what_it_kept(targ
     """Catches a guess that fits worse than the truth: the engine is our reader with the known fault of vLLM's CPU build."""
     model, _ = made("speculators", "dflash")
     own = readers.of_model(model)
-    broken = readers.swapped(own, first_norm=True)
+    broken = replace(own, first_norm=True)
     kept = []
     for seen, begun in texts:
         drafts = {at: readers.drafted(broken, seen, at, 3).tokens for at in range(begun, len(seen.tokens) - 4)}
-        kept.append((seen, {at: causes._kept(draft, seen, at) for at, draft in drafts.items()}))
+        kept.append((seen, {at: parity.common(draft, seen.tokens[at + 1 :]) for at, draft in drafts.items()}))
     best = causes.guesses(own, kept, 3)
     scores = {guess.what: guess.share for guess in best}
     assert scores["it norms the context's keys of every layer by the first layer's k_norm"] == 1.0 == best[0].share
@@ -360,8 +361,8 @@ def test_what_a_stage_of_the_engine_says_is_held_against_the_folder(made, texts)
     _, folder = made("speculators", "dflash")
     read, (seen, begun) = readers.of_folder(folder), texts[0]
     weight = "layers.0.self_attn.k_norm.weight"
-    read = readers.swapped(read, norms=read.norms | {weight: read.norms[weight] * torch.linspace(-3, 3, 8)})
-    broken = readers.swapped(read, first_norm=True)
+    read = replace(read, norms=read.norms | {weight: read.norms[weight] * torch.linspace(-3, 3, 8)})
+    broken = replace(read, first_norm=True)
     for draft, wanted in ((read, None), (broken, "layers.1 attention")):
         stages = readers.drafted(draft, seen, begun, 3).stages
         rows = {

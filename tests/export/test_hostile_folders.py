@@ -185,14 +185,14 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "d2t beyond 64 bits": ("eagle3", _weights(d2t=lambda w: w.index_fill(0, torch.tensor([39]), 2**63 - 1)), "outside"),
     "d2t of fractions": ("eagle3", _weights(d2t=lambda w: w.double() + 0.4), "d2t is float64"),
     "a name that moves the cursor": ("dflash", _unicode, r"has \\xfc\\u202e\\x1b\[31m"),
-    "notes of another type": ("dflash", _manifest(target=[1]), "has no target that can be read"),
-    "notes whose version is a truth": ("dflash", _manifest(version=True), "has no version that can be read"),
+    "notes of another type": ("dflash", _manifest(target=[1]), r"\[1\] as target, wanted a mapping"),
+    "notes whose version is a truth": ("dflash", _manifest(version=True), "is of version True"),
     "notes with weights of another draft": ("dflash", _manifest(unsaid={"nope": [1]}), "none of this draft"),
     "notes with weights over the real ones": (
         "dflash", _manifest(unsaid={"backbone.norm.weight": [float("nan")] * 32}), "none of this draft",
     ),
-    "notes with a format that is a list": ("dflash", _manifest(format=["sglang"]), "has no format that can be read"),
-    "notes with a history that is a list": ("dflash", _manifest(training=[1]), "has no training that can be read"),
+    "notes with a format that is a list": ("dflash", _manifest(format=["sglang"]), "as format, wanted a text"),
+    "notes with a history that is a list": ("dflash", _manifest(training=[1]), "as training, wanted a mapping"),
 }  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """What a draft's folder says of itself: `outrider.json`, which our export leaves there, and config.json.  No torch.
 
-Both are checked here, before anything reads them.  Layer numbers and lengths of a folder that comes from elsewhere follow the
-rules of `outrider import`, which stands on the same floor and can't be called from here: a test holds the two together.
+Both are checked here before anything reads them.  Import and deployment follow the same rules for layer numbers and lengths.
 """
 
 from __future__ import annotations
@@ -18,26 +17,34 @@ VERSION = 1
 """Of manifests; `checkpoint.VERSION`, which would bring torch along."""
 BLOCKS = ("dflash", "dspark", "domino")
 """Draft at most one block."""
-WANTED = {dict: "a mapping", list: "a list", str: "a text", int: "a whole number"}
-MANIFEST_TYPES = {"kind": str, "format": str, "config": dict, "target": dict, "taps": list}
-CONFIG_TYPES = {
-    "eagle_config": dict, "dflash_config": dict, "speculators_config": dict, "block_size": int, "num_heads": int,
-    "medusa_num_heads": int, "mask_token_id": int, "markov_head_type": str,
+WANTED = {
+    dict: "a mapping", str: "a text", int: "a whole number", list[int]: "a list of whole numbers, one a layer",
 }  # fmt: skip
-IDS = "eagle_aux_hidden_state_layer_ids"
-OF_BLOCKS = ("dflash_config.target_layer_ids", 0)
+IDS, BLOCK_IDS = "eagle_aux_hidden_state_layer_ids", "dflash_config.target_layer_ids"
 LAYERS: Mapping[tuple[str, str], tuple[str, int]] = {
     ("speculators", "eagle3"): (IDS, 1), ("speculators", "peagle"): (IDS, 1),
     ("speculators", "dflash"): ("aux_hidden_state_layer_ids", 1), ("speculators", "dspark"): ("aux_hidden_state_layer_ids", 1),
-    ("sglang", "eagle3"): (f"eagle_config.{IDS}", 0), ("sglang", "dflash"): OF_BLOCKS, ("sglang", "dspark"): OF_BLOCKS,
-    ("sglang", "domino"): OF_BLOCKS, ("zlab", "dflash"): OF_BLOCKS,
-    ("trtllm", "eagle3"): (f"eagle_config.{IDS}", 0), ("trtllm", "dflash"): OF_BLOCKS,
+    ("sglang", "eagle3"): (f"eagle_config.{IDS}", 0), ("sglang", "dflash"): (BLOCK_IDS, 0),
+    ("sglang", "dspark"): (BLOCK_IDS, 0), ("sglang", "domino"): (BLOCK_IDS, 0), ("zlab", "dflash"): (BLOCK_IDS, 0),
+    ("trtllm", "eagle3"): (f"eagle_config.{IDS}", 0), ("trtllm", "dflash"): (BLOCK_IDS, 0),
     ("deepspec", "eagle3"): ("target_layer_ids", 0), ("deepspec", "dflash"): ("target_layer_ids", 0),
     ("deepspec", "dspark"): ("target_layer_ids", 0),
     # the authors' own folders have none; one that has is vLLM's
     ("eagle", "eagle3"): (IDS, 1),
 }  # fmt: skip
 """(Format, kind) → key of config.json that names the target's layers, and their layer number less ours."""
+TYPES: Mapping[str, Mapping[str, Any]] = {
+    MANIFEST: {
+        "kind": str, "format": str, "config": dict, "target": dict, "target.name": str, "target.precision": str,
+        "taps": list[int], "unsaid": dict, "training": dict,
+    },
+    CONFIG: {
+        "eagle_config": dict, "dflash_config": dict, "speculators_config": dict, "block_size": int, "num_heads": int,
+        "medusa_num_heads": int, "mask_token_id": int, "markov_head_type": str, "dflash_config.mask_token_id": int,
+        **dict.fromkeys((key for key, _ in LAYERS.values()), list[int]),
+    },
+}  # fmt: skip
+"""File → key → its type.  null is what others write for nothing, but the manifest's kind and format are texts."""
 Found = dict[str, Any]
 
 
@@ -47,55 +54,41 @@ def manifest(folder: Path) -> Found:
     Raises ExportError for one that can't be read here.
     """
     path = folder / MANIFEST
-    found = read(path) if path.exists() else {}
+    found = read_json(path) if path.exists() else {}
     if "kind" not in found:
         return {}
-    _check_types(path, found, MANIFEST_TYPES)
-    _check_types(path, found.get("target", {}), {"name": str, "precision": str}, "target.")
-    _check_layers(path, found.get("taps"), "taps")
+    _check_types(path, found)
     version = found.get("version", VERSION)
     if type(version) is not int or version != VERSION:
-        raise ExportError(
-            f"{path} is of version {_shown(version)}, this Outrider reads {VERSION}; use the release that wrote it"
-        )
+        what = f"of version {_shown(version)}, this Outrider reads {VERSION}"
+        raise ExportError(f"{path} is {what}; use the release that wrote it, or delete the file to import the rest")
     return found
 
 
 def config(folder: Path) -> Found:
     """config.json of a draft; empty where there is none.  Raises ExportError for what no draft says."""
     path = folder / CONFIG
-    found = read(path) if path.exists() else {}
-    _check_types(path, found, CONFIG_TYPES)
-    _check_types(path, found.get("dflash_config") or {}, {"mask_token_id": int}, "dflash_config.")
-    for key in {key for key, _ in LAYERS.values()}:
-        _check_layers(path, _at(found, key), key)
+    found = read_json(path) if path.exists() else {}
+    _check_types(path, found)
     return found
 
 
-def read(path: Path) -> Found:
-    """A JSON object.  Raises ExportError where there is none."""
+def read_json(path: Path) -> Found:
+    """A JSON object.  Raises ExportError where there is none, or where a key stands twice: readers differ in which counts."""
     try:
         return read_object(path)
     except (OSError, ValueError) as error:
         raise ExportError(f"{path} can't be read: {error}; copy the folder again") from None
 
 
-def _check_types(path: Path, found: Mapping[str, Any], types: Mapping[str, type], within: str = "") -> None:
-    for key, wanted in types.items():
-        value = found.get(key)
-        if value is None and key not in ("kind", "format"):  # null is what others write for nothing
+def _check_types(path: Path, found: Found) -> None:
+    for key, wanted in TYPES[path.name].items():
+        value = at(found, key)
+        if value is None and not (key in ("kind", "format") and key in found):
             continue
-        if key in found and type(value) is not wanted:  # true is no whole number
-            raise ExportError(
-                f"{path} has {_shown(value)} as {within}{key}, wanted {WANTED[wanted]}; export or copy the folder again"
-            )
-
-
-def _check_layers(path: Path, ids: Any, key: str) -> None:
-    if ids is not None and (type(ids) is not list or any(type(layer) is not int for layer in ids)):
-        raise ExportError(
-            f"{path} has {_shown(ids)} as {key}, wanted a list of whole numbers, one a layer; export or copy the folder again"
-        )
+        is_list = wanted == list[int] and type(value) is list
+        if not (all(type(one) is int for one in value) if is_list else type(value) is wanted):  # true is not a number
+            raise ExportError(f"{path} has {_shown(value)} as {key}, wanted {WANTED[wanted]}; export or copy the folder again")
 
 
 def _shown(value: Any) -> str:
@@ -103,7 +96,7 @@ def _shown(value: Any) -> str:
     return said if len(said) <= 60 else said[:60] + "…"
 
 
-def _at(found: Mapping[str, Any], key: str) -> Any:
+def at(found: Mapping[str, Any], key: str) -> Any:
     """The value under a key such as dflash_config.block; None where there is none."""
     outer, _, inner = key.rpartition(".")
     return ((found.get(outer) or {}) if outer else found).get(inner)
@@ -112,7 +105,7 @@ def _at(found: Mapping[str, Any], key: str) -> Any:
 def layers(kind: str, format: str, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Layers of the target whose output the draft reads, counted from 0; () where config.json does not tell."""
     key, shift = LAYERS.get((format, kind), ("", 0))
-    return tuple(layer - shift for layer in _at(config, key) or ())
+    return tuple(layer - shift for layer in at(config, key) or ())
 
 
 def length(kind: str, format: str, settings: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
@@ -121,7 +114,7 @@ def length(kind: str, format: str, settings: Mapping[str, Any], config: Mapping[
     if type(own) is int:
         return own
     if kind in BLOCKS and config.get("block_size") is not None:
-        return int(config["block_size"]) - (not _anchor_predicts(kind, format, config))
+        return int(config["block_size"]) - (not anchor_predicts(kind, format, config))
     if kind == "medusa":
         return config.get("num_heads", config.get("medusa_num_heads"))
     methods = (config.get("speculators_config") or {}).get("proposal_methods")
@@ -130,7 +123,7 @@ def length(kind: str, format: str, settings: Mapping[str, Any], config: Mapping[
     return said if type(said) is int else None
 
 
-def _anchor_predicts(kind: str, format: str, config: Mapping[str, Any]) -> bool:
+def anchor_predicts(kind: str, format: str, config: Mapping[str, Any]) -> bool:
     """Whether a block drafts in the anchor's slot too: one token more."""
     if format == "speculators":
         return bool(config.get("sample_from_anchor", kind == "dspark"))
