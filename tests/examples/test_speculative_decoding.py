@@ -11,7 +11,7 @@ import pytest
 EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "speculative_decoding.py"
 FAULTS = {
     "nothing is subtracted for a rejected sibling": ("(r - q[child]).clamp(min=0)", "r"),
-    "a sibling's q does not sum to 1": ("0.0), p=1", "0.0), p=3"),
+    "a sibling's q is not renormalised": ("nn.functional.normalize(left.index_fill(0, torch.tensor(token), 0.0), p=1, dim=0)", "left"),
     "the last token ignores what was rejected": ("[int(r.multinomial(1))]", "[int(p[node + 1].multinomial(1))]"),
     "rejected tokens stay in the cache": ("for node in path)]\n", "for node in range(len(tokens)))]\n"),
 }  # fmt: skip
