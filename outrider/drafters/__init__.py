@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import ModuleType
-from typing import get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
+from pydantic import AfterValidator
+
+from outrider import config as configs
 from outrider.config import Config, nearest
 from outrider.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outrider.decoding.protocols import Drafter
+    from outrider.targets.protocol import Target
 
 GROUP = "outrider.drafters"
 
@@ -54,3 +63,36 @@ def _refuse_incomplete(module: ModuleType, kind: str, place: str, named: str) ->
         return
     given = next((repr(own) for own in said if own != kind), "missing, or has no default")
     raise ConfigError(f"{place}: Config.kind is {given}; it must be the {named}'s name, {kind!r}")
+
+
+# ── parts of a drafter that is made of others ─────────────────────────────────────────────────────────────────────────
+
+
+def _checked(choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    """The choice with every setting of its kind.  Raises ConfigError for an unknown kind or setting."""
+    if isinstance(choice, str):
+        if "/" in choice or Path(choice).exists():
+            return choice
+        choice = {"kind": choice}
+    if not isinstance(choice.get("kind"), str):
+        raise ConfigError(f"a part {choice!r} has no kind; write one such as {{kind: ngram}}, or the folder of a checkpoint")
+    return configs.build(find(choice["kind"]).Config, choice).model_dump()
+
+
+Choice = Annotated[str | dict[str, Any], AfterValidator(_checked)]
+"""A kind, a kind with its settings, or the folder of a checkpoint."""
+Load = Callable[..., "Drafter"]
+"""(folder, target) to the drafter of a checkpoint, as `load_drafter`; it stands above the drafters and is passed in."""
+
+
+def built(choice: Choice, target: Target, load: Load | None) -> Drafter:
+    """The drafter that is meant.  Raises ConfigError for a checkpoint where nothing can open it."""
+    if not isinstance(choice, str):
+        module = find(choice["kind"])
+        return module.build(configs.build(module.Config, choice), target)
+    if load is None:
+        raise ConfigError(
+            f"a part {choice!r} is a checkpoint, which this way of building can't open; use outrider.load_drafter, or pass "
+            "build(config, target, load=outrider.load_drafter)"
+        )
+    return load(choice, target)

@@ -21,8 +21,8 @@ from torch import Tensor
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
+from outrider.nn import serving
 from outrider.nn.language_model import ModelConfig, loaded, read_one, read_texts, room
-from outrider.nn.serving import Sampler
 from outrider.targets.cache import SlotCache
 from outrider.targets.protocol import Target
 from outrider.targets.transformers import TransformersTarget
@@ -98,22 +98,15 @@ class CrossVocabulary(Drafter):
 
     def _in_common(self, memory: Readings, state: DecodeState, budget: Tensor, logits: Tensor) -> Draft:
         """Tokens that both vocabularies have, each drawn from the model's law given that it is one of them."""
-        rows, sizes = state.rows, budget.tolist()
-        for b, row in enumerate(rows):
-            if self.twins.of(memory.slots[row].transcript.waiting) is None:
-                sizes[b] = 0  # the model can't be told where the text stands
-        sampler = Sampler(state)
-        for depth in range(max(sizes)):
-            if depth:
-                logits = self._read_one(memory, rows, self.twins.own(sampler.tokens[-1]))
-            logits = state.judge.masked(self.twins.spread(logits), sampler.tokens)
-            if state.judge.bans:
-                # a law with nothing left: that is known before the draw, so a slot may end there
-                stuck = logits.amax(-1) == -torch.inf
-                sizes = [min(size, depth) if is_stuck else size for size, is_stuck in zip(sizes, stuck.tolist(), strict=True)]
-                logits = logits.masked_fill(stuck[:, None], 0.0)
-            sampler.draw(logits)
-        return sampler.draft(torch.tensor(sizes))
+        rows = state.rows
+        # where a text's end has no twin, the model can't be told where it stands
+        is_told = [self.twins.of(memory.slots[row].transcript.waiting) is not None for row in rows]
+
+        def read_one(tokens: Tensor) -> Tensor:
+            return self.twins.spread(self._read_one(memory, rows, self.twins.own(tokens)))
+
+        draft = serving.chain(self.twins.spread(logits), read_one, budget * torch.tensor(is_told), state)
+        return serving.possible(draft, state)
 
     def _in_text(self, memory: Readings, state: DecodeState, budget: Tensor, logits: Tensor) -> Draft:
         """The model's likeliest text, in the target's tokens: as many of its own are read as the target's are wanted."""

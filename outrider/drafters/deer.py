@@ -24,12 +24,13 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from outrider import packed
+from outrider.compiled.block import real
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.drafters.dflash import BlockRows
 from outrider.nn import serving
-from outrider.nn.blocks import ContextLayer, RMSNorm, angles, block_mask
+from outrider.nn.blocks import ContextLayer, RMSNorm, angles, attending, block_mask
 from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, with_mask
 from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.cache import SlotCache
@@ -65,7 +66,7 @@ class Model(DraftModel, MaskedModule):
         hidden = target.spec.hidden
         self.layers = nn.ModuleList(ContextLayer(hidden, self.shape) for _ in range(config.layers))
         self.norm = RMSNorm(hidden, self.shape.rms_norm_eps)
-        self.choose_mask(config.mask_token, target)
+        self.choose_mask()
         if config.copies is not None:
             copy_layers(self.layers, config.copies, target)
 
@@ -75,13 +76,13 @@ class Model(DraftModel, MaskedModule):
         places [B or 1, C + blocks * K], of tokens and then of masks; mask over as many columns, or over all that `kept` holds.
         """
         x = self.words(tokens, blocks * self.config.block, self.norm.weight.dtype)
-        turn = angles(places.expand(len(x), -1), self.shape)
+        turn, attend = angles(places.expand(len(x), -1), self.shape), attending(mask, kept)
         for i, layer in enumerate(self.layers):
-            x = layer(x, None, turn, turn, mask, kept, i)
+            x = layer(x, turn, attend, i)
         return self.norm(x[:, tokens.shape[1] :]).unflatten(1, (blocks, self.config.block))
 
     def predict(self, batch: Batch) -> BlockRows:
-        return BlockRows(self, batch, lambda states, _previous, _rows: self.target.head(states))
+        return BlockRows(self, self, batch)
 
     def drafted(self, batch: Batch, at: Tensor, live: Tensor) -> Tensor:
         """States [B, A, K, H] of blocks behind the tokens at places `at` [B, A], which they see."""
@@ -113,8 +114,7 @@ def suffix_weights(lengths: Tensor, block: int, alpha: float) -> Tensor:
     return torch.where(left >= 0, alpha ** left.float(), 0.0)
 
 
-def build(config: Config, target: Target) -> MaskDrafter:
-    return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
+build = Model.build
 
 
 class MaskDrafter(Drafter):
@@ -168,7 +168,6 @@ def sight(counts: Tensor, new: int, block: int) -> Tensor:
 
     Tokens see those before them; masks see the real tokens and one another.
     """
-    columns = torch.arange(new + block, device=counts.device)
-    tokens = (columns <= columns[:new, None]).expand(len(counts), -1, -1)
-    masks = (columns < counts[:, None]) | (columns >= new)
-    return torch.cat([tokens, masks[:, None].expand(-1, block, -1)], 1)
+    order = torch.arange(new + block, device=counts.device)
+    tokens = (order <= order[:new, None]).expand(len(counts), -1, -1)
+    return torch.cat([tokens, real(new, counts, block)], 1)

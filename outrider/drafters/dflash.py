@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
@@ -28,11 +28,12 @@ from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
 from outrider.nn import blocks, draft_model, heads
-from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, angles, block_mask
+from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, angles, attending, block_mask
 from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, resolve_taps, with_mask
+from outrider.nn.memory import FeatureDrafter, FeatureMemory
 from outrider.nn.rows import DetachedRows, Labelled
-from outrider.nn.serving import FeatureBuffer, FeatureDrafter, Sampler
-from outrider.nn.shape import LayerConfig, resolved
+from outrider.nn.serving import Sampler
+from outrider.nn.shape import LayerConfig
 from outrider.nn.trees import RankTree
 from outrider.sampling.judge import SamplingJudge
 from outrider.targets.cache import SlotCache
@@ -85,14 +86,14 @@ class Backbone(MaskedModule, FusedTaps):
                 f"runners_up {config.runners_up} asks for more than a block of {config.block} slots and a vocabulary of "
                 f"{target.spec.vocabulary} have; give at most one number a slot"
             )
-        super().__init__(config, target, resolve_taps(config.taps, target.spec))
+        super().__init__(with_mask(config, target), target, resolve_taps(config.taps, target.spec))
         self.width = config.block if config.anchor_predicts else config.block + 1
         """Input slots of a block: the anchor and the masks."""
         hidden = target.spec.hidden
         self.hidden_norm = RMSNorm(hidden, self.shape.rms_norm_eps)
         self.layers = nn.ModuleList(ContextLayer(hidden, self.shape) for _ in range(config.layers))
         self.norm = RMSNorm(hidden, self.shape.rms_norm_eps)
-        self.choose_mask(config.mask_token, target)
+        self.choose_mask()
         if config.copies is not None:
             copy_layers(self.layers, config.copies, target)
 
@@ -109,9 +110,9 @@ class Backbone(MaskedModule, FusedTaps):
         x = self.words(anchors[..., None], self.width - 1).flatten(1, 2).to(context.dtype)
         x_at = (anchors_at[..., None] + torch.arange(self.width, device=anchors.device)).flatten(1)
         k_angles = angles(torch.cat([taps_at.expand(x_at.shape[0], -1), x_at], 1), self.shape)
-        q_angles = k_angles[..., taps_at.shape[1] :, :]
+        angle, attend = k_angles[..., taps_at.shape[1] :, :], attending(mask, kept)
         for i, layer in enumerate(self.layers):
-            x = layer(x, context, q_angles, k_angles, mask, kept, i)
+            x = layer(x, angle, attend, i, context, k_angles)
         return self.norm(x).unflatten(1, (*anchors.shape[1:], self.width))[:, :, self.width - self.config.block :]
 
     def drafted(self, batch: Batch, at: Tensor, live: Tensor) -> Tensor:
@@ -140,9 +141,8 @@ class BlockModel(DraftModel):
 
     def __init__(self, config: BackboneConfig, target: Target):
         super().__init__()
-        self.config, self.target = with_mask(resolved(config, target.spec)[0], target), target
-        self.backbone = Backbone(self.config, target)
-        self.taps = self.backbone.taps
+        self.backbone = Backbone(config, target)
+        self.config, self.target, self.taps = self.backbone.config, target, self.backbone.taps
 
     def forward(
         self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None, kept: SlotCache,
@@ -155,6 +155,9 @@ class BlockModel(DraftModel):
     @abstractmethod
     def decode(self, states: Tensor, anchors: Tensor, pick: Pick | None) -> Decoded:
         """The block of states [B, K, H] behind anchors [B]; pick None takes the likeliest tokens."""
+
+    def predict(self, batch: Batch) -> BlockRows:
+        return BlockRows(self, self.backbone, batch)
 
     def drafter(self) -> BlockDrafter:
         return BlockDrafter(self)
@@ -169,44 +172,32 @@ class Model(BlockModel):
             return logits.argmax(-1), logits, None
         return torch.stack([pick(logits[:, k], k) for k in range(logits.shape[1])], 1), logits, None
 
-    def predict(self, batch: Batch) -> BlockRows:
-        return BlockRows(self.backbone, batch, lambda states, _previous, _rows: self.target.head(states))
 
-
-def build(config: Config, target: Target) -> BlockDrafter:
-    return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
+build = Model.build
 
 
 # ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class BlockMemory:
-    """Context keys and values of every slot, and taps that no pass has taken in yet."""
-
-    def __init__(self, slots: int, length: int, model: BlockModel):
-        self.kept = SlotCache(slots, length, model.target.device, len(model.backbone.layers))
-        self.waiting = FeatureBuffer(slots, len(model.taps), model.target, model.dtype)
 
 
 class BlockDrafter(FeatureDrafter):
     """Drafts a block a slot in one pass, which takes in the committed taps that wait, too."""
 
     def __init__(self, model: BlockModel):
-        super().__init__(model, model.config.block + 1)
-        self.model, self.backbone, self.block = model, model.backbone, model.config.block
+        self.backbone, self.block = model.backbone, model.config.block
         self.tree = runners_up_tree(self.block, model.config.runners_up)
-        self.limit = len(self.tree.paths)
+        super().__init__(model, len(self.tree.paths), self.block + 1)
         # a greedy request's tree has runners-up, of which the head says nothing
         self.confidence_before_draw = model.has_confidence and self.limit == self.block
         own = (blocks, draft_model, heads, sys.modules[__name__], sys.modules[type(model).__module__])
         self.greedy, self.drawn = self.steps = CompiledBlock(Greedy(model, self.tree), own), CompiledBlock(Drawn(model), own)
 
-    def allocate(self, cache: Cache) -> BlockMemory:
+    def allocate(self, cache: Cache) -> FeatureMemory:
         # besides the context: the block, and as many columns again where slots bring unequal numbers of new taps
-        return BlockMemory(cache.slots, cache.length + 2 * self.backbone.width, self.model)
+        length = cache.length + 2 * self.backbone.width
+        return FeatureMemory(cache.slots, length, len(self.backbone.layers), self.model)
 
     @torch.inference_mode()
-    def propose(self, memory: BlockMemory, state: DecodeState, budget: Tensor) -> Draft:
+    def propose(self, memory: FeatureMemory, state: DecodeState, budget: Tensor) -> Draft:
         rows, kept = state.rows, memory.kept
         self.catch_up(memory, rows, state)
         taps, counts = memory.waiting.take(rows)
@@ -245,7 +236,7 @@ class BlockDrafter(FeatureDrafter):
         is_drawn = self.drawn.graph is not None and isinstance(state.judge, SamplingJudge) and state.judge.settings.is_tempered
         return self.drawn if is_drawn and not state.judge.bans else None
 
-    def read(self, memory: BlockMemory, row: int, state: DecodeState) -> None:
+    def read(self, memory: FeatureMemory, row: int, state: DecodeState) -> None:
         taps, [count] = memory.waiting.take([row])
         memory.kept.open([row], count)
         self.backbone.remember(taps, memory.kept.positions(), memory.kept)
@@ -271,39 +262,25 @@ def runners_up_tree(block: int, runners_up: Sequence[int]) -> RankTree:
 # ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Blocks(Protocol):
-    """What drafts whole blocks in training: `Backbone`, or a model with layers of its own."""
-
-    config: Any
-    """`block` and `anchors` are among its fields."""
-    target: Target
-
-    def drafted(self, batch: Batch, at: Tensor, live: Tensor) -> Tensor:
-        """States [B, A, K, H] of blocks under the tokens at places `at` [B, A]; one that is not live [B, A] teaches nothing."""
-
-    def weights(self, at: Tensor) -> Tensor:
-        """What a learnt row weighs, [K] or [B, A, K]."""
-
-
 class BlockRows(DetachedRows):
     """Predictions of blocks drawn under random anchors of a batch: K rows a block, row k labelled with token a + 1 + k.
 
-    head: (states of n blocks [n, K, H], the token before each [n, K], which rows) to logits [n, K, V].
+    blocks: what drafts them, the model or a part of it such as `Backbone`, with its `drafted` and `weights`.
     """
 
-    def __init__(self, blocks: Blocks, batch: Batch, head: Callable[[Tensor, Tensor, slice], Tensor]):
-        config, self._head, self.slots = blocks.config, head, blocks.config.block
-        # anchors whose next token is one to learn
-        follows = batch.loss_mask[:, 1:] & (batch.documents[:, 1:] == batch.documents[:, :-1])
-        at, live = draft_model.drawn(follows, config.anchors)
+    def __init__(self, model: DraftModel, blocks: Any, batch: Batch):
+        config, self.slots = blocks.config, blocks.config.block
+        at, live, labels_at, learnt = draft_model.draw(batch, config.anchors, 1, config.block)
         states = blocks.drafted(batch, at, live)
-        labels_at, learnt = draft_model.labelled(batch, at, 1, config.block)
         text = torch.arange(len(at), device=at.device).repeat_interleave(at.shape[1])
         self.previous = batch.tokens[text[:, None], labels_at.flatten(0, 1) - 1].flatten()
         """[M], the token before each row's."""
         rows = Labelled.blocks(batch, text, labels_at.flatten(0, 1), (learnt * blocks.weights(at)).flatten(0, 1))
-        super().__init__(blocks.target, states.flatten(0, 2), batch.hidden, rows)
+        super().__init__(model, states.flatten(0, 2), batch.hidden, rows)
 
     def head(self, states: Tensor, rows: slice) -> Tensor:
-        whole = states.unflatten(0, (-1, self.slots)), self.previous[rows].unflatten(0, (-1, self.slots))
-        return self._head(*whole, rows).flatten(0, 1)
+        return self.model.taught(*self.whole(states, rows)).flatten(0, 1)
+
+    def whole(self, states: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """These rows by blocks: states [n, K, H] and the token before each, [n, K]."""
+        return states.unflatten(0, (-1, self.slots)), self.previous[rows].unflatten(0, (-1, self.slots))

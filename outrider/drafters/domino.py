@@ -20,7 +20,7 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from outrider.drafters.dflash import BackboneConfig, BlockDrafter, BlockModel, BlockRows, Decoded, Pick
+from outrider.drafters.dflash import BackboneConfig, BlockModel, BlockRows, Decoded, Pick
 from outrider.errors import DrafterError
 from outrider.nn.draft_model import Batch
 from outrider.nn.heads import PrefixGRU
@@ -91,16 +91,15 @@ class DominoRows(BlockRows):
     """Block rows with the correction on them, but for the blocks that the curriculum leaves to the backbone."""
 
     def __init__(self, model: Model, batch: Batch):
-        super().__init__(model.backbone, batch, self._corrected)
-        self.model = model
+        super().__init__(model, model.backbone, batch)
         # on the CPU, whose random state a checkpoint keeps
         is_base = torch.rand(len(self.labels) // self.slots) < base_share(model.progress, model.config.curriculum)
         self.is_base = is_base.to(self.labels.device).repeat_interleave(self.slots)
         """[M], which rows train by their base logits."""
 
-    def _corrected(self, states: Tensor, previous: Tensor, rows: slice) -> Tensor:
-        is_base = self.is_base[rows].unflatten(0, (-1, self.slots))[..., None]
-        return self.target.head(states) + self.model.corrections(states, previous) * ~is_base
+    def head(self, states: Tensor, rows: slice) -> Tensor:
+        whole, is_base = self.whole(states, rows), self.is_base[rows].unflatten(0, (-1, self.slots))[..., None]
+        return (self.target.head(whole[0]) + self.model.corrections(*whole) * ~is_base).flatten(0, 1)
 
 
 def base_share(progress: float, curriculum: float) -> float:
@@ -108,5 +107,4 @@ def base_share(progress: float, curriculum: float) -> float:
     return max(0.0, 1 - progress / curriculum) if curriculum else 0.0
 
 
-def build(config: Config, target: Target) -> BlockDrafter:
-    return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
+build = Model.build

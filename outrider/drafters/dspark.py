@@ -19,8 +19,7 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from outrider.decoding.accept import overlap
-from outrider.drafters.dflash import BackboneConfig, BlockDrafter, BlockModel, BlockRows, Decoded, Pick
-from outrider.nn.draft_model import Batch
+from outrider.drafters.dflash import BackboneConfig, BlockModel, BlockRows, Decoded, Pick
 from outrider.nn.heads import ConfidenceHead, MarkovHead, MarkovKind
 from outrider.targets.protocol import Target
 
@@ -62,28 +61,16 @@ class Model(BlockModel):
         assert self.confidence_head is not None
         return self.confidence_head(torch.cat([states, self.markov_head.markov_w1(previous)], -1))
 
-    def predict(self, batch: Batch) -> DSparkRows:
-        return DSparkRows(self, batch)
+    def taught(self, states: Tensor, previous: Tensor) -> Tensor:
+        return self.target.head(states) + self.markov_head.along(previous, states)
 
-
-class DSparkRows(BlockRows):
-    """Block rows with the Markov head on them, and the confidence's own term."""
-
-    def __init__(self, model: Model, batch: Batch):
-        super().__init__(model.backbone, batch, self._corrected)
-        self.model = model
-
-    def _corrected(self, states: Tensor, previous: Tensor, rows: slice) -> Tensor:
-        return self.target.head(states) + self.model.markov_head.along(previous, states)
-
-    def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
-        if self.model.confidence_head is None:
+    def terms(self, rows: BlockRows, part: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        if self.confidence_head is None:
             return {}
         with torch.no_grad():
             kept = overlap(target.float().softmax(-1), draft.float().softmax(-1)).clamp(0, 1)
-        confidence = self.model.confidence(self.states[rows], self.previous[rows]).float()
+        confidence = self.confidence(rows.states[part], rows.previous[part]).float()
         return {"confidence": F.binary_cross_entropy_with_logits(confidence, kept, reduction="none")}
 
 
-def build(config: Config, target: Target) -> BlockDrafter:
-    return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
+build = Model.build

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from pydantic import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
-from outrider.nn.blocks import MLP, RMSNorm
+from outrider.nn.blocks import Attend, ContextLayer
 from outrider.nn.draft_model import Batch
-from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, RecurrentModel, UnrolledRows
+from outrider.nn.recurrent import RecurrentConfig, RecurrentModel, UnrolledRows
 from outrider.nn.shape import resolved
-from outrider.targets.protocol import LayerSizes, Target
+from outrider.targets.protocol import Target
 
 
 class Config(RecurrentConfig):
@@ -38,21 +38,6 @@ class Config(RecurrentConfig):
     """fc adds a vector of its own, as the paper's does; some released heads have none."""
 
 
-class FirstLayer(nn.Module):
-    """A decoder layer whose attention reads its input as it is."""
-
-    def __init__(self, hidden: int, shape: LayerSizes):
-        super().__init__()
-        self.self_attn = RecurrentAttention(hidden, hidden, shape)
-        self.post_attention_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
-        self.mlp = MLP(hidden, shape.intermediate)
-
-    def forward(self, x: Tensor, angle: Tensor, attend: Attend) -> Tensor:
-        """x [B, n, H]; returns [B, n, H]."""
-        x = x + self.self_attn(x, angle, attend, 0)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
 class Model(RecurrentModel):
     """fc over embedding and feature, one layer; the head is the target's."""
 
@@ -62,7 +47,7 @@ class Model(RecurrentModel):
         self.target = target
         hidden = target.spec.hidden
         self.fc = nn.Linear(2 * hidden, hidden, bias=config.bias)
-        self.layers = nn.ModuleList([FirstLayer(hidden, self.shape)])
+        self.layers = nn.ModuleList([ContextLayer(hidden, self.shape, qk_norm=False, input_norm=False)])
 
     def step(self, module: int, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
         return self.layers[0](self.fc(torch.cat([words.to(features.dtype), features], -1)), angle, attend)
@@ -73,7 +58,10 @@ class Model(RecurrentModel):
             # on the CPU, whose random state a checkpoint keeps; drawn in any case: what is drawn behind it stays the same
             noise = torch.rand(features.shape, dtype=torch.float32).to(features.device, features.dtype)
             features = features + self.config.noise * (2 * noise - 1) * self.training
-        return UnrolledRows(self, batch, features, lambda states, hidden: {"feature": distance(states, hidden)})
+        return UnrolledRows(self, batch, features)
+
+    def terms(self, rows: UnrolledRows, part: slice, draft: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"feature": distance(rows.states[part], rows.hidden(part))}
 
 
 def distance(states: Tensor, hidden: Tensor) -> Tensor:
@@ -81,5 +69,4 @@ def distance(states: Tensor, hidden: Tensor) -> Tensor:
     return F.smooth_l1_loss(states.float(), hidden.float(), reduction="none").mean(-1)
 
 
-def build(config: Config, target: Target) -> RecurrentDrafter:
-    return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
+build = Model.build

@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from outrider.nn.blocks import FusedTaps, PairLayer, RMSNorm
+from outrider.nn.blocks import Attend, FusedTaps, PairLayer, RMSNorm
 from outrider.nn.draft_model import resolve_taps
 from outrider.nn.heads import ReducedHead, VocabularyModel
-from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, RecurrentModel
+from outrider.nn.recurrent import RecurrentConfig, RecurrentModel
 from outrider.targets.protocol import LayerSizes, Target
 
 
@@ -88,8 +88,8 @@ class Model(VocabularyModel, RecurrentModel, FusedTaps):
         hidden, shape = target.spec.hidden, self.shape
         self.fc_norm = nn.ModuleList(RMSNorm(hidden, shape.rms_norm_eps) for _ in self.taps) if config.fc_norm else None
         self.metaquery = MetaQuery(hidden, len(self.taps), config.queries, shape) if config.aggregate == "metaquery" else None
-        attention = RecurrentAttention(2 * hidden, hidden, shape, config.qk_norm, config.gated)
-        self.layers = nn.ModuleList([PairLayer(hidden, shape, attention, config.norm_before_residual)])
+        layer = PairLayer(hidden, shape, config.norm_before_residual, config.qk_norm, config.gated)
+        self.layers = nn.ModuleList([layer])
         self.norm = RMSNorm(hidden, shape.rms_norm_eps)
         self.head = None if config.vocabulary is None else ReducedHead(target, config.vocabulary)
 
@@ -101,7 +101,7 @@ class Model(VocabularyModel, RecurrentModel, FusedTaps):
         return fused if self.metaquery is None else fused + self.metaquery(seen)
 
     def step(self, module: int, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
-        found = self.layers[0](words.to(features.dtype), features, angle, attend, 0)
+        found = self.layers[0](words.to(features.dtype), features, angle, attend)
         return self.norm(found) if self.config.norm_output else found
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -113,5 +113,4 @@ def three(layers: int) -> tuple[int, ...]:
     return tuple(sorted({min(1, layers - 1), max(layers // 2 - 1, 0), max(layers - 4, 0)}))
 
 
-def build(config: Config, target: Target) -> RecurrentDrafter:
-    return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
+build = Model.build

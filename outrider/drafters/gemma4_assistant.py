@@ -24,7 +24,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
 from outrider.nn import serving
-from outrider.nn.states import LastStates, StateDrafter
+from outrider.nn.memory import LastStates, StateDrafter
 from outrider.targets.assistant import load_assistant, shared_layers
 from outrider.targets.attention_mask import additive
 from outrider.targets.cache import SlotCache
@@ -39,31 +39,16 @@ class Config(Base):
     """Tokens drafted per step."""
 
 
-class Memory(LastStates):
-    """The states that drafts begin with, and the target's own cache, for reading."""
-
-    def __init__(self, cache: SlotCache, target: Target):
-        super().__init__(cache.slots, target, getattr(torch, target.spec.dtype))
-        self.cache = cache
-
-
 class Gemma4Assistant(StateDrafter):
     """Drafts a chain, looking at the keys and values of the target."""
 
     def __init__(self, model: Any, target: Target, config: Config):
-        self.model, self.target, self.limit = model, target, config.length
-        self.text = model.config.get_text_config()
+        super().__init__(target, getattr(torch, target.spec.dtype), config.length)
+        self.model, self.text = model, model.config.get_text_config()
         self.layers = shared_layers(model, target)
         """Of every kind of layer, the target layer whose keys and values are looked at."""
 
-    def allocate(self, cache: Any) -> Memory:
-        return Memory(cache, self.target)
-
-    @torch.inference_mode()
-    def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
-        sizes = memory.within(state.rows, budget)
-        if not int(sizes.max()):
-            return Draft.empty(len(state.rows), state.device)
+    def draft(self, memory: LastStates, state: DecodeState, sizes: Tensor) -> Draft:
         steps = Steps(self, memory.cache, state.rows, memory.hidden[state.rows])
         return serving.possible(serving.chain(steps.read_one(state.anchor), steps.read_one, sizes, state), state)
 

@@ -23,7 +23,7 @@ from itertools import accumulate
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from outrider.config import Config as Base
@@ -31,9 +31,8 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
-from outrider.drafters import find
-from outrider.nn import parts
-from outrider.nn.parts import Choice, Load, Parts, PartsMemory
+from outrider.drafters import Choice, Load, built
+from outrider.nn.parts import Parts, PartsMemory
 from outrider.targets.protocol import Target
 
 BASE, RETRIEVER = 0, 1
@@ -50,56 +49,42 @@ class Config(Base):
     nodes: PositiveInt | None = None
     """Most nodes verified; as many as the base proposes unless given."""
 
-    @field_validator("base", "retriever")
-    @classmethod
-    def _known(cls, choice: Choice) -> Choice:
-        return parts.checked(choice, find)
 
-
-@dataclass
-class Memory:
+@dataclass(kw_only=True)
+class Memory(PartsMemory):
     """What base and retriever remember, and what scores have been worth in all slots."""
 
-    parts: PartsMemory
     worth: Worth
     marks: list[list[Mark]] = field(default_factory=list)
     """Of the base's nodes, in the step that is open."""
 
 
-class Graft(Drafter):
+class Graft(Parts):
     """A base drafter, pruned, and a retriever."""
 
     def __init__(self, base: Drafter, retriever: Drafter, config: Config):
-        self.parts, self.config = Parts([base, retriever]), config
-        self.taps, self.hidden, self.steps = self.parts.taps, self.parts.hidden, self.parts.steps
-        self.limit = config.nodes or base.limit
+        super().__init__([base, retriever], config.nodes or base.limit)
+        self.config = config
 
     def allocate(self, cache: Cache) -> Memory:
-        return Memory(self.parts.allocate(cache), Worth(self.config.risk))
-
-    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
-        self.parts.admit(memory.parts, rows, state, scores, lengths)
+        return Memory(**vars(super().allocate(cache)), worth=Worth(self.config.risk))
 
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
-        limits = [budget.clamp(max=min(self.limit, own)) for own in self.parts.limits]
-        whole = self.parts.propose(memory.parts, BASE, state, limits[BASE])
+        limits = [budget.clamp(max=own) for own in self.limits]
+        whole = self.ask(memory, BASE, state, limits[BASE])
         memory.marks = marks_of(whole)
         kept = [memory.worth.staying(marks, above) for marks, above in zip(memory.marks, whole.tree, strict=True)]
-        most, nothing = budget.clamp(max=self.limit), Draft.empty(len(state.rows), state.device)
-        draft = self.parts.join(memory.parts, BASE, nothing, whole.only(kept), most, state.seeded)
+        draft = self.join(memory, BASE, Draft.empty(len(state.rows), state.device), whole.only(kept), budget, state.seeded)
         has_room = torch.tensor([size < most for size, most in zip(draft.live, budget.tolist(), strict=True)])
-        found = self.parts.propose(memory.parts, RETRIEVER, state, limits[RETRIEVER] * has_room)
-        return self.parts.join(memory.parts, RETRIEVER, draft, found, most, state.seeded)
+        found = self.ask(memory, RETRIEVER, state, limits[RETRIEVER] * has_room)
+        return self.join(memory, RETRIEVER, draft, found, budget, state.seeded)
 
     def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
-        (places, paths), _ = self.parts.observe(memory.parts, state, draft, kept, scores)
+        (places, paths), _ = self.tell(memory, state, draft, kept, scores)
         # a slot that ended in mid-block did not show what it would have kept
         slots = [b for b, token in enumerate(kept.next_tokens) if token >= 0 and places[b]]
         memory.worth.learn([(memory.marks[b][n], n in paths[b]) for b in slots for n in places[b]])
         memory.marks = []
-
-    def free(self, memory: Memory, rows: Sequence[int]) -> None:
-        self.parts.free(memory.parts, rows)
 
 
 Mark = tuple[int, int]
@@ -171,5 +156,5 @@ class Worth:
 
 def build(config: Config, target: Target, load: Load | None = None) -> Graft:
     """load: what opens checkpoints."""
-    base, retriever = (parts.built(choice, target, find, load) for choice in (config.base, config.retriever))
+    base, retriever = (built(choice, target, load) for choice in (config.base, config.retriever))
     return Graft(base, retriever, config)

@@ -26,9 +26,9 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.config import Config as Base
 from outrider.decoding.accept import Accepted, judged_q
 from outrider.decoding.draft import Draft
-from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.nn import serving, trees
+from outrider.nn.memory import RequestDrafter
 from outrider.retrieval.pool import Pool
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.prefix import Prefix
@@ -65,7 +65,7 @@ class Slot:
         self.logits, self.best = None, []
 
 
-class Jacobi(Drafter):
+class Jacobi(RequestDrafter[Slot]):
     """Proposes what the target said of the places behind the one it refused."""
 
     def __init__(self, config: Config, vocabulary: int):
@@ -73,12 +73,12 @@ class Jacobi(Drafter):
         self.uses_pool = config.init == "ngram" or config.branches > 0
         self.limit = config.window + config.branches * (config.gram - 1)
 
-    def allocate(self, cache: Cache) -> list[Slot]:
-        return [Slot(self.config) for _ in range(cache.slots)]
+    def fresh(self, tenant: str) -> Slot:
+        return Slot(self.config)
 
     @torch.inference_mode()
-    def propose(self, memory: list[Slot], state: DecodeState, budget: Tensor) -> Draft:
-        slots, texts = [memory[row] for row in state.rows], [state.tokens[row] for row in state.rows]
+    def propose(self, memory: list[Slot | None], state: DecodeState, budget: Tensor) -> Draft:
+        slots, texts = [self.of(memory, state, row) for row in state.rows], [state.tokens[row] for row in state.rows]
         sizes = [min(most, self.config.window) for most in budget.tolist()]
         if self.uses_pool:
             for slot, text in zip(slots, texts, strict=True):
@@ -96,12 +96,12 @@ class Jacobi(Drafter):
         draft = trees.of_lists(nodes, parents, state.device)
         return draft if q is None else replace(draft, q=_full_q(draft, q, list(map(len, guesses))))
 
-    def observe(self, memory: list[Slot], state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
+    def observe(self, memory: list[Slot | None], state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
         best = []
         if draft.tokens.shape[1]:
             best = (scores.logits.argmax(-1) if scores.choice is None else scores.choice).tolist()
         for b, row in enumerate(state.rows):
-            slot, accepted, trunk = memory[row], len(kept.paths[b]), _trunk(draft.tree[b][: draft.live[b]])
+            slot, accepted, trunk = self.of(memory, state, row), len(kept.paths[b]), _trunk(draft.tree[b][: draft.live[b]])
             slot.forget()
             if kept.next_tokens[b] < 0 or trunk <= accepted:
                 continue
@@ -113,10 +113,6 @@ class Jacobi(Drafter):
                     slot.pool.add([*before, *draft.ids[b][: n + 1]], best[b][n + 1])
             # the next token took the place of the first of these nodes; the row behind it speaks of the place after
             slot.logits, slot.best = scores.logits[b, accepted + 1 : trunk + 1], best[b][accepted + 1 : trunk + 1]
-
-    def free(self, memory: list[Slot], rows: Sequence[int]) -> None:
-        for row in rows:
-            memory[row] = Slot(self.config)
 
     def _carried(self, slots: list[Slot], state: DecodeState, sizes: list[int]) -> tuple[list[list[int]], Tensor | None]:
         """Each slot's guesses from the rows of its last pass, and what they were drawn from, [B, m, V]; None where certain."""

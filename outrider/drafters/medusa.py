@@ -29,14 +29,13 @@ from torch import Tensor, nn
 from outrider import packed
 from outrider.config import Config as Base
 from outrider.decoding.draft import Draft
-from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
 from outrider.nn import serving, trees
-from outrider.nn.draft_model import Batch, DraftModel, chosen, labelled
+from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.heads import ResidualBlock
-from outrider.nn.rows import Labelled, SharedLabels, whole_blocks
-from outrider.nn.states import LastStates, StateDrafter
+from outrider.nn.memory import LastStates, StateDrafter
+from outrider.nn.rows import SharedLabels, rollouts, whole_blocks
 from outrider.nn.trees import Path, RankTree
 from outrider.targets.protocol import Target
 
@@ -136,8 +135,7 @@ class Model(DraftModel):
         return MedusaDrafter(self)
 
 
-def build(config: Config, target: Target) -> MedusaDrafter:
-    return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
+build = Model.build
 
 
 # ── the tree ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -170,31 +168,21 @@ def search(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...
 
 
 class MedusaDrafter(StateDrafter):
-    """Drafts a tree of the heads' choices behind one state a slot; nothing where the anchor is all that is known."""
+    """Drafts a tree of the heads' choices behind one state a slot."""
 
     def __init__(self, model: Model):
         packed.pack(model)
-        self.model, self.hidden = model, model.target.spec.hidden
-        self.tree = RankTree(_paths(model))
-        self.limit = len(self.tree.paths)
+        self.model, self.hidden, self.tree = model, model.target.spec.hidden, RankTree(_paths(model))
+        super().__init__(model.target, model.accuracies.dtype, len(self.tree.paths))
 
-    def allocate(self, cache: Cache) -> LastStates:
-        return LastStates(cache.slots, self.model.target, self.model.accuracies.dtype)
-
-    @torch.inference_mode()
-    def propose(self, memory: LastStates, state: DecodeState, budget: Tensor) -> Draft:
-        budget = memory.within(state.rows, budget)
-        most = int(budget.max())
-        if not most:
-            return Draft.empty(len(state.rows), state.device)
-        tree, drawn = self.tree.first(most), self.model.config.drawn and state.judge.temperature is not None
-        with packed.products():
-            step = _Step(self.model, memory.hidden[state.rows], state, 1 + int(tree.depths.max()))
-            if step.all is not None and not (drawn or state.judge.bans):
-                return tree.draft(tree.choices(step.all), budget)
-            if not drawn:
-                return trees.ranked(step.first(), step.expand, budget, tree)
-            draft = trees.sampled(step.first(), step.expand, budget, state, parents=tree.parents)
+    def draft(self, memory: LastStates, state: DecodeState, sizes: Tensor) -> Draft:
+        tree, drawn = self.tree.first(int(sizes.max())), self.model.config.drawn and state.judge.temperature is not None
+        step = _Step(self.model, memory.hidden[state.rows], state, 1 + int(tree.depths.max()))
+        if step.all is not None and not (drawn or state.judge.bans):
+            return tree.draft(tree.choices(step.all), sizes)
+        if not drawn:
+            return trees.ranked(step.first(), step.expand, sizes, tree)
+        draft = trees.sampled(step.first(), step.expand, sizes, state, parents=tree.parents)
         return replace(draft, branches=not tree.is_chain)
 
 
@@ -246,14 +234,10 @@ class Rows(SharedLabels):
     """
 
     def __init__(self, model: Model, batch: Batch):
-        self.model = model
         heads, device = model.config.heads, batch.tokens.device
-        at = torch.arange(max(1, batch.tokens.shape[1] - 2), device=device).expand(len(batch.tokens), -1)
-        labels_at, learnt = labelled(batch, at, 2, heads)
-        text, before = chosen(learnt[..., 0], model.config.anchors).nonzero().unbind(-1)
-        labels_at, weight = labels_at[text, before], learnt[text, before] * 0.8 ** torch.arange(heads, device=device)
-        rows = Labelled.blocks(batch, text, labels_at, weight)
-        super().__init__(model.target, batch.hidden[text, before], batch.hidden, rows)
+        live, labels_at, rows = rollouts(batch, heads, model.config.anchors, 0.8)
+        text, before = live.nonzero().unbind(-1)
+        super().__init__(model, batch.hidden[text, before], batch.hidden, rows)
         self._before = batch.tokens[text[:, None], labels_at - 1]
         """[P, K], the anchor and the tokens behind it, of which head k may see the first k + 1."""
         self.hits = torch.zeros(heads, model.accuracies.shape[1] + 1, device=device)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor
 
 from outrider.config import Config as Base
@@ -31,9 +31,8 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Request, Scores
-from outrider.drafters import find
-from outrider.nn import parts
-from outrider.nn.parts import Choice, Load, Parts, PartsMemory
+from outrider.drafters import Choice, Load, built
+from outrider.nn.parts import Parts, PartsMemory
 from outrider.retrieval.tenants import ByTenant
 from outrider.targets.protocol import Target
 
@@ -49,17 +48,11 @@ class Config(Base):
     explore: NonNegativeFloat = 0.1
     """Weight of doubt; 0 trusts what was kept so far."""
 
-    @field_validator("parts")
-    @classmethod
-    def _known(cls, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
-        return tuple(parts.checked(choice, find) for choice in choices)
 
-
-@dataclass
-class Memory:
+@dataclass(kw_only=True)
+class Memory(PartsMemory):
     """What the parts remember, and who kept how much."""
 
-    parts: PartsMemory
     shares: list[Shares]
     """A bandit a slot; it goes with its request."""
     serving: dict[int, int] = field(default_factory=dict)
@@ -70,37 +63,33 @@ class Memory:
     """Nodes that each live slot may have in the step that is open; none where no draft was asked for."""
 
 
-class Mix(Drafter):
+class Mix(Parts):
     """Asks its parts one after another and joins what they propose."""
 
     def __init__(self, drafters: Sequence[Drafter], names: Sequence[str], config: Config):
-        self.parts, self.names, self.config = Parts(drafters), list(names), config
-        self.taps, self.hidden, self.steps = self.parts.taps, self.parts.hidden, self.parts.steps
-        self.limit = min(config.nodes, sum(self.parts.limits))
+        super().__init__(drafters, min(config.nodes, sum(drafter.limit for drafter in drafters)))
+        self.names, self.config = list(names), config
         self.tallies = ByTenant(lambda: Tally(len(self.names), config.explore), TENANTS)
         """By tenant and kind of text: what each part has kept."""
 
     def allocate(self, cache: Cache) -> Memory:
-        return Memory(self.parts.allocate(cache), [self._fresh() for _ in range(cache.slots)])
-
-    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
-        self.parts.admit(memory.parts, rows, state, scores, lengths)
+        return Memory(**vars(super().allocate(cache)), shares=[self._fresh() for _ in range(cache.slots)])
 
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
-        memory.asked = budget.clamp(max=self.limit).tolist()
+        memory.asked = budget.tolist()
         shares = [self._split(memory, state, row, most) for row, most in zip(state.rows, memory.asked, strict=True)]
         draft, most = Draft.empty(len(state.rows), state.device), [0] * len(shares)
-        for part, limit in enumerate(self.parts.limits):
+        for part, limit in enumerate(self.limits):
             most = [sofar + share[part] for sofar, share in zip(most, shares, strict=True)]
             asked = [max(0, min(all - size, limit)) for all, size in zip(most, draft.live, strict=True)]
             if self.config.share == "request":
                 asked = [own if share[part] else 0 for own, share in zip(asked, shares, strict=True)]
-            found = self.parts.propose(memory.parts, part, state, torch.tensor(asked))
-            draft = self.parts.join(memory.parts, part, draft, found, torch.tensor(most), state.seeded)
+            found = self.ask(memory, part, state, torch.tensor(asked))
+            draft = self.join(memory, part, draft, found, torch.tensor(most), state.seeded)
         return draft
 
     def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
-        found = self.parts.observe(memory.parts, state, draft, kept, scores)
+        found = self.tell(memory, state, draft, kept, scores)
         for b, (row, asked) in enumerate(zip(state.rows, memory.asked, strict=False)):
             # a slot that ended in mid-block did not show what it would have kept
             if not asked or kept.next_tokens[b] < 0:
@@ -111,15 +100,15 @@ class Mix(Drafter):
                 memory.shares[row].learn([list(places[b]) for places, _ in found], [paths[b] for _, paths in found])
         memory.asked = []
 
-    def free(self, memory: Memory, rows: Sequence[int]) -> None:
-        self.parts.free(memory.parts, rows)
+    def free(self, memory: Any, rows: Sequence[int]) -> None:
+        super().free(memory, rows)
         for row in rows:
             memory.shares[row] = self._fresh()
             memory.serving.pop(row, None)
             memory.alike.pop(row, None)
 
     def _fresh(self) -> Shares:
-        return Shares(self.parts.limits, self.config.explore)
+        return Shares(self.limits, self.config.explore)
 
     def _split(self, memory: Memory, state: DecodeState, row: int, most: int) -> list[int]:
         """How many nodes each part may offer."""
@@ -231,5 +220,5 @@ def kind_of(text: str) -> Literal["code", "math", "chat"]:
 
 def build(config: Config, target: Target, load: Load | None = None) -> Mix:
     """load: what opens checkpoints among the parts."""
-    drafters: list[Any] = [parts.built(choice, target, find, load) for choice in config.parts]
-    return Mix(drafters, [parts.label(choice) for choice in config.parts], config)
+    names = [choice if isinstance(choice, str) else choice["kind"] for choice in config.parts]
+    return Mix([built(choice, target, load) for choice in config.parts], names, config)

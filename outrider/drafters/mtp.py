@@ -26,8 +26,8 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from outrider.nn import serving
-from outrider.nn.blocks import MLP, RMSNorm, angles
-from outrider.nn.recurrent import Attend, RecurrentAttention, RecurrentConfig, RecurrentDrafter, RecurrentModel, Unrolled
+from outrider.nn.blocks import MLP, Attend, Attention, RMSNorm, angles
+from outrider.nn.recurrent import RecurrentConfig, RecurrentModel, Unrolled
 from outrider.nn.shape import FORMER, LayerConfig, resolved
 from outrider.targets.attention_mask import Limit
 from outrider.targets.mtp import native_modules
@@ -59,7 +59,7 @@ class Module(nn.Module):
         self.hnorm = RMSNorm(hidden, shape.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
         self.input_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
-        self.self_attn = RecurrentAttention(hidden, hidden, shape, qk_norm)
+        self.self_attn = Attention(hidden, shape, qk_norm=qk_norm)
         self.post_attention_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
         self.mlp = MLP(hidden, shape.intermediate)
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(hidden, shape.rms_norm_eps)})
@@ -115,5 +115,4 @@ def _warn_of_idle(config: Config) -> None:
     serving.warn_idle("mtp", config, is_usual, because)
 
 
-def build(config: Config, target: Target) -> RecurrentDrafter:
-    return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
+build = Model.build

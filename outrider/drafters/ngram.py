@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from outrider.config import Config as Base
-from outrider.nn.lookup import Lookup
+from outrider.nn.memory import Lookup
 from outrider.nn.serving import verifies_trees, warn_idle
 from outrider.retrieval.texts import History, InTrie, Text, Tries
 from outrider.targets.protocol import Target
@@ -54,7 +54,7 @@ class NGram(Lookup):
         super().__init__(config.length if config.tree == "chain" else config.nodes, tries)
         self.config = config
 
-    def text(self, tenant: str) -> Text:
+    def fresh(self, tenant: str) -> Text:
         config = self.config
         if config.tree == "chain" and not config.shared:
             return History(config.shortest, config.longest)

@@ -20,15 +20,14 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
-from outrider import packed
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.nn import serving
-from outrider.nn.blocks import Attention, ContextLayer, FusedTaps, PairLayer, RMSNorm, angles
-from outrider.nn.draft_model import Batch, MaskedModule, MaskToken, copy_layers, resolve_taps, with_mask
+from outrider.nn.blocks import ContextLayer, FusedTaps, PairLayer, RMSNorm, angles, attending
+from outrider.nn.draft_model import Batch, MaskedModule, MaskToken, copy_layers, draw, resolve_taps, sight, with_mask
 from outrider.nn.heads import ReducedHead, VocabularyModel
-from outrider.nn.pairs import PairMemory, draw, sight
+from outrider.nn.memory import FeatureMemory, PairDrafter
 from outrider.nn.rows import DetachedRows, Labelled
 from outrider.nn.shape import LayerConfig
 from outrider.targets.cache import SlotCache
@@ -66,11 +65,11 @@ class Model(VocabularyModel, MaskedModule, FusedTaps):
     def __init__(self, config: Config, target: Target):
         super().__init__(with_mask(config, target), target, resolve_taps(config.taps, target.spec, 3))
         hidden, shape = target.spec.hidden, self.shape
-        first = PairLayer(hidden, shape, Attention(hidden, shape, 2 * hidden), config.norm_before_residual)
+        first = PairLayer(hidden, shape, config.norm_before_residual)
         self.layers = nn.ModuleList([first, *(ContextLayer(hidden, shape) for _ in range(config.layers - 1))])
         self.norm = RMSNorm(hidden, shape.rms_norm_eps)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, hidden * len(self.taps)) * 0.02)
-        self.choose_mask(config.mask_token, target)
+        self.choose_mask()
         self.head = None if config.vocabulary is None else ReducedHead(target, config.vocabulary)
         if config.copies is not None:
             copy_layers(list(self.layers)[1:], config.copies, target)
@@ -85,10 +84,10 @@ class Model(VocabularyModel, MaskedModule, FusedTaps):
         features = self.fused(taps)
         empty = self.fc(self.mask_hidden).to(features.dtype).expand(len(tokens), masks, -1)
         features = torch.cat([features, empty], 1)
-        turn = angles(at, self.shape)
-        x = self.layers[0](self.words(tokens, masks, features.dtype), features, None, turn, turn, mask, kept, 0)
+        turn, attend = angles(at, self.shape), attending(mask, kept)
+        x = self.layers[0](self.words(tokens, masks, features.dtype), features, turn, attend)
         for i, layer in enumerate(list(self.layers)[1:], 1):
-            x = layer(x, None, turn, turn, mask, kept, i)
+            x = layer(x, turn, attend, i)
         return self.norm(x)
 
     def predict(self, batch: Batch) -> Rows:
@@ -98,38 +97,30 @@ class Model(VocabularyModel, MaskedModule, FusedTaps):
         return PEagle(self)
 
 
-def build(config: Config, target: Target) -> PEagle:
-    return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
+build = Model.build
 
 
 # ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class PEagle(serving.FeatureDrafter):
+class PEagle(PairDrafter):
     """Drafts a chain a slot in one pass over the new pairs and the masks; the masks' keys are forgotten."""
 
     def __init__(self, model: Model):
-        super().__init__(model, model.config.length + 1)
-        self.model, self.limit = model, model.config.length
+        super().__init__(model, model.config.length, model.config.length + 1)
 
-    def allocate(self, cache: Cache) -> PairMemory:
+    def allocate(self, cache: Cache) -> FeatureMemory:
         # besides the text: masks, and as many columns again where slots bring unequal numbers of new pairs
-        return PairMemory(cache.slots, cache.length + 2 * self.limit, len(self.model.layers), self.model)
+        return FeatureMemory(cache.slots, cache.length + 2 * self.limit, len(self.model.layers), self.model)
 
-    @torch.inference_mode()
-    def propose(self, memory: PairMemory, state: DecodeState, budget: Tensor) -> Draft:
-        sizes = memory.waiting.within(state.rows, budget.clamp(max=self.limit))
-        if not int(sizes.max()):
-            return Draft.empty(len(state.rows), state.device)
-        self.catch_up(memory, state.rows, state)
-        with packed.products():
-            logits = self.model.logits(self._pass(memory, state.rows, state, int(sizes.max()) - 1))
-        return serving.possible(serving.side_by_side(logits, sizes, state), state)
+    def draft(self, memory: FeatureMemory, state: DecodeState, sizes: Tensor) -> Draft:
+        logits = self.model.logits(self._pass(memory, state.rows, state, int(sizes.max()) - 1))
+        return serving.side_by_side(logits, sizes, state)
 
-    def read(self, memory: PairMemory, row: int, state: DecodeState) -> None:
+    def read(self, memory: FeatureMemory, row: int, state: DecodeState) -> None:
         self._pass(memory, [row], state, 0, leave=1)
 
-    def _pass(self, memory: PairMemory, rows: Sequence[int], state: DecodeState, masks: int, leave: int = 0) -> Tensor:
+    def _pass(self, memory: FeatureMemory, rows: Sequence[int], state: DecodeState, masks: int, leave: int = 0) -> Tensor:
         """Read waiting pairs and `masks` behind them.  States [B, 1 + masks, H] of each slot's last pair and the masks."""
         kept, (taps, tokens, counts) = memory.kept, memory.waiting.pairs(rows, state, leave)
         new, real = taps.shape[1], torch.tensor(counts, device=taps.device)
@@ -162,8 +153,8 @@ class Rows(DetachedRows):
     """Predictions from the drawn pairs: one row a depth that COD kept, row d of pair i labelled with token i + 2 + d."""
 
     def __init__(self, model: Model, batch: Batch):
-        config, self.model = model.config, model
-        drawn, pairs = draw(batch, config.anchors, config.length), batch.tokens.shape[1] - 1
+        config, pairs = model.config, batch.tokens.shape[1] - 1
+        drawn = draw(batch, config.anchors, 2, config.length)
         there = conditional_drop(drawn.learnt, config.ratio, config.floor)
         rows = drafting_rows(drawn.at, there, pairs)
         mask = training_sight(sight(batch.documents), rows)[:, None]
@@ -173,10 +164,7 @@ class Rows(DetachedRows):
         labelled = Labelled.of(
             batch, b, drawn.labels_at[b, a, depth], torch.ones(len(b), device=b.device), depth, b * drawn.at.shape[1] + a
         )
-        super().__init__(model.target, states[b, rows.of[b, a, depth]], batch.hidden, labelled)
-
-    def head(self, states: Tensor, rows: slice) -> Tensor:
-        return self.model.logits(states)
+        super().__init__(model, states[b, rows.of[b, a, depth]], batch.hidden, labelled)
 
 
 def conditional_drop(learnt: Tensor, ratio: float, floor: float) -> Tensor:

@@ -10,7 +10,6 @@ right, in place of a fixed template, so that unknown tokens cost no nodes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import PositiveInt
@@ -19,9 +18,9 @@ from torch import Tensor
 from outrider.config import Config as Base
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
-from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.nn import trees
+from outrider.nn.memory import RequestDrafter
 from outrider.retrieval.recycle import Successors
 from outrider.retrieval.tenants import ByTenant
 from outrider.targets.protocol import Target
@@ -43,25 +42,24 @@ TENANTS = 64
 """Tenants whose tables are kept; the one that asked least recently goes."""
 
 
-class Recycle(Drafter):
+class Recycle(RequestDrafter[Successors]):
     """Grows a tree of successors under the anchor."""
 
     watches = True
 
     def __init__(self, config: Config, vocabulary: int):
-        self.config, self.vocabulary = config, vocabulary
-        self.limit = config.nodes
-        self.shared = ByTenant(self._new, TENANTS)
+        self.config, self.limit, self.vocabulary = config, config.nodes, vocabulary
+        self.by_tenant = ByTenant(self.fresh, TENANTS)
 
-    def allocate(self, cache: Cache) -> list[Successors | None]:
-        """A table for every slot; shared ones stay with the drafter."""
-        return [None] * cache.slots
+    def fresh(self, tenant: str = "") -> Successors:
+        return Successors(self.vocabulary, self.config.successors)
+
+    def of(self, memory: list[Successors | None], state: DecodeState, row: int) -> Successors:
+        return self.by_tenant.of(state.requests[row].tenant) if self.config.shared else super().of(memory, state, row)
 
     def propose(self, memory: list[Successors | None], state: DecodeState, budget: Tensor) -> Draft:
-        found = []
-        for row, most in zip(state.rows, budget.tolist(), strict=True):
-            table = self._table(memory, state, row)
-            found.append(table.grow(state.tokens[row][-1], min(most, self.limit), self.config.depth))
+        slots = zip(state.rows, budget.tolist(), strict=True)
+        found = [self.of(memory, state, row).grow(state.tokens[row][-1], most, self.config.depth) for row, most in slots]
         return trees.of_lists([tokens for tokens, _ in found], [parents for _, parents in found], state.device)
 
     def observe(
@@ -75,22 +73,8 @@ class Recycle(Drafter):
             size = draft.live[b]
             nodes = [-1, *(n for n in range(size) if n not in path), *path]
             tokens = [anchor if n < 0 else draft.ids[b][n] for n in nodes]
-            table = self._table(memory, state, row)
             # what was kept is written last: it is what the text goes on from
-            table.learn(tokens, best[b, [n + 1 for n in nodes]])
-
-    def free(self, memory: list[Successors | None], rows: Sequence[int]) -> None:
-        for row in rows:
-            memory[row] = None
-
-    def _table(self, memory: list[Successors | None], state: DecodeState, row: int) -> Successors:
-        if self.config.shared:
-            return self.shared.of(state.requests[row].tenant)
-        table = memory[row] = memory[row] or self._new()
-        return table
-
-    def _new(self) -> Successors:
-        return Successors(self.vocabulary, self.config.successors)
+            self.of(memory, state, row).learn(tokens, best[b, [n + 1 for n in nodes]])
 
 
 def build(config: Config, target: Target) -> Recycle:

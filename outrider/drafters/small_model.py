@@ -169,7 +169,7 @@ class Model(DraftModel):
         causal_lm.refuse_longer(self.lm, documents, self.config.model)
         return causal_lm.read(self.lm, tokens, documents, self._reads_packed)
 
-    def head(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         """Logits [..., V], the family's soft cap and scale applied."""
         head = self.lm.get_output_embeddings()
         return self._finish(head(states.to(head.weight.dtype)))

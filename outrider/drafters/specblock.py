@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,22 +30,20 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from outrider import packed
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.nn import serving, trees
-from outrider.nn.blocks import ContextLayer, FusedTaps, KeyValues, RMSNorm, angles
-from outrider.nn.draft_model import Batch, copy_layers, resolve_taps
-from outrider.nn.heads import ReducedHead, VocabularyModel
-from outrider.nn.pairs import Drawn, PairMemory, draw, sight
+from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, angles, attending
+from outrider.nn.draft_model import Batch, copy_layers, draw, resolve_taps, sight
+from outrider.nn.heads import RankHead, ReducedHead, VocabularyModel, class_weights, rank_class, rank_loss
+from outrider.nn.memory import FeatureMemory, PairDrafter
 from outrider.nn.rows import Labelled, SharedLabels, whole_blocks
 from outrider.nn.shape import LayerConfig
+from outrider.sampling.distribution import log_probs
 from outrider.targets.cache import SlotCache
 from outrider.targets.protocol import Target
 
-RANKS = (1, 4, 10)
-"""The target's choice is in class 0 at rank 1, in 1 up to rank 4, in 2 up to rank 10, else in 3."""
 WIDTHS = (1, 4, 10, 0)
 """Tokens that go on into a second block, by the class of the slot they stand in."""
 PAIRS = 64
@@ -88,24 +86,6 @@ class Shift(nn.Module):
         return self.proj(torch.cat([x, torch.cat([x[..., :1, :], x[..., :-1, :]], -2)], -1))
 
 
-class RankHead(nn.Module):
-    """Which class the rank of the target's choice is in, from a slot's state and the top of its law."""
-
-    def __init__(self, hidden: int):
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(hidden + 15, hidden), nn.SiLU(), nn.Linear(hidden, len(WIDTHS)))
-
-    def forward(self, states: Tensor, logits: Tensor) -> Tensor:
-        """states [..., H], logits [..., V]; returns logits [..., 4]."""
-        # at least -20: a reduced vocabulary says -inf
-        best = _law(logits).topk(min(20, logits.shape[-1]), -1).values.clamp(min=-20.0)
-        best = F.pad(best, (0, 20 - best.shape[-1]), value=-20.0)
-        entropy = -(best.exp() * best).sum(-1, keepdim=True)
-        gaps = best[..., :1] - best[..., [1, 2, 4]]
-        seen = torch.cat([best[..., :10], gaps, best[..., :1].exp(), entropy], -1)
-        return self.mlp(torch.cat([states, seen.to(states.dtype)], -1))
-
-
 class Model(VocabularyModel, FusedTaps):
     """A feature and a token in, K states out; heads on them."""
 
@@ -123,17 +103,17 @@ class Model(VocabularyModel, FusedTaps):
         if config.copies is not None:
             copy_layers(self.layers, config.copies, target)
 
-    def forward(self, features: Tensor, tokens: Tensor, at: Tensor, mask: Tensor, kept: KeyValues | None = None) -> Tensor:
+    def forward(self, features: Tensor, tokens: Tensor, at: Tensor, mask: Tensor, kept: Any) -> Tensor:
         """States [B, n, K, H] of blocks on features [B, n, H] and the tokens [B, n] behind them, at positions `at` [B or 1, n].
 
         mask is over the n * K rows, block by block, behind what `kept` holds.
         """
-        x, turn = self._rows(features, tokens), angles(self._places(at), self.shape)
+        x, turn, attend = self._rows(features, tokens), angles(self._places(at), self.shape), attending(mask, kept)
         for i, layer in enumerate(self.layers):
-            x = layer(self._shifted(i, x), None, turn, turn, mask, kept, i)
+            x = layer(self._shifted(i, x), turn, attend, i)
         return self.norm(x).unflatten(1, (-1, self.config.slots))
 
-    def first(self, features: Tensor, tokens: Tensor, mask: Tensor, asked: Tensor, kept: KeyValues) -> Tensor:
+    def first(self, features: Tensor, tokens: Tensor, mask: Tensor, asked: Tensor, kept: Any) -> Tensor:
         """States [B, A, K, H] of first blocks at the places `asked` [B, A], as `forward` gives them for blocks at every place.
 
         The other blocks are seen by these, so they pass too, but for what the last layer does with its keys and values.
@@ -145,14 +125,14 @@ class Model(VocabularyModel, FusedTaps):
         assert isinstance(last, ContextLayer)
         for i, layer in enumerate(lower):
             parts = zip(self._shifted(i, x).split(step, 1), turn.split(step, -2), mask.split(step, 2), strict=True)
-            seen_so_far = [(part, own, seen[..., : n * step]) for n, (part, own, seen) in enumerate(parts, 1)]
-            x = torch.cat([layer(part, None, own, own, seen, kept, i) for part, own, seen in seen_so_far], 1)
+            seen_so_far = [(part, own, attending(seen[..., : n * step], kept)) for n, (part, own, seen) in enumerate(parts, 1)]
+            x = torch.cat([layer(part, own, attend, i) for part, own, attend in seen_so_far], 1)
         x = self._shifted(len(lower), x)
         rows = (self.config.slots * asked[..., None] + torch.arange(self.config.slots, device=asked.device)).flatten(1)
         texts, own = torch.arange(len(rows), device=rows.device)[:, None], angles(self._places(asked), self.shape)
         normed = last.input_layernorm(x)
-        seen = last.self_attn(normed[texts, rows], normed, own, turn, mask[texts, 0, rows][:, None], kept, len(lower))
-        x = x[texts, rows] + seen
+        attend = attending(mask[texts, 0, rows][:, None], kept)
+        x = x[texts, rows] + last.self_attn(normed[texts, rows], own, attend, len(lower), normed, turn)
         return self.norm(x + last.mlp(last.post_attention_layernorm(x))).unflatten(1, (-1, self.config.slots))
 
     def _rows(self, features: Tensor, tokens: Tensor) -> Tensor:
@@ -177,8 +157,7 @@ class Model(VocabularyModel, FusedTaps):
         return SpecBlock(self)
 
 
-def build(config: Config, target: Target) -> SpecBlock:
-    return Model(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
+build = Model.build
 
 
 # ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -193,38 +172,31 @@ class First:
         """[B, K, H], [B, K, V], and where that pair stands, [B]."""
 
 
-class SpecBlock(serving.FeatureDrafter):
+class SpecBlock(PairDrafter):
     """Drafts a tree at temperature 0, where the target verifies trees, and a chain of up to two blocks else."""
 
     def __init__(self, model: Model):
-        self.model, self.config = model, model.config
+        self.config = model.config
         self.longest = self.config.slots * min(2, self.config.blocks)
-        super().__init__(model, self.longest + 1)
         chain = min(self.longest, self.config.nodes)
         self.has_trees = serving.verifies_trees(model.target, "specblock", f"chains of at most {chain}")
-        self.limit = self.config.nodes if self.has_trees else chain
+        super().__init__(model, self.config.nodes if self.has_trees else chain, self.longest + 1)
 
-    def allocate(self, cache: Cache) -> PairMemory:
+    def allocate(self, cache: Cache) -> FeatureMemory:
         # besides the text: what a step brings, and a second block for each of the most candidates
         pairs = cache.length + self.longest + 1 + max(WIDTHS)
-        return PairMemory(cache.slots, pairs * self.config.slots, self.config.layers, self.model)
+        return FeatureMemory(cache.slots, pairs * self.config.slots, self.config.layers, self.model)
 
-    @torch.inference_mode()
-    def propose(self, memory: PairMemory, state: DecodeState, budget: Tensor) -> Draft:
-        sizes = memory.waiting.within(state.rows, budget.clamp(max=self.limit))
-        if not int(sizes.max()):
-            return Draft.empty(len(state.rows), state.device)
-        self.catch_up(memory, state.rows, state)
-        with packed.products():
-            first = self._first(memory, state)
-            if state.judge.temperature is None and not state.judge.bans and self.has_trees:
-                return self._tree(memory.kept, first, sizes)
-            return self._chain(memory.kept, first, sizes.clamp(max=self.longest), state)
+    def draft(self, memory: FeatureMemory, state: DecodeState, sizes: Tensor) -> Draft:
+        first = self._first(memory, state)
+        if state.judge.temperature is None and not state.judge.bans and self.has_trees:
+            return self._tree(memory.kept, first, sizes)
+        return self._chain(memory.kept, first, sizes.clamp(max=self.longest), state)
 
-    def read(self, memory: PairMemory, row: int, state: DecodeState) -> None:
+    def read(self, memory: FeatureMemory, row: int, state: DecodeState) -> None:
         self._read(memory, [row], state, leave=1)
 
-    def _read(self, memory: PairMemory, rows: Sequence[int], state: DecodeState, leave: int) -> tuple[Tensor, Tensor]:
+    def _read(self, memory: FeatureMemory, rows: Sequence[int], state: DecodeState, leave: int) -> tuple[Tensor, Tensor]:
         """Read waiting pairs.  Returns the states of each slot's last one, [B, K, H], and where it stands, [B]."""
         kept, slots = memory.kept, self.config.slots
         taps, tokens, counts = memory.waiting.pairs(rows, state, leave)
@@ -236,7 +208,7 @@ class SpecBlock(serving.FeatureDrafter):
         kept.append([slots * count for count in counts])
         return states[torch.arange(len(counts), device=at.device), last], begins + last
 
-    def _first(self, memory: PairMemory, state: DecodeState) -> First:
+    def _first(self, memory: FeatureMemory, state: DecodeState) -> First:
         states, at = self._read(memory, state.rows, state, leave=0)
         return First(state.rows, states, self.model.logits(states), at)
 
@@ -268,18 +240,18 @@ class SpecBlock(serving.FeatureDrafter):
                 rows.extend(self._second(kept, first, last, token[:, None])[:, 0].unbind(1))
             return rows[0]
 
-        return serving.possible(serving.chain(rows[0], read_one, sizes, state), state)
+        return serving.chain(rows[0], read_one, sizes, state)
 
     def _tree(self, kept: SlotCache, first: First, sizes: Tensor) -> Draft:
         """The first block's likeliest tokens, and second blocks behind the best of its first slot in doubt."""
         slot, width = doubt(self.model.rank_head(first.states, first.logits).argmax(-1))
-        best = _law(first.logits).topk(min(max(WIDTHS), first.logits.shape[-1]), -1)
+        best = log_probs(first.logits).topk(min(max(WIDTHS), first.logits.shape[-1]), -1)
         here, most = torch.arange(len(slot), device=slot.device), min(int(width.max()), best.indices.shape[-1])
         tokens, scores = best.indices[here, slot, :most], best.values[here, slot, :most]
         chains, offers = _listed(best.indices[..., 0], best.values[..., 0]), _listed(tokens, scores)
         behind: list[Path] = [[]] * tokens.numel()
         if most and self.config.blocks > 1 and int(sizes.max()) > 1:
-            second = _law(self._second(kept, first, slot, tokens)).max(-1)
+            second = log_probs(self._second(kept, first, slot, tokens)).max(-1)
             behind = _listed(second.indices.flatten(0, 1), second.values.flatten(0, 1))
         found = []
         for b, (at, wide, size) in enumerate(zip(slot.tolist(), width.tolist(), sizes.tolist(), strict=True)):
@@ -325,10 +297,6 @@ def _listed(tokens: Tensor, scores: Tensor) -> list[Path]:
     return [list(zip(*row, strict=True)) for row in zip(tokens.tolist(), scores.tolist(), strict=True)]
 
 
-def _law(logits: Tensor) -> Tensor:
-    return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
-
-
 # ── training ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -339,11 +307,11 @@ class Rows(SharedLabels):
     """
 
     def __init__(self, model: Model, batch: Batch):
-        config, device, self.model = model.config, batch.tokens.device, model
-        drawn = draw(batch, config.anchors, config.blocks * config.slots)
+        config, device = model.config, batch.tokens.device
+        drawn = draw(batch, config.anchors, 2, config.blocks * config.slots)
         # on the CPU, whose random state a checkpoint keeps
         taken = torch.randint(1, config.slots + 1, (config.blocks - 1,)).tolist()
-        states = rollout(model, batch, drawn, taken)
+        states = rollout(model, batch, drawn.at, taken)
         begins = torch.tensor([sum(taken[:b]) for b in range(config.blocks)], device=device)
         depths = begins[:, None] + torch.arange(config.slots, device=device)
         learnt = drawn.learnt[..., depths]
@@ -352,16 +320,13 @@ class Rows(SharedLabels):
         labels_at = drawn.labels_at[..., depths][where]
         block = (text * drawn.at.shape[1] + pair) * config.blocks + number
         rows = Labelled.of(batch, text, labels_at, torch.ones_like(block), depths[number, slot], block)
-        super().__init__(model.target, states[where], batch.hidden, rows)
+        super().__init__(model, states[where], batch.hidden, rows)
         is_right, self.ranks = self._looked_at()
         right = torch.ones_like(learnt)
         right[where] = is_right
         counts = F.pad(right[..., :-1], (1, 0), value=True).long().cumprod(-1)
         self.weight = counts[where] * torch.as_tensor(config.decay, device=device) ** slot
         self.class_weights = class_weights(self.ranks[self.weight > 0])
-
-    def head(self, states: Tensor, rows: slice) -> Tensor:
-        return self.model.logits(states)
 
     def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         found = self.model.rank_head(self.states[rows].detach(), draft.detach())
@@ -381,7 +346,7 @@ class Rows(SharedLabels):
         return torch.cat(right), torch.cat(ranks)
 
 
-def rollout(model: Model, batch: Batch, drawn: Drawn, taken: Sequence[int]) -> Tensor:
+def rollout(model: Model, batch: Batch, at: Tensor, taken: Sequence[int]) -> Tensor:
     """States [B, A, blocks, K, H]: every pair's first block, then those behind the drawn pairs.
 
     Block b + 2 goes on from slot taken[b] - 1 of the one before, with the text's own token.
@@ -390,11 +355,11 @@ def rollout(model: Model, batch: Batch, drawn: Drawn, taken: Sequence[int]) -> T
     seen, kept = sight(batch.documents), DynamicCache()
     every = torch.arange(pairs, device=seen.device).expand(len(seen), -1)
     mask = block_sight(seen, every, [], slots)[:, None]
-    found = [model.first(model.fused(batch.taps[:, :-1]), batch.tokens[:, 1:], mask, drawn.at, kept)]
+    found = [model.first(model.fused(batch.taps[:, :-1]), batch.tokens[:, 1:], mask, at, kept)]
     for b, count in enumerate(taken):
-        places = drawn.at + sum(taken[: b + 1])
+        places = at + sum(taken[: b + 1])
         tokens = batch.tokens.gather(1, (places + 1).clamp(max=pairs))
-        mask = block_sight(seen, drawn.at, taken[: b + 1], slots)[:, None]
+        mask = block_sight(seen, at, taken[: b + 1], slots)[:, None]
         found.append(model(found[-1][:, :, count - 1], tokens, places, mask, kept))
     return torch.stack(found, 2)
 
@@ -414,36 +379,3 @@ def block_sight(pairs: Tensor, at: Tensor, taken: Sequence[int], slots: int) -> 
     same = torch.eye(at.shape[1], dtype=torch.bool, device=at.device)[:, None, :, None]
     later = [(same & seen[:, None]).expand(len(at), -1, -1, -1, -1) for seen in own[1:]]
     return torch.cat([block.flatten(3).flatten(1, 2) for block in (first, *later)], -1)
-
-
-def rank_class(draft: Tensor, wanted: Tensor) -> Tensor:
-    """Class of the rank that draft logits [m, V] give the tokens wanted [m]; equals of it rank behind it."""
-    rank = (draft > draft.gather(-1, wanted[:, None])).sum(-1)
-    return torch.bucketize(rank, torch.tensor(RANKS, device=draft.device), right=True)
-
-
-def ordinal_targets(classes: int = len(WIDTHS)) -> Tensor:
-    """Row t is what to learn where t is true, [4, 4]: 1 / (1 + |c - t| + max(t - c, 0))^2, summing to 1.
-
-    A rank said too near costs twice what one said too far does.
-    """
-    c = torch.arange(classes)
-    off = c - c[:, None]
-    near = 1.0 / (1 + off.abs() + (-off).clamp(min=0)) ** 2
-    return near / near.sum(-1, keepdim=True)
-
-
-def rank_loss(logits: Tensor, true: Tensor) -> Tensor:
-    """[m] cross entropy against the ordinal targets less their own entropy, times 1 + |t - p| + max(t - p, 0) for p said.
-
-    The entropy has no gradient; without it 0 is what a perfect head gets.
-    """
-    soft = ordinal_targets(logits.shape[-1]).to(logits)[true]
-    off = true - logits.detach().argmax(-1)
-    return (soft * (soft.log() - logits.log_softmax(-1))).sum(-1) * (1 + off.abs() + off.clamp(min=0))
-
-
-def class_weights(ranks: Tensor) -> Tensor:
-    """[4] in proportion to min(1, 10 / how often a class is there), with a mean of 1 over these rows [m]."""
-    weights = (10.0 / torch.bincount(ranks, minlength=len(WIDTHS)).clamp(min=1)).clamp(max=1)
-    return weights / weights[ranks].mean() if len(ranks) else weights

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from outrider.config import Config as Base
-from outrider.nn.lookup import Lookup
+from outrider.nn.memory import Lookup
 from outrider.nn.serving import verifies_trees
 from outrider.retrieval import corpora
 from outrider.retrieval.proposal import Trust
@@ -57,7 +57,7 @@ class Suffix(Lookup):
         self.trust = Trust()
         """Of sources, learnt over all requests: how often they were right, nothing of what they said."""
 
-    def text(self, tenant: str) -> InSources:
+    def fresh(self, tenant: str) -> InSources:
         config, cursors = self.config, {"own": self.tries.new().cursor()}
         if config.shared:
             cursors["shared"] = self.tries.of(tenant).cursor()

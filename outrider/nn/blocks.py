@@ -18,10 +18,40 @@ from outrider.targets.protocol import LayerSizes, Target
 from outrider.targets.sizes import frequencies
 
 
-class KeyValues(Protocol):
-    """Where a layer's keys and values are kept between passes."""
+class Attend(Protocol):
+    """What a layer asks for its attention: what is looked at is its caller's affair."""
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, /) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
+        """q [B, h, n, d], k and v [B, kv heads, n, d] to the attention's output [B, h, n, d]; keys and values are noted.
+
+        Layers are counted through all modules of a model.  sinks as in `attention`.
+        """
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> Tensor:
+    """Scaled dot products, kv heads shared out over query heads.
+
+    mask [B or 1, 1, n, all] additive or bool.  sinks [h]: logits of one more key of every head, whose value is nothing
+    (gpt-oss, MiMo-V2).
+    """
+    if sinks is not None:
+        mask = q.new_zeros(1, 1, 1, k.shape[2]) if mask is None else mask
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
+        mask = mask.expand(len(q), q.shape[1], q.shape[2], -1)
+        mask = torch.cat([mask, sinks.to(mask.dtype).view(1, -1, 1, 1).expand_as(mask[..., :1])], -1)
+        k, v = (F.pad(one, (0, 0, 0, 1)) for one in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def attending(mask: Tensor | None, kept: Any = None) -> Attend:
+    """Attention under this mask: over what `kept`, a cache, holds and the rows that it takes in; else over these."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
+        if kept is not None:
+            k, v = kept.update(k, v, layer)
+        return attention(q, k, v, mask, sinks)
+
+    return attend
 
 
 class RMSNorm(nn.RMSNorm):
@@ -47,47 +77,42 @@ def check_heads(shape: LayerSizes) -> None:
 
 
 class Attention(nn.Module):
-    """Queries from the block alone; keys and values from context and block, in that order."""
+    """Self-attention with rotary positions that leaves to its caller what is seen.
 
-    def __init__(self, hidden: int, shape: LayerSizes, width: int | None = None):
+    gated: sigmoid(W x + b) scales every number of every head before o_proj, x being the layer's input.
+    """
+
+    def __init__(self, hidden: int, shape: LayerSizes, width: int | None = None, qk_norm: bool = True, gated: bool = False):
         """width: size of the rows it reads, where they are not of the hidden size that it writes.
 
         Raises DrafterError for heads that don't fit together.
         """
         super().__init__()
         check_heads(shape)
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        width = hidden if width is None else width
-        self.q_proj = nn.Linear(width, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
-        self.q_norm = RMSNorm(head_dim, shape.rms_norm_eps)
-        self.k_norm = RMSNorm(head_dim, shape.rms_norm_eps)
+        self.heads, self.kv_heads = shape.heads, shape.kv_heads
+        width, inner, kv_inner = width or hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(width, inner, bias=False)
+        self.k_proj = nn.Linear(width, kv_inner, bias=False)
+        self.v_proj = nn.Linear(width, kv_inner, bias=False)
+        self.o_proj = nn.Linear(inner, hidden, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps) if qk_norm else nn.Identity()
+        self.gate = nn.Linear(width, inner) if gated else None
 
     def forward(
-        self,
-        x: Tensor,
-        rows: Tensor | None,
-        q_angles: Tensor,
-        k_angles: Tensor,
-        mask: Tensor | None,
-        kept: KeyValues | None,
-        layer: int,
+        self, x: Tensor, angle: Tensor, attend: Attend, layer: int, rows: Tensor | None = None, rows_angle: Tensor | None = None
     ) -> Tensor:
-        """x [B, Q, H]; rows [B, C + Q, H] give keys and values, x unless given; mask [B or 1, 1, Q, all] additive or bool."""
-        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))).transpose(1, 2), q_angles)
-        k, v = self.keys_values(x if rows is None else rows, k_angles)
-        if kept is not None:
-            k, v = kept.update(k, v, layer)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=self.heads != self.kv_heads)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        """x [B, n, width]; rows [B, m, width] give keys and values, x unless given; returns [B, n, H]."""
+        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, -1))).transpose(1, 2), angle)
+        k, v = self.keys_values(x, angle) if rows is None else self.keys_values(rows, rows_angle)
+        out = attend(q, k, v, layer).transpose(1, 2).flatten(2)
+        return self.o_proj(out if self.gate is None else out * self.gate(x).sigmoid())
 
-    def keys_values(self, rows: Tensor, k_angles: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, h, n, d] of rows [B, n, H]."""
-        k = self.k_norm(self.k_proj(rows).unflatten(-1, (self.kv_heads, self.head_dim))).transpose(1, 2)
-        v = self.v_proj(rows).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2)
-        return rotate(k, k_angles), v
+    def keys_values(self, rows: Tensor, angle: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, h, m, d] of rows [B, m, width]."""
+        assert angle is not None
+        k = self.k_norm(self.k_proj(rows).unflatten(-1, (self.kv_heads, -1))).transpose(1, 2)
+        return rotate(k, angle), self.v_proj(rows).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -106,21 +131,21 @@ class MLP(nn.Module):
 class ContextLayer(nn.Module):
     """One decoder layer of a draft model.  The context enters as keys and values only, without this layer's input norm."""
 
-    def __init__(self, hidden: int, shape: LayerSizes):
+    def __init__(self, hidden: int, shape: LayerSizes, qk_norm: bool = True, input_norm: bool = True):
         super().__init__()
-        self.input_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
-        self.self_attn = Attention(hidden, shape)
+        self.input_layernorm = RMSNorm(hidden, shape.rms_norm_eps) if input_norm else nn.Identity()
+        self.self_attn = Attention(hidden, shape, qk_norm=qk_norm)
         self.post_attention_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
         self.mlp = MLP(hidden, shape.intermediate)
 
     def forward(
-        self, x: Tensor, context: Tensor | None, q_angles: Tensor, k_angles: Tensor, mask: Tensor | None,
-        kept: KeyValues | None = None, layer: int = 0,
+        self, x: Tensor, angle: Tensor, attend: Attend, layer: int = 0, context: Tensor | None = None,
+        rows_angle: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """x [B, Q, H], context [B, C, H] or none; returns [B, Q, H]."""
+        """x [B, Q, H]; context [B, C, H] or none, rows_angle of context and x; returns [B, Q, H]."""
         normed = self.input_layernorm(x)
         rows = None if context is None else torch.cat([context, normed], 1)
-        x = x + self.self_attn(normed, rows, q_angles, k_angles, mask, kept, layer)
+        x = x + self.self_attn(normed, angle, attend, layer, rows, rows_angle)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -128,20 +153,22 @@ class PairLayer(nn.Module):
     """The first layer of EAGLE-3 (arXiv 2503.01840): its attention reads embedding and feature side by side, each with a norm
     of its own; the residual is the feature's."""
 
-    def __init__(self, hidden: int, shape: LayerSizes, self_attn: nn.Module, norm_before_residual: bool = False):
+    def __init__(
+        self, hidden: int, shape: LayerSizes, norm_before_residual: bool, qk_norm: bool = True, gated: bool = False
+    ):  # fmt: skip
         super().__init__()
         self.norm_before_residual = norm_before_residual
         self.input_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
         self.hidden_norm = RMSNorm(hidden, shape.rms_norm_eps)
-        self.self_attn = self_attn
+        self.self_attn = Attention(hidden, shape, 2 * hidden, qk_norm, gated)
         self.post_attention_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
         self.mlp = MLP(hidden, shape.intermediate)
 
-    def forward(self, words: Tensor, features: Tensor, *seen: Any) -> Tensor:
-        """words, features [B, n, H]; seen: what its attention is told besides the pairs [B, n, 2 H]; returns [B, n, H]."""
+    def forward(self, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
+        """words, features [B, n, H]; returns [B, n, H]."""
         normed = self.hidden_norm(features)
         pairs = torch.cat([self.input_layernorm(words), normed], -1)
-        x = (normed if self.norm_before_residual else features) + self.self_attn(pairs, *seen)
+        x = (normed if self.norm_before_residual else features) + self.self_attn(pairs, angle, attend, 0)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from pydantic import NonNegativeInt
@@ -117,6 +117,23 @@ class DraftModel(nn.Module, ABC):
         assert source.taps is not None
         return source.taps
 
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., V] of states [..., H]."""
+        return self.target.head(states)
+
+    def terms(self, rows: Any, part: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
+        """As `Predictions.extra`; rows: what `predict` gave."""
+        return {}
+
+    @classmethod
+    def build(cls, config: Any, target: Target) -> Drafter:
+        """A drafter around a fresh model, on the target's device and of its type."""
+        return cls(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
+
+    def taught(self, states: Tensor, previous: Tensor) -> Tensor:
+        """[..., K, V] of whole blocks of known text: states [..., K, H], and the token before each [..., K]."""
+        return self.logits(states)
+
     @abstractmethod
     def predict(self, batch: Batch) -> Predictions: ...
 
@@ -151,11 +168,42 @@ def drawn(live: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return at, best.values.gather(1, order) >= 0
 
 
-def chosen(live: Tensor, most: int | None) -> Tensor:
-    """The same as a mask [B, n]; None leaves all that is live."""
-    if most is None or most >= live.shape[1]:
-        return live
-    return torch.zeros_like(live).scatter(1, *drawn(live, most))
+class Drawn(NamedTuple):
+    """Places that a batch is drafted from."""
+
+    at: Tensor
+    """[B, A] int64, ascending."""
+    live: Tensor
+    """[B, A] bool, where there is something to learn."""
+    labels_at: Tensor
+    """[B, A, D] int64, where the token that each depth guesses stands; somewhere in the text where there is none."""
+    learnt: Tensor
+    """[B, A, D] bool: it is of the place's own text and one to learn, and so are those of all depths before."""
+
+
+def draw(batch: Batch, most: int, first: int, depths: int) -> Drawn:
+    """Up to `most` places a text from which there is something to learn, drawn without replacement; labels as in `labelled`."""
+    every = torch.arange(batch.tokens.shape[1] - first, device=batch.tokens.device).expand(len(batch.tokens), -1)
+    at, live = drawn(labelled(batch, every, first, 1)[1][..., 0], most)
+    labels_at, learnt = labelled(batch, at, first, depths)
+    return Drawn(at, live, labels_at, learnt & live[..., None])
+
+
+# ── pairs of a position's feature and the token behind it; see `nn.memory` ──────────────────────────────────────────────
+
+
+def sight(documents: Tensor) -> Tensor:
+    """Which pairs a pair may look at, [B, S - 1, S - 1] bool: itself, and those before it of its own text.
+
+    A pair whose token is another text's, or padding, is no pair: it sees itself alone and is never seen.
+    """
+    text = documents[:, 1:]
+    whole, place = (text == documents[:, :-1]) & (text > 0), torch.arange(text.shape[1], device=text.device)
+    before = (text[:, :, None] == text[:, None, :]) & whole[:, None, :] & whole[:, :, None] & (place[:, None] >= place)
+    return before | (place[:, None] == place)
+
+
+# ── what a config asks for ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def resolve_taps(taps: Sequence[int] | None, spec: TargetSpec, count: int = 5) -> tuple[int, ...]:
@@ -181,37 +229,33 @@ LEARNT: Literal["learnt"] = "learnt"
 MaskToken = NonNegativeInt | Literal["learnt"] | None
 
 
-def mask_token(asked: MaskToken, target: Target) -> int | None:
-    """The token that stands in masked slots: the one asked for, checked, the tokenizer's own, or one that is no text.
+def with_mask(config: C, target: Target) -> C:
+    """The config with what stands in masked slots named, so that a checkpoint says it.
 
-    None where a vector is learnt in its place: that was asked for, or there is no such token.
+    That is the token asked for, checked, the tokenizer's own, or one that is no text; a learnt vector where that was asked for,
+    or there is no such token.
     """
-    if asked == LEARNT:
-        return None
-    if asked is not None and not 0 <= asked < target.spec.vocabulary:
+    asked: MaskToken = config.mask_token  # type: ignore[attr-defined]
+    if isinstance(asked, int) and asked >= target.spec.vocabulary:
         raise DrafterError(
             f"mask_token {asked} is no token of {target.spec.name}, which has {target.spec.vocabulary}; choose one below that"
         )
-    given = target.mask_token if asked is None else asked
-    return target.spec.unused if given is None else given
-
-
-def with_mask(config: C, target: Target) -> C:
-    """The config with what stands in masked slots named, so that a checkpoint says it."""
-    token = mask_token(config.mask_token, target)  # type: ignore[attr-defined]
-    return config.model_copy(update={"mask_token": LEARNT if token is None else token})
+    offered = (asked, target.mask_token, target.spec.unused, LEARNT)
+    return config.model_copy(update={"mask_token": next(token for token in offered if token is not None)})
 
 
 class MaskedModule(nn.Module):
     """A module that reads masks: a token of the target's, or a vector `mask` of its own."""
 
+    config: Any
     target: Target
     mask_token: int | None
 
-    def choose_mask(self, asked: MaskToken, target: Target) -> None:
-        self.mask_token = mask_token(asked, target)
+    def choose_mask(self) -> None:
+        """By the config, in which `with_mask` named it."""
+        self.mask_token = None if self.config.mask_token == LEARNT else self.config.mask_token
         if self.mask_token is None:
-            self.mask = nn.Parameter(torch.randn(target.spec.hidden) * 0.02)
+            self.mask = nn.Parameter(torch.randn(self.target.spec.hidden) * 0.02)
 
     def words(self, tokens: Tensor, masks: int, dtype: torch.dtype | None = None) -> Tensor:
         """Embeddings of tokens [..., n] and of masks behind them, [..., n + masks, H]; in the target's type unless given."""

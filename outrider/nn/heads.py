@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from outrider.errors import DrafterError
 from outrider.nn.draft_model import DraftModel
+from outrider.sampling.distribution import log_probs
 from outrider.targets.protocol import Target
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
@@ -163,7 +164,7 @@ class VocabularyModel(DraftModel):
 
     def logits(self, states: Tensor) -> Tensor:
         """[..., V] of states [..., H]; -inf where a reduced vocabulary has no token."""
-        return self.target.head(states) if self.head is None else self.head(states)
+        return super().logits(states) if self.head is None else self.head(states)
 
 
 class PrefixGRU(nn.Module):
@@ -220,3 +221,61 @@ class ResidualBlock(nn.Module):
         """x [..., (1 + beside) * H]; returns [..., H]."""
         kept = x if self.res_connection is None else self.res_connection(x)
         return kept + nn.functional.silu(self.linear(x))
+
+
+# ── how far down a draft's ranking the target's choice is (SpecBlock, arXiv 2605.07243) ───────────────────────────────────
+
+RANKS = (1, 4, 10)
+"""The target's choice is in class 0 at rank 1, in 1 up to rank 4, in 2 up to rank 10, else in 3."""
+CLASSES = len(RANKS) + 1
+
+
+class RankHead(nn.Module):
+    """Which class the rank of the target's choice is in, from a slot's state and the top of its law."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(hidden + 15, hidden), nn.SiLU(), nn.Linear(hidden, CLASSES))
+
+    def forward(self, states: Tensor, logits: Tensor) -> Tensor:
+        """states [..., H], logits [..., V]; returns logits [..., 4]."""
+        # at least -20: a reduced vocabulary says -inf
+        best = log_probs(logits).topk(min(20, logits.shape[-1]), -1).values.clamp(min=-20.0)
+        best = F.pad(best, (0, 20 - best.shape[-1]), value=-20.0)
+        entropy = -(best.exp() * best).sum(-1, keepdim=True)
+        gaps = best[..., :1] - best[..., [1, 2, 4]]
+        seen = torch.cat([best[..., :10], gaps, best[..., :1].exp(), entropy], -1)
+        return self.mlp(torch.cat([states, seen.to(states.dtype)], -1))
+
+
+def rank_class(draft: Tensor, wanted: Tensor) -> Tensor:
+    """Class of the rank that draft logits [m, V] give the tokens wanted [m]; equals of it rank behind it."""
+    rank = (draft > draft.gather(-1, wanted[:, None])).sum(-1)
+    return torch.bucketize(rank, torch.tensor(RANKS, device=draft.device), right=True)
+
+
+def ordinal_targets(classes: int = CLASSES) -> Tensor:
+    """Row t is what to learn where t is true, [4, 4]: 1 / (1 + |c - t| + max(t - c, 0))^2, summing to 1.
+
+    A rank said too near costs twice what one said too far does.
+    """
+    c = torch.arange(classes)
+    off = c - c[:, None]
+    near = 1.0 / (1 + off.abs() + (-off).clamp(min=0)) ** 2
+    return near / near.sum(-1, keepdim=True)
+
+
+def rank_loss(logits: Tensor, true: Tensor) -> Tensor:
+    """[m] cross entropy against the ordinal targets less their own entropy, times 1 + |t - p| + max(t - p, 0) for p said.
+
+    The entropy has no gradient; without it 0 is what a perfect head gets.
+    """
+    soft = ordinal_targets(logits.shape[-1]).to(logits)[true]
+    off = true - logits.detach().argmax(-1)
+    return (soft * (soft.log() - logits.log_softmax(-1))).sum(-1) * (1 + off.abs() + off.clamp(min=0))
+
+
+def class_weights(ranks: Tensor) -> Tensor:
+    """[4] in proportion to min(1, 10 / how often a class is there), with a mean of 1 over these rows [m]."""
+    weights = (10.0 / torch.bincount(ranks, minlength=CLASSES).clamp(min=1)).clamp(max=1)
+    return weights / weights[ranks].mean() if len(ranks) else weights

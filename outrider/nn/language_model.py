@@ -77,12 +77,9 @@ class TokenRows(DetachedRows):
     """Predictions of a language model: a row, and a block, for every token that is one to learn."""
 
     def __init__(self, model: Any, batch: Batch):
-        self.model, documents = model, batch.documents
+        documents = batch.documents
         follows = batch.loss_mask[:, 1:] & (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] > 0)
         text, at = follows.nonzero(as_tuple=True)
         every = torch.arange(len(at), device=at.device)
         rows = Labelled.of(batch, text, at + 1, torch.ones_like(every, dtype=torch.float), 0 * every, every)
-        super().__init__(model.target, model.read(batch.tokens, documents)[text, at], batch.hidden, rows)
-
-    def head(self, states: Tensor, rows: slice) -> Tensor:
-        return self.model.head(states)
+        super().__init__(model, model.read(batch.tokens, documents)[text, at], batch.hidden, rows)

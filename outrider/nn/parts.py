@@ -13,16 +13,13 @@ B live slots, N drafted nodes, T taps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider import config as configs
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.noise import Purpose, Streams
@@ -30,35 +27,33 @@ from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.errors import ConfigError
 from outrider.policies.merge import Places, deterministic, merged
-from outrider.targets.protocol import Target
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PartsMemory:
     """Every part's own memory, and what it proposed for the step that is open."""
 
     parts: list[Any]
-    drafts: list[Draft | None]
-    places: list[Places]
+    drafts: dict[int, Draft] = field(default_factory=dict)
+    places: dict[int, Places] = field(default_factory=dict)
     """Of each part: where its nodes stand in the union of all."""
 
 
-class Parts:
-    """Several drafters as one.  What is done with their drafts is the caller's affair; see `policies.merge`."""
+class Parts(Drafter):
+    """Several drafters as one.  What is done with their drafts a subclass says; see `policies.merge`."""
 
-    def __init__(self, drafters: Sequence[Drafter]):
+    def __init__(self, drafters: Sequence[Drafter], limit: int):
         """Raises ConfigError for a drafter with a probe, which is of a pass over its own draft alone."""
         if any(drafter.probe_rows for drafter in drafters):
             raise ConfigError("a drafter that puts a probe into the target's pass can be no part of another; use it by itself")
-        self.drafters = tuple(drafters)
-        self.taps: tuple[int, ...] = tuple(sorted({layer for drafter in drafters for layer in drafter.taps}))
+        self.drafters, self.limit = tuple(drafters), limit
+        self.taps = tuple(sorted({layer for drafter in drafters for layer in drafter.taps}))
         self.hidden = next((drafter.hidden for drafter in drafters if drafter.hidden is not None), None)
         self.limits = [drafter.limit for drafter in drafters]
         self.steps = tuple(step for drafter in drafters for step in drafter.steps)
 
     def allocate(self, cache: Cache) -> PartsMemory:
-        parts = [drafter.allocate(cache) for drafter in self.drafters]
-        return PartsMemory(parts, [None] * len(parts), [[]] * len(parts))
+        return PartsMemory(parts=[drafter.allocate(cache) for drafter in self.drafters])
 
     def admit(
         self, memory: PartsMemory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
@@ -66,7 +61,7 @@ class Parts:
         for drafter, own in zip(self.drafters, memory.parts, strict=True):
             drafter.admit(own, rows, state, self._tapped(drafter, scores), lengths)
 
-    def propose(self, memory: PartsMemory, part: int, state: DecodeState, budget: Tensor) -> Draft:
+    def ask(self, memory: PartsMemory, part: int, state: DecodeState, budget: Tensor) -> Draft:
         """One part's draft, at most budget[b] nodes.  budget [B] int64 on the CPU."""
         draft = Draft.empty(len(state.rows), state.device)
         if max(budget.tolist()):
@@ -87,7 +82,7 @@ class Parts:
         memory.places[part] = places
         return union
 
-    def observe(
+    def tell(
         self, memory: PartsMemory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores
     ) -> list[tuple[list[dict[int, int]], list[list[int]]]]:
         """Tell every part.  Returns of each, slot by slot: which of its nodes were verified, as places in `draft`; and which of
@@ -96,9 +91,8 @@ class Parts:
         found = []
         verified = _verified(draft)
         for part, drafter in enumerate(self.drafters):
-            own = memory.drafts[part] or Draft.empty(len(state.rows), state.device)
-            joined = memory.places[part] or [{} for _ in state.rows]
-            memory.drafts[part], memory.places[part] = None, []
+            own = memory.drafts.pop(part, None) or Draft.empty(len(state.rows), state.device)
+            joined = memory.places.pop(part, None) or [{} for _ in state.rows]
             places = [
                 {n: at[place] for n, place in ours.items() if place in at} for ours, at in zip(joined, verified, strict=True)
             ]
@@ -108,7 +102,7 @@ class Parts:
             if drafter.watches:
                 drafter.observe(memory.parts[part], state, draft, kept, told)
             else:
-                _tell(drafter, memory.parts[part], state, _Step(draft, kept, told), own, places, paths)
+                _tell(drafter, memory.parts[part], state, draft, kept, told, own, places, paths)
         return found
 
     def free(self, memory: PartsMemory, rows: Sequence[int]) -> None:
@@ -133,14 +127,6 @@ def _with_own_noise(state: DecodeState, part: int) -> DecodeState:
 # ── what a part is told ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Step(NamedTuple):
-    """What was verified, and how it ended."""
-
-    draft: Draft
-    kept: Accepted
-    scores: Scores
-
-
 def _verified(draft: Draft) -> list[dict[int, int]]:
     """Slot by slot: the number of a node in the union, however it was cut, to its number in what was verified."""
     numbers = [range(size) for size in draft.live] if draft.origin is None else draft.origin.tolist()
@@ -160,11 +146,10 @@ def _followed(own: Draft, places: dict[int, int], path: Sequence[int], b: int) -
 
 
 def _tell(
-    drafter: Drafter, memory: Any, state: DecodeState, step: _Step, own: Draft, places: list[dict[int, int]],
-    paths: list[list[int]],
+    drafter: Drafter, memory: Any, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores, own: Draft,
+    places: list[dict[int, int]], paths: list[list[int]],
 ) -> None:  # fmt: skip
     """A part's own step, and a second one in the slots where others went on."""
-    draft, kept, scores = step
     tokens, following, rest = list(state.tokens), list(kept.next_tokens), {}
     for b, row in enumerate(state.rows):
         others = kept.paths[b][len(paths[b]) :]
@@ -197,42 +182,3 @@ def _scored(scores: Scores, rows: list[list[int]], slots: list[int] | None = Non
     device = scores.logits.device
     at, which = padded(rows, 0, device), torch.tensor(slots or range(len(rows)), device=device)[:, None]
     return Scores(*(None if x is None else x[which, at] for x in scores[:4]))  # type: ignore[arg-type]
-
-
-# ── how parts are named in a config ───────────────────────────────────────────────────────────────────────────────────
-
-Choice = str | dict[str, Any]
-"""A kind, a kind with its settings, or the folder of a checkpoint."""
-Find = Callable[[str], ModuleType]
-"""`outrider.drafters.find`; drafters stand above this floor."""
-Load = Callable[..., Drafter]
-"""(folder, target) to the drafter of a checkpoint, as `load_drafter`; it stands above the drafters and is passed in."""
-
-
-def checked(choice: Choice, find: Find) -> Choice:
-    """The choice with every setting of its kind.  Raises ConfigError for an unknown kind or setting."""
-    if isinstance(choice, str):
-        if "/" in choice or Path(choice).exists():
-            return choice
-        choice = {"kind": choice}
-    if not isinstance(choice.get("kind"), str):
-        raise ConfigError(f"a part {choice!r} has no kind; write one such as {{kind: ngram}}, or the folder of a checkpoint")
-    return configs.build(find(choice["kind"]).Config, choice).model_dump()
-
-
-def built(choice: Choice, target: Target, find: Find, load: Load | None) -> Drafter:
-    """The drafter that is meant.  Raises ConfigError for a checkpoint where nothing can open it."""
-    if not isinstance(choice, str):
-        module = find(choice["kind"])
-        return module.build(configs.build(module.Config, choice), target)
-    if load is None:
-        raise ConfigError(
-            f"a part {choice!r} is a checkpoint, which this way of building can't open; use outrider.load_drafter, or pass "
-            "build(config, target, load=outrider.load_drafter)"
-        )
-    return load(choice, target)
-
-
-def label(choice: Choice) -> str:
-    """What a part is called: its kind, or its folder."""
-    return choice if isinstance(choice, str) else choice["kind"]

@@ -18,23 +18,21 @@ B slots or texts, n positions, K steps, D modules, H hidden size, V vocabulary, 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Protocol
+from collections.abc import Sequence
+from typing import Annotated
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, PositiveInt
-from torch import Tensor, nn
+from torch import Tensor
 
-from outrider import packed
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.nn import serving
-from outrider.nn.blocks import Attention, angles, rotate
-from outrider.nn.draft_model import Batch, DraftModel, chosen, labelled
-from outrider.nn.pairs import PairMemory
-from outrider.nn.rows import Labelled, SharedLabels
+from outrider.nn.blocks import Attend, angles, attending, attention
+from outrider.nn.draft_model import Batch, DraftModel
+from outrider.nn.memory import FeatureMemory, PairDrafter
+from outrider.nn.rows import SharedLabels, rollouts
 from outrider.nn.shape import LayerConfig
 from outrider.targets.attention_mask import Limit
 from outrider.targets.cache import SlotCache
@@ -44,16 +42,6 @@ READ = 512
 """Most pairs of one slot read in one pass."""
 ROWS = 128
 """Rollouts that attend together in training: more of them see more of each other's keys in vain."""
-
-
-class Attend(Protocol):
-    """What a step module asks for its attention."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
-        """q [B, h, n, d], k and v [B, kv heads, n, d] to the attention's output [B, h, n, d]; keys and values are noted.
-
-        Layers are counted through all modules of a model.  sinks as in `attention`.
-        """
 
 
 class RecurrentConfig(LayerConfig):
@@ -98,10 +86,6 @@ class RecurrentModel(DraftModel):
     def step(self, module: int, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
         """words, features [B, n, H] to what the next step takes for features, [B, n, H].  angle as `turn` gives it."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """What a step gave, [..., H], to logits [..., V]."""
-        return self.target.head(hidden)
-
     def predict(self, batch: Batch) -> UnrolledRows:
         return UnrolledRows(self, batch, self.features(self.seen(batch)))
 
@@ -109,81 +93,40 @@ class RecurrentModel(DraftModel):
         return RecurrentDrafter(self)
 
 
-class RecurrentAttention(Attention):
-    """Self-attention that leaves to its caller what is seen.
-
-    gated: sigmoid(W x + b) scales every number of every head before o_proj, x being the layer's input.
-    """
-
-    def __init__(self, width: int, hidden: int, shape: LayerSizes, qk_norm: bool = False, gated: bool = False):
-        """width: of the input; hidden: of the output."""
-        super().__init__(hidden, shape, width)
-        if not qk_norm:
-            self.q_norm = self.k_norm = nn.Identity()  # type: ignore[assignment]
-        self.gate = nn.Linear(width, shape.heads * shape.head_dim) if gated else None
-
-    def forward(self, x: Tensor, angle: Tensor, attend: Attend, layer: int) -> Tensor:  # type: ignore[override]
-        """x [B, n, width]; returns [B, n, H]."""
-        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, -1))).transpose(1, 2), angle)
-        out = attend(q, *self.keys_values(x, angle), layer).transpose(1, 2).flatten(2)
-        return self.o_proj(out if self.gate is None else out * self.gate(x).sigmoid())
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> Tensor:
-    """Scaled dot products, kv heads shared out over query heads.
-
-    sinks [h]: logits of one more key of every head, whose value is nothing (gpt-oss, MiMo-V2).
-    """
-    if sinks is not None:
-        mask = q.new_zeros(1, 1, 1, k.shape[2]) if mask is None else mask
-        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
-        mask = mask.expand(len(q), q.shape[1], q.shape[2], -1)
-        mask = torch.cat([mask, sinks.to(mask.dtype).view(1, -1, 1, 1).expand_as(mask[..., :1])], -1)
-        k, v = (F.pad(one, (0, 0, 0, 1)) for one in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-
-
 # ── serving ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Memory(PairMemory):
+class Memory(FeatureMemory):
     """Pairs that wait, the last one known always among them: its pass gives the first drafted token."""
 
-    def __init__(self, slots: int, length: int, model: RecurrentModel):
-        target, modules = model.target, model.num_modules
-        super().__init__(slots, length, modules, model)
-        self.said = torch.zeros(slots, modules * target.spec.hidden, device=target.device, dtype=model.dtype)
-        """[slots, D * H]: what all modules said of the last pair read, side by side; 0 before the first."""
+    said: Tensor
+    """[slots, D * H]: what all modules said of the last pair read, side by side; 0 before the first."""
 
 
-class RecurrentDrafter(serving.FeatureDrafter):
+class RecurrentDrafter(PairDrafter):
     """Drafts a chain or a tree, feeding a step module its own output."""
 
     def __init__(self, model: RecurrentModel):
-        self.model, self.branching = model, serving.Branching(serving.allowed(model.config, model.target))
-        self.limit = self.branching.limit
-        super().__init__(model, self.limit + 1)
+        self.branching = serving.Branching(serving.allowed(model.config, model.target))
+        super().__init__(model, self.branching.limit, self.branching.limit + 1)
 
     def allocate(self, cache: Cache) -> Memory:
         # besides the text's pairs: drafted tokens that are read, and columns where slots bring unequal numbers of pairs
         room = self.limit + 1 + max(self.limit, self.branching.width * self.model.config.length)
-        return Memory(cache.slots, cache.length + room, self.model)
+        modules, target = self.model.num_modules, self.model.target
+        memory = Memory(cache.slots, cache.length + room, modules, self.model)
+        width = modules * target.spec.hidden
+        memory.said = torch.zeros(cache.slots, width, device=target.device, dtype=self.model.dtype)
+        return memory
 
-    @torch.inference_mode()
-    def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
-        sizes = memory.waiting.within(state.rows, budget)
-        if not int(sizes.max()):
-            return Draft.empty(len(state.rows), state.device)
-        self.catch_up(memory, state.rows, state)
-        with packed.products():
-            self._read(memory, state.rows, state)
-            rollout = Rollout(self.model, memory.kept, state.rows, memory.said[state.rows])
-            try:
-                first = self.model.logits(rollout.hidden[:, 0, : self.hidden])
-                draft = self.branching.draft(first, rollout.read_one, rollout.expand, sizes, state)
-                return serving.possible(draft, state)
-            finally:
-                rollout.forget()
+    def draft(self, memory: Memory, state: DecodeState, sizes: Tensor) -> Draft:
+        self._read(memory, state.rows, state)
+        rollout = Rollout(self.model, memory.kept, state.rows, memory.said[state.rows])
+        try:
+            first = self.model.logits(rollout.hidden[:, 0, : self.hidden])
+            return self.branching.draft(first, rollout.read_one, rollout.expand, sizes, state)
+        finally:
+            rollout.forget()
 
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
         super().free(memory, rows)
@@ -205,7 +148,7 @@ class RecurrentDrafter(serving.FeatureDrafter):
         for module in range(model.num_modules):
             if module:  # what the module before said of the token before
                 features = torch.cat([before[module - 1], found[-1][:, :-1]], 1)
-            found.append(model.step(module, words, features, angle, _looking(kept, _mask(model, kept, module, at))))
+            found.append(model.step(module, words, features, angle, attending(_mask(model, kept, module, at), kept)))
         kept.append(counts)
         read = [b for b, count in enumerate(counts) if count]
         memory.said[[rows[b] for b in read]] = torch.cat(found, -1)[read, [counts[b] - 1 for b in read]]
@@ -249,7 +192,7 @@ class Rollout:
         for module, mask in masks.items():
             # behind the last module goes on what it said itself
             features = before[module - 1 if self._step < model.num_modules else module]
-            found[module] = model.step(module, words, features, angle, _looking(kept, mask))
+            found[module] = model.step(module, words, features, angle, attending(mask, kept))
         self.hidden = torch.cat([self.hidden, torch.cat(found, -1)], 1)
         return model.logits(found[first])
 
@@ -260,15 +203,6 @@ class Rollout:
     def _stand(self, behind: int) -> None:
         for row, start in zip(self.rows, self.starts, strict=True):
             self.kept.lengths[row] = start + behind
-
-
-def _looking(kept: SlotCache, mask: Tensor | None) -> Attend:
-    """Attention over all that the open pass of `kept` may look at."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
-        return attention(q, *kept.update(k, v, layer), mask, sinks)
-
-    return attend
 
 
 def _mask(model: RecurrentModel, kept: SlotCache, module: int, at: Tensor, tree: Draft | None = None) -> Tensor | None:
@@ -299,29 +233,14 @@ class UnrolledRows(SharedLabels):
     through all steps.  Rollouts that learn nothing, or that `anchors` leaves out, have no rows.
     """
 
-    def __init__(
-        self, model: RecurrentModel, batch: Batch, features: Tensor,
-        terms: Callable[[Tensor, Tensor], Mapping[str, Tensor]] | None = None,
-    ):  # fmt: skip
-        """features [B, S, H].  terms: (outputs, the target's hidden states where the label is said) [m, H] each, to `extra`."""
-        config, device = model.config, batch.tokens.device
-        self.model, self._terms = model, terms
-        at = torch.arange(max(1, batch.tokens.shape[1] - 2), device=device).expand(len(batch.tokens), -1)
-        labels_at, learnt = labelled(batch, at, 2, config.ttt)
-        live = chosen(learnt[..., 0], config.anchors)
-        if model.num_modules == 1:  # else a deeper module reads what the one before it said at every place
-            first = foremost(live)
-            at, live = at.gather(1, first), live.gather(1, first)
-            labels_at, learnt = (x.gather(1, first[..., None].expand(-1, -1, config.ttt)) for x in (labels_at, learnt))
-        weight = learnt[live] * config.decay ** torch.arange(config.ttt, device=device)
-        rows = Labelled.blocks(batch, live.nonzero()[:, 0], labels_at[live], weight)
-        super().__init__(model.target, unrolled(model, batch, features, at)[live].flatten(0, 1), batch.hidden, rows)
-
-    def head(self, states: Tensor, rows: slice) -> Tensor:
-        return self.model.logits(states)
-
-    def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
-        return {} if self._terms is None else self._terms(self.states[rows], self._hidden[self._hidden_at[rows]])
+    def __init__(self, model: RecurrentModel, batch: Batch, features: Tensor):
+        """features [B, S, H]."""
+        config = model.config
+        live, _, rows = rollouts(batch, config.ttt, config.anchors, config.decay)
+        # a deeper module reads what the one before it said at every place
+        at = foremost(live) if model.num_modules == 1 else torch.arange(live.shape[1], device=live.device).expand_as(live)
+        states = unrolled(model, batch, features, at)[live.gather(1, at)]
+        super().__init__(model, states.flatten(0, 1), batch.hidden, rows)
 
 
 def foremost(live: Tensor) -> Tensor:

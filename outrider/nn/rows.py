@@ -8,13 +8,12 @@ M rows, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.nn.draft_model import Batch
-from outrider.targets.protocol import Target
+from outrider.nn.draft_model import Batch, drawn, labelled
 
 
 class Labelled(NamedTuple):
@@ -40,12 +39,27 @@ class Labelled(NamedTuple):
         return cls.of(batch, text.repeat_interleave(depths), at.flatten(), weight.flatten(), row % depths, row // depths)
 
 
-class DetachedRows:
-    """`Predictions` of states [M, H]; a subclass says what its head makes of them."""
+def rollouts(batch: Batch, depths: int, most: int | None, decay: float) -> tuple[Tensor, Tensor, Labelled]:
+    """Blocks of K rows behind the places of a batch where there is something to learn, at most `most` a text.
 
-    def __init__(self, target: Target, states: Tensor, hidden: Tensor, rows: Labelled):
+    Row s is labelled with token i + 2 + s and weighs decay ** s.  Returns which places, [B, S - 2] bool, where the labels
+    stand, [P, K], and the rows.
+    """
+    at = torch.arange(max(1, batch.tokens.shape[1] - 2), device=batch.tokens.device).expand(len(batch.tokens), -1)
+    labels_at, learnt = labelled(batch, at, 2, depths)
+    live = learnt[..., 0]
+    if most is not None and most < live.shape[1]:
+        live = torch.zeros_like(live).scatter(1, *drawn(live, most))
+    weight = learnt[live] * decay ** torch.arange(depths, device=at.device)
+    return live, labels_at[live], Labelled.blocks(batch, live.nonzero()[:, 0], labels_at[live], weight)
+
+
+class DetachedRows:
+    """`Predictions` of states [M, H], of which the model's own `logits` makes logits."""
+
+    def __init__(self, model: Any, states: Tensor, hidden: Tensor, rows: Labelled):
         """hidden [..., H]: the target's, of which `rows.hidden_at` counts."""
-        self.target, self.vocabulary = target, target.spec.vocabulary
+        self.model, self.target, self.vocabulary = model, model.target, model.target.spec.vocabulary
         self.labels, self.weight, self.depth, self.block, self._hidden_at = rows
         self._hidden = hidden.flatten(0, -2)
         self._states = states
@@ -53,7 +67,7 @@ class DetachedRows:
 
     def head(self, states: Tensor, rows: slice) -> Tensor:
         """Logits [m, V] of these rows' states [m, H]."""
-        return self.target.head(states)
+        return self.model.logits(states)
 
     def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
         for part in whole_blocks(self.block, rows):
@@ -63,10 +77,14 @@ class DetachedRows:
 
     def said(self, part: slice) -> Tensor:
         """The target's logits [m, V] for these rows."""
-        return self.target.head(self._hidden[self._hidden_at[part]])
+        return self.target.head(self.hidden(part))
+
+    def hidden(self, part: slice) -> Tensor:
+        """The target's hidden states [m, H] that say these rows' labels."""
+        return self._hidden[self._hidden_at[part]]
 
     def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
-        return {}
+        return self.model.terms(self, rows, draft, target)
 
     def backward(self) -> None:
         if self.states.grad is not None:

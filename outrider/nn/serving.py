@@ -1,131 +1,22 @@
-"""What served drafters share: features that wait to be read, and the one way to draw a draft's tokens.
+"""What served drafters share: the one way to draw a draft's tokens.
 
-B live slots, N drafted nodes, V vocabulary, C features that wait.
+B live slots, N drafted nodes, V vocabulary.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from outrider import packed
-from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose
-from outrider.decoding.protocols import Drafter
-from outrider.decoding.state import DecodeState, Scores
+from outrider.decoding.state import DecodeState
 from outrider.nn import trees
-from outrider.nn.draft_model import DraftModel
 from outrider.targets.protocol import Target
-
-
-class FeatureBuffer:
-    """What the target said of every slot's tokens and the drafter has not read yet, in order."""
-
-    MOST = 256
-    """Passes that are held as they came; a slot's share of them is taken once it is asked for, so that nothing is copied for a
-    text that ends before."""
-
-    def __init__(self, slots: int, taps: int, target: Target, dtype: torch.dtype):
-        """taps: hidden states that are a feature of one token."""
-        self._parts: list[list[Tensor]] = [[] for _ in range(slots)]
-        self._passed: list[tuple[int, list[int], Tensor, Accepted]] = []
-        """Number of a verified pass, its slots, features [B, N+1, ...], and what was kept of it."""
-        self._count, self._begins = 0, [0] * slots
-        """Passes so far, and how many there were when each slot was freed."""
-        self._none = torch.empty(0, taps, target.spec.hidden, device=target.device, dtype=dtype)
-
-    def admit(self, rows: Sequence[int], features: Tensor, lengths: Sequence[int]) -> None:
-        """Of a prompt's chunk, features [R, S, ...], right-padded."""
-        for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            self._parts[row].append(features[b, :length].to(self._none))
-
-    def observe(self, rows: list[int], features: Tensor, accepted: Accepted) -> None:
-        """Of the old anchor and of what was kept after it, features [B, N+1, ...] of the verified pass."""
-        self._passed.append((self._count, rows, features, accepted))
-        self._count += 1
-        if len(self._passed) > self.MOST:
-            self._share_out()
-
-    def count(self, row: int) -> int:
-        """How many wait."""
-        self._share_out()
-        return sum(map(len, self._parts[row]))
-
-    def _share_out(self) -> None:
-        """Give each slot its part of the passes that are held; plain ones of the same slots as one."""
-        passed, self._passed = self._passed, []
-        for (rows, width), group in itertools.groupby(passed, lambda each: (each[1], each[2].shape[1])):
-            alike = list(group)
-            if width == 1:
-                whole = torch.cat([features for _, _, features, _ in alike], 1).to(self._none)
-                for b, row in enumerate(rows):
-                    self._parts[row].append(whole[b, max(0, self._begins[row] - alike[0][0]) :])
-                continue
-            for number, _, features, accepted in alike:
-                for b in (b for b, row in enumerate(rows) if number >= self._begins[row]):
-                    row, at = rows[b], accepted.rows(b)
-                    is_straight = at == list(range(len(at)))
-                    self._parts[row].append((features[b, : len(at)] if is_straight else features[b, at]).to(self._none))
-
-    def take(self, rows: Sequence[int], most: Sequence[int] | None = None) -> tuple[Tensor, list[int]]:
-        """The first most[i] that wait, or all: [B, C, ...], right-padded, and how many are real."""
-        self._share_out()
-        found = []
-        for i, row in enumerate(rows):
-            parts = self._parts[row] or [self._none]
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            count = len(whole) if most is None else most[i]
-            found.append(whole[:count])
-            self._parts[row] = [whole[count:]] if count < len(whole) else []
-        padded = found[0][None] if len(found) == 1 else nn.utils.rnn.pad_sequence(found, batch_first=True)
-        return padded, [len(own) for own in found]
-
-    def free(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self._parts[row], self._begins[row] = [], self._count
-        self._passed = [each for each in self._passed if any(self._begins[row] <= each[0] for row in each[1])]
-
-
-class FeatureDrafter(Drafter, ABC):
-    """A drafter that reads the target's features of every committed token, once.
-
-    Its memory has `kept`, a SlotCache of what was read, and `waiting`, a FeatureBuffer of what was not.  What a step brings is
-    read together with the next draft; more than that, such as a prompt, before it.
-    """
-
-    def __init__(self, model: DraftModel, most: int):
-        """most: features of one slot that the next draft reads."""
-        packed.pack(model)
-        self.taps, self.hidden, self.most, self.seen = model.taps, model.target.spec.hidden, most, model.seen
-
-    def admit(self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
-        memory.waiting.admit(rows, self.seen(scores), lengths)
-        self.catch_up(memory, rows, state)
-
-    def observe(self, memory: Any, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
-        memory.waiting.observe(state.rows, self.seen(scores), accepted)
-
-    def free(self, memory: Any, rows: Sequence[int]) -> None:
-        memory.kept.free(rows)
-        memory.waiting.free(rows)
-
-    @torch.inference_mode()
-    def catch_up(self, memory: Any, rows: Sequence[int], state: DecodeState) -> None:
-        """Let no slot wait with more than the next draft reads; each is read by itself, so none is padded."""
-        for row in rows:
-            if memory.waiting.count(row) > self.most:
-                self.read(memory, row, state)
-
-    @abstractmethod
-    def read(self, memory: Any, row: int, state: DecodeState) -> None:
-        """Read what waits in this slot, without drafting."""
 
 
 class Sampler:

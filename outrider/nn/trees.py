@@ -21,6 +21,7 @@ from torch import Tensor
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.noise import Purpose, Streams
 from outrider.decoding.state import DecodeState
+from outrider.sampling.distribution import log_probs
 
 Path = tuple[int, ...]
 """Ranks of a node and of those above it, from the anchor down."""
@@ -69,9 +70,8 @@ def beam(first: Tensor, expand: Expand, budget: Tensor, *, width: int, depth: in
 
 def _best(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """log q and ids [..., <= width] of the likeliest tokens.  logits [..., V]."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    best = logits.log_softmax(-1).topk(min(width, logits.shape[-1]), -1)
-    return best.values, best.indices
+    values, ids = log_probs(logits).topk(min(width, logits.shape[-1]), -1)
+    return values, ids
 
 
 def _ranked(scores: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -215,9 +215,7 @@ class RankTree:
         return Draft(tokens, torch.tensor(self.parents, device=tokens.device).expand(len(tokens), -1), sizes, q)
 
 
-@functools.lru_cache(256)
-def _cut(paths: tuple[Path, ...]) -> RankTree:
-    return RankTree(paths)
+_cut = functools.lru_cache(256)(RankTree)
 
 
 def ranked(first: Tensor, expand: Expand, budget: Tensor, tree: RankTree) -> Draft:

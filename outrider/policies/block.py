@@ -27,7 +27,10 @@ def accept_block(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
 
 
 def _longest(chain: Chain, streams: Streams) -> tuple[Tensor, Tensor]:
-    stays = _stays(chain)
+    # chance w[i] that the first i tokens stay, i = 1 ... N: min(1, w[i-1] p/q), w[0] = 1; [B, N] float64
+    walk = (chain.p_own.double() / chain.q_own.double()).log().cumsum(-1)
+    # a sum held down at 0 is the sum less its highest point so far
+    stays = (walk - walk.cummax(-1).values.clamp(min=0)).exp()
     before = torch.cat([torch.ones_like(stays[:, :1]), stays[:, :-1]], 1)
     rest = (before[..., None].to(chain.p.dtype) * chain.p[:, :-1] - chain.q).clamp(min=0).sum(-1).double()
     following = torch.cat([rest[:, 1:], torch.zeros_like(rest[:, :1])], 1)
@@ -38,10 +41,3 @@ def _longest(chain: Chain, streams: Streams) -> tuple[Tensor, Tensor]:
     # the longest prefix whose own coin passed, whatever the shorter ones' did
     passed = chain.live & (coins(streams, stays.shape[1]) < chance)
     return (passed * length).amax(-1), before
-
-
-def _stays(chain: Chain) -> Tensor:
-    """Chance w[i] that the first i tokens stay, i = 1 ... N: min(1, w[i-1] p/q), w[0] = 1.  [B, N] float64."""
-    walk = (chain.p_own.double() / chain.q_own.double()).log().cumsum(-1)
-    # a sum held down at 0 is the sum less its highest point so far
-    return (walk - walk.cummax(-1).values.clamp(min=0)).exp()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 
+from outrider.config import nearest
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.errors import ConfigError
 from outrider.policies import lossy
@@ -74,6 +74,4 @@ def check_verification(name: str, allow_lossy: bool) -> None:
 
 def _known(what: str, name: str, names: Iterable[str]) -> None:
     if name not in names:
-        near = difflib.get_close_matches(name, names, 1, 0.4)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise ConfigError(f"unknown {what} '{name}'; there are {', '.join(names)}{hint}")
+        raise ConfigError(f"unknown {what} {name!r}{nearest(name, names)}")

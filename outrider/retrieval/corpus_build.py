@@ -57,11 +57,11 @@ def build(
             with (part / "suffixes.bin").open("wb") as file:
                 for piece in _ends(order, tokens, vocabulary):
                     file.write(piece.astype(f"<i{order_bytes}").tobytes())
-            files, size_bytes = _write_sources(part / "sources.jsonl", sources)
             header = {
                 "format": corpus_files.FORMAT, "name": folder.name, "made": datetime.now(UTC).isoformat(timespec="seconds"),
                 "tokenizer_hash": tokenizer_hash, "vocabulary": vocabulary, "separator": vocabulary, **counts,
-                "token_bytes": token_bytes, "order_bytes": order_bytes, "sources": {"files": files, "size_bytes": size_bytes},
+                "token_bytes": token_bytes, "order_bytes": order_bytes,
+                "sources": _write_sources(part / "sources.jsonl", sources),
                 "block_bytes": corpus_files.BLOCK, "files": {name: described(part / name) for name in FILES},
             }  # fmt: skip
             for path in part.iterdir():
@@ -127,14 +127,11 @@ def _width(separator: int) -> int:
     return max(1, (separator.bit_length() + 7) // 8)
 
 
-def _write_sources(path: Path, sources: Iterable[tuple[str, int]]) -> tuple[int, int]:
+def _write_sources(path: Path, sources: Iterable[tuple[str, int]]) -> dict[str, int]:
     """One line a file; returns how many, and their bytes."""
-    files = size_bytes = 0
-    with path.open("w") as out:
-        for name, size in sources:
-            out.write(json.dumps({"name": name, "size_bytes": size}) + "\n")
-            files, size_bytes = files + 1, size_bytes + size
-    return files, size_bytes
+    files = list(sources)
+    path.write_text("".join(json.dumps({"name": name, "size_bytes": size}) + "\n" for name, size in files))
+    return {"files": len(files), "size_bytes": sum(size for _, size in files)}
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -64,13 +63,10 @@ def readable(files: Iterable[Path], skipped: list[Path] | None = None) -> list[P
 
 def _check(file: Path) -> None:
     """UnicodeError where a file is not text."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    with file.open("rb") as content:
-        for block in iter(lambda: content.read(1 << 20), b""):
-            if b"\0" in block:
+    with file.open(encoding="utf-8", newline="") as content:
+        for block in iter(lambda: content.read(1 << 20), ""):
+            if "\0" in block:
                 raise UnicodeError("it holds zero bytes")
-            decoder.decode(block)
-    decoder.decode(b"", final=True)
 
 
 def texts(files: Iterable[Path]) -> Iterator[Text]:
@@ -104,15 +100,11 @@ def _rows(file: Path, lines: TextIO) -> Iterator[list[str]]:
 
 def _pieces(lines: Iterable[str]) -> Iterator[str]:
     """The text of these lines, cut where it has become long enough.  A line that is too long by itself is cut within."""
-    held: list[str] = []
-    length = 0
+    held, length = list[str](), 0
     for line in lines:
         while length + len(line) > PIECE:
-            if not held:
-                yield line[:PIECE]
-                line = line[PIECE:]
-                continue
-            yield "".join(held)
+            yield "".join(held) or line[:PIECE]
+            line = line if held else line[PIECE:]
             held, length = [], 0
         held.append(line)
         length += len(line)

@@ -30,13 +30,13 @@ class NotNative(OutriderError):
 
 
 @functools.cache
-def library(name: str, version: int = 1) -> ctypes.CDLL | None:
-    """The library of `name`.c or `name`.cpp in this folder, compiled if need be; None, and one line in the log, without it.
+def library(name: str, version: int) -> ctypes.CDLL | None:
+    """The library of this source file in this folder, compiled if need be; None, and one line in the log, without it.
 
-    version: what its `outrider_<name>_version()` must return; raise both whenever a function's arguments change.
+    version: what its `outrider_<stem>_version()` must return; raise both whenever a function's arguments change.
     """
     try:
-        return load(_source(name), version)
+        return load(Path(__file__).with_name(name), version)
     except NotNative as error:
         log.info("native %s: %s; its Python twin is used", name, error)
         return None
@@ -55,12 +55,6 @@ def load(source: Path, version: int) -> ctypes.CDLL:
     if answer != version:
         raise NotNative(f"{path} is of version {answer}, version {version} is wanted; delete it")
     return found
-
-
-def _source(name: str) -> Path:
-    found = [path for suffix in LANGUAGES if (path := Path(__file__).with_name(name + suffix)).exists()]
-    assert len(found) == 1, f"{name} must have one source in {Path(__file__).parent}, has {found}"
-    return found[0]
 
 
 def _built(source: Path) -> Path:

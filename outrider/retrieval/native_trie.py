@@ -25,7 +25,7 @@ def fastest(depth: int, capacity: int) -> Trie | NativeTrie:
 
 @functools.cache
 def _functions() -> ctypes.PyDLL | None:
-    library = native.library("trie", VERSION)
+    library = native.library("trie.cpp", VERSION)
     if library is None:
         return None
     # held across a call, the interpreter's lock keeps other threads out of the trie
@@ -61,14 +61,12 @@ class NativeTrie:
         weakref.finalize(self, functions.outrider_trie_free, self.handle)
 
     def __len__(self) -> int:
-        size: int = self.functions.outrider_trie_size(self.handle)
-        return size
+        return self.functions.outrider_trie_size(self.handle)
 
     @property
     def size_bytes(self) -> int:
         """Memory in use."""
-        size: int = self.functions.outrider_trie_bytes(self.handle)
-        return size
+        return self.functions.outrider_trie_bytes(self.handle)
 
     def clear(self) -> None:
         self.functions.outrider_trie_clear(self.handle)
@@ -87,21 +85,17 @@ class NativeCursor:
 
     @property
     def match(self) -> int:
-        length: int = self.functions.outrider_cursor_match(self.handle)
-        return length
+        return self.functions.outrider_cursor_match(self.handle)
 
     @property
     def followed(self) -> int:
-        length: int = self.functions.outrider_cursor_followed(self.handle)
-        return length
+        return self.functions.outrider_cursor_followed(self.handle)
 
     def append(self, tokens: Sequence[int]) -> None:
-        ids = array("i", tokens)
-        self.functions.outrider_cursor_append(self.handle, ids.buffer_info()[0], len(ids))
+        self.functions.outrider_cursor_append(self.handle, array("i", tokens).tobytes(), len(tokens))
 
     def follow(self, tokens: Sequence[int]) -> None:
-        ids = array("i", tokens)
-        self.functions.outrider_cursor_follow(self.handle, ids.buffer_info()[0], len(ids))
+        self.functions.outrider_cursor_follow(self.handle, array("i", tokens).tobytes(), len(tokens))
 
     def chain(self, most: int, shortest: int = 1) -> list[int]:
         found = (ctypes.c_int32 * most)()

@@ -14,7 +14,9 @@ import functools
 import heapq
 import mmap
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import and_, eq
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,34 +102,25 @@ class Corpus:
     def _longest_in_python(self, window: Sequence[int], least: int) -> Match:
         known = next((n for n, token in enumerate(reversed(window)) if not 0 <= token < self.separator), len(window))
         backwards = list(reversed(window))[:known]
-        at = self._first_not(lambda end: self._compare(end, backwards)[1])
-        near = [self._compare(self.order[place], backwards)[0] for place in (at - 1, at) if 0 <= place < len(self.order)]
-        length = max(near, default=0)
+        at = bisect.bisect_left(self.order, backwards, key=self._before)
+        near = [self._before(end) for end in self.order[max(0, at - 1) : at + 1]]
+        length = max((sum(accumulate(map(eq, backwards, found), and_)) for found in near), default=0)
         if length < max(least, 1):
             return NOTHING
-        del backwards[length:]
-        first = self._first_not(lambda end: self._compare(end, backwards)[1])
-        behind = self._first_not(lambda end: self._compare(end, backwards)[1] or self._compare(end, backwards)[0] == length)
-        count = behind - first
-        taken = min(count, SAMPLE)
-        return Match(length, count, tuple(int(self.order[first + i * count // taken]) for i in range(taken)))
+        # of all places, read as far back as the match goes, those that are it
+        begin, end = (
+            side(self.order, backwards[:length], key=lambda end: self._before(end)[:length])
+            for side in (bisect.bisect_left, bisect.bisect_right)
+        )
+        taken = min(end - begin, SAMPLE)
+        ends = tuple(int(self.order[begin + i * (end - begin) // taken]) for i in range(taken))
+        return Match(length, end - begin, ends)
 
-    def _first_not(self, is_before: Callable[[Any], bool]) -> int:
-        """The first place whose end is not before; all that are stand in front."""
-        return bisect.bisect_left(self.order, True, key=lambda end: not is_before(end))
-
-    def _compare(self, end: Any, backwards: list[int]) -> tuple[int, bool]:
-        """How many tokens before `end` agree with `backwards`, and whether that prefix stands before it."""
-        end = int(end)
+    def _before(self, end: Any) -> list[int]:
+        """The tokens before a place, the nearest first; none where it lies outside."""
         if not 0 <= end <= len(self.tokens):
-            return 0, False
-        for n, wanted in enumerate(backwards):
-            if n >= end:
-                return n, True
-            token = int(self.tokens[end - 1 - n])
-            if token != wanted:
-                return n, token < wanted
-        return len(backwards), False
+            return []
+        return self.tokens[max(0, int(end) - LONGEST) : int(end)][::-1].tolist()
 
     def continuations(self, match: Match, nodes: int, depth: int) -> Proposal:
         """What follows a match, at most `nodes` tokens in a tree of at most `depth` levels: those that most places share.
@@ -171,7 +164,7 @@ def _library() -> ctypes.CDLL | None:
     """search.c, compiled; None where Python searches."""
     from outrider.retrieval import native  # loads torch, which listing and verifying do without
 
-    library = native.library("search", VERSION)
+    library = native.library("search.c", VERSION)
     if library is None:
         return None
     search = library.outrider_search_longest

@@ -1,31 +1,27 @@
-"""Every n-gram of the texts so far in one trie, grown token by token; its end is looked up without a walk from the root.
+"""Every n-gram of the texts so far, by its tokens: how often and when it was seen, and what followed it.
 
-Each node is an n-gram with its count, when it was last seen, and a link to its longest suffix.  So the place of a text is one
-node, its longest match, and all shorter matches hang on that node's links: a token costs as many steps as windows are long,
-whatever is stored.  A text's own end has no continuation yet, so it never finds itself.
+The place of a text is its longest end that was seen, its longest match; all shorter matches are ends of that.  A token costs as
+many steps as windows are long, whatever is stored.  A text's own end has no continuation yet, so it never finds itself.
 
-After the n-gram trie of SGLang (pull request 21243).  What differs: suffix links in place of one anchor a match length, all
-lengths in one queue ordered by probability, and a match that was missed is looked for again as soon as the trie has grown.
+After the n-gram trie of SGLang (pull request 21243).  What differs: all match lengths stand in one queue ordered by
+probability, and a match that was missed is found as soon as the trie has grown.
 
-This is the reference in Python; `native_trie` does the same in C++ and agrees with it node for node.
+This is the reference in Python; `native_trie` does the same in C++, with suffix links, and agrees with it node for node.
 """
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
 import math
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from typing import Any, Literal, TypeVar
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Literal
 
 from outrider.retrieval.proposal import Proposal
 
-R = TypeVar("R")
 BREADTH = 8
 """Continuations of one n-gram that a proposal looks at, the most recent; in trees of 16 nodes more of them keep no more."""
 
@@ -33,22 +29,18 @@ BREADTH = 8
 class Node:
     """An n-gram that was seen."""
 
-    __slots__ = ("children", "count", "is_gone", "is_listed", "length", "parent", "seen", "suffix", "token")
+    __slots__ = ("children", "count", "gram", "seen")
 
-    def __init__(self, token: int, parent: Node | None):
-        self.token, self.parent = token, parent
-        self.length: int = 0 if parent is None else parent.length + 1
-        self.suffix: Node = self
+    def __init__(self, gram: tuple[int, ...]):
+        self.gram = gram
         self.children: dict[int, Node] = {}
         """By token, the most recent last."""
-        self.count = 0
-        self.seen = 0
-        """The trie's clock when it was last seen."""
-        self.is_gone = self.is_listed = False
+        self.count = self.seen = 0
+        """How often it was seen, and the trie's clock when it was last seen."""
 
     def latest(self) -> list[Node]:
         """Its continuations, the most recent first."""
-        return list(islice(reversed(self.children.values()), BREADTH))
+        return list(itertools.islice(reversed(self.children.values()), BREADTH))
 
 
 class Trie:
@@ -57,109 +49,48 @@ class Trie:
     def __init__(self, depth: int, capacity: int):
         assert depth >= 2 and capacity >= 2 * depth, f"a trie of depth {depth} needs more than {capacity} nodes"
         self.depth, self.capacity = depth, capacity
-        self.epoch = -1
-        self.lock = threading.RLock()
+        self.lock = threading.Lock()
         """Held by a cursor while it reads or learns: texts of several threads may grow in one trie."""
         self.clear()
 
     def __len__(self) -> int:
         """Nodes in use."""
-        return self._nodes
+        return len(self.nodes) - 1
 
     def clear(self) -> None:
         """Forget all texts.  Cursors stay valid, and match nothing until something is read again."""
-        self.root = Node(-1, None)
-        self.epoch += 1
-        self.clock = self.grown = self._nodes = 0
-        self._leaves: list[tuple[int, Node]] | None = None
+        self.nodes: OrderedDict[tuple[int, ...], Node] = OrderedDict({(): Node(())})
+        """By n-gram, the most recent last; the empty one, the root, never leaves."""
+        self.clock = 0
 
     @property
     def size_bytes(self) -> int:
         """Memory in use, about: a node with its table of children."""
-        return len(self) * (sys.getsizeof(self.root) + sys.getsizeof({0: None}))
+        return len(self) * (sys.getsizeof(self.nodes[()]) + sys.getsizeof({0: None}))
 
     def cursor(self) -> Cursor:
         """A place at the beginning of a new text."""
         return Cursor(self)
 
-    def _see(self, node: Node, token: int) -> Node:
-        """The child of `node` by this token, made if need be, counted, and the most recent from now on."""
-        known = node.children.pop(token, None)
-        child = known or Node(token, node)
-        node.children[token] = child
+    def _see(self, gram: tuple[int, ...]) -> None:
+        """Count this n-gram, made if need be, and the most recent from now on."""
+        node = self.nodes.setdefault(gram, Node(gram))
+        self.nodes.move_to_end(gram)
+        siblings = self.nodes[gram[:-1]].children
+        siblings.pop(gram[-1], None)
+        siblings[gram[-1]] = node
         self.clock += 1
-        child.count += 1
-        child.seen = self.clock
-        if known is None:
-            self._nodes += 1
-            self.grown += 1
-            self._list(child)
-        return child
-
-    def _list(self, leaf: Node) -> None:
-        if self._leaves is not None and not leaf.is_listed:
-            leaf.is_listed = True
-            heapq.heappush(self._leaves, (leaf.seen, leaf))
+        node.count, node.seen = node.count + 1, self.clock
 
     def _make_room(self) -> None:
         """Let leaves go until the windows that one token ends have room.
 
-        An n-gram is seen after every longer one that it ends, so its own leaf is never older than theirs: suffix links hold.
+        An n-gram is seen after every longer one that it ends, so its own leaf is never older than theirs: every end of
+        a node is there.  What is older than the oldest leaf is above it, or above the end of a text that waits.
         """
-        while self._nodes + self.depth > self.capacity:
-            if self._leaves is None:
-                self._leaves = []
-                for leaf in self._all_leaves():
-                    self._list(leaf)
-            self._drop(self._oldest())
-
-    def _oldest(self) -> Node:
-        """The leaf seen least recently, off the list.  What was seen again since it was listed is listed anew."""
-        assert self._leaves is not None
-        while True:
-            listed, leaf = heapq.heappop(self._leaves)
-            leaf.is_listed = False
-            if leaf.children:
-                continue
-            if leaf.seen == listed:
-                return leaf
-            self._list(leaf)
-
-    def _drop(self, leaf: Node) -> None:
-        parent = leaf.parent
-        assert parent is not None
-        del parent.children[leaf.token]
-        leaf.is_gone = True
-        self._nodes -= 1
-        if not parent.children and parent is not self.root:
-            self._list(parent)
-
-    def _all_leaves(self) -> Iterator[Node]:
-        waiting = list(self.root.children.values())
-        while waiting:
-            node = waiting.pop()
-            waiting += node.children.values()
-            if not node.children:
-                yield node
-
-    def _step(self, node: Node, token: int) -> Node:
-        """The longest match after one token more, for a text whose longest match is `node`."""
-        while token not in node.children:
-            if node is self.root:
-                return node
-            node = node.suffix
-        return node.children[token]
-
-
-def _locked(method: Callable[..., R]) -> Callable[..., R]:
-    """A cursor's method, no other thread in its trie meanwhile."""
-
-    @functools.wraps(method)
-    def alone(self: Cursor, *args: Any, **kwargs: Any) -> R:
-        with self.trie.lock:
-            return method(self, *args, **kwargs)
-
-    return alone
+        while len(self) + self.depth > self.capacity:
+            oldest = next(gram for gram, node in self.nodes.items() if not node.children)
+            del self.nodes[oldest], self.nodes[oldest[:-1]].children[oldest[-1]]
 
 
 class Cursor:
@@ -168,59 +99,44 @@ class Cursor:
     def __init__(self, trie: Trie):
         self.trie = trie
         self.recent: deque[int] = deque(maxlen=trie.depth)
-        self._place(trie.root)
 
     @property
-    @_locked
     def match(self) -> int:
         """Tokens of the text's end that the trie holds, at most `depth`."""
-        return self._node().length
+        with self.trie.lock:
+            return len(self._longest())
 
     @property
-    @_locked
     def followed(self) -> int:
         """Tokens of the longest match that something follows; 0 where there is none."""
-        node = self._followed(self._node(), 1)
-        return 0 if node is None else node.length
+        with self.trie.lock:
+            node = self._followed(self._longest(), 1)
+        return 0 if node is None else len(node.gram)
 
-    @_locked
     def append(self, tokens: Sequence[int]) -> None:
         """Read these tokens and learn every window that ends in them."""
-        trie = self.trie
-        for token in tokens:
-            trie._make_room()
-            node = self._node()
-            if node.length == trie.depth:
-                node = node.suffix
-            longest = child = trie._see(node, token)
-            while node is not trie.root:
-                node = node.suffix
-                child.suffix = trie._see(node, token)
-                child = child.suffix
-            child.suffix = trie.root
-            self.recent.append(token)
-            self._place(longest)
+        with self.trie.lock:
+            for token in tokens:
+                self.trie._make_room()
+                window = (*self._longest(), token)[-self.trie.depth :]
+                for begin in range(len(window)):
+                    self.trie._see(window[begin:])
+                self.recent.append(token)
 
-    @_locked
     def follow(self, tokens: Sequence[int]) -> None:
         """Read these tokens and learn nothing."""
-        for token in tokens:
-            node = self.trie._step(self._node(), token)
-            self.recent.append(token)
-            self._place(node)
+        self.recent.extend(tokens)
 
-    @_locked
     def chain(self, most: int, shortest: int = 1) -> list[int]:
         """What followed the longest match most recently, and so on.  No match below `shortest` tokens is believed."""
         tokens: list[int] = []
-        node = self._followed(self._node(), shortest)
-        while node is not None and len(tokens) < most:
-            node = next(reversed(node.children.values()))
-            tokens.append(node.token)
-            node = self._followed(node, shortest)
+        with self.trie.lock:
+            node = self._followed(self._longest(), shortest)
+            while node is not None and len(tokens) < most:
+                tokens.append(next(reversed(node.children)))
+                node = self._followed((*node.gram, tokens[-1]), shortest)
         return tokens
 
-    @_locked
     def tree(self, order: Literal["recency", "frequency"], budget: int, levels: int, shortest: int = 1) -> Proposal:
         """A tree of at most `budget` nodes and `levels` levels from all matches of at least `shortest` tokens.
 
@@ -229,12 +145,16 @@ class Cursor:
         recency: what followed most recently, the longest match first and each match level by level.  The longest offers one
         token a node, the shortest `BREADTH`, and every level one fewer than the one above.
         """
+        places: dict[tuple[int, int], int] = {}
         grow = self._by_frequency if order == "frequency" else self._by_recency
-        return grow(_Tree(budget, levels), shortest)
+        with self.trie.lock:
+            shares = grow(places, budget, levels, shortest)
+        return Proposal([token for _, token in places], [parent for parent, _ in places], shares)
 
-    def _by_frequency(self, tree: _Tree, shortest: int) -> Proposal:
+    def _by_frequency(self, places: dict[tuple[int, int], int], budget: int, levels: int, shortest: int) -> list[float]:
+        """Fill `places`, parent and token to a node's number; returns the nodes' shares."""
         waiting: list[tuple[float, float, int, Node, int, int]] = []
-        numbers = itertools.count()
+        numbers, shares = itertools.count(), list[float]()
 
         def wait(node: Node | None, weight: float, seen: float, at: int, level: int) -> None:
             """The likeliest is taken first, of equals the most recent, then the one that waits longest."""
@@ -242,86 +162,47 @@ class Cursor:
                 heapq.heappush(waiting, (-weight, -seen, next(numbers), node, at, level))
 
         # a match waits before all of its weight: what it offers is no likelier, and pushed only where its turn comes
-        wait(self._followed(self._node(), shortest), 1.0, math.inf, -1, 0)
-        while waiting and tree.has_room:
+        wait(self._followed(self._longest(), shortest), 1.0, math.inf, -1, 0)
+        while waiting and len(places) < budget:
             weight, seen, _, node, at, level = heapq.heappop(waiting)
             if seen == -math.inf:
                 total = left = node.count + 1
                 for child in node.latest():
                     left -= child.count
                     wait(child, -weight * (child.count / total), child.seen, at, level)
-                wait(self._followed(node.suffix, shortest), -weight * (left / total), math.inf, at, level)
-            elif (at, node.token) not in tree.places:
-                n = tree.place(node.token, at)
-                tree.proposal.shares.append(-weight)
-                if level + 1 < tree.levels:
-                    wait(self._followed(node, shortest), -weight, math.inf, n, level + 1)
-        return tree.proposal
+                wait(self._followed(node.gram[1:], shortest), -weight * (left / total), math.inf, at, level)
+            elif (at, node.gram[-1]) not in places:
+                shares.append(-weight)
+                n = places[at, node.gram[-1]] = len(places)
+                if level + 1 < levels:
+                    wait(self._followed(node.gram, shortest), -weight, math.inf, n, level + 1)
+        return shares
 
-    def _by_recency(self, tree: _Tree, shortest: int) -> Proposal:
-        longest = self.trie.depth - 1
-        for match in self._matches(shortest):
-            breadth = 1 + (BREADTH - 1) * (longest - match.length) // max(longest - 1, 1)
-            level: list[tuple[Node, int]] = [(match, -1)]
-            for number in range(tree.levels):
+    def _by_recency(self, places: dict[tuple[int, int], int], budget: int, levels: int, shortest: int) -> list[float]:
+        """As `_by_frequency`; without shares."""
+        longest, match = self.trie.depth - 1, self._followed(self._longest(), shortest)
+        while match is not None:
+            breadth = 1 + (BREADTH - 1) * (longest - len(match.gram)) // max(longest - 1, 1)
+            level = [(match, -1)]
+            for number in range(levels):
                 below: list[tuple[Node, int]] = []
                 for node, at in level:
                     for child in node.latest()[: max(breadth - number, 1)]:
-                        if not tree.has_room:
-                            return tree.proposal
-                        n = tree.place(child.token, at)
-                        following = self._followed(child, shortest)
-                        if following is not None:
+                        if len(places) >= budget:
+                            return []
+                        n = places.setdefault((at, child.gram[-1]), len(places))
+                        if following := self._followed(child.gram, shortest):
                             below.append((following, n))
                 level = below
-        return tree.proposal
+            match = self._followed(match.gram[1:], shortest)
+        return []
 
-    def _matches(self, shortest: int) -> Iterator[Node]:
-        """The matches that have a continuation, the longest first."""
-        node = self._followed(self._node(), shortest)
-        while node is not None:
-            yield node
-            node = self._followed(node.suffix, shortest)
+    def _followed(self, gram: tuple[int, ...], shortest: int) -> Node | None:
+        """The longest end of this n-gram, itself included, that something follows."""
+        ends = (self.trie.nodes[gram[begin:]] for begin in range(len(gram) - shortest + 1))
+        return next((node for node in ends if node.children), None)
 
-    def _followed(self, node: Node, shortest: int) -> Node | None:
-        """The longest suffix of this n-gram, itself included, that something follows."""
-        while node.length >= shortest:
-            if node.children:
-                return node
-            node = node.suffix
-        return None
-
-    def _place(self, node: Node) -> None:
-        self._at, self._grown, self._epoch = node, self.trie.grown, self.trie.epoch
-
-    def _node(self) -> Node:
-        """The longest match.  It is looked for again where it is gone, or where the trie grew and may now hold a longer one."""
-        trie = self.trie
-        is_lost = self._at.is_gone or self._epoch != trie.epoch
-        if is_lost or (self._grown != trie.grown and self._at.length < len(self.recent)):
-            node = trie.root
-            for token in self.recent:
-                node = trie._step(node, token)
-            self._place(node)
-        return self._at
-
-
-class _Tree:
-    """A proposal that is being made; the same token under the same parent is one node."""
-
-    def __init__(self, budget: int, levels: int):
-        self.budget, self.levels = budget, levels
-        self.proposal = Proposal([], [], [])
-        self.places: dict[tuple[int, int], int] = {}
-
-    @property
-    def has_room(self) -> bool:
-        return len(self.proposal.tokens) < self.budget
-
-    def place(self, token: int, at: int) -> int:
-        """The number of this token under node `at`."""
-        n = self.places.setdefault((at, token), len(self.places))
-        if n == len(self.proposal.tokens):
-            self.proposal.tokens.append(token)
-            self.proposal.parents.append(at)
-        return n
+    def _longest(self) -> tuple[int, ...]:
+        """The longest match."""
+        recent = tuple(self.recent)
+        return next(recent[begin:] for begin in range(len(recent) + 1) if recent[begin:] in self.trie.nodes)

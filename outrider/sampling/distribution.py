@@ -52,14 +52,24 @@ class Settings(NamedTuple):
         return self.temperature is not None and not has_cuts and bool((self.temperature > 0).all())
 
 
+def wide(logits: Tensor) -> Tensor:
+    """float32, or float64 where the logits are: bf16 softmax loses mass over 150k tokens."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def log_probs(logits: Tensor) -> Tensor:
+    """Of the distribution that logits [..., V] are by themselves, at temperature 1."""
+    return wide(logits).log_softmax(-1)
+
+
 def distribution(logits: Tensor, settings: Settings) -> Tensor:
     """The distribution of the next token.  logits [B, ..., V]; returns the same shape, each row summing to 1.
 
     The target's logits come from `prefix.processed`; a drafter may give its own as they are, and need not be right.
-    float32, or float64 where the logits are: bf16 softmax loses mass over 150k tokens.  Ties at temperature 0 go to the
-    lowest token id.  A slot's law is computed the same way whoever shares the batch.
+    As `wide` as they.  Ties at temperature 0 go to the lowest token id.  A slot's law is computed the same way whoever shares
+    the batch.
     """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = wide(logits)
     if settings.temperature is None:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     top_k = [0] if settings.top_k is None else settings.top_k.tolist()

@@ -18,7 +18,7 @@ from outrider.decoding.noise import Purpose
 from outrider.decoding.state import DecodeState, Judge, Request, Scores
 from outrider.errors import ConfigError, TargetError
 from outrider.sampling import logprobs
-from outrider.sampling.distribution import Settings, distribution
+from outrider.sampling.distribution import Settings, distribution, log_probs
 from outrider.sampling.fast import accept_chain, accept_greedy
 from outrider.sampling.logprobs import TokenLogprob
 from outrider.sampling.prefix import Prefix, processed, pruned
@@ -123,15 +123,12 @@ class SamplingJudge(Judge):
         self._refuse_no_numbers(accepted, texts, scores)
         for b, (row, request) in enumerate(self._requests):
             if request.sampling.logprobs is not None:
-                rows = _emitting_rows(accepted, b)
-                found = self._log_probabilities(b, self._logits[b : b + 1, rows])[0]
-                self.logprobs[row] += logprobs.read(found, texts[b][-len(rows) :], request.sampling.logprobs)
-
-    def _log_probabilities(self, b: int, logits: Tensor) -> Tensor:
-        """[1, R, V].  At temperature 0, where the distribution is one-hot, the softmax of the logits."""
-        if self._requests[b][1].sampling.temperature == 0:
-            return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
-        return distribution(logits, self.settings.of_slots(slice(b, b + 1))).log()
+                rows, one = _emitting_rows(accepted, b), slice(b, b + 1)
+                logits = self._logits[one, rows]
+                # at temperature 0, where the distribution is one-hot, the softmax of the logits
+                is_cold = request.sampling.temperature == 0
+                found = log_probs(logits) if is_cold else distribution(logits, self.settings.of_slots(one)).log()
+                self.logprobs[row] += logprobs.read(found[0], texts[b][-len(rows) :], request.sampling.logprobs)
 
     def _refuse_no_numbers(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> None:
         """Looks at the largest logit of every row, which is NaN where any is."""

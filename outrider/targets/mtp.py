@@ -29,7 +29,7 @@ from outrider.targets.protocol import Target
 ATTENTION = "outrider"
 """Under this name transformers finds our attention."""
 Attend = Callable[..., Tensor]
-"""(q, k, v, layer, sinks) to the attention's output, as `nn.recurrent.Attend`."""
+"""(q, k, v, layer, sinks) to the attention's output, as `nn.blocks.Attend`."""
 
 
 Causal = Callable[[Tensor, Sequence[Limit | None]], Attend]

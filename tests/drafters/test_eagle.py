@@ -252,9 +252,9 @@ def test_features_are_noisy_in_training_alone(target, texts, workshop):
     batch = batch_of(target, (), texts)
     seen, features = [], eagle.UnrolledRows
 
-    def watched(model, batch, features_, terms):
+    def watched(model, batch, features_):
         seen.append(features_ - batch.hidden)
-        return features(model, batch, features_, terms)
+        return features(model, batch, features_)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eagle, "UnrolledRows", watched)

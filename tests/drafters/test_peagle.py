@@ -11,7 +11,7 @@ from outrider.decoding.state import Request
 from outrider.drafters import peagle
 from outrider.errors import DrafterError
 from outrider.generation import generate, serve
-from outrider.nn import pairs
+from outrider.nn import draft_model
 from outrider.nn.draft_model import Batch
 from outrider.sampling.settings import Sampling
 from outrider.targets.cache import SlotCache
@@ -47,7 +47,7 @@ def test_masks_in_training_see_their_own_pair_and_shallower_masks_of_it():
     assert rows.pair.tolist() == [[0, 1, 2, 3, 1, 1, 2]]
     assert rows.depth.tolist() == [[0, 0, 0, 0, 1, 2, 1]]
     assert rows.of[0, 0].tolist() == [1, 4, 5] and rows.of[0, 1, :2].tolist() == [2, 6]
-    seen = peagle.training_sight(pairs.sight(torch.ones(1, 5, dtype=torch.int64)), rows)
+    seen = peagle.training_sight(draft_model.sight(torch.ones(1, 5, dtype=torch.int64)), rows)
     #                          pairs 0-3, then (1, 1), (1, 2), (2, 1)
     assert table(seen[0]) == ["x......", "xx.....", "xxx....", "xxxx...", "xx..x..", "xx..xx.", "xxx...x"]
 
@@ -56,15 +56,15 @@ def test_padding_among_masks_is_never_seen():
     """Catches padding that is taken for a mask, or for the pair that it stands on."""
     there = torch.tensor([[[True, True]], [[True, False]]])
     rows = peagle.drafting_rows(torch.tensor([[0], [1]]), there, 2)
-    seen = peagle.training_sight(pairs.sight(torch.ones(2, 3, dtype=torch.int64)), rows)
+    seen = peagle.training_sight(draft_model.sight(torch.ones(2, 3, dtype=torch.int64)), rows)
     assert table(seen[1])[:2] == ["x..", "xx."] and bool(seen[1, 2].any())
 
 
 def test_a_pair_across_two_texts_is_none():
     """Catches a feature of one text beside the token of the next, and padding that is read."""
-    seen = pairs.sight(torch.tensor([[1, 1, 2, 2, 0, 0]]))
+    seen = draft_model.sight(torch.tensor([[1, 1, 2, 2, 0, 0]]))
     assert table(seen[0]) == ["x....", ".x...", "..x..", "...x.", "....x"]
-    assert table(pairs.sight(torch.tensor([[1, 1, 1, 2, 2, 2]]))[0]) == ["x....", "xx...", "..x..", "...x.", "...xx"]
+    assert table(draft_model.sight(torch.tensor([[1, 1, 1, 2, 2, 2]]))[0]) == ["x....", "xx...", "..x..", "...x.", "...xx"]
 
 
 # ── which depths are there ────────────────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,7 @@ from outrider import generation
 from outrider.decoding.state import Request
 from outrider.drafters import specblock
 from outrider.generation import generate, serve
-from outrider.nn import pairs, trees
+from outrider.nn import draft_model, heads, trees
 from outrider.nn.draft_model import Batch
 from outrider.sampling.settings import Sampling
 
@@ -33,7 +33,7 @@ def model_of(target, **choices):
 def test_slots_of_a_first_block_see_earlier_pairs_whole_and_their_own_up_to_themselves():
     """Catches slots that see ahead in their block, and slots of another text."""
     texts = torch.tensor([[1, 1, 1, 2, 2, 2]])
-    seen = specblock.block_sight(pairs.sight(texts), torch.arange(5)[None], [], 2)[0]
+    seen = specblock.block_sight(draft_model.sight(texts), torch.arange(5)[None], [], 2)[0]
     pair_of = [(i, k) for i in range(5) for k in range(2)]
     for r, (i, k) in enumerate(pair_of):
         for c, (j, s) in enumerate(pair_of):
@@ -44,7 +44,7 @@ def test_slots_of_a_first_block_see_earlier_pairs_whole_and_their_own_up_to_them
 def test_slots_of_a_later_block_see_of_their_own_pair_what_was_taken():
     """Catches the slots that were not gone on from, and other pairs' later blocks."""
     texts, at, taken, slots = torch.tensor([[1, 1, 1, 1, 1]]), [1, 3], [2, 1], 3
-    seen = specblock.block_sight(pairs.sight(texts), torch.tensor([at]), taken, slots)[0]
+    seen = specblock.block_sight(draft_model.sight(texts), torch.tensor([at]), taken, slots)[0]
     columns = [(1, j, s) for j in range(4) for s in range(slots)]
     columns += [(block, j, s) for block in (2, 3) for j in at for s in range(slots)]
     assert seen.shape == (len(at) * slots, len(columns))
@@ -74,21 +74,21 @@ def test_the_shift_takes_in_the_slot_before():
 def test_ranks_fall_into_their_classes():
     """Catches an edge off by one: rank 1 | 2-4 | 5-10 | beyond.  A token that can't be drafted is beyond."""
     logits = -torch.arange(14.0).expand(14, -1)
-    assert specblock.rank_class(logits, torch.arange(14)).tolist() == [0, *[1] * 3, *[2] * 6, *[3] * 4]
+    assert heads.rank_class(logits, torch.arange(14)).tolist() == [0, *[1] * 3, *[2] * 6, *[3] * 4]
     reduced = torch.where(torch.arange(14) < 12, logits, -torch.inf)
-    assert specblock.rank_class(reduced, torch.full((14,), 13)).tolist() == [3] * 14
-    assert specblock.rank_class(torch.zeros(1, 5), torch.tensor([3])).tolist() == [0]
+    assert heads.rank_class(reduced, torch.full((14,), 13)).tolist() == [3] * 14
+    assert heads.rank_class(torch.zeros(1, 5), torch.tensor([3])).tolist() == [0]
 
 
 def test_the_ordinal_targets_and_loss_are_those_computed_by_hand():
     """Catches a penalty on the wrong side: a rank said too near must cost twice what one said too far does."""
     row = torch.tensor([1 / 25, 1 / 9, 1, 1 / 4])
-    torch.testing.assert_close(specblock.ordinal_targets()[2], row / row.sum())
+    torch.testing.assert_close(heads.ordinal_targets()[2], row / row.sum())
     row = torch.tensor([1, 1 / 4, 1 / 9, 1 / 16])
-    torch.testing.assert_close(specblock.ordinal_targets()[0], row / row.sum())
+    torch.testing.assert_close(heads.ordinal_targets()[0], row / row.sum())
     logits = torch.zeros(3, 4).scatter(1, torch.tensor([[0], [2], [3]]), 1.0)
-    loss = specblock.rank_loss(logits, torch.tensor([2, 2, 2]))
-    plain = (specblock.ordinal_targets()[2] * (specblock.ordinal_targets()[2].log() - logits.log_softmax(-1))).sum(-1)
+    loss = heads.rank_loss(logits, torch.tensor([2, 2, 2]))
+    plain = (heads.ordinal_targets()[2] * (heads.ordinal_targets()[2].log() - logits.log_softmax(-1))).sum(-1)
     # said 0: off by 2 and too near, 1 + 2 + 2; said 2: right; said 3: off by 1 and too far
     torch.testing.assert_close(loss, plain * torch.tensor([5.0, 1.0, 2.0]))
 
@@ -96,10 +96,10 @@ def test_the_ordinal_targets_and_loss_are_those_computed_by_hand():
 def test_rare_classes_weigh_more_and_all_rows_one_on_average():
     """Catches a weight that makes the term vanish as batches grow."""
     ranks = torch.tensor([0] * 40 + [1] * 20 + [2] * 5)
-    weights = specblock.class_weights(ranks)
+    weights = heads.class_weights(ranks)
     torch.testing.assert_close(weights / weights[2], torch.tensor([10 / 40, 10 / 20, 1, 1]))
     torch.testing.assert_close(weights[ranks].mean(), torch.tensor(1.0))
-    assert len(specblock.class_weights(ranks[:0])) == 4
+    assert len(heads.class_weights(ranks[:0])) == 4
 
 
 def test_a_draft_branches_at_its_first_doubt():
@@ -272,8 +272,7 @@ def apart(target, prompts, monkeypatch, fault=None, **sampling) -> tuple[float, 
             text = torch.tensor([[*before, *leaf, 0]])
             batch = batch_of(target, model.taps, text)
             at = torch.tensor([[len(before) - 2]])
-            drawn = pairs.Drawn(at, at, at)
-            states = specblock.rollout(model, batch, drawn, [len(leaf)] if leaf else [])
+            states = specblock.rollout(model, batch, at, [len(leaf)] if leaf else [])
             own = float((model.logits(states[0, 0, -1]) - logits).abs().max())
             worst[bool(leaf)] = max(worst[bool(leaf)], own)
     assert any(leaf for _, leaf, _ in served) and any(not leaf for _, leaf, _ in served)
@@ -293,10 +292,10 @@ def test_first_blocks_may_pass_in_parts(target, monkeypatch):
     torch.manual_seed(0)
     model = specblock.Model(specblock.Config(slots=2, taps=(0,)), target).double()
     batch = batch_of(target, model.taps, torch.randint(0, 64, (2, 12)))
-    drawn = pairs.draw(batch, 4, 4)
-    whole = specblock.rollout(model, batch, drawn, [1])
+    drawn = draft_model.draw(batch, 4, 2, 4)
+    whole = specblock.rollout(model, batch, drawn.at, [1])
     monkeypatch.setattr(specblock, "PAIRS", 3)
-    torch.testing.assert_close(specblock.rollout(model, batch, drawn, [1]), whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(specblock.rollout(model, batch, drawn.at, [1]), whole, rtol=0, atol=1e-12)
 
 
 def late(model):

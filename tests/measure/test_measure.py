@@ -522,7 +522,7 @@ def test_block_verification_is_exact_and_loses_nothing(
     ("values", "said"),
     [
         ({"policy": "adaptve"}, "evaluate.policy: .*'fixed', 'by_confidence' or 'adaptive'"),
-        ({"verification": "blok"}, "evaluate.verification: unknown verification 'blok'.* did you mean 'block'"),
+        ({"verification": "blok"}, "evaluate.verification: unknown verification 'blok'; did you mean 'block'"),
     ],
 )
 def test_an_unknown_way_to_decode_is_refused(values: dict[str, Any], said: str) -> None:

@@ -44,18 +44,18 @@ def run(kept: list[int], path: list[int]) -> tuple[Fixed, Fixed]:
     """Two drafters whose union [1, 2, 3, 4, 5, 6] is cut to `kept` and then accepted along `path`; row r of the pass says r."""
     #  one: 1 -> 3, 2        other: 2 -> 4 -> 5, 6
     one, other = Fixed([1, 2, 3], [-1, -1, 0]), Fixed([2, 4, 5, 6], [-1, 0, 1, -1])
-    both = Parts([one, other])
+    both = Parts([one, other], 9)
     state = DecodeState(1, 100)
     state.admit(0, Request([7, 8], 50, Sampling()))
     memory = both.allocate(SimpleNamespace(slots=1))
     union = Draft.empty(1)
     for part in range(2):
-        union = both.join(memory, part, union, both.propose(memory, part, state, torch.tensor([9])), torch.tensor([9]), None)
+        union = both.join(memory, part, union, both.ask(memory, part, state, torch.tensor([9])), torch.tensor([9]), None)
     assert (union.ids, union.tree) == ([[1, 2, 3, 4, 5, 6]], ((-1, -1, 0, 1, 3, -1),))
     draft = union.only([kept])
     state.tokens[0] += [*(draft.ids[0][n] for n in path), 0]
     logits = torch.arange(len(kept) + 1.0)[None, :, None].expand(-1, -1, V)
-    both.observe(memory, state, draft, Accepted([path], [0], [0]), Scores(logits, None, None, None, None))
+    both.tell(memory, state, draft, Accepted([path], [0], [0]), Scores(logits, None, None, None, None))
     return one, other
 
 

@@ -15,9 +15,9 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.state import Request
 from outrider.generation import generate, serve
 from outrider.nn import recurrent, serving
-from outrider.nn.blocks import angles
+from outrider.nn.blocks import Attention, angles, attending
 from outrider.nn.draft_model import Batch
-from outrider.nn.recurrent import RecurrentAttention, RecurrentConfig, RecurrentDrafter, RecurrentModel, unrolled_mask
+from outrider.nn.recurrent import RecurrentConfig, RecurrentDrafter, RecurrentModel, unrolled_mask
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 from outrider.targets.cache import SlotCache
@@ -172,7 +172,6 @@ def spoilt_forgetting(monkeypatch):
         for row, size in zip(state.rows, draft.live, strict=True):
             if size:
                 memory.kept.lengths[row] += 1
-                memory.waiting.read[row] += 1
                 memory.waiting.take([row], [1])
 
     monkeypatch.setattr(RecurrentDrafter, "observe", observe)
@@ -281,7 +280,7 @@ def test_a_tree_is_read_as_the_chains_it_is_made_of(target, workshop):
             angle = angles(kept.positions(), model.shape)
             words = target.embed(torch.tensor([[1, 2, 3, 4]]))[:, :count]
             given = words, model.features(taps[row : row + 1, :count])
-            last = model.step(0, *given, angle, recurrent._looking(kept, kept.mask(None, torch.float64)))[:, -1]
+            last = model.step(0, *given, angle, attending(kept.mask(None, torch.float64), kept))[:, -1]
             kept.append([count])
             roots.append(last)
         return recurrent.Rollout(model, kept, rows, torch.cat(roots[-len(rows) :]))
@@ -421,7 +420,7 @@ class Several(RecurrentModel):
         torch.manual_seed(4)
         self.target = target
         self.config, self.shape = SeveralConfig(ttt=4, length=4), replace(SHAPE, heads=2, kv_heads=1)
-        self.attention = nn.ModuleList(RecurrentAttention(64, 32, self.shape) for _ in range(2))
+        self.attention = nn.ModuleList(Attention(32, self.shape, 64, qk_norm=False) for _ in range(2))
         self.double()
 
     def step(self, module, words, features, angle, attend):

@@ -200,4 +200,4 @@ def test_without_a_library_python_goes_on_and_one_line_says_so(cause, said, sour
         assert isinstance(native_trie.fastest(3, 100), Trie)
     (line,) = caplog.messages
     assert said in line and "Python" in line
-    assert calls == [("trie", native_trie.VERSION)]
+    assert calls == [("trie.cpp", native_trie.VERSION)]

@@ -1,0 +1,264 @@
+"""What drafters remember of every slot: features that wait to be read, the target's last state, or a value of their own.
+
+B live slots, R rows of a pass, S tokens, N drafted nodes, C features that wait, T taps, H hidden size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from outrider import packed
+from outrider.decoding.accept import Accepted
+from outrider.decoding.draft import Draft, padded
+from outrider.decoding.protocols import Cache, Drafter
+from outrider.decoding.state import DecodeState, Scores
+from outrider.nn import serving, trees
+from outrider.nn.draft_model import DraftModel
+from outrider.retrieval.texts import Text, Tries
+from outrider.targets.cache import SlotCache
+from outrider.targets.protocol import Target
+
+# ── features of every token ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class FeatureBuffer:
+    """What the target said of every slot's tokens and the drafter has not read yet, in order.
+
+    With the token behind it a feature is a pair, what drafters in EAGLE's manner read (Li et al. 2401.15077): pair i holds the
+    taps of position i and token i + 1, stands at rotary position i, and is known once that token is, so the newest one ends in
+    the anchor.  A draft from pair i guesses token i + 2 first.
+    """
+
+    MOST = 256
+    """Passes of which a slot's features wait as they came, so that nothing is copied for a text that ends before."""
+
+    def __init__(self, slots: int, taps: int, target: Target, dtype: torch.dtype):
+        """taps: hidden states that are a feature of one token."""
+        self._parts: list[list[tuple[Tensor, Sequence[int]]]] = [[] for _ in range(slots)]
+        """What passes said in each slot, features [n, ...], and which of their rows wait, ascending."""
+        self._none = torch.empty(0, taps, target.spec.hidden, device=target.device, dtype=dtype)
+        self.read = [0] * slots
+        """Features of each slot that were taken."""
+
+    def admit(self, rows: Sequence[int], features: Tensor, lengths: Sequence[int]) -> None:
+        """Of a prompt's chunk, features [R, S, ...], right-padded."""
+        for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            self._parts[row].append((features[b], range(length)))
+
+    def observe(self, rows: list[int], features: Tensor, accepted: Accepted) -> None:
+        """Of the old anchor and of what was kept after it, features [B, N+1, ...] of the verified pass."""
+        for b, row in enumerate(rows):
+            self._parts[row].append((features[b], accepted.rows(b)))
+            if len(self._parts[row]) > self.MOST:
+                self._hold(row, self._whole(row))
+
+    def count(self, row: int) -> int:
+        """How many wait."""
+        return sum(len(at) for _, at in self._parts[row])
+
+    def _whole(self, row: int) -> Tensor:
+        """All that waits, [C, ...]."""
+        parts = [
+            (said[: len(at)] if not at or at[-1] == len(at) - 1 else said[list(at)]).to(self._none)
+            for said, at in self._parts[row]
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat([self._none, *parts])
+
+    def _hold(self, row: int, whole: Tensor) -> None:
+        self._parts[row] = [(whole, range(len(whole)))] if len(whole) else []
+
+    def take(self, rows: Sequence[int], most: Sequence[int] | None = None) -> tuple[Tensor, list[int]]:
+        """The first most[i] that wait, or all: [B, C, ...], right-padded, and how many are real."""
+        found = []
+        for i, row in enumerate(rows):
+            whole = self._whole(row)
+            count = len(whole) if most is None else most[i]
+            found.append(whole[:count])
+            self._hold(row, whole[count:])
+            self.read[row] += len(found[-1])
+        padded = found[0][None] if len(found) == 1 else nn.utils.rnn.pad_sequence(found, batch_first=True)
+        return padded, [len(own) for own in found]
+
+    def pairs(self, rows: Sequence[int], state: DecodeState, leave: int = 0) -> tuple[Tensor, Tensor, list[int]]:
+        """All that waits but the last `leave` pairs: taps [B, C, T, H], tokens [B, C], right-padded, and how many are real."""
+        begins = [self.read[row] + 1 for row in rows]
+        taps, counts = self.take(rows, [max(0, self.count(row) - leave) for row in rows])
+        spans = zip(rows, begins, counts, strict=True)
+        tokens = [state.tokens[row][begin : begin + count] for row, begin, count in spans]
+        return taps, padded(tokens, 0, state.device), counts
+
+    def free(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._parts[row], self.read[row] = [], 0
+
+
+class FeatureMemory:
+    """Keys and values of what every slot has read, and features that no pass has read yet."""
+
+    def __init__(self, slots: int, length: int, layers: int, model: DraftModel):
+        self.kept = SlotCache(slots, length, model.target.device, layers)
+        self.waiting = FeatureBuffer(slots, max(1, len(model.taps)), model.target, model.dtype)
+
+
+class FeatureDrafter(Drafter, ABC):
+    """A drafter that reads the target's features of every committed token, once; its memory is `FeatureMemory`.
+
+    What a step brings is read together with the next draft; more than that, such as a prompt, before it.
+    """
+
+    def __init__(self, model: DraftModel, limit: int, most: int):
+        """most: features of one slot that the next draft reads."""
+        packed.pack(model)
+        self.model: Any = model
+        self.limit, self.most = limit, most
+        self.taps, self.hidden = model.taps, model.target.spec.hidden
+
+    def admit(self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
+        memory.waiting.admit(rows, self.model.seen(scores), lengths)
+        self.catch_up(memory, rows, state)
+
+    def observe(self, memory: Any, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
+        memory.waiting.observe(state.rows, self.model.seen(scores), accepted)
+
+    def free(self, memory: Any, rows: Sequence[int]) -> None:
+        memory.kept.free(rows)
+        memory.waiting.free(rows)
+
+    @torch.inference_mode()
+    def catch_up(self, memory: Any, rows: Sequence[int], state: DecodeState) -> None:
+        """Let no slot wait with more than the next draft reads; each is read by itself, so none is padded."""
+        for row in rows:
+            if memory.waiting.count(row) > self.most:
+                self.read(memory, row, state)
+
+    @abstractmethod
+    def read(self, memory: Any, row: int, state: DecodeState) -> None:
+        """Read what waits in this slot, without drafting."""
+
+
+class PairDrafter(FeatureDrafter, ABC):
+    """Drafts nothing where there is no pair yet: before a text's second token."""
+
+    @torch.inference_mode()
+    def propose(self, memory: Any, state: DecodeState, budget: Tensor) -> Draft:
+        is_known = [bool(memory.waiting.read[row] or memory.waiting.count(row)) for row in state.rows]
+        sizes = budget * torch.tensor(is_known)
+        if not int(sizes.max()):
+            return Draft.empty(len(state.rows), state.device)
+        self.catch_up(memory, state.rows, state)
+        with packed.products():
+            return serving.possible(self.draft(memory, state, sizes), state)
+
+    @abstractmethod
+    def draft(self, memory: Any, state: DecodeState, sizes: Tensor) -> Draft:
+        """At most sizes[b] nodes a slot; some slot has one."""
+
+
+# ── the last state alone ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class LastStates:
+    """The target's hidden state of the last token that it read in every slot, and its cache."""
+
+    hidden: Tensor
+    """[slots, H]; 0 before the first token."""
+    known: list[bool]
+    cache: Any
+
+
+class StateDrafter(Drafter, ABC):
+    """Drafts from these states; nothing behind a text's first token, where none is known."""
+
+    def __init__(self, target: Target, dtype: torch.dtype, limit: int):
+        self.target, self.dtype, self.limit = target, dtype, limit
+
+    def allocate(self, cache: Cache) -> LastStates:
+        hidden = torch.zeros(cache.slots, self.target.spec.hidden, device=self.target.device, dtype=self.dtype)
+        return LastStates(hidden, [False] * cache.slots, cache)
+
+    def admit(
+        self, memory: LastStates, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
+    ) -> None:
+        self._keep(memory, rows, scores.hidden, [length - 1 for length in lengths])
+
+    def observe(self, memory: LastStates, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
+        self._keep(memory, state.rows, scores.hidden, [accepted.rows(b)[-1] for b in range(len(state.rows))])
+
+    @torch.inference_mode()
+    def propose(self, memory: LastStates, state: DecodeState, budget: Tensor) -> Draft:
+        sizes = budget * torch.tensor([memory.known[row] for row in state.rows])
+        if not int(sizes.max()):
+            return Draft.empty(len(state.rows), state.device)
+        with packed.products():
+            return self.draft(memory, state, sizes)
+
+    @abstractmethod
+    def draft(self, memory: LastStates, state: DecodeState, sizes: Tensor) -> Draft:
+        """At most sizes[b] nodes a slot; some slot has one."""
+
+    def free(self, memory: LastStates, rows: Sequence[int]) -> None:
+        memory.hidden[list(rows)] = 0
+        for row in rows:
+            memory.known[row] = False
+
+    def _keep(self, memory: LastStates, rows: Sequence[int], states: Tensor, at: Sequence[int]) -> None:
+        """Remember states[b, at[b]] of [R, S, H]."""
+        memory.hidden[list(rows)] = states[list(range(len(rows))), list(at)].to(memory.hidden)
+        for row in rows:
+            memory.known[row] = True
+
+
+# ── a value of each request ───────────────────────────────────────────────────────────────────────────────────────────
+
+T = TypeVar("T")
+
+
+class RequestDrafter(Drafter, ABC, Generic[T]):
+    """Remembers something of each request: it is made when first asked for, and goes with the request."""
+
+    @abstractmethod
+    def fresh(self, tenant: str) -> T:
+        """For a new request of this tenant."""
+
+    def allocate(self, cache: Cache) -> list[T | None]:
+        return [None] * cache.slots
+
+    def of(self, memory: list[T | None], state: DecodeState, row: int) -> T:
+        """What is remembered of this slot's request."""
+        found = memory[row] = memory[row] or self.fresh(state.requests[row].tenant)
+        return found
+
+    def free(self, memory: list[T | None], rows: Sequence[int]) -> None:
+        for row in rows:
+            memory[row] = None
+
+
+class Lookup(RequestDrafter[Text], ABC):
+    """Looks the end of each slot's text up; a method says in what."""
+
+    def __init__(self, limit: int, tries: Tries):
+        self.limit, self.tries = limit, tries
+
+    def propose(self, memory: list[Text | None], state: DecodeState, budget: Tensor) -> Draft:
+        slots = zip(state.rows, budget.tolist(), strict=True)
+        found = [self._read(memory, state, row).propose(state.tokens[row], most) for row, most in slots]
+        return trees.of_lists([own.tokens for own in found], [own.parents for own in found], state.device)
+
+    def observe(self, memory: list[Text | None], state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
+        """Others find what was committed at once, also where the text ends here."""
+        if self.tries.shared:
+            for row in state.rows:
+                self._read(memory, state, row)
+
+    def _read(self, memory: list[Text | None], state: DecodeState, row: int) -> Text:
+        """The slot's text, everything committed read."""
+        text = self.of(memory, state, row)
+        text.read(state.tokens[row])
+        return text
