@@ -14,7 +14,7 @@ SHORT ?= demo-short
 demo-short: install  ## the same road for CI: fewer answers, steps and prompts
 	$(BIN)/outrider run recipes/demo.yaml name=$(SHORT) prepare.folder=runs/$(SHORT)/answers prepare.count=96 \
 		prepare.max_new_tokens=64 train.steps=40 evaluate.prompts=4 evaluate.max_new_tokens=64 \
-		'evaluate.beside=[ngram, small_model]'
+		'evaluate.baselines=[ngram, small_model]'
 
 test: install lint  ## everything that fits into 10 minutes
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow"

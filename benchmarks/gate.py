@@ -91,7 +91,7 @@ def measure_noise() -> Noise:
     from outrider.measure.run import evaluate
 
     target = load_target("demo")
-    config = Config(prompts=24, max_new_tokens=TOKENS, temperatures=(0.0,), observed=0)
+    config = Config(prompts=24, max_new_tokens=TOKENS, temperatures=(0.0,), traced_prompts=0)
     runs = [evaluate(target, {"ngram": load_drafter("ngram", target)}, config).rows[0].per_prompt for _ in range(2)]
     return np.log(
         [[a.tokens_per_s / b.tokens_per_s, a.plain_tokens_per_s / b.plain_tokens_per_s] for a, b in zip(*runs, strict=True)]

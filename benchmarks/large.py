@@ -26,7 +26,7 @@ from serving import parties, promise, prompts_of, serve, write
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from outrider import generate, load_target, machine, packed
+from outrider import generate, load_target, machine, prepacked
 from outrider.compiled import NotCompiled
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
@@ -113,7 +113,7 @@ def measured(options: argparse.Namespace, values: str, kept: Sequence[int]) -> d
     noise = torch.Generator().manual_seed(0)
     prompts = torch.randint(HEADS["vocab_size"], (2, PROMPT), generator=noise).tolist()
     drafter = Replay(options.rows - 1, kept)
-    bytes_read = packed.stored(target.model)
+    bytes_read = prepacked.stored(target.model)
     whole = torch.ones(bytes_read // 4)
     times: dict[str, list[float]] = {"read": [], "plain": [], "drafted": [], "plain overhead": [], "drafted overhead": []}
     differ, steps, tokens = 0, 0, 0

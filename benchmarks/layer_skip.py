@@ -69,8 +69,9 @@ def main() -> None:
 def told(found: Found) -> dict[str, Any]:
     return {
         "left_out": len(found.skip_attention) + len(found.skip_mlp), "skip_attention": found.skip_attention,
-        "skip_mlp": found.skip_mlp, "length": found.length, "least": found.least, "agreement": found.agreement,
-        "kept_per_step": found.kept, "passes_per_step": found.passes, "plain_ms": 1e3 * found.plain_s,
+        "skip_mlp": found.skip_mlp, "length": found.length, "min_confidence": found.min_confidence,
+        "agreement": found.agreement, "kept_per_step": found.kept, "passes_per_step": found.passes,
+        "plain_ms": 1e3 * found.plain_s,
         "draft_pass_ms": 1e3 * found.draft_s, "verify_ms": 1e3 * found.verify_s, "bound": found.speedup,
     }  # fmt: skip
 
@@ -83,7 +84,7 @@ def decoded(
     start = layer_skip.build(layer_skip.Config(), target)
     ways: dict[str, Any] = {
         "plain": None,
-        "best": layer_skip.LayerSkip(target, best.skip, best.length, best.least),
+        "best": layer_skip.LayerSkip(target, best.skip, best.length, best.min_confidence),
         "best, drafts of 4 that end below 0.4": layer_skip.LayerSkip(target, best.skip, 4, 0.4),
         "every second layer": start,
     }

@@ -80,7 +80,13 @@ class Claim:
     said: str
 
 
-SMALL = ("drafter.layers=1", "drafter.copies=null", "drafter.heads=2", "drafter.kv_heads=1", "drafter.intermediate=128")
+SMALL = (
+    "drafter.layers=1",
+    "drafter.init_from_layers=null",
+    "drafter.heads=2",
+    "drafter.kv_heads=1",
+    "drafter.intermediate=128",
+)
 """A drafter that can't learn all it is shown."""
 TENTH = (
     "drafter.new.layers=2", "drafter.new.hidden=128", "drafter.new.intermediate=384",
@@ -96,7 +102,7 @@ METHODS: dict[str, Method] = {
     "dspark": Method("demo"),
     "dflash": Method("demo-dflash"),
     "dflash, paper's layout": Method("demo-dflash", ("drafter.anchor_predicts=false",)),
-    "dflash, 5 layers": Method("demo-dflash", ("drafter.layers=5", "drafter.copies=[0, 3, 7, 11, 15]")),
+    "dflash, 5 layers": Method("demo-dflash", ("drafter.layers=5", "drafter.init_from_layers=[0, 3, 7, 11, 15]")),
     "dspark, d-pace": Method("demo", ("train.position={dpace: 0.5}",)),
     "domino": Method("demo-domino", SOFT),
     "deer": Method("demo-deer", SOFT),
@@ -176,7 +182,7 @@ def main() -> None:
     options.out = options.out and options.out.absolute()
     os.chdir(HERE.parent)  # recipes name their answers from there
     if not options.table:
-        measured = MeasureConfig(prompts=options.prompts, max_new_tokens=options.new, observed=0)
+        measured = MeasureConfig(prompts=options.prompts, max_new_tokens=options.new, traced_prompts=0)
         bench = Bench(load_target("demo", compile=False), measured)
         for column, seed in itertools.product(options.column.split(","), map(int, options.seeds.split(","))):
             wanted = [name for name in names if not cell_of(name, seed, column).exists()]
@@ -200,9 +206,9 @@ class Bench:
         """Train these methods and measure them in one interleaved run."""
         trained = {name: self.train(name, seed, column) for name in names}
         entries = [
-            Entry(name, load_drafter(str(folder_of(name, seed, column) / "checkpoint"), self.target), heat)
+            Entry(name, load_drafter(str(folder_of(name, seed, column) / "checkpoint"), self.target), temperature)
             for name in trained
-            for heat in (0.0, 1.0)
+            for temperature in (0.0, 1.0)
         ]
         say(f"measuring {', '.join(trained)}")
         outcome = measure(self.target, entries, self.config)
@@ -349,18 +355,18 @@ def summary(name: str, column: str, own: Sequence[Mapping[str, Any]]) -> dict[st
         "training_steps": round(statistics.mean(cell["steps"] for cell in own)),
         "training_cpu_seconds": round(statistics.mean(cell["cpu_seconds"] for cell in own)),
     }  # fmt: skip
-    for heat in (0.0, 1.0):
-        rows = [row for cell in own for row in cell["rows"] if row["temperature"] == heat]
+    for temperature in (0.0, 1.0):
+        rows = [row for cell in own for row in cell["rows"] if row["temperature"] == temperature]
         if not rows:
-            said[f"temperature_{heat:g}"] = None
+            said[f"temperature_{temperature:g}"] = None
             continue
         per_step = [row["tokens_per_step"] for row in rows]
-        said[f"temperature_{heat:g}"] = {
+        said[f"temperature_{temperature:g}"] = {
             "tokens_per_step": statistics.mean(per_step),
             "spread": statistics.stdev(per_step) if len(per_step) > 1 else None,
             "speedup": statistics.mean(row["speedup"] for row in rows),
             "accepted_by_depth": mean_by_depth([row["accepted_by_depth"] for row in rows]),
-            "exact": all(row["exact"] for row in rows) if heat == 0 else None,
+            "exact": all(row["exact"] for row in rows) if temperature == 0 else None,
             "tokens": sum(row["tokens"] for row in rows),
         }
     return said
@@ -397,7 +403,7 @@ def order(claim: Claim, column: str, found: Sequence[Mapping[str, Any]]) -> dict
 
 
 def per_prompt(
-    found: Sequence[Mapping[str, Any]], name: str, column: str, heat: float
+    found: Sequence[Mapping[str, Any]], name: str, column: str, temperature: float
 ) -> dict[int, dict[str, tuple[int, int]]]:
     """Seed to prompt to (tokens, steps)."""
     return {
@@ -405,7 +411,7 @@ def per_prompt(
         for cell in found
         if (cell["method"], cell["column"]) == (name, column)
         for row in cell["rows"]
-        if row["temperature"] == heat
+        if row["temperature"] == temperature
     }
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/products.py [--shapes demo,0.6b] [--rows 1,2,4,8,16,64,256] [--out FILE]
 
-All linear layers of a model one after another, in every way that this machine has (`outrider.packed`): weights in float32, and
+All linear layers of a model one after another, in every way that this machine has (`prepacked`): weights in float32, and
 weights whose values are exactly bfloat16, which panels store in half the bytes.  All ways, a reading of as many bytes and a
 square product take turns; the quickest turn of each counts.  `bound` is the longer of reading the bytes that a way stores at
 the speed of that reading, and of the arithmetic at the speed of the quickest product in this run.
@@ -21,7 +21,7 @@ import torch
 from serving import write
 from torch import Tensor
 
-from outrider import machine, packed
+from outrider import machine, prepacked
 
 QWEN_06B = [(2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048), (3072, 1024), (3072, 1024), (1024, 3072)]
 SHAPES = {
@@ -65,7 +65,7 @@ def table(shape: str, kind: str, counts: list[int]) -> list[dict[str, Any]]:
     weights = [torch.randn(size, generator=noise) for size in SHAPES[shape]]
     if kind == "bfloat16":
         weights = [weight.bfloat16().float() for weight in weights]
-    held = {way: [packed.packed(weight, way) for weight in weights] for way in packed.ways()}
+    held = {way: [prepacked.prepacked(weight, way) for weight in weights] for way in prepacked.ways()}
     stored = {way: sum(weight.nbytes for weight in own) for way, own in held.items()}
     if "onednn" in stored:
         stored["onednn"] = stored["plain"]  # it does not say
@@ -77,7 +77,7 @@ def table(shape: str, kind: str, counts: list[int]) -> list[dict[str, Any]]:
 
         def run(way: Any, inputs: dict[int, Tensor] = inputs) -> None:
             for weight, own in zip(weights, held[way], strict=True):
-                packed.product(inputs[weight.shape[1]], way, own, weight.shape[0])
+                prepacked.product(inputs[weight.shape[1]], way, own, weight.shape[0])
 
         ways: dict[str, Callable[[], object]] = {way: lambda way=way, run=run: run(way) for way in held}
         # half of the bytes is what panels of exact values read: where caches matter, it is another speed

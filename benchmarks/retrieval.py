@@ -89,8 +89,8 @@ def drafters(target: TransformersTarget, trained: dict[str, Any]) -> dict[str, A
         both: list[Any] = [dspark, suffix | {"corpora": corpus}]
         ways |= {
             "dspark": trained["dspark"],
-            "mix(dspark, suffix, corpus)": load_drafter("mix", target, parts=both, nodes=NODES),
-            "mix(dspark, suffix, corpus), by request": load_drafter("mix", target, parts=both, nodes=NODES, share="request"),
+            "mix(dspark, suffix, corpus)": load_drafter("mix", target, members=both, nodes=NODES),
+            "mix(dspark, suffix, corpus), by request": load_drafter("mix", target, members=both, nodes=NODES, share="request"),
             "graft(dspark, recycle)": load_drafter("graft", target, base=dspark, nodes=NODES),
         }
     return ways

@@ -384,7 +384,8 @@ def _written(target: TransformersTarget, requests: Sequence[Request]) -> list[li
 def _mixed(noise: random.Random, target: TransformersTarget, like: Request) -> list[Request]:
     """Temperature 0, temperature 1, and a grammar."""
     fresh = [
-        replace(like, sampling=Sampling(heat, seed=noise.randrange(2**40))) for heat in (0.0, 1.0, noise.choice([0.0, 1.0]))
+        replace(like, sampling=Sampling(temperature, seed=noise.randrange(2**40)))
+        for temperature in (0.0, 1.0, noise.choice([0.0, 1.0]))
     ]
     return [*fresh[:2], replace(fresh[2], sampling=_with_grammar(fresh[2].sampling, target))]
 

@@ -15,6 +15,14 @@ from outrider.errors import ConfigError
 T = TypeVar("T", bound="Config")
 
 
+RENAMED = {
+    "beside": "baselines", "copies": "init_from_layers", "fresh": "min_first_ngrams", "gram": "ngram", "grams": "ngram_hashes",
+    "least": "min_confidence", "least_overlap": "min_overlap", "least_prompts": "min_prompts", "observed": "traced_prompts",
+    "parts": "members", "runners_up": "siblings",
+}  # fmt: skip
+"""What settings were called before, and are called now."""
+
+
 class Config(BaseModel):
     """Base of every config: frozen, strict about keys; the docstring under a field is its help."""
 

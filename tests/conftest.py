@@ -42,7 +42,7 @@ settings.load_profile("tests")
 SMALL = {
     "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32, "block": 4, "length": 4, "rank": 8,
     "shortest": 1, "longest": 3, "depth": 4, "anchors": 16, "gru": 8,
-    "least": 0.0,
+    "min_confidence": 0.0,
 }  # fmt: skip
 """Smallest sizes, for the fields that a drafter's Config has."""
 
@@ -197,8 +197,8 @@ def cases() -> list[Case]:
         markov = fields.get("markov")
         choices = typing.get_args(markov.annotation) if markov else ()
         found += [Case(kind, {"markov": choice}, n > 0) for n, choice in enumerate(choices)] or [Case(kind)]
-        if "runners_up" in fields and kind != "domino":  # the tree is dflash's
-            found.append(Case(kind, {"runners_up": (2, 1)}, True))
+        if "siblings" in fields and kind != "domino":  # the tree is dflash's
+            found.append(Case(kind, {"siblings": (2, 1)}, True))
         if kind == "dflash":
             found.append(Case(kind, {"anchor_predicts": False}, True))
         if kind == "ngram":

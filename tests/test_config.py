@@ -8,7 +8,12 @@ import pytest
 from pydantic import PositiveFloat, PositiveInt, ValidationError
 
 from outrider import config as configs
+from outrider.config import RENAMED, build
+from outrider.data.config import Config as PrepareConfig
+from outrider.drafters import find, kinds
 from outrider.errors import ConfigError
+from outrider.gate.policy import Policy as GatePolicy
+from outrider.measure.config import Config as EvaluateConfig
 from outrider.runs.file import RunConfig, load
 
 
@@ -211,9 +216,9 @@ def test_what_is_wrong_with_a_run_is_said_before_anything_loads(text: str, said:
         ("drafter: ngram\nevaluate: {tasks: []}\n", "tasks"),
         ("drafter: ngram\nevaluate: {temperatures: []}\n", "temperatures"),
         ("drafter: ngram\nevaluate: {tasks: [gsm9k]}\n", "unknown task"),
-        ("drafter: ngram\nevaluate: {beside: [ngarm]}\n", "did you mean 'ngram'"),
-        ("drafter: ngram\nevaluate: {beside: [{kind: ngram, node: 4}]}\n", "did you mean 'nodes'"),
-        ("drafter: ngram\nevaluate: {beside: [{nodes: 4}]}\n", "evaluate.beside: kind is missing"),
+        ("drafter: ngram\nevaluate: {baselines: [ngarm]}\n", "did you mean 'ngram'"),
+        ("drafter: ngram\nevaluate: {baselines: [{kind: ngram, node: 4}]}\n", "did you mean 'nodes'"),
+        ("drafter: ngram\nevaluate: {baselines: [{nodes: 4}]}\n", "evaluate.baselines: kind is missing"),
     ],
 )
 def test_what_only_a_later_stage_needs_is_checked_at_the_start_too(text: str, said: str, tmp_path: Path) -> None:
@@ -253,3 +258,13 @@ def test_every_method_that_trains_has_a_recipe_for_the_demo_and_its_paper_s() ->
         of: {load(path, [])[0].drafter["kind"] for path in RECIPES if path.parent.name == of} for of in ("recipes", "paper")
     }
     assert kinds["recipes"] == kinds["paper"] and len(kinds["paper"]) == 11
+
+
+@pytest.mark.parametrize(("before", "now"), RENAMED.items())
+def test_a_setting_of_old_is_an_error_that_gives_the_new_name(before: str, now: str) -> None:
+    """Catches an old name that is still taken, and a hint at a setting that is gone."""
+    every = [find(kind).Config for kind in kinds()] + [PrepareConfig, EvaluateConfig, GatePolicy]
+    takes = [config for config in every if now in config.model_fields]
+    assert takes and not any(before in config.model_fields for config in every)
+    with pytest.raises(ConfigError, match=f"unknown key '{before}'; it is called '{now}' now"):
+        build(takes[0], {before: 1})

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from outrider import kernels, machine, packed
+from outrider import kernels, machine, prepacked
 from outrider.compiled import rewrite
 
 here = pytest.mark.skipif(kernels.compiler() is None, reason="there is no C++ compiler")
@@ -21,7 +21,7 @@ here = pytest.mark.skipif(kernels.compiler() is None, reason="there is no C++ co
 
 
 def times(x: Tensor, weight: Tensor) -> Tensor:
-    return packed.product(x, "panels", kernels.panels(weight), len(weight))
+    return prepacked.product(x, "panels", kernels.panels(weight), len(weight))
 
 
 @here
@@ -34,7 +34,7 @@ def test_the_kernel_says_what_its_plain_twin_says(outputs: int, inner: int, is_h
     weight = torch.randint(-99, 100, (outputs, inner), generator=noise).float()
     # odd numbers above 256 have nine bits, and a bfloat16 eight
     weight = weight if is_half else 2 * weight + 501
-    assert (kernels.panels(weight).shape[2] * 2 == packed.packed(weight * 0 + 257, "panels").shape[2]) is is_half
+    assert (kernels.panels(weight).shape[2] * 2 == prepacked.prepacked(weight * 0 + 257, "panels").shape[2]) is is_half
     for rows in (1, 2, 3, 5, 6, 7, 8, 11, 12, 13, 25, 70):
         x = torch.randint(-9, 10, (rows, inner), generator=noise).float()
         assert torch.equal(times(x, weight).double(), x.double() @ weight.double().T), rows
@@ -76,7 +76,7 @@ def test_threads_multiply_side_by_side() -> None:
 
     def run(n: int) -> None:
         for _ in range(30):
-            if not torch.equal(packed.product(inputs[n], "panels", held, 512), wanted[n]):
+            if not torch.equal(prepacked.product(inputs[n], "panels", held, 512), wanted[n]):
                 failed.append(n)
 
     threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
@@ -193,22 +193,22 @@ def test_panels_are_joined_once_and_stay_each_layers_own(monkeypatch: pytest.Mon
     """Catches a second copy in memory, a layer that reads another's panels, and neighbours in memory taken for joined ones."""
     monkeypatch.setattr(machine, "fastest", lambda question, ways, margin=1.1: "panels")
     layers = [nn.Linear(16, size, bias=False) for size in (40, 64, 7)]
-    packed.pack(nn.Sequential(*layers))
-    apart = [packed.panels_of([layer]).clone() for layer in layers]
-    joined = packed.panels_of(layers)
+    prepacked.pack(nn.Sequential(*layers))
+    apart = [prepacked.panels_of([layer]).clone() for layer in layers]
+    joined = prepacked.panels_of(layers)
     assert torch.equal(joined, torch.cat(apart))
-    assert packed.panels_of(layers).data_ptr() == joined.data_ptr()
-    assert packed.panels_of(layers[1:]).data_ptr() == packed.panels_of([layers[1]]).data_ptr() != joined.data_ptr()
+    assert prepacked.panels_of(layers).data_ptr() == joined.data_ptr()
+    assert prepacked.panels_of(layers[1:]).data_ptr() == prepacked.panels_of([layers[1]]).data_ptr() != joined.data_ptr()
     x = torch.randn(3, 16)
-    with torch.inference_mode(), packed.products():
+    with torch.inference_mode(), prepacked.products():
         for layer in layers:
             torch.testing.assert_close(layer(x), F.linear(x, layer.weight))
     both = torch.zeros(2, *apart[0].shape, dtype=torch.int32)
     for layer, part in zip(layers[:2], both, strict=True):
         # side by side in memory, and each in a storage of its own
         own = torch.frombuffer(part.numpy(), dtype=torch.int32).view(part.shape)
-        packed._weights[layer] = packed._weights[layer]._replace(weight=own)
-    assert packed.panels_of(layers[:2]).shape[0] == 2 * len(apart[0])
+        prepacked._weights[layer] = prepacked._weights[layer]._replace(weight=own)
+    assert prepacked.panels_of(layers[:2]).shape[0] == 2 * len(apart[0])
 
 
 @here
@@ -245,7 +245,7 @@ def test_without_a_compiler_that_works_all_goes_on(
     caplog.set_level("INFO", logger="outrider.kernels")
     monkeypatch.setattr(kernels, "compiler", lambda: None if command.startswith("/") else command)
     assert kernels.library() is None
-    assert "panels" not in packed.ways()
+    assert "panels" not in prepacked.ways()
     assert "kernels are left out: " in caplog.text
 
 

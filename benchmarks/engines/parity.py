@@ -10,7 +10,7 @@ of the demo target in runs/methods, which benchmarks/methods.py leaves, and in r
     outrider train recipes/demo-eagle3.yaml name=engines/eagle3 train.steps=160 train.save_every=80
     outrider train recipes/demo-eagle3.yaml name=engines/eagle3-few train.steps=120 train.save_every=60 drafter.vocabulary=1024
     outrider train recipes/demo-peagle.yaml name=engines/peagle train.steps=160 train.save_every=80
-    outrider train recipes/demo-dflash.yaml name=engines/dflash drafter.anchor_predicts=false "drafter.runners_up=[]"
+    outrider train recipes/demo-dflash.yaml name=engines/dflash drafter.anchor_predicts=false "drafter.siblings=[]"
 """
 
 from __future__ import annotations

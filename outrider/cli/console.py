@@ -155,7 +155,7 @@ def stopping(line: str) -> Iterator[None]:
 
 
 @contextmanager
-def started_anew(what: str) -> Iterator[None]:
+def restarted(what: str) -> Iterator[None]:
     """Ctrl-C within says what is true of one interleaved measurement: it can't go on later.  Also decorates a verb."""
     with stopping(f"of this {what} nothing is kept, the same command starts it anew"):
         yield

@@ -39,7 +39,7 @@ Settings = Annotated[
 ]
 
 
-@console.started_anew("comparison")
+@console.restarted("comparison")
 def parity(
     recipe: Annotated[Path | None, typer.Argument(help="Run file (YAML); or use --target and --drafter.")] = None,
     overrides: Overrides = None,
@@ -186,7 +186,7 @@ def _texts(paths: list[Path], json_to: str | None) -> None:
 # ── lm-evaluation-harness ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@console.started_anew("evaluation")
+@console.restarted("evaluation")
 def lm_eval(
     tasks: Annotated[str, typer.Argument(metavar="TASK[,TASK]", help="Tasks of lm-eval, or of --include-path.")],
     target: Annotated[str, typer.Option(help="`demo`, a folder, or a Hugging Face id.")] = "demo",

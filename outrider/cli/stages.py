@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 
 from outrider import machine
 from outrider.cli import console
-from outrider.cli.console import bar, counted, say, sized, started_anew
+from outrider.cli.console import bar, counted, restarted, say, sized
 from outrider.compiled import NotCompiled
 from outrider.data.contamination import Found
 from outrider.report import summary
@@ -44,7 +44,7 @@ class Printer(Reporter):
         # these two can't go on later
         what = {events.Calibrating: "calibration", events.Evaluating: "evaluation"}.get(type(plan))
         with (
-            started_anew(what) if what else nullcontext(),
+            restarted(what) if what else nullcontext(),
             bar(plan.unit, plan.total, plan.done, is_steady, plan.usual_minutes, why_slow) as update,
         ):
             yield lambda done, **facts: update(done, _note(**facts))

@@ -14,7 +14,7 @@ from outrider.engines import parity, verify
 from outrider.engines.parity import Parity
 
 
-@console.started_anew("comparison")
+@console.restarted("comparison")
 def verify_export(
     folder: Annotated[Path, typer.Argument(help="Folder that `outrider export` wrote.", show_default=False)],
     engine: Annotated[

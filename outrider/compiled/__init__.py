@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from outrider import kernels, machine, packed
+from outrider import kernels, machine, prepacked
 from outrider.compiled import rewrite
 from outrider.compiled.key import fingerprint, values_of
 from outrider.decoding.protocols import Drafter
@@ -44,11 +44,11 @@ BUILDS: dict[str, dict[str, Any]] = {"libraries": {}, "templates": {"max_autotun
 def builds(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Ways to compile this model, with inductor's settings: where its layers are packed in panels, with our kernel alone, and
     with weights that stay where they are."""
-    if packed.way_of(model) != "panels":
+    if prepacked.way_of(model) != "panels":
         return BUILDS
-    number = {layer: n for n, layer in enumerate(packed.in_panels(model))}
+    number = {layer: n for n, layer in enumerate(prepacked.in_panels(model))}
     names = model.named_modules(remove_duplicate=False)
-    numbers = {f"{name}.{packed.PANELS}": number[layer] for name, layer in names if layer in number}
+    numbers = {f"{name}.{prepacked.PANELS}": number[layer] for name, layer in names if layer in number}
     rewriting = functools.partial(rewrite.with_kernels, panels=numbers)
     shims = {getattr(torch.ops.outrider, name).default: [shim] for name, shim in kernels.SHIMS.items()}
     ours = {"aot_inductor.custom_ops_to_c_shims": shims, "post_grad_custom_pre_pass": rewriting}
@@ -89,10 +89,10 @@ class Graph:
         """What the package is to be given: the module's weights, and panels as they lie in memory."""
         if self.package.loader.get_metadata().get("weights") != "outside":
             return {}
-        known, layers, found = _weights_of(traced), packed.in_panels(traced), {}
+        known, layers, found = _weights_of(traced), prepacked.in_panels(traced), {}
         for name in self.package.get_constant_fqns():
             numbers = rewrite.numbers_of(name)
-            found[name] = known[name].detach() if numbers is None else packed.panels_of([layers[n] for n in numbers])
+            found[name] = known[name].detach() if numbers is None else prepacked.panels_of([layers[n] for n in numbers])
         return found
 
     def padded(self, width: int) -> int:
@@ -113,7 +113,7 @@ def compile_passes(drafter: Drafter) -> float:
     return sum(step.get(build=True) for step in drafter.steps)
 
 
-class Replays(Protocol):
+class Runnable(Protocol):
     """What runs in place of a traced function: a package, or passes captured on a GPU."""
 
     def padded(self, width: int) -> int: ...
@@ -129,7 +129,7 @@ class Compiled:
 
     def __init__(self) -> None:
         self.graph: Any = None
-        """A `Replays`; None where there is none."""
+        """A `Runnable`; None where there is none."""
         self.path: Path | None = None
         """The package that `graph` was taken from."""
         self._key = ""
@@ -153,9 +153,9 @@ class Compiled:
             self.graph, self._key = None, ""  # so that what `apart` calls plain is
             self._weights = [weight for weight in model.parameters() if not weight.is_inference()]  # these count no changes
             self._version = _version(self._weights)
-            if packed.way_of(model) == "panels":
-                packed.pack(model)  # those that were written to
-        if is_on_cpu and packed.way_of(model) != "panels":
+            if prepacked.way_of(model) == "panels":
+                prepacked.pack(model)  # those that were written to
+        if is_on_cpu and prepacked.way_of(model) != "panels":
             _refuse_large(model)
         path, seconds = self._on_disk() if is_on_cpu else None, 0.0
         if path is None and not build:
@@ -163,7 +163,7 @@ class Compiled:
             raise NotCompiled(f"there is no compiled {self.name} of this model: {why}")
         if is_on_cpu and path is None:
             path, seconds = self._build()
-        graph = self.captured() if path is None else Graph(path, self.traced)
+        graph = self.cuda_graphs() if path is None else Graph(path, self.traced)
         apart, allowed = self.apart(graph)
         if not apart <= allowed:
             if path is not None:
@@ -188,7 +188,7 @@ class Compiled:
         name = f"{self.name}-{self._key}"
         return folder() / f"{name}-{values_of(self.model())}.pt2" if holds_weights else folder() / f"{name}.pt2"
 
-    def _pays(self, graph: Replays) -> bool:
+    def _pays(self, graph: Runnable) -> bool:
         """Whether the graph is as quick as the plain path; timed once a machine."""
 
         def ways() -> dict[str, Callable[[], object]]:
@@ -245,7 +245,7 @@ class Compiled:
         """The traced function as it is."""
         return self.example()[0]
 
-    def captured(self) -> Replays:
+    def cuda_graphs(self) -> Runnable:
         """What stands for a package on a GPU."""
         raise NotCompiled("this step is compiled on a CPU only; on another device it stays plain")
 
@@ -285,7 +285,7 @@ class Compiled:
         """What is traced, on which arguments, and which of their sizes stay open; those are at least 2 there."""
         raise NotImplementedError
 
-    def apart(self, graph: Replays) -> tuple[float, float]:
+    def apart(self, graph: Runnable) -> tuple[float, float]:
         """Largest difference of a logit from the plain path's, and what rounding may make of it; sizes of 1 are tried too."""
         raise NotImplementedError
 
@@ -310,14 +310,14 @@ def build_package(
     began = time.perf_counter()
     try:
         # oneDNN's packed weights inductor makes itself
-        with machine.keeping(path) as part, torch.no_grad(), packed.products("panels"), packed.as_buffers(function):
+        with machine.keeping(path) as part, torch.no_grad(), prepacked.products("panels"), prepacked.as_buffers(function):
             # made in inference mode they could not be traced
             example = pytree.tree_map_only(Tensor, Tensor.clone, example)
             with contextlib.redirect_stderr(io.StringIO()):  # what it can't trace it prints whole, hundreds of lines
                 exported = torch.export.export(function, example, dynamic_shapes=dims, strict=False)
             configs = {"freezing": True, **options}
             known = _weights_of(function)
-            lifted = [name for name in exported.constants if name not in known and not name.endswith(f".{packed.PANELS}")]
+            lifted = [name for name in exported.constants if name not in known and not name.endswith(f".{prepacked.PANELS}")]
             is_outside = not options.get(HOLDS_WEIGHTS, True) and not lifted
             if not is_outside:
                 _refuse_large(function)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from outrider import compiled
-from outrider.compiled import Compiled, Replays
+from outrider.compiled import Compiled, Runnable
 from outrider.compiled.key import code
 from outrider.decoding import noise
 from outrider.decoding.noise import Purpose, Streams, race
@@ -60,8 +60,8 @@ class CompiledBlock(Compiled):
         if not taps.shape[1]:
             taps = nn.functional.pad(taps, (0, 0, 0, 0, 0, 1))
         kept.open(rows, taps.shape[1] + self.backbone.width)
-        nodes, laws, *rest = self.graph.forward(*self._arguments(taps, anchors, counts, kept, noise))
-        return nodes, laws if self.traced.draws else None, rest[0] if rest else None
+        nodes, distributions, *rest = self.graph.forward(*self._arguments(taps, anchors, counts, kept, noise))
+        return nodes, distributions if self.traced.draws else None, rest[0] if rest else None
 
     def model(self) -> nn.Module:
         return self.traced
@@ -78,18 +78,18 @@ class CompiledBlock(Compiled):
         return self.traced, given, ({**rows, 1: new}, rows, rows, rows, {0: end}, [rows for _ in given[-2]], buffers)
 
     @torch.inference_mode()
-    def apart(self, graph: Replays) -> tuple[float, float]:
+    def apart(self, graph: Runnable) -> tuple[float, float]:
         found = [self._apart(graph, self._arguments(*self._pass(rows, new))) for rows, new in ((1, 1), (1, 4), (3, 1), (3, 4))]
         return max(apart for apart, _ in found), max(allowed for _, allowed in found)
 
-    def _apart(self, graph: Replays, given: tuple[Any, ...]) -> tuple[float, float]:
-        (nodes, laws), (said, plain) = graph.forward(*given)[:2], self.traced(*given)[:2]
+    def _apart(self, graph: Runnable, given: tuple[Any, ...]) -> tuple[float, float]:
+        (nodes, distributions), (said, plain) = graph.forward(*given)[:2], self.traced(*given)[:2]
         # behind a token that a tie decided otherwise all may differ
         chain = (nodes == said)[:, self.traced.chain]
         alike = nn.functional.pad(chain.long().cumprod(-1), (1, 0), value=1)[:, :-1, None]
         # of float32 at least: norms and angles are computed in it
         rounding = max(torch.finfo(plain.dtype).eps, torch.finfo(torch.float32).eps)
-        return float(((laws - plain) * alike).abs().max()), 64 * rounding * float(plain.abs().max())
+        return float(((distributions - plain) * alike).abs().max()), 64 * rounding * float(plain.abs().max())
 
     def _pass(self, rows: int, new: int, before: int = 100) -> tuple[Any, ...]:
         """Arguments of a pass of so many rows and new taps, behind some context."""
@@ -188,13 +188,13 @@ class Drawn(_Traced):
         self, taps: Tensor, counts: Tensor, anchors: Tensor, starts: Tensor, columns: Tensor, noise: list[Tensor],
         buffers: list[Tensor],
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        (heat, keys), laws = noise, []
+        (temperature, keys), distributions = noise, []
 
         def pick(logits: Tensor, slot: int) -> Tensor:
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            laws.append(tempered(logits, heat))
-            return race(laws[-1], keys[:, slot], self.tokens)
+            distributions.append(tempered(logits, temperature))
+            return race(distributions[-1], keys[:, slot], self.tokens)
 
         tokens, _, confidence = self.block(taps, counts, anchors, starts, columns, buffers, pick)
-        q = torch.stack(laws, 1)
+        q = torch.stack(distributions, 1)
         return (tokens, q) if confidence is None else (tokens, q, confidence)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider import kernels, machine, packed
+from outrider import kernels, machine, prepacked
 
 
 def fingerprint(model: nn.Module, *more: object) -> str:
     """What a package depends on, 16 hex digits: every weight's name and shape, which of them are one, and how each is
     multiplied; settings and code in `more`; torch, threads and the processor.
     """
-    products = packed.way_of(model), packed.layout(model), kernels.source()
+    products = prepacked.way_of(model), prepacked.layout(model), kernels.source()
     digest, first = hashlib.sha256(repr((machine.identity(), products, more)).encode()), dict[int, str]()
     for name, weight in sorted(model.state_dict().items()):
         shared = first.setdefault(weight.data_ptr(), name)

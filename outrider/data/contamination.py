@@ -84,7 +84,7 @@ def sources_of(choice: str | Mapping[str, Any]) -> list[Source]:
     model = settings.get("model")
     if model and not settings.get("new"):
         found.append(Source(model, Path(model)))
-    for part in (settings.get("base"), settings.get("retriever"), *settings.get("parts", ())):
+    for part in (settings.get("base"), settings.get("retriever"), *settings.get("members", ())):
         found += sources_of(part) if part else []
     return list(dict.fromkeys(found))
 
@@ -123,9 +123,9 @@ def _is_text(prompt: Prompt) -> bool:
     return any(ngram_hashes.hashes(turn).whole is not None for turn in prompt.turns)
 
 
-def _open(folder: Path) -> tuple[list[hash_files.Grams], str | None]:
+def _open(folder: Path) -> tuple[list[hash_files.NgramHashes], str | None]:
     """All hashes that a source kept, and why these are not all there is to know."""
-    opened, reasons = list[hash_files.Grams](), list[str]()
+    opened, reasons = list[hash_files.NgramHashes](), list[str]()
     for entry in _entries(folder):
         try:
             if isinstance(entry, str):

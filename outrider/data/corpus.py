@@ -98,7 +98,7 @@ def build(
         plan.path, documents(), vocabulary=_ids(plan.tokenizer), tokenizer_hash=hash_tokenizer(plan.tokenizer),
         sources=used.items(), on_stage=on_stage,
     )  # fmt: skip
-    corpora.keep_grams(plan.path, hashes.save)
+    corpora.keep_hashes(plan.path, hashes.save)
     return made
 
 

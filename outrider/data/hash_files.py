@@ -143,7 +143,7 @@ def is_whole(one: Named) -> bool:
     return one.path.exists() and hash_of(one.path) == one.facts["hash"]
 
 
-class Grams:
+class NgramHashes:
     """Hashes of a source, read to be asked."""
 
     def __init__(self, tensors: Mapping[str, np.ndarray], facts: Mapping[str, Any]):
@@ -182,7 +182,7 @@ def _found(known: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return at, there
 
 
-def read(one: Named) -> Grams:
+def read(one: Named) -> NgramHashes:
     """Open hashes.  Raises DataError for a file that is not the one its manifest names, or that has another rule."""
     path, facts = one
     if facts.get("format") != FORMAT:
@@ -192,6 +192,6 @@ def read(one: Named) -> Grams:
     try:
         if not is_whole(one):
             raise DataError(f"{path} is not the file that its manifest names; copy it again, or prepare or build it again")
-        return Grams(load_file(path), facts)
+        return NgramHashes(load_file(path), facts)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} can't be read ({error}); prepare or build it again") from None

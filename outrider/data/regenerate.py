@@ -68,7 +68,7 @@ def prepare(
                         on_answer(done, answer)
             prompts = {one.prompt_hash: [message["content"] for message in one.questions] for one in asked}
             put_in_order(path, prompts)
-            if config.grams:
+            if config.ngram_hashes:
                 keep_hashes(folder, target, prompts)
     except OSError as error:
         why = f"{error.strerror or error}; what is written is kept, make room and run again"

@@ -77,7 +77,7 @@ class Drafter:
     steps: tuple[Any, ...] = ()
     """Its own passes that can be compiled, as `compiled.Compiled`."""
     watches: bool = False
-    """As a part of several drafters it reads any draft, and so sees every step as it was; see `nn.parts`."""
+    """As a part of several drafters it reads any draft, and so sees every step as it was; see `nn.ensemble`."""
 
     def allocate(self, cache: Cache) -> Any:
         """Its memory; slots and length are the cache's."""

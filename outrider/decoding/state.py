@@ -73,16 +73,16 @@ class Judge:
 
     def select(self, requests: dict[int, Request], rows: list[int], device: torch.device) -> None:
         """From now on these slots are live, in this order."""
-        heats = [float(requests[row].sampling.temperature) for row in rows]
-        self.temperature = torch.tensor(heats, device=device) if any(heats) else None
+        temperatures = [float(requests[row].sampling.temperature) for row in rows]
+        self.temperature = torch.tensor(temperatures, device=device) if any(temperatures) else None
 
     def distribution(self, logits: Tensor) -> Tensor:
         """What each slot's next token is drawn from, by the target's logits or a drafter's.  [B, ..., V], the same shape."""
         greedy = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         if self.temperature is None:
             return greedy
-        heat = self.temperature.to(logits).view(-1, *[1] * (logits.dim() - 1))
-        return torch.where(heat == 0, greedy, (logits / heat.where(heat > 0, 1.0)).softmax(-1))
+        temperature = self.temperature.to(logits).view(-1, *[1] * (logits.dim() - 1))
+        return torch.where(temperature == 0, greedy, (logits / temperature.where(temperature > 0, 1.0)).softmax(-1))
 
     def masked(self, logits: Tensor, drafted: Sequence[Tensor] = ()) -> Tensor:
         """A drafter's logits [B, V] with -inf where no token may follow a slot's text and these drafted tokens, each [B]."""

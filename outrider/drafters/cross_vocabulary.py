@@ -26,14 +26,14 @@ from outrider.nn.language_model import ModelConfig, loaded, read_one, read_texts
 from outrider.targets.cache import SlotCache
 from outrider.targets.protocol import Target
 from outrider.targets.transformers import TransformersTarget
-from outrider.targets.vocabulary import Transcript, Twins, Vocabulary, overlap, sample_distributions
+from outrider.targets.vocabulary import SharedVocabulary, Transcript, Vocabulary, overlap, sample_distributions
 
 
 class Config(ModelConfig):
     kind: Literal["cross_vocabulary"] = "cross_vocabulary"
     vocabulary: Literal["intersection", "text"] = "intersection"
     """`intersection` drafts the tokens that both have, `text` drafts text and encodes it with the target's tokenizer."""
-    least_overlap: Annotated[float, Field(ge=0, le=1)] = 0.8
+    min_overlap: Annotated[float, Field(ge=0, le=1)] = 0.8
     """`intersection` drafts nothing where the tokens in common hold less than this share of the target's probability."""
     length: PositiveInt = 4
     """Tokens drafted per step."""
@@ -72,10 +72,10 @@ class CrossVocabulary(Drafter):
         """p [..., V]: the target's distributions at the places of a sample text."""
         self.model, self.config, self.steps = model, config, (model.step,)
         self.own, self.target = own, target
-        self.twins = Twins(own, target, model.device)
-        self.overlap = overlap(self.twins, p)
+        self.shared = SharedVocabulary(own, target, model.device)
+        self.overlap = overlap(self.shared, p)
         self.limit = config.length
-        if config.vocabulary == "intersection" and (self.overlap.mass < config.least_overlap or not self.twins.count):
+        if config.vocabulary == "intersection" and (self.overlap.mass < config.min_overlap or not self.shared.count):
             self.limit = 0
         self._mute = torch.tensor(own.mute, device=model.device)  # [U]
 
@@ -100,12 +100,12 @@ class CrossVocabulary(Drafter):
         """Tokens that both vocabularies have, each drawn from the model's law given that it is one of them."""
         rows = state.rows
         # where a text's end has no twin, the model can't be told where it stands
-        is_told = [self.twins.of(memory.slots[row].transcript.waiting) is not None for row in rows]
+        is_told = [self.shared.of(memory.slots[row].transcript.waiting) is not None for row in rows]
 
         def read_one(tokens: Tensor) -> Tensor:
-            return self.twins.spread(self._read_one(memory, rows, self.twins.own(tokens)))
+            return self.shared.spread(self._read_one(memory, rows, self.shared.own(tokens)))
 
-        draft = serving.chain(self.twins.spread(logits), read_one, budget * torch.tensor(is_told), state)
+        draft = serving.chain(self.shared.spread(logits), read_one, budget * torch.tensor(is_told), state)
         return serving.possible(draft, state)
 
     def _in_text(self, memory: Readings, state: DecodeState, budget: Tensor, logits: Tensor) -> Draft:
@@ -141,7 +141,7 @@ class CrossVocabulary(Drafter):
     def _ids(self, reading: Reading, room: int) -> list[int]:
         """What the model is to read: the text's end where all of it takes more than `room`."""
         transcript = reading.transcript
-        behind = [] if self.config.vocabulary == "text" else self.twins.of(transcript.waiting) or []
+        behind = [] if self.config.vocabulary == "text" else self.shared.of(transcript.waiting) or []
         if len(transcript.ids) + len(behind) - reading.skipped > room - len(self.own.begin):
             # half of the room, so that all is read anew only once in a while
             reading.skipped = max(0, len(transcript.ids) - room // 2)
@@ -173,8 +173,8 @@ def build(config: Config, target: Target) -> CrossVocabulary:
     log.info("cross_vocabulary %s beside %s: %s", config.model, target.spec.name, drafter.overlap)
     if not drafter.limit:
         log.warning(
-            "cross_vocabulary %s drafts nothing for %s: %s, and less than cross_vocabulary.least_overlap %s does not pay; "
-            "set cross_vocabulary.vocabulary to text, choose a model of a nearer tokenizer, or lower least_overlap",
-            config.model, target.spec.name, drafter.overlap, config.least_overlap,
+            "cross_vocabulary %s drafts nothing for %s: %s, and less than cross_vocabulary.min_overlap %s does not pay; "
+            "set cross_vocabulary.vocabulary to text, choose a model of a nearer tokenizer, or lower min_overlap",
+            config.model, target.spec.name, drafter.overlap, config.min_overlap,
         )  # fmt: skip
     return drafter

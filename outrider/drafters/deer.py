@@ -10,8 +10,9 @@ II, from `refine` on: of a suffix of random length R up to K, the token at dista
 those next to the committed text matter most.
 
 Differs from the paper: its drafter is a pretrained diffusion language model of half a billion weights, this one is trained from
-scratch, or from layers of the target (`copies`).  The text is read causally, so that its keys stay.  The masks themselves mark
-the cut, without a separator.  A block has all its masks in stage II too, as at serving: R says which of them are learnt.
+scratch, or from layers of the target (`init_from_layers`).  The text is read causally, so that its keys stay.  The masks
+themselves mark the cut, without a separator.
+A block has all its masks in stage II too, as at serving: R says which of them are learnt.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from outrider import packed
+from outrider import prepacked
 from outrider.compiled.block import real
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.drafters.dflash import BlockRows
 from outrider.nn import serving
-from outrider.nn.blocks import ContextLayer, RMSNorm, angles, attending, block_mask
+from outrider.nn.blocks import ContextLayer, RMSNorm, attending, block_mask, rotary
 from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, with_mask
 from outrider.nn.shape import LayerConfig, resolved
 from outrider.targets.cache import SlotCache
@@ -43,7 +44,7 @@ class Config(LayerConfig):
     """Tokens drafted per step, one behind the other."""
     layers: PositiveInt = 5
     """Decoder layers of the draft model."""
-    copies: tuple[NonNegativeInt, ...] | None = None
+    init_from_layers: tuple[NonNegativeInt, ...] | None = None
     """Target layers, one a draft layer and counted from 0, whose weights training begins with; random unless given."""
     anchors: PositiveInt = 512
     """Most blocks trained per text and step."""
@@ -67,8 +68,8 @@ class Model(DraftModel, MaskedModule):
         self.layers = nn.ModuleList(ContextLayer(hidden, self.shape) for _ in range(config.layers))
         self.norm = RMSNorm(hidden, self.shape.rms_norm_eps)
         self.choose_mask()
-        if config.copies is not None:
-            copy_layers(self.layers, config.copies, target)
+        if config.init_from_layers is not None:
+            copy_layers(self.layers, config.init_from_layers, target)
 
     def forward(self, tokens: Tensor, places: Tensor, blocks: int, mask: Tensor, kept: SlotCache | None = None) -> Tensor:
         """States [B, blocks, K, H] of masks behind tokens [B, C].
@@ -76,7 +77,7 @@ class Model(DraftModel, MaskedModule):
         places [B or 1, C + blocks * K], of tokens and then of masks; mask over as many columns, or over all that `kept` holds.
         """
         x = self.words(tokens, blocks * self.config.block, self.norm.weight.dtype)
-        turn, attend = angles(places.expand(len(x), -1), self.shape), attending(mask, kept)
+        turn, attend = rotary(places.expand(len(x), -1), self.shape), attending(mask, kept)
         for i, layer in enumerate(self.layers):
             x = layer(x, turn, attend, i)
         return self.norm(x[:, tokens.shape[1] :]).unflatten(1, (blocks, self.config.block))
@@ -121,7 +122,7 @@ class MaskDrafter(Drafter):
     """Drafts a block in one pass over what is new of the text and a block of masks.  Its memory: the text's keys and values."""
 
     def __init__(self, model: Model):
-        packed.pack(model)
+        prepacked.pack(model)
         self.model = model
         self.limit = model.config.block
 
@@ -157,7 +158,7 @@ class MaskDrafter(Drafter):
         memory.open(rows, new + block)
         depths = torch.cat([torch.arange(new, device=device).expand(len(rows), -1), masks], 1)
         mask = memory.mask(sight(counts, new, block), self.model.norm.weight.dtype)
-        with packed.products():
+        with prepacked.products():
             states = self.model(tokens, memory.positions(depths), 1, mask, memory)[:, 0]
         memory.append([len(piece) for piece in pieces])
         return states

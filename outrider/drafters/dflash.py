@@ -21,14 +21,14 @@ import torch
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from outrider import packed
+from outrider import prepacked
 from outrider.compiled.block import CompiledBlock, Drawn, Greedy, real
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.errors import DrafterError
 from outrider.nn import blocks, draft_model, heads
-from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, angles, attending, block_mask
+from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, attending, block_mask, rotary
 from outrider.nn.draft_model import Batch, DraftModel, MaskedModule, MaskToken, copy_layers, resolve_taps, with_mask
 from outrider.nn.memory import FeatureDrafter, FeatureMemory
 from outrider.nn.rows import DetachedRows, Labelled
@@ -52,13 +52,13 @@ class BackboneConfig(LayerConfig):
     """Tokens drafted per step, one behind the other."""
     anchor_predicts: bool = True
     """The anchor's slot predicts the first token and masks the next ones; else each mask predicts its own place, one more."""
-    runners_up: tuple[NonNegativeInt, ...] = ()
+    siblings: tuple[NonNegativeInt, ...] = ()
     """Next best tokens verified beside slot 0, 1, … of a greedy request's block: leaves, so that the draft is a tree."""
     layers: PositiveInt = 5
     """Decoder layers of the draft model."""
     taps: tuple[int, ...] | None = None
     """Target layers it sees, counted from 0; five spread over the depth unless given."""
-    copies: tuple[NonNegativeInt, ...] | None = None
+    init_from_layers: tuple[NonNegativeInt, ...] | None = None
     """Target layers, one a draft layer and counted from 0, whose weights training begins with; random unless given."""
     mask_token: MaskToken = None
     """The target's token whose embedding stands in masked slots, or learnt for a vector of its own.  Unless given, the
@@ -81,9 +81,9 @@ class Backbone(MaskedModule, FusedTaps):
     """Context states and a block of anchor and masks in, one state a drafted token out."""
 
     def __init__(self, config: BackboneConfig, target: Target):
-        if len(config.runners_up) > config.block or 1 + max(config.runners_up, default=0) > target.spec.vocabulary:
+        if len(config.siblings) > config.block or 1 + max(config.siblings, default=0) > target.spec.vocabulary:
             raise DrafterError(
-                f"runners_up {config.runners_up} asks for more than a block of {config.block} slots and a vocabulary of "
+                f"siblings {config.siblings} asks for more than a block of {config.block} slots and a vocabulary of "
                 f"{target.spec.vocabulary} have; give at most one number a slot"
             )
         super().__init__(with_mask(config, target), target, resolve_taps(config.taps, target.spec))
@@ -94,8 +94,8 @@ class Backbone(MaskedModule, FusedTaps):
         self.layers = nn.ModuleList(ContextLayer(hidden, self.shape) for _ in range(config.layers))
         self.norm = RMSNorm(hidden, self.shape.rms_norm_eps)
         self.choose_mask()
-        if config.copies is not None:
-            copy_layers(self.layers, config.copies, target)
+        if config.init_from_layers is not None:
+            copy_layers(self.layers, config.init_from_layers, target)
 
     def forward(
         self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None,
@@ -109,10 +109,10 @@ class Backbone(MaskedModule, FusedTaps):
         context = self.hidden_norm(self.fused(taps))
         x = self.words(anchors[..., None], self.width - 1).flatten(1, 2).to(context.dtype)
         x_at = (anchors_at[..., None] + torch.arange(self.width, device=anchors.device)).flatten(1)
-        k_angles = angles(torch.cat([taps_at.expand(x_at.shape[0], -1), x_at], 1), self.shape)
-        angle, attend = k_angles[..., taps_at.shape[1] :, :], attending(mask, kept)
+        k_rotary = rotary(torch.cat([taps_at.expand(x_at.shape[0], -1), x_at], 1), self.shape)
+        angle, attend = k_rotary[..., taps_at.shape[1] :, :], attending(mask, kept)
         for i, layer in enumerate(self.layers):
-            x = layer(x, angle, attend, i, context, k_angles)
+            x = layer(x, angle, attend, i, context, k_rotary)
         return self.norm(x).unflatten(1, (*anchors.shape[1:], self.width))[:, :, self.width - self.config.block :]
 
     def drafted(self, batch: Batch, at: Tensor, live: Tensor) -> Tensor:
@@ -128,10 +128,10 @@ class Backbone(MaskedModule, FusedTaps):
     def remember(self, taps: Tensor, taps_at: Tensor, kept: SlotCache) -> None:
         """Take context in without drafting: every layer's keys and values of it go into `kept`'s open pass."""
         context = self.hidden_norm(self.fused(taps))
-        k_angles = angles(taps_at, self.shape)
+        k_rotary = rotary(taps_at, self.shape)
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, ContextLayer)
-            kept.update(*layer.self_attn.keys_values(context, k_angles), i)
+            kept.update(*layer.self_attn.keys_values(context, k_rotary), i)
 
 
 class BlockModel(DraftModel):
@@ -184,7 +184,7 @@ class BlockDrafter(FeatureDrafter):
 
     def __init__(self, model: BlockModel):
         self.backbone, self.block = model.backbone, model.config.block
-        self.tree = runners_up_tree(self.block, model.config.runners_up)
+        self.tree = sibling_tree(self.block, model.config.siblings)
         super().__init__(model, len(self.tree.paths), self.block + 1)
         # a greedy request's tree has runners-up, of which the head says nothing
         self.confidence_before_draw = model.has_confidence and self.limit == self.block
@@ -221,7 +221,7 @@ class BlockDrafter(FeatureDrafter):
         mask = None  # where no slot has padding among its new taps and all stand at the same place, all is visible
         if not kept.is_even or min(counts) < new:
             mask = kept.mask(real(new, real_taps, self.backbone.width), self.backbone.fc.weight.dtype)
-        with packed.products():
+        with prepacked.products():
             taps_at, anchors_at = kept.positions()[:, :new], kept.starts + real_taps
             tokens, logits, confidence = self.model(taps, taps_at, state.anchor, anchors_at, mask, kept, pick)
         if pick is None and not self.tree.is_chain:
@@ -248,13 +248,13 @@ def _is_greedy(state: DecodeState) -> bool:
     return state.judge.temperature is None and not state.judge.bans
 
 
-def runners_up_tree(block: int, runners_up: Sequence[int]) -> RankTree:
+def sibling_tree(block: int, siblings: Sequence[int]) -> RankTree:
     """A block's chain with runners-up beside its first slots.
 
     The runner-up of rank r beside slot k stands where the chain's slot k + 2 r does: about as likely, by experience.
     """
     nodes = [(k, 0) for k in range(block)]
-    nodes += [(k, rank + 1) for k, count in enumerate(runners_up) for rank in range(count)]
+    nodes += [(k, rank + 1) for k, count in enumerate(siblings) for rank in range(count)]
     nodes.sort(key=lambda node: (node[0] + 2 * node[1], node[1]))
     return RankTree(tuple((0,) * slot + (rank,) for slot, rank in nodes))
 

@@ -32,7 +32,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Scores
 from outrider.drafters import Choice, Load, built
-from outrider.nn.parts import Parts, PartsMemory
+from outrider.nn.ensemble import Ensemble, EnsembleMemory
 from outrider.targets.protocol import Target
 
 BASE, RETRIEVER = 0, 1
@@ -51,7 +51,7 @@ class Config(Base):
 
 
 @dataclass(kw_only=True)
-class Memory(PartsMemory):
+class Memory(EnsembleMemory):
     """What base and retriever remember, and what scores have been worth in all slots."""
 
     worth: Worth
@@ -59,7 +59,7 @@ class Memory(PartsMemory):
     """Of the base's nodes, in the step that is open."""
 
 
-class Graft(Parts):
+class Graft(Ensemble):
     """A base drafter, pruned, and a retriever."""
 
     def __init__(self, base: Drafter, retriever: Drafter, config: Config):

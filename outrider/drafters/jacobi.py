@@ -41,8 +41,8 @@ class Config(Base):
     """Guesses per step, one behind the other."""
     init: Literal["ngram", "repeat"] = "ngram"
     """Fresh guesses: what the pool says followed the last tokens, or the last token again, which is also the way out.  Where
-    the pool knows the text's last `gram` - 1 tokens, all of its guesses are taken before the rows'."""
-    gram: Annotated[int, Field(ge=2)] = 4
+    the pool knows the text's last `ngram` - 1 tokens, all of its guesses are taken before the rows'."""
+    ngram: Annotated[int, Field(ge=2)] = 4
     """Tokens of the longest n-gram in the pool, the one that follows included."""
     pool: PositiveInt = 8192
     """Beginnings of n-grams that a slot's pool holds; the oldest goes first."""
@@ -54,7 +54,7 @@ class Slot:
     """What the last pass says of the tokens to come, and the pool."""
 
     def __init__(self, config: Config):
-        self.pool = Pool(config.gram - 1, config.pool, config.branches + 1)
+        self.pool = Pool(config.ngram - 1, config.pool, config.branches + 1)
         self.logits: Tensor | None = None
         """[m, V]; row i speaks of the token i places behind the anchor."""
         self.best: list[int] = []
@@ -71,7 +71,7 @@ class Jacobi(RequestDrafter[Slot]):
     def __init__(self, config: Config, vocabulary: int):
         self.config, self.vocabulary = config, vocabulary
         self.uses_pool = config.init == "ngram" or config.branches > 0
-        self.limit = config.window + config.branches * (config.gram - 1)
+        self.limit = config.window + config.branches * (config.ngram - 1)
 
     def fresh(self, tenant: str) -> Slot:
         return Slot(self.config)
@@ -108,7 +108,7 @@ class Jacobi(RequestDrafter[Slot]):
             if self.uses_pool:
                 # what the target would say behind guesses; behind those that were kept the text says it
                 text, end = state.tokens[row], len(state.tokens[row]) - accepted - 1
-                before = text[max(0, end - self.config.gram) : end]
+                before = text[max(0, end - self.config.ngram) : end]
                 for n in range(accepted, trunk):
                     slot.pool.add([*before, *draft.ids[b][: n + 1]], best[b][n + 1])
             # the next token took the place of the first of these nodes; the row behind it speaks of the place after
@@ -127,7 +127,7 @@ class Jacobi(RequestDrafter[Slot]):
 
     def _filled(self, slot: Slot, text: list[int], guesses: list[int], size: int, prefix: Prefix | None) -> list[int]:
         """The guesses with fresh ones behind them.  prefix: of a slot that makes tokens impossible."""
-        before = text[-self.config.gram :]
+        before = text[-self.config.ngram :]
         found = list(guesses)
         while len(found) < size:
             tail = [*before, *found]
@@ -147,11 +147,11 @@ class Jacobi(RequestDrafter[Slot]):
         found: list[tuple[int, int]] = []
         if not self.config.branches or room < 1:
             return found
-        before = text[-self.config.gram :]
+        before = text[-self.config.ngram :]
         others = [token for token in slot.pool.after(before) if token != trunk[0]]
         for first in others[: self.config.branches]:
             path = [first]
-            while len(path) < self.config.gram - 1 and (likely := slot.pool.after([*before, *path])):
+            while len(path) < self.config.ngram - 1 and (likely := slot.pool.after([*before, *path])):
                 path.append(likely[0])
             at = len(trunk) + len(found)
             found += zip(path, [-1, *range(at, at + len(path) - 1)], strict=True)
@@ -175,5 +175,5 @@ def build(config: Config, target: Target) -> Jacobi:
     if config.branches and not serving.verifies_trees(target, "jacobi", "its window alone"):
         config = config.model_copy(update={"branches": 0})
     has_pool = config.init != "repeat" or bool(config.branches)
-    serving.warn_idle("jacobi", config, {"gram": has_pool, "pool": has_pool}, "without a pool; set init to ngram, or branches")
+    serving.warn_idle("jacobi", config, {"ngram": has_pool, "pool": has_pool}, "without a pool; set init to ngram, or branches")
     return Jacobi(config, target.spec.vocabulary)

@@ -36,7 +36,7 @@ LENGTH, LEAST = 6, 0.4
 class Config(Base):
     kind: Literal["layer_skip"] = "layer_skip"
     file: str | None = None
-    """A set that `outrider tune` found and saved; it says what is left out, and length and least unless they are given."""
+    """A set that `outrider tune` found and saved; it says what is left out, and unless given length and min_confidence."""
     skip_attention: tuple[NonNegativeInt, ...] | None = None
     """Layers whose attention is left out, counted from 0; with nothing given, every second layer is left out whole."""
     skip_mlp: tuple[NonNegativeInt, ...] | None = None
@@ -45,7 +45,7 @@ class Config(Base):
     """This layer and all behind it are left out whole: the draft leaves early."""
     length: PositiveInt | None = None
     """Most tokens drafted per step; the saved set's, or 6."""
-    least: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_confidence: Annotated[float, Field(ge=0, le=1)] | None = None
     """A slot's draft ends before the first place whose likeliest token has a lower probability; the saved set's, or 0.4."""
 
     @model_validator(mode="after")
@@ -61,8 +61,8 @@ class LayerSkip(Drafter):
 
     confidence_before_draw = True
 
-    def __init__(self, target: SkipsLayers, skip: Skip, length: int, least: float):
-        self.target, self.skip, self.least = target, skip, least
+    def __init__(self, target: SkipsLayers, skip: Skip, length: int, min_confidence: float):
+        self.target, self.skip, self.min_confidence = target, skip, min_confidence
         self.limit = length
 
     def allocate(self, cache: Cache) -> Cache:
@@ -79,7 +79,7 @@ class LayerSkip(Drafter):
                 logits = state.judge.masked(read(own[:, None])[:, -1], sampler.tokens)
                 sure = probability(logits)
                 # known before this place's token is drawn, so that a draft's end says nothing of it
-                goes_on &= (sure >= self.least).cpu() & (depth < budget)
+                goes_on &= (sure >= self.min_confidence).cpu() & (depth < budget)
                 if not goes_on.any():
                     break
                 sizes += goes_on
@@ -91,22 +91,24 @@ class LayerSkip(Drafter):
 def build(config: Config, target: Target) -> LayerSkip:
     skips = able(target)
     if config.file is None:
-        skip, length, least = _chosen(config, target, skips.skippable()), LENGTH, LEAST
+        skip, length, min_confidence = _chosen(config, target, skips.skippable()), LENGTH, LEAST
     else:
-        skip, length, least = _saved(config.file, target)
+        skip, length, min_confidence = _saved(config.file, target)
     if not skip.attention and not skip.mlp:
         logging.getLogger(__name__).warning("layer_skip leaves nothing out: a draft costs as much as the text it saves")
     refuse_failing(target, skip)
-    return LayerSkip(skips, skip, config.length or length, least if config.least is None else config.least)
+    return LayerSkip(
+        skips, skip, config.length or length, min_confidence if config.min_confidence is None else config.min_confidence
+    )
 
 
 def _saved(path: str, target: Target) -> tuple[Skip, int, float]:
-    """Sublayers, length and least of a saved set.  Raises CheckpointError for a file that is missing, damaged or another
-    target's."""
+    """Sublayers, length and min_confidence of a saved set.  Raises CheckpointError for a file that is missing, damaged or
+    another target's."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
         skip = Skip(*(frozenset(map(int, found[name])) for name in ("skip_attention", "skip_mlp")))
-        saved = skip, int(found["length"]), float(found["least"])
+        saved = skip, int(found["length"]), float(found["min_confidence"])
         name, weights_hash = found["target"], found["weights_hash"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(

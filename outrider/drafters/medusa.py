@@ -26,7 +26,7 @@ import torch
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor, nn
 
-from outrider import packed
+from outrider import prepacked
 from outrider.config import Config as Base
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState
@@ -171,7 +171,7 @@ class MedusaDrafter(StateDrafter):
     """Drafts a tree of the heads' choices behind one state a slot."""
 
     def __init__(self, model: Model):
-        packed.pack(model)
+        prepacked.pack(model)
         self.model, self.hidden, self.tree = model, model.target.spec.hidden, RankTree(_paths(model))
         super().__init__(model.target, model.accuracies.dtype, len(self.tree.paths))
 

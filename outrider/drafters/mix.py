@@ -32,14 +32,14 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache, Drafter
 from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.drafters import Choice, Load, built
-from outrider.nn.parts import Parts, PartsMemory
+from outrider.nn.ensemble import Ensemble, EnsembleMemory
 from outrider.retrieval.tenants import ByTenant
 from outrider.targets.protocol import Target
 
 
 class Config(Base):
     kind: Literal["mix"] = "mix"
-    parts: tuple[Choice, ...] = Field(default=({"kind": "ngram"}, {"kind": "recycle"}), min_length=1, validate_default=True)
+    members: tuple[Choice, ...] = Field(default=({"kind": "ngram"}, {"kind": "recycle"}), min_length=1, validate_default=True)
     """Kinds with their settings, or folders of checkpoints.  Nodes that one does not use go to those behind it."""
     share: Literal["bandit", "request"] = "bandit"
     """Who may offer how many nodes: `bandit` all, by what was kept so far; `request` one part for each request."""
@@ -50,7 +50,7 @@ class Config(Base):
 
 
 @dataclass(kw_only=True)
-class Memory(PartsMemory):
+class Memory(EnsembleMemory):
     """What the parts remember, and who kept how much."""
 
     shares: list[Shares]
@@ -63,7 +63,7 @@ class Memory(PartsMemory):
     """Nodes that each live slot may have in the step that is open; none where no draft was asked for."""
 
 
-class Mix(Parts):
+class Mix(Ensemble):
     """Asks its parts one after another and joins what they propose."""
 
     def __init__(self, drafters: Sequence[Drafter], names: Sequence[str], config: Config):
@@ -220,5 +220,5 @@ def kind_of(text: str) -> Literal["code", "math", "chat"]:
 
 def build(config: Config, target: Target, load: Load | None = None) -> Mix:
     """load: what opens checkpoints among the parts."""
-    names = [choice if isinstance(choice, str) else choice["kind"] for choice in config.parts]
-    return Mix([built(choice, target, load) for choice in config.parts], names, config)
+    names = [choice if isinstance(choice, str) else choice["kind"] for choice in config.members]
+    return Mix([built(choice, target, load) for choice in config.members], names, config)

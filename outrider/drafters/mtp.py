@@ -26,7 +26,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from outrider.nn import serving
-from outrider.nn.blocks import MLP, Attend, Attention, RMSNorm, angles
+from outrider.nn.blocks import MLP, Attend, Attention, RMSNorm, rotary
 from outrider.nn.recurrent import RecurrentConfig, RecurrentModel, Unrolled
 from outrider.nn.shape import FORMER, LayerConfig, resolved
 from outrider.targets.attention_mask import Limit
@@ -92,7 +92,7 @@ class Model(RecurrentModel):
 
     def turn(self, positions: Tensor) -> Tensor:
         """A pair stands where its token does, one behind the target's state; the target's own modules turn by themselves."""
-        return angles(positions + 1, self.shape) if self.shipped is None else positions + 1
+        return rotary(positions + 1, self.shape) if self.shipped is None else positions + 1
 
     def step(self, module: int, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
         words = words.to(features.dtype)

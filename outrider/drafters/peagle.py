@@ -24,7 +24,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.nn import serving
-from outrider.nn.blocks import ContextLayer, FusedTaps, PairLayer, RMSNorm, angles, attending
+from outrider.nn.blocks import ContextLayer, FusedTaps, PairLayer, RMSNorm, attending, rotary
 from outrider.nn.draft_model import Batch, MaskedModule, MaskToken, copy_layers, draw, resolve_taps, sight, with_mask
 from outrider.nn.heads import ReducedHead, VocabularyModel
 from outrider.nn.memory import FeatureMemory, PairDrafter
@@ -46,7 +46,7 @@ class Config(LayerConfig):
     """Target layers it sees, counted from 0; three, low, middle and high, unless given."""
     vocabulary: PositiveInt | None = None
     """Tokens a draft may hold, the most frequent, with trained rows of their own; all, by the target's head, unless given."""
-    copies: tuple[NonNegativeInt, ...] | None = None
+    init_from_layers: tuple[NonNegativeInt, ...] | None = None
     """Target layers, one a draft layer but the first and counted from 0, whose weights training begins with."""
     mask_token: MaskToken = None
     """The target's token whose embedding stands in masked slots, or learnt for a vector of its own.  Unless given, the
@@ -71,8 +71,8 @@ class Model(VocabularyModel, MaskedModule, FusedTaps):
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, hidden * len(self.taps)) * 0.02)
         self.choose_mask()
         self.head = None if config.vocabulary is None else ReducedHead(target, config.vocabulary)
-        if config.copies is not None:
-            copy_layers(list(self.layers)[1:], config.copies, target)
+        if config.init_from_layers is not None:
+            copy_layers(list(self.layers)[1:], config.init_from_layers, target)
 
     def forward(
         self, taps: Tensor, tokens: Tensor, masks: int, at: Tensor, mask: Tensor | None, kept: SlotCache | None = None
@@ -84,7 +84,7 @@ class Model(VocabularyModel, MaskedModule, FusedTaps):
         features = self.fused(taps)
         empty = self.fc(self.mask_hidden).to(features.dtype).expand(len(tokens), masks, -1)
         features = torch.cat([features, empty], 1)
-        turn, attend = angles(at, self.shape), attending(mask, kept)
+        turn, attend = rotary(at, self.shape), attending(mask, kept)
         x = self.layers[0](self.words(tokens, masks, features.dtype), features, turn, attend)
         for i, layer in enumerate(list(self.layers)[1:], 1):
             x = layer(x, turn, attend, i)

@@ -162,12 +162,12 @@ class Model(DraftModel):
         new = None if config.new is None else config.new.model_dump()
         self.lm: Any = causal_lm.to_train(config.model, target, config.architecture, new)
         self.config = config.model_copy(update={"architecture": causal_lm.architecture_of(self.lm)})
-        self._finish, self._reads_packed = causal_lm.learn(self.lm, config.model)
+        self._finish, self._reads_prepacked = causal_lm.learn(self.lm, config.model)
 
     def read(self, tokens: Tensor, documents: Tensor) -> Tensor:
         """States [B, S, H] before the head; every text is read as if it stood alone.  tokens, documents [B, S]."""
         causal_lm.refuse_longer(self.lm, documents, self.config.model)
-        return causal_lm.read(self.lm, tokens, documents, self._reads_packed)
+        return causal_lm.read(self.lm, tokens, documents, self._reads_prepacked)
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [..., V], the family's soft cap and scale applied."""

@@ -34,7 +34,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.nn import serving, trees
-from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, angles, attending
+from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, attending, rotary
 from outrider.nn.draft_model import Batch, copy_layers, draw, resolve_taps, sight
 from outrider.nn.heads import RankHead, ReducedHead, VocabularyModel, class_weights, rank_class, rank_loss
 from outrider.nn.memory import FeatureMemory, PairDrafter
@@ -64,7 +64,7 @@ class Config(LayerConfig):
     """Target layers it sees, counted from 0; three, low, middle and high, unless given."""
     vocabulary: PositiveInt | None = None
     """Tokens a draft may hold, the most frequent, with trained rows of their own; all, by the target's head, unless given."""
-    copies: tuple[NonNegativeInt, ...] | None = None
+    init_from_layers: tuple[NonNegativeInt, ...] | None = None
     """Target layers, one a draft layer and counted from 0, whose weights training begins with; random unless given."""
     anchors: PositiveInt = 512
     """Most positions drafted from per text and step in training."""
@@ -100,15 +100,15 @@ class Model(VocabularyModel, FusedTaps):
         self.norm = RMSNorm(hidden, shape.rms_norm_eps)
         self.head = None if config.vocabulary is None else ReducedHead(target, config.vocabulary)
         self.rank_head = RankHead(hidden)
-        if config.copies is not None:
-            copy_layers(self.layers, config.copies, target)
+        if config.init_from_layers is not None:
+            copy_layers(self.layers, config.init_from_layers, target)
 
     def forward(self, features: Tensor, tokens: Tensor, at: Tensor, mask: Tensor, kept: Any) -> Tensor:
         """States [B, n, K, H] of blocks on features [B, n, H] and the tokens [B, n] behind them, at positions `at` [B or 1, n].
 
         mask is over the n * K rows, block by block, behind what `kept` holds.
         """
-        x, turn, attend = self._rows(features, tokens), angles(self._places(at), self.shape), attending(mask, kept)
+        x, turn, attend = self._rows(features, tokens), rotary(self._places(at), self.shape), attending(mask, kept)
         for i, layer in enumerate(self.layers):
             x = layer(self._shifted(i, x), turn, attend, i)
         return self.norm(x).unflatten(1, (-1, self.config.slots))
@@ -120,7 +120,7 @@ class Model(VocabularyModel, FusedTaps):
         mask [B, 1, n * K, n * K] sees nothing behind its row.
         """
         x, every = self._rows(features, tokens), self._places(torch.arange(features.shape[1], device=mask.device)[None])
-        turn, step = angles(every, self.shape), self.config.slots * PAIRS
+        turn, step = rotary(every, self.shape), self.config.slots * PAIRS
         *lower, last = self.layers
         assert isinstance(last, ContextLayer)
         for i, layer in enumerate(lower):
@@ -129,7 +129,7 @@ class Model(VocabularyModel, FusedTaps):
             x = torch.cat([layer(part, own, attend, i) for part, own, attend in seen_so_far], 1)
         x = self._shifted(len(lower), x)
         rows = (self.config.slots * asked[..., None] + torch.arange(self.config.slots, device=asked.device)).flatten(1)
-        texts, own = torch.arange(len(rows), device=rows.device)[:, None], angles(self._places(asked), self.shape)
+        texts, own = torch.arange(len(rows), device=rows.device)[:, None], rotary(self._places(asked), self.shape)
         normed = last.input_layernorm(x)
         attend = attending(mask[texts, 0, rows][:, None], kept)
         x = x[texts, rows] + last.self_attn(normed[texts, rows], own, attend, len(lower), normed, turn)

@@ -32,7 +32,7 @@ class Config(Base):
     """Levels of the tree; of a chain, where the target verifies no trees, its length."""
     factor: NonNegativeFloat = 16.0
     """Nodes proposed for every token that matches."""
-    least: Annotated[float, Field(ge=0, lt=1)] = 0.005
+    min_confidence: Annotated[float, Field(ge=0, lt=1)] = 0.005
     """Continuations that are less likely, by what was counted, are not proposed."""
     shortest: PositiveInt = 1
     """Tokens of the shortest match that is believed."""
@@ -61,7 +61,9 @@ class Suffix(Lookup):
         config, cursors = self.config, {"own": self.tries.new().cursor()}
         if config.shared:
             cursors["shared"] = self.tries.of(tenant).cursor()
-        return InSources(cursors, self.sources, self.trust, config.levels, config.shortest, config.factor, config.least)
+        return InSources(
+            cursors, self.sources, self.trust, config.levels, config.shortest, config.factor, config.min_confidence
+        )
 
 
 def build(config: Config, target: Target) -> Suffix:

@@ -245,7 +245,7 @@ def write_verified(folder: Path, parity: Parity) -> Path:
 
 CHAIN: Mapping[str, Mapping[str, Any]] = {
     "eagle": {"width": 1}, "eagle3": {"width": 1}, "mtp": {"width": 1}, "small_model": {"width": 1},
-    "dflash": {"runners_up": ()}, "dspark": {"runners_up": ()}, "domino": {"runners_up": ()},
+    "dflash": {"siblings": ()}, "dspark": {"siblings": ()}, "domino": {"siblings": ()},
 }  # fmt: skip
 """Settings that make a drafter's tree the chain that engines draft."""
 

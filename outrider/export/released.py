@@ -170,7 +170,7 @@ def block(config: Config, format: str, kind: str, target: TransformersTarget) ->
     return {
         **read(shape, target), "layers": shape["num_hidden_layers"], "block": config["block_size"] - (not in_anchor),
         "anchor_predicts": in_anchor, "taps": taps(config, format, kind),
-        "mask_token": mask(config, f"{within}{dot}mask_token_id", target), "copies": None,
+        "mask_token": mask(config, f"{within}{dot}mask_token_id", target), "init_from_layers": None,
     }  # fmt: skip
 
 

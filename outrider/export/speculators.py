@@ -121,7 +121,7 @@ def read_peagle(config: Config, target: TransformersTarget) -> dict[str, Any]:
         kind = repr(shape.get("model_type", "llama"))
         raise ExportError(f"its layers are of model_type {kind}; a P-EAGLE here has Qwen3's, which norm queries and keys")
     more = {"layers": shape["num_hidden_layers"], "mask_token": released.mask(config, "mask_token_id", target)}
-    return read_fused(config, target, "peagle", ("norm_before_residual",)) | more | {"copies": None}
+    return read_fused(config, target, "peagle", ("norm_before_residual",)) | more | {"init_from_layers": None}
 
 
 def embedding(config: Config, names: Collection[str]) -> dict[str, Any]:

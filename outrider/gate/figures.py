@@ -97,7 +97,7 @@ def _bootstrapped(
 
     Small tasks are drawn as one, since a prompt that is alone would never vary.
     """
-    large = {task: table for task, table in tables.items() if len(table) >= policy.least_prompts}
+    large = {task: table for task, table in tables.items() if len(table) >= policy.min_prompts}
     small = [table for task, table in tables.items() if task not in large]
     own: dict[str, Estimate] = {}
     drawn: list[Floats] = []
@@ -107,7 +107,7 @@ def _bootstrapped(
     if small:
         drawn.append(sums(np.concatenate(small), policy.draws, seed + len(large)))
     count = sum(map(len, tables.values()))
-    if count < policy.least_prompts:
+    if count < policy.min_prompts:
         return too_few(where, count, policy), own
     center = float(statistic(np.concatenate(list(tables.values())).sum(axis=0)))
     whole = estimate_of(center, statistic(np.sum(drawn, axis=0)), count, len(drawn))
@@ -141,7 +141,7 @@ def slowest(comparison: Comparison, policy: Policy) -> Found:
         timed = [(new, old) for new, old in every if all(p.tpot_ms and p.tpot_ms > 0 for p in (new, old))]
         if len(timed) < policy.shared * len(every) or not timed:
             yield silent(where, f"{len(timed)} of {len(every)} prompts have a tpot_ms in both reports")
-        elif len(timed) < policy.least_prompts:
+        elif len(timed) < policy.min_prompts:
             yield too_few(where, len(timed), policy)
         else:
             logs = np.log([[new.tpot_ms or 1, old.tpot_ms or 1] for new, old in timed])
@@ -201,7 +201,7 @@ def score(comparison: Comparison, policy: Policy) -> Found:
         if not count:
             yield silent(where, "no scores in the candidate")
             continue
-        if count < policy.least_prompts:
+        if count < policy.min_prompts:
             yield too_few(where, count, policy)
         elif tables:
             yield _bootstrapped(where, tables, _mean, policy, policy.seed + 1000 * index)[0]

@@ -145,13 +145,13 @@ class OutriderLM(TemplateLM):
             kwargs.pop("until", None), eos=self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
         )
         most, sampled = int(kwargs.pop("max_gen_toks")), kwargs.pop("do_sample", False)
-        (heat, given), room = self._given(kwargs), self.max_length - most
+        (temperature, given), room = self._given(kwargs), self.max_length - most
         if room <= 0:
             raise ConfigError(
                 f"a task asks for {most} new tokens, and the context is {self.max_length}; set max_gen_toks lower"
             )
         prompt = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
-        sampling = self._sampled(heat, given, number) if sampled else self._greedy(given, prompt, most)
+        sampling = self._sampled(temperature, given, number) if sampled else self._greedy(given, prompt, most)
         # as the `hf` model looks for a stop: in the text with its special tokens
         return Request(prompt, most, sampling, tuple(filter(None, until)), self._with_specials), until
 
@@ -159,12 +159,12 @@ class OutriderLM(TemplateLM):
     def _with_specials(self) -> Detokenizer:
         return detokenizer(self.tokenizer, self.target.spec.vocabulary, skip_special_tokens=False)
 
-    def _sampled(self, heat: float, given: dict[str, Any], number: int) -> Sampling:
+    def _sampled(self, temperature: float, given: dict[str, Any], number: int) -> Sampling:
         """What is not given is the target's generation config's, as it is for transformers' `generate`."""
         own = getattr(self.target.model, "generation_config", None)
         values = {key: getattr(own, key, None) if value is None else value for key, value in given.items()}
         named: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
-        return Sampling(heat, seed=self.seed + number if heat else None, **named)
+        return Sampling(temperature, seed=self.seed + number if temperature else None, **named)
 
     def _greedy(self, given: dict[str, Any], prompt: list[int], most: int) -> Sampling:
         """As `generate(do_sample=False)` does by the target's generation config, but for a penalty that the task names."""
@@ -181,7 +181,7 @@ class OutriderLM(TemplateLM):
 
     def _given(self, kwargs: dict[str, Any]) -> tuple[float, dict[str, Any]]:
         """The temperature and the settings of DRAWN that a task names.  Raises ConfigError for one that is not known."""
-        heat = float(kwargs.pop("temperature", 0.0) or 0.0)
+        temperature = float(kwargs.pop("temperature", 0.0) or 0.0)
         given = {key: kwargs.pop(key, None) for key in DRAWN}
         unknown = sorted(key for key, value in kwargs.items() if key not in IDLE or IDLE[key] != value)
         if unknown:
@@ -189,7 +189,7 @@ class OutriderLM(TemplateLM):
                 f"a task's generation_kwargs ask for {', '.join(unknown)}, which this model does not know; it knows until, "
                 f"max_gen_toks, do_sample, temperature, {', '.join(DRAWN)}"
             )
-        return heat, given
+        return temperature, given
 
     # ── log-likelihoods ───────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -50,7 +50,7 @@ def silent(where: str, reason: str, is_hole: bool = False) -> Part:
 
 def too_few(where: str, count: int, policy: Policy) -> Part:
     """A part that has prompts, and not enough of them."""
-    return silent(where, f"{count} prompt{'s are' if count != 1 else ' is'} too few, {policy.least_prompts} are needed")
+    return silent(where, f"{count} prompt{'s are' if count != 1 else ' is'} too few, {policy.min_prompts} are needed")
 
 
 @dataclass(frozen=True, slots=True)

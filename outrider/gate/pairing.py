@@ -74,9 +74,9 @@ def compare(new: Report, old: Report, shared: float = 0.8) -> Comparison:
     notes += [f"Not in the baseline, so only looked at for exactness: {', '.join(lost)}."] if lost else []
     if not found:
         raise DataError("no row of the candidate has a counterpart in the baseline; measure the same drafter on the same tasks")
-    several, heats = len(names) > 1, len({t for _, t in found}) > 1
+    several, temperatures = len(names) > 1, len({t for _, t in found}) > 1
     groups = [
-        Matched(" ".join(filter(None, (names[d] if several else "", f"T {t:g}" if heats else ""))), pairs)
+        Matched(" ".join(filter(None, (names[d] if several else "", f"T {t:g}" if temperatures else ""))), pairs)
         for (d, t), pairs in found.items()
     ]
     differing = differences(old.fingerprint, new.fingerprint) if old.fingerprint and new.fingerprint else []

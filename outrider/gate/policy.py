@@ -63,7 +63,7 @@ class Policy(Base):
     """Chance that any noisy test stops a draft that is as good as the old one; all tests share it."""
     draws: Annotated[int, Field(ge=1000)] = 10_000
     seed: int = 0
-    least_prompts: Annotated[int, Field(ge=5)] = 5
+    min_prompts: Annotated[int, Field(ge=5)] = 5
     """Fewer can't be tested."""
     shared: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Share of prompts that both reports must have, and of these that must have a figure."""

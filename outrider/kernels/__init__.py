@@ -1,6 +1,6 @@
 """Small C++ kernels of our own for the few rows of a decoding step on a CPU, compiled once where there is a C++ compiler.
 
-`multiply`, for weights in panels (see `outrider.packed`), and `attend`.  Both are operators of torch for eager code; compiled
+`multiply`, for weights in panels (see `prepacked`), and `attend`.  Both are operators of torch for eager code; compiled
 packages call them by their C names.  They are written with the compiler's own vectors: its flags say how wide these are.
 """
 

@@ -27,7 +27,7 @@ class Config(Base):
     max_new_tokens: PositiveInt = 96
     temperatures: tuple[NonNegativeFloat, ...] = Field((0.0, 1.0), min_length=1)
     """The drafter of this run is measured at each, those beside it at the first."""
-    beside: tuple[str | dict[str, Any], ...] = ()
+    baselines: tuple[str | dict[str, Any], ...] = ()
     """Other drafters in the same run: kinds, kinds with their settings, or checkpoint folders."""
     thinking: bool | None = None
     """Handed to the chat template as `enable_thinking`; unless given, the template does as it always does."""
@@ -35,13 +35,13 @@ class Config(Base):
     """Folder with files of tasks, taken instead of the hub's: gsm8k.jsonl and so on."""
     revisions: dict[str, str] = Field(default={})
     """Pins, by task as `tasks` names it: a commit of its data set, the newest unless given, or `sha256:...` of a file."""
-    observed: NonNegativeInt = 4
+    traced_prompts: NonNegativeInt = 4
     """Prompts of each task that are run once more, untimed, to note what was kept where and why; 0 notes nothing."""
     score: bool = False
     """Compare answers with the references of tasks that have some, those of the target alone too."""
     allow_code_execution: bool = False
     """Score tasks of code by running the answers, in a sandbox; without it they have no score."""
-    fresh: NonNegativeFloat = 0.6
+    min_first_ngrams: NonNegativeFloat = 0.6
     """A prompt whose plain text has a smaller share of first-time 8-grams loops: it is listed and left out, and so is one whose
     answer is one token.  0 keeps all."""
     seed: int = 0

@@ -50,8 +50,8 @@ class Run:
     verify_s: float = 0.0
     other_s: float = 0.0
     model_s: float = 0.0
-    unlawful: int = 0
-    strayed: float = 0.0
+    invalid: int = 0
+    tv_distance: float = 0.0
     """Total variation of its tokens from the target's law, added up."""
     nodes: list[int] = field(default_factory=list)
     """Drafted tokens verified in each step, on all branches; empty where drafts are chains and `reached` says it."""
@@ -63,7 +63,7 @@ class Run:
         """This run and the next turn's, as one.  Seconds to the first token are added up: a reader waits for each."""
         peaks = [run.memory_peak_bytes for run in (self, other) if run.memory_peak_bytes is not None]
         added = ("tokens", "steps", "accepted", "reached", "nodes", "seconds", "first_s", "gaps_s", "draft_s", "verify_s",
-                 "other_s", "model_s", "unlawful", "strayed")  # fmt: skip
+                 "other_s", "model_s", "invalid", "tv_distance")  # fmt: skip
         sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in added}
         turns = [*(self.turns or [len(self.tokens)]), *(other.turns or [len(other.tokens)])]
         return Run(**sums, turns=turns, memory_peak_bytes=max(peaks, default=None))
@@ -133,9 +133,9 @@ def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps
         plain_exact=all(difference(s.plain, s.reference) is None for s in samples) if is_greedy else None,
         memory_peak_bytes=max((peak for run in runs if (peak := run.memory_peak_bytes) is not None), default=None),
         device=str(target.device), dtype=target.spec.dtype, precision=target.spec.precision, trained_on=entry.trained_on,
-        batch=1, unlawful=sum(run.unlawful for run in runs),
+        batch=1, invalid=sum(run.invalid for run in runs),
         rule=measured.rule, lossless=measured.rule is None, policy=measured.policy, verification=measured.verification,
-        distance=sum(run.strayed for run in runs) / sum(len(run.tokens) for run in runs),
+        distance=sum(run.tv_distance for run in runs) / sum(len(run.tokens) for run in runs),
         rejections=measured.rejections, observed=tuple(measured.observed),
         score=_score(prompts, measured.score_measure),
         clean=None if overlaps is None else _clean(measured, prompts, overlaps.rule),

@@ -68,7 +68,7 @@ def evaluate(
         own = known.get(name, Training())
         entries.append(Entry(name, drafter, first, own.precision, own.acceptance))
     if entries:
-        entries += [replace(entries[-1], temperature=heat) for heat in hotter]
+        entries += [replace(entries[-1], temperature=temperature) for temperature in hotter]
     drawn = {task: draw(task, config) for task in config.tasks} if drawn is None else drawn
     outcome = measure(target, entries, config, on_prompt, overlaps, drawn)
     sources = {
@@ -115,7 +115,9 @@ def measure(
             lost = found.left_out[before:]
             reasons = sorted({left_out.reason for left_out in lost})
             why = " or ".join({"loop": "falls into a loop", "short": "is answered with one token"}[r] for r in reasons)
-            raise DataError(f"task {task}: every one of {len(lost)} prompts {why}; set evaluate.fresh=0 to measure them anyway")
+            raise DataError(
+                f"task {task}: every one of {len(lost)} prompts {why}; set evaluate.min_first_ngrams=0 to measure them anyway"
+            )
         for measured in table:
             _observe(target, measured, config)
             _score(target, measured, config)
@@ -186,8 +188,8 @@ def _warm_up(target: TransformersTarget, entries: Sequence[Entry], prompt: Promp
     new = min(16, target.spec.context - 2)
     tokens = as_tokens(target, prompt, thinking=config.thinking)[: min(64, target.spec.context - new - 1)]
     generate_once(target, tokens, new)
-    for heat in dict.fromkeys(entry.temperature for entry in entries):
-        run_once(target, Request(tokens, new, Sampling(heat, seed=0)), ends=False)
+    for temperature in dict.fromkeys(entry.temperature for entry in entries):
+        run_once(target, Request(tokens, new, Sampling(temperature, seed=0)), ends=False)
     for entry in entries:
         request = Request(tokens, new, Sampling(entry.temperature, seed=0))
         run_once(target, request, entry.drafter, judge=_judge(config), shared_noise=SHARED_NOISE)
@@ -202,14 +204,14 @@ def _one_prompt(target: TransformersTarget, table: Sequence[Measured], prompt: P
     number = len(table[0].samples)
     asked, references, generate_s = _conversation(target, prompt, config)
     share = min(map(fresh_share, references))
-    if config.fresh and (share < config.fresh or min(map(len, references)) < 2):
-        reason = "loop" if share < config.fresh else "short"
+    if config.min_first_ngrams and (share < config.min_first_ngrams or min(map(len, references)) < 2):
+        reason = "loop" if share < config.min_first_ngrams else "short"
         return LeftOut(id=prompt.id, task=table[0].task, fresh_share=round(share, 3), reason=reason)
 
-    def requests(heat: float) -> list[Request]:
+    def requests(temperature: float) -> list[Request]:
         seed = config.seed + number
         return [
-            Request(tokens, config.max_new_tokens if heat == 0 else len(reference), Sampling(heat, seed=seed))
+            Request(tokens, config.max_new_tokens if temperature == 0 else len(reference), Sampling(temperature, seed=seed))
             for tokens, reference in zip(asked, references, strict=True)
         ]
 
@@ -217,13 +219,15 @@ def _one_prompt(target: TransformersTarget, table: Sequence[Measured], prompt: P
     plains: dict[float, Run] = {}
     for measured in (*table[number % len(table) :], *table[: number % len(table)]):
         entry = measured.entry
-        heat = entry.temperature
-        if heat not in plains:
-            alone = [run_once(target, request, ends=heat == 0) for request in requests(heat)]
-            plains[heat] = functools.reduce(Run.joined, alone)
-        own = requests(heat)
+        temperature = entry.temperature
+        if temperature not in plains:
+            alone = [run_once(target, request, ends=temperature == 0) for request in requests(temperature)]
+            plains[temperature] = functools.reduce(Run.joined, alone)
+        own = requests(temperature)
         runs = [run_once(target, request, entry.drafter, measured.chosen, **_asked(measured, config)) for request in own]
-        measured.samples.append(Sample(prompt, functools.reduce(Run.joined, runs), plains[heat], references, generate_s, own))
+        measured.samples.append(
+            Sample(prompt, functools.reduce(Run.joined, runs), plains[temperature], references, generate_s, own)
+        )
     return None
 
 
@@ -246,7 +250,7 @@ def _conversation(target: TransformersTarget, prompt: Prompt, config: Config) ->
 def _observe(target: TransformersTarget, measured: Measured, config: Config) -> None:
     """Run the first prompts once more, untimed, and note where drafts were turned down."""
     tested: list[Tested] = []
-    for sample in measured.samples[: config.observed]:
+    for sample in measured.samples[: config.traced_prompts]:
         places: list[Tested] = []
         for request in sample.requests:
             found = judged(target, request, measured.entry.drafter, measured.chosen, **_asked(measured, config))
@@ -254,7 +258,7 @@ def _observe(target: TransformersTarget, measured: Measured, config: Config) -> 
             measured.overlap += found.overlap
         tested += places
         measured.observed.append(Observed(id=sample.prompt.id, tokens=tuple(places[:SHOWN])))
-    if config.observed:
+    if config.traced_prompts:
         measured.rejections = patterns(tested)
 
 

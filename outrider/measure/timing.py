@@ -52,14 +52,14 @@ def run_once(
             is_cut = len(progress.tokens) == progress.accepted
             run.reached.append(progress.accepted if is_cut else progress.reached)
             if isinstance(judge, lossy.LossyJudge):
-                run.strayed += judge.strayed[progress.row]
+                run.tv_distance += judge.tv_distance[progress.row]
             run.draft_s += state.timing.draft
             run.verify_s += state.timing.verify
             run.other_s += state.timing.other
             run.model_s += clock.since(state.timing.began)
         run.seconds = time.perf_counter() - began
     run.memory_peak_bytes = memory.peak(target.device) if is_watched else None
-    run.unlawful = state.invalid
+    run.invalid = state.invalid
     return run
 
 

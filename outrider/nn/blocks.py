@@ -188,7 +188,7 @@ class FusedTaps(nn.Module):
         return self.fc(taps.flatten(2).to(self.fc.weight.dtype))
 
 
-def angles(positions: Tensor, shape: LayerSizes) -> Tensor:
+def rotary(positions: Tensor, shape: LayerSizes) -> Tensor:
     """cos and sin of the rotary angles, float32: [2, B, 1, n, pairs of a head that turn] for positions [B, n]."""
     each, scale = frequencies(shape, positions.device)
     turn = positions[:, None, :, None].float() * each

@@ -273,7 +273,7 @@ def copy_layers(layers: Sequence[nn.Module] | nn.ModuleList, indices: Sequence[i
     """
     if len(indices) != len(layers) or max(indices) >= target.spec.layers:
         raise DrafterError(
-            f"copies {tuple(indices)} must name one target layer for each of {len(layers)} draft layers, "
+            f"init_from_layers {tuple(indices)} must name one target layer for each of {len(layers)} draft layers, "
             f"each from 0 to {target.spec.layers - 1}"
         )
     for layer, index in zip(layers, indices, strict=True):
@@ -286,7 +286,7 @@ def copy_layers(layers: Sequence[nn.Module] | nn.ModuleList, indices: Sequence[i
             raise DrafterError(
                 f"layer {index} of {target.spec.name} can't be copied: {name} is {tuple(mine[name].shape)} in the draft and "
                 f"{found} in the target; give the draft the target's heads, kv_heads, head_dim and intermediate, "
-                "or leave copies out"
+                "or leave init_from_layers out"
             )
         for name in shared:
             mine[name].copy_(theirs[name])

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from outrider import packed
+from outrider import prepacked
 from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft, padded
 from outrider.decoding.protocols import Cache, Drafter
@@ -114,7 +114,7 @@ class FeatureDrafter(Drafter, ABC):
 
     def __init__(self, model: DraftModel, limit: int, most: int):
         """most: features of one slot that the next draft reads."""
-        packed.pack(model)
+        prepacked.pack(model)
         self.model: Any = model
         self.limit, self.most = limit, most
         self.taps, self.hidden = model.taps, model.target.spec.hidden
@@ -152,7 +152,7 @@ class PairDrafter(FeatureDrafter, ABC):
         if not int(sizes.max()):
             return Draft.empty(len(state.rows), state.device)
         self.catch_up(memory, state.rows, state)
-        with packed.products():
+        with prepacked.products():
             return serving.possible(self.draft(memory, state, sizes), state)
 
     @abstractmethod
@@ -196,7 +196,7 @@ class StateDrafter(Drafter, ABC):
         sizes = budget * torch.tensor([memory.known[row] for row in state.rows])
         if not int(sizes.max()):
             return Draft.empty(len(state.rows), state.device)
-        with packed.products():
+        with prepacked.products():
             return self.draft(memory, state, sizes)
 
     @abstractmethod

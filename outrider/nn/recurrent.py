@@ -29,7 +29,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.nn import serving
-from outrider.nn.blocks import Attend, angles, attending, attention
+from outrider.nn.blocks import Attend, attending, attention, rotary
 from outrider.nn.draft_model import Batch, DraftModel
 from outrider.nn.memory import FeatureMemory, PairDrafter
 from outrider.nn.rows import SharedLabels, rollouts
@@ -80,7 +80,7 @@ class RecurrentModel(DraftModel):
 
     def turn(self, positions: Tensor) -> Tensor:
         """What `step` is given as `angle`, for positions [B or 1, n] of pairs."""
-        return angles(positions, self.shape)
+        return rotary(positions, self.shape)
 
     @abstractmethod
     def step(self, module: int, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:

@@ -88,7 +88,7 @@ class LossyJudge(SamplingJudge):
         """Tokens emitted, over all slots and steps."""
         self.total = 0.0
         """Sum of their distances; no text's distribution is further from the target's, in total variation, than this sum."""
-        self.strayed: dict[int, float] = {}
+        self.tv_distance: dict[int, float] = {}
         """By slot: sum of the distances of the last step's tokens."""
         self._last = torch.empty(0, 0)
 
@@ -103,8 +103,8 @@ class LossyJudge(SamplingJudge):
         super().observe(accepted, texts, scores)
         for b, (row, _) in enumerate(self._requests):
             count = accepted.counts[b] + (accepted.next_tokens[b] >= 0)
-            self.strayed[row] = float(self._last[b, :count].sum())
-            self.total += self.strayed[row]
+            self.tv_distance[row] = float(self._last[b, :count].sum())
+            self.total += self.tv_distance[row]
             self.tokens += count
 
     @property

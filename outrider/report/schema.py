@@ -253,7 +253,7 @@ class Row(Part):
     """How many more the drafter had on the precision it was trained on, over the same prompts; null where not measured."""
     batch: int | None = None
     device: str | None = None
-    unlawful: int | None = None
+    invalid: int | None = None
     """Drafted nodes whose q was no distribution, or whose id no token; verified as deterministic."""
     rule: str | None = None
     """The lossy rule that decided what is kept, with its numbers; null under the law."""

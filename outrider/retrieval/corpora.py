@@ -74,7 +74,7 @@ def sources(path: Path) -> list[tuple[str, int]]:
     return [(row["name"], row["size_bytes"]) for row in rows]
 
 
-def keep_grams(path: Path, save: Callable[[Path], Mapping[str, Any]]) -> None:
+def keep_hashes(path: Path, save: Callable[[Path], Mapping[str, Any]]) -> None:
     """Put hashes of a corpus's texts beside it and name them in its header, so that it can be asked what it holds.
 
     save: writes the file and returns what a manifest must say of it; `data.hash_files.Collector.save` is such.

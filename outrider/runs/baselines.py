@@ -38,7 +38,7 @@ def load_all(
     found = Loaded({}, {}, {}, "")
     prompts = {task_name(task): own.prompts for task, own in drawn.items()}
     own_choice = str(settings.folder / "checkpoint") if settings.train is not None else settings.drafter
-    for choice in (*config.beside, own_choice):
+    for choice in (*config.baselines, own_choice):
         name, own = (choice, {}) if isinstance(choice, str) else parted(choice)
         if choice is own_choice and config.quantize:
             own["quantize"] = config.quantize

@@ -93,11 +93,11 @@ def _check_stages(run: RunConfig) -> None:
             raise ConfigError(f"{file} is a file where a folder is wanted; move it, or choose another name or prepare.folder")
     if run.train is not None:
         _check_training(run, run.train, run.drafter["kind"])
-    for name in run.evaluate.beside if run.evaluate is not None else ():
+    for name in run.evaluate.baselines if run.evaluate is not None else ():
         if isinstance(name, dict):
-            drafter_config(name, "evaluate.beside")
+            drafter_config(name, "evaluate.baselines")
         elif name not in kinds() and "/" not in name and not Path(name).exists():
-            raise ConfigError(f"evaluate.beside: {name!r} is neither a drafter nor a folder{configs.nearest(name, kinds())}")
+            raise ConfigError(f"evaluate.baselines: {name!r} is neither a drafter nor a folder{configs.nearest(name, kinds())}")
 
 
 def _check_training(run: RunConfig, train: TrainConfig, kind: str) -> None:

@@ -166,7 +166,7 @@ def evaluate(settings: RunConfig, target: TransformersTarget, reporter: Reporter
     found = load_all(settings, target, drawn, reporter)
     drafters = len(found.drafters)
     texts = len(config.tasks) * config.prompts * (drafters + 2 * len(config.temperatures))
-    traced = len(config.tasks) * min(config.observed, config.prompts) * (drafters + len(config.temperatures) - 1)
+    traced = len(config.tasks) * min(config.traced_prompts, config.prompts) * (drafters + len(config.temperatures) - 1)
     plan = events.Evaluating(
         total=config.prompts * len(config.tasks), usual_minutes=settings.usual_minutes.get("evaluate"), tasks=config.tasks,
         drafters=tuple(found.drafters), prompts=config.prompts, tokens=(texts + traced) * config.max_new_tokens,

@@ -75,15 +75,15 @@ def distribution(logits: Tensor, settings: Settings) -> Tensor:
     top_k = [0] if settings.top_k is None else settings.top_k.tolist()
     kinds = sorted(set(top_k))
     if len(kinds) == 1:
-        return _law_of_few(logits, settings, kinds[0])
+        return _distribution_of_few(logits, settings, kinds[0])
     p = torch.empty_like(logits)
     for k in kinds:
         slots = torch.tensor([own == k for own in top_k], device=logits.device)
-        p[slots] = _law_of_few(logits[slots], settings.of_slots(slots), k)
+        p[slots] = _distribution_of_few(logits[slots], settings.of_slots(slots), k)
     return p
 
 
-def _law(logits: Tensor, settings: Settings) -> Tensor:
+def _distribution(logits: Tensor, settings: Settings) -> Tensor:
     """Temperature, then every cut but top-k, each normalised again; slots at temperature 0 are one-hot."""
     assert settings.temperature is not None
     shape = (-1,) + (1,) * (logits.dim() - 1)
@@ -101,25 +101,25 @@ def _law(logits: Tensor, settings: Settings) -> Tensor:
 
 def tempered(logits: Tensor, temperature: Tensor) -> Tensor:
     """softmax(logits / temperature), for logits [B, ..., V] and temperatures [B] above 0."""
-    heat = temperature.to(logits.dtype).view((-1,) + (1,) * (logits.dim() - 1))
+    temperature = temperature.to(logits.dtype).view((-1,) + (1,) * (logits.dim() - 1))
     # the largest is 0, so that a temperature near 0 overflows to -inf alone: of two +inf softmax makes NaN
-    return ((logits - logits.amax(-1, keepdim=True)) / heat).softmax(-1)
+    return ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
 
 
-def _law_of_few(logits: Tensor, settings: Settings, k: int) -> Tensor:
+def _distribution_of_few(logits: Tensor, settings: Settings, k: int) -> Tensor:
     """The law of slots that all keep the k most likely tokens and equals of the k-th; 0 keeps all.
 
     Few candidates are cut out first, in the order of their ids, and all else is done on them: of 150k tokens one pass is read.
     """
     if not 0 < k < logits.shape[-1]:
-        return _law(logits, settings)
+        return _distribution(logits, settings)
     best = logits.topk(min(k + SPARE, logits.shape[-1]), -1)
     least = best.values[..., k - 1 : k]
     if k > FEW or bool((best.values[..., -1:] == least).any()):
-        return _law(logits.masked_fill(logits < least, -torch.inf), settings)
+        return _distribution(logits.masked_fill(logits < least, -torch.inf), settings)
     ids, order = best.indices.sort(-1)
     few = best.values.gather(-1, order)
-    p = _law(few.masked_fill(few < least, -torch.inf), settings)
+    p = _distribution(few.masked_fill(few < least, -torch.inf), settings)
     return torch.zeros_like(logits).scatter_(-1, ids, p)
 
 

@@ -21,10 +21,10 @@ class TokenLogprob(NamedTuple):
     """The likeliest tokens with their log probabilities, best first; those that can't be drawn are left out."""
 
 
-def read(law: Tensor, tokens: list[int], runners_up: int) -> list[TokenLogprob]:
+def read(distribution: Tensor, tokens: list[int], alternatives: int) -> list[TokenLogprob]:
     """law [R, V], log probabilities of the rows that predicted these R tokens."""
-    own = law.gather(-1, torch.tensor(tokens, device=law.device)[:, None])[:, 0].tolist()
-    best = law.topk(min(runners_up, law.shape[-1]), -1)
+    own = distribution.gather(-1, torch.tensor(tokens, device=distribution.device)[:, None])[:, 0].tolist()
+    best = distribution.topk(min(alternatives, distribution.shape[-1]), -1)
     found = []
     for token, logprob, values, ids in zip(tokens, own, best.values.tolist(), best.indices.tolist(), strict=True):
         top = tuple((n, value) for n, value in zip(ids, values, strict=True) if value > -torch.inf)

@@ -110,10 +110,10 @@ def learn(lm: Any, name: str) -> tuple[Callable[[Tensor], Tensor], bool]:
         )
     places = torch.cat([torch.arange(7), torch.arange(5)])[None]
     try:
-        packed = states(lm, tokens, position_ids=places)
+        prepacked = states(lm, tokens, position_ids=places)
     except (RuntimeError, TypeError, ValueError):
         return finish, False
-    return finish, torch.allclose(packed, alone, rtol=1e-4, atol=1e-4 * float(alone.abs().max()))
+    return finish, torch.allclose(prepacked, alone, rtol=1e-4, atol=1e-4 * float(alone.abs().max()))
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def refuse_longer(lm: Any, documents: Tensor, name: str) -> None:
         )
 
 
-def read(lm: Any, tokens: Tensor, documents: Tensor, reads_packed: bool) -> Tensor:
+def read(lm: Any, tokens: Tensor, documents: Tensor, reads_prepacked: bool) -> Tensor:
     """States [B, S, H] before the head; every text is read as if it stood alone.  tokens, documents [B, S].
 
     reads_packed: texts in one row may be read in one pass, by their positions; else each is given a row of its own.
@@ -151,7 +151,7 @@ def read(lm: Any, tokens: Tensor, documents: Tensor, reads_packed: bool) -> Tens
     follows = documents[:, 1:] == documents[:, :-1]
     if bool((follows | (documents[:, 1:] == 0)).all()):  # one text a row, padding behind it
         return states(lm, tokens)
-    if reads_packed:
+    if reads_prepacked:
         return states(lm, tokens, position_ids=positions(documents))
     begins = nn.functional.pad(~follows, (1, 0), value=True).flatten()
     lengths = torch.diff(begins.nonzero()[:, 0].cpu(), append=torch.tensor([begins.numel()])).tolist()

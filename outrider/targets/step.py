@@ -19,15 +19,15 @@ import transformers
 from torch import Tensor, nn
 from torch.export import Dim
 
-from outrider import compiled, packed
-from outrider.compiled import Compiled, Graph, NotCompiled, Replays, dense
+from outrider import compiled, prepacked
+from outrider.compiled import Compiled, Graph, NotCompiled, Runnable, dense
 from outrider.compiled.key import code
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Scores
 from outrider.targets import attention_mask, family
 from outrider.targets.attention_mask import Columns, Sight, Tree, additive
 from outrider.targets.cache import SlotCache
-from outrider.targets.captured import Captured
+from outrider.targets.cuda_graphs import CudaGraphs
 from outrider.targets.selftest import chain_of, tree_of
 
 WIDEST = 1024
@@ -80,7 +80,7 @@ class CompiledStep(Compiled):
 
     def run(
         self, cache: SlotCache, rows: Sequence[int], tokens: Tensor, tree: Tree | None, taps: tuple[int, ...] = (),
-        last: Sequence[int] | None = None, graph: Replays | None = None,
+        last: Sequence[int] | None = None, graph: Runnable | None = None,
     ) -> Scores:  # fmt: skip
         """A pass of these slots over tokens [R, n]; it is open afterwards.
 
@@ -111,14 +111,14 @@ class CompiledStep(Compiled):
         return passes
 
     def plain(self) -> Callable[..., Any]:
-        return packed.products()(super().plain())
+        return prepacked.products()(super().plain())
 
-    def captured(self) -> Replays:
+    def cuda_graphs(self) -> Runnable:
         if self.target.device.type != "cuda":
             raise NotCompiled(
                 f"compiled steps are for CPUs and CUDA GPUs, not for {self.target.device.type!r}; steps stay plain"
             )
-        return Captured(_Traced(self.target, self._pass(1, 1)[0].layers))
+        return CudaGraphs(_Traced(self.target, self._pass(1, 1)[0].layers))
 
     @torch.inference_mode()
     def _pass(self, rows: int, width: int) -> tuple[SlotCache, Tensor]:
@@ -136,7 +136,7 @@ class CompiledStep(Compiled):
         return cache, tokens
 
     @torch.inference_mode()
-    def apart(self, graph: Replays) -> tuple[float, float]:
+    def apart(self, graph: Runnable) -> tuple[float, float]:
         """Over one token, chains and, where the mode has them, a tree; of one slot and of several."""
         worst = 0.0
         for rows in (1, EXAMPLE[0]):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outrider import packed
+from outrider import prepacked
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Probe
 from outrider.decoding.state import Scores
@@ -61,7 +61,7 @@ class TransformersTarget:
             # or transformers copies keys and values to every query head of a group, a fifth of a masked pass
             os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
             if tested:
-                packed.pack(model)
+                prepacked.pack(model)
         with refusing(model):
             self._decoder_layers = decoder_layers(model)
             self._embedding: Any = model.get_input_embeddings()
@@ -318,7 +318,7 @@ class TransformersTarget:
         """What the model or its trunk gives back for the open pass, and what was caught on the way."""
         context = max(self.spec.context, tokens.shape[1])
         given = self.family.given(cache, tree, self.model.dtype, context)
-        with packed.products(), self._catching(taps) as caught:
+        with prepacked.products(), self._catching(taps) as caught:
             out = module(input_ids=tokens, **given)
         if self.family.past is not None:
             cache.took(tokens, out)

@@ -108,7 +108,7 @@ _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 # ── tokens in common ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Twins:
+class SharedVocabulary:
     """Tokens that two vocabularies have in common, one to one."""
 
     def __init__(self, own: Vocabulary, target: Vocabulary, device: torch.device | str = "cpu"):
@@ -300,9 +300,9 @@ class Overlap(NamedTuple):
         return f"{self.tokens} tokens in common, {self.share:.0%} of the target's; they hold {self.mass:.1%} of its probability"
 
 
-def overlap(twins: Twins, p: Tensor) -> Overlap:
+def overlap(shared: SharedVocabulary, p: Tensor) -> Overlap:
     """p [..., V]: the target's distributions at the places of some text."""
-    return Overlap(twins.count, twins.count / twins.vocabulary, float(p[..., twins.target_ids].sum(-1).mean()))
+    return Overlap(shared.count, shared.count / shared.vocabulary, float(p[..., shared.target_ids].sum(-1).mean()))
 
 
 SAMPLE = """The committee met on Tuesday and agreed, after a short discussion, that the road should be repaired before winter.

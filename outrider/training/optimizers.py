@@ -98,11 +98,11 @@ def _is_inner(name: str, weight: Tensor, vocabulary: int) -> bool:
 
 def pack(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:
     """Optimiser moments by parameter name, and torch's random state."""
-    packed = {"rng": torch.get_rng_state()}
+    prepacked = {"rng": torch.get_rng_state()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state_of(parameter).items():
-            packed[f"{name}/{key}"] = torch.as_tensor(value)
-    return packed
+            prepacked[f"{name}/{key}"] = torch.as_tensor(value)
+    return prepacked
 
 
 def unpack(state: Mapping[str, Tensor], model: nn.Module, optimizer: Optimizers) -> None:

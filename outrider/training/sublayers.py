@@ -25,7 +25,7 @@ from outrider.targets.skip import able, every_second, probability
 
 WHICH = ("attention", "mlp")
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
-"""What a search chooses `least` from."""
+"""What a search chooses `min_confidence` from."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Found:
     skip_attention: tuple[int, ...]
     skip_mlp: tuple[int, ...]
     length: int
-    """Tokens of a draft, with `least` those that make the most of the set."""
-    least: float
+    """Tokens of a draft, with `min_confidence` those that make the most of the set."""
+    min_confidence: float
     agreement: float
     """Share of first drafted tokens that are the target's own."""
     kept: float
@@ -172,13 +172,13 @@ class _Clock:
         own = spec.name, spec.weights_hash, tuple(sorted(skip.attention)), tuple(sorted(skip.mlp))
         agreement, steps = float((leads > 0).double().mean()), torch.tensor(self.steps, dtype=torch.float64)
         options = []
-        for least in THRESHOLDS:
-            reach = (sure >= least).long().cumprod(-1).sum(-1)
+        for min_confidence in THRESHOLDS:
+            reach = (sure >= min_confidence).long().cumprod(-1).sum(-1)
             for length in range(1, len(steps)):
                 sizes = reach.clamp(max=length)
                 kept, passes = (float(x.double().mean()) for x in (torch.minimum(leads, sizes), (reach + 1).clamp(max=length)))
                 seconds = self.steps[0], draft_s, float(steps[sizes].mean())
-                options.append(Found(*own, length, least, agreement, kept, passes, *seconds, len(leads)))
+                options.append(Found(*own, length, min_confidence, agreement, kept, passes, *seconds, len(leads)))
         return max(options, key=lambda found: found.speedup)
 
 

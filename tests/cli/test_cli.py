@@ -455,7 +455,13 @@ def test_prompt_sets_come_from_a_folder(folder: Path, tmp_path: Path, outrider: 
     sets.mkdir()
     (sets / "gsm8k.jsonl").write_text(json.dumps({"turns": ["What is 1 + 1?"]}) + "\n")
     (sets / "mt-bench.jsonl").write_text(json.dumps({"turns": ["Say a.", "Say b."]}) + "\n")
-    measured = {"tasks": ["gsm8k", "mt-bench"], "prompts": 1, "max_new_tokens": 4, "fresh": 0.0, "temperatures": [0.0]}
+    measured = {
+        "tasks": ["gsm8k", "mt-bench"],
+        "prompts": 1,
+        "max_new_tokens": 4,
+        "min_first_ngrams": 0.0,
+        "temperatures": [0.0],
+    }
     write_recipe(tmp_path / "sets.yaml", folder, drafter="ngram", train=None, evaluate=measured)
     done = outrider("evaluate", "sets.yaml", "--data", sets, "--json", "found.json")
     assert done.code == 0, done.err
@@ -556,8 +562,9 @@ def test_a_place_for_the_json_is_looked_for_before_it_is_measured(
 def test_two_drafters_of_one_kind_both_have_their_rows(made: Path, folder: Path, outrider: Outrider, tmp_path: Path) -> None:
     """Catches a second drafter of the same kind taking the first one's place in silence."""
     write_recipe(tmp_path / "tiny.yaml", folder, train=None, evaluate={
-        "tasks": [str(tmp_path / "held_out.jsonl")], "prompts": 1, "max_new_tokens": 6, "fresh": 0.0, "temperatures": [0.0],
-        "beside": ["ngram", {"kind": "ngram", "tree": "frequency"}, str(made / "runs/tiny/checkpoint")],
+        "tasks": [str(tmp_path / "held_out.jsonl")], "prompts": 1, "max_new_tokens": 6, "min_first_ngrams": 0.0,
+        "temperatures": [0.0],
+        "baselines": ["ngram", {"kind": "ngram", "tree": "frequency"}, str(made / "runs/tiny/checkpoint")],
     })  # fmt: skip
     assert outrider("evaluate", "tiny.yaml").code == 0
     rows = json.loads((tmp_path / "runs/tiny/report.json").read_text())["rows"]

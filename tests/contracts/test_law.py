@@ -57,7 +57,7 @@ def policies_found() -> list[type]:
 
 def made(policy: type, nodes: int, least: float = 0.3) -> Policy:
     """A policy with small settings; a new setting must be given a value here."""
-    known = {"nodes": nodes, "least": least, "most": nodes, "limit": nodes}
+    known = {"nodes": nodes, "min_confidence": least, "most": nodes, "limit": nodes}
     wanted = [name for name, field in inspect.signature(policy).parameters.items() if field.default is field.empty]
     return policy(**{name: known[name] for name in wanted})
 

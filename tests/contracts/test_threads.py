@@ -14,7 +14,7 @@ from conftest import cases, tiny_model
 from torch import nn
 
 from benchmarks.families import tiny
-from outrider import packed
+from outrider import prepacked
 from outrider.generation import generate
 from outrider.retrieval.native_trie import fastest
 from outrider.retrieval.tenants import ByTenant
@@ -156,19 +156,19 @@ def test_packed_weights_are_used_by_the_thread_that_asks_alone():
     inside, done = threading.Event(), threading.Event()
 
     def first() -> None:
-        with packed.products():
+        with prepacked.products():
             inside.set()
             done.wait(5)
-            seen["first"] = bool(packed._open.get())
+            seen["first"] = bool(prepacked._open.get())
 
     def second() -> None:
         inside.wait(5)
-        seen["before"] = bool(packed._open.get())
-        with packed.products():
+        seen["before"] = bool(prepacked._open.get())
+        with prepacked.products():
             pass
-        seen["after"] = bool(packed._open.get())
+        seen["after"] = bool(prepacked._open.get())
         done.set()
 
     at_once(first, second)
     assert seen == {"first": True, "before": False, "after": False}
-    assert not bool(packed._open.get())
+    assert not bool(prepacked._open.get())

@@ -271,7 +271,7 @@ def test_a_corpus_tells_what_it_holds(corpus: Path) -> None:
     source = sources_of({"kind": "suffix", "corpora": ["mine"]})
     assert source == [Source("corpus mine", corpus)]
     assert "corpus mine" in check(ASKED, source).unknown
-    corpora.keep_grams(corpus, collected().save)
+    corpora.keep_hashes(corpus, collected().save)
     found = check(ASKED, source)
     assert ids(found) == {"leaked", "second turn", "short"} and found.unknown == {}
     assert found.places == {"corpus mine": {"documents": 3}}
@@ -284,7 +284,7 @@ def test_a_corpus_that_is_built_again_forgets_the_hashes_of_before(corpus: Path)
     """Catches hashes of the old texts answering for the new."""
     from outrider.retrieval.corpus_build import build
 
-    corpora.keep_grams(corpus, collected().save)
+    corpora.keep_hashes(corpus, collected().save)
     build(corpus, [[1, 2, 3]], vocabulary=100)
     assert "corpus mine" in check(ASKED, sources_of({"kind": "suffix", "corpora": ["mine"]})).unknown
 
@@ -294,7 +294,7 @@ def test_a_drafter_of_parts_is_asked_part_by_part(corpus: Path, trained: Path) -
     inner = {"kind": "graft", "base": str(trained), "retriever": {"kind": "suffix", "corpora": ["mine"]}}
     parts = [inner["retriever"], {"kind": "ngram"}, {"kind": "small_model", "model": "org/other"}]
     assert sources_of(inner) == [Source("corpus mine", corpus), Source(str(trained), trained)][::-1]
-    assert [source.name for source in sources_of({"kind": "mix", "parts": parts})] == ["corpus mine", "org/other"]
+    assert [source.name for source in sources_of({"kind": "mix", "members": parts})] == ["corpus mine", "org/other"]
     assert sources_of("ngram") == sources_of({"kind": "suffix"}) == []
     assert sources_of(str(trained)) == [Source(str(trained), trained)]
     assert "no such folder" in check(ASKED, sources_of("org/drafter")).unknown["org/drafter"]

@@ -22,7 +22,7 @@ from outrider.data import hash_files, ngram_hashes
 from outrider.data.answers import ANSWERS, GRAMS, MANIFEST
 from outrider.data.config import Config
 from outrider.data.conversations import Conversation
-from outrider.data.hash_files import COMMON, Collector, Grams, Named, Tally, named, read
+from outrider.data.hash_files import COMMON, Collector, Named, NgramHashes, Tally, named, read
 from outrider.data.ngram_hashes import WORDS, hashes
 from outrider.data.regenerate import prepare
 from outrider.errors import DataError
@@ -36,7 +36,7 @@ KOREAN = "농부가 사과를 한 개에 이천 원에 팝니다. 영희가 일�
 CHINESE = "一个农夫每个苹果卖两元。如果小明买了七个苹果，并付了二十元的钞票，他应该找回多少钱？"
 
 
-def opened(path: Path, documents: dict[str, list[list[str]]], limit: int = hash_files.LIMIT) -> Grams:
+def opened(path: Path, documents: dict[str, list[list[str]]], limit: int = hash_files.LIMIT) -> NgramHashes:
     collected = Collector(*documents, limit=limit)
     for part, texts in documents.items():
         for turns in texts:
@@ -338,7 +338,7 @@ def test_a_lost_file_is_written_again(talker: TransformersTarget, tmp_path: Path
 
 def test_nothing_is_kept_where_nothing_is_wanted(talker: TransformersTarget, tmp_path: Path) -> None:
     """Catches the setting `grams: false` having no effect, or making other answers of these."""
-    answer(talker, tmp_path, asked(1), grams=False)
+    answer(talker, tmp_path, asked(1), ngram_hashes=False)
     assert not (tmp_path / GRAMS).exists() and named(tmp_path) is None
     answer(talker, tmp_path, asked(1))
     assert (tmp_path / MANIFEST).exists() and named(tmp_path) is not None

@@ -183,13 +183,13 @@ def test_what_is_seen_otherwise_is_changed_for_nobody_else():
 def test_a_judge_of_temperature_alone_says_what_the_full_one_says(shape):
     """Catches two judges that read one temperature in two ways, and a greedy slot warmed by its neighbour."""
     logits = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for heats in ([0.0, 0.7, 1.3], [0.0, 0.0, 0.0], [1.0, 1.0, 0.5]):
+    for temperatures in ([0.0, 0.7, 1.3], [0.0, 0.0, 0.0], [1.0, 1.0, 0.5]):
         states = [DecodeState(3, 100, judge=judge) for judge in (Judge(), SamplingJudge())]
         for state in states:
-            for row, heat in enumerate(heats):
-                state.admit(row, Request([1], 5, Sampling(heat)))
+            for row, temperature in enumerate(temperatures):
+                state.admit(row, Request([1], 5, Sampling(temperature)))
         plain, full = (state.judge for state in states)
-        assert (plain.temperature is None) == (full.temperature is None) == (not any(heats))
+        assert (plain.temperature is None) == (full.temperature is None) == (not any(temperatures))
         torch.testing.assert_close(plain.distribution(logits), full.distribution(logits), rtol=1e-6, atol=1e-7)
 
 

@@ -27,7 +27,7 @@ from outrider.targets.transformers import TransformersTarget
         for case in (
             Case("dspark"),
             Case("dflash"),
-            Case("dspark", {"runners_up": (2, 1)}),
+            Case("dspark", {"siblings": (2, 1)}),
             Case("dspark", {"markov": "rnn"}),
             Case("dflash", {"anchor_predicts": False}),
             Case("domino"),

@@ -26,7 +26,7 @@ from outrider.generation import batch, generate, serve
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
-from outrider.targets.vocabulary import Transcript, Twins, Vocabulary, _seam, continuation
+from outrider.targets.vocabulary import SharedVocabulary, Transcript, Vocabulary, _seam, continuation
 
 MODULE = drafters.find("cross_vocabulary")
 LINES = [
@@ -123,7 +123,7 @@ def made(folder, wide):
     def build(**settings: object) -> MODULE.CrossVocabulary:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("outrider.nn.language_model.load_target", lambda *args, **options: model)
-            return MODULE.build(MODULE.Config(model=str(folder), least_overlap=0, **settings), wide)
+            return MODULE.build(MODULE.Config(model=str(folder), min_overlap=0, **settings), wide)
 
     return build
 
@@ -173,9 +173,9 @@ def test_twins_say_the_same(make):
     """Catches ids of one side taken for the other's; every token has at most one twin, and every common text has one."""
     size = {byte_level: 290, byte_fallback: 450}.get(make, 120)
     own, target = vocabulary_of(make(size, LINES[:4])), vocabulary_of(byte_level(320, LINES))
-    twins = Twins(own, target)
-    pairs = list(zip(twins.own_ids.tolist(), twins.target_ids.tolist(), strict=True))
-    assert len(pairs) == len({one for one, _ in pairs}) == len({other for _, other in pairs}) == twins.count
+    shared = SharedVocabulary(own, target)
+    pairs = list(zip(shared.own_ids.tolist(), shared.target_ids.tolist(), strict=True))
+    assert len(pairs) == len({one for one, _ in pairs}) == len({other for _, other in pairs}) == shared.count
     for one, other in pairs:
         assert own.pieces[one] == target.pieces[other]
         assert own.pieces[one] is not None or other == target.end
@@ -185,18 +185,18 @@ def test_twins_say_the_same(make):
 def test_ends_are_twins_whatever_their_names():
     """Catches a draft that can never end a text."""
     own, target = vocabulary_of(unigram(110, LINES)), vocabulary_of(byte_level(300, LINES))
-    assert Twins(own, target).by_target[target.end] == own.end
+    assert SharedVocabulary(own, target).by_target[target.end] == own.end
 
 
 def test_what_has_no_twin_is_never_drawn():
     """Catches a mask that is the wrong way round; what is left is the law given that a token is in common."""
     own, target = vocabulary_of(unigram(110, LINES)), vocabulary_of(byte_level(320, LINES))
-    twins = Twins(own, target)
+    shared = SharedVocabulary(own, target)
     logits = torch.randn(3, own.size, dtype=torch.float64)
-    q, law = twins.spread(logits).softmax(-1), logits.softmax(-1)[:, twins.own_ids]
-    assert torch.allclose(q[:, twins.target_ids], law / law.sum(-1, keepdim=True))
-    assert int((q > 0).sum()) == 3 * twins.count
-    assert torch.equal(twins.own(twins.target_ids), twins.own_ids)
+    q, law = shared.spread(logits).softmax(-1), logits.softmax(-1)[:, shared.own_ids]
+    assert torch.allclose(q[:, shared.target_ids], law / law.sum(-1, keepdim=True))
+    assert int((q > 0).sum()) == 3 * shared.count
+    assert torch.equal(shared.own(shared.target_ids), shared.own_ids)
 
 
 # ── one text in two vocabularies ──────────────────────────────────────────────────────────────────────────────────────
@@ -328,7 +328,7 @@ def beside(tmp_path_factory, table):
     def build(vocabulary: str) -> MODULE.CrossVocabulary:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("outrider.nn.language_model.load_target", lambda *args, **options: model)
-            return MODULE.build(MODULE.Config(model=str(path), vocabulary=vocabulary, length=3, least_overlap=0), table)
+            return MODULE.build(MODULE.Config(model=str(path), vocabulary=vocabulary, length=3, min_overlap=0), table)
 
     return build
 
@@ -427,9 +427,9 @@ def test_the_target_itself_in_other_ids_is_always_right(vocabulary, twin, prompt
         assert all(each.accepted == [4] * 8 for each in found)
         # nothing is read twice: of a step the last drafted token and the bonus, and the prompt's last token
         assert sum(read) <= sum(len(prompt) + 2 * 8 for prompt in prompts)
-    drafter.twins.own_ids = drafter.twins.own_ids.roll(1)
+    drafter.shared.own_ids = drafter.shared.own_ids.roll(1)
     drafter.own.pieces = drafter.own.pieces[1:] + drafter.own.pieces[:1]
-    drafter.twins._own = drafter.twins._own.roll(1)
+    drafter.shared._own = drafter.shared._own.roll(1)
     shifted = generate(target, prompts, drafter, max_new_tokens=40, slots=3)
     assert sum(sum(each.accepted) for each in shifted) < 100
 
@@ -493,14 +493,14 @@ def test_the_end_of_a_text_is_drafted_as_text(wide, made):
 def test_where_no_common_token_may_follow_nothing_is_drafted(wide, made):
     """Catches a law of nothing but impossible tokens, which is no law: it would be counted as unlawful."""
     drafter = made(vocabulary="intersection")
-    twins = set(drafter.twins.by_target)
-    for banned in (twins, twins - {min(twins)}):
+    shared = set(drafter.shared.by_target)
+    for banned in (shared, shared - {min(shared)}):
         state = batch(wide, 2, ends=frozenset())
         sampling = Sampling(1.0, bad_words=[(token,) for token in sorted(banned)])
         requests = [Request(prompt, 8, sampling) for prompt in texts(wide, 3)]
         reached = [each.reached for each in serve(wide, requests, drafter, slots=2, state=state)]
         assert state.invalid == 0
-        assert (max(reached) == 0) == (banned == twins)
+        assert (max(reached) == 0) == (banned == shared)
 
 
 # ── settings ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -512,7 +512,7 @@ def test_little_in_common_drafts_nothing_and_says_so(folder, wide, caplog):
         drafter = MODULE.build(MODULE.Config(model=str(folder), vocabulary="intersection"), wide)
     assert 0 < drafter.overlap.mass < 0.8 and 0 < drafter.overlap.share < 0.8
     assert drafter.limit == 0
-    assert "drafts nothing" in caplog.text and "least_overlap" in caplog.text and "tokens in common" in caplog.text
+    assert "drafts nothing" in caplog.text and "min_overlap" in caplog.text and "tokens in common" in caplog.text
     prompts = texts(wide, 3)
     wanted = [each.tokens for each in generate(wide, prompts, max_new_tokens=5)]
     assert [each.tokens for each in generate(wide, prompts, drafter, max_new_tokens=5)] == wanted

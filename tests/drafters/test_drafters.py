@@ -428,7 +428,7 @@ def test_the_papers_layout_is_the_default_one_of_a_block_more_without_the_anchor
 
 def test_runners_up_are_leaves_beside_the_chain():
     """Catches a leaf under the wrong parent, a token of another slot or rank, and a prefix that is no draft."""
-    tree = dflash.runners_up_tree(3, (2, 1))
+    tree = dflash.sibling_tree(3, (2, 1))
     assert tree.depths.tolist() == [0, 1, 2, 0, 1, 0]
     assert tree.ranks.tolist() == [0, 0, 0, 1, 1, 2]
     assert list(tree.parents) == [-1, 0, 1, -1, 0, -1]
@@ -446,22 +446,22 @@ def test_runners_up_are_leaves_beside_the_chain():
 def test_a_tree_of_runners_up_keeps_what_the_chain_would_miss(target, prompts, drafter_of):
     """Catches runners-up that are never reached: with them a text takes fewer steps, and stays the same."""
     steps = {}
-    for runners_up in ((), (8, 8, 8, 8)):
+    for siblings in ((), (8, 8, 8, 8)):
         drafter = dflash.BlockDrafter(drafter_of(Case("dflash")).model)
-        drafter.tree = dflash.runners_up_tree(drafter.block, runners_up)
+        drafter.tree = dflash.sibling_tree(drafter.block, siblings)
         drafter.limit = len(drafter.tree.paths)
         found = generate(target, prompts, drafter, max_new_tokens=40)
-        steps[runners_up] = sum(one.steps for one in found), [one.tokens for one in found]
+        steps[siblings] = sum(one.steps for one in found), [one.tokens for one in found]
     (chain, plain), (tree, same) = steps.values()
     assert plain == same
     assert tree < chain
 
 
-@pytest.mark.parametrize("runners_up", [(1, 1, 1, 1, 1), (64,)])
-def test_runners_up_that_cannot_be_are_refused(runners_up, target):
+@pytest.mark.parametrize("siblings", [(1, 1, 1, 1, 1), (64,)])
+def test_runners_up_that_cannot_be_are_refused(siblings, target):
     """Catches an index error deep in top-k."""
-    with pytest.raises(DrafterError, match="runners_up"):
-        drafters.find("dflash").build(drafters.find("dflash").Config(block=4, runners_up=runners_up), target)
+    with pytest.raises(DrafterError, match="siblings"):
+        drafters.find("dflash").build(drafters.find("dflash").Config(block=4, siblings=siblings), target)
 
 
 @BLOCKS

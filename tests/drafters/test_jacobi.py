@@ -106,7 +106,7 @@ def test_branches_save_steps_and_change_no_text(target, prompts):
 
 
 @pytest.mark.parametrize(
-    "config", [Config(window=3, branches=2, gram=3), Config(window=3, init="repeat")], ids=["tree", "repeat"]
+    "config", [Config(window=3, branches=2, ngram=3), Config(window=3, init="repeat")], ids=["tree", "repeat"]
 )
 @pytest.mark.parametrize("policy", [None, OnAndOff(5)], ids=["fixed", "on and off"])
 def test_trees_and_windows_keep_the_law(config, policy):
@@ -293,8 +293,8 @@ def test_a_pool_prefers_the_longest_match_then_the_latest_and_forgets_the_oldest
 
 def test_settings_without_effect_are_said(target, monkeypatch, caplog):
     """Catches a setting that is ignored in silence, and branches for a target that verifies chains alone."""
-    build(Config(init="repeat", gram=3), target)
-    assert "gram has no effect" in caplog.text
+    build(Config(init="repeat", ngram=3), target)
+    assert "ngram has no effect" in caplog.text
     monkeypatch.setattr(target, "spec", replace(target.spec, mode="chain"))
     assert build(Config(window=3, branches=2), target).limit == 3
     assert "verifies no trees" in caplog.text

@@ -111,7 +111,7 @@ def test_the_cache_holds_the_targets_own_keys(target, prompts):
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=0), Sampling(1.0)], ids=["greedy", "seeded", "hot"])
 def test_with_nothing_left_out_every_draft_is_right(sampling, target, prompts, plain):
     """Catches a draft that does not see the text, or sees it a place off.  Rounding: a rejection has odds below 1e-9."""
-    drafter = build(Config(skip_attention=(), length=4, least=0), target)
+    drafter = build(Config(skip_attention=(), length=4, min_confidence=0), target)
     found = generate(target, prompts, drafter, max_new_tokens=40, slots=3, sampling=sampling)
     assert all(one.accepted == [4] * 8 for one in found)
 
@@ -121,7 +121,7 @@ def test_with_nothing_left_out_every_draft_is_right(sampling, target, prompts, p
 )
 def test_texts_are_the_targets_whatever_is_left_out(choices, target, prompts, plain):
     """Catches a draft that leaves traces.  Slots of unequal length, used again; budgets that come and go."""
-    drafter = build(Config(length=4, least=0, **choices), target)
+    drafter = build(Config(length=4, min_confidence=0, **choices), target)
     for policy in (None, OnAndOff(4), ByConfidence(4, 0.05)):
         found = generate(target, prompts, drafter, max_new_tokens=20, slots=3, policy=policy)
         assert [one.tokens for one in found] == [plain(target, prompt, 20) for prompt in prompts]
@@ -131,7 +131,7 @@ def test_texts_are_the_targets_whatever_is_left_out(choices, target, prompts, pl
 def test_other_families_draft_for_themselves(family):
     """Catches a module that returns what its layer can't unpack; gemma4 and opt have no MLP that could be told."""
     target = load_target(tiny(family))
-    drafter = build(Config(length=3, least=0), target)
+    drafter = build(Config(length=3, min_confidence=0), target)
     prompts = [[1, 2, 3, 4, 5], [7], [9, 8, 7] * 9]
     found, wanted = (generate(target, prompts, own, max_new_tokens=20, slots=2) for own in (drafter, None))
     assert [one.tokens for one in found] == [one.tokens for one in wanted]
@@ -198,7 +198,7 @@ def test_a_draft_ends_before_the_first_place_that_is_unsure(target, prompts):
 
 def test_no_drafted_token_is_banned(target, prompts):
     """Catches a draft that asks for what grammar or bad words forbid."""
-    drafter, words = build(Config(length=4, least=0), target), [(token,) for token in range(20)]
+    drafter, words = build(Config(length=4, min_confidence=0), target), [(token,) for token in range(20)]
     propose, nodes = drafter.propose, []
 
     def watching(memory, state, budget):

@@ -315,9 +315,9 @@ def test_a_mix_takes_fewer_steps_than_its_parts():
 
 def test_a_mix_of_a_mix_and_a_graft_can_be_written_down(target, prompts, plain):
     """Catches settings of parts that are lost when a config is written and read, and nodes that nested parts mistake."""
-    config = mix.Config(parts=("ngram", {"kind": "graft", "risk": 0.1}, {"kind": "mix", "share": "request"}))
+    config = mix.Config(members=("ngram", {"kind": "graft", "risk": 0.1}, {"kind": "mix", "share": "request"}))
     again = mix.Config.model_validate(config.model_dump(mode="json"))
     assert again == config
-    assert again.parts[1]["base"]["length"] == 7
+    assert again.members[1]["base"]["length"] == 7
     found = generate(target, prompts, mix.build(again, target), max_new_tokens=30, slots=3)
     assert [one.tokens for one in found] == [plain(target, prompt, 30) for prompt in prompts]

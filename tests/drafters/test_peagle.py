@@ -294,8 +294,8 @@ def test_sizes_that_attention_cannot_have_are_refused(kind, target):
 def test_layers_behind_the_first_can_begin_as_the_targets(target):
     """Catches copies that are counted from the first layer, whose shape no target has."""
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 64}
-    model = model_of(target, copies=(0, 3), **sizes)
+    model = model_of(target, init_from_layers=(0, 3), **sizes)
     theirs = target.layer(3).state_dict()["mlp.up_proj.weight"]
     assert torch.equal(model.layers[2].state_dict()["mlp.up_proj.weight"], theirs)
-    with pytest.raises(DrafterError, match="copies"):
-        model_of(target, copies=(0, 1, 3), **sizes)
+    with pytest.raises(DrafterError, match="init_from_layers"):
+        model_of(target, init_from_layers=(0, 1, 3), **sizes)

@@ -116,14 +116,14 @@ def test_packed_texts_are_read_as_if_each_stood_alone(family, made, target, text
             where = documents == number
             alone[where] = causal_lm.states(model.lm, texts[where][None])[0]
         real = documents > 0
-        packed = model.read(texts, documents)
-        torch.testing.assert_close(packed[real], alone[real], rtol=1e-4, atol=1e-4)
-        assert model._reads_packed == (family.split(",")[0] not in ("bloom", "mamba"))
-        monkeypatch.setattr(model, "_reads_packed", not model._reads_packed)
+        prepacked = model.read(texts, documents)
+        torch.testing.assert_close(prepacked[real], alone[real], rtol=1e-4, atol=1e-4)
+        assert model._reads_prepacked == (family.split(",")[0] not in ("bloom", "mamba"))
+        monkeypatch.setattr(model, "_reads_prepacked", not model._reads_prepacked)
         torch.testing.assert_close(model.read(texts, documents)[documents == 1], alone[documents == 1], rtol=1e-4, atol=1e-4)
         # the other way is as right for a family that takes positions, and leaks for one that does not
         apart = float((model.read(texts, documents)[real] - alone[real]).abs().max())
-        assert apart < 1e-4 if not model._reads_packed else apart > 1e-3
+        assert apart < 1e-4 if not model._reads_prepacked else apart > 1e-3
 
 
 def test_a_text_longer_than_the_models_context_is_refused(made, target, texts):

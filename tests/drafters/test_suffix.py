@@ -49,7 +49,7 @@ def test_what_followed_the_longest_suffix_comes_first():
 
 def test_the_more_matches_the_more_is_proposed():
     """Catches a length that does not hang on the match."""
-    drafter = made(factor=2.0, least=0.0)
+    drafter = made(factor=2.0, min_confidence=0.0)
     sizes = [len(proposed(drafter, [[*range(20, 60), 99, *range(20, 20 + n)]], 16)[0]) for n in (1, 2, 4, 6)]
     assert sizes == [2, 4, 8, 12]
 
@@ -57,7 +57,9 @@ def test_the_more_matches_the_more_is_proposed():
 def test_what_is_hardly_likely_is_not_proposed():
     """Catches a `least` that is not looked at."""
     text = [1, 2, 7, 1, 3, 7, 1, 4, 7, 1, 5, 7, 1]
-    assert len(proposed(made(least=0.0, factor=16), [text])[0]) > len(proposed(made(least=0.3, factor=16), [text])[0])
+    assert len(proposed(made(min_confidence=0.0, factor=16), [text])[0]) > len(
+        proposed(made(min_confidence=0.3, factor=16), [text])[0]
+    )
 
 
 @pytest.mark.parametrize("shared", [False, "tenant", "all"])
@@ -108,7 +110,7 @@ def vars_of(spec) -> dict[str, object]:
 
 def test_settings_that_make_no_sense_are_refused():
     """Catches a trie that could hold no match."""
-    for wrong in ({"longest": 1}, {"least": 1.0}, {"capacity": 10}, {"shared": "everyone"}):
+    for wrong in ({"longest": 1}, {"min_confidence": 1.0}, {"capacity": 10}, {"shared": "everyone"}):
         with pytest.raises((ConfigError, ValueError)):
             suffix.Config(**wrong)
 

@@ -52,7 +52,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def settings(task: str, **more: Any) -> Config:
-    return Config(**({"tasks": (task,), "prompts": 3, "max_new_tokens": 16, "fresh": 0.0} | more))
+    return Config(**({"tasks": (task,), "prompts": 3, "max_new_tokens": 16, "min_first_ngrams": 0.0} | more))
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_greedy_text_is_exact_and_sampled_text_is_not_compared(report: Report) -
         assert row.compared_tokens == (48 if row.temperature == 0 else 0)
         assert {prompt.exact for prompt in row.per_prompt} == {True if row.temperature == 0 else None}
         assert {prompt.first_difference for prompt in row.per_prompt} == {None}
-        assert row.unlawful == 0
+        assert row.invalid == 0
 
 
 def test_tokens_per_step_is_tokens_over_steps(report: Report, talker: TransformersTarget) -> None:
@@ -161,7 +161,7 @@ def test_a_row_is_counted_from_its_runs(talker: TransformersTarget, drafters: di
         measure.Run(
             tokens=list(range(sum(a + 1 for a, _ in pair))), steps=len(pair), accepted=[a for a, _ in pair],
             reached=[r for _, r in pair], seconds=2.0 + i, first_s=0.5, gaps_s=[0.01 * n for n in range(1, len(pair))],
-            draft_s=0.3, verify_s=0.5, other_s=0.2, model_s=0.7, unlawful=i,
+            draft_s=0.3, verify_s=0.5, other_s=0.2, model_s=0.7, invalid=i,
         )
         for i, pair in enumerate(pairs)
     ]  # fmt: skip
@@ -198,7 +198,7 @@ def test_a_row_is_counted_from_its_runs(talker: TransformersTarget, drafters: di
     assert row.tpot_ms.p50 == pytest.approx(
         np.mean([1000 * (2 + i - 0.5) / (len(run.tokens) - 1) for i, run in enumerate(runs)])
     )
-    assert (row.exact, row.unlawful, row.prompts) == (False, 1, 2)
+    assert (row.exact, row.invalid, row.prompts) == (False, 1, 2)
     assert [(prompt.id, prompt.exact, prompt.first_difference) for prompt in row.per_prompt] == [
         ("a", True, None), ("b", False, 5),
     ]  # fmt: skip
@@ -297,7 +297,7 @@ def test_nobody_who_is_timed_is_timed_cold(
     monkeypatch.setattr(measure, "run_once", ran)
     monkeypatch.setattr(measure, "generate_once", lambda *given: (heard.append("generate"), said(*given))[1])
     monkeypatch.setattr(measure, "_one_prompt", lambda *given: (heard.append("timed"), one(*given))[1])
-    evaluate(talker, drafters, settings(task, observed=0))
+    evaluate(talker, drafters, settings(task, traced_prompts=0))
     cold, ngram, dspark = heard[: heard.index("timed")], drafters["ngram"], drafters["dspark"]
     for timed in (
         "generate",
@@ -324,7 +324,7 @@ def test_prompts_that_loop_are_left_out_and_listed(
         return 0.25 if len(calls) == 2 else real(tokens)
 
     monkeypatch.setattr(measure, "fresh_share", share)
-    found = evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, fresh=0.3, temperatures=(0.0,)))
+    found = evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, min_first_ngrams=0.3, temperatures=(0.0,)))
     assert [prompt.id for prompt in found.rows[0].per_prompt] == ["q0", "q2", "q3"]
     assert [(left.id, left.fresh_share) for left in found.left_out] == [("q1", 0.25)]
     assert found.share_left_out == pytest.approx(1 / 4)
@@ -333,25 +333,25 @@ def test_prompts_that_loop_are_left_out_and_listed(
 def test_an_answer_of_one_token_is_left_out_for_a_reason_of_its_own_and_kept_where_all_are(
     talker: TransformersTarget, drafters: dict[str, Drafter], task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a short answer listed as a loop that is wholly fresh, and fresh=0 which does not keep all."""
+    """Catches a short answer listed as a loop that is wholly fresh, and min_first_ngrams=0 which does not keep all."""
     prompts = measure.draw(task, settings(task)).prompts
     first = measure.generate_once(talker, measure.as_tokens(talker, prompts[1]), 1)[0]
     monkeypatch.setattr(talker, "ends", frozenset(first))
     only = {"ngram": drafters["ngram"]}
-    found = evaluate(talker, only, settings(task, fresh=1e-9, prompts=2, temperatures=(0.0,)))
+    found = evaluate(talker, only, settings(task, min_first_ngrams=1e-9, prompts=2, temperatures=(0.0,)))
     short = [left for left in found.left_out if left.id == "q1"]
     assert [(left.fresh_share, left.reason) for left in short] == [(1.0, "short")]
     assert "one token" in left_out_because(found) and "(one token)" in render(found)
     (row,) = evaluate(talker, only, settings(task, prompts=4)).rows[:1]
     assert [prompt.tokens for prompt in row.per_prompt][1] == 1 and row.exact
     drawn = {task: measure.PromptSet(prompts[1:2], "", None, None)}
-    with pytest.raises(DataError, match=r"every one of 1 prompts is answered with one token; set evaluate\.fresh=0"):
-        evaluate(talker, only, settings(task, fresh=0.6), drawn=drawn)
+    with pytest.raises(DataError, match=r"every one of 1 prompts is answered with one token; set evaluate\.min_first_ngrams=0"):
+        evaluate(talker, only, settings(task, min_first_ngrams=0.6), drawn=drawn)
 
 
 def test_ctrl_c_promises_nothing_of_an_evaluation_that_is_not_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches "the same command goes on from there": one interleaved run starts anew."""
-    with pytest.raises(SystemExit) as done, console.started_anew("evaluation"):
+    with pytest.raises(SystemExit) as done, console.restarted("evaluation"):
         raise KeyboardInterrupt
     said = " ".join(capsys.readouterr().err.split())
     assert done.value.code == 130 and "starts it anew" in said and "goes on" not in said
@@ -359,8 +359,8 @@ def test_ctrl_c_promises_nothing_of_an_evaluation_that_is_not_so(capsys: pytest.
 
 def test_a_task_of_loops_alone_is_refused(talker: TransformersTarget, task: str, drafters: dict[str, Drafter]) -> None:
     """Catches a division by zero, or a report without numbers."""
-    with pytest.raises(DataError, match=r"every one of 4 prompts falls into a loop; set evaluate\.fresh=0"):
-        evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, fresh=1.5))
+    with pytest.raises(DataError, match=r"every one of 4 prompts falls into a loop; set evaluate\.min_first_ngrams=0"):
+        evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, min_first_ngrams=1.5))
 
 
 @pytest.mark.parametrize("values", [{"tasks": ()}, {"temperatures": ()}, {"prompts": 0}, {"temperatures": (-1.0,)}])
@@ -455,7 +455,7 @@ def test_a_lossy_rule_is_said_in_every_row(
 
 def test_a_rows_distance_is_that_of_its_tokens(talker: TransformersTarget, drafters: dict[str, Drafter], task: str) -> None:
     """Catches a mean over steps or prompts in the place of tokens."""
-    runs = [measure.Run([1] * 4, 2, [1, 1], [1, 1], 1.0, strayed=1.0), measure.Run([1], 1, [0], [1], 1.0, strayed=0.5)]
+    runs = [measure.Run([1] * 4, 2, [1, 1], [1, 1], 1.0, tv_distance=1.0), measure.Run([1], 1, [0], [1], 1.0, tv_distance=0.5)]
     for run in runs:
         run.verify_s = 1.0
     samples = [measure.Sample(measure.Prompt("a", ("?",)), run, run, [run.tokens], 1.0) for run in runs]
@@ -573,7 +573,7 @@ def test_every_party_is_asked_the_same_conversation(
         return found
 
     monkeypatch.setattr(measure, "run_once", noted)
-    found = evaluate(talker, drafters, settings(dialogue, prompts=2, max_new_tokens=8, observed=0))
+    found = evaluate(talker, drafters, settings(dialogue, prompts=2, max_new_tokens=8, traced_prompts=0))
     said: list[dict[str, str]] = []
     wanted = []
     for turn in ("say ab", "and now?", "again"):
@@ -582,15 +582,17 @@ def test_every_party_is_asked_the_same_conversation(
         said.append({"role": "assistant", "content": talker.decode(generate_once(talker, wanted[-1], 8)[0])})
     asked = asked[5:]  # the warm-up
     parties = [(0.0, None), (0.0, drafters["ngram"]), (0.0, drafters["dspark"]), (1.0, None), (1.0, drafters["dspark"])]
-    for heat, party in parties:
-        own = [prompt for temperature, drafter, prompt, *_ in asked if (temperature, drafter) == (heat, party)]
+    for temperature, party in parties:
+        own = [prompt for temperature, drafter, prompt, *_ in asked if (temperature, drafter) == (temperature, party)]
         assert own[:3] == wanted
         assert len(own) == 4
     for row in found.rows:
         one, other = row.per_prompt
         assert (one.tokens, other.tokens, row.compared_tokens) == (24, 8, 32 if row.temperature == 0 else 0)
         assert row.exact is (True if row.temperature == 0 else None)
-        steps = sum(n for heat, drafter, *_, n in asked if (heat, drafter) == (row.temperature, drafters[row.drafter]))
+        steps = sum(
+            n for temperature, drafter, *_, n in asked if (temperature, drafter) == (row.temperature, drafters[row.drafter])
+        )
         assert row.steps == steps
 
 
@@ -632,7 +634,7 @@ def test_an_answer_changed_in_a_later_turn_is_found_out(
         return found
 
     monkeypatch.setattr(measure, "run_once", wrong)
-    config = settings(dialogue, prompts=1, max_new_tokens=8, temperatures=(0.0,), observed=0)
+    config = settings(dialogue, prompts=1, max_new_tokens=8, temperatures=(0.0,), traced_prompts=0)
     (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, config).rows
     assert (row.exact, row.plain_exact, row.per_prompt[0].first_difference) == (False, True, 8 + 3)
 
@@ -728,7 +730,9 @@ def test_the_first_prompts_are_observed_in_every_row(report: Report, talker: Tra
 
 def test_observing_can_be_left_out(talker: TransformersTarget, drafters: dict[str, Drafter], task: str) -> None:
     """Catches an untimed run that nobody wanted, and zeros in the place of what was not looked at."""
-    (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, prompts=1, temperatures=(0.0,), observed=0)).rows
+    (row,) = evaluate(
+        talker, {"ngram": drafters["ngram"]}, settings(task, prompts=1, temperatures=(0.0,), traced_prompts=0)
+    ).rows
     assert (row.observed, row.rejections, row.expected_acceptance) == ((), None, None)
 
 
@@ -756,7 +760,7 @@ def test_overlaps_are_each_drafter_s_own(talker: TransformersTarget, drafters: d
 
 def test_less_than_training_expected_is_said(talker: TransformersTarget, drafters: dict[str, Drafter], task: str) -> None:
     """Catches a drafter that is served otherwise than it was trained, and one that is accused although it does better."""
-    config, own = settings(task, temperatures=(0.0,), observed=0), {"dspark": drafters["dspark"]}
+    config, own = settings(task, temperatures=(0.0,), traced_prompts=0), {"dspark": drafters["dspark"]}
     high, low = ({"dspark": {"acceptance": [share] * 3}} for share in (0.99, 0.001))
     found = evaluate(talker, own, config, training=high)
     assert found.rows[0].predicted_by_depth == pytest.approx((0.99, 0.99**2, 0.99**3))
@@ -772,7 +776,9 @@ def test_tasks_are_counted_together(
 ) -> None:  # fmt: skip
     """Catches a progress bar that begins again with every task, and rows of one task alone."""
     told: list[tuple[int, int, int]] = []
-    config = Config(tasks=(task, dialogue), prompts=2, max_new_tokens=4, fresh=0.0, temperatures=(0.0,), observed=0)
+    config = Config(
+        tasks=(task, dialogue), prompts=2, max_new_tokens=4, min_first_ngrams=0.0, temperatures=(0.0,), traced_prompts=0
+    )
     found = evaluate(talker, {"ngram": drafters["ngram"]}, config, on_prompt=lambda *counts: told.append(counts))
     assert told == [(1, 4, 0), (2, 4, 0), (3, 4, 0), (4, 4, 0)]
     assert [row.task for row in found.rows] == ["quiz", "talk"]
@@ -784,7 +790,9 @@ def test_a_task_is_read_from_where_the_settings_say_and_the_report_says_so(
     """Catches a folder or a pinned content that is dropped, and a report that does not tell which rows it measured."""
     rows = [{"question": f"What is {n} + 1?", "answer": f"think\n#### {n + 1}"} for n in range(30)]
     (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = settings("gsm8k", prompts=2, max_new_tokens=4, temperatures=(0.0,), data=str(tmp_path), observed=0, score=True)
+    config = settings(
+        "gsm8k", prompts=2, max_new_tokens=4, temperatures=(0.0,), data=str(tmp_path), traced_prompts=0, score=True
+    )
     found = evaluate(talker, {"ngram": drafters["ngram"]}, config)
     source = found.tasks["gsm8k"]
     assert str(tmp_path) in source.source and source.prompts == 30 and source.revision.startswith("sha256:")
@@ -809,7 +817,9 @@ def test_a_right_answer_is_scored_beside_the_target_s_own(
         return found
 
     monkeypatch.setattr(measure, "run_once", said)
-    config = settings("gsm8k", prompts=1, max_new_tokens=4, temperatures=(0.0,), data=str(tmp_path), observed=0, score=True)
+    config = settings(
+        "gsm8k", prompts=1, max_new_tokens=4, temperatures=(0.0,), data=str(tmp_path), traced_prompts=0, score=True
+    )
     (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, config).rows
     assert (row.score.drafted, row.score.plain, row.score.prompts) == (0.0, 1.0, 1)
     assert row.score.measure == "exact match of the final answer"
@@ -824,8 +834,8 @@ def test_tests_that_can_not_be_read_are_refused_before_anything_is_measured(
     bad = good | {"task_id": 2, "test_list": []}
     (tmp_path / "mbpp.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (good, bad)))
     config = settings(
-        "mbpp", prompts=2, max_new_tokens=4, fresh=0.0, temperatures=(0.0,), data=str(tmp_path), observed=0, score=True,
-        allow_code_execution=True,
+        "mbpp", prompts=2, max_new_tokens=4, min_first_ngrams=0.0, temperatures=(0.0,), data=str(tmp_path), traced_prompts=0,
+        score=True, allow_code_execution=True,
     )  # fmt: skip
     with pytest.raises(DataError, match="the tests of mbpp mbpp/2 can't be read"):
         measure.draw("mbpp", config)

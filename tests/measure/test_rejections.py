@@ -65,14 +65,14 @@ def drafter(talker: TransformersTarget, kind: str) -> Drafter:
     return load_drafter(kind, talker, **(own if kind == "dspark" else {"shortest": 1}))
 
 
-@pytest.mark.parametrize("heat", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["ngram", "dspark"])
-def test_the_observed_run_writes_what_the_timed_one_wrote(talker: TransformersTarget, kind: str, heat: float) -> None:
+def test_the_observed_run_writes_what_the_timed_one_wrote(talker: TransformersTarget, kind: str, temperature: float) -> None:
     """Catches an observer that disturbs what it observes, or that watches another text than the one that was measured."""
-    request = Request(talker.encode([{"role": "user", "content": PROMPT}]), 24, Sampling(heat, seed=5))
+    request = Request(talker.encode([{"role": "user", "content": PROMPT}]), 24, Sampling(temperature, seed=5))
     own = drafter(talker, kind)
-    timed = run_once(talker, request, own, ends=heat == 0)
-    found = judged(talker, request, own, ends=heat == 0)
+    timed = run_once(talker, request, own, ends=temperature == 0)
+    found = judged(talker, request, own, ends=temperature == 0)
     assert found.tokens == timed.tokens
     assert len(found.tested) == len(timed.tokens)
     assert sum(place.kept for place in found.tested) == sum(timed.accepted)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from outrider.nn.blocks import Attention, ContextLayer, angles, attending, block_mask, rotate
+from outrider.nn.blocks import Attention, ContextLayer, attending, block_mask, rotary, rotate
 from outrider.nn.shape import LayerConfig
 
 
@@ -59,7 +59,7 @@ def test_rotation_is_transformers_own():
     wanted, _ = apply_rotary_pos_emb(x, x, cos, sin)
     # the angle of place 4000 has an ulp of 2e-4
     torch.testing.assert_close(
-        rotate(x, angles(positions, replace(SHAPE, head_dim=16, rope_theta=5000.0))), wanted, rtol=1e-3, atol=1e-3
+        rotate(x, rotary(positions, replace(SHAPE, head_dim=16, rope_theta=5000.0))), wanted, rtol=1e-3, atol=1e-3
     )
 
 
@@ -84,18 +84,18 @@ def test_stretched_rotation_is_transformers_own(kind):
     positions = torch.tensor([[0, 1, 5, 70, 250]]).expand(2, -1)
     wanted, _ = apply_rotary_pos_emb(x, x, *Qwen3RotaryEmbedding(config)(x, positions))
     shape = replace(SHAPE, head_dim=16, rope_theta=5000.0, rope_scaling=STRETCHED[kind])
-    torch.testing.assert_close(rotate(x, angles(positions, shape)), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rotate(x, rotary(positions, shape)), wanted, rtol=1e-4, atol=1e-4)
     plain = replace(SHAPE, head_dim=16, rope_theta=5000.0)
-    assert not torch.allclose(rotate(x, angles(positions, plain)), wanted, rtol=1e-2, atol=1e-2)
+    assert not torch.allclose(rotate(x, rotary(positions, plain)), wanted, rtol=1e-2, atol=1e-2)
 
 
 def test_what_does_not_turn_stays_and_the_rest_is_a_smaller_heads():
     """Catches a partial rotary factor that is lost, or frequencies of the whole head on a part of it."""
     x = torch.randn(1, 2, 4, 16, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([[0, 3, 50, 900]])
-    turned = rotate(x, angles(positions, replace(SHAPE, head_dim=16, partial_rotary_factor=0.5)))
+    turned = rotate(x, rotary(positions, replace(SHAPE, head_dim=16, partial_rotary_factor=0.5)))
     torch.testing.assert_close(turned[..., 8:], x[..., 8:], rtol=0, atol=0)
-    torch.testing.assert_close(turned[..., :8], rotate(x[..., :8], angles(positions, SHAPE)))
+    torch.testing.assert_close(turned[..., :8], rotate(x[..., :8], rotary(positions, SHAPE)))
 
 
 def test_a_stretch_says_what_context_it_stretches_and_its_factor_is_a_float():
@@ -116,7 +116,7 @@ def test_a_score_depends_on_the_distance_alone(here, there, shift):
     q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def score(at, other):
-        turned = [rotate(x, angles(torch.tensor([[place]]), SHAPE)) for x, place in ((q, at), (k, other))]
+        turned = [rotate(x, rotary(torch.tensor([[place]]), SHAPE)) for x, place in ((q, at), (k, other))]
         return float((turned[0] * turned[1]).sum())
 
     # angles are float32
@@ -126,7 +126,7 @@ def test_a_score_depends_on_the_distance_alone(here, there, shift):
 def test_rotation_keeps_lengths_and_place_0():
     """Catches a scale hidden in cos and sin."""
     x = torch.randn(1, 3, 5, 8, dtype=torch.float64)
-    turned = rotate(x, angles(torch.tensor([[0, 1, 5, 70, 900]]), SHAPE))
+    turned = rotate(x, rotary(torch.tensor([[0, 1, 5, 70, 900]]), SHAPE))
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(turned[:, :, 0], x[:, :, 0])
 
@@ -141,7 +141,7 @@ def test_grouped_heads_are_repeated_heads():
         weights[name] = weights[name].unflatten(0, (2, 8)).repeat_interleave(2, 0).flatten(0, 1)
     full.load_state_dict(weights)
     x, rows = torch.randn(2, 3, 16).double(), torch.randn(2, 5, 16).double()
-    at = [angles(torch.arange(n).expand(2, -1), SHAPE) for n in (3, 5)]
+    at = [rotary(torch.arange(n).expand(2, -1), SHAPE) for n in (3, 5)]
     asked = (x, at[0], attending(None), 0, rows, at[1])
     torch.testing.assert_close(grouped(*asked), full(*asked))
 
@@ -152,7 +152,7 @@ def test_context_rows_hidden_by_the_mask_change_nothing():
 
     layer = ContextLayer(16, replace(SHAPE, heads=2, kv_heads=1, head_dim=8, intermediate=32)).double()
     x, context = torch.randn(1, 3, 16).double(), torch.randn(1, 4, 16).double()
-    at = angles(torch.arange(3)[None], SHAPE), angles(torch.arange(7)[None], SHAPE)
+    at = rotary(torch.arange(3)[None], SHAPE), rotary(torch.arange(7)[None], SHAPE)
     mask = torch.ones(1, 1, 3, 7, dtype=torch.bool)
     mask[..., 1] = False
     other = context.clone()

@@ -15,7 +15,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.state import Request
 from outrider.generation import generate, serve
 from outrider.nn import recurrent, serving
-from outrider.nn.blocks import Attention, angles, attending
+from outrider.nn.blocks import Attention, attending, rotary
 from outrider.nn.draft_model import Batch
 from outrider.nn.recurrent import RecurrentConfig, RecurrentDrafter, RecurrentModel, unrolled_mask
 from outrider.policies.fixed import Fixed
@@ -277,7 +277,7 @@ def test_a_tree_is_read_as_the_chains_it_is_made_of(target, workshop):
         for row in rows:  # unequal texts
             count = 4 - row
             kept.open([row], count)
-            angle = angles(kept.positions(), model.shape)
+            angle = rotary(kept.positions(), model.shape)
             words = target.embed(torch.tensor([[1, 2, 3, 4]]))[:, :count]
             given = words, model.features(taps[row : row + 1, :count])
             last = model.step(0, *given, angle, attending(kept.mask(None, torch.float64), kept))[:, -1]

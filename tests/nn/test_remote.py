@@ -124,7 +124,7 @@ def test_a_drafter_is_made_where_its_config_says(kind, target):
     """Catches a device that is read and not used.  Fresh weights can't be drawn on `meta`, so the home device stands for it."""
     assert not isinstance(load_drafter(kind, target, device="cpu", layers=1), RemoteDrafter)
     with pytest.raises(RuntimeError, match="meta|nowhere"):
-        load_drafter(kind, target, layers=1, copies=[0], heads=1, kv_heads=1, head_dim=2, device="nowhere")
+        load_drafter(kind, target, layers=1, init_from_layers=[0], heads=1, kv_heads=1, head_dim=2, device="nowhere")
 
 
 def test_a_drafter_abroad_drafts_what_it_drafts_at_home(target, workshop, prompts):

@@ -159,7 +159,7 @@ def proposal_of(seed: int, parents: list[int], is_certain: bool) -> Callable[[li
     return proposal
 
 
-def strayed(
+def distances(
     rule: Lossy, parents: list[int], seed: int, measure: Callable = lossy.tv_distance, *, is_certain: bool = False,
     size: int | None = None,
 ) -> tuple[float, float, float]:  # fmt: skip
@@ -205,10 +205,10 @@ TREES = [[-1, -1], [-1, -1, 0], [-1, 0, 0]]
 def test_the_distance_of_a_chain_is_exact(rule, parents):
     """Catches a closed form that forgets what p adds where the draft fails, or counts places that were never reached."""
     for seed in range(3):
-        measured, exact, text = strayed(rule, parents, seed)
+        measured, exact, text = distances(rule, parents, seed)
         assert measured == pytest.approx(exact, abs=1e-12)
         assert text <= measured + 1e-12
-    short, exact, _ = strayed(rule, parents, 1, size=1)
+    short, exact, _ = distances(rule, parents, 1, size=1)
     assert short == pytest.approx(exact, abs=1e-12)
 
 
@@ -217,7 +217,7 @@ def test_the_distance_of_a_chain_is_exact(rule, parents):
 def test_the_distance_of_a_deterministic_draft_is_exact(rule, parents):
     """Catches a kept token that counts as lawful because it was likely."""
     for seed in range(3):
-        measured, exact, text = strayed(rule, parents, seed, is_certain=True)
+        measured, exact, text = distances(rule, parents, seed, is_certain=True)
         assert measured == pytest.approx(exact, abs=1e-12)
         assert text <= measured + 1e-12
 
@@ -227,7 +227,7 @@ def test_the_distance_of_a_deterministic_draft_is_exact(rule, parents):
 def test_the_distance_of_a_sampled_tree_is_never_too_small(rule, parents):
     """Catches a tree whose siblings hide how often the rule kept one of them."""
     for seed in range(3):
-        measured, exact, text = strayed(rule, parents, seed)
+        measured, exact, text = distances(rule, parents, seed)
         assert measured >= exact - 1e-12
         assert text <= measured + 1e-12
 
@@ -247,13 +247,13 @@ def test_the_enumeration_sees_a_distance_that_is_wrong():
 
     nothing = lambda rule, draft, p, accepted: torch.zeros(1)
     for planted in (without_rest, always, nothing):
-        measured, exact, _ = strayed(relaxed(2), [-1, 0], 0, planted)
+        measured, exact, _ = distances(relaxed(2), [-1, 0], 0, planted)
         assert measured != pytest.approx(exact, abs=1e-6)
 
 
 def test_the_law_itself_strays_by_nothing():
     """The enumeration's own floor: under `accept` every place of a chain follows p."""
-    _, _, text = strayed(accept, [-1, 0], 0, lambda *_: torch.zeros(1))
+    _, _, text = distances(accept, [-1, 0], 0, lambda *_: torch.zeros(1))
     assert text < 1e-12
 
 
@@ -363,7 +363,7 @@ def served(requests: list[Request], drafter: Any, judge: LossyJudge, policy: Any
     tokens, far = [[] for _ in requests], [0.0] * len(requests)
     for progress in serve(TABLE, requests, drafter, slots=3, judge=judge, policy=policy):
         tokens[progress.request] += progress.tokens
-        far[progress.request] += judge.strayed[progress.row]
+        far[progress.request] += judge.tv_distance[progress.row]
     return tokens, far
 
 
@@ -415,8 +415,8 @@ def test_tokens_after_an_end_do_not_count():
     judge = Noting(relaxed(4))
     seen, tokens, cut = 0.0, 0, 0
     for progress in serve(TABLE, requests, chain, state=batch(TABLE, 3, judge, ends=frozenset({3}))):
-        assert 0 <= judge.strayed[progress.row] <= len(progress.tokens)
-        seen += judge.strayed[progress.row]
+        assert 0 <= judge.tv_distance[progress.row] <= len(progress.tokens)
+        seen += judge.tv_distance[progress.row]
         tokens += len(progress.tokens)
         cut += progress.finish_reason == "stop" and progress.accepted == len(progress.tokens)
     assert cut > 3
@@ -449,5 +449,5 @@ def test_a_rule_that_loses_nothing_is_measured_at_nothing(parents):
     judge = LossyJudge(Lossy("nothing passes", lambda p: torch.zeros_like(p, dtype=torch.bool)))
     for drafter in (Wrong(parents), Tree(TABLE, parents, "without")):
         generate(TABLE, PROMPTS, drafter, max_new_tokens=9, sampling=Sampling(1.0), verification=judge)
-        assert set(judge.strayed.values()) == {0.0}
+        assert set(judge.tv_distance.values()) == {0.0}
     assert (judge.distance, judge.tokens) == (0.0, 2 * 9 * len(PROMPTS))

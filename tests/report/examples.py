@@ -96,7 +96,7 @@ def row(drafter: str, task: str, prompts: int = 24, observed: int = 1, **changes
                   "tokens_per_step": per_step * 0.97, "speedup": speedup * 0.96,
                   "score": {"drafted": 0.77, "plain": 0.77, "prompts": prompts - 2}},
         "plain_exact": True, "dtype": "bfloat16", "precision": "bfloat16", "trained_on": "bfloat16", "batch": 1,
-        "device": "NVIDIA H200", "unlawful": 0, "lossless": True, "distance": 0.0, "per_prompt": results,
+        "device": "NVIDIA H200", "invalid": 0, "lossless": True, "distance": 0.0, "per_prompt": results,
     } | changes  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def hostile_report() -> Report:
     rows = [
         row("dspark", "chat") | {
             "drafter": bad, "task": task, "device": bad, "dtype": bad, "precision": bad, "exact": False, "rule": bad,
-            "lossless": False, "unlawful": 3,
+            "lossless": False, "invalid": 3,
             "observed": [{"id": bad, "tokens": [token, token | {"kept": True}, {"text": bad}]}],
             "per_prompt": [{"id": bad, "speedup": 1.5, "exact": False, "first_difference": 2}], "rejections": sorts,
             "score": {"drafted": 0.5, "plain": 0.5, "measure": bad}, "plain_exact": False,

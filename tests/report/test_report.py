@@ -47,7 +47,7 @@ def row(**changes: Any) -> dict[str, Any]:
         "compared_tokens": 2304, "share": {"draft": 0.14, "verify": 0.79, "other": 0.07}, "loop_overhead": 0.041,
         "ttft_ms": {"p50": 88.1, "p95": 141.0, "p99": 160.2}, "itl_ms": {"p50": 50.0, "p95": 58.2, "p99": 66.7},
         "tpot_ms": {"p50": 24.0, "p95": 31.0, "p99": 38.0}, "itl_curve_ms": curve, "plain_itl_curve_ms": curve,
-        "dtype": "float32", "batch": 1, "device": "cpu", "unlawful": 0, "per_prompt": prompts,
+        "dtype": "float32", "batch": 1, "device": "cpu", "invalid": 0, "per_prompt": prompts,
     } | changes  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def test_strings_from_data_cannot_become_markup():
     """Prompt ids and notes come from anywhere; the page is opened from file://, where a script may do more."""
     bad = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>$title"
     prompts = [{"id": bad, "speedup": 1.5, "exact": False, "first_difference": 2}]
-    evil = row(drafter=bad, task=bad, device=bad, dtype=bad, per_prompt=prompts, exact=False, unlawful=3)
+    evil = row(drafter=bad, task=bad, device=bad, dtype=bad, per_prompt=prompts, exact=False, invalid=3)
     found = report(evil, row(task="other"), target=bad, made=bad, notes=[bad], provenance={bad: bad, "deep": {bad: [bad]}},
                    training={bad: {"loss_curve": [[0, 1], [1, 2]]}}, left_out=[{"id": bad}])  # fmt: skip
     page = Page(render(found))

@@ -253,7 +253,7 @@ def test_a_drafter_trained_in_int8_serves_the_float_target(saved, int8, target, 
     checkpoint.save(saved, model)
     assert checkpoint.trained_on(checkpoint.manifest_of(saved), target) == "int8"
     assert load_drafter(saved, target).limit == load_drafter(saved, int8).limit
-    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 64, "layers": 1, "copies": (2,)}
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 64, "layers": 1, "init_from_layers": (2,)}
     copied: Any = load_drafter("dflash", int8, **sizes)
     weight = copied.model.state_dict()["backbone.layers.0.mlp.up_proj.weight"]
     assert torch.equal(weight, int8.layer(2).state_dict()["mlp.up_proj.weight"])

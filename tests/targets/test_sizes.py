@@ -238,7 +238,7 @@ def test_the_count_on_paper_is_the_models(target, tmp_path):
     """Catches a count of shapes that are not those of the model which is trained."""
     target.model.save_pretrained(tmp_path)
     for kind in (*KINDS, "medusa"):
-        settings = {"kind": kind, "layers": 1, "copies": [2]} if kind in ("dflash", "deer") else {"kind": kind}
+        settings = {"kind": kind, "layers": 1, "init_from_layers": [2]} if kind in ("dflash", "deer") else {"kind": kind}
         module = find(kind)
         model = module.Model(module.Config(**settings), target)
         found = on_paper(RunConfig(name="x", target={"name": str(tmp_path)}, drafter=settings))

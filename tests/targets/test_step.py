@@ -20,7 +20,7 @@ from conftest import PAYS, tiny_model
 from contracts.parties import Oracle, Proposer
 
 from benchmarks.families import tiny
-from outrider import compiled, machine, packed
+from outrider import compiled, machine, prepacked
 from outrider.compiled import NotCompiled, compile_passes
 from outrider.compiled.key import fingerprint, values_of
 from outrider.decoding.draft import Draft
@@ -295,7 +295,7 @@ print(target.step.path.name, generate(target, [3, 4, 5], max_new_tokens=12)[0].t
     assert done.stdout.strip() == f"{fast.step.path.name} {generate(slow, [3, 4, 5], max_new_tokens=12)[0].tokens}", done.stderr
 
 
-@pytest.mark.skipif("panels" not in packed.ways(), reason="there is no C++ compiler")
+@pytest.mark.skipif("panels" not in prepacked.ways(), reason="there is no C++ compiler")
 def test_a_package_multiplies_by_our_kernel(monkeypatch, tmp_path):
     """Catches a graph that holds the plain products, one that can't be loaded where nothing has called the kernel yet, and
     products in panels within the graph that are others than those outside.
@@ -304,7 +304,7 @@ def test_a_package_multiplies_by_our_kernel(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "fastest", lambda question, ways, margin=1.1: "panels")
     model = tiny_model(21, num_hidden_layers=1).float()
     target = load_target(model)
-    assert packed.way_of(target.model) == "panels"
+    assert prepacked.way_of(target.model) == "panels"
     assert target.compile() > 0
     plain = load_target(copy.deepcopy(model), compile=False)
     kept, text = target.step._pass(1, 8)
@@ -321,7 +321,7 @@ def test_a_package_multiplies_by_our_kernel(monkeypatch, tmp_path):
     assert b"aoti_torch_cpu_attend" in library
 
 
-@pytest.mark.skipif("panels" not in packed.ways(), reason="there is no C++ compiler")
+@pytest.mark.skipif("panels" not in prepacked.ways(), reason="there is no C++ compiler")
 def test_a_package_without_weights_serves_every_model_of_its_shape(monkeypatch, tmp_path):
     """Catches a drafter that is compiled anew after every training, and one that drafts with the weights it had."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
@@ -453,7 +453,7 @@ def test_a_family_that_cannot_be_traced_stays_plain(family, monkeypatch):
 def test_a_model_that_is_too_large_stays_plain(slow, monkeypatch):
     """Catches a disk that is filled with copies."""
     monkeypatch.setattr(compiled, "MOST_BYTES", 1000)
-    monkeypatch.setattr(packed, "way_of", lambda model: "plain")
+    monkeypatch.setattr(prepacked, "way_of", lambda model: "plain")
     with pytest.raises(NotCompiled, match="GiB"):
         slow.compile()
 

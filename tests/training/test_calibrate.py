@@ -278,7 +278,7 @@ def test_what_cannot_be_calibrated_is_said(saved: Path, talker: TransformersTarg
     checkpoint.save(tmp_path / "bare", make_model(talker, confidence=False))
     with pytest.raises(CheckpointError, match="no confidence head to calibrate; train one"):
         calibrate.calibrate(tmp_path / "bare", talker, prompts(talker, 2))
-    model = make_model(talker, runners_up=(1,))
+    model = make_model(talker, siblings=(1,))
     with pytest.raises(DataError, match="calibrate at a temperature above 0"):
         calibrate.watch(talker, model.double().eval().drafter(), prompts(talker, 1), temperature=0.0)
 

@@ -55,7 +55,7 @@ class _Capture(NamedTuple):
     outputs: list[Tensor]
 
 
-class Captured:
+class CudaGraphs:
     """Passes of one traced function, called by `forward` as a package is."""
 
     def __init__(self, traced: nn.Module, recorder: Recorder = cuda_graph):
@@ -80,7 +80,7 @@ class Captured:
         if key not in self.captures:
             if len(self.captures) >= MOST:
                 self.captures.clear()
-            self.captures[key] = self._captured(given, end, buffers)
+            self.captures[key] = self._recorded(given, end, buffers)
         capture = self.captures[key]
         for there, here in zip(capture.given, given, strict=True):
             there.copy_(here)
@@ -88,7 +88,7 @@ class Captured:
         # the next replay writes over them, and drafters keep what they were given
         return [output[:, :width].clone() for output in capture.outputs]
 
-    def _captured(self, given: tuple[Tensor, ...], end: int, buffers: Sequence[Tensor]) -> _Capture:
+    def _recorded(self, given: tuple[Tensor, ...], end: int, buffers: Sequence[Tensor]) -> _Capture:
         fixed = tuple(argument.clone() for argument in given)
         columns = torch.arange(end, device=fixed[0].device)
         *before, taps = fixed

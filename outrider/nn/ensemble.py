@@ -30,7 +30,7 @@ from outrider.policies.merge import Places, deterministic, merged
 
 
 @dataclass(kw_only=True)
-class PartsMemory:
+class EnsembleMemory:
     """Every part's own memory, and what it proposed for the step that is open."""
 
     parts: list[Any]
@@ -39,7 +39,7 @@ class PartsMemory:
     """Of each part: where its nodes stand in the union of all."""
 
 
-class Parts(Drafter):
+class Ensemble(Drafter):
     """Several drafters as one.  What is done with their drafts a subclass says; see `policies.merge`."""
 
     def __init__(self, drafters: Sequence[Drafter], limit: int):
@@ -52,16 +52,16 @@ class Parts(Drafter):
         self.limits = [drafter.limit for drafter in drafters]
         self.steps = tuple(step for drafter in drafters for step in drafter.steps)
 
-    def allocate(self, cache: Cache) -> PartsMemory:
-        return PartsMemory(parts=[drafter.allocate(cache) for drafter in self.drafters])
+    def allocate(self, cache: Cache) -> EnsembleMemory:
+        return EnsembleMemory(parts=[drafter.allocate(cache) for drafter in self.drafters])
 
     def admit(
-        self, memory: PartsMemory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
+        self, memory: EnsembleMemory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
     ) -> None:
         for drafter, own in zip(self.drafters, memory.parts, strict=True):
             drafter.admit(own, rows, state, self._tapped(drafter, scores), lengths)
 
-    def ask(self, memory: PartsMemory, part: int, state: DecodeState, budget: Tensor) -> Draft:
+    def ask(self, memory: EnsembleMemory, part: int, state: DecodeState, budget: Tensor) -> Draft:
         """One part's draft, at most budget[b] nodes.  budget [B] int64 on the CPU."""
         draft = Draft.empty(len(state.rows), state.device)
         if max(budget.tolist()):
@@ -73,7 +73,7 @@ class Parts(Drafter):
         memory.drafts[part] = draft
         return draft
 
-    def join(self, memory: PartsMemory, part: int, union: Draft, own: Draft, most: Tensor, seeded: Tensor | None) -> Draft:
+    def join(self, memory: EnsembleMemory, part: int, union: Draft, own: Draft, most: Tensor, seeded: Tensor | None) -> Draft:
         """The union of all drafts so far with what a part proposed, or with what its caller left of that; see `merged`."""
         union, places = merged(union, deterministic(own, seeded), most)
         if own.origin is not None:
@@ -83,7 +83,7 @@ class Parts(Drafter):
         return union
 
     def tell(
-        self, memory: PartsMemory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores
+        self, memory: EnsembleMemory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores
     ) -> list[tuple[list[dict[int, int]], list[list[int]]]]:
         """Tell every part.  Returns of each, slot by slot: which of its nodes were verified, as places in `draft`; and which of
         them were kept, from the anchor down.
@@ -105,7 +105,7 @@ class Parts(Drafter):
                 _tell(drafter, memory.parts[part], state, draft, kept, told, own, places, paths)
         return found
 
-    def free(self, memory: PartsMemory, rows: Sequence[int]) -> None:
+    def free(self, memory: EnsembleMemory, rows: Sequence[int]) -> None:
         for drafter, own in zip(self.drafters, memory.parts, strict=True):
             drafter.free(own, rows)
 

@@ -34,7 +34,7 @@ PANELS = "panels"
 """A layer's panels as its buffer."""
 
 
-class Packed(NamedTuple):
+class Prepacked(NamedTuple):
     """A layer's weight as one of the ways reads it, and which weight that was."""
 
     way: Way
@@ -54,7 +54,7 @@ def pack(model: nn.Module) -> None:
     if way == "plain":
         return
     for layer in layers:
-        _weights[layer] = Packed(way, packed(layer.weight.detach(), way), _stamp(layer))
+        _weights[layer] = Prepacked(way, prepacked(layer.weight.detach(), way), _stamp(layer))
         layer.forward = functools.partial(_forward, layer)  # type: ignore[method-assign]
 
 
@@ -118,7 +118,7 @@ def way_of(model: nn.Module) -> Way:
 
 
 _open: ContextVar[tuple[Way, ...]] = ContextVar("open", default=())
-_weights: WeakKeyDictionary[nn.Linear, Packed] = WeakKeyDictionary()
+_weights: WeakKeyDictionary[nn.Linear, Prepacked] = WeakKeyDictionary()
 """Not kept in the layers: they could not be copied or saved any more."""
 
 
@@ -158,7 +158,7 @@ def ways() -> list[Way]:
     return [way for way, is_there in there.items() if is_there]
 
 
-def packed(weight: Tensor, way: Way) -> Tensor:
+def prepacked(weight: Tensor, way: Way) -> Tensor:
     """The weight [outputs, inner] float32 as this way reads it."""
     if way == "panels":
         return kernels.panels(weight)
@@ -191,7 +191,7 @@ def _fastest(layers: Sequence[nn.Linear]) -> Way:
                 product(inputs[rows, own.shape[1]], way, weight, own.shape[0])
 
     def runs() -> dict[str, Callable[[], object]]:
-        return {way: functools.partial(multiply, way, [packed(own, way) for own in sample]) for way in there}
+        return {way: functools.partial(multiply, way, [prepacked(own, way) for own in sample]) for way in there}
 
     if len(there) == 1:
         return "plain"
@@ -205,6 +205,6 @@ def _has_onednn() -> bool:
         if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
             return False
         x, weight = torch.rand(2, 8), torch.rand(4, 8)
-        return torch.allclose(product(x, "onednn", packed(weight, "onednn"), 4), F.linear(x, weight))
+        return torch.allclose(product(x, "onednn", prepacked(weight, "onednn"), 4), F.linear(x, weight))
     except (AttributeError, RuntimeError):  # the operators are torch's own, but not promised
         return False

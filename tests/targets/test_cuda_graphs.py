@@ -10,8 +10,8 @@ from targets.test_step import COUNTS, Guesses, agree, prompts_of, written
 from tiny import tiny_model
 
 from outrider.compiled import NotCompiled
-from outrider.targets import captured
-from outrider.targets.captured import Captured
+from outrider.targets import cuda_graphs
+from outrider.targets.cuda_graphs import CudaGraphs
 from outrider.targets.load import load_target
 from outrider.targets.step import CompiledStep, _Traced
 from outrider.targets.transformers import TransformersTarget
@@ -26,14 +26,14 @@ class Tape:
         self.count: Counter[str] = Counter()
 
     def __call__(self, function):
-        outputs = captured.flat(function())
-        self.count["captured"] += 1
+        outputs = cuda_graphs.flat(function())
+        self.count["cuda_graphs"] += 1
 
         def replay() -> None:
             self.count["replayed"] += 1
             if self.is_stuck:
                 return
-            for there, here in zip(outputs, captured.flat(function()), strict=True):
+            for there, here in zip(outputs, cuda_graphs.flat(function()), strict=True):
                 there.copy_(here)
 
         return replay, outputs
@@ -44,7 +44,7 @@ def with_tape(target: TransformersTarget, tape: Tape) -> TransformersTarget:
     target.step._weights = list(target.model.parameters())
     target.step._version = sum(weight._version for weight in target.step._weights)
     layers = target.step._pass(1, 1)[0].layers
-    target.step.graph = Captured(_Traced(target, layers), tape)
+    target.step.graph = CudaGraphs(_Traced(target, layers), tape)
     return target
 
 
@@ -55,7 +55,7 @@ def slow() -> TransformersTarget:
 
 @pytest.fixture
 def tape(monkeypatch) -> Tape:
-    monkeypatch.setattr(captured, "COLUMNS", 16)
+    monkeypatch.setattr(cuda_graphs, "COLUMNS", 16)
     return Tape()
 
 
@@ -64,27 +64,27 @@ def fast(tape) -> TransformersTarget:
     return with_tape(load_target(tiny_model(dtype=torch.float64), compile=False), tape)
 
 
-def test_captured_passes_say_what_plain_ones_say(fast, slow, tape):
+def test_cuda_graphs_passes_say_what_plain_ones_say(fast, slow, tape):
     """Catches padding that is seen, columns that are cut, another replay's rows, and results that the next one writes over."""
     agree(fast, slow)
-    assert 0 < tape.count["captured"] < tape.count["replayed"] / 4
+    assert 0 < tape.count["cuda_graphs"] < tape.count["replayed"] / 4
 
 
-real_capture = Captured._captured
+real_capture = CudaGraphs._recorded
 
 
 @pytest.mark.parametrize("fault", ["seen", "given", "columns"])
 def test_a_fault_in_the_padding_is_found_out(fault, fast, slow, monkeypatch):
     """The test above: with padding that all rows see, replays that read nothing new, columns that end too early."""
     if fault == "seen":
-        real = captured._seen
-        monkeypatch.setattr(captured, "_seen", lambda visible, wide: real(visible, wide) | (wide > visible.shape[-1]))
+        real = cuda_graphs._seen
+        monkeypatch.setattr(cuda_graphs, "_seen", lambda visible, wide: real(visible, wide) | (wide > visible.shape[-1]))
     if fault == "given":
         monkeypatch.setattr(Tape, "is_stuck", True)
     if fault == "columns":
-        monkeypatch.setattr(captured, "COLUMNS", 1)
+        monkeypatch.setattr(cuda_graphs, "COLUMNS", 1)
         monkeypatch.setattr(
-            Captured, "_captured", lambda self, given, end, buffers: real_capture(self, given, end - 3, buffers)
+            CudaGraphs, "_recorded", lambda self, given, end, buffers: real_capture(self, given, end - 3, buffers)
         )
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
         agree(fast, slow)
@@ -100,7 +100,7 @@ def test_a_pass_that_has_no_room_for_its_padding_stays_plain(fast):
 
 def test_no_more_captures_are_held_than_fit(fast, tape, monkeypatch):
     """Catches memory that grows with every batch of slots."""
-    monkeypatch.setattr(captured, "MOST", 3)
+    monkeypatch.setattr(cuda_graphs, "MOST", 3)
     for _ in range(3):
         written(fast, Guesses(fast.spec.vocabulary, True), 2)
     assert len(fast.step.graph.captures) <= 3
@@ -124,7 +124,7 @@ def test_a_capture_is_not_taken_for_a_cache_of_another_shape_at_its_address(tape
     def add_up(tokens, depths, visible, starts, columns, taps, asked, buffers):
         return tokens + buffers[0][:, 1, columns].sum(), tokens, tokens, tokens
 
-    passes, ones = Captured(add_up, tape), torch.ones(1, 2, dtype=torch.int64)
+    passes, ones = CudaGraphs(add_up, tape), torch.ones(1, 2, dtype=torch.int64)
     given = (
         ones,
         ones,
@@ -146,7 +146,7 @@ def test_another_device_says_why_it_stays_plain(slow, monkeypatch):
     """Catches a step that is captured where nothing can be."""
     step = CompiledStep(slow)
     with pytest.raises(NotCompiled, match="CUDA"):
-        step.captured()
+        step.cuda_graphs()
     assert len(COUNTS) == len(prompts_of(slow.spec.vocabulary))
 
 

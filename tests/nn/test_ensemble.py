@@ -13,7 +13,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.nn import parts
-from outrider.nn.parts import Parts
+from outrider.nn.ensemble import Ensemble
 from outrider.sampling.settings import Sampling
 
 V = 9
@@ -44,7 +44,7 @@ def run(kept: list[int], path: list[int]) -> tuple[Fixed, Fixed]:
     """Two drafters whose union [1, 2, 3, 4, 5, 6] is cut to `kept` and then accepted along `path`; row r of the pass says r."""
     #  one: 1 -> 3, 2        other: 2 -> 4 -> 5, 6
     one, other = Fixed([1, 2, 3], [-1, -1, 0]), Fixed([2, 4, 5, 6], [-1, 0, 1, -1])
-    both = Parts([one, other], 9)
+    both = Ensemble([one, other], 9)
     state = DecodeState(1, 100)
     state.admit(0, Request([7, 8], 50, Sampling()))
     memory = both.allocate(SimpleNamespace(slots=1))

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from outrider import machine, packed
-from outrider.packed import Way
+from outrider import machine, prepacked
+from outrider.prepacked import Way
 
-OURS = [way for way in packed.ways() if way != "plain"]
+OURS = [way for way in prepacked.ways() if way != "plain"]
 pytestmark = pytest.mark.skipif(not OURS, reason="neither torch nor a compiler has another way here")
 
 
@@ -29,7 +29,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
 def layer(way: Way) -> nn.Linear:
     torch.manual_seed(0)
     layer = nn.Linear(48, 80)
-    packed.pack(nn.Sequential(layer))
+    prepacked.pack(nn.Sequential(layer))
     return layer
 
 
@@ -37,19 +37,19 @@ def layer(way: Way) -> nn.Linear:
 def test_the_product_is_the_same(layer: nn.Linear, shape: tuple[int, ...]) -> None:
     """Catches a transposed weight, a lost bias, rows that are dropped or reordered."""
     x = torch.randn(shape)
-    with torch.inference_mode(), packed.products():
+    with torch.inference_mode(), prepacked.products():
         torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
 def test_it_is_used_only_while_open(layer: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a model of the user's that computes otherwise outside our passes, in training or under autocast."""
     calls: list[int] = []
-    real = packed.product
-    monkeypatch.setattr(packed, "product", lambda *given: calls.append(1) or real(*given))
+    real = prepacked.product
+    monkeypatch.setattr(prepacked, "product", lambda *given: calls.append(1) or real(*given))
     x = torch.randn(2, 48)
     with torch.inference_mode():
         layer(x)
-    with packed.products():
+    with prepacked.products():
         layer(x)  # gradients are on
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             layer(x)
@@ -66,10 +66,10 @@ def test_a_changed_weight_is_not_forgotten(layer: nn.Linear) -> None:
     for changed in (layer, other):
         with torch.no_grad():
             changed.weight.mul_(2)
-        with torch.inference_mode(), packed.products():
+        with torch.inference_mode(), prepacked.products():
             torch.testing.assert_close(changed(x), F.linear(x, changed.weight, changed.bias))
-        packed.pack(nn.Sequential(changed))
-        with torch.inference_mode(), packed.products():
+        prepacked.pack(nn.Sequential(changed))
+        with torch.inference_mode(), prepacked.products():
             torch.testing.assert_close(changed(x), F.linear(x, changed.weight, changed.bias))
 
 
@@ -78,11 +78,11 @@ def test_large_models_and_wrapped_layers_are_left_alone(monkeypatch: pytest.Monk
     """Catches a second copy of weights that fill the memory, and a forward of others' that is overwritten."""
     wrapped = nn.Linear(8, 8)
     wrapped.forward = F.relu  # type: ignore[method-assign, assignment]
-    packed.pack(nn.Sequential(wrapped))
+    prepacked.pack(nn.Sequential(wrapped))
     assert wrapped.forward is F.relu  # type: ignore[comparison-overlap]
     large = nn.Linear(8, 8)
     monkeypatch.setattr(machine, "free_memory", lambda: large.weight.nbytes)
-    packed.pack(nn.Sequential(large))
+    prepacked.pack(nn.Sequential(large))
     assert "forward" not in vars(large)
 
 
@@ -98,13 +98,13 @@ def test_layers_are_packed_only_where_that_is_faster(monkeypatch: pytest.MonkeyP
         found = ways()
         for run in found.values():
             run()
-        assert list(found) == packed.ways()
+        assert list(found) == prepacked.ways()
         return "plain"
 
     monkeypatch.setattr(machine, "fastest", plain_wins)
     layer = nn.Linear(48, 80)
     tied = nn.Linear(48, 80)
     tied.weight = nn.Parameter(torch.randn(80, 96))
-    packed.pack(nn.Sequential(layer, nn.ReLU(), tied))
+    prepacked.pack(nn.Sequential(layer, nn.ReLU(), tied))
     assert "forward" not in vars(layer)
-    assert asked == [f"float32 products of linear layers [((80, 48), 1), ((80, 96), 1)]: {packed.ways()}"]
+    assert asked == [f"float32 products of linear layers [((80, 48), 1), ((80, 96), 1)]: {prepacked.ways()}"]
