@@ -33,7 +33,9 @@ class Config(BaseModel):
     def _known_keys(cls, data: Any) -> Any:
         for key in data if isinstance(data, Mapping) else ():
             if key not in cls.model_fields:
-                raise ValueError(f"unknown key {key!r}{nearest(str(key), cls.model_fields)}")
+                now = RENAMED.get(key)
+                hint = f"; it is called {now!r} now" if now in cls.model_fields else nearest(str(key), cls.model_fields)
+                raise ValueError(f"unknown key {key!r}{hint}")
         return data
 
 

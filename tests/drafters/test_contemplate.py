@@ -64,11 +64,12 @@ def test_a_probe_that_drafted_rows_see_is_caught(target, prompts, monkeypatch):
     """Planted fault: the last drafted row sees the first row of the probe."""
     scores = target._scores
 
-    def leaking(tokens, cache, visible, depths, taps):
-        if visible is not None and visible.shape[1] > 4:
-            visible = visible.clone()
+    def leaking(tokens, cache, tree, taps):
+        if tree is not None and tree.visible.shape[1] > 4:
+            visible = tree.visible.clone()
             visible[:, : visible.shape[1] // 4, -1] = True
-        return scores(tokens, cache, visible, depths, taps)
+            tree = tree._replace(visible=visible)
+        return scores(tokens, cache, tree, taps)
 
     monkeypatch.setattr(target, "_scores", leaking)
     with pytest.raises(AssertionError):

@@ -12,7 +12,7 @@ from outrider import drafters
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import DecodeState, Request
 from outrider.generation import generate, serve
-from outrider.nn import parts
+from outrider.nn import ensemble
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
@@ -72,7 +72,7 @@ def test_mixed_trees_keep_the_law(pair, share):
 def test_drafters_that_share_their_noise_are_caught(monkeypatch):
     """Planted fault: the second part draws what the first drew, whatever its q says."""
     assert keeps_the_law(UNEVEN, made(Drawn(contrary, 2), Drawn(contrary, 2)), slots=1500)
-    monkeypatch.setattr(parts, "_with_own_noise", lambda state, part: state)
+    monkeypatch.setattr(ensemble, "_with_own_noise", lambda state, part: state)
     assert not keeps_the_law(UNEVEN, made(Drawn(contrary, 2), Drawn(contrary, 2)), slots=1500)
 
 

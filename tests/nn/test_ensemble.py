@@ -12,7 +12,7 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState, Request, Scores
-from outrider.nn import parts
+from outrider.nn import ensemble
 from outrider.nn.ensemble import Ensemble
 from outrider.sampling.settings import Sampling
 
@@ -76,6 +76,6 @@ def test_nothing_of_a_part_is_left():
 
 def test_numbers_of_the_union_taken_for_places_are_caught(monkeypatch: pytest.MonkeyPatch):
     """Planted fault: a cut draft's nodes are taken to stand where they stood in the union."""
-    monkeypatch.setattr(parts, "_verified", lambda draft: [{n: n for n in range(size)} for size in draft.live])
+    monkeypatch.setattr(ensemble, "_verified", lambda draft: [{n: n for n in range(size)} for size in draft.live])
     one, _ = run(kept=[1, 3, 4], path=[0, 1, 2])
     assert one.told[0][0] != [2]
