@@ -48,6 +48,7 @@ CONTRACTS, SAMPLING = "tests/contracts/", "outrider/sampling/"
 ACCEPT, STATE, DRAFT, LOOP, NOISE = (f"outrider/decoding/{name}.py" for name in ("accept", "state", "draft", "loop", "noise"))
 FAST, PREFIX, TEXT = (f"{SAMPLING}{name}.py" for name in ("fast", "prefix", "text"))
 POLICY, SERVING = "outrider/policies/by_confidence.py", "outrider/nn/serving.py"
+MEMORY = "outrider/nn/memory.py"
 TREES, CACHE = "outrider/nn/trees.py", "outrider/targets/cache.py"
 ENUMERATED = f"{CONTRACTS}test_law_enumerated.py::test_what_is_emitted_follows_the_target_exactly"
 
@@ -69,7 +70,7 @@ FAULTS = [
     ),
     Fault(
         "a tap is read one row off",
-        [Edit(SERVING, "features[b, : len(at)] if is_straight", "features[b, [0, *at[:-1]]] if is_straight")],
+        [Edit(MEMORY, "(features[b], accepted.rows(b))", "(features[b], [0, *accepted.rows(b)[:-1]])")],
         [f"{CONTRACTS}test_restarts.py::test_every_drafter_begun_again_has_as_much_accepted[dflash]"],
     ),
     Fault(
@@ -120,7 +121,7 @@ FAULTS = [
     ),
     Fault(
         "a slot given to a new request keeps a drafter's memory of the old one",
-        [Edit(SERVING, "        memory.kept.free(rows)\n", "")],
+        [Edit(MEMORY, "        memory.kept.free(rows)\n", "")],
         ["tests/nn/test_recurrent.py::test_a_slot_used_again_drafts_as_a_new_one"],
     ),
     Fault(
