@@ -16,15 +16,15 @@ class ByConfidence:
     """Verify a slot's nodes up to, and without, the first that is unlikely to be reached and kept.
 
     Of a drafter that says confidences before it draws (see `Drafter.confidence_before_draw`), the running product of a node's
-    own and its elders' must reach `least`; made for chains.  Of any other, the share of recent steps that kept a node of this
-    number must: it depends on earlier steps alone, so it is exact for trees too.
+    own and its elders' must reach `min_confidence`; made for chains.  Of any other, the share of recent steps that kept a
+    node of this number must: it depends on earlier steps alone, so it is exact for trees too.
     """
 
     WINDOW = 256.0
     """Steps after which a count has faded to 1/e: what is no longer tried looks worth a try."""
 
-    def __init__(self, nodes: int, least: float):
-        self.nodes, self.least = nodes, least
+    def __init__(self, nodes: int, min_confidence: float):
+        self.nodes, self.min_confidence = nodes, min_confidence
         self.kept, self.steps = [0.0] * nodes, [0.0] * nodes
         """How often each node was kept, of how many steps in which it was there; fading."""
 
@@ -33,10 +33,10 @@ class ByConfidence:
 
     def keep(self, state: DecodeState, sizes: Tensor, confidence: Tensor | None) -> Tensor:
         if confidence is not None:
-            likely = (confidence.cumprod(-1) >= self.least).cumprod(-1).sum(-1).cpu()
+            likely = (confidence.cumprod(-1) >= self.min_confidence).cumprod(-1).sum(-1).cpu()
             return torch.minimum(sizes, likely)
         shares = self.shares()
-        return sizes.clamp(max=next((n for n, share in enumerate(shares) if share < self.least), len(shares)))
+        return sizes.clamp(max=next((n for n, share in enumerate(shares) if share < self.min_confidence), len(shares)))
 
     def shares(self) -> list[float]:
         """How often each node was kept of late."""

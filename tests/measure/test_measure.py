@@ -582,18 +582,16 @@ def test_every_party_is_asked_the_same_conversation(
         said.append({"role": "assistant", "content": talker.decode(generate_once(talker, wanted[-1], 8)[0])})
     asked = asked[5:]  # the warm-up
     parties = [(0.0, None), (0.0, drafters["ngram"]), (0.0, drafters["dspark"]), (1.0, None), (1.0, drafters["dspark"])]
-    for temperature, party in parties:
-        own = [prompt for temperature, drafter, prompt, *_ in asked if (temperature, drafter) == (temperature, party)]
+    for one in parties:
+        own = [prompt for temperature, drafter, prompt, *_ in asked if (temperature, drafter) == one]
         assert own[:3] == wanted
         assert len(own) == 4
     for row in found.rows:
         one, other = row.per_prompt
         assert (one.tokens, other.tokens, row.compared_tokens) == (24, 8, 32 if row.temperature == 0 else 0)
         assert row.exact is (True if row.temperature == 0 else None)
-        steps = sum(
-            n for temperature, drafter, *_, n in asked if (temperature, drafter) == (row.temperature, drafters[row.drafter])
-        )
-        assert row.steps == steps
+        own = row.temperature, drafters[row.drafter]
+        assert row.steps == sum(n for temperature, drafter, *_, n in asked if (temperature, drafter) == own)
 
 
 def test_a_temperature_that_stands_twice_is_refused() -> None:

@@ -66,7 +66,7 @@ def test_what_was_found_is_saved_and_refused_on_another_target(idle, target, pro
     (found, *_) = search(idle, prompts[:2], tokens=12, tries=8, length=3)
     found.save(tmp_path / "set.json")
     drafter = build(Config(file=str(tmp_path / "set.json")), idle)
-    assert (drafter.skip, drafter.limit, drafter.least) == (found.skip, found.length, found.least)
+    assert (drafter.skip, drafter.limit, drafter.min_confidence) == (found.skip, found.length, found.min_confidence)
     assert build(Config(file=str(tmp_path / "set.json"), length=7, min_confidence=0.5), idle).limit == 7
     with pytest.raises(CheckpointError, match="search again"):
         build(Config(file=str(tmp_path / "set.json")), target)
