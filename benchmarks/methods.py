@@ -4,8 +4,8 @@
 
 A cell is a method, a seed and a column.  Column `minutes`: as many optimiser steps as fit into the same minutes of one core,
 timed once and the same for the method's other seeds; column `steps`: the same number of steps for all.  Data, batch, optimiser
-and prompts are the same, settings are the recipes'; what a cell says stays in results/methods/, so a run that is stopped goes
-on where it was, and two may run beside each other on methods of their own.  Time is the process's own CPU time, which work
+and prompts are the same, settings are the recipes'; what a cell says is a line of results/methods.jsonl, so a run that is
+stopped goes on where it was, and two may run beside each other on methods of their own.  Time is the process's own CPU time, which work
 beside it does not count in; no cell sees its prompts in training.  Measured in interleaved runs of a few methods, at
 temperatures 0 and 1, against `generate` and plain decoding.
 
@@ -49,7 +49,7 @@ from outrider.targets.transformers import TransformersTarget
 from outrider.training.trainer import train
 
 HERE = Path(__file__).resolve().parent
-RECIPES, CELLS, RUNS = HERE.parent / "recipes", HERE / "results" / "methods", HERE.parent / "runs" / "methods"
+RECIPES, CELLS, RUNS = HERE.parent / "recipes", HERE / "results" / "methods.jsonl", HERE.parent / "runs" / "methods"
 MINUTES, STEPS = 3.0, 160
 """Of one core, in the first column; optimiser steps, in the second."""
 BATCH = 8
@@ -185,7 +185,7 @@ def main() -> None:
         measured = MeasureConfig(prompts=options.prompts, max_new_tokens=options.new, traced_prompts=0)
         bench = Bench(load_target("demo", compile=False), measured)
         for column, seed in itertools.product(options.column.split(","), map(int, options.seeds.split(","))):
-            wanted = [name for name in names if not cell_of(name, seed, column).exists()]
+            wanted = [name for name in names if cell_of(name, seed, column) is None]
             for start in range(0, len(wanted), TOGETHER):
                 bench.run(wanted[start : start + TOGETHER], seed, column)
     write(table(list(cells())), options.out)
@@ -215,9 +215,8 @@ class Bench:
         for name, facts in trained.items():
             rows = [row for row in outcome.rows if row.drafter == name]
             cell = {"method": name, "seed": seed, "column": column, **facts, "rows": [short(row) for row in rows]}
-            path = cell_of(name, seed, column)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(cell, indent=1) + "\n")
+            with CELLS.open("a") as lines:
+                lines.write(json.dumps(cell, separators=(",", ":")) + "\n")
 
     def train(self, name: str, seed: int, column: str) -> dict[str, Any]:
         """Train one cell, or take what an earlier sitting left whole.  Returns what the cell says of its training."""
@@ -239,8 +238,8 @@ class Bench:
     def _affordable(self, name: str, settings: RunConfig, folder: Path) -> int:
         """Steps in the minutes there are: those of a seed before, else as the quickest of three short trials says."""
         for seed in range(10):
-            if cell_of(name, seed, "minutes").exists():
-                return int(json.loads(cell_of(name, seed, "minutes").read_text())["steps"])
+            if cell := cell_of(name, seed, "minutes"):
+                return int(cell["steps"])
         trials = [self._fit(settings, folder.with_name(folder.name + "-trial"), 30) for _ in range(3)]
         return round(60 * MINUTES / min(trial["seconds_per_step"] for trial in trials))
 
@@ -300,8 +299,9 @@ def folder_of(name: str, seed: int, column: str) -> Path:
     return RUNS / f"{slug(name)}-{seed}-{column}"
 
 
-def cell_of(name: str, seed: int, column: str) -> Path:
-    return CELLS / f"{slug(name)}-{seed}-{column}.json"
+def cell_of(name: str, seed: int, column: str) -> dict[str, Any] | None:
+    wanted = name, seed, column
+    return next((cell for cell in cells() if (cell["method"], cell["seed"], cell["column"]) == wanted), None)
 
 
 def slug(name: str) -> str:
@@ -329,8 +329,8 @@ def say(text: str) -> None:
 
 
 def cells() -> Iterator[dict[str, Any]]:
-    for path in sorted(CELLS.glob("*.json")):
-        yield json.loads(path.read_text())
+    if CELLS.exists():
+        yield from map(json.loads, CELLS.read_text().splitlines())
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

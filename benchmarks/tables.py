@@ -1,4 +1,6 @@
-"""Put the tables of benchmarks/results/*.json into RESULTS.md, each between its own marks: `python benchmarks/tables.py`."""
+"""Put the tables of benchmarks/results/*.json into benchmarks/pages/*.md, each between its own marks, and what was promised
+and found into RESULTS.md: `python benchmarks/tables.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,66 @@ HERE = Path(__file__).resolve().parent
 
 
 def main() -> None:
-    path = HERE / "RESULTS.md"
-    text = path.read_text()
-    for name, section in SECTIONS.items():
-        result = HERE / "results" / f"{name}.json"
-        if result.exists():
-            body = f"<!-- {name} -->\n{section(json.loads(result.read_text()))}\n<!-- /{name} -->"
-            text = re.sub(rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, body=body: body, text, flags=re.DOTALL)
-    path.write_text(text)
+    found = {path.stem: json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))}
+    drawn = {name: section(found[name]) for name, section in SECTIONS.items() if name in found}
+    for page in sorted((HERE / "pages").glob("*.md")):
+        _put(page, drawn)
+    _put(HERE / "RESULTS.md", {"glance": glance(found)})
+
+
+def _put(page: Path, sections: dict[str, str]) -> None:
+    text = page.read_text()
+    for name, section in sections.items():
+        body = f"<!-- {name} -->\n{section}\n<!-- /{name} -->"
+        text = re.sub(rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, body=body: body, text, flags=re.DOTALL)
+    page.write_text(text)
+
+
+def glance(found: dict[str, Any]) -> str:
+    """One line a page: what was promised, how much of it holds, and what is furthest from it."""
+    families, soak = found["families"]["totals"], found["soak"]["totals"]
+    wrong = sum(row["outcome"] not in ("exact", "refused", "not built") for row in found["every_family"]["rows"])
+    tasks = found["lm_eval"]["tasks"]
+    engines = [row for row in found["engines"]["rows"] if row.get("steps_equal")]
+    parted = [row["row"] for row in engines if row["steps_equal"] < 1]
+    orders = [order for order in found["methods"]["orders"] if order["holds"] is not None]
+    against = [one for one in orders if one["differs"] and one["ratio"] < 1]
+    pairs = sorted({"{better} over {worse}".format(**one) for one in against if "the d" not in one["better"]})
+    at_most_none = [
+        ("families", "greedy text is `generate`'s: tokens that differ", families["mismatches"], families["tokens"]),
+        ("every_family", "a form is exact or refused by name: neither", wrong, len(found["every_family"]["rows"])),
+        ("soak", "with a seed, text is plain decoding's: tokens that differ", soak["mismatches"], soak["tokens"]),
+        ("lm_eval", "answers to tasks are equal with a drafter: answers that differ",
+         sum(task["answers"] - task["equal"] for task in tasks), sum(task["answers"] for task in tasks)),
+    ]  # fmt: skip
+    lines = [_line(name, promise, "0", f"{bad:,} of {every:,}", not bad) for name, promise, bad, every in at_most_none]
+    by_engine = f"vLLM accepts what is accepted here, step by step; not, by faults of its own: {', '.join(parted)}"
+    lines.append(_line("engines", by_engine, "all", f"{len(engines) - len(parted)} of {len(engines)}", not parted))
+    for name in SECTIONS:
+        promises = found.get(name, {}).get("promises")
+        if isinstance(promises, dict):  # facts that hold or do not
+            promises = [{"promise": one, "holds": holds} for one, holds in promises.items()]
+        if promises:
+            short = [one for one in promises if not one["holds"]]
+            worst = "; ".join(_promise(one) for one in short[:2]) + (f"; {len(short) - 2} more" if len(short) > 2 else "")
+            held = f"{len(promises) - len(short)} of {len(promises)}"
+            lines.append(_line(name, worst and f"short: {worst}", f"{len(promises)} promises", held, not short))
+    lines.append(
+        _line("methods", f"orders of the papers; the other way round here: {'; '.join(pairs)}", f"{len(orders)} orders",
+              f"{sum(one['holds'] for one in orders)} of {len(orders)}", not against)
+    )  # fmt: skip
+    return _table(["page", "promise, or what falls short of it", "wanted", "found", "holds"], lines, right=slice(2, 4))
+
+
+def _line(name: str, promise: str, wanted: str, found: str, holds: bool | str) -> list[str]:
+    page = next(page for page in sorted((HERE / "pages").glob("*.md")) if f"<!-- {name} -->" in page.read_text())
+    said = holds if isinstance(holds, str) else "yes" if holds else "**no**"
+    return [f"[{name}](pages/{page.name})", promise or "all hold", wanted, found, said]
+
+
+def _promise(one: dict[str, Any]) -> str:
+    has_numbers = isinstance(one.get("wanted"), int | float)
+    return one["promise"] + (f" ({one['found']:.3g}, wanted {one['wanted']:g})" if has_numbers else "")
 
 
 def families(found: dict[str, Any]) -> str:
