@@ -38,7 +38,8 @@ def main() -> None:
     print(
         f"functions:         {len(lengths):,}, median {statistics.median(lengths):.0f} lines, p99 {lengths[len(lengths) * 99 // 100]}"
     )
-    print("longest functions: " + ", ".join(f"{where} {length}" for length, where in sorted(functions, reverse=True)[:MOST]))
+    longest = sorted(functions, reverse=True)[:MOST]
+    print("longest functions: " + ", ".join(f"{where} {length}" for length, where in longest))
     print("deferred imports:  " + (", ".join(deferred(trees)) or "none"))
 
 
