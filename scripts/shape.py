@@ -35,9 +35,8 @@ def main() -> None:
     print(f"{sum(lines.values()):,} code lines in {len(files)} files")
     print("rooms:             " + ", ".join(f"{room} {count:,}" for room, count in rooms.most_common()))
     print("largest files:     " + ", ".join(f"{name(file)} {count}" for file, count in Counter(lines).most_common(MOST)))
-    print(
-        f"functions:         {len(lengths):,}, median {statistics.median(lengths):.0f} lines, p99 {lengths[len(lengths) * 99 // 100]}"
-    )
+    middle, high = statistics.median(lengths), lengths[len(lengths) * 99 // 100]
+    print(f"functions:         {len(lengths):,}, median {middle:.0f} lines, p99 {high}")
     longest = sorted(functions, reverse=True)[:MOST]
     print("longest functions: " + ", ".join(f"{where} {length}" for length, where in longest))
     print("deferred imports:  " + (", ".join(deferred(trees)) or "none"))
