@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from outrider.gate.harness import TaskRun
 
 LONGEST = 64
-"""Tokens of a prompt that is sampled from: a law can be tested anywhere, and short texts are read fast."""
+"""Tokens of a prompt that is sampled from: a distribution can be tested anywhere, and short texts are read fast."""
 STYLES = {"equal": "green", "equivalent": "green", "no difference": "green", "tie": "yellow", "not enough prompts": "yellow"}
 
 Settings = Annotated[
@@ -62,7 +62,7 @@ def parity(
     ] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Are the answers the same?  Exit code 1 where a difference is no rounding: a fault, another law, another text."""
+    """Are the answers the same?  Exit code 1 where a difference is no rounding: a fault, another distribution, another text."""
     place_of_json(json_to)
     if texts:
         _texts(texts, json_to)

@@ -54,7 +54,7 @@ class CompiledBlock(Compiled):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """A block a slot behind taps [R, C, T, H] of which counts[b] are real, in a pass of `kept` that is open afterwards.
 
-        Returns nodes [R, N], the laws that they were drawn from [R, N, V] or None, and confidences [R, K].
+        Returns nodes [R, N], the distributions that they were drawn from [R, N, V] or None, and confidences [R, K].
         """
         rows, noise, anchors = state.rows, self.traced.noise(state), state.anchor
         if not taps.shape[1]:
@@ -166,7 +166,7 @@ class Greedy(_Traced):
 
 
 class Drawn(_Traced):
-    """Blocks drawn at a temperature: tokens, the laws they were drawn from, and confidences."""
+    """Blocks drawn at a temperature: tokens, the distributions they were drawn from, and confidences."""
 
     name, draws = "block-drawn", True
     tokens: Tensor

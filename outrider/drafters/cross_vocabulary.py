@@ -97,7 +97,7 @@ class CrossVocabulary(Drafter):
         return self._in_common(memory, state, budget, logits)
 
     def _in_common(self, memory: Readings, state: DecodeState, budget: Tensor, logits: Tensor) -> Draft:
-        """Tokens that both vocabularies have, each drawn from the model's law given that it is one of them."""
+        """Tokens that both vocabularies have, each drawn from the model's distribution given that it is one of them."""
         rows = state.rows
         # where a text's end has no twin, the model can't be told where it stands
         is_told = [self.shared.of(memory.slots[row].transcript.waiting) is not None for row in rows]

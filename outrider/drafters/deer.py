@@ -2,8 +2,8 @@
 
 A small transformer reads the committed tokens, whose keys and values it keeps, and behind them K masks that see each other both
 ways.  The logits of mask i are those of the i-th token to come, given the committed text and nothing else: positions are
-independent, so one pass is the draft, and q at each place is the law that its token was drawn from.  No state of the target is
-looked at; its embedding and head are borrowed.
+independent, so one pass is the draft, and q at each place is the distribution that its token was drawn from.  No state of
+the target is looked at; its embedding and head are borrowed.
 
 Training in two stages, each over texts cut behind random tokens.  I: all K masks behind a cut are learnt and weigh the same.
 II, from `refine` on: of a suffix of random length R up to K, the token at distance i from the cut weighs alpha^(R - i), so

@@ -2,9 +2,9 @@
 
 The feature is the state that the target's head reads.  fc fuses [embedding of token i + 1; feature i], one decoder layer
 without an input norm makes of it a guess at feature i + 1, whose logits are the target's own head's; the next step reads the
-guess in the feature's place.  Loss of the paper: 1.0 smooth-L1 of the feature + 0.1 cross entropy against the target's law
-(KL, but for a constant), on true features with uniform noise, which stands for the errors that guesses bring.  Trees, with
-`width` above 1, are EAGLE-2's (arXiv 2406.16858).
+guess in the feature's place.  Loss of the paper: 1.0 smooth-L1 of the feature + 0.1 cross entropy against the target's
+distribution (KL, but for a constant), on true features with uniform noise, which stands for the errors that guesses bring.
+Trees, with `width` above 1, are EAGLE-2's (arXiv 2406.16858).
 
 Assumes that features go on more regularly than tokens do.
 

@@ -2,8 +2,8 @@
 
 States of low, middle and high layers become one feature g = fc([low; mid; high]).  A layer reads [norm(embedding of token
 i + 1); norm(g_i)] and adds to g_i; what comes out goes to the head and, in the next step, takes g's place.  Training unrolls
-`ttt` such steps, so that drafting meets nothing new.  Loss of the paper: cross entropy against the target's law (KL, but for a
-constant), step s weighted 0.8 ** s.  Trees are EAGLE-2's (arXiv 2406.16858).
+`ttt` such steps, so that drafting meets nothing new.  Loss of the paper: cross entropy against the target's distribution
+(KL, but for a constant), step s weighted 0.8 ** s.  Trees are EAGLE-2's (arXiv 2406.16858).
 
 Assumes that the target's layers fuse linearly and that one layer suffices to go on for a few tokens.
 

@@ -5,7 +5,7 @@ retriever fills the room, so that as many nodes are verified as before.  The thr
 decoding: the largest below which nodes were kept at most `risk` of the time.  Every 16th step nothing is cut, so that it
 stays known.
 
-The law holds since a confidence is known before its node's token is drawn: whether a node stays hangs on the tokens above
+It is exact since a confidence is known before its node's token is drawn: whether a node stays hangs on the tokens above
 it and on earlier steps, never on its own token.  A drawn node is never cut for its probability.  Where a draft has no
 confidences, a drawn node's is the probability of its q's likeliest token, whichever was drawn; deterministic nodes without
 confidences are told apart by their place in the draft alone.
@@ -98,7 +98,7 @@ def marks_of(draft: Draft) -> list[list[Mark]]:
     if known is None:
         if draft.q is None:
             return [[(n, 0) for n in range(size)] for size in draft.live]
-        known = draft.q.amax(-1)  # of the law it was drawn from, whichever token was
+        known = draft.q.amax(-1)  # of the distribution it was drawn from, whichever token was
     logs = known.float().nan_to_num(1.0).clamp(2.0**-BINS, 1.0).log2().tolist()
     found = []
     for parents, size, row in zip(draft.tree, draft.live, logs, strict=True):

@@ -9,8 +9,8 @@ the largest products of these accuracies are drafted: what that assumes is that 
 2402.05109; its prefix attention is left out.)
 
 Differs from the paper: the output matrix is the target's own unless `head` is own, so that a head has H * H weights and is
-soon trained; accuracies are counted in training, not on texts kept aside; every draft is verified by the exact law, not by
-typical acceptance; under a temperature nodes are drawn, which keeps more than the likeliest do.
+soon trained; accuracies are counted in training, not on texts kept aside; every draft is verified by the exact distribution,
+not by typical acceptance; under a temperature nodes are drawn, which keeps more than the likeliest do.
 
 B slots, S tokens, H hidden size, V vocabulary, K heads, R ranks, N nodes, W nodes of one level, P positions trained.
 """

@@ -11,7 +11,7 @@ smaller by default, for which no bound is shown: requests are short.
 kept most for its tenant and its kind of text (code, math or chat), by UCB1 over steps (regret O(log T / gap), Auer,
 Cesa-Bianchi and Fischer 2002).
 
-All of this hangs on earlier steps alone, each part keeps its own q, and parts draw independently: the law holds.
+All of this hangs on earlier steps alone, each part keeps its own q, and parts draw independently: the output is exact.
 """
 
 from __future__ import annotations

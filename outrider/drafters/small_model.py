@@ -6,7 +6,7 @@ kept whole) it reads before it drafts.  Of a text that is longer than its contex
 tree (see `nn.trees`): each level is a pass over the nodes read so far, of which the accepted path stays in the cache.
 
 It can be trained to say what the target says, all of its weights.  (DistillSpec, Zhou et al. 2310.08461.)  Every token of a
-text is a row: the model's law of it against the target's.  Differs from the paper: all texts are the target's, made
+text is a row: the model's distribution of it against the target's.  Differs from the paper: all texts are the target's, made
 beforehand; the model writes none itself while it learns.
 """
 

@@ -4,7 +4,7 @@ A pass over eight rows rounds otherwise than a pass over one, so two likeliest t
 tie.  A fault has no such excuse.  What tells them apart is the margin: the model itself, with no cache and no draft, reads the
 text that both share in one pass, in its own precision and again in float64, and says how far below its likeliest token each
 candidate stands, in units of its rounding.  The same is asked of every token of the drafted text, so that a fault of both texts
-is found too.  At temperatures above 0 it is laws that are compared, see `two_samples`; of scores see `equivalence`.
+is found too.  At temperatures above 0 it is distributions that are compared, see `two_samples`; of scores see `equivalence`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Margin:
 
     @property
     def strays(self) -> str:
-        """Which text left the model's law here."""
+        """Which text left the model's distribution here."""
         plain, drafted = (value is None or value > ALLOWED * self.unit for value in self.shortfall)
         return "both" if plain and drafted else "plain" if plain else "drafted" if drafted else "neither"
 

@@ -18,7 +18,7 @@ from outrider.report.summary import loss
 
 MEASURES: dict[Rule, tuple[Unit, str]] = {
     "exactness": ("count", "texts that are not the target's own, token for token"),
-    "lossy rule": ("share", "total variation of a token from the target's law"),
+    "lossy rule": ("share", "total variation of a token from the target's distribution"),
     "machine": ("count", "differences that times depend on"),
     "speed": ("new/old", "geometric mean over prompts of new/old {speed}"),
     "tokens per step": ("new/old", "new/old tokens committed per target pass, over the same prompts"),
@@ -100,7 +100,7 @@ def lossy(comparison: Comparison, policy: Policy) -> Iterator[Part]:
         elif row.lossless is None:
             yield silent(where, "the report does not say by which rule it was measured")
         else:
-            yield Part(where, "pass", "measured under the law", row.distance)
+            yield Part(where, "pass", "measured under the exact rule", row.distance)
 
 
 def contamination(comparison: Comparison, policy: Policy) -> Iterator[Part]:

@@ -1,9 +1,11 @@
-"""Do two sets of sampled texts follow one law?  Permutation tests within prompts, corrected for their number, with their power.
+"""Do two sets of sampled texts follow one distribution?  Permutation tests within prompts, corrected for their number, with
+their power.
 
 Three questions: which token stands at each place (chi-square over tokens, rare ones pooled), how long texts are
 (Kolmogorov-Smirnov), which 3-grams they are made of (energy distance of hashed counts: Székely and Rizzo, 2013).  All three
-share the same relabelled sets: under one law a text's label says nothing, so every test has exactly the chance of a false
-alarm that it claims, however few the texts and whatever their ties; Holm's rule shares that chance among them.  Knows no torch.
+share the same relabelled sets: under one distribution a text's label says nothing, so every test has exactly the chance of a
+false alarm that it claims, however few the texts and whatever their ties; Holm's rule shares that chance among them.  Knows
+no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Test(NamedTuple):
     name: str
     statistic: float
     chance: float
-    """Of a statistic as large or larger under one law."""
+    """Of a statistic as large or larger under one distribution."""
     allowed: float
     """What Holm's rule lets this test use of the chance of a false alarm."""
 

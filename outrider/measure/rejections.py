@@ -41,7 +41,8 @@ class Judged(NamedTuple):
     tested: list[Tested]
     """One for each token."""
     overlap: list[float]
-    """Of every place where something was proposed the chance that the law keeps it, at the run's own temperature."""
+    """Of every place where something was proposed the chance that the acceptance rule keeps it, at the run's own
+    temperature."""
 
 
 class TracedTarget:
@@ -129,7 +130,8 @@ def _short(number: Tensor) -> float:
 
 
 def _chance(p: Tensor, draft: Draft, children: Sequence[int]) -> float:
-    """That the law keeps one of these siblings, before they are drawn: overlap with what the elder ones left.  p [V]."""
+    """That the acceptance rule keeps one of these siblings, before they are drawn: overlap with what the elder ones left.  p
+    [V]."""
     left, missed = p, 1.0
     for node in children:
         if draft.q is not None:

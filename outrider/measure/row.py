@@ -52,7 +52,7 @@ class Run:
     model_s: float = 0.0
     invalid: int = 0
     tv_distance: float = 0.0
-    """Total variation of its tokens from the target's law, added up."""
+    """Total variation of its tokens from the target's distribution, added up."""
     nodes: list[int] = field(default_factory=list)
     """Drafted tokens verified in each step, on all branches; empty where drafts are chains and `reached` says it."""
     turns: list[int] = field(default_factory=list)

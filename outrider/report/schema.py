@@ -256,7 +256,7 @@ class Row(Part):
     invalid: int | None = None
     """Drafted nodes whose q was no distribution, or whose id no token; verified as deterministic."""
     rule: str | None = None
-    """The lossy rule that decided what is kept, with its numbers; null under the law."""
+    """The lossy rule that decided what is kept, with its numbers; null under the exact rule."""
     policy: str | None = None
     """How much was drafted, as in `evaluate.policy`; `own` where a measurement brought one, null means fixed."""
     verification: str | None = None
@@ -264,7 +264,7 @@ class Row(Part):
     lossless: bool | None = None
     """False under a lossy rule, whatever the texts turned out to be."""
     distance: float | None = None
-    """Mean total variation of an emitted token from the target's law; 0 under the law."""
+    """Mean total variation of an emitted token from the target's distribution; 0 under the exact rule."""
     per_prompt: tuple[PromptResult, ...] = ()
 
     def is_trained_on(self, precision: str | None) -> bool:

@@ -69,10 +69,10 @@ def skew(row: Row) -> str:
 
 
 def loss(row: Row) -> str:
-    """What a lossy rule did, in words; empty under the law."""
+    """What a lossy rule did, in words; empty under the exact rule."""
     if row.lossless is not False:
         return ""
-    return f"not lossless, by rule {row.rule or 'unknown'}: {say(row.distance, '.3g')} from the exact law per token"
+    return f"not lossless, by rule {row.rule or 'unknown'}: {say(row.distance, '.3g')} from the exact distribution per token"
 
 
 def compared(row: Row) -> int | None:

@@ -16,7 +16,7 @@ from outrider.training.config import Config as TrainConfig
 
 
 class TargetConfig(Base):
-    """The model whose law is kept."""
+    """The model that verifies."""
 
     name: str
     """`demo`, a Hugging Face id, or a folder."""

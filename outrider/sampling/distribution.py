@@ -47,7 +47,7 @@ class Settings(NamedTuple):
 
     @property
     def is_tempered(self) -> bool:
-        """Every live slot draws at a temperature above 0 from all tokens: its law is `tempered`."""
+        """Every live slot draws at a temperature above 0 from all tokens: its distribution is `tempered`."""
         has_cuts = any(cut is not None for cut in self[1:])
         return self.temperature is not None and not has_cuts and bool((self.temperature > 0).all())
 
@@ -66,8 +66,8 @@ def distribution(logits: Tensor, settings: Settings) -> Tensor:
     """The distribution of the next token.  logits [B, ..., V]; returns the same shape, each row summing to 1.
 
     The target's logits come from `prefix.processed`; a drafter may give its own as they are, and need not be right.
-    As `wide` as they.  Ties at temperature 0 go to the lowest token id.  A slot's law is computed the same way whoever shares
-    the batch.
+    As `wide` as they.  Ties at temperature 0 go to the lowest token id.  A slot's distribution is computed the same way
+    whoever shares the batch.
     """
     logits = wide(logits)
     if settings.temperature is None:
@@ -107,7 +107,7 @@ def tempered(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _distribution_of_few(logits: Tensor, settings: Settings, k: int) -> Tensor:
-    """The law of slots that all keep the k most likely tokens and equals of the k-th; 0 keeps all.
+    """The distribution of slots that all keep the k most likely tokens and equals of the k-th; 0 keeps all.
 
     Few candidates are cut out first, in the order of their ids, and all else is done on them: of 150k tokens one pass is read.
     """

@@ -1,7 +1,8 @@
-"""Log probabilities of what was emitted, under the target's own law: never a draft's q, a residual or a chance of acceptance.
+"""Log probabilities of what was emitted, under the target's own distribution: never a draft's q, a residual or a chance of
+acceptance.
 
-The law is the one that is drawn from, after every setting.  At temperature 0, where that is one-hot, it is the softmax of the
-processed logits, so that runners-up can be told apart.
+The distribution is the one that is drawn from, after every setting.  At temperature 0, where that is one-hot, it is the
+softmax of the processed logits, so that runners-up can be told apart.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Every node is judged on its own prefix: logits are changed by what stands before a token, row by row of a drafted block.
 
 A row's prefix is the prompt, the committed tokens, and the drafted tokens down to its node.  One penalty vector for all rows
-of a block would be cheaper, and would not be the target's law.  In this order: logit bias, repetition penalty (prompt and
-output, as transformers), frequency and presence penalty (output alone, as OpenAI and vLLM), bad words, end tokens before
-`min_new_tokens`, the grammar, the request's processors.  What depends on no prefix follows in `sampling.distribution`.
+of a block would be cheaper, and would not be the target's distribution.  In this order: logit bias, repetition penalty
+(prompt and output, as transformers), frequency and presence penalty (output alone, as OpenAI and vLLM), bad words, end
+tokens before `min_new_tokens`, the grammar, the request's processors.  What depends on no prefix follows in
+`sampling.distribution`.
 
 B live slots, N drafted nodes, V vocabulary; a row of a slot is 0 for the anchor, n + 1 for node n.
 """

@@ -136,7 +136,8 @@ def whole(name: str, value: Any) -> int:
 
 
 def _real(name: str, value: Any) -> float:
-    """`value` as a float that is no infinity in float32, in which most laws are computed; NaN is left to the caller."""
+    """`value` as a float that is no infinity in float32, in which most distributions are computed; NaN is left to the
+    caller."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ConfigError(f"{name} must be a number, got {value!r}")
     most = torch.finfo(torch.float32).max

@@ -1,1 +1,1 @@
-"""The model whose law is kept."""
+"""The model that verifies."""

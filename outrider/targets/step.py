@@ -216,6 +216,6 @@ def passed(anchor: Tensor, draft: Draft, vocabulary: int) -> tuple[Tensor, Tree 
     """What a pass over anchor and draft is given: tokens [B, N+1], and the tree that they are, None for a chain."""
     if not draft.tokens.shape[1]:
         return anchor[:, None], None
-    # an id outside the vocabulary is judged by the law; here it only must not break the embedding
+    # an id outside the vocabulary is judged by the acceptance rule; here it only must not break the embedding
     tokens = torch.cat([anchor[:, None], draft.tokens.clamp(0, vocabulary - 1)], 1)
     return tokens, Tree(*draft.rows()) if draft.branches else None

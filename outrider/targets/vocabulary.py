@@ -4,7 +4,8 @@ Tokens are compared by the bytes they add to a text, whatever alphabet a tokeniz
 SentencePiece's `▁` and `<0x0A>`, WordPiece's `##`.  A text is turned over by its bytes as well, never by `decode`, which may
 tidy spaces up, strip the first one, or show half a character as a question mark.
 
-A mistake here costs drafted tokens, never the target's law: what is drawn, and from what, is said in the target's own ids.
+A mistake here costs drafted tokens, never the target's distribution: what is drawn, and from what, is said in the target's
+own ids.
 
 V the target's vocabulary, U the other one; K tokens in common.
 """
@@ -124,7 +125,7 @@ class SharedVocabulary:
     def spread(self, logits: Tensor) -> Tensor:
         """Logits [..., U] over the target's vocabulary, [..., V]: -inf for what has no twin.
 
-        Its softmax is the drafting model's law given that the token is in common.
+        Its softmax is the drafting model's distribution given that the token is in common.
         """
         out = logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf)
         out[..., self.target_ids] = logits[..., self.own_ids]

@@ -74,7 +74,7 @@ def emitted(
 
 
 def keeps_the_law(target: Any, drafter: Any, policy: Any = None, *, prompt: Sequence[int] = (0,), **options: Any) -> bool:
-    """Whether the first token, the first two and the first three all follow the target's law; FALSE_ALARM together."""
+    """Whether the first token, the first two and the first three all follow the target's distribution; FALSE_ALARM together."""
     tokens, _, _ = emitted(target, drafter, policy, prompt=prompt, **options)
     settings = Settings.of([Sampling(**(options.get("sampling") or {"temperature": 1.0}))])
     return follows(tokens, target.law(prompt, TOKENS, settings))
@@ -199,7 +199,7 @@ def _drafts(proposal: Proposal, nodes: int, tokens: tuple[int, ...] = (), rows: 
 
 
 def _spread(found: Tensor, law: Callable, tokens: tuple[int, ...], weight: float) -> None:
-    """Add `weight` to every text that begins with `tokens`, continued by the target's own law."""
+    """Add `weight` to every text that begins with `tokens`, continued by the target's own distribution."""
     if len(tokens) == found.dim():
         found[tokens] += weight
         return

@@ -1,4 +1,4 @@
-"""The joint law of three emitted tokens, over thousands of slots, against the exact law of a table.
+"""The joint law of three emitted tokens, over thousands of slots, against the exact distribution of a table.
 
 Every test's false alarm has odds of at most one in a million; seeds are fixed, so a run that passed passes again.
 """

@@ -1,4 +1,5 @@
-"""`accept` gives back the target's law, summed over every draft and every coin; and the check sees each planted fault."""
+"""`accept` gives back the target's distribution, summed over every draft and every coin; and the check sees each planted
+fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Drawn trees keep the target's law: through the loop, and exactly over every draft and every coin; planted faults do not."""
+"""Drawn trees keep the target's distribution: through the loop, and exactly over every draft and every coin; planted faults
+do not."""
 
 from __future__ import annotations
 

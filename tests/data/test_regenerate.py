@@ -256,7 +256,8 @@ def test_an_answers_tokens_are_ids_of_the_target(tokens: object, tmp_path: Path)
         read_answers(path)
 
 
-# ── one folder, one law ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── one folder, one distribution
+# ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -300,7 +301,7 @@ def test_answers_whose_manifest_is_lost_are_still_their_targets(talker: Transfor
 
 
 def test_a_line_of_another_folder_is_refused(talker: TransformersTarget, tmp_path: Path) -> None:
-    """Catches two files of answers joined by hand, one of which follows another law than answers.json says."""
+    """Catches two files of answers joined by hand, one of which follows another distribution than answers.json says."""
     path = prepare(talker, talker.tokenizer, asked(2), tmp_path / "one", config())
     other = prepare(talker, talker.tokenizer, asked(2), tmp_path / "two", config(temperature=0.1))
     path.write_text(path.read_text() + other.read_text())

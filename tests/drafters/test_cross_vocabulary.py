@@ -1,4 +1,5 @@
-"""A small model of another vocabulary: exact for the target's law, true to the text, and off where little is in common."""
+"""A small model of another vocabulary: exact for the target's distribution, true to the text, and off where little is in
+common."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_a_text_longer_than_the_models_context_is_refused(made, target, texts):
 
 
 def distilled(model, batch: Batch, steps: int, shift: int = 0) -> None:
-    """Forward KL against the target's law at every place, or at one `shift` places off."""
+    """Forward KL against the target's distribution at every place, or at one `shift` places off."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(steps):
         optimiser.zero_grad()
@@ -157,7 +157,8 @@ def acceptance(model, batch: Batch) -> float:
 
 
 def test_distillation_raises_the_expected_acceptance_on_other_texts(workshop, made, target):
-    """Catches a gradient that does not reach the model, and a target's law that stands one place off (the planted fault).
+    """Catches a gradient that does not reach the model, and a target's distribution that stands one place off (the planted
+    fault).
 
     All is seeded; from 0.55 it rises by 0.1, and falls with the fault.
     """

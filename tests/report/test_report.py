@@ -281,7 +281,7 @@ def test_a_lossy_rule_is_impossible_to_miss():
     """Catches a report whose page, table, README line or headline keeps the loss to itself."""
     lossy = {"rule": "typical(epsilon=0.09, delta=0.3)", "lossless": False, "distance": 0.0123}
     found = report(row(temperature=1.0, exact=None, compared_tokens=None, **lossy))
-    said = "not lossless, by rule typical(epsilon=0.09, delta=0.3): 0.0123 from the exact law per token"
+    said = "not lossless, by rule typical(epsilon=0.09, delta=0.3): 0.0123 from the exact distribution per token"
     assert said in headline(found)
     assert said in render(found)
     assert "not lossless" in markdown(found)

@@ -285,7 +285,7 @@ def exact_law(prompt: list[int], sampling: Sampling) -> torch.Tensor:
 @pytest.mark.parametrize("seeded", [False, True], ids=["ratio", "seeded"])
 @EVERY
 def test_penalised_and_banned_texts_keep_the_law(tree, seeded):
-    """Catches residuals and coins that see another law than the one drawn from.  False alarm 1e-6."""
+    """Catches residuals and coins that see another distribution than the one drawn from.  False alarm 1e-6."""
     tokens, _, kept = emitted(SMALL, tree, slots=4000, prompt=[0, 1], sampling=MIXED, seeded=seeded)
     assert follows(tokens, exact_law([0, 1], Sampling(**MIXED)))
     assert kept > 1000
