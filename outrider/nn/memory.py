@@ -42,6 +42,9 @@ class FeatureBuffer:
         """taps: hidden states that are a feature of one token."""
         self._parts: list[list[tuple[Tensor, Sequence[int]]]] = [[] for _ in range(slots)]
         """What passes said in each slot, features [n, ...], and which of their rows wait, ascending."""
+        self._plain: list[Tensor] = []
+        """Features [B, 1, ...] of the newest passes, where these drafted nothing: they are shared out to `_rows` as one."""
+        self._rows: list[int] = []
         self._none = torch.empty(0, taps, target.spec.hidden, device=target.device, dtype=dtype)
         self.read = [0] * slots
         """Features of each slot that were taken."""
@@ -53,6 +56,13 @@ class FeatureBuffer:
 
     def observe(self, rows: list[int], features: Tensor, accepted: Accepted) -> None:
         """Of the old anchor and of what was kept after it, features [B, N+1, ...] of the verified pass."""
+        if features.shape[1] == 1:
+            if rows != self._rows or len(self._plain) == self.MOST:
+                self._share_out()
+            self._rows = rows
+            self._plain.append(features)
+            return
+        self._share_out()
         for b, row in enumerate(rows):
             self._parts[row].append((features[b], accepted.rows(b)))
             if len(self._parts[row]) > self.MOST:
@@ -60,7 +70,16 @@ class FeatureBuffer:
 
     def count(self, row: int) -> int:
         """How many wait."""
+        self._share_out()
         return sum(len(at) for _, at in self._parts[row])
+
+    def _share_out(self) -> None:
+        """Give each slot its part of the plain passes."""
+        plain, self._plain = self._plain, []
+        if plain:
+            features = torch.cat(plain, 1)
+            for b, row in enumerate(self._rows):
+                self._parts[row].append((features[b], range(len(plain))))
 
     def _whole(self, row: int) -> Tensor:
         """All that waits, [C, ...]."""
@@ -75,6 +94,7 @@ class FeatureBuffer:
 
     def take(self, rows: Sequence[int], most: Sequence[int] | None = None) -> tuple[Tensor, list[int]]:
         """The first most[i] that wait, or all: [B, C, ...], right-padded, and how many are real."""
+        self._share_out()
         found = []
         for i, row in enumerate(rows):
             whole = self._whole(row)
@@ -94,6 +114,7 @@ class FeatureBuffer:
         return taps, padded(tokens, 0, state.device), counts
 
     def free(self, rows: Sequence[int]) -> None:
+        self._share_out()
         for row in rows:
             self._parts[row], self.read[row] = [], 0
 
