@@ -1,6 +1,7 @@
-"""What times depend on besides the code: machine, libraries, number type.  Two reports with other values are not compared.
+"""What times depend on besides the code: machine, libraries, number type.  Times of two reports are compared only where
+these agree.
 
-The commit of Outrider is not in it: that is what changes between them.
+The commit of Outrider is not part of it: the commit is what changes between two reports.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ GPU_FACTS = {
     "gpu": "name", "gpu_driver": "driver_version", "gpu_clock_most_mhz": "clocks.max.sm",
     "gpu_clock_chosen_mhz": "clocks.applications.graphics", "gpu_power_limit_w": "power.limit",
 }  # fmt: skip
-"""What nvidia-smi calls them.  The clock of the moment is not among them: it is never twice the same."""
+"""Our names, and nvidia-smi's.  The current clock is left out: it is different at each reading."""
 
 
 def fingerprint(target: Any = None, **more: Value) -> dict[str, Value]:
@@ -57,8 +58,13 @@ def fingerprint(target: Any = None, **more: Value) -> dict[str, Value]:
 
 
 def _gpu(index: int) -> dict[str, Value]:
-    """By nvidia-smi, where it is; else nothing."""
-    asked = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(GPU_FACTS.values())}", "--format=csv,noheader,nounits"]
+    """What nvidia-smi says; None for each fact where it is not installed."""
+    asked = [
+        "nvidia-smi",
+        f"--id={index}",
+        f"--query-gpu={','.join(GPU_FACTS.values())}",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -67,7 +73,7 @@ def _gpu(index: int) -> dict[str, Value]:
 
 
 def _known(read: Callable[[], T]) -> T | None:
-    """What a system tells; None where it does not."""
+    """The result of `read`; None where the system does not have it."""
     try:
         return read()
     except (OSError, ValueError, PackageNotFoundError):

@@ -1,7 +1,8 @@
-"""What a row of a data set says, as a prompt: one function for each layout.
+"""Rows of data sets as prompts: one function for each layout.
 
-A key that is null counts as one that is missing: so Parquet writes it.  Errors are KeyError for a missing key and TypeError,
-which says what was given and what was wanted; who knows file and line makes a DataError of both.
+A key that is null counts as missing, because Parquet writes missing values so.  A missing key raises KeyError.  A wrong
+type raises TypeError, which says what was given and what was wanted.  The caller knows file and line and makes a
+DataError of both.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ class Prompt(NamedTuple):
     turns: tuple[str, ...]
     system: str | None = None
     reference: Any = None
-    """What the task's scorer compares an answer with, or a function that reads it; None where the task has no score."""
+    """What an answer is compared with, or a function that reads it; None where the task has no score."""
 
     def messages(self, answers: Sequence[str] = ()) -> list[dict[str, str]]:
-        """The conversation up to the next answer wanted, with the answers given so far."""
-        said = [] if self.system is None else [{"role": "system", "content": self.system}]
+        """The conversation up to the next answer, with the answers so far."""
+        messages_so_far = [] if self.system is None else [{"role": "system", "content": self.system}]
         for turn, answer in itertools.zip_longest(self.turns[: len(answers) + 1], answers):
-            said.append({"role": "user", "content": turn})
+            messages_so_far.append({"role": "user", "content": turn})
             if answer is not None:
-                said.append({"role": "assistant", "content": answer})
-        return said
+                messages_so_far.append({"role": "assistant", "content": answer})
+        return messages_so_far
 
 
 def has(row: Row, key: str) -> bool:
@@ -45,13 +46,13 @@ def text(row: Row, key: str) -> str:
 
 
 def texts(row: Row, key: str) -> tuple[str, ...]:
-    """The list of texts under a key, which may be empty.  One text is no list of its letters."""
+    """The list of texts under a key; it may be empty.  A single text is not taken as a list of letters."""
     is_list = lambda value: isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
     return tuple(_typed(row, key, "a list of texts", is_list))
 
 
 def word(row: Row, *keys: str) -> str:
-    """The text or the number, written as text, under the first of these keys that is there."""
+    """The text under the first of these keys that is present; a number is written as text."""
     is_number = lambda value: isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     key = next((key for key in keys if has(row, key)), keys[0])
     return str(_typed(row, key, "a text or a number", lambda value: isinstance(value, str) or is_number(value)))
@@ -74,7 +75,9 @@ def gsm8k(row: Row) -> Prompt:
 
 
 def problem(row: Row) -> Prompt:
-    return Prompt(_name(row, "unique_id", "problem_idx"), (text(row, "problem") + STEP_BY_STEP,), reference=word(row, "answer"))
+    return Prompt(
+        _name(row, "unique_id", "problem_idx"), (text(row, "problem") + STEP_BY_STEP,), reference=word(row, "answer")
+    )
 
 
 def humaneval(row: Row) -> Prompt:
@@ -118,11 +121,11 @@ def arena_hard(row: Row) -> Prompt:
 
 
 def plain(row: Row) -> Prompt:
-    """The plain layout, which is Spec-Bench's own too."""
+    """The plain layout, which Spec-Bench uses too."""
     system = text(row, "system") if has(row, "system") else None
     return Prompt(_name(row, "id", "question_id"), texts(row, "turns"), system, row.get("reference"))
 
 
 def _name(row: Row, *keys: str) -> str:
-    """What a row calls itself under one of these keys; empty where it does not."""
+    """The row's id, under the first of these keys that is present; empty where there is none."""
     return word(row, *keys) if any(has(row, key) for key in keys) else ""

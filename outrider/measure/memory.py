@@ -1,6 +1,6 @@
-"""The highest memory in use since it was last asked to forget: of the accelerator where there is one, else of this process.
+"""The highest memory in use since the last reset: of the accelerator where there is one, else of this process.
 
-`ru_maxrss` won't do: it never falls, so the first drafter's peak would be everybody's.
+`ru_maxrss` can't be used: it never falls, so every drafter would have the first one's peak.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from outrider import machine
 
 PEAK = "5"
-"""What Linux takes in clear_refs as: set the peak of resident memory to what is resident now."""
+"""Written to clear_refs, it tells Linux to set the peak of resident memory to what is resident now."""
 
 
-def forget(device: torch.device, process: Path = Path("/proc/self")) -> bool:
-    """Begin anew.  Returns whether that can be done here; where not, there is nothing to read afterwards."""
+def reset(device: torch.device, process: Path = Path("/proc/self")) -> bool:
+    """Reset the peak.  Returns whether that can be done here; where it can't, `peak` has nothing to read."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
@@ -29,7 +29,7 @@ def forget(device: torch.device, process: Path = Path("/proc/self")) -> bool:
 
 
 def peak(device: torch.device, process: Path = Path("/proc/self")) -> int | None:
-    """Bytes at the highest since `forget`; None where the system does not tell."""
+    """The highest number of bytes since `reset`; None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

@@ -1,6 +1,6 @@
-"""Where a prompt set's rows are: in files of a folder, or where it is published, at one commit.
+"""Where the rows of a prompt set are: in files of a folder, or where it is published, at one commit.
 
-Nothing of a data set's own is executed.
+No code of a data set is executed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.measure.layouts import Prompt, Row
 GITHUB = "https://raw.githubusercontent.com/{repository}/{revision}/{file}"
 GITHUB_NEWEST = "https://api.github.com/repos/{repository}/commits/{revision}"
 CONTENT = "sha256:"
-"""Begins a revision that is the content of files, not a commit."""
+"""Prefix of a revision that is the content of files, not a commit."""
 T = TypeVar("T")
 _COMMIT = re.compile("[0-9a-f]{40}")
 
@@ -36,23 +36,23 @@ class Task:
     config: str | None = None
     split: str = "test"
     files: tuple[str, ...] = ()
-    """Files of the repository that hold the rows, where it is no data set that loads by its name."""
+    """Files of the repository that hold the rows, where the data set can't be loaded by its name."""
     revision: str | None = None
-    """The commit it is pinned to; None takes the newest and says which that was."""
+    """The commit it is pinned to; None takes the newest and reports which that was."""
     rows: int
     used: int
     """Prompts that the published evaluation runs."""
     prompt: Callable[[Row], Prompt]
     score: Literal["answer", "tests"] | None = None
-    """What tells a right answer: what stands at its end, or tests of the code in it; None where it takes a judge."""
+    """How an answer is scored: by its final answer, or by tests of its code; None where a judge is needed."""
     licence: str
-    """As its page said when this was written; look there before you pass rows on."""
+    """As its page said when this was written; read the page before you share rows."""
     categories: frozenset[str] = frozenset()
     """Rows of other categories belong to other tasks."""
     shared: str | None = None
-    """A name under which a folder may hold the rows of several tasks at once."""
+    """A file name under which a folder may hold the rows of several tasks."""
     big: bool = False
-    """Rows are read when they are needed: all at once would not fit in the memory of a small machine."""
+    """Rows are read when they are needed: all of them would not fit in the memory of a small machine."""
 
     @property
     def source(self) -> str:
@@ -60,7 +60,7 @@ class Task:
 
 
 class Lazy(Sequence[T]):
-    """Items that are made each time they are asked for, and where each stands, in words."""
+    """Items that are made each time they are asked for, and the location of each, in words."""
 
     def __init__(self, count: int, make: Callable[[int], T], place: Callable[[int], str] = str) -> None:
         self.numbers, self.make, self.place = range(count), make, place
@@ -111,7 +111,7 @@ def _json(text: bytes, place: str, wanted: str) -> Any:
 
 def mapping(row: Any, place: str) -> Row:
     if not isinstance(row, Mapping):
-        raise DataError(f"{place}: a row must be a mapping, not {type(row).__name__}")
+        raise DataError(f"{place}: a row must be a mapping, not {type(row).__name__}; mend the row or take it out")
     return row
 
 
@@ -127,16 +127,16 @@ def of_paths(paths: Sequence[Path]) -> Sequence[Row]:
                 raise DataError(f"{path} must hold a list of rows, not {type(value).__name__}")
             rows += [mapping(row, f"{path}, row {number}") for number, row in enumerate(value, 1)]
         return rows
-    import pyarrow.parquet  # a moment to import, and only needed here
+    import pyarrow.parquet  # slow to import, and only needed here
 
     try:
         return pyarrow.concat_tables([pyarrow.parquet.read_table(path) for path in paths]).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{paths[0]} can't be read as Parquet: {error}") from None
+        raise DataError(f"{paths[0]} can't be read as Parquet: {error}; download it again") from None
 
 
 def content_of(paths: Sequence[Path]) -> str | None:
-    """What tells these files from others; None where they are not files."""
+    """A hash of the content of these files; None where one is not a file."""
     total = hashlib.sha256()
     for path in paths:
         if not path.is_file():
@@ -150,7 +150,7 @@ def content_of(paths: Sequence[Path]) -> str | None:
 
 
 def published(task: Task, revision: str | None) -> tuple[Sequence[Row], str, str]:
-    """Its rows, the commit that was read, and where that is.  Nothing of the data set's own is executed."""
+    """Its rows, the commit that was read, and the source in words.  No code of the data set is executed."""
     if revision is not None and revision.startswith(CONTENT):
         raise DataError(
             f"{task.name} is pinned to {revision}, the content of files, and no folder holds {task.name}; name one, "
@@ -159,7 +159,7 @@ def published(task: Task, revision: str | None) -> tuple[Sequence[Row], str, str
     try:
         commit = revision if revision and _COMMIT.fullmatch(revision) else newest(task, revision)
         return _fetch(task, commit), commit, f"{task.source} at {commit[:12]}"
-    # the hub's client raises errors of whichever library it speaks HTTP through, and that changes
+    # the hub's client raises errors of its HTTP library, which changes
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         names = " or ".join(f"{name}.jsonl" for name in (task.name, task.shared) if name)
@@ -179,7 +179,7 @@ def newest(task: Task, revision: str | None = None) -> str:
 
     commit = HfApi().dataset_info(task.hub, revision=revision, timeout=30).sha
     if not commit:
-        raise DataError("the hub named no commit")
+        raise DataError("the hub named no commit; pin one in evaluate.revisions")
     return commit
 
 
@@ -193,11 +193,13 @@ def _fetch(task: Task, commit: str) -> Sequence[Row]:
     from huggingface_hub import hf_hub_download
 
     if task.files:
-        return lines([Path(hf_hub_download(task.hub, file, repo_type="dataset", revision=commit)) for file in task.files])
-    if Path(task.hub).exists():  # it would be read instead, whatever the commit
-        raise DataError(f"a folder {task.hub} stands here in the way of the data set of that name; start from another folder")
+        return lines(
+            [Path(hf_hub_download(task.hub, file, repo_type="dataset", revision=commit)) for file in task.files]
+        )
+    if Path(task.hub).exists():  # `datasets` would read it instead, whatever the commit
+        raise DataError(f"a folder {task.hub} here would be read in place of the data set; start from another folder")
     rows = cast(datasets.Dataset, datasets.load_dataset(task.hub, task.config, split=task.split, revision=commit))
-    # where it can't reach a commit, `datasets` falls back on whichever other one its cache holds, with a warning
+    # where a commit can't be reached, `datasets` takes another one from its cache, with a warning
     if not all(commit in file["filename"] for file in rows.cache_files):
         raise DataError(f"commit {commit} can't be reached; pin one that {task.hub} has")
     return cast(Sequence[Row], rows)
@@ -205,7 +207,7 @@ def _fetch(task: Task, commit: str) -> Sequence[Row]:
 
 @functools.lru_cache(maxsize=2)
 def _read_url(address: str, accept: str = "*/*") -> bytes:
-    import httpx  # half a second to import, and only needed here
+    import httpx  # slow to import, and only needed here
 
     answer = httpx.get(address, headers={"Accept": accept}, follow_redirects=True, timeout=60)
     answer.raise_for_status()

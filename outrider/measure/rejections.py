@@ -1,6 +1,7 @@
-"""Where drafts are turned down: one more run that nobody times, with a note on every place that the target judged.
+"""Where drafts are rejected: one more, untimed run, with a record of every token that the target judged.
 
-The target's chances, ranks and entropies are read at temperature 1 whatever the run's own is, so that rows can be compared.
+The target's probabilities, ranks and entropies are read at temperature 1, whatever the run's temperature is, so that
+rows can be compared.
 V vocabulary, N drafted nodes.
 """
 
@@ -20,7 +21,7 @@ from outrider.decoding.generate import Progress
 from outrider.decoding.protocols import Drafter, Policy, Probe
 from outrider.decoding.state import Judge, Request, Scores
 from outrider.generation import batch, serve
-from outrider.report.schema import Pattern, Rejections, Tested
+from outrider.report.schema import Pattern, Rejections, TracedToken
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.text import TextStream
 from outrider.targets.transformers import TransformersTarget
@@ -28,25 +29,24 @@ from outrider.targets.transformers import TransformersTarget
 ENTROPIES = (0.1, 0.5, 1.0, 2.0)
 """Nats, where one bin ends and the next begins."""
 RANKS = (2, 3, 6, 21)
-"""Where bins of ranks begin, after the first."""
+"""Ranks where a bin begins, after the first."""
 ENTROPY_NAMES = ("below 0.1", "0.1 to 0.5", "0.5 to 1", "1 to 2", "2 and more")
 RANK_NAMES = ("1", "2", "3-5", "6-20", ">20")
 KINDS = ("word", "number", "space", "punctuation", "symbol", "hangul", "other script", "special")
 
 
 class Judged(NamedTuple):
-    """One text with every judgement on it."""
+    """One text, with a record of every token."""
 
     tokens: list[int]
-    tested: list[Tested]
+    tested: list[TracedToken]
     """One for each token."""
     overlap: list[float]
-    """Of every place where something was proposed the chance that the acceptance rule keeps it, at the run's own
-    temperature."""
+    """For every position with a proposal: the chance that the acceptance rule accepts it, at the run's temperature."""
 
 
 class TracedTarget:
-    """A target that tells of every draft that it is given to verify, and otherwise is what it was."""
+    """A target that reports every draft it verifies, and is unchanged otherwise."""
 
     def __init__(self, target: Any, on_verify: Callable[[Draft, Scores], None]):
         self._target = target
@@ -68,9 +68,9 @@ def judged(
     target: TransformersTarget, request: Request, drafter: Drafter, policy: Policy | str | None = None, *, ends: bool = True,
     judge: SamplingJudge | None = None, shared_noise: bool = True,
 ) -> Judged:  # fmt: skip
-    """Continue one request and note every token: what was proposed there, and what the target thought of it.
+    """Continue one request and record every token: what was proposed, and the target's probabilities.
 
-    ends False goes on past end-of-text, as timed runs above temperature 0 do.
+    ends: False goes on after the end of the text, as timed runs above temperature 0 do.
     """
     found = Judged([], [], [])
     last: list[Any] = []
@@ -84,7 +84,7 @@ def judged(
     traced: Any = TracedTarget(target, keep_last)
     for progress in serve(traced, [request], drafter, policy=policy, state=state):
         draft, logits = last
-        for tested, chance in _places(draft, logits, state.judge, progress, words):
+        for tested, chance in _traced_tokens(draft, logits, state.judge, progress, words):
             found.tested.append(tested)
             if chance is not None:
                 found.overlap.append(chance)
@@ -92,46 +92,51 @@ def judged(
     return found
 
 
-def _places(draft: Draft, logits: Tensor, judge: Judge, progress: Progress, words: _Words) -> list[tuple[Tested, float | None]]:
-    """One step's tokens, each with what was proposed for it and the chance that some of it would be kept.  logits [N+1, V]."""
+def _traced_tokens(
+    draft: Draft, logits: Tensor, judge: Judge, progress: Progress, words: _Words
+) -> list[tuple[TracedToken, float | None]]:
+    """The tokens of one step, each with its proposal and the chance that one of the siblings is accepted.  logits [N+1,
+    V]."""
     size, at = draft.live[0], -1
-    places: list[tuple[Tested, float | None]] = []
-    law = judge.distribution(logits[None])[0]
+    found: list[tuple[TracedToken, float | None]] = []
+    p = judge.distribution(logits[None])[0]
     logs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
     for depth, token in enumerate(progress.tokens):
         children = [n for n in range(size) if draft.tree[0][n] == at]
-        is_kept = depth < progress.accepted
-        # of equal siblings the elder is kept; where none is, the eldest stands for all
-        node = next((n for n in children if is_kept and draft.ids[0][n] == token), children[0] if children else None)
+        is_accepted = depth < progress.accepted
+        # of equal siblings the first is accepted; where none is, the first stands for all
+        node = next(
+            (n for n in children if is_accepted and draft.ids[0][n] == token), children[0] if children else None
+        )
         own = logs[at + 1]
         entropy = _short(-(own.exp() * own).nan_to_num(0.0).sum())
         is_last = progress.finish_reason is not None and depth + 1 == len(progress.tokens)
         text = words.next(token, is_last)
         if node is None:
-            places.append((Tested(text=text, entropy=entropy), None))
+            found.append((TracedToken(text=text, entropy=entropy), None))
             break
         proposed = draft.ids[0][node]
         known = 0 <= proposed < len(own)
-        tested = Tested(
-            text=text, drafted=words.of(proposed) if known else None, kept=is_kept, depth=depth + 1,
+        tested = TracedToken(
+            text=text, drafted=words.of(proposed) if known else None, accepted=is_accepted, depth=depth + 1,
             p=_short(own[proposed].exp()) if known else 0.0,
             q=_short(draft.q[0, node, proposed]) if draft.q is not None and known else None,
             rank=1 + int((own > own[proposed]).sum()) if known else None,
             entropy=entropy, kind=words.kind(proposed) if known else None,
         )  # fmt: skip
-        places.append((tested, _chance(law[at + 1], draft, children)))
+        found.append((tested, _chance(p[at + 1], draft, children)))
         at = node
-    return places
+    return found
 
 
 def _short(number: Tensor) -> float:
-    """Six digits, which is more than a reader wants and half of what a float takes in a file."""
+    """Six digits: enough for a reader, and half the size of a float in a file."""
     return float(f"{float(number):.6g}")
 
 
 def _chance(p: Tensor, draft: Draft, children: Sequence[int]) -> float:
-    """That the acceptance rule keeps one of these siblings, before they are drawn: overlap with what the elder ones left.  p
-    [V]."""
+    """The chance that one of these siblings is accepted, before they are drawn: its overlap with the residual of the
+    earlier ones. p [V]."""
     left, missed = p, 1.0
     for node in children:
         if draft.q is not None:
@@ -148,7 +153,8 @@ def _chance(p: Tensor, draft: Draft, children: Sequence[int]) -> float:
 
 
 class _Words:
-    """Texts and kinds of tokens; the texts of a run, one after the other, are the run's text, special tokens by name."""
+    """Texts and kinds of tokens.  The texts of a run, joined, are the run's text; special tokens are written by
+    name."""
 
     def __init__(self, target: TransformersTarget):
         self.tokenizer = target.tokenizer
@@ -159,11 +165,11 @@ class _Words:
         return str(token) if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
 
     def next(self, token: int, is_last: bool) -> str:
-        """What this token adds to the text: nothing yet where a character is not whole."""
+        """What this token adds to the text; empty while a character is incomplete."""
         if self.stream is None:
             return self.of(token)
         if token in self.special:
-            # text that waited for a token to follow it, where this is the last
+            # also text that waited for a following token, where this is the last one
             return self.stream.push([], is_last).text + self.of(token)
         return self.stream.push([token], is_last).text
 
@@ -172,7 +178,8 @@ class _Words:
 
 
 def kind_of(text: str) -> str:
-    """The class of a token's text, by its letters, else its digits, else its marks; whole characters are not needed."""
+    """The class of a token's text, by its letters, else its digits, else its marks.  Incomplete characters are
+    allowed."""
     stripped = text.strip()
     if not stripped:
         return "space"
@@ -181,7 +188,7 @@ def kind_of(text: str) -> str:
         return "hangul"
     classes = [unicodedata.category(letter)[0] for letter in stripped]
     letters = [name for name, kind in zip(names, classes, strict=True) if kind in "LM"]
-    # part of a character decodes to the replacement sign: byte-level vocabularies split the scripts that they saw seldom
+    # part of a character decodes to the replacement sign: byte-level vocabularies split rare scripts
     if "\ufffd" in stripped or (letters and not any(name.startswith(("LATIN", "FULLWIDTH LATIN")) for name in letters)):
         return "other script"
     if letters:
@@ -189,20 +196,24 @@ def kind_of(text: str) -> str:
     return "number" if "N" in classes else "punctuation" if "P" in classes else "symbol"
 
 
-def patterns(tested: Sequence[Tested]) -> Rejections:
-    """How often proposals of each kind, entropy and rank were tested and kept."""
+def patterns(tested: Sequence[TracedToken]) -> Rejections:
+    """How often proposals of each kind, entropy and rank were tested and accepted."""
     proposals = [place for place in tested if place.depth is not None]
     return Rejections(
-        by_kind=_counted(KINDS, [(place.kind, place.kept) for place in proposals]),
-        by_entropy=_counted(ENTROPY_NAMES, [(_entropy_name(place.entropy), place.kept) for place in proposals]),
-        by_rank=_counted(RANK_NAMES, [(_rank_name(place.rank), place.kept) for place in proposals]),
+        by_kind=_counted(KINDS, [(place.kind, place.accepted) for place in proposals]),
+        by_entropy=_counted(ENTROPY_NAMES, [(_entropy_name(place.entropy), place.accepted) for place in proposals]),
+        by_rank=_counted(RANK_NAMES, [(_rank_name(place.rank), place.accepted) for place in proposals]),
     )
 
 
-def _counted(names: Sequence[str], places: Sequence[tuple[str | None, bool]]) -> tuple[Pattern, ...]:
-    """All names in their order, those that never came up with zeros."""
+def _counted(names: Sequence[str], found: Sequence[tuple[str | None, bool]]) -> tuple[Pattern, ...]:
+    """All names in their order; a name that never came up has zeros."""
     return tuple(
-        Pattern(name=name, tested=sum(own == name for own, _ in places), kept=sum(own == name and kept for own, kept in places))
+        Pattern(
+            name=name,
+            tested=sum(own == name for own, _ in found),
+            accepted=sum(own == name and accepted for own, accepted in found),
+        )
         for name in names
     )
 
@@ -212,5 +223,5 @@ def _entropy_name(nats: float | None) -> str | None:
 
 
 def _rank_name(rank: int | None) -> str | None:
-    """A token that is no token of the target's stands behind all of them."""
+    """An id outside the target's vocabulary counts as the lowest rank."""
     return RANK_NAMES[-1] if rank is None else RANK_NAMES[bisect_right(RANKS, rank)]

@@ -1,20 +1,21 @@
-"""Run code that a model wrote, where it can do no harm: another process, few means, no network, nothing to read or to write.
+"""Run code that a model wrote, in another process with limits, without a network, and without files to read or write.
 
-A fresh isolated interpreter runs the answer and then the tests.  Around it stand walls, as many as this machine can build:
-`files` (it sees the interpreter and system libraries, read-only, and an empty folder in memory), `network` (none),
-`processes` (it sees and signals its own only, they end with it, and there are at most 32).  `Outcome.missing` names walls that
-could not be built.  Limits on time, memory and file sizes hold everywhere; that on memory for each process by the kernel, and
-for all together by a look every `LOOK_S`, which misses a process that left its family where the third wall is missing.  The
-inner program is `sandboxed`, started as a script.
+A new isolated interpreter runs the answer and then the tests.  It is enclosed by walls, as many as this machine can
+build: `files` (only the interpreter and system libraries, read-only, and an empty folder in memory), `network` (none),
+`processes` (it can list and signal only its own, they end with it, and there are at most 32).  `Outcome.missing` names
+walls that could not be built.  Limits on time, memory and file sizes hold everywhere.  The kernel limits the memory of
+each process.  The memory of all processes together is checked every `LOOK_S` seconds; without the third wall that
+misses a process that left its family.  The inner program is `sandboxed`, started as a script.
 
-`run_in_subprocess` is for libraries that run a model's code themselves and fit behind no such walls.  The process is started
-anew, not forked, so what this one loaded stays out of its reach; it leads a group, which ends with it or with its time.  Once
-`confine` is called in it, every process that it forks (as the scorers of lm-eval do for each answer) has the limits of an
-answer.  It has no bound on its own address space: CUDA maps many times the memory that it uses, and caches and threads of torch
-grow with the work.  Limits are no walls: files and network stay open.
+`run_in_subprocess` is for libraries that run a model's code themselves and can't run behind such walls.  The process is
+spawned, not forked, so it can't reach what this process loaded.  It leads a process group, which ends with it or at the
+time limit.  After `confine` is called in it, every process that it forks (as the scorers of lm-eval do for each answer)
+has the limits of an answer. Its own address space is not limited: CUDA maps many times the memory that it uses, and
+caches and threads of torch grow with the work.  Limits are not walls: files and network stay open.
 
-What it is not: a proof against an answer written to fool these very files.  Answer and tests share a process, as they must to
-share values; a pass is told by a token which the inner program reads after the last test, so leaving early never counts.
+The sandbox does not stop an answer that was written against these very files.  Answer and tests share a process,
+because they share values.  A pass is reported by a token that the inner program reads after the last test, so leaving
+early never counts.
 """
 
 from __future__ import annotations
@@ -48,29 +49,29 @@ T = TypeVar("T")
 
 INNER = os.path.abspath(sandboxed.__file__)
 START_S = 60.0
-"""Longest start of the inner interpreter, on however busy a machine; the time limit counts from there."""
+"""Longest start of the inner interpreter, also on a busy machine; the time limit counts from its start."""
 END_S = 30.0
-"""Longest that is waited for the kernel to end the processes of an answer."""
+"""Longest wait for the kernel to end the processes of an answer."""
 LOOK_S = 0.2
-"""Between two looks at the memory of all processes of an answer."""
-SAID_BYTES = 16 << 10
-"""Most that is read of what the inner program says; more is a flood."""
+"""Seconds between two checks of the memory of all processes of an answer."""
+RESULT_BYTES = 16 << 10
+"""Most bytes that are read of the inner program's output."""
 FILE_BYTES = 1 << 30
-"""Largest file that the process may write: it keeps data sets that it reads, and those of tasks of code are small."""
+"""Largest file that the process may write: it stores data sets, and those of tasks of code are small."""
 ANSWER_S = 60
-"""Processor seconds of a process that it forked."""
+"""Processor seconds of a forked process."""
 ANSWER_BYTES = 512 << 20
-"""Address space that such a process may take on top of what it was forked with."""
+"""Address space that a forked process may take in addition to what it began with."""
 
 
 class Outcome(NamedTuple):
-    """What became of one answer."""
+    """The result of one answer."""
 
     passed: bool
     reason: str
     """Empty where it passed."""
     missing: tuple[str, ...] = ()
-    """Walls that did not stand while it ran."""
+    """Walls that were missing while it ran."""
 
 
 def run(code: str, tests: str, timeout_s: float = 10.0, memory_bytes: int = 512 << 20) -> Outcome:
@@ -78,15 +79,15 @@ def run(code: str, tests: str, timeout_s: float = 10.0, memory_bytes: int = 512 
     token = secrets.token_hex(16)
     start, is_root = _unshare(), os.geteuid() == 0
     job = {"code": code, "tests": tests, "seconds": timeout_s, "bytes": memory_bytes}
-    job |= {"apart": bool(start), "mapped": "--user" in start, "root": is_root}
+    job |= {"isolated": bool(start), "mapped": "--user" in start, "root": is_root}
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder, tempfile.TemporaryFile() as asked:
         asked.write(json.dumps(job).encode())
         asked.seek(0)
         token_out, token_in = os.pipe()
-        said_out, said_in = os.pipe()
+        results_out, results_in = os.pipe()
         os.write(token_in, token.encode())
         os.close(token_in)
-        numbers = (asked.fileno(), token_out, said_in)
+        numbers = (asked.fileno(), token_out, results_in)
         try:
             process = subprocess.Popen(
                 [*start, sys.executable, "-I", INNER, *map(str, numbers)],
@@ -95,54 +96,58 @@ def run(code: str, tests: str, timeout_s: float = 10.0, memory_bytes: int = 512 
             )  # fmt: skip
         finally:
             os.close(token_out)
-            os.close(said_in)
+            os.close(results_in)
         try:
-            with open(said_out, "rb", buffering=0) as said:
-                # unshare and the inner program are not the answer's
+            with open(results_out, "rb", buffering=0) as results:
+                # unshare and the inner program do not count as the answer's
                 held = functools.partial(_held_bytes, process.pid, 2 if start else 1)
-                return _outcome(said, token, timeout_s, held, memory_bytes)
+                return _outcome(results, token, timeout_s, held, memory_bytes)
         finally:
             _end(process, bool(start))
 
 
 def walls_missing() -> tuple[str, ...]:
-    """The walls that this machine can't build, found by running a line of code."""
+    """The walls that this machine can't build, found by running an empty answer."""
     return run("", "").missing
 
 
-def _outcome(said: IO[bytes], token: str, timeout_s: float, held: Callable[[], int], memory_bytes: int) -> Outcome:
-    """Read what the inner program says, to its end or to the end of its time, or until its processes hold too much."""
+def _outcome(results: IO[bytes], token: str, timeout_s: float, held: Callable[[], int], memory_bytes: int) -> Outcome:
+    """Read the inner program's output until it ends, its time is over, or its processes hold too much memory."""
     text, missing, ends = b"", WALLS, time.monotonic() + START_S
     started = False
-    while len(text) < SAID_BYTES:
+    while len(text) < RESULT_BYTES:
         left = ends - time.monotonic()
-        if left > 0 and not select.select([said], [], [], min(left, LOOK_S))[0]:
+        if left > 0 and not select.select([results], [], [], min(left, LOOK_S))[0]:
             if started and held() > memory_bytes:
-                return Outcome(False, f"out of memory: its processes hold more than {memory_bytes >> 20} MiB together", missing)
+                return Outcome(
+                    False, f"out of memory: its processes hold more than {memory_bytes >> 20} MiB together", missing
+                )
             continue
         if left <= 0:
-            return Outcome(False, f"no end after {timeout_s:g} s" if started else "the interpreter did not start", missing)
-        piece = said.read(4096)
+            return Outcome(
+                False, f"no end after {timeout_s:g} s" if started else "the interpreter did not start", missing
+            )
+        piece = results.read(4096)
         text += piece
         *lines, _ = text.split(b"\n")
         if lines and not started:
             started, ends = True, time.monotonic() + timeout_s
-            with contextlib.suppress(ValueError):  # else it was killed before it came to say
+            with contextlib.suppress(ValueError):  # else it was killed before it wrote them
                 missing = tuple(json.loads(lines[0]))
         if token.encode() in lines[1:]:
             return Outcome(True, "", missing)
         if not piece:
-            last = lines[-1].decode(errors="replace") if len(lines) > 1 else "it ended before its tests were through"
+            last = lines[-1].decode(errors="replace") if len(lines) > 1 else "it ended before its tests did"
             return Outcome(False, last[:500], missing)
-    return Outcome(False, "it wrote where only results are written", missing)
+    return Outcome(False, "it wrote to the pipe that is for results", missing)
 
 
-def _end(process: subprocess.Popen[bytes], apart: bool) -> None:
-    """Kill it and what it left.  Where its processes are apart, none is left when this returns.
+def _end(process: subprocess.Popen[bytes], isolated: bool) -> None:
+    """Kill it and the processes it left.  Where they are isolated, none is left when this returns.
 
-    Of `unshare`'s processes the first inside is killed: the kernel then ends all others before `unshare` sees it gone.
+    The first process inside `unshare` is killed: the kernel then ends all others before `unshare` returns.
     """
-    inside = _children().get(process.pid, []) if apart else []
+    inside = _children().get(process.pid, []) if isolated else []
     for first in inside:
         with contextlib.suppress(ProcessLookupError):
             os.kill(first, signal.SIGKILL)
@@ -156,17 +161,17 @@ def _end(process: subprocess.Popen[bytes], apart: bool) -> None:
 
 
 def _children() -> dict[int, list[int]]:
-    """Every process that has children now, and these."""
+    """Every process that has children now, with its children."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdecimal, os.listdir("/proc") if os.path.isdir("/proc") else ()):
-        with contextlib.suppress(OSError):  # gone meanwhile
+        with contextlib.suppress(OSError):  # it has ended
             parent = Path("/proc", name, "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(name))
     return children
 
 
 def _held_bytes(top: int, levels: int) -> int:
-    """Memory of all descendants of a process but those of its first `levels`, pages that several share counted once."""
+    """Bytes of all descendants of a process except those of its first `levels`; shared pages are counted once."""
     children, found, level = _children(), 0, [top]
     while level:
         if levels <= 0:
@@ -178,7 +183,7 @@ def _held_bytes(top: int, levels: int) -> int:
 
 def _bytes_of(process: int) -> int:
     for name, wanted in (("smaps_rollup", ("Pss:",)), ("status", ("RssAnon:", "RssShmem:"))):
-        with contextlib.suppress(OSError):  # only the owner may read the first, which alone tells what is shared
+        with contextlib.suppress(OSError):  # only the owner may read the first file, and only it knows shared pages
             lines = Path(f"/proc/{process}", name).read_text(errors="replace").splitlines()
             return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(wanted))
     return 0
@@ -186,7 +191,7 @@ def _bytes_of(process: int) -> int:
 
 @functools.cache
 def _unshare() -> tuple[str, ...]:
-    """How to start a program in name spaces of its own; empty where that is not allowed."""
+    """The command that starts a program in name spaces of its own; empty where that is not allowed."""
     tool = shutil.which("unshare")
     own = ("--net", "--pid", "--ipc", "--mount", "--fork", "--kill-child")
     for more in ((), ("--user", "--map-root-user")):
@@ -201,14 +206,14 @@ def _unshare() -> tuple[str, ...]:
     return ()
 
 
-# ── work of ours that runs a model's code ──
+# ── our own work that runs a model's code ──
 
 
 def run_in_subprocess(work: Callable[[], T], timeout_s: float) -> T:
-    """What `work` returns or raises, called in another process; it and its result are pickled.
+    """Call `work` in another process, and return or raise what it does; `work` and its result are pickled.
 
-    The process and its group are killed when it is done, or after `timeout_s` seconds.  Raises DataError then, and where
-    it ended before its work did.
+    The process and its group are killed when the work is done, or after `timeout_s` seconds.  Raises DataError after
+    that time, and where the process ended before its work did.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
         group = child.submit(_lead).result()
@@ -217,8 +222,8 @@ def run_in_subprocess(work: Callable[[], T], timeout_s: float) -> T:
             done.exception(timeout_s)
         except TimeoutError:
             raise DataError(
-                f"no end after {timeout_s:g} s, and the process that runs the model's code was killed; ask for fewer "
-                "prompts, or give it longer"
+                f"no end after {timeout_s:g} s, and the process that runs the model's code was killed; use fewer "
+                "prompts, or a longer time limit"
             ) from None
         finally:  # Ctrl-C too: it does not reach a group of its own
             with contextlib.suppress(ProcessLookupError):
@@ -227,21 +232,21 @@ def run_in_subprocess(work: Callable[[], T], timeout_s: float) -> T:
             return done.result()
         except BrokenProcessPool:
             raise DataError(
-                "the process that runs the model's code was killed before it had a result: out of its processor time, out of "
-                "memory, or by that code"
+                "the process that runs the model's code was killed before it had a result: by its limits on processor time or "
+                "memory, or by that code; use fewer prompts, or a longer time limit"
             ) from None
 
 
 def _lead() -> int:
-    """Begin a group of processes, and say its number."""
+    """Begin a group of processes; returns its number."""
     os.setsid()
     return os.getpid()
 
 
 def confine(timeout_s: float) -> None:
-    """Limit this process, for good, and more narrowly those that it forks from here on.
+    """Limit this process, for good, and more narrowly those that it forks after this call.
 
-    Its processor time is `timeout_s` of every core, so that it ends even where nobody is left to kill it.
+    Its processor time is `timeout_s` on every core, so that it ends even where its parent was killed.
     """
     set_limit(resource.RLIMIT_CPU, math.ceil(timeout_s) * (os.cpu_count() or 1))
     set_limit(resource.RLIMIT_FSIZE, FILE_BYTES)
@@ -252,6 +257,6 @@ def confine(timeout_s: float) -> None:
 def _confine_answer() -> None:
     set_limit(resource.RLIMIT_CPU, ANSWER_S)
     set_limit(resource.RLIMIT_FSIZE, SCRATCH_BYTES)
-    with contextlib.suppress(OSError):  # no /proc, no way to tell what it holds already
+    with contextlib.suppress(OSError):  # without /proc its memory is not known
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         set_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + ANSWER_BYTES)

@@ -1,6 +1,6 @@
-"""The inner program of `sandbox`: build the walls, then run an answer and its tests.
+"""The inner program of `sandbox`: it builds the walls, then runs an answer and its tests.
 
-It is started as a script, so it imports the standard library only.
+It is started as a script, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ PROCESSES = 32
 SCRATCH_BYTES = 16 << 20
 
 
-def inside(asked: int, token: int, said: int) -> None:
-    """The inner program: build the walls, run the job in a child, and end when the child ends, which ends what it left."""
+def inside(asked: int, token: int, results: int) -> None:
+    """Build the walls, run the job in a child, and end when the child ends.  That ends all processes that the child
+    left."""
     with open(asked, "rb") as file:
         job = json.load(file)
-    enclosed = job["apart"] and _enclose(Path.cwd())
+    enclosed = job["isolated"] and _enclose(Path.cwd())
     child = os.fork()
     if child == 0:
         try:
             bounded = _confine(job, enclosed)
-            stand = {"files": enclosed, "network": job["apart"], "processes": job["apart"] and bounded}
-            _say(said, json.dumps([wall for wall in WALLS if not stand[wall]]))
-            _say(said, _tried(job["code"], job["tests"]) or os.read(token, 64).decode())
+            stand = {"files": enclosed, "network": job["isolated"], "processes": job["isolated"] and bounded}
+            _say(results, json.dumps([wall for wall in WALLS if not stand[wall]]))
+            _say(results, _tried(job["code"], job["tests"]) or os.read(token, 64).decode())
         finally:
             os._exit(0)
-    while (ended := os.wait())[0] != child:  # where processes are apart, orphans are ours to bury
+    while (ended := os.wait())[0] != child:  # in a name space of its own this process reaps orphans
         pass
     if os.WIFSIGNALED(ended[1]):
         number = os.WTERMSIG(ended[1])
-        _say(said, "no end within its processor time" if number == signal.SIGXCPU else f"killed by signal {number}")
+        _say(results, "no end within its processor time" if number == signal.SIGXCPU else f"killed by signal {number}")
     os._exit(0)
 
 
@@ -51,13 +52,13 @@ def _say(to: int, line: str) -> None:
 
 
 def _tried(code: str, tests: str) -> str:
-    """Run both; "" where they came to their end, else what stopped them."""
+    """Run both.  Returns "" where they came to their end, else what stopped them."""
     space: dict[str, Any] = {"__name__": "answer"}
     own = dict(vars(builtins))
     part = "the code"
     try:
         exec(compile(code, "answer", "exec"), space)
-        vars(builtins).update(own)  # an answer that made `all` say yes is tested with the real one
+        vars(builtins).update(own)  # an answer that replaced `all` is tested with the real one
         part = "the tests"
         exec(compile(tests, "tests", "exec"), space)
     except SystemExit:
@@ -70,8 +71,8 @@ def _tried(code: str, tests: str) -> str:
 
 
 def _confine(job: Mapping[str, Any], enclosed: bool) -> bool:
-    """Give up rights, then set the limits.  Whether the number of processes has a bound: root's has none."""
-    count = 0 if job["apart"] else _processes_of(os.getuid())
+    """Give up rights, then set the limits.  Returns whether the number of processes is limited: for root it is not."""
+    count = 0 if job["isolated"] else _processes_of(os.getuid())
     try:
         bounded = _drop_rights(job["mapped"], enclosed) or (job["mapped"] and not job["root"])
     except (OSError, AttributeError):  # not Linux
@@ -87,10 +88,10 @@ def _confine(job: Mapping[str, Any], enclosed: bool) -> bool:
 
 
 def set_limit(what: int, most: int) -> None:
-    """Limit this process, never above what it may have."""
+    """Limit this process; a limit is never raised."""
     hard = resource.getrlimit(what)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    with contextlib.suppress(OSError, ValueError):  # a system that knows no such limit
+    with contextlib.suppress(OSError, ValueError):  # the system has no such limit
         resource.setrlimit(what, (most, most))
 
 
@@ -105,10 +106,21 @@ def _processes_of(user: int) -> int:
 
 
 def _enclose(scratch: Path) -> bool:
-    """See the interpreter, system libraries and an empty folder, and nothing else.  Needs a mount name space of its own."""
+    """Hide all files but the interpreter, system libraries and an empty folder.  Needs a mount name space of its
+    own."""
     root = scratch / "root"
     root.mkdir()
-    shown = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"]
+    shown = [
+        "/usr",
+        "/lib",
+        "/lib64",
+        "/bin",
+        "/etc/ld.so.cache",
+        "/dev/null",
+        "/dev/zero",
+        "/dev/urandom",
+        "/dev/random",
+    ]
     try:
         _mount("tmpfs", root, "tmpfs", 0, "size=1m,mode=755")
         for name in sorted({*shown, os.path.realpath(sys.base_prefix), sys.base_prefix, sys.prefix}):
@@ -124,7 +136,7 @@ def _enclose(scratch: Path) -> bool:
 
 
 def _show(outer: Path, root: Path) -> None:
-    """Let one path of the machine be seen under `root`; a link is seen as that link."""
+    """Mount one path of the machine under `root`; a link stays a link."""
     inner = root / outer.relative_to("/")
     if not outer.exists() or inner.exists():
         return
@@ -136,7 +148,7 @@ def _show(outer: Path, root: Path) -> None:
         inner.mkdir()
     else:
         inner.touch()
-    _mount(str(outer), inner, None, 4096 | 16384, None)  # bind, with all that is mounted below
+    _mount(str(outer), inner, None, 4096 | 16384, None)  # bind, recursively
 
 
 def _libc() -> Any:
@@ -154,19 +166,20 @@ def _mount(source: str, to: Path, kind: str | None, flags: int, options: str | N
 
 
 def _read_only(root: Path) -> None:
-    """mount_setattr (442 on every machine) over all that is mounted below: read-only, no suid."""
+    """Call mount_setattr (442 on every machine) recursively: read-only, no suid."""
     wanted = (ctypes.c_uint64 * 4)(1 | 2, 0, 0, 0)
     here, recursive = -100, 0x8000
     _checked(_libc().syscall(442, here, str(root).encode(), recursive, ctypes.byref(wanted), ctypes.sizeof(wanted)))
 
 
 def _drop_rights(mapped: bool, enclosed: bool) -> bool:
-    """No capability, now or later; where we are root, a user that nobody else is.  Whether we are not root any more."""
+    """Give up all capabilities, for good; as root, become an unused user.  Returns whether this process is not root any
+    more."""
     libc = _libc()
     libc.prctl(38, 1, 0, 0, 0)  # no new privileges
     for capability in range(64):
-        libc.prctl(24, capability, 0, 0, 0)  # out of the bounding set; those that don't exist are refused
-    # without the wall of files an interpreter in root's home could import nothing as another user
+        libc.prctl(24, capability, 0, 0, 0)  # from the bounding set; numbers that don't exist are refused
+    # without the wall of files, another user could not read an interpreter in root's home
     if os.getuid() == 0 and not mapped and (enclosed or _everybody_reads(Path(os.__file__))):
         alone = (1 << 30) + secrets.randbelow(1 << 29)
         if not enclosed:
@@ -180,7 +193,9 @@ def _drop_rights(mapped: bool, enclosed: bool) -> bool:
 
 
 def _everybody_reads(path: Path) -> bool:
-    return all(parent.stat().st_mode & stat.S_IXOTH for parent in path.parents) and bool(path.stat().st_mode & stat.S_IROTH)
+    return all(parent.stat().st_mode & stat.S_IXOTH for parent in path.parents) and bool(
+        path.stat().st_mode & stat.S_IROTH
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Whether an answer is right: what it boxed equals the reference exactly, or the code in it passes the task's tests.
+"""Whether an answer is right: its final answer equals the reference exactly, or its code passes the task's tests.
 
-Expressions are compared after normalising: numbers as exact fractions, lists element by element in their order, all else as
-text without the marks that LaTeX allows to differ.  Nothing is evaluated, so 2+2 is not 4, and sqrt(8) is not 2 sqrt(2).
-Code runs only where that is asked for, in `sandbox`.  Knows no torch.
+Expressions are normalised and compared: numbers as exact fractions, lists element by element, all else as text without
+the marks that LaTeX allows to differ.  Nothing is evaluated, so 2+2 is not 4, and sqrt(8) is not 2 sqrt(2).  Code runs
+only where that is asked for, in `sandbox`.  Does not import torch.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from outrider.measure import sandbox
 from outrider.measure.tasks import TASKS, Prompt, task_name
 
 LONGEST = 1000
-"""Characters of an expression; a longer one is no final answer, and reading it as a number would take long."""
+"""Characters of an expression.  A longer one is not a final answer, and reading it as a number would take long."""
 CASES_BYTES = 512 << 20
-"""Most that packed test cases may unfold to."""
+"""Largest size of decoded test cases."""
 PROGRAM_S = 60.0
-"""For all cases of a program together."""
+"""Time limit for all cases of a program together."""
 
 
 def score(task: str, prompt: Prompt, answers: Sequence[str], *, allow_code: bool = False) -> float | None:
-    """1 where the last answer is right, 0 where it is wrong, None where nothing tells: no reference, a judge's task, no answer,
-    or a task of code without `allow_code`.  Raises DataError for a reference that can't be read."""
+    """1 where the last answer is right, 0 where it is wrong.  None where there is no score: no reference, no answer, a
+    task that needs a judge, or a task of code without `allow_code`.  Raises DataError for a reference that can't be
+    read."""
     known = TASKS.get(task_name(task))
     if known is None or known.score is None or prompt.reference is None or not answers:
         return None
@@ -47,13 +48,13 @@ _NUMBER = re.compile(r"(?<![\w.])-?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?
 
 
 def final_answer(text: str) -> str | None:
-    """What the last complete box holds, or else the last number; None where there is neither."""
+    """The content of the last complete box, else the last number; None where there is neither."""
     boxed, numbers = _last_box(text), _NUMBER.findall(text)
     return boxed if boxed is not None else numbers[-1] if numbers else None
 
 
 def _last_box(text: str) -> str | None:
-    """The insides of the last \\boxed{...} whose brace is closed, in one pass."""
+    """The content of the last \\boxed{...} whose brace is closed, in one pass."""
     boxes = {found.end() for found in re.finditer(r"\\f?boxed\s*\{", text)}
     opened: list[int] = []
     last = (-1, -1)
@@ -66,7 +67,7 @@ def _last_box(text: str) -> str | None:
 
 
 def same(one: str | None, other: str | None) -> bool:
-    """Whether two expressions are the same answer.  Symmetric; nothing equals no answer."""
+    """Whether two expressions are the same answer.  Symmetric; None equals nothing, not even None."""
     return one is not None and other is not None and normal(one) == normal(other)
 
 
@@ -84,7 +85,7 @@ _SHORT = (
     (r"([_^])\{(\w)\}", r"\1\2"),
     (r"^\(([A-Z])\)$", r"\1"),
 )
-"""Short ways of writing, each with the whole one."""
+"""Short ways of writing, each with the full one."""
 _THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _DECIMAL = re.compile(r"-?(?:\d+\.?\d*|\.\d+)")
 _RATIO = re.compile(r"(-?)(?:\\frac\{(-?[\d.]+)\}\{(-?[\d.]+)\}|([\d.]+)/([\d.]+))")
@@ -92,7 +93,7 @@ _MIXED = re.compile(r"(-?)(\d+)\\frac\{(\d+)\}\{(\d+)\}")
 
 
 def normal(expression: str) -> str:
-    """The one way of writing an expression: numbers as fractions in lowest terms, LaTeX without what may differ."""
+    """The normal form of an expression: numbers as fractions in lowest terms, LaTeX without what may differ."""
     text = expression.strip().strip("$").strip().removesuffix(".")
     if len(text) > LONGEST:
         return text
@@ -115,11 +116,13 @@ def _by_parts(text: str) -> str:
     ends = [place for place in starts if text[place] == ","]
     if not ends:
         return text
-    return ",".join(_by_parts(text[i:j]) for i, j in zip([0, *(end + 1 for end in ends)], [*ends, len(text)], strict=True))
+    return ",".join(
+        _by_parts(text[i:j]) for i, j in zip([0, *(end + 1 for end in ends)], [*ends, len(text)], strict=True)
+    )
 
 
 def _depths(text: str) -> list[tuple[int, int]]:
-    """Each place, and how many brackets are open after it."""
+    """Each position, and how many brackets are open after it."""
     found, depth = [], 0
     for place, mark in enumerate(text):
         depth += (mark in "([{") - (mark in ")]}")
@@ -128,7 +131,7 @@ def _depths(text: str) -> list[tuple[int, int]]:
 
 
 def value(text: str) -> Fraction | None:
-    """The exact number that a text without spaces writes, or None where it is not one."""
+    """The exact number that a text without spaces writes; None where it is not a number."""
     if _THOUSANDS.fullmatch(text):
         text = text.replace(",", "")
     if _DECIMAL.fullmatch(text):
@@ -151,23 +154,26 @@ _FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def code_in(answer: str, name: str | None = None) -> str:
-    """The Python of an answer: its last fenced block, one that defines `name` first; all of it where nothing is fenced."""
+    """The Python of an answer: its last fenced block, one that defines `name` first; all of it where nothing is
+    fenced."""
     blocks = [text for language, text in _FENCE.findall(answer) if language.lower() in ("", "python", "python3", "py")]
     if not blocks:
         return answer
     naming = [
-        text for text in blocks if name is not None and re.search(rf"^\s*(?:def|class)\s+{re.escape(name)}\b", text, re.M)
+        text
+        for text in blocks
+        if name is not None and re.search(rf"^\s*(?:def|class)\s+{re.escape(name)}\b", text, re.M)
     ]
     return (naming or blocks)[-1]
 
 
 def run_tests(task: str, prompt: Prompt, answer: str) -> sandbox.Outcome:
-    """Run an answer's code against the task's tests, in the sandbox.  The caller has asked whether code may run."""
+    """Run an answer's code against the task's tests, in the sandbox.  The caller must have permission to run code."""
     return sandbox.run(*program(task, prompt, answer))
 
 
 def program(task: str, prompt: Prompt, answer: str) -> tuple[str, str, float]:
-    """Code, tests and seconds for an answer.  Raises DataError where the tests can't be read, whatever the answer is."""
+    """Code, tests and time limit in seconds for an answer.  Raises DataError where the tests can't be read."""
     reference = prompt.reference() if callable(prompt.reference) else prompt.reference
     try:
         return PROGRAMS[task](reference, answer)
@@ -180,7 +186,7 @@ def program(task: str, prompt: Prompt, answer: str) -> tuple[str, str, float]:
 def _humaneval(reference: Mapping[str, Any], answer: str) -> tuple[str, str, float]:
     stub, name = reference["stub"], reference["name"]
     ast.parse(reference["test"])
-    # the stub first, for its imports and helpers; a bare continuation, indented, is its body
+    # the stub comes first, for its imports and helpers; an indented answer is its body
     return f"{stub}\n\n{code_in(answer, name)}", f"{reference['test']}\n\ncheck({name})\n", 10.0
 
 
@@ -196,11 +202,11 @@ if "{name}" not in globals():
     own = [thing for thing in list(globals().values()) if type(thing).__name__ == "function" and thing.__module__ == "answer"]
     {name} = own[-1]
 """
-"""The prompt does not say the name that its tests call, so the last function of an answer is taken for it."""
+"""The prompt does not name the function that its tests call, so the last function of an answer is taken."""
 
 
 def _called(test: str) -> str | None:
-    """The function that a test calls and that is not Python's own."""
+    """The function that a test calls and that is not a builtin."""
     for node in ast.walk(ast.parse(test)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not hasattr(builtins, node.func.id):
             return node.func.id
@@ -208,27 +214,30 @@ def _called(test: str) -> str | None:
 
 
 def _livecodebench(reference: Mapping[str, Any], answer: str) -> tuple[str, str, float]:
-    cases = [*json.loads(reference.get("public_test_cases") or "[]"), *_unpacked(reference.get("private_test_cases") or "[]")]
+    cases = [
+        *json.loads(reference.get("public_test_cases") or "[]"),
+        *_decoded(reference.get("private_test_cases") or "[]"),
+    ]
     if not cases:
         raise ValueError("it has no test case")
-    pairs = [(case["input"], case["output"]) for case in cases]
+    expected = [(case["input"], case["output"]) for case in cases]
     name = json.loads(reference.get("metadata") or "{}").get("func_name")
     code = code_in(answer)
     if name:
-        return f"from typing import *\n{code}", FUNCTION.format(name=name, cases=json.dumps(pairs)), PROGRAM_S
-    return "", PROGRAM.format(code=code, cases=json.dumps(pairs)), PROGRAM_S
+        return f"from typing import *\n{code}", FUNCTION.format(name=name, cases=json.dumps(expected)), PROGRAM_S
+    return "", PROGRAM.format(code=code, cases=json.dumps(expected)), PROGRAM_S
 
 
-def _unpacked(packed: str) -> list[dict[str, Any]]:
-    """Test cases as JSON, or as the data set packs them: base64 of zlib of a pickled text, which is read and never executed."""
-    if packed.lstrip().startswith("["):
-        return json.loads(packed)
+def _decoded(encoded: str) -> list[dict[str, Any]]:
+    """Test cases from JSON, or from base64 of zlib of a pickled text, which is read and never executed."""
+    if encoded.lstrip().startswith("["):
+        return json.loads(encoded)
     opened = zlib.decompressobj()
-    pickled = opened.decompress(base64.b64decode(packed, validate=True), CASES_BYTES)
+    pickled = opened.decompress(base64.b64decode(encoded, validate=True), CASES_BYTES)
     if opened.unconsumed_tail:
-        raise ValueError(f"its cases unfold to more than {CASES_BYTES} bytes")
+        raise ValueError(f"its cases decode to more than {CASES_BYTES} bytes")
     texts: list[str] = []
-    for operation, argument, _ in pickletools.genops(pickled):  # takes the pickle apart; runs nothing
+    for operation, argument, _ in pickletools.genops(pickled):  # reads the operations; runs nothing
         if "UNICODE" in operation.name:
             texts.append(str(argument))
         elif operation.name not in ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"):
@@ -259,7 +268,7 @@ for given, wanted in json.loads({cases!r}):
     with open("given", "w") as file:
         file.write(given)
     file = os.open("given", os.O_RDONLY)
-    if file != 0:  # a program that closed its input left the number 0 to this file
+    if file != 0:  # a program that closed its input gave the number 0 to this file
         os.dup2(file, 0)
         os.close(file)
     sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
@@ -275,7 +284,7 @@ for given, wanted in json.loads({cases!r}):
     found = written.getvalue().decode().split()
     assert len(found) == len(wanted.split()) and all(map(same, found, wanted.split())), "another output"
 """
-"""Each case runs the program anew; words are compared, numbers by their value."""
+"""Each case runs the program again; words are compared, numbers by their value."""
 
 PROGRAMS: Mapping[str, Callable[[Mapping[str, Any], str], tuple[str, str, float]]] = {
     "humaneval": _humaneval, "mbpp": _mbpp, "livecodebench": _livecodebench,

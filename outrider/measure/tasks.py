@@ -1,9 +1,10 @@
 """Prompt sets by name: the nine of the DSpark paper, Spec-Bench's six, `stdlib`, and any FILE.jsonl or FILE.txt.
 
-`TASKS` is the whole list.  A data set comes from a folder of yours where that holds it, else from where it is published, at
-one commit, which is looked up first where none is pinned and is part of what `load` answers.  Rows may be in the data set's own
-layout or plain: {"turns": [...]} with `id`, `reference` and `system` where there are such.  Shapes of prompts, and how many of
-them are used: DSpark's published evaluation (arXiv 2607.05147) and Spec-Bench (arXiv 2401.07851).  Knows no torch.
+`TASKS` is the whole list.  A data set comes from a folder of yours where that holds it, else from where it is
+published, at one commit.  Where no commit is pinned the newest is looked up, and `load` returns it.  Rows may be in the
+data set's own layout or plain: {"turns": [...]}, with `id`, `reference` and `system` where known.  The forms of
+prompts, and how many are used, are those of DSpark's published evaluation (arXiv 2607.05147) and Spec-Bench (arXiv
+2401.07851).  Does not import torch.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ LIBRARY = "the interpreter's standard library"
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Prompts of a task, and where they are from."""
+    """The prompts of a task, and where they are from."""
 
     prompts: Sequence[Prompt]
     source: str
-    """Where the rows came from, in words."""
+    """Where the rows are from, in words."""
     revision: str | None
     """The commit that was read, or `sha256:` and 16 digits of a file's content."""
     count: int | None
     """Of the whole set."""
 
     def some(self, most: int, seed: int) -> Iterator[Prompt]:
-        """Up to `most`, the head of a seeded shuffle: fewer of one seed are the first of more.
+        """Up to `most` prompts, the head of a seeded shuffle: a smaller `most` gives the first of the same prompts.
 
-        DSpark's own evaluation draws in this way, with seed 980406.
+        DSpark's evaluation draws in this way, with seed 980406.
         """
         order = list(range(len(self.prompts)))
         random.Random(seed).shuffle(order)
@@ -56,7 +57,9 @@ class PromptSet:
 CHAT = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
 
 
-def _dspark(name: str, hub: str, rows: int, used: int, prompt: Callable[[Row], Prompt], licence: str, **more: Any) -> Task:
+def _dspark(
+    name: str, hub: str, rows: int, used: int, prompt: Callable[[Row], Prompt], licence: str, **more: Any
+) -> Task:
     return Task(name=name, suite="DSpark", hub=hub, rows=rows, used=used, prompt=prompt, licence=licence, **more)
 
 
@@ -87,7 +90,7 @@ TASKS: Mapping[str, Task] = {task.name: task for task in (
     _spec_bench("math-reasoning", frozenset({"math_reasoning"})),
     _spec_bench("rag", frozenset({"rag"})),
 )}  # fmt: skip
-"""Every named prompt set.  No revision is pinned here: none of them was read from the hub while this was written."""
+"""Every named prompt set.  No revision is pinned here: none was read from the hub while this was written."""
 
 
 def task_name(task: str) -> str:
@@ -95,10 +98,10 @@ def task_name(task: str) -> str:
 
 
 def check(task: str) -> str:
-    """The task's name, known.  Raises DataError naming those there are."""
+    """The task's name, if it is known.  Raises DataError, which lists the known ones."""
     if task != "stdlib" and task not in TASKS and not task.endswith(FILES):
         raise DataError(
-            f"unknown task {task!r}{nearest(task, ['stdlib', *TASKS])}  A file of prompts, such as mine.jsonl, is a task too."
+            f"unknown task {task!r}{nearest(task, ['stdlib', *TASKS])}; a file of prompts, such as mine.jsonl, is a task too"
         )
     return task
 
@@ -106,13 +109,14 @@ def check(task: str) -> str:
 def prompts(
     task: str, most: int, seed: int = 0, data: str | Path | None = None, revision: str | None = None
 ) -> Iterator[Prompt]:
-    """Up to `most` prompts: `stdlib` and named tasks drawn by seed, a file's in its order.  Raises DataError as `load` does."""
+    """Up to `most` prompts: of `stdlib` and named tasks by seed, of a file in its order.  Raises DataError as `load`
+    does."""
     if check(task) == "stdlib":
         _refuse_other(None, LIBRARY, revision)
-        for name, said in demo.prompts("held_out", most, seed):
-            yield Prompt(name, (said,))
+        for name, text in demo.prompts("held_out", most, seed):
+            yield Prompt(name, (text,))
     elif task.endswith(FILES):
-        if revision is not None and Path(task).exists():  # where there is none, the reader says so
+        if revision is not None and Path(task).exists():  # the reader reports a missing file
             _refuse_other(content_of([Path(task)]), task, revision)
         yield from _of_file(task, most)
     else:
@@ -122,8 +126,9 @@ def prompts(
 def load(task: str, data: str | Path | None = None, revision: str | None = None) -> PromptSet:
     """A whole prompt set: from the folder `data` where that holds it, else from where it is published, at one commit.
 
-    `revision` pins that commit, or, written `sha256:...`, the content of files.  Raises DataError for an unknown task, for
-    rows in no known layout, for what is not the pinned one, and where there is neither a folder nor a network.
+    `revision` pins that commit, or, written `sha256:...`, the content of files.  Raises DataError for an unknown task,
+    for rows in an unknown layout, for rows that are not the pinned ones, and where there is neither a folder nor a
+    network.
     """
     if check(task) == "stdlib" or task.endswith(FILES):
         drawn = tuple(prompts(task, 10**9, revision=revision))
@@ -139,28 +144,30 @@ def load(task: str, data: str | Path | None = None, revision: str | None = None)
         rows, revision, place = published(known, revision or known.revision)
     made = _prompts_of(known, rows, place)
     if not made:
-        raise DataError(f"{place} holds no row of {task}; wanted {known.rows}")
+        raise DataError(f"{place} has no row of {task}; wanted {known.rows}; check the file's `category` keys")
     return PromptSet(made, place, revision, len(made))
 
 
 def _refuse_other(content: str | None, place: str, revision: str | None) -> None:
-    """Raises DataError where a revision is pinned that is not this content; None is content that can't be pinned."""
+    """Raises DataError where another revision is pinned than this content.  None is content that can't be pinned."""
     if revision is None or revision == content:
         return
     if content is None:
-        raise DataError(f"{place} can't be pinned, and {revision} was; leave its revision out")
+        raise DataError(f"{place} can't be pinned, but evaluate.revisions pins it to {revision}; leave that out")
     if revision.startswith(CONTENT):
-        raise DataError(f"{place} is {content}, not the pinned {revision}; pin the one you mean, or bring the other file")
+        raise DataError(f"{place} is {content}, not the pinned {revision}; pin this one, or use the other file")
     raise DataError(
-        f"{place} is no commit, and {revision} is pinned; pin its content, {content}, or read the commit, without the folder"
+        f"{place} is not a commit, but {revision} is pinned; pin its content, {content}, or leave the folder out to "
+        "read the commit"
     )
 
 
 def found(task: Task, data: str | Path) -> tuple[Path, ...]:
-    """A folder's files that hold a task: NAME.jsonl, .json or .parquet, or all such files of a folder NAME; () for none."""
+    """A folder's files that hold a task: NAME.jsonl, .json or .parquet, or all such files of a folder NAME; () for
+    none."""
     folder = Path(data)
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder; name one that holds files such as gsm8k.jsonl")
+        raise DataError(f"{folder} is not a folder; name one with files such as gsm8k.jsonl")
     for name in filter(None, (task.name, task.shared)):
         for ending in FOLDER_FILES:
             if (folder / f"{name}{ending}").is_file():
@@ -174,13 +181,16 @@ def found(task: Task, data: str | Path) -> tuple[Path, ...]:
 def listed(data: str | Path | None = None) -> list[dict[str, Any]]:
     """All tasks: [{name, suite, used, rows, source, revision, score, licence, found, found_rows, references}].
 
-    Looks at no network.  The last three are None where the folder holds nothing of a task.  Raises DataError for a
+    Does not use the network.  The last three are None where the folder has nothing of a task.  Raises DataError for a
     row that can't be read.
     """
     entries = []
     for task in TASKS.values():
         held = load(task.name, data) if data is not None and found(task, data) else None
-        entry = {key: getattr(task, key) for key in ("name", "suite", "used", "rows", "source", "revision", "score", "licence")}
+        entry = {
+            key: getattr(task, key)
+            for key in ("name", "suite", "used", "rows", "source", "revision", "score", "licence")
+        }
         scored = None if held is None else held.prompts[0].reference is not None
         entry |= {"found": held and held.source, "found_rows": held and held.count, "references": scored}
         entries.append(entry)
@@ -189,8 +199,10 @@ def listed(data: str | Path | None = None) -> list[dict[str, Any]]:
 
 def _of_file(path: str, most: int) -> Iterator[Prompt]:
     for conversation in read(Source(conversations=path, count=most)):
-        said = {role: [m["content"] for m in conversation.messages if m["role"] == role] for role in ("system", "user")}
-        yield Prompt(conversation.id, tuple(said["user"]), said["system"][0] if said["system"] else None)
+        by_role = {
+            role: [m["content"] for m in conversation.messages if m["role"] == role] for role in ("system", "user")
+        }
+        yield Prompt(conversation.id, tuple(by_role["user"]), by_role["system"][0] if by_role["system"] else None)
 
 
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -198,7 +210,7 @@ def _of_file(path: str, most: int) -> Iterator[Prompt]:
 
 def _prompts_of(task: Task, rows: Sequence[Row], place: str) -> Sequence[Prompt]:
     mine: Sequence[int] = range(len(rows))
-    if task.categories:  # a row that says none is this task's
+    if task.categories:  # a row without a category belongs to this task
         mine = [i for i in mine if rows[i].get("category") in (None, *task.categories)]
     made = Lazy(len(mine), lambda index: _prompt_of(task, rows, mine[index], place))
     return made if task.big else tuple(made)
@@ -210,7 +222,7 @@ def _prompt_of(task: Task, rows: Sequence[Row], at: int, place: str) -> Prompt:
     try:
         prompt = (layouts.plain if is_plain else task.prompt)(row)
         if not any(turn.strip() for turn in prompt.turns):
-            raise TypeError("it has no turn with text")
+            raise TypeError("no turn has text")
         if is_plain and task.score == "answer" and has(row, "reference"):
             word(row, "reference")
     except (KeyError, TypeError) as error:

@@ -35,7 +35,7 @@ def run_once(
 
     state = batch(target, 1, judge or "standard", shared_noise, None if ends else frozenset())
     traced: Any = TracedTarget(target, count_nodes)
-    is_watched = memory.forget(target.device)
+    is_watched = memory.reset(target.device)
     with model_clock(target, drafter) as clock:
         began = last = time.perf_counter()
         for progress in serve(traced, [request], drafter, policy=policy, state=state):

@@ -1,4 +1,4 @@
-"""A peak is that of its own stretch: it rises with what is used, and falls when it is told to forget."""
+"""A peak is that of its own stretch: it rises with what is used, and falls when it is reset."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ def used(size: int) -> None:
 
 
 @pytest.fixture
-def forgets() -> None:
-    if not memory.forget(CPU):
+def can_reset() -> None:
+    if not memory.reset(CPU):
         pytest.skip("clear_refs")
 
 
-def test_a_peak_rises_with_what_is_used_and_is_forgotten(forgets: None) -> None:
+def test_a_peak_rises_with_what_is_used_and_falls_when_it_is_reset(can_reset: None) -> None:
     """Catches a later drafter that is charged with an earlier one's memory."""
     before = memory.peak(CPU)
     used(SIZE)
     high = memory.peak(CPU)
     assert before is not None and high is not None
     assert high - before > 0.8 * SIZE
-    # the planted fault: without forgetting, the peak stays
+    # the planted fault: without a reset, the peak stays
     used(8)
     assert memory.peak(CPU) == high
-    memory.forget(CPU)
+    memory.reset(CPU)
     assert memory.peak(CPU) < high - 0.8 * SIZE
 
 
-def test_what_the_system_does_not_tell_is_not_known(tmp_path: Path) -> None:
+def test_what_the_system_does_not_have_is_not_known(tmp_path: Path) -> None:
     """Catches a zero, or a peak of all time, where nothing can be reset."""
-    assert memory.forget(CPU, tmp_path / "none") is False
+    assert memory.reset(CPU, tmp_path / "none") is False
     assert memory.peak(CPU, tmp_path / "none") is None
     (tmp_path / "status").write_text("Name: x\nVmHWM:\t    12 kB\n")
     assert memory.peak(CPU, tmp_path) == 12 * 1024

@@ -334,10 +334,10 @@ def test_a_pin_that_can_not_hold_is_refused(tmp_path: Path) -> None:
             load(str(path), None, other)
         with pytest.raises(DataError, match=f"{other}.*pin"):
             list(prompts(str(path), 1, revision=other))
-        with pytest.raises(DataError, match=f"can't be pinned, and {other} was"):
+        with pytest.raises(DataError, match=f"can't be pinned, but evaluate.revisions pins it to {other}"):
             load("stdlib", None, other)
     write(tmp_path / "gsm8k.jsonl", ROWS["gsm8k"])
-    with pytest.raises(DataError, match=f"gsm8k.jsonl is no commit, and {OLD} is pinned; pin its content, sha256:"):
+    with pytest.raises(DataError, match=f"gsm8k.jsonl is not a commit, but {OLD} is pinned; pin its content, sha256:"):
         load("gsm8k", tmp_path, OLD)
     with pytest.raises(DataError, match="alpaca is pinned to sha256:0123, .* and no folder holds alpaca"):
         load("alpaca", tmp_path, "sha256:0123")
@@ -354,9 +354,9 @@ def test_a_pin_that_can_not_hold_is_refused(tmp_path: Path) -> None:
         ('{"question": 5, "answer": "#### 1"}\n', "line 1 can't be read"),
         ('{"turns": [1]}\n', "line 1 can't be read: turns must be a list of texts"),
         ('{"turns": []}\n', "line 1 can't be read"),
-        ('{"turns": [" "]}\n', "line 1 can't be read: it has no turn with text"),
+        ('{"turns": [" "]}\n', "line 1 can't be read: no turn has text"),
         ("[" * 100_000 + "\n", "line 1 is not JSON"),
-        ("", "holds no row of gsm8k; wanted 1319"),
+        ("", "has no row of gsm8k; wanted 1319"),
     ],
 )  # fmt: skip
 def test_a_bad_row_is_named_before_anything_is_measured(content: str, problem: str, tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_json_nested_without_end_is_refused(tmp_path: Path) -> None:
 
 def test_bad_places_are_refused(tmp_path: Path) -> None:
     """Catches a mistyped folder that silently means the hub, and files of other kinds named as ours."""
-    with pytest.raises(DataError, match="is no folder"):
+    with pytest.raises(DataError, match="is not a folder"):
         load("gsm8k", tmp_path / "none")
     (tmp_path / "gsm8k.json").write_text('{"turns": ["a"]}')
     with pytest.raises(DataError, match="must hold a list of rows"):
