@@ -61,7 +61,7 @@ def main() -> None:
             "promises": promises,
             "bins": BINS, "temperature": 1.0, "checkpoint_scaling": said(Scaling(head.temperatures, head.shifts)),
             "drafts": {"scaled_on": len(scaled.confidence), "judged_on": len(judged.confidence)},
-            "survival": [share(judged, k) for k in range(judged.seen.shape[1])],
+            "survival": [share(judged, k) for k in range(judged.known.shape[1])],
             "scaling": {name: said(scaling(scaled, "shifts" in name)) for name in ways if name != "as_it_is"},
             "errors": errors,
         },

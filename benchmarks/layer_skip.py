@@ -70,7 +70,7 @@ def told(found: Found) -> dict[str, Any]:
     return {
         "left_out": len(found.skip_attention) + len(found.skip_mlp), "skip_attention": found.skip_attention,
         "skip_mlp": found.skip_mlp, "length": found.length, "min_confidence": found.min_confidence,
-        "agreement": found.agreement, "kept_per_step": found.kept, "passes_per_step": found.passes,
+        "agreement": found.agreement, "kept_per_step": found.accepted, "passes_per_step": found.passes,
         "plain_ms": 1e3 * found.plain_s,
         "draft_pass_ms": 1e3 * found.draft_s, "verify_ms": 1e3 * found.verify_s, "bound": found.speedup,
     }  # fmt: skip

@@ -78,12 +78,12 @@ def turn(dtype: str, steps: int) -> dict[str, Any]:
     from outrider.targets.load import load_target
     from outrider.training.optimizers import Optimizers
     from outrider.training.step import optimise
-    from outrider.training.trainer import settled
+    from outrider.training.trainer import with_dtype
 
     settings, _ = load(ROOT / "recipes" / "demo.yaml", [f"train.dtype={dtype}"])
     assert settings.train is not None
     target = load_target("demo", compile=False)
-    config = settled(settings.train, ROOT / "nowhere", target.device)
+    config = with_dtype(settings.train, ROOT / "nowhere", target.device)
     texts = [target.encode(text)[:220] for _, text in demo.prompts("train", config.batch * (WARM_UP + steps))]
     answers = [Answer(str(i), text, [(60, len(text))]) for i, text in enumerate(texts)]
     torch.manual_seed(0)

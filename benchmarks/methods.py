@@ -273,7 +273,7 @@ class Bench:
             path = regenerate.prepare(self.target, self.target.tokenizer, asked, settings.answers, settings.prepare)
             self.sources[count] = LiveFeatures(
                 self.target, read_answers(path), tuple(range(self.target.spec.layers)), batch=BATCH,
-                length=settings.prepare.length, keep=1 << 33,
+                length=settings.prepare.length, cache_bytes=1 << 33,
             )  # fmt: skip
             say("reading the texts once for all methods")
             for step in range(self.sources[count].steps_per_pass):

@@ -1,4 +1,4 @@
-"""YAML and key=value to frozen, strict configs.  Every value knows where it came from.  Knows no torch."""
+"""YAML and key=value to frozen, strict configs.  Imports no torch."""
 
 import copy
 import difflib
@@ -20,7 +20,7 @@ RENAMED = {
     "least": "min_confidence", "least_overlap": "min_overlap", "least_prompts": "min_prompts", "observed": "traced_prompts",
     "parts": "members", "runners_up": "siblings",
 }  # fmt: skip
-"""What settings were called before, and are called now."""
+"""Former names of settings, and their names now."""
 
 
 class Config(BaseModel):
@@ -47,7 +47,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def build(schema: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """Validate `values`; a ConfigError names the key path, what was given and what would do."""
+    """Validate `values`; a ConfigError names the key path, the given value and what is allowed."""
     try:
         return schema.model_validate(dict(values))
     except ValidationError as error:
@@ -106,18 +106,18 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.  Raises OSError or ValueError, saying why there is none, for all else that may stand there.
+    """A JSON object from a file.  Raises OSError or ValueError, with the reason, where there is none.
 
-    A key that stands twice is refused too: readers differ in which counts.
+    A key that is there twice is refused too: readers differ in which counts.
     """
     if path.exists() and not path.is_file():  # a pipe would be read for ever
-        raise ValueError("it is no file")
+        raise ValueError("it is not a file")
     try:
         found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__}, not the mapping that was wanted")
+        raise ValueError(f"it holds a {type(found).__name__}, and a mapping is wanted")
     return found
 
 
@@ -125,6 +125,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{name!r} stands twice in it")
+            raise ValueError(f"{name!r} is in it twice")
         found[name] = value
     return found

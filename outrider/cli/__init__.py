@@ -1,4 +1,4 @@
-"""The command line: one file a verb, loaded when its verb is called, so that `--help` needs no torch."""
+"""The command line: one file for each verb, loaded when the verb is called, so that `--help` needs no torch."""
 
 import keyword
 from importlib import import_module
@@ -57,7 +57,7 @@ CORPUS = {
 
 
 class Verbs(TyperGroup):
-    """Verbs that are listed by a table, and loaded when they are called."""
+    """Verbs listed in a table, and loaded when they are called."""
 
     def __init__(self, name: str, table: dict[str, dict[str, tuple[str, str]]], *, prefix: str = "", **settings: Any):
         """prefix: of the functions.  Each has its verb's name, with `_` for `-` and after a word of Python's."""
@@ -70,7 +70,7 @@ class Verbs(TyperGroup):
         self.prefix = prefix
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """As the parent's, which knows the table, with the verb itself in the place of its line."""
+        """As the parent's, with the loaded verb in place of its line in the table."""
         name, _, rest = super().resolve_command(ctx, args)
         return name, self.load(name) if name else None, rest
 
@@ -106,7 +106,7 @@ app.add_command(
 
 
 def main() -> None:
-    """Entry point: errors of ours are one sentence and an exit code, not a traceback."""
+    """Entry point: an OutriderError is printed as one sentence and an exit code, without a traceback."""
     try:
         code = app(standalone_mode=False)
         if code == 130:  # typer turns Ctrl-C into a code that it returns
@@ -117,10 +117,10 @@ def main() -> None:
         console.fail(str(error))
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
     except OSError as error:
-        console.fail(f"{error}; what was written before is kept")
+        console.fail(f"{error}; what was written before stays")
         raise SystemExit(1) from None
     except (KeyboardInterrupt, typer.Abort):
-        console.remark("\nstopped; what was done is kept, the same command goes on from there")
+        console.remark("\nstopped; what is done stays, the same command goes on from there")
         raise SystemExit(130) from None
     except typer.Exit as done:
         raise SystemExit(done.exit_code) from None

@@ -39,15 +39,15 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 
 def calibrate(
     checkpoint: Annotated[Path, typer.Argument(help="Folder of a drafter with a confidence head.", show_default=False)],
-    prompts: Annotated[str, typer.Option(help="`stdlib`, or a file of prompts; none that it was trained on.")] = "stdlib",
-    count: Annotated[int, typer.Option(min=2, help="Prompts; every second one is kept apart to judge on.")] = 200,
+    prompts: Annotated[str, typer.Option(help="`stdlib`, or a file of prompts that it was not trained on.")] = "stdlib",
+    count: Annotated[int, typer.Option(min=2, help="Prompts; half of them are scaled on, the others judged on.")] = 200,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
     temperature: Annotated[float, typer.Option(min=0)] = 1.0,
     target: Annotated[str | None, typer.Option(help="Where the target is, if not where it was in training.")] = None,
     shifts: Annotated[bool, typer.Option("--shifts/--no-shifts", help="Shift logits too, or scale them alone.")] = True,
     json_to: JsonTo = None,
 ) -> None:
-    """Make confidences mean what they say: scale them by what was accepted of held-out prompts, and say how far off."""
+    """Scale confidences by what is accepted on held-out prompts, and print their error before and after."""
     place_of_json(json_to)
     loaded = load_target(target or manifest_of(checkpoint)["target"]["name"])
     found = stages.calibrate(

@@ -1,11 +1,11 @@
-"""The target's answers on disk, and whose they are.
+"""The target's answers on disk, and the target they belong to.
 
     answers.jsonl   {"id", "prompt_hash", "settings_hash", "tokens", "learn": [[start, end], ...], "finish_reason"} a line
     answers.json    the target, sampling and template they belong to, and which hashes are theirs
     prompts.grams   hashes of what stands in prompts and answers, to ask later whether a text was among them
 
-An answer is known by what was asked and who answered, never by where the prompt stood: `prompt_hash` is that of the prompt's
-content, `settings_hash` that of answers.json's target, template and settings.
+An answer belongs to the content of its prompt and to the target, never to a line of a file: `prompt_hash` is the hash of the
+prompt's content, `settings_hash` that of answers.json's target, template and settings.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from outrider.errors import DataError
 from outrider.nn.draft_model import binding
 from outrider.targets.protocol import Target
 
-ANSWERS, MANIFEST, GRAMS = "answers.jsonl", "answers.json", "prompts.grams"
+ANSWERS, MANIFEST, NGRAM_HASHES = "answers.jsonl", "answers.json", "prompts.grams"
 KEYS = ("id", "prompt_hash", "settings_hash", "tokens", "learn", "finish_reason")
 SHAPING = {"regenerate", "length", "max_new_tokens", "temperature", "top_p", "top_k", "seed"}
 """Settings on which the text of an answer depends."""
@@ -49,13 +49,14 @@ def read_answers(path: str | Path, vocabulary: int | None = None) -> list[Answer
     except OSError as error:
         raise DataError(f"no answers at {path} ({error.strerror}); run `outrider prepare` first") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is no text ({error}); delete it and run `outrider prepare` again") from None
+        raise DataError(f"{path} is not text ({error}); delete it and run `outrider prepare` again") from None
     answers = []
     for number, line in enumerate(lines, 1):
         try:
             answers.append(_from_line(line, vocabulary))
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}, line {number} is no answer ({error}); `outrider prepare` cuts a torn line off") from None
+            what = f"{path}, line {number} is not an answer ({error})"
+            raise DataError(f"{what}; `outrider prepare` cuts a torn line off") from None
     return answers
 
 
@@ -64,7 +65,7 @@ def _from_line(line: str, vocabulary: int | None = None) -> Answer:
     row = json.loads(line)
     tokens, learn = row["tokens"], [(start, end) for start, end in row["learn"]]
     if not tokens or not all(type(token) is int for token in tokens):
-        raise ValueError("its tokens are no list of whole numbers")
+        raise ValueError("its tokens are not a list of whole numbers")
     wrong = min(tokens) if min(tokens) < 0 else max(tokens)
     if wrong < 0 or (vocabulary is not None and wrong >= vocabulary):
         raise ValueError(f"token {wrong} lies outside the target's vocabulary" + f" of {vocabulary}" * (vocabulary is not None))
@@ -77,9 +78,9 @@ def answers_for(folder: Path, target: Target, tokenizer: Any) -> list[Answer]:
     """All answers of a folder, to train on.  Raises DataError where they are those of another target or template."""
     answers, theirs = read_answers(folder / ANSWERS, target.spec.vocabulary), _manifest(folder)
     mine = whose(target, tokenizer, Config())
-    del mine["config"]  # to train on shorter texts than were written, or with other prompts to come, is no harm
+    del mine["config"]  # a text may be cut, and prompts may be added, without changing an answer
     if answers and not theirs:
-        raise DataError(f"{folder / MANIFEST} is missing or damaged; run `outrider prepare` again, it writes the file anew")
+        raise DataError(f"{folder / MANIFEST} is missing or damaged; run `outrider prepare` again, it writes the file")
     _check(folder, answers, mine, theirs)
     return answers
 
@@ -116,7 +117,7 @@ def repair(path: Path, vocabulary: int) -> list[Answer]:
 
 
 def put_in_order(path: Path, prompts: Mapping[str, list[str]]) -> None:
-    """Sort answers as their prompts stand, others behind them: a run that was stopped leaves what an undisturbed one does."""
+    """Sort answers in the order of their prompts, others last, so that a stopped run ends with the same file."""
     place = {prompt_hash: number for number, prompt_hash in enumerate(prompts)}
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     ordered = sorted(lines, key=lambda line: place.get(json.loads(line)["prompt_hash"], len(prompts)))
@@ -125,15 +126,15 @@ def put_in_order(path: Path, prompts: Mapping[str, list[str]]) -> None:
 
 
 def claim(folder: Path, mine: dict[str, Any], there: Sequence[Answer]) -> None:
-    """Say whose answers these are; refuse to mix them with others'."""
+    """Write which target the answers belong to; refuse to mix them with another's."""
     theirs = _manifest(folder)
-    _check(folder, there, mine, theirs or mine)  # where answers.json is lost, the answers themselves say whose they are
+    _check(folder, there, mine, theirs or mine)  # where answers.json is lost, the answers' settings_hash is compared
     if theirs != mine:
         _write(folder / MANIFEST, json.dumps(mine, indent=2))
 
 
 def _check(folder: Path, answers: Sequence[Answer], mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Raises DataError for answers of another target, template or setting than `mine`, and for one that does not say."""
+    """Raises DataError for answers of another target, template or setting than `mine`, and for one without its hashes."""
     if any(None in (answer.prompt_hash, answer.settings_hash) for answer in answers):
         raise DataError(f"an older Outrider wrote {folder / ANSWERS}; name another prepare.folder, or delete this one")
     if answers and (differs := [key for key, value in mine.items() if theirs.get(key) != value]):
@@ -147,22 +148,22 @@ def _check(folder: Path, answers: Sequence[Answer], mine: dict[str, Any], theirs
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    """What answers.json says of whose the answers are; empty where it says nothing."""
+    """The target, template and settings in answers.json; empty where it is missing or damaged."""
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return {key: value for key, value in found.items() if key != "grams"}
+        return {key: value for key, value in found.items() if key != "ngram_hashes"}
     except (FileNotFoundError, ValueError, AttributeError):
         return {}
 
 
 def _write(path: Path, text: str) -> None:
-    """Put this text in place of a file, whole or not at all."""
+    """Replace a file's text, whole or not at all."""
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def keep_hashes(folder: Path, target: Target, prompts: Mapping[str, list[str]]) -> None:
-    """Write the n-gram hashes of all prompts and answers, and name them in the manifest; nothing where they are there.
+    """Write the n-gram hashes of all prompts and answers, and name them in the manifest; nothing is done where they exist.
 
     prompts: the texts of each prompt by its hash.
     """
@@ -175,9 +176,9 @@ def keep_hashes(folder: Path, target: Target, prompts: Mapping[str, list[str]]) 
             answer = _from_line(line)
             if (texts := prompts.get(answer.prompt_hash or "")) is not None:
                 collected.add("prompts", texts)
-            else:  # of a row that was edited since, or of an earlier run that was asked more, and stopped before it came here
+            else:  # of an edited row, or of an earlier run with more prompts that stopped before its hashes were written
                 unknown += 1
             collected.add("answers", [target.decode(answer.tokens[start:end]) for start, end in answer.learn])
-    facts = collected.save(folder / GRAMS) | {"unknown": unknown}
+    facts = collected.save(folder / NGRAM_HASHES) | {"unknown": unknown}
     facts["of"] = {"file": ANSWERS, "size_bytes": (folder / ANSWERS).stat().st_size}
-    _write(folder / MANIFEST, json.dumps(_manifest(folder) | {"grams": facts}, indent=2))
+    _write(folder / MANIFEST, json.dumps(_manifest(folder) | {"ngram_hashes": facts}, indent=2))

@@ -1,6 +1,6 @@
-"""Is a drafter judged by texts that it was trained on, or draws from?  Prompts are looked for in the hashes its source kept.
+"""Is a drafter measured on texts that it was trained on, or drafts from?  Prompts are looked up in its sources' hashes.
 
-A source that kept none is not known, which is never the same as clean.
+A source without hashes is unknown, which is not the same as clean.
 """
 
 import json
@@ -16,7 +16,7 @@ from outrider.retrieval import corpora
 
 
 class Prompt(Protocol):
-    """A prompt of a task, as far as it is looked for."""
+    """What is needed of a task's prompt."""
 
     @property
     def id(self) -> str: ...
@@ -38,49 +38,49 @@ Key = tuple[str, str]
 
 
 class Found(NamedTuple):
-    """What was found."""
+    """Overlaps of prompts with sources."""
 
     overlapping: dict[Key, tuple[str, ...]]
-    """A prompt to the names of the sources that hold a piece of it."""
+    """Prompt to the names of the sources that hold a piece of it."""
     checked: int
-    """Prompts that were looked for in one source at least."""
+    """Prompts that were looked up in at least one source."""
     rule: str
     unknown: dict[str, str]
-    """Sources that hold, or may hold, texts whose hashes they did not keep, and why that is so."""
-    places: dict[str, dict[str, int]]
+    """Sources that may hold texts without hashes, and why."""
+    counts: dict[str, dict[str, int]]
     """Source to its parts (prompts, answers, documents) to how many of the prompts each holds."""
 
     def overlaps(self, prompts: Mapping[str, Sequence[Prompt]]) -> dict[Key, bool]:
         """Each prompt, by task and id, and whether it was found.
 
-        Where a source is unknown, a prompt that was not found is left out: nobody knows.
+        Where a source is unknown, a prompt that was not found is left out.
         """
         sure = not self.unknown
         found = {key: key in self.overlapping for key, prompt in _keyed(prompts) if _is_text(prompt)}
         return {key: overlaps for key, overlaps in found.items() if overlaps or (sure and self.checked)}
 
     def line(self) -> str:
-        """What to tell a reader, in one sentence."""
-        told = f"{len(self.overlapping)} of {self.checked} prompts drawn overlap with what was trained on or is drafted from "
-        told += f"({self.rule})"
+        """The result in one sentence."""
+        text = f"{len(self.overlapping)} of {self.checked} prompts drawn overlap with what was trained on or is drafted from "
+        text += f"({self.rule})"
         if not self.unknown:
-            return told
+            return text
         why = "; ".join(f"{name}: {reason}" for name, reason in self.unknown.items())
-        return f"{told}; not known of {why}" if self.checked else f"overlap with the prompts is not known: {why}"
+        return f"{text}; unknown for {why}" if self.checked else f"overlap with the prompts is unknown: {why}"
 
 
 def sources_of(choice: str | Mapping[str, Any]) -> list[Source]:
-    """The texts behind a drafter: a checkpoint's, those of its corpora, and those behind its parts.
+    """The texts of a drafter: its checkpoint's, its corpora's, and those of its parts.
 
-    choice: as a run file names one, a kind, a kind with its settings, or a checkpoint.  None for a drafter that only reads the
-    request.  What the target was trained on is not asked for.
+    choice: as a run file names one, a kind, a kind with its settings, or a checkpoint.  Empty for a drafter that only reads the
+    request.  The target's own training texts are not looked at.
     """
     if isinstance(choice, str):
         if choice not in kinds():
             return [Source(choice, Path(choice))]
         choice = {"kind": choice}
     settings = build(find(choice["kind"]).Config, dict(choice), "drafter").model_dump(mode="json")
-    found = [Source(f"corpus {name}", corpora.place(name)) for name in settings.get("corpora", ())]
+    found = [Source(f"corpus {name}", corpora.folder_of(name)) for name in settings.get("corpora", ())]
     model = settings.get("model")
     if model and not settings.get("new"):
         found.append(Source(model, Path(model)))
@@ -101,16 +101,16 @@ def check(prompts: Mapping[str, Sequence[Prompt]], sources: Sequence[Source]) ->
             found.unknown[name] = why
         if not opened:
             continue
-        found.places[name] = {part: 0 for one in opened for part in one.parts}
+        found.counts[name] = {part: 0 for one in opened for part in one.parts}
         if (sampled := max(one.sampled for one in opened)) > 1:
-            rule.append(f"of {name} 1 in {sampled} kept")
+            rule.append(f"1 in {sampled} hashes of {name}")
         for key, prompt in _keyed(prompts):
             parts = {part for one in opened for turn in prompt.turns for part in one.holding(turn)}
             for part in parts:
-                found.places[name][part] += 1
+                found.counts[name][part] += 1
             if parts and name not in found.overlapping.get(key, ()):  # a task may have an id twice
                 found.overlapping[key] = (*found.overlapping.get(key, ()), name)
-    checked = len({key for key, prompt in _keyed(prompts) if _is_text(prompt)}) if found.places else 0
+    checked = len({key for key, prompt in _keyed(prompts) if _is_text(prompt)}) if found.counts else 0
     return found._replace(checked=checked, rule="; ".join(rule))
 
 
@@ -124,7 +124,7 @@ def _is_text(prompt: Prompt) -> bool:
 
 
 def _open(folder: Path) -> tuple[list[hash_files.NgramHashes], str | None]:
-    """All hashes that a source kept, and why these are not all there is to know."""
+    """All hashes of a source, and why some are missing."""
     opened, reasons = list[hash_files.NgramHashes](), list[str]()
     for entry in _entries(folder):
         try:
@@ -132,26 +132,26 @@ def _open(folder: Path) -> tuple[list[hash_files.NgramHashes], str | None]:
                 raise DataError(entry)
             opened.append(hash_files.read(entry))
             if unknown := entry.facts.get("unknown"):
-                raise DataError(f"it kept no hashes of {unknown} of its prompts")
+                raise DataError(f"it has no hashes of {unknown} of its prompts")
         except DataError as error:
             reasons.append(str(error))
     return opened, reasons[0] if reasons else None
 
 
 def _entries(folder: Path) -> Iterator[hash_files.Named | str]:
-    """What a folder's manifest names, or why there is nothing; of a checkpoint, for each set of texts one after the other."""
+    """The hash files that a folder's manifest names, or why there are none; a checkpoint has one for each set of texts."""
     if not folder.is_dir():
-        yield "there is no such folder here, so nobody can tell what texts are behind it"
+        yield "there is no such folder here, so its texts are unknown"
     elif (folder / "outrider.json").exists():
         try:
-            entries = json.loads((folder / "outrider.json").read_text(encoding="utf-8"))["training"]["grams"]
+            entries = json.loads((folder / "outrider.json").read_text(encoding="utf-8"))["training"]["ngram_hashes"]
         except (OSError, ValueError, KeyError, TypeError):
             entries = None
         for entry in entries if isinstance(entries, list) and entries else [None]:
             if isinstance(entry, dict) and isinstance(file := entry.get("file"), str):
                 yield hash_files.Named(folder / Path(file).name, entry)
             else:
-                yield "it kept no hashes of its training texts"
+                yield "it has no hashes of its training texts"
     else:
         found = [hash_files.named(folder, manifest) for manifest in ("answers.json", "corpus.json")]
-        yield next((one for one in found if one is not None), "it kept no hashes of its texts, or these have changed since")
+        yield next((one for one in found if one is not None), "it has no hashes of its texts, or the texts have changed since")

@@ -1,4 +1,4 @@
-"""Rows of prompts from wherever they are, as conversations: of a user, an assistant, and whoever else speaks.
+"""Rows of prompts as conversations of a user, an assistant and other roles.
 
 Sources: `stdlib:train` and `stdlib:held_out` (the demo's prompts), FILE.jsonl, FILE.txt (a prompt a line), or a data set's
 name on the Hugging Face hub.  A row of JSON has one of `messages`, `conversations`, `turns`, `prompt` (with `response`),
@@ -28,10 +28,10 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One conversation, as it was given."""
+    """One conversation as it is in its source."""
 
     id: str
-    """The row's own, or its place where it has none."""
+    """The row's own, or file and line where it has none."""
     messages: list[dict[str, str]]
     place: str = ""
     """File and line, for errors."""
@@ -48,7 +48,7 @@ class Skipped:
     reasons: list[str] = field(default_factory=list)
 
     def usable(self, items: Iterable[T], make: Callable[[T], U], skip_bad: bool) -> Iterator[U]:
-        """What `make` makes of every item; one of which it raises DataError is counted where `skip_bad` asks for that."""
+        """`make(item)` of every item; with `skip_bad`, an item that raises DataError is counted instead."""
         for item in items:
             try:
                 made = make(item)
@@ -63,20 +63,20 @@ class Skipped:
 def read(config: Config, skipped: Skipped | None = None) -> Iterator[Conversation]:
     """Up to `config.count` conversations.  Raises DataError with file and line for a bad row, or counts it in `skipped`."""
     skipped = Skipped() if skipped is None else skipped
-    seen: set[str] = set()
+    ids: set[str] = set()
     for conversation in skipped.usable(rows(config, skipped), lambda row: parse(row[1], row[0]), config.skip_bad):
-        if conversation.id in seen:  # reports list prompts by their id: a second row of one id gets its place added
+        if conversation.id in ids:  # reports list prompts by their id, so a second row of one id gets its line added
             conversation = replace(conversation, id=f"{conversation.id} at {conversation.place}")
-        seen.add(conversation.id)
+        ids.add(conversation.id)
         yield conversation
-        if len(seen) == config.count:
+        if len(ids) == config.count:
             return
-    if not seen:
+    if not ids:
         raise DataError(f"{config.conversations} holds no conversation; give rows with messages, turns, prompt or text")
 
 
 def parse(row: Any, name: str) -> Conversation:
-    """One row in any of the known layouts.  `name` says where it stands, for its id and for errors."""
+    """One row in any of the known layouts.  `name`: file and line, for its id and for errors."""
     if not isinstance(row, Mapping):
         raise DataError(f"{name}: a row must be a mapping, not {type(row).__name__}")
     messages = _messages(row, name)
@@ -90,7 +90,7 @@ def parse(row: Any, name: str) -> Conversation:
 
 
 def _messages(row: Mapping[str, Any], name: str) -> list[dict[str, str]]:
-    """The messages of a row: given as such, as the user's turns, or as one prompt with the answer given where there is one."""
+    """The messages of a row: as a list, as the user's turns, or as one prompt with its answer where it has one."""
     given, turns = row.get("messages") or row.get("conversations"), row.get("turns")
     if given and not isinstance(given, list):
         raise DataError(f"{name}: messages or conversations must be a list of messages, not {given!r:.80}")
@@ -118,8 +118,8 @@ def _text(row: Mapping[str, Any], keys: Sequence[str], name: str) -> str:
 
 
 def _message(message: Any, name: str) -> dict[str, str]:
-    said = message if isinstance(message, Mapping) else {}
-    role, content = said.get("role", said.get("from")), said.get("content", said.get("value"))
+    fields = message if isinstance(message, Mapping) else {}
+    role, content = fields.get("role", fields.get("from")), fields.get("content", fields.get("value"))
     if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
         roles = ", ".join(sorted(set(ROLES.values())))
         raise DataError(f"{name}: a message needs a role ({roles}) and text as content, not {message!r:.80}")
@@ -135,11 +135,11 @@ def at_place(conversation: Conversation) -> Iterator[None]:
         raise DataError(f"{conversation.place or conversation.id}: {error}") from error.__cause__
 
 
-# ── where rows come from ──────────────────────────────────────────────────────────────────────────────────────────
+# ── sources of rows ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def rows(config: Config, skipped: Skipped) -> Iterator[tuple[str, Any]]:
-    """(where it stands, row) of every row of `config.conversations`; lines that can't be read are counted where asked for."""
+    """(file and line, row) of every row of `config.conversations`; with skip_bad, lines that can't be read are counted."""
     source = config.conversations
     if source.startswith("stdlib:"):
         return _library(source.removeprefix("stdlib:"), config)
@@ -151,7 +151,7 @@ def rows(config: Config, skipped: Skipped) -> Iterator[tuple[str, Any]]:
 def _library(split: str, config: Config) -> Iterator[tuple[str, Any]]:
     if split not in get_args(demo.Split):
         raise DataError(f"stdlib:{split} is unknown; use stdlib:train or stdlib:held_out")
-    # to train, short prompts: reading one costs as much as writing its answer, and teaches nothing
+    # short prompts to train on: reading a prompt costs as much as writing an answer, and trains nothing
     characters = 240 if split == "train" else 600
     for name, text in demo.prompts(cast(demo.Split, split), config.count, config.seed, characters):
         yield name, {"id": name, "prompt": text}
@@ -168,7 +168,7 @@ def _text_file(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines as bytes: a torn character spoils its own line alone.  A byte order mark at the start is left out."""
+    """Lines as bytes, so that a torn character affects its own line only.  A byte order mark at the start is left out."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):

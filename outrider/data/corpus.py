@@ -1,4 +1,4 @@
-"""A corpus of texts to draft from: what it will take, then its making, with the hashes of what stands in it."""
+"""A corpus of texts to draft from: its plan, then its making, with hashes of its texts."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,16 +19,16 @@ from outrider.targets.identity import hash_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be made, and what it will take by its first texts."""
+    """A corpus to be made, with its sizes and time estimated from the first texts."""
 
     path: Path
     files: list[Path]
     left_out: list[Path]
-    """That are not UTF-8 text."""
+    """Files that are not UTF-8 text."""
     characters: int
     tokenizer: Any
     tokens: int
-    """About; as are the sizes and the time."""
+    """Estimated, as are sizes and time."""
     seconds: float
 
     @property
@@ -46,18 +46,18 @@ class Plan:
 
     @property
     def disk(self) -> Path:
-        """A folder that is there, on the disk that the corpus goes to."""
+        """An existing folder on the disk that the corpus goes to."""
         return next(folder for folder in self.path.parents if folder.exists())
 
 
 def planned(
     name: str, files: Sequence[Path], target: str = "demo", folder: Path | None = None, *, skip_binary: bool = False
 ) -> Plan:  # fmt: skip
-    """What a corpus of these files and folders takes, with the tokenizer of `target`.
+    """The plan of a corpus of these files and folders, with the tokenizer of `target`.
 
     Raises DataError where nothing can be read, and for a file that is not text unless `skip_binary` is set.
     """
-    path, left_out = corpora.place(name, folder), list[Path]()
+    path, left_out = corpora.folder_of(name, folder), list[Path]()
     paths = corpus_texts.readable(corpus_texts.files_of(files), left_out if skip_binary else None)
     characters = sum(file.stat().st_size for file in paths)
     if not characters:
@@ -77,9 +77,9 @@ def build(
     plan: Plan, on_text: Callable[[int], None] = lambda done: None,
     on_stage: Callable[[str, int], None] = lambda stage, tokens: None,
 ) -> Corpus:  # fmt: skip
-    """Make the corpus, in the place of one of that name.
+    """Make the corpus; one of the same name is replaced.
 
-    on_text: called with the characters read.  on_stage: called with what is done to so many tokens then.
+    on_text: called with the characters read.  on_stage: called with each stage's name and its number of tokens.
     """
     used: dict[str, int] = {}
     hashes = Collector("documents")

@@ -1,7 +1,7 @@
-"""The n-gram hashes of many texts, counted, in one file: which of a source's parts hold a piece of a text?
+"""The n-gram hashes of many texts in one file: which of a source's parts hold a piece of a text?
 
-GPT-3's rule (arXiv 2005.14165, appendix C): a run that more than 10 documents of a source hold is a phrase of everybody's and
-does not count.  Only hashes are kept.  Knows no torch.
+GPT-3's rule (arXiv 2005.14165, appendix C): a run that more than 10 documents of a source hold is a common phrase and
+does not count.  Only hashes are stored.  Knows no torch.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ FORMAT = 1
 COMMON = 10
 """A run that more documents of a source hold does not count."""
 LIMIT = 1 << 23
-"""Most hashes of one kind that are kept; of more, one in two, in four, and so on."""
+"""Most hashes of one kind that are stored; of more, one in two, in four, and so on."""
 RULE = (
     f"{WORDS} words, or {LETTERS} letters of Chinese, Japanese or Korean, in a row in common, in lower case without "
     f"punctuation; shorter texts whole; what more than {COMMON} documents hold does not count"
@@ -31,7 +31,7 @@ RULE = (
 
 
 KINDS = ("runs", "wholes")
-"""Hashes of which `ngram_hashes.Hashes` holds both."""
+"""The two kinds of hashes in `ngram_hashes.Hashes`."""
 
 
 class Tally:
@@ -41,18 +41,18 @@ class Tally:
         self.limit, self._halvings = limit, 0
         self._known, self._counts = np.empty(0, np.uint64), np.empty(0, np.uint8)
         self._new: list[np.ndarray] = []
-        self._waiting = 0
+        self._buffered = 0
 
     def add(self, document: np.ndarray) -> None:
         """[n] uint64, the hashes of one document, each once."""
-        kept = document[self._sampled(document)]
-        self._new.append(kept)
-        self._waiting += len(kept)
-        if self._waiting > 1 << 20:
+        sampled = document[self._sampled(document)]
+        self._new.append(sampled)
+        self._buffered += len(sampled)
+        if self._buffered > 1 << 20:
             self._merge()
 
     def result(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Hashes [n] uint64, sorted; counts [n] uint8; and of how many hashes one was kept."""
+        """Hashes [n] uint64, sorted; counts [n] uint8; and n, where one in n hashes was stored."""
         self._merge()
         return self._known, self._counts, 1 << self._halvings
 
@@ -60,18 +60,18 @@ class Tally:
         return (found & np.uint64((1 << self._halvings) - 1)) == 0
 
     def _merge(self) -> None:
-        if not self._waiting:
+        if not self._buffered:
             return
         new, counts = np.unique(np.concatenate(self._new), return_counts=True)
-        self._new, self._waiting = [], 0
+        self._new, self._buffered = [], 0
         at, old = _found(self._known, new)
         self._counts[at[old]] = np.minimum(self._counts[at[old]] + counts[old], COMMON + 1)
         self._known = np.insert(self._known, at[~old], new[~old])
         self._counts = np.insert(self._counts, at[~old], np.minimum(counts[~old], COMMON + 1))
         while len(self._known) > self.limit:
             self._halvings += 1
-            kept = self._sampled(self._known)
-            self._known, self._counts = self._known[kept], self._counts[kept]
+            sampled = self._sampled(self._known)
+            self._known, self._counts = self._known[sampled], self._counts[sampled]
 
 
 class Collector:
@@ -92,7 +92,7 @@ class Collector:
         self._tallies[part]["wholes"].add(once(np.array([one.whole for one in found if one.whole is not None], np.uint64)))
 
     def save(self, path: Path) -> dict[str, Any]:
-        """Write the file, whole or not at all; returns what a manifest must say of it.  Raises DataError where it can't."""
+        """Write the file whole and return its entry for a manifest.  Raises DataError where it can't be written."""
         tensors: dict[str, np.ndarray] = {}
         parts: dict[str, dict[str, int]] = {}
         for part, documents in self.documents.items():
@@ -104,9 +104,9 @@ class Collector:
                 parts[part] |= {kind: len(known), f"{kind}_one_in": one_in}
         try:
             with replacing(path) as part_file:
-                # one key: the order of several changes from file to file
-                said = {"outrider": json.dumps({"format": FORMAT, "rule": RULE}, sort_keys=True)}
-                save_file(tensors, part_file, metadata=said)
+                # one key, since the order of several is random
+                metadata = {"outrider": json.dumps({"format": FORMAT, "rule": RULE}, sort_keys=True)}
+                save_file(tensors, part_file, metadata=metadata)
                 facts = {"file": path.name, "hash": hash_of(part_file), "format": FORMAT, "rule": RULE, "parts": parts}
         except (OSError, SafetensorError) as error:
             raise DataError(f"can't write {path}: {error}; make room and run again") from error
@@ -120,7 +120,7 @@ def hash_of(path: Path) -> str:
 
 
 class Named(NamedTuple):
-    """A file of hashes, and what its manifest says of it."""
+    """A file of hashes, and its entry in the manifest."""
 
     path: Path
     facts: Mapping[str, Any]
@@ -129,7 +129,7 @@ class Named(NamedTuple):
 def named(folder: Path, manifest: str = "answers.json") -> Named | None:
     """The hashes that a folder's manifest names; None where it names none, or where its texts have changed since."""
     try:
-        facts = json.loads((folder / manifest).read_text(encoding="utf-8"))["grams"]
+        facts = json.loads((folder / manifest).read_text(encoding="utf-8"))["ngram_hashes"]
         made_of = facts.get("of")
         if made_of is not None and (folder / made_of["file"]).stat().st_size != made_of["size_bytes"]:
             return None
@@ -144,13 +144,13 @@ def is_whole(one: Named) -> bool:
 
 
 class NgramHashes:
-    """Hashes of a source, read to be asked."""
+    """Hashes of a source, for look-ups."""
 
     def __init__(self, tensors: Mapping[str, np.ndarray], facts: Mapping[str, Any]):
         """Use `read`."""
         self.parts = tuple(facts["parts"])
         self.sampled: int = max((part["runs_one_in"] for part in facts["parts"].values()), default=1)
-        """One run in so many was kept."""
+        """n, where one in n runs was stored."""
         self._known = {
             (part, kind): (tensors[f"{part}.{kind}"].view(np.uint64), tensors[f"{part}.{kind}.documents"] <= COMMON)
             for part in self.parts for kind in KINDS
@@ -170,12 +170,12 @@ class NgramHashes:
             return True
         known, rare = self._known[part, "wholes"]
         at, there = _found(known, np.array([asked.whole], np.uint64))
-        # a long text as a whole is nobody's phrase, however often it is there; `go on` is
+        # a whole long text is never a common phrase; a short one, such as `go on`, may be
         return bool(there.all()) and (len(asked.runs) > 0 or bool(rare[at].all()))
 
 
 def _found(known: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where in `known`, which is sorted, those wanted stand or belong [n], and whether they are there [n] bool."""
+    """Index in the sorted `known` of each wanted hash [n], and whether it is there [n] bool."""
     at = np.searchsorted(known, wanted)
     there = at < len(known)
     there[there] = known[at[there]] == wanted[there]
@@ -183,7 +183,7 @@ def _found(known: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def read(one: Named) -> NgramHashes:
-    """Open hashes.  Raises DataError for a file that is not the one its manifest names, or that has another rule."""
+    """Open hashes.  Raises DataError for a file that is not the one its manifest names, or that is of another format."""
     path, facts = one
     if facts.get("format") != FORMAT:
         raise DataError(f"{path} has format {facts.get('format')!r}, this Outrider reads {FORMAT}; prepare or build it again")

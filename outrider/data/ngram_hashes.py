@@ -1,9 +1,9 @@
 """Does one text hold a piece of another?  A text is the hashes of all its runs of 13 words.
 
-GPT-3's rule (arXiv 2005.14165, appendix C): texts overlap that share 13 words in a row.  Where words are not set apart, or are
-long, letters count: 24 of Chinese, Japanese or Korean stand for 13 words.  Shorter shingles, such as the 8 letters of searches
-for near duplicates, are no sign by themselves: any two questions of an exam share them.  A text that is shorter than a run is
-compared as a whole.
+GPT-3's rule (arXiv 2005.14165, appendix C): texts overlap that share 13 words in a row.  Where words are long, or without
+spaces between them, letters count: 24 of Chinese, Japanese or Korean stand for 13 words.  Shorter shingles, such as the 8
+letters of searches for near duplicates, prove nothing: any two questions of an exam share them.  A text that is shorter than a
+run is compared as a whole.
 
 Hashes have 64 bits: of BLAKE2b of each word, summed as a polynomial and mixed.  Knows no torch.
 """
@@ -18,16 +18,16 @@ from typing import NamedTuple
 import numpy as np
 
 WORDS, LETTERS, THAI = 13, 24, 52
-"""What is one run: words, or letters of Chinese, Japanese and Korean, or letters and vowel signs of Thai and its neighbours."""
+"""Length of a run: in words; in letters of Chinese, Japanese and Korean; in letters and vowel signs of Thai and the like."""
 FULL = math.lcm(WORDS, LETTERS, THAI)
-"""What the words and letters of a run weigh together."""
+"""The weights of a run's words and letters add up to this."""
 _KANA_AND_HANGUL = "\u1100-\u11ff\u3040-\u30ff\u31f0-\u31ff\ua960-\ua97f\uac00-\ud7ff"
 _HAN = "\u3005-\u3007\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U000323af"
 _SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
 _DENSE = re.compile(f"([{_KANA_AND_HANGUL}{_HAN}{_SPACELESS}])")
 _THAI = re.compile(f"[{_SPACELESS}]")
 _ONE = np.uint64(1)
-_BASE = 0x9E3779B97F4A7C15 ^ 6  # odd, and 3 modulo 4: few powers of it are alike in their low bits
+_BASE = 0x9E3779B97F4A7C15 ^ 6  # odd, and 3 modulo 4: few powers of it share their low bits
 _INVERSE = pow(_BASE, -1, 1 << 64)
 
 
@@ -56,13 +56,13 @@ def hashes(text: str) -> Hashes:
         ends = np.searchsorted(weights, weights[:-1] + FULL)
         begins = np.flatnonzero(ends <= count)
         ends = ends[begins]
-    runs = (sums[ends] - sums[begins]) * inverse[begins]  # a run is the same wherever it stands
+    runs = (sums[ends] - sums[begins]) * inverse[begins]  # the hash of a run does not depend on its position
     whole = _mixed(sums[-1:] + np.uint64(count))
     return Hashes(once(_mixed(runs)), int(whole[0]))
 
 
 def _words(text: str) -> list[str]:
-    """In normal form; a letter of a script whose words are not set apart is a word."""
+    """Words in normal form; in scripts without spaces a letter is a word."""
     if text.isascii():
         return text.lower().translate(_SIGNS).split()
     plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).translate(_SIGNS)
@@ -77,7 +77,7 @@ def _weight(word: str) -> int:
 
 
 class _Signs(dict[int, str | None]):
-    """What becomes of a character: letters, marks and digits stay, what stands within words goes, all else sets them apart."""
+    """Maps a character: letters, marks and digits stay, apostrophes and the like vanish, all others become spaces."""
 
     def __missing__(self, code: int) -> str | None:
         letter = chr(code)

@@ -1,4 +1,4 @@
-"""Conversations as the tokens that the target sees, and which of them train."""
+"""Conversations as the target's tokens, and which of them train."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ class Rendered(NamedTuple):
 
 
 def template_hash(tokenizer: Any) -> str | None:
-    """16 hex digits that tell two chat templates apart; None where there is none."""
+    """16 hex digits of the chat template's hash; None where there is none."""
     template = getattr(tokenizer, "chat_template", None)
     return None if template is None else hashlib.sha256(str(template).encode()).hexdigest()[:16]
 
 
 def prompt_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """What the target reads before it answers: the chat template's rendering, or the plain texts one after the other.
+    """The tokens of a prompt: rendered by the chat template, or the plain texts one after the other.
 
     Raises DataError where the template refuses the messages.
     """
@@ -33,38 +33,38 @@ def prompt_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list
 
 def check_template(tokenizer: Any, conversation: Conversation) -> None:
     """Raises DataError with file and line where the chat template refuses a prompt of this conversation."""
-    said: list[Mapping[str, str]] = []
+    messages: list[Mapping[str, str]] = []
     for message in conversation.messages:
         if message["role"] == "assistant":
             continue
-        if said and said[-1]["role"] == "user":  # the target's own answer, which is not known yet
-            said.append({"role": "assistant", "content": "yes"})
-        said.append(message)
+        if messages and messages[-1]["role"] == "user":  # in place of the target's own answer, which is not known yet
+            messages.append({"role": "assistant", "content": "yes"})
+        messages.append(message)
         if message["role"] == "user" and getattr(tokenizer, "chat_template", None) is not None:
             with at_place(conversation):
-                _templated(tokenizer, said, add_generation_prompt=True, tokenize=False)
+                _templated(tokenizer, messages, add_generation_prompt=True, tokenize=False)
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], length: int) -> Rendered:
     """A whole conversation as tokens, the assistants' turns (with what closes them) marked to train, cut at `length`."""
     tokens, turns = list[int](), []
     for i, message in enumerate(messages):
-        if message["role"] == "assistant" and i:  # a greeting answers nothing, and no template renders what came before it
+        if message["role"] == "assistant" and i:  # a greeting answers nothing, and there is no prompt before it
             tokens = _tokens(tokenizer, messages[: i + 1], is_prompt=False)
             turns.append((_shared(prompt_tokens(tokenizer, messages[:i]), tokens), tokens))
-    # what a later rendering changed of a turn (its end, where there is no template) does not train
+    # tokens of a turn that a later rendering changed (its end, where there is no template) do not train
     spans = [(start, min(_shared(whole, tokens), length)) for start, whole in turns]
     return Rendered(tokens[:length], [(start, end) for start, end in spans if start < end])
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """Number of tokens that two texts share from the start."""
     ends = min(len(one), len(other))
     return next((n for n in range(ends) if one[n] != other[n]), ends)
 
 
 def _tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]], is_prompt: bool) -> list[int]:
-    """These messages with what opens an answer, or else with what closes the last one."""
+    """The messages' tokens, followed by the start of an answer or by the end of the last message."""
     if getattr(tokenizer, "chat_template", None) is not None:
         return _templated(tokenizer, messages, add_generation_prompt=is_prompt)
     end = [] if is_prompt or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -72,7 +72,7 @@ def _tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]], is_prompt: bo
 
 
 def _templated(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, tokenize: bool = True, **choices: bool) -> Any:
-    """What the chat template makes of these messages: token ids, or with `tokenize=False` the text."""
+    """The chat template's rendering of these messages: token ids, or with `tokenize=False` the text."""
     try:
         return tokenizer.apply_chat_template(list(messages), tokenize=tokenize, return_dict=False, **choices)
     except (TemplateError, TypeError) as error:  # a template adds texts with +, and a tokenizer adds no number to one

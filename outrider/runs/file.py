@@ -1,4 +1,4 @@
-"""A run file: target, drafter, and a section a stage; read, resolved, and refused before any weight loads."""
+"""A run file: target, drafter, and a section for each stage; it is read and checked before any weight loads."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,9 +28,9 @@ class TargetConfig(Base):
     quantize: Literal["int8"] | None = None
     """Round the weights of the linear layers; needs torchao.  The output is then the quantised model's own."""
     trust_remote_code: bool = False
-    """Run code that comes with the model.  Off unless you read it."""
+    """Run code that comes with the model.  Read that code first."""
     compile: bool | None = None
-    """Compile its steps, and those of drafters that are measured; see docs/fast.md.  Unless given, what is on disk is taken."""
+    """Compile its steps and the measured drafters'; see docs/fast.md.  Unless given, compiled steps on disk are used."""
 
 
 class RunConfig(Base):
@@ -46,7 +46,7 @@ class RunConfig(Base):
     evaluate: EvaluateConfig | None = None
     """Left out: nothing is measured."""
     usual_minutes: dict[Literal["prepare", "train", "evaluate"], PositiveFloat] = Field(default={})
-    """What a stage takes where the file was tried; one that will take three times as long says why."""
+    """Minutes of each stage where the file was tried; a stage that will take three times as long says why."""
 
     @property
     def folder(self) -> Path:
@@ -65,14 +65,14 @@ class RunConfig(Base):
 def drafter_config(values: dict[str, Any], where: str = "drafter") -> Base:
     """`kind` and settings to that drafter's Config.  Raises ConfigError for an unknown kind or key."""
     if not isinstance(values.get("kind"), str):
-        raise ConfigError(f"{where}: kind is missing, or is no word; write one such as kind: dspark")
+        raise ConfigError(f"{where}: kind is missing, or is not a word; write one such as kind: dspark")
     return configs.build(find(values["kind"]).Config, values, where)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[str, str]]:
     """A run file with overrides laid over it, and the origin of every value (file, override, default).
 
-    Everything wrong with it is said here, before any weight loads.
+    Raises ConfigError for everything wrong with it, before any weight loads.
     """
     given = _expand(configs.read(path))
     merged = _expand(configs.override(given, overrides))
@@ -87,7 +87,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, di
 
 
 def _check_stages(run: RunConfig) -> None:
-    """What a later stage would refuse, before an earlier one has worked for hours."""
+    """Refuse now what a later stage would refuse after hours of work."""
     for folder in (run.folder, run.answers):
         if file := next((place for place in (folder, *folder.parents) if place.exists() and not place.is_dir()), None):
             raise ConfigError(f"{file} is a file where a folder is wanted; move it, or choose another name or prepare.folder")

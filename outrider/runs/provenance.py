@@ -1,4 +1,4 @@
-"""What a run's folder says of itself: its resolved file, and where its results came from."""
+"""The resolved run file and the provenance of results, written into the run's folder."""
 
 import json
 import os
@@ -18,12 +18,12 @@ from outrider.runs.file import RunConfig
 
 
 def write_config(run: RunConfig) -> None:
-    """The resolved run file into the run's folder."""
+    """Write the resolved run file into the run's folder."""
     _write(run, "config.yaml", yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
 
 
 def write_provenance(run: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
-    """What a result must say of itself, into the run's folder: versions, machine, settings, and `facts`."""
+    """Write versions, machine, settings and `facts` into the run's folder, and return them."""
     found = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "outrider": version_of("outrider"),
@@ -57,7 +57,7 @@ def version_of(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Commit of the source this runs from, `+` where files differ from it; None in an installed package."""
+    """Commit of the running source, with `+` where files differ from it; None in an installed package."""
     root = Path(__file__).resolve().parents[2]
     words = ["git", "-C", str(root), "describe", "--always", "--dirty=+"]
     try:

@@ -1,4 +1,4 @@
-"""What a run's drafter becomes beside its target, before any weight loads."""
+"""The sizes of a run's drafter for its target, before any weight loads."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,20 +14,20 @@ from outrider.nn.shape import LayerConfig, left_out, resolved
 from outrider.runs.file import RunConfig, load
 from outrider.targets.load import default_device
 from outrider.targets.sketch import sketch
-from outrider.training.trainer import settled
+from outrider.training.trainer import with_dtype
 
 
 class OnPaper(NamedTuple):
-    """What a run's drafter becomes beside its target, as far as the target's config tells."""
+    """The sizes of a run's drafter, as far as the target's config gives them."""
 
     values: dict[str, Any]
-    """Settings that the target filled, by key path, such as drafter.heads."""
+    """Settings filled in from the target, by key path, such as drafter.heads."""
     parameters: int | None = None
     """Weights that are trained; None where they can't be counted."""
     dtype: torch.dtype = torch.float32
     """Of the target's checkpoint."""
     notes: tuple[str, ...] = ()
-    """What is not known, or does not fit, and why."""
+    """What is unknown, or does not fit, and why."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -41,12 +41,12 @@ class OnPaper(NamedTuple):
 def on_paper(run: RunConfig) -> OnPaper:
     """The sizes of a run's drafter.  Reads the target's config and no weights."""
     config, module = run.drafter_config, find(run.drafter["kind"])
-    if not hasattr(module, "Model") or "model" in module.Config.model_fields:  # a language model brings its own sizes
+    if not hasattr(module, "Model") or "model" in module.Config.model_fields:  # a language model has its own sizes
         return OnPaper({})
     try:
         target = sketch(run.target.name, run.target.revision, run.target.trust_remote_code)
     except TargetError as error:
-        return OnPaper({}, notes=(f"sizes that are null will be the target's, and are not known here: {error}",))
+        return OnPaper({}, notes=(f"sizes that are null will be the target's, and are unknown here: {error}",))
     values, notes, dtype = {}, [], getattr(torch, target.spec.dtype)
     try:
         if isinstance(config, LayerConfig):
@@ -54,7 +54,7 @@ def on_paper(run: RunConfig) -> OnPaper:
             values = {f"drafter.{key}": value for key, value in full if getattr(config, key) is None and value is not None}
             sizes, is_named = target.spec.sizes, (config.rope_theta, config.rope_scaling) != (None, None)
             if sizes is not None and not is_named and (kind := left_out(sizes)) is not None:
-                notes = [f"{target.spec.name} turns by {kind}, which a drafter can't; it turns by the base alone"]
+                notes = [f"{target.spec.name} uses {kind} rotary scaling, which drafters do not have; they use the base alone"]
         with torch.device("meta"):
             model: DraftModel = module.Model(config, target)
     except DrafterError as error:
@@ -74,7 +74,7 @@ class Shown(NamedTuple):
     origin: str
     """file, override, default; target, where the target's config fills it; counted, for a size."""
     here: str | None = None
-    """What this machine makes of a setting that is left to it."""
+    """The value on this machine of a setting that is `auto`."""
 
     @property
     def is_bytes(self) -> bool:
@@ -82,12 +82,12 @@ class Shown(NamedTuple):
 
 
 def shown(file: str | Path, overrides: Sequence[str] = ()) -> tuple[list[Shown], tuple[str, ...]]:
-    """All settings of a run file and the sizes of its drafter, and notes on what is not known.  Reads no weights."""
+    """All settings of a run file and the sizes of its drafter, and notes on what is unknown.  Reads no weights."""
     run, origins = load(file, overrides)
     paper = on_paper(run)
     here = {}
     if run.train is not None and run.train.dtype == "auto":
-        here["train.dtype"] = settled(run.train, run.folder, default_device(run.target.device)).dtype
+        here["train.dtype"] = with_dtype(run.train, run.folder, default_device(run.target.device)).dtype
     origins |= dict.fromkeys(paper.values, "target") | dict.fromkeys(paper.sizes, "counted")
     values = flatten(run.model_dump(mode="json")) | paper.values | paper.sizes
     return [Shown(key, value, origins[key], here.get(key)) for key, value in values.items()], paper.notes

@@ -42,11 +42,10 @@ def run(
 ) -> Report | None:
     """Prepare, train, calibrate and evaluate: all stages that a run file has; each goes on where it was stopped.
 
-    overrides: `key.path=value`, such as `train.lr=3e-4`.  stages: these alone, in their order.  reporter: hears of plans,
+    overrides: `key.path=value`, such as `train.lr=3e-4`.  stages: these alone, in their order.  reporter: gets plans,
     progress and results; see `outrider.runs.reporter`.
     Returns the report, None where nothing is measured.
-    Raises ConfigError for whatever is wrong with the file, before any weight loads, and where a stage that is named has no
-    section in it.
+    Raises ConfigError for everything wrong with the file, before any weight loads, and for a named stage without a section.
     """
     settings, _ = load(file, overrides)
     reporter = reporter or Reporter()
@@ -64,7 +63,7 @@ def run(
 
 
 def target_of(settings: RunConfig, reporter: Reporter) -> TransformersTarget:
-    """The run's target, loaded; threads and types are what this machine does fastest."""
+    """The run's target, loaded, with the threads and types that are fastest on this machine."""
     chosen = settings.target
     machine.settle()
     reporter.loading(chosen)
@@ -98,16 +97,16 @@ def prepare(settings: RunConfig, target: TransformersTarget, reporter: Reporter)
 
 
 def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter) -> Path:
-    """Train on the answers that are there, and calibrate where the file asks for it; returns the checkpoint."""
+    """Train on the answers in the folder, and calibrate where the file asks for it; returns the checkpoint."""
     assert settings.train is not None
-    config = trainer.settled(settings.train, settings.folder, target.device)
+    config = trainer.with_dtype(settings.train, settings.folder, target.device)
     torch.manual_seed(config.seed)
     reference = load_model(config.reference, target) if config.reference is not None else None
     model: DraftModel = find(settings.drafter["kind"]).Model(settings.drafter_config, target).to(target.device)
     source = LiveFeatures(
         target, answers_for(settings.answers, target, target.tokenizer), model.taps, batch=config.batch,
         length=settings.prepare.length, seed=config.seed, dtype=config.dtype,
-        template=template_hash(target.tokenizer), grams=named(settings.answers),
+        template=template_hash(target.tokenizer), ngram_hashes=named(settings.answers),
     )  # fmt: skip
     facts, weights = source.manifest, sum(weight.numel() for weight in model.parameters())
     write_config(settings)
@@ -121,7 +120,7 @@ def train(settings: RunConfig, target: TransformersTarget, reporter: Reporter) -
         )  # fmt: skip
     reporter.finished(events.Trained(place))
     if config.calibrate and settings.evaluate is not None and "calibration" not in manifest_of(place):
-        # other prompts than those that are measured, where the task has enough of them
+        # other prompts than the measured ones, where the task has enough of them
         task, seed = settings.evaluate.tasks[0], settings.evaluate.seed + 1
         calibrate(place, target, task, config.calibrate, seed=seed, reporter=reporter)
     return place
@@ -177,7 +176,7 @@ def evaluate(settings: RunConfig, target: TransformersTarget, reporter: Reporter
             target, found.drafters, config, provenance=provenance, training=found.training, overlaps=found.overlaps,
             drawn=drawn, on_prompt=lambda done, _, left_out: update(done, left_out=left_out),
         )  # fmt: skip
-    with suppress(DataError):  # none, or one that this version can't read, says nothing of what a precision lost
+    with suppress(DataError):  # there is no earlier report, or none that this version can read
         report = with_losses(report, Report.load(settings.folder))
     save(report, settings.folder)
     if settings.train is not None:

@@ -1,6 +1,6 @@
-"""Calibrate a checkpoint's confidences on what serving sees: drafts of the served drafter on held-out prompts.
+"""Calibrate a checkpoint's confidences on drafts of the served drafter, on held-out prompts.
 
-Every second prompt is left out of the scaling, to judge it on.  M drafts, K slots of a block.
+Half of the prompts are scaled on, the other half are judged on.  M drafts, K slots of a block.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,12 +25,12 @@ from outrider.sampling.settings import Sampling
 from outrider.targets.protocol import Target
 from outrider.training.scaling import BINS, Outcomes, Scaling, scaling
 
-LEAST = 20 * BINS
+MIN_DRAFTS = 20 * BINS
 """Drafts below which a slot's temperature would be noise."""
 
 
 class _Noting(SamplingJudge):
-    """Judges as ever, and keeps the draft that it judged last."""
+    """The standard judge; it also stores the last draft."""
 
     draft: Draft
     rows: list[int]
@@ -45,10 +45,10 @@ def watch(
     target: Target, drafter: Drafter, prompts: Sequence[list[int]], *, max_new_tokens: int = 96, temperature: float = 1.0,
     seed: int = 0, slots: int = 16, on_prompt: Callable[[int], None] | None = None,
 ) -> Outcomes:  # fmt: skip
-    """Continue every prompt and note what the drafter's confidences promised and what came of it.
+    """Continue every prompt; record each confidence and whether its token was accepted.
 
-    on_prompt(how many are done).  Slots behind the end of a text are not seen, those up to it are: with the whole draft left
-    out, tokens that end a text would count where they are rejected and be missing where they are kept.
+    on_prompt(how many are done).  Slots after the end of a text are not counted, those up to it are: without the whole draft,
+    tokens that end a text would count where they are rejected and be missing where they are accepted.
     """
     longest = max(map(len, prompts), default=0)
     if longest + max_new_tokens > target.spec.context:
@@ -74,24 +74,24 @@ def watch(
         raise DataError(f"{len(prompts)} prompts of {max_new_tokens} new tokens gave no draft to judge by; give more of both")
     promises, *columns = zip(*found, strict=True)
     confidence = pad_sequence(list(promises), batch_first=True, padding_value=1.0)
-    drafted, kept, ended, numbers = (torch.tensor(column)[:, None] for column in columns)
+    drafted, accepted, ended, numbers = (torch.tensor(column)[:, None] for column in columns)
     at = torch.arange(confidence.shape[1])
-    survived = at < kept
+    survived = at < accepted
     return Outcomes(confidence, survived, (at < drafted) & (survived | ~ended), numbers[:, 0])
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was done to a checkpoint, and what it was worth on prompts that were kept apart."""
+    """The scaling of a checkpoint, and its errors on held-out prompts."""
 
     temperatures: list[float]
     """[K], as they stand in the checkpoint now."""
     shifts: list[float]
     before: list[float]
-    """[K] expected calibration error of reaching and keeping each slot, with the scaling that was there."""
+    """[K] expected calibration error of accepting each slot, with the former scaling."""
     after: list[float]
     noise: list[float]
-    """[K] what perfect promises would show on so few drafts."""
+    """[K] error of perfect confidences on as many drafts."""
     drafts: tuple[int, int]
     """Scaled on, judged on."""
     prompts: tuple[int, int]
@@ -116,10 +116,10 @@ def calibrate(
         on_prompt=on_prompt,
     )  # fmt: skip
     scaled, judged = outcomes.of(outcomes.prompts % 2 == 0), outcomes.of(outcomes.prompts % 2 == 1)
-    fewest = int(min(half.seen.sum(0).min() for half in (scaled, judged)))
-    if fewest < LEAST:
-        given = f"{len(prompts)} prompts of {max_new_tokens} tokens give a slot only {fewest} drafts, not {LEAST}"
-        enough = -(-len(prompts) * LEAST // max(fewest, 1))
+    fewest = int(min(half.known.sum(0).min() for half in (scaled, judged)))
+    if fewest < MIN_DRAFTS:
+        given = f"{len(prompts)} prompts of {max_new_tokens} tokens give a slot only {fewest} drafts, not {MIN_DRAFTS}"
+        enough = -(-len(prompts) * MIN_DRAFTS // max(fewest, 1))
         raise DataError(f"{given}; give {enough} prompts or more, or more tokens")
     change = scaling(scaled, shifting)
     better = judged.scaled(change)

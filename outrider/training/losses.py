@@ -3,9 +3,9 @@
 Every divergence takes draft and target logits [m, V] and labels [m], and gives [m] float32.  p is the target's distribution, q
 the draft's, alpha = sum(min(p, q)) the expected acceptance, TV = 1 - alpha.  Softmaxes are float32: bf16 loses mass.
 
-A draft over a reduced vocabulary has logits of -inf elsewhere.  p is never renormalised: what it has there is acceptance
+A draft over a reduced vocabulary has logits of -inf elsewhere.  p is never renormalised: its probability there is acceptance
 lost, and counts.  Forward KL, infinite by its definition, is then sum p log(p / q) - sum p + 1 over what can be drafted, the
-generalised divergence of the two measures, and plain KL where all can; such a row weighs what p has within reach.
+generalised divergence of the two measures, and plain KL where all can; such a row weighs what p has there.
 """
 
 import math
@@ -63,8 +63,8 @@ def lk_alpha(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
 def lk_lambda(draft: Tensor, target: Tensor, labels: Tensor, near: float = 0.0) -> Tensor:
     """w KL + (1 - w) TV with w = exp(-near): KL while far, TV when near.  (arXiv 2602.23881, with SpecForge's rate of 1.)
 
-    near: mean overlap of draft and target over all rows, as it was found of late.  A w of each row's own would spend KL's large
-    gradients on rows that can't be learnt.
+    near: mean overlap of draft and target over all rows, when it was last measured.  With a w for each row, KL's large
+    gradients would go to rows that can't be learnt.
     """
     p, q = _logs(draft, target)  # once for both
     weight = math.exp(-near)
@@ -90,7 +90,7 @@ def _finite(logs: Tensor) -> Tensor:
 
 DIVERGENCES: dict[str, Divergence] = {f.__name__: f for f in (ce, kl, rkl, jsd, tv, lk_alpha, lk_lambda)}
 BY_OVERLAP = frozenset({"lk_lambda"})
-"""Those that are told the mean overlap, too."""
+"""Those that take the mean overlap as well."""
 
 
 def check(loss: dict[str, float]) -> dict[str, float]:

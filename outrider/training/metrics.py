@@ -1,4 +1,4 @@
-"""metrics.jsonl: what training says of itself, a line a logged step; and TensorBoard beside it where that is installed."""
+"""metrics.jsonl: a line for each logged step, and the same to TensorBoard where that is installed."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ log = logging.getLogger(__name__)
 
 
 class Metrics:
-    """metrics.jsonl, one line a logged step, and TensorBoard beside it where that is installed.
+    """Writes metrics.jsonl, and to TensorBoard where that is installed.
 
-    A line that the disk has no room for waits for the next one; training goes on, and its checkpoint does not hang on it.
+    A line that the disk has no room for is written with the next one; training goes on.
     """
 
     def __init__(self, folder: Path, step: int):
         self.path = folder / "metrics.jsonl"
-        self.is_told = False
+        self.has_warned = False
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
         rows = [_row(line) if line.endswith(b"\n") else None for line in lines]
         damaged = [number for number, row in enumerate(rows, 1) if row is None]
         if damaged and damaged != [len(lines)]:  # a torn last line is what a crash leaves
             log.warning("%s, line %d can't be read, and %d in all; they are left out", self.path, damaged[0], len(damaged))
-        # what a crash left beyond the checkpoint would otherwise stand there twice
-        kept = [(line, row) for line, row in zip(lines, rows, strict=True) if row is not None and row["step"] <= step]
-        self.is_probed = any("loss" not in row for _, row in kept)
+        # steps after the checkpoint will be trained, and written, again
+        valid = [(line, row) for line, row in zip(lines, rows, strict=True) if row is not None and row["step"] <= step]
+        self.is_probed = any("loss" not in row for _, row in valid)
         try:
-            if len(kept) < len(lines):
+            if len(valid) < len(lines):
                 with replacing(self.path) as part:
-                    part.write_bytes(b"".join(line for line, _ in kept))
-            self.file = self.path.open("ab", buffering=1 << 20)  # what the disk has no room for waits in it
+                    part.write_bytes(b"".join(line for line, _ in valid))
+            self.file = self.path.open("ab", buffering=1 << 20)  # holds what the disk has no room for
         except OSError as error:
-            wanted = "it is as it was. Make room and run again"
+            wanted = "it is unchanged. Make room and run again"
             raise TrainingError(f"can't write {self.path} ({error.strerror}); {wanted}") from error
         self.board = _tensorboard(folder)
 
@@ -59,9 +59,9 @@ class Metrics:
         try:
             self.file.flush()
         except OSError as error:
-            if not self.is_told:
-                log.warning("can't write %s (%s): its lines wait; make room", self.path, error.strerror)
-            self.is_told = True
+            if not self.has_warned:
+                log.warning("can't write %s (%s); make room, its lines are written then", self.path, error.strerror)
+            self.has_warned = True
         for name, value in values.items() if self.board is not None else ():
             if isinstance(value, int | float) and name != "step":
                 self.board.add_scalar(f"train/{name}", value, values["step"])

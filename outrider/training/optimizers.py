@@ -1,4 +1,4 @@
-"""The optimisers that train a drafter, stepped as one: AdamW for every weight, or Muon for the inner matrices beside it."""
+"""The optimisers of a training, stepped as one: AdamW for every weight, or Muon for inner matrices and AdamW for the rest."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 Kind = Literal["adamw", "muon"]
 
 
-APART = frozenset({"lm_head", "queries", "level", "rank_head"})
-"""Names of heads over a part of the vocabulary or over classes, and of learnt rows: matrices by shape, not by use."""
+ADAMW_ONLY = frozenset({"lm_head", "queries", "level", "rank_head"})
+"""Names of matrices that Muon must not take: heads over a part of the vocabulary or over classes, and learnt rows."""
 
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -19,8 +19,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum made orthogonal, its step scaled to AdamW's size: torch.optim.Muon's own numbers where iterations are
-    in bfloat16.  Torch's has no other type, and on a CPU without bfloat16 units its iterations are two thirds of a step.
+    """Nesterov momentum made orthogonal, its step scaled to AdamW's size.  With iterations in bfloat16 it equals
+    torch.optim.Muon, which has no other type; on a CPU without bfloat16 units those iterations would take two thirds of a step.
     """
 
     def __init__(self, weights: Sequence[Tensor], weight_decay: float, dtype: torch.dtype, momentum: float = 0.95):
@@ -37,8 +37,8 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[weight]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(weight.grad)
-                kept = state["momentum_buffer"].lerp_(weight.grad, 1 - group["momentum"])
-                update = orthogonal(weight.grad.lerp(kept, group["momentum"]), self.dtype)
+                momentum_buffer = state["momentum_buffer"].lerp_(weight.grad, 1 - group["momentum"])
+                update = orthogonal(weight.grad.lerp(momentum_buffer, group["momentum"]), self.dtype)
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(weight.shape)))
 
@@ -58,8 +58,8 @@ def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 class Optimizers:
     """AdamW for all weights; or Muon for matrices that turn states into states, its iterations in `dtype`.
 
-    Embeddings, output layers, norms and biases stay with AdamW: a matrix with the vocabulary as one side, or named in `APART`,
-    is none of Muon's.
+    Embeddings, output layers, norms and biases stay with AdamW: Muon takes no matrix with the vocabulary
+    as one side, and none named in `ADAMW_ONLY`.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Optimizers:
 
 
 def _is_inner(name: str, weight: Tensor, vocabulary: int) -> bool:
-    is_apart = not APART.isdisjoint(name.split("."))
-    return weight.dim() == 2 and min(weight.shape) > 1 and vocabulary not in weight.shape and not is_apart
+    is_excluded = not ADAMW_ONLY.isdisjoint(name.split("."))
+    return weight.dim() == 2 and min(weight.shape) > 1 and vocabulary not in weight.shape and not is_excluded
 
 
 def pack(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""Which rows count, and how much: weights by depth, and a selection of what is worth learning.
+"""Weights of rows: by depth, and a selection of the rows worth learning.
 
-A drafted token matters only where all before it are kept, so deeper rows weigh less; and a small drafter does better to spend
-itself on rows that it can still learn.  Both know rows, not methods.  M rows of a batch, m of one chunk.
+A drafted token matters only where all before it are accepted, so deeper rows weigh less.  A small drafter learns more from
+rows that it can still learn.  Both work on the rows of any method.  M rows of a batch, m of one chunk.
 """
 
 import math
@@ -31,10 +31,10 @@ def power(base: float, rows: Predictions, part: slice, confidence: Confidence) -
 
 
 def dpace(floor: float, rows: Predictions, part: slice, confidence: Confidence) -> Tensor:
-    """D-PACE: what a row's improvement would gain, by how far the draft itself reaches.
+    """D-PACE: the gain from improving a row, by the draft's own probabilities.
 
-    With c the draft's probability of the label, s = (1 - floor) c + floor: the product of s up to row j is the chance that a
-    block gets there, and row k is worth the sum of those from k on.  Held constant; the published floor is 0.5.
+    With c the draft's probability of the label, s = (1 - floor) c + floor: the product of s up to row j is the probability that
+    a block gets there, and row k weighs the sum of those from k on.  Held constant; the published floor is 0.5.
     """
     learnt = rows.weight[part] > 0
     _, block = torch.unique_consecutive(rows.block[part], return_inverse=True)
@@ -43,7 +43,7 @@ def dpace(floor: float, rows: Predictions, part: slice, confidence: Confidence) 
     steps[block, depth] = ((1 - floor) * confidence().float() + floor) * learnt
     there = torch.zeros_like(steps)
     there[block, depth] = 1.0
-    # a block that goes on from another begins further down: what is above it is reached
+    # a block that continues another begins deeper: the rows above it count as reached
     reached = steps.where(there.cumsum(-1) > 0, 1.0).cumprod(-1)
     return reached.flip(-1).cumsum(-1).flip(-1)[block, depth]
 
@@ -86,8 +86,8 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 def most_learnable(rows: Predictions, reference: Predictions, share: float, loss: Loss, size: int) -> Tensor:
     """[M] bool: of the learnt rows the `share` whose loss exceeds the reference's most.  (AdaSPEC, arXiv 2510.19779.)
 
-    The reference is a drafter of the same kind and size, distilled on all rows: where it does better, there is something this
-    one can still learn; where both fail, there may be nothing.  Equals of the last one taken are taken too.
+    The reference is a drafter of the same kind and size, distilled on all rows.  Where it does better, this one can still
+    learn; where both fail, perhaps not.  Rows equal to the last one taken are taken too.
     size: rows a chunk.  Raises ConfigError where the two predict other rows.
     """
     if not torch.equal(rows.labels, reference.labels) or not torch.equal(rows.depth, reference.depth):
@@ -99,5 +99,5 @@ def most_learnable(rows: Predictions, reference: Predictions, share: float, loss
     learnt = rows.weight > 0
     if not bool(learnt.any()):
         return learnt
-    least = (mine - theirs)[learnt].topk(max(1, round(share * int(learnt.sum())))).values[-1]
-    return learnt & (mine - theirs >= least)
+    threshold = (mine - theirs)[learnt].topk(max(1, round(share * int(learnt.sum())))).values[-1]
+    return learnt & (mine - theirs >= threshold)

@@ -1,12 +1,11 @@
-"""Make a confidence mean what it says: of drafts that promise 0.8, four of five are accepted.
+"""Scale confidences so that they are probabilities: of drafts with confidence 0.8, four of five are accepted.
 
 Sequential temperature scaling (DSpark, arXiv 2607.05147): slot by slot, with what was found before fixed, that
-temperature is taken under which the product of confidences up to the slot has the least expected calibration error.  No order
-within a slot changes.
+temperature is taken under which the product of confidences up to the slot has the smallest expected calibration error.  The
+order within a slot does not change.
 
-Differs from the paper: with every temperature comes the shift of the logits under which promise and outcome agree on average,
-since a temperature leaves even chances even, and texts of another kind than those trained on are accepted less often.  Grid and
-number of bins are ours.
+Differs from the paper: every temperature has a shift of the logits that makes confidence and acceptance agree on average, since
+a temperature leaves 0.5 at 0.5, and texts unlike the training texts are accepted less often.  Grid and number of bins are ours.
 
 M drafts, K slots of a block.
 """
@@ -25,45 +24,45 @@ BINS = 15
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What was promised of drafted slots, and what became of them."""
+    """Confidences of drafted slots, and whether the slots were accepted."""
 
     confidence: Tensor
     """[M, K] float64, of each slot given the slots before it."""
     survived: Tensor
-    """[M, K] bool, whether slots 0..k were all kept."""
-    seen: Tensor
-    """[M, K] bool, False where a slot was not drafted, or stands behind the end of the text."""
+    """[M, K] bool, whether slots 0..k were all accepted."""
+    known: Tensor
+    """[M, K] bool, False where a slot was not drafted, or is after the end of the text."""
     prompts: Tensor
     """[M] int64, which prompt."""
 
     def of(self, chosen: Tensor) -> Outcomes:
         """Those of `chosen` [M] bool."""
-        return Outcomes(self.confidence[chosen], self.survived[chosen], self.seen[chosen], self.prompts[chosen])
+        return Outcomes(self.confidence[chosen], self.survived[chosen], self.known[chosen], self.prompts[chosen])
 
     def scaled(self, by: Scaling) -> Outcomes:
-        """As the drafter would have promised under other temperatures and shifts."""
+        """With the confidences of other temperatures and shifts."""
         return replace(self, confidence=_tempered(_logits(self.confidence), by.temperatures, by.shifts))
 
     def errors(self) -> list[float]:
-        """Expected calibration error of reaching and keeping each slot."""
-        pairs = zip(self.confidence.cumprod(-1).T, self.survived.T, self.seen.T, strict=True)
-        return [ece(predicted[seen], survived[seen]) for predicted, survived, seen in pairs]
+        """Expected calibration error of accepting each slot."""
+        slots = zip(self.confidence.cumprod(-1).T, self.survived.T, self.known.T, strict=True)
+        return [ece(predicted[known], survived[known]) for predicted, survived, known in slots]
 
     def noise(self, draws: int = 100) -> list[float]:
-        """The errors that perfect promises would show on so many drafts, by outcomes drawn from the promises themselves."""
+        """The errors of perfect confidences on as many drafts: outcomes are drawn from the confidences themselves."""
         generator = torch.Generator().manual_seed(0)
         found = []
-        for predicted, seen in zip(self.confidence.cumprod(-1).T, self.seen.T, strict=True):
-            mine = predicted[seen]
+        for predicted, known in zip(self.confidence.cumprod(-1).T, self.known.T, strict=True):
+            mine = predicted[known]
             drawn = (ece(mine, torch.rand(len(mine), generator=generator) < mine) for _ in range(draws))
             found.append(sum(drawn) / draws)
         return found
 
 
-def ece(predicted: Tensor, kept: Tensor, bins: int = BINS) -> float:
-    """Mean distance of promise and outcome over bins of equally many.  predicted [M] in [0, 1], kept [M] bool."""
+def ece(predicted: Tensor, accepted: Tensor, bins: int = BINS) -> float:
+    """Mean distance of confidence and acceptance over bins of equal size.  predicted [M] in [0, 1], accepted [M] bool."""
     order = predicted.argsort(stable=True)
-    gaps = (predicted.double() - kept.double())[order].tensor_split(bins)
+    gaps = (predicted.double() - accepted.double())[order].tensor_split(bins)
     return float(sum(gap.sum().abs() for gap in gaps)) / max(1, len(order))
 
 
@@ -77,11 +76,11 @@ class Scaling(NamedTuple):
 
 
 def scaling(outcomes: Outcomes, shifting: bool = True) -> Scaling:
-    """Slot after slot the temperature of the least error of the product up to it.  shifting False is the paper's own way."""
+    """Slot by slot the temperature with the smallest error of the product up to it.  shifting=False is the paper's way."""
     found: list[tuple[Tensor, Tensor]] = []
     reached = torch.ones(len(outcomes.confidence), dtype=torch.float64)
-    for confidence, survived, seen in zip(_logits(outcomes.confidence).T, outcomes.survived.T, outcomes.seen.T, strict=True):
-        slot = _Slot(reached[seen], confidence[seen], survived[seen], shifting)
+    for confidence, survived, known in zip(_logits(outcomes.confidence).T, outcomes.survived.T, outcomes.known.T, strict=True):
+        slot = _Slot(reached[known], confidence[known], survived[known], shifting)
         coarse, _ = slot.best(torch.linspace(-3, 3, 33, dtype=torch.float64).exp2())
         found.append(slot.best(coarse * torch.linspace(-3 / 16, 3 / 16, 13, dtype=torch.float64).exp2()))
         reached = reached * _tempered(confidence, *found[-1])
@@ -92,7 +91,7 @@ class _Slot(NamedTuple):
     """What one slot is scaled on.  m drafts that had it, G temperatures."""
 
     reached: Tensor
-    """[m] chance of the slots before it, as scaled already."""
+    """[m] probability of the slots before it, scaled."""
     logits: Tensor
     """[m]."""
     survived: Tensor
@@ -100,13 +99,13 @@ class _Slot(NamedTuple):
     shifting: bool
 
     def best(self, tried: Tensor) -> tuple[Tensor, Tensor]:
-        """The temperature among `tried` [G] of the least error, of equals the nearest to 1, and its shift."""
+        """The temperature among `tried` [G] with the smallest error, of equals the nearest to 1, and its shift."""
         shifts = self._shifts(tried) if self.shifting else torch.zeros_like(tried)
-        error = lambda pair: ece(self.reached * _tempered(self.logits, *pair), self.survived)
-        return min(zip(tried, shifts, strict=True), key=lambda pair: (error(pair), abs(float(pair[0].log()))))
+        error = lambda scaling: ece(self.reached * _tempered(self.logits, *scaling), self.survived)
+        return min(zip(tried, shifts, strict=True), key=lambda scaling: (error(scaling), abs(float(scaling[0].log()))))
 
     def _shifts(self, tried: Tensor) -> Tensor:
-        """[G] by bisection: promise and outcome agree on average, or as nearly as a shift of 8 lets them."""
+        """[G] by bisection: confidence and acceptance agree on average, as nearly as a shift of at most 8 allows."""
         low, high = torch.full_like(tried, -8.0), torch.full_like(tried, 8.0)
         share = self.survived.double().mean()
         for _ in range(24):
@@ -118,7 +117,7 @@ class _Slot(NamedTuple):
 
 
 def _logits(confidence: Tensor) -> Tensor:
-    # float32 rounds what is nearly certain to 0 or 1, whose logits are not finite
+    # float32 rounds values near 0 and 1 to 0 and 1, whose logits are not finite
     return confidence.double().clamp(1e-8, 1 - 1e-8).logit()
 
 

@@ -30,7 +30,7 @@ def optimise(
 ) -> dict[str, Any]:  # fmt: skip
     """One step of the optimiser.  Returns its loss, terms and, where counted, expected acceptance by depth.
 
-    near: mean overlap of draft and target, as it was found of late.
+    near: mean overlap of draft and target when it was last measured.
     """
     lr = config.lr * rate(step, config)
     model.progress = step / config.steps
@@ -62,7 +62,7 @@ def select(
     torch.set_rng_state(after)
     loss = functools.partial(losses.combine, config.loss, near=near)
     chosen = rows.most_learnable(predictions, theirs, config.select, loss, _chunk(predictions))
-    # weights that were cast without a gradient would be taken from there by the passes that need one
+    # the cache holds weights cast without a gradient, and the next passes need one
     torch.clear_autocast_cache()
     return chosen
 
@@ -76,13 +76,13 @@ def accumulate(
     chosen [M] bool: the rows that train; acceptance is counted over all that are to be learnt.
     """
     learnt = predictions.weight > 0 if chosen is None else chosen
-    # what D-PACE gives a row is known only with its logits: its blocks are counted, not weighed
+    # D-PACE needs a row's logits for its weight, so its blocks are counted, not weighed
     counts = "dpace" in config.position
     weights = learnt.float() if counts else rows.weights(config.position, predictions, slice(None)) * learnt
     total = weights.sum().clamp(min=1e-9)
     sums: dict[str, float] = {"loss": 0.0}
     depths = int(predictions.depth.max()) + 1 if len(predictions.depth) else 0
-    kept, rows_at = torch.zeros(depths), torch.zeros(depths)
+    shares, rows_at = torch.zeros(depths), torch.zeros(depths)
     for draft, target, part in predictions.chunks(_chunk(predictions)):
         weight = rows.weights(config.position, predictions, part, draft) * learnt[part] / total
         terms = {"divergence": losses.combine(config.loss, draft, target, predictions.labels[part], near)}
@@ -96,15 +96,15 @@ def accumulate(
             share = overlap(target.float().softmax(-1), draft.detach().float().softmax(-1)).cpu()
             own = (predictions.weight[part] > 0).cpu()
             depth = predictions.depth[part].cpu()[own]
-            kept.index_add_(0, depth, share[own])
+            shares.index_add_(0, depth, share[own])
             rows_at.index_add_(0, depth, torch.ones(len(depth)))
     if not is_counted:
         return sums
-    accepted = (kept / rows_at.clamp(min=1)).tolist()
+    accepted = (shares / rows_at.clamp(min=1)).tolist()
     expected = 1 + sum(math.prod(accepted[: k + 1]) for k in range(depths))
     return sums | {
         "acceptance": [round(a, 4) for a in accepted], "expected_tokens_per_step": round(expected, 4),
-        "overlap": float(kept.sum() / rows_at.sum().clamp(min=1)),
+        "overlap": float(shares.sum() / rows_at.sum().clamp(min=1)),
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Which sublayers `layer_skip` can spare: a search on the user's own prompts, before the decoding, whose outcome is saved.
+"""Which sublayers `layer_skip` can leave out: a search on the user's prompts before decoding, whose result is saved.
 
 Differs from SWIFT (2410.06916): it maximises the expected speed-up from measured seconds, not the agreement alone, and its
 surrogate is a Bayesian linear regression in place of a Gaussian process.
@@ -30,27 +30,27 @@ THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
 
 @dataclass(frozen=True)
 class Found:
-    """A set of sublayers, and what it was found to be worth on some prompts.  Greedy, one slot."""
+    """A set of sublayers, and its speed-up on some prompts.  Greedy, one slot."""
 
     target: str
     weights_hash: str
     skip_attention: tuple[int, ...]
     skip_mlp: tuple[int, ...]
     length: int
-    """Tokens of a draft, with `min_confidence` those that make the most of the set."""
+    """Tokens of a draft; length and `min_confidence` are the fastest for this set."""
     min_confidence: float
     agreement: float
     """Share of first drafted tokens that are the target's own."""
-    kept: float
-    """Drafted tokens kept per step."""
+    accepted: float
+    """Drafted tokens accepted per step."""
     passes: float
-    """Drafting passes per step, the one that finds its place too unsure included."""
+    """Drafting passes per step, including the one whose token falls below `min_confidence`."""
     plain_s: float
     """Seconds of a plain step; below, of one drafting pass, and of a step that verifies drafts as long as these."""
     draft_s: float
     verify_s: float
     drafts: int
-    """How many were tried."""
+    """Drafts that were measured."""
 
     @property
     def skip(self) -> Skip:
@@ -59,7 +59,7 @@ class Found:
     @property
     def speedup(self) -> float:
         """Expected tokens per second over plain decoding's: E[tokens] T(1) / (T(n) + T_draft)."""
-        return (1 + self.kept) * self.plain_s / (self.verify_s + self.passes * self.draft_s)
+        return (1 + self.accepted) * self.plain_s / (self.verify_s + self.passes * self.draft_s)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps({"kind": "layer_skip", **asdict(self), "speedup": self.speedup}, indent=2) + "\n")
@@ -72,7 +72,7 @@ def search(
     """Try sets of sublayers on the target's own greedy texts; all that were tried, the best expected speed-up first.
 
     prompts: token ids; each is continued by `tokens`, which gives a draft of up to `length` tokens every `length` tokens.  The
-    same seed and equal seconds give the same sets.  `say` is told of every try.  Raises DrafterError where the target can't
+    same seed and equal seconds give the same sets.  `say` is called after each.  Raises DrafterError where the target can't
     skip, DataError where the texts end before one draft.
     """
     possible, noise = able(target).skippable(), torch.Generator().manual_seed(seed)
@@ -104,19 +104,19 @@ class _Texts:
 
     def __init__(self, target: Target, prompts: Sequence[list[int]], tokens: int, length: int):
         found = generate(target, [list(prompt) for prompt in prompts], max_new_tokens=tokens, slots=len(prompts))
-        pairs = [(p, one.tokens) for p, one in zip(prompts, found, strict=True) if len(one.tokens) >= length]
-        if not pairs:
+        texts = [(p, one.tokens) for p, one in zip(prompts, found, strict=True) if len(one.tokens) >= length]
+        if not texts:
             raise DataError(f"no text is {length} tokens long or longer; give other prompts, or a lower length")
         self.target, self.device, self.length = target, target.device, length
-        self.starts = [len(prompt) - 1 for prompt, _ in pairs]
-        self.drafts = [len(new) // length for _, new in pairs]
-        self.texts = [[*prompt, *new] for prompt, new in pairs]
-        self.cache: Any = target.allocate(2 * len(pairs), max(map(len, self.texts)) + length + 2)
-        for row in range(len(pairs)):
+        self.starts = [len(prompt) - 1 for prompt, _ in texts]
+        self.drafts = [len(new) // length for _, new in texts]
+        self.texts = [[*prompt, *new] for prompt, new in texts]
+        self.cache: Any = target.allocate(2 * len(texts), max(map(len, self.texts)) + length + 2)
+        for row in range(len(texts)):
             self._read(row, row)
 
     def _read(self, row: int, text: int) -> None:
-        """Give a row this text, but for its last token."""
+        """Prefill a row with this text but for its last token."""
         tokens = self.texts[text][:-1]
         self.cache.free([row])
         self.target.prefill(self.cache, [row], torch.tensor([tokens], device=self.device), [len(tokens)], ())
@@ -124,21 +124,21 @@ class _Texts:
     @torch.inference_mode()
     def drafted(self, target: SkipsLayers, skip: Skip) -> tuple[Tensor, Tensor]:
         """A draft at every `length` tokens: how many of its tokens are the text's own before the first that is not, [drafts],
-        and the likeliest token's probability at every place, read behind the text's own, [drafts, length].
+        and the likeliest token's probability after each token of the text, [drafts, length].
 
         From the last draft to the first: what one writes, those before it do not look at.
         """
         count = len(self.texts)
-        for text in range(count):  # what the last set wrote is not the target's
+        for text in range(count):  # the last set of sublayers wrote other keys than the target's
             self._read(count + text, text)
         leads, sure = [], []
         for number in reversed(range(max(self.drafts))):
-            places = {text: self.starts[text] + number * self.length for text in range(count) if number < self.drafts[text]}
-            for text, at in places.items():
+            starts = {text: self.starts[text] + number * self.length for text in range(count) if number < self.drafts[text]}
+            for text, at in starts.items():
                 self.cache.lengths[count + text] = at
-            pieces = [self.texts[text][at : at + self.length + 1] for text, at in places.items()]
+            pieces = [self.texts[text][at : at + self.length + 1] for text, at in starts.items()]
             tokens = torch.tensor(pieces, device=self.device)
-            with target.skipping(skip, self.cache, [count + text for text in places]) as read:
+            with target.skipping(skip, self.cache, [count + text for text in starts]) as read:
                 logits = read(tokens[:, :-1])
             leads.append((logits.argmax(-1) == tokens[:, 1:]).long().cumprod(-1).sum(-1).cpu())
             sure.append(probability(logits).cpu())
@@ -153,7 +153,7 @@ class _Clock:
         possible = self.skips.skippable()
         self.whole = _draft_s(self.skips, texts, Skip())
         self.saved = {}
-        """What one sublayer less saves, by its kind."""
+        """Seconds saved by leaving out one sublayer, by its kind."""
         for which in WHICH:
             layers = getattr(possible, which)
             less = self.whole - _draft_s(self.skips, texts, Skip(**{which: layers}))
@@ -161,7 +161,7 @@ class _Clock:
         self.steps = [_verify_s(target, texts, nodes) for nodes in range(texts.length + 1)]
 
     def judged(self, skip: Skip, is_timed: bool = False) -> Found:
-        """A set with the length and the threshold with which it is worth most.
+        """A set with the length and the threshold that make it fastest.
 
         is_timed: its own pass is measured, in place of the sum of its parts.
         """
@@ -176,9 +176,10 @@ class _Clock:
             reach = (sure >= min_confidence).long().cumprod(-1).sum(-1)
             for length in range(1, len(steps)):
                 sizes = reach.clamp(max=length)
-                kept, passes = (float(x.double().mean()) for x in (torch.minimum(leads, sizes), (reach + 1).clamp(max=length)))
+                counts = torch.minimum(leads, sizes), (reach + 1).clamp(max=length)
+                accepted, passes = (float(count.double().mean()) for count in counts)
                 seconds = self.steps[0], draft_s, float(steps[sizes].mean())
-                options.append(Found(*own, length, min_confidence, agreement, kept, passes, *seconds, len(leads)))
+                options.append(Found(*own, length, min_confidence, agreement, accepted, passes, *seconds, len(leads)))
         return max(options, key=lambda found: found.speedup)
 
 
@@ -215,10 +216,10 @@ def _seconds(run: Callable[[], object], device: torch.device, rounds: int = 7) -
 
 
 def _next(space: list[tuple[str, int]], tried: dict[Skip, Found], noise: torch.Generator) -> Skip:
-    """The set to try next: of variations on the best and some at random, the one that promises most.
+    """The set to try next: the most promising of variations on the best sets and random ones.
 
     The surrogate is linear in which sublayers are left out: log speed-up = w x + error, with a Gaussian prior on w.  A set's
-    promise is its mean and one standard deviation, so that what is not known is tried as well.
+    promise is its mean plus one standard deviation, so that unknown sets are tried as well.
     """
     x = torch.stack([_as_bits(space, skip) for skip in tried])
     y = torch.tensor([found.speedup for found in tried.values()], dtype=torch.float64).log()
@@ -235,7 +236,7 @@ def _next(space: list[tuple[str, int]], tried: dict[Skip, Found], noise: torch.G
 def _predicted(x: Tensor, y: Tensor, pool: Tensor, prior: float = 0.1, error: float = 0.1) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation at `pool` [P, F] of a Bayesian linear regression of y [T] on x [T, F].
 
-    prior: standard deviation of a weight before anything was seen; error: that of one measurement.
+    prior: standard deviation of a weight before any measurement; error: that of one measurement.
     """
     centre, middle = y.mean(), x.mean(0)
     x, pool = x - middle, pool - middle

@@ -22,13 +22,13 @@ from outrider.training.step import optimise
 
 log = logging.getLogger(__name__)
 LOOK_EVERY = 8
-"""Steps between two looks at the mean overlap, for losses that go by it."""
+"""Steps between two measurements of the mean overlap, for losses that depend on it."""
 OnStep = Callable[[int, Mapping[str, Any]], None]
 Probe = Callable[[DraftModel], Mapping[str, Any]]
 
 
-def settled(config: Config, folder: str | Path, device: torch.device) -> Config:
-    """`config` with its dtype chosen: that of the training in `folder` that is gone on with, else the device's fastest."""
+def with_dtype(config: Config, folder: str | Path, device: torch.device) -> Config:
+    """`config` with its dtype chosen: that of the checkpoint in `folder`, else the fastest of the device."""
     if config.dtype != "auto":
         return config
     place = Path(folder) / "checkpoint"
@@ -56,7 +56,7 @@ def train(
     with held(folder, busy):
         torch.manual_seed(config.seed)
         model = model.float().train()
-        config = settled(config, folder, model.target.device)
+        config = with_dtype(config, folder, model.target.device)
         dtype = getattr(torch, config.dtype)
         optimizer = Optimizers(model, config.optimizer, model.target.spec.vocabulary, config.weight_decay, dtype)
         place = folder / "checkpoint"
@@ -96,11 +96,11 @@ def train(
 
 
 def _check(model: DraftModel, config: Config, folder: Path, reference: DraftModel | None) -> None:
-    """Make the folder, and refuse what can't be trained there; warn where the number type is slow."""
+    """Make the folder.  Refuse what can't be trained there; warn of a slow number type."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise TrainingError(f"can't make {folder} ({error.strerror}); give the run another name, or move that away") from error
+        raise TrainingError(f"can't make {folder} ({error.strerror}); give the run another name, or move that file") from error
     if config.select < 1 and reference is None:
         raise ConfigError(f"train.select {config.select} needs {config.reference}, loaded; give `reference` to train")
     if reference is not None and (reference.config.kind, reference.taps) != (model.config.kind, model.taps):
@@ -114,10 +114,10 @@ def _check(model: DraftModel, config: Config, folder: Path, reference: DraftMode
 def _save(
     place: Path, model: DraftModel, optimizer: Optimizers, facts: Mapping[str, Any], given: Mapping[str, Path]
 ) -> None:  # fmt: skip
-    """Write the checkpoint, with the hashes of all texts that it was trained on; `given` are those it has not kept yet."""
+    """Write the checkpoint, with the hashes of all texts that it was trained on; `given` are those not stored yet."""
     there = checkpoint.whole(place)
-    kept = {one["file"]: there / one["file"] for one in facts["grams"] if one is not None}
-    files = {name: path if path.exists() else given.get(name, path) for name, path in kept.items()}
+    stored = {one["file"]: there / one["file"] for one in facts["ngram_hashes"] if one is not None}
+    files = {name: path if path.exists() else given.get(name, path) for name, path in stored.items()}
     checkpoint.save(place, model, facts, pack(model, optimizer), files)
 
 
@@ -145,26 +145,26 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
     elif manifest["training"]["step"] < settings["steps"]:
         lacks = f"was stopped at step {manifest['training']['step']} and lacks {checkpoint.TRAINING}"
         raise CheckpointError(f"{place} {lacks}, without which it can't go on; put the file back, or name another run")
-    before = {"grams": [None]} | manifest["training"]
-    return {key: before[key] for key in ("step", "seconds", "tokens", "overlap", "grams") if key in before}
+    before = {"ngram_hashes": [None]} | manifest["training"]
+    return {key: before[key] for key in ("step", "seconds", "tokens", "overlap", "ngram_hashes") if key in before}
 
 
 def _name_texts(facts: dict[str, Any], source: FeatureSource) -> dict[str, Path]:
-    """Name in `facts` the hashes of the texts it trains on from here, beside those before; returns where new ones are.
+    """Add the hashes of the texts that are trained on from here to `facts`; returns the new files.
 
     One entry for each set of texts; None stands for texts whose hashes are not known.
     """
-    before = facts.setdefault("grams", [])
-    mine = getattr(source, "grams", None)
+    before = facts.setdefault("ngram_hashes", [])
+    mine = getattr(source, "ngram_hashes", None)
     if facts["step"] == facts["config"]["steps"]:
         return {}
     if mine is None:
-        facts["grams"] = before if None in before else [*before, None]
+        facts["ngram_hashes"] = before if None in before else [*before, None]
         return {}
     if any(one is not None and one["hash"] == mine.facts["hash"] for one in before):
         return {}
-    name = checkpoint.GRAMS if not before else f"training.{len(before) + 1}.grams"
-    facts["grams"] = [*before, {key: value for key, value in mine.facts.items() if key != "of"} | {"file": name}]
+    name = checkpoint.NGRAM_HASHES if not before else f"training.{len(before) + 1}.grams"
+    facts["ngram_hashes"] = [*before, {key: value for key, value in mine.facts.items() if key != "of"} | {"file": name}]
     return {name: mine.path}
 
 

@@ -56,7 +56,7 @@ def answered(target: TransformersTarget, folder: Path, asked: list[Conversation]
 
 def source_of(target: TransformersTarget, answers: Path) -> LiveFeatures:
     read = read_answers(answers / ANSWERS)
-    return LiveFeatures(target, read, TAPS, batch=2, length=400, grams=hash_files.named(answers))
+    return LiveFeatures(target, read, TAPS, batch=2, length=400, ngram_hashes=hash_files.named(answers))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_a_planted_leak_is_found_in_a_moved_checkpoint(trained: Path, answers: P
         assert check({"quiz": PROMPTS * 2}, [source]).overlapping == found.overlapping
         assert set(found.overlapping.values()) == {(source.name,)}
         assert found.unknown == {} and found.checked == 5
-        assert found.places[source.name]["prompts"] == 4
+        assert found.counts[source.name]["prompts"] == 4
         assert found.overlaps(ASKED) == {("quiz", prompt.id): prompt.id != "clean" for prompt in PROMPTS}
         assert found.line().startswith("4 of 5 prompts drawn overlap")
         assert "13 words" in found.rule
@@ -114,27 +114,29 @@ def test_a_swapped_file_is_not_known(trained: Path, talker: TransformersTarget, 
     """Catches another training's hashes, or none, speaking for this one: all prompts would be clean."""
     clean = answered(talker, tmp_path / "clean", texts("nothing of that"))
     copy = shutil.copytree(trained, tmp_path / "copy")
-    shutil.copyfile(clean / "prompts.grams", copy / checkpoint.GRAMS)
+    shutil.copyfile(clean / "prompts.grams", copy / checkpoint.NGRAM_HASHES)
     found = check(ASKED, [Source("drafter", copy)])
     assert "not the file that its manifest names" in found.unknown["drafter"]
     assert (found.overlapping, found.checked, found.overlaps(ASKED)) == ({}, 0, {})
-    (copy / checkpoint.GRAMS).unlink()
+    (copy / checkpoint.NGRAM_HASHES).unlink()
     assert "missing" in check(ASKED, [Source("drafter", copy)]).unknown["drafter"]
     assert load_drafter(copy, talker)
 
 
-@pytest.mark.parametrize("training", [{}, {"step": 2}, {"grams": []}, {"grams": [None]}, {"grams": "damaged"}, None])
+@pytest.mark.parametrize(
+    "training", [{}, {"step": 2}, {"ngram_hashes": []}, {"ngram_hashes": [None]}, {"ngram_hashes": "damaged"}, None]
+)
 def test_an_old_checkpoint_is_not_known_rather_than_clean(
     training: Any, trained: Path, talker: TransformersTarget, tmp_path: Path
 ) -> None:
     """Catches a checkpoint of before, or a damaged one, that passes for clean, or that does not load any more."""
     copy = shutil.copytree(trained, tmp_path / "copy")
-    (copy / checkpoint.GRAMS).unlink()
+    (copy / checkpoint.NGRAM_HASHES).unlink()
     (copy / checkpoint.MANIFEST).write_text(json.dumps(manifest(copy) | {"training": training}))
     found = check(ASKED, [Source("drafter", copy)])
     assert "no hashes" in found.unknown["drafter"]
     assert (found.checked, found.overlaps(ASKED)) == (0, {})
-    assert "not known" in found.line()
+    assert "unknown" in found.line()
     assert load_drafter(copy, talker)
 
 
@@ -195,7 +197,7 @@ def test_a_training_that_began_before_hashes_were_kept_is_not_known(
     stopped(talker, tmp_path, source_of(talker, answers))
     place = tmp_path / "checkpoint"
     old = manifest(place)
-    del old["training"]["grams"]
+    del old["training"]["ngram_hashes"]
     (place / checkpoint.MANIFEST).write_text(json.dumps(old))
     fit(tmp_path, talker, source=source_of(talker, answers), steps=4)
     found = check(ASKED, [Source("drafter", place)])
@@ -207,8 +209,8 @@ def test_going_on_with_the_same_texts_names_them_once(talker: TransformersTarget
     stopped(talker, tmp_path / "a", source_of(talker, answers))
     fit(tmp_path / "a", talker, source=source_of(talker, answers), steps=4)
     fit(tmp_path / "b", talker, source=source_of(talker, answers), steps=4)
-    one, other = (manifest(tmp_path / name / "checkpoint")["training"]["grams"] for name in "ab")
-    assert one == other and len(one) == 1 and one[0]["file"] == checkpoint.GRAMS
+    one, other = (manifest(tmp_path / name / "checkpoint")["training"]["ngram_hashes"] for name in "ab")
+    assert one == other and len(one) == 1 and one[0]["file"] == checkpoint.NGRAM_HASHES
 
 
 def test_training_outlives_its_hashes(talker: TransformersTarget, answers: Path, tmp_path: Path) -> None:
@@ -236,7 +238,7 @@ def test_a_prompt_whose_text_was_not_at_hand_leaves_a_source_open(answers: Path,
     """Catches answers to prompts that nobody hashed, from a run that was asked more and stopped, passing for clean."""
     copy = shutil.copytree(answers, tmp_path / "answers")
     facts = json.loads((copy / "answers.json").read_text())
-    facts["grams"]["unknown"] = 3
+    facts["ngram_hashes"]["unknown"] = 3
     (copy / "answers.json").write_text(json.dumps(facts))
     found = check(ASKED, [Source("answers", copy)])
     assert "3 of its prompts" in found.unknown["answers"] and "leaked" in ids(found)
@@ -274,7 +276,7 @@ def test_a_corpus_tells_what_it_holds(corpus: Path) -> None:
     corpora.keep_hashes(corpus, collected().save)
     found = check(ASKED, source)
     assert ids(found) == {"leaked", "second turn", "short"} and found.unknown == {}
-    assert found.places == {"corpus mine": {"documents": 3}}
+    assert found.counts == {"corpus mine": {"documents": 3}}
     verify(corpus)
     assert Corpus.open(corpus).longest([4, 5]).length == 2
     assert corpora.names() == ["mine"]

@@ -100,10 +100,10 @@ def test_a_text_is_cut_at_the_target_s_context(talker: TransformersTarget) -> No
 
 def test_kept_features_are_the_live_ones_whoever_asks_first(talker: TransformersTarget) -> None:
     """Catches states filed under another text, padding that is kept, and states that depend on the step that asked first."""
-    live = LiveFeatures(talker, texts(8), TAPS, batch=3, length=64, keep=0)
-    assert not live.keeps
+    live = LiveFeatures(talker, texts(8), TAPS, batch=3, length=64, cache_bytes=0)
+    assert not live.is_cached
     in_order, jumping = source(talker, texts(8)), source(talker, texts(8))
-    assert in_order.keeps and in_order.bytes == in_order.manifest.tokens * 3 * talker.spec.hidden * 8
+    assert in_order.is_cached and in_order.bytes == in_order.manifest.tokens * 3 * talker.spec.hidden * 8
     late = jumping.batch(5)
     for step in range(6):
         now, wanted = in_order.batch(step), live.batch(step)

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.data import hash_files, ngram_hashes
-from outrider.data.answers import ANSWERS, GRAMS, MANIFEST
+from outrider.data.answers import ANSWERS, MANIFEST, NGRAM_HASHES
 from outrider.data.config import Config
 from outrider.data.conversations import Conversation
 from outrider.data.hash_files import COMMON, Collector, Named, NgramHashes, Tally, named, read
@@ -300,12 +300,12 @@ def test_a_resumed_prepare_keeps_the_same_file(talker: TransformersTarget, tmp_p
     answer(talker, tmp_path / "parts", asked(2))
     early = named(tmp_path / "parts")
     answer(talker, tmp_path / "parts", asked())
-    found = [(tmp_path / name / GRAMS).read_bytes() for name in ("whole", "parts")]
+    found = [(tmp_path / name / NGRAM_HASHES).read_bytes() for name in ("whole", "parts")]
     assert found[0] == found[1]
     assert early is not None and early.facts["parts"]["prompts"]["documents"] == 2
-    before = (tmp_path / "parts" / GRAMS).stat().st_mtime_ns
+    before = (tmp_path / "parts" / NGRAM_HASHES).stat().st_mtime_ns
     answer(talker, tmp_path / "parts", asked(3))
-    assert (tmp_path / "parts" / GRAMS).stat().st_mtime_ns == before
+    assert (tmp_path / "parts" / NGRAM_HASHES).stat().st_mtime_ns == before
     assert not list(tmp_path.glob("*/*.part"))
 
 
@@ -330,15 +330,15 @@ def test_hashes_of_fewer_answers_than_there_are_do_not_count(talker: Transformer
 def test_a_lost_file_is_written_again(talker: TransformersTarget, tmp_path: Path) -> None:
     """Catches a manifest trusted without its file."""
     answer(talker, tmp_path, asked(2))
-    before = (tmp_path / GRAMS).read_bytes()
-    swapped(tmp_path / GRAMS)
+    before = (tmp_path / NGRAM_HASHES).read_bytes()
+    swapped(tmp_path / NGRAM_HASHES)
     answer(talker, tmp_path, asked(2))
-    assert (tmp_path / GRAMS).read_bytes() == before
+    assert (tmp_path / NGRAM_HASHES).read_bytes() == before
 
 
 def test_nothing_is_kept_where_nothing_is_wanted(talker: TransformersTarget, tmp_path: Path) -> None:
     """Catches the setting `grams: false` having no effect, or making other answers of these."""
     answer(talker, tmp_path, asked(1), ngram_hashes=False)
-    assert not (tmp_path / GRAMS).exists() and named(tmp_path) is None
+    assert not (tmp_path / NGRAM_HASHES).exists() and named(tmp_path) is None
     answer(talker, tmp_path, asked(1))
     assert (tmp_path / MANIFEST).exists() and named(tmp_path) is not None

@@ -209,7 +209,7 @@ def test_a_full_disk_keeps_what_is_written(talker: TransformersTarget, whole: di
     """Catches a traceback, or a half line that spoils the answers before it."""
     with (
         room_of(800),
-        pytest.raises(DataError, match=r"can't write answers to .*what is written is kept, make room and run again"),
+        pytest.raises(DataError, match=r"can't write answers to .*what is written stays; make room and run again"),
     ):
         answer_all(talker, tmp_path)
     there = answered(tmp_path, asked(), config())
@@ -235,7 +235,7 @@ def test_answers_that_are_not_there_or_damaged_are_named(talker: TransformersTar
     lines = path.read_text().splitlines()
     for damage in ("no json", "[1]", '{"id": "x"}', '{"id": "x", "tokens": [1], "learn": [[1]]}'):
         path.write_text("\n".join([lines[0], damage, lines[2]]) + "\n")
-        with pytest.raises(DataError, match="line 2 is no answer"):
+        with pytest.raises(DataError, match="line 2 is not an answer"):
             read_answers(path)
     path.write_bytes(b"\xff\xfe\n")
     with pytest.raises(DataError):

@@ -24,7 +24,7 @@ from outrider.nn.heads import ConfidenceHead
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
 from outrider.training import calibrate
-from outrider.training.calibrate import LEAST
+from outrider.training.calibrate import MIN_DRAFTS
 from outrider.training.scaling import Outcomes, Scaling, ece, scaling
 from training.bench import make_model
 
@@ -110,11 +110,11 @@ def test_no_order_within_a_slot_changes():
 def test_slots_that_were_not_seen_do_not_count():
     """Catches padding, or a slot behind the end of a text, taken for a rejection."""
     outcomes = planted()
-    seen = outcomes.seen.clone()
-    seen[::2, 1:] = False
-    spoilt = outcomes.survived & seen
+    known = outcomes.known.clone()
+    known[::2, 1:] = False
+    spoilt = outcomes.survived & known
     for k in range(3):
-        halved = Outcomes(outcomes.confidence, spoilt, seen, outcomes.prompts).scaled(PLANTED)
+        halved = Outcomes(outcomes.confidence, spoilt, known, outcomes.prompts).scaled(PLANTED)
         assert halved.errors()[k] < 2.5 * halved.noise(draws=20)[k]
 
 
@@ -142,7 +142,7 @@ def test_what_is_watched_is_what_was_kept(talker: TransformersTarget):
     text = generate(talker, [prompt], max_new_tokens=6)[0].tokens
     found = calibrate.watch(talker, Foretold(text, 2), [prompt], max_new_tokens=6, temperature=0.0)
     assert found.survived.tolist() == [[True, True, False], [True, True, False]]
-    assert found.seen.tolist() == [[True, True, True], [True, True, False]]
+    assert found.known.tolist() == [[True, True, True], [True, True, False]]
     assert found.confidence[0].tolist() == pytest.approx([0.9, 0.8, 0.7])
 
 
@@ -163,7 +163,7 @@ def test_a_text_that_ends_hides_what_stands_behind(talker: TransformersTarget, m
     assert text[0] != text[1]
     found = calibrate.watch(talker, Foretold(text, 3), [prompt], max_new_tokens=6, temperature=0.0)
     assert found.survived.tolist() == [[True, True, False]]
-    assert found.seen.tolist() == [[True, True, False]]
+    assert found.known.tolist() == [[True, True, False]]
 
 
 # ── a checkpoint ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -193,7 +193,7 @@ def test_only_the_scaling_of_a_checkpoint_changes(saved: Path, talker: Transform
     assert now.pop("calibration")["after"] == found.after
     assert now == manifest
     assert sum(found.after) < sum(found.before)
-    assert min(found.drafts) >= LEAST
+    assert min(found.drafts) >= MIN_DRAFTS
     assert found.prompts == (8, 8)
     drafter: Any = load_drafter(saved, talker)
     assert drafter.model.confidence_head.temperatures.tolist() == pytest.approx(found.temperatures)
@@ -234,7 +234,7 @@ def test_another_scaling_is_another_package(talker: TransformersTarget):
 
 def test_a_second_calibration_finds_nothing_more(saved: Path, talker: TransformersTarget, monkeypatch: pytest.MonkeyPatch):
     """Catches a scaling that replaces the one that was measured, instead of adding to it."""
-    monkeypatch.setattr(calibrate, "LEAST", 40)
+    monkeypatch.setattr(calibrate, "MIN_DRAFTS", 40)
     first = calibrate.calibrate(saved, talker, prompts(talker, 6), max_new_tokens=60)
     second = calibrate.calibrate(saved, talker, prompts(talker, 6), max_new_tokens=60)
     assert second.before == pytest.approx(first.after, abs=1e-4)
@@ -272,7 +272,7 @@ def test_a_full_disk_leaves_the_checkpoint(saved: Path, talker: TransformersTarg
 def test_what_cannot_be_calibrated_is_said(saved: Path, talker: TransformersTarget, tmp_path: Path):
     """Catches temperatures made of noise, and an AttributeError for a drafter without a head."""
     before = json.loads((saved / checkpoint.MANIFEST).read_text())
-    with pytest.raises(DataError, match=rf"not {LEAST}; give \d+ prompts or more"):
+    with pytest.raises(DataError, match=rf"not {MIN_DRAFTS}; give \d+ prompts or more"):
         calibrate.calibrate(saved, talker, prompts(talker, 2), max_new_tokens=8)
     assert json.loads((saved / checkpoint.MANIFEST).read_text()) == before
     checkpoint.save(tmp_path / "bare", make_model(talker, confidence=False))
@@ -306,7 +306,7 @@ def test_a_training_calibrates_itself_once_and_the_verb_again(
         return capsys.readouterr().out
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(calibrate, "LEAST", 40)
+    monkeypatch.setattr(calibrate, "MIN_DRAFTS", 40)
     (tmp_path / "asked.jsonl").write_text("".join(f'{{"id": "{i}", "prompt": "say {i}"}}\n' for i in range(4)))
     train = {"steps": 2, "batch": 2, "lr": 1e-2, "dtype": "float32", "calibrate": 4}
     write_recipe(tmp_path / "tiny.yaml", folder, train=train, evaluate={"tasks": ["asked.jsonl"]})
