@@ -90,7 +90,7 @@ def _planned(plan: Plan) -> str:
             )
         case events.Training(model=model, source=source):
             weights, passes = sum(weight.numel() for weight in model.parameters()), plan.total / source.steps_per_pass
-            features = f"in {sized(source.bytes)} of memory" if source.keeps else "live"
+            features = f"in {sized(source.bytes)} of memory" if source.is_cached else "live"
             return (
                 f"train     {model.config.kind}: {counted(weights)} parameters, taps {list(model.taps)}; {plan.total} steps of "
                 f"{source.size} texts, {passes:.1f} passes over {counted(source.manifest.tokens)} tokens; features {features}, "

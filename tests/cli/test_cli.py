@@ -189,7 +189,7 @@ def test_a_training_stopped_by_ctrl_c_says_so_and_goes_on(
     monkeypatch.setattr(trainer, "optimise", interrupted)
     done = outrider("train", "tiny.yaml")
     assert done.code == 130
-    assert "stopped; what was done is kept, the same command goes on from there" in done.said
+    assert "stopped; what is done stays, the same command goes on from there" in done.said
     assert "Traceback" not in done.err
     assert outrider("train", "tiny.yaml").code == 0
     assert steps == [0, 1, 2, 3]
@@ -281,7 +281,7 @@ def test_show_says_how_large_a_drafter_becomes_beside_its_target(outrider: Outri
     (tmp_path / "far.yaml").write_text("target: ./nowhere\ndrafter: {kind: dspark}\n")
     done = outrider("show", "far.yaml")
     assert done.code == 0, done.err
-    assert "not known here" in done.err and "drafter.rank" in done.out
+    assert "unknown here" in done.err and "drafter.rank" in done.out
 
 
 def test_the_list_of_drafters_is_the_folder_s(outrider: Outrider) -> None:
