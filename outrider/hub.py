@@ -18,7 +18,7 @@ def is_local(name: str) -> bool:
     )  # fmt: skip
 
 
-def missing(name: str) -> str | None:
+def missing_path(name: str) -> str | None:
     """What to say of a file or folder that is missing; None where it is there, or may be a repository of the hub."""
     if not is_local(name) or Path(name).expanduser().exists():
         return None

@@ -1,4 +1,4 @@
-"""A target known by its config alone: enough to build a drafter without weights, and to say how large it is."""
+"""A target known by its config alone: enough to build a drafter without weights and to count its parameters."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider import demo
 from outrider.errors import TargetError, first_line
+from outrider.hub import missing_path
 from outrider.targets.identity import load_tokenizer
 from outrider.targets.protocol import TargetSpec
 from outrider.targets.sizes import layer_sizes, unused_row
 
 
 class Sketch:
-    """Stands for a target where a draft model is built on the meta device.  It has shapes, and no values."""
+    """Takes the place of a target where a draft model is built on the meta device.  It has shapes and no values."""
 
     device = torch.device("meta")
 
@@ -51,6 +52,8 @@ def sketch(name: str, revision: str | None = None, trust_remote_code: bool = Fal
     path = str(demo.TARGET) if name == "demo" else name
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
+        if (problem := missing_path(path)) is not None:
+            raise OSError(problem)
         config = AutoConfig.from_pretrained(path, **options)
         text, (tokenizer, _) = config.get_text_config(decoder=True), load_tokenizer(path, **options)
         spec = TargetSpec(
