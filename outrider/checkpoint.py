@@ -1,4 +1,5 @@
-"""A drafter on disk: weights in safetensors, a manifest that binds it to its target, and, while training, what a resume needs.
+"""A drafter on disk: weights in safetensors, a manifest that binds it to its target, and, while training, what a resume
+needs.
 
     checkpoint/
     ├── outrider.json         kind, config, target it is bound to, taps, how it was trained
@@ -6,7 +7,7 @@
     ├── training.grams        hashes of the texts it was trained on, where they are known; the manifest names it by its content
     └── training.safetensors  optimiser moments and random state; may be deleted once training is done
 
-A checkpoint is written beside the old one, forced to the disk, and then takes its place, so there is always a whole one,
+A checkpoint is written next to the old one, forced to the disk, and then replaces it, so there is always a whole one,
 also after a crash or a power cut.
 """
 
@@ -31,6 +32,7 @@ from outrider.config import build, nearest, read_object
 from outrider.decoding.protocols import Drafter
 from outrider.drafters import find, kinds
 from outrider.errors import CheckpointError, ConfigError, TrainingError
+from outrider.hub import missing_path
 from outrider.nn.draft_model import LEARNT, DraftModel, binding
 from outrider.nn.remote import RemoteDrafter
 from outrider.nn.shape import FORMER, LayerConfig
@@ -39,9 +41,9 @@ from outrider.targets.quantised import library, quantise
 from outrider.weights import defaults, mistyped, not_finite, rounded, stale_map, weights_of
 
 VERSION = 1
-MANIFEST, WEIGHTS, TRAINING, GRAMS = "outrider.json", "model.safetensors", "training.safetensors", "training.grams"
+MANIFEST, WEIGHTS, TRAINING, NGRAM_HASHES = "outrider.json", "model.safetensors", "training.safetensors", "training.grams"
 MEASURED = ("calibration", "report")
-"""Keys of a manifest that speak of finished weights; training on leaves them out, export and import keep them."""
+"""Keys of a manifest about finished weights; further training drops them, export and import copy them."""
 SHAPE: Mapping[str, type] = {
     "version": int, "kind": str, "config": dict, "target": dict, "taps": list, "facts": dict, "training": dict,
 }  # fmt: skip
@@ -52,14 +54,14 @@ OPTIONAL = ("facts", "training")
 
 def save(
     folder: str | Path, model: DraftModel, training: Mapping[str, Any] | None = None, state: Mapping[str, Tensor] | None = None,
-    beside: Mapping[str, Path] | None = None, measured: Mapping[str, Any] | None = None,
+    files: Mapping[str, Path] | None = None, measured: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Write a checkpoint whole or not at all.  `training` goes into the manifest, `state` into training.safetensors.
 
-    beside: files that are copied into it, by the name they get; one that is gone is left out.
-    measured: what was found out about these weights after their training, by the keys of `MEASURED`.
+    files: copied into it, by their new names; one that is gone is left out.
+    measured: measurements of these weights after their training, by the keys of `MEASURED`.
 
-    Raises TrainingError where the disk is full or the folder can't be written; what was there stays.
+    Raises TrainingError where the disk is full or the folder can't be written; the old checkpoint stays.
     """
     folder = Path(folder)
     config, spec = model.config.model_dump(mode="json"), model.target.spec
@@ -78,37 +80,38 @@ def save(
         save_file({name: w.detach().contiguous().cpu() for name, w in weights_of(model).items()}, part / WEIGHTS)
         if state:
             save_file({name: value.contiguous().cpu() for name, value in state.items()}, part / TRAINING)
-        for name, path in (beside or {}).items():
+        for name, path in (files or {}).items():
             if path.exists():  # deleted while it trained: hours of training are worth more than knowing on what
                 shutil.copyfile(path, part / name)
         (part / MANIFEST).write_text(json.dumps(manifest, indent=2))
 
 
 def amend(folder: str | Path, weights: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Give these weights and these keys of the manifest other values, whole or not at all; the rest of the files is copied.
+    """Give these weights and these keys of the manifest other values, whole or not at all; the rest of the files is
+    copied.
 
-    Without weights the manifest alone is replaced.  Raises TrainingError as `save` does, CheckpointError where there is no
-    checkpoint.
+    Without weights only the manifest is replaced.  Raises TrainingError as `save` does, CheckpointError where there is
+    no checkpoint.
     """
     folder, source = Path(folder), whole(folder)
-    said = json.dumps(manifest_of(folder) | dict(facts), indent=2)
+    manifest = json.dumps(manifest_of(folder) | dict(facts), indent=2)
     if not weights:
-        with _told(folder), replacing(source / MANIFEST) as part:
-            part.write_text(said)
+        with _disk_errors(folder), replacing(source / MANIFEST) as part:
+            part.write_text(manifest)
         return
     stored = load_file(source / WEIGHTS)
     with _instead_of(folder) as part:
         shutil.copytree(source, part, dirs_exist_ok=True)
         save_file(stored | {name: w.detach().contiguous().cpu() for name, w in weights.items()}, part / WEIGHTS)
-        (part / MANIFEST).write_text(said)
+        (part / MANIFEST).write_text(manifest)
 
 
 @contextmanager
 def _instead_of(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which then takes the place of `folder`; after an error what was there stays."""
+    """A folder to write into, which then replaces `folder`; after an error the old one stays."""
     part, old = folder.with_name(folder.name + ".part"), folder.with_name(folder.name + ".old")
     try:
-        with _told(folder):
+        with _disk_errors(folder):
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
             yield part
@@ -128,20 +131,23 @@ def _instead_of(folder: Path) -> Iterator[Path]:
 
 
 def _discard(folder: Path) -> None:
-    """Delete a folder, its manifest first: what a crash leaves of it is no checkpoint."""
+    """Delete a folder, its manifest first: the rest after a crash is then not a checkpoint."""
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
-    """What the disk refuses, as a TrainingError."""
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Errors of the disk as TrainingErrors."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         what = "the disk is full" if full else str(error)
-        raise TrainingError(f"can't write checkpoint {folder}: {what}; the last is whole. Make room and run again") from error
+        raise TrainingError(
+            f"can't write checkpoint {folder}: {what}; "
+            "the last one is whole: make room and run again"
+        ) from error
 
 
 def manifest_of(folder: str | Path) -> dict[str, Any]:
@@ -151,17 +157,17 @@ def manifest_of(folder: str | Path) -> dict[str, Any]:
         manifest = read_object(path)
         for key, wanted in SHAPE.items():
             found = manifest.get(key)
-            if type(found) is not wanted and not (found is None and key in OPTIONAL):  # not isinstance: True is no version
+            if type(found) is not wanted and not (found is None and key in OPTIONAL):  # not isinstance: True is not a version
                 raise ValueError(f"its {key} is of type {type(found).__name__}, not {wanted.__name__}")
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no checkpoint manifest ({error}); train or copy it again") from None
+        raise CheckpointError(f"{path} is not a checkpoint manifest ({error}); train or copy it again") from None
     if (found := manifest["version"]) != VERSION:
         raise CheckpointError(f"{path} is of version {found}, this Outrider reads {VERSION}; use the release that wrote it")
     return manifest | {key: {} for key in OPTIONAL if manifest.get(key) is None}
 
 
 def whole(folder: str | Path) -> Path:
-    """The folder itself, or its predecessor where a crash came while the new one took its place."""
+    """The folder itself, or the previous one where a crash came while the new one replaced it."""
     folder = Path(folder)
     old = folder.with_name(folder.name + ".old")
     return old if not (folder / MANIFEST).exists() and (old / MANIFEST).exists() else folder
@@ -180,7 +186,7 @@ def check_binding(manifest: Mapping[str, Any], target: Target, folder: str | Pat
         free.add("weights_hash")
     if wrong := [key for key in mine if key not in free and theirs.get(key) != mine[key]]:
         differences = ", ".join(f"{key} {theirs.get(key)} against {mine[key]}" for key in wrong)
-        came_so = " (it came quantised, and from which weights is not known; quantise those here to use their drafters)"
+        came_so = " (it came quantised, from unknown weights; quantise those weights here to use their drafters)"
         remedy = "load the target it was trained for, or train a drafter for this one"
         remedy += came_so * (spec.quantised is not None and not spec.base_hash)
         own = f"target {theirs.get('name')!r}, not for {spec.name!r}"
@@ -188,13 +194,14 @@ def check_binding(manifest: Mapping[str, Any], target: Target, folder: str | Pat
 
 
 def trained_on(manifest: Mapping[str, Any], target: Target) -> str | None:
-    """The precision of the target that a checkpoint was trained beside, such as float32 or int8; None where it is not known.
+    """The precision of the target that a checkpoint was trained with, such as float32 or int8; None where it is not
+    known.
 
-    Older manifests do not name it: `unquantised weights` where those tell as much.
+    Older manifests do not name it: `unquantised weights` where the hashes show that.
     """
-    said: str | None = manifest["target"].get("precision")
+    precision: str | None = manifest["target"].get("precision")
     is_base = target.spec.quantised and manifest["target"].get("weights_hash") == target.spec.base_hash
-    return said or ("unquantised weights" if is_base else None)
+    return precision or ("unquantised weights" if is_base else None)
 
 
 def check_taps(manifest: Mapping[str, Any], model: DraftModel, folder: str | Path) -> None:
@@ -204,16 +211,20 @@ def check_taps(manifest: Mapping[str, Any], model: DraftModel, folder: str | Pat
 
 
 def check_facts(manifest: Mapping[str, Any], model: DraftModel, folder: str | Path) -> None:
-    """Refuse weights that are not what the manifest says of them, such as another vocabulary's."""
-    said = manifest["facts"]
+    """Refuse weights that the manifest describes otherwise, such as another vocabulary's."""
+    facts = manifest["facts"]
     for key, own in model.facts().items():
-        if said.get(key) != own:
-            wrong = f"{key} {said.get(key)} in its manifest, {own} in its weights"
-            raise CheckpointError(f"{folder} does not belong together: {wrong}; copy or train it again")
+        if facts.get(key) != own:
+            wrong = f"{key} {facts.get(key)} in its manifest, {own} in its weights"
+            raise CheckpointError(
+                f"{folder} has a manifest and weights of different drafters: {wrong}; "
+                "copy or train it again"
+            )
 
 
 def load_weights(folder: str | Path, model: nn.Module) -> None:
-    """Fill a model.  Raises CheckpointError for missing, extra or misshapen weights, and for numbers that it can't hold.
+    """Fill a model.  Raises CheckpointError for missing, extra or misshapen weights, and for numbers that it can't
+    hold.
 
     What a module lists as its `defaults` may be missing, and stays as it is.
     """
@@ -246,26 +257,30 @@ def load_state(folder: str | Path) -> dict[str, Tensor] | None:
     try:
         return load_file(path) if path.exists() else None
     except SafetensorError as error:
-        raise CheckpointError(f"{path} can't be read: {error}; delete it to start training anew from these weights") from None
+        raise CheckpointError(
+            f"{path} can't be read: {error}; "
+            "delete it to start training again from these weights"
+        ) from None
 
 
 def load_drafter(
     kind_or_path: str | Path, target: Target, *, device: str | torch.device | None = None, quantize: str | None = None,
     **config: Any,
 ) -> Drafter:  # fmt: skip
-    """A drafter for `target`: a kind such as `ngram` with its settings, a checkpoint folder, or a Hugging Face id of one.
+    """A drafter for `target`: a kind such as `ngram` with its settings, a checkpoint folder, or a Hugging Face id of
+    one.
 
-    A trainable kind by its name alone has fresh, random weights.  device: where it runs, if not where its config says, which
-    is the target's own device unless given.  quantize: `int8` rounds the linear layers of the draft model, whatever the
-    target's are; what it borrows of the target stays.  A checkpoint trained beside the weights that a target was quantised from
-    fits it, and the log says so.  Raises ConfigError for an unknown name or setting, CheckpointError for a checkpoint that is
-    damaged or was made for another target.
+    A trainable kind by its name alone has new, random weights.  device: where it runs, if not where its config says,
+    which is the target's own device unless given.  quantize: `int8` rounds the linear layers of the draft model,
+    whatever the target's are; what it borrows of the target stays.  A checkpoint trained with the weights that a target
+    was quantised from fits it, and the log reports it.  Raises ConfigError for an unknown name or setting,
+    CheckpointError for a checkpoint that is damaged or was made for another target.
     """
     name = str(kind_or_path)
     if name in kinds():
         module, given = find(name), {} if quantize is None else {"quantize": quantize}
         settings = build(module.Config, {"kind": name, **config, **given}, "drafter")
-        # a drafter made of others opens checkpoints by this very function, which stands above it
+        # a drafter made of others opens checkpoints by this function, which is on a higher floor
         opens = {"load": load_drafter} if "load" in inspect.signature(module.build).parameters else {}
         place = device or getattr(settings, "device", None)
         return _placed(lambda target: module.build(settings, target, **opens), target, place)
@@ -297,7 +312,10 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
     check_binding(manifest, target, folder, quantised=True)
     module = find(manifest["kind"])
     if not hasattr(module, "Model"):
-        raise CheckpointError(f"{folder} is of kind {manifest['kind']!r}, which has no weights to load; use the kind itself")
+        raise CheckpointError(
+            f"{folder} is of kind {manifest['kind']!r}, which has no weights to load; "
+            "use the kind itself"
+        )
     settings = build(module.Config, {"kind": manifest["kind"], **config_of(manifest, folder, target)}, "drafter")
     model: DraftModel = module.Model(settings, target)
     check_taps(manifest, model, folder)
@@ -314,8 +332,8 @@ def load_model(folder: str | Path, target: Target) -> DraftModel:
 def config_of(manifest: Mapping[str, Any], folder: str | Path, target: Target) -> dict[str, Any]:
     """The drafter's settings as its weights mean them.  Older manifests leave open what newer ones name.
 
-    Sizes that they lack are those of before sizes came from the target; a mask that they do not name is the vector that the
-    weights have, or else the tokenizer's token.
+    Sizes that they lack are those of before sizes came from the target; a mask that they do not name is the vector that
+    the weights have, or else the tokenizer's token.
     """
     schema = find(manifest["kind"]).Config
     config = {**(FORMER if issubclass(schema, LayerConfig) else {}), **manifest["config"]}
@@ -336,13 +354,13 @@ def _tell_precision(manifest: Mapping[str, Any], target: Target, name: str) -> N
     trained, served = trained_on(manifest, target), target.spec.precision
     if trained not in (None, served):
         is_other = manifest["target"].get("weights_hash") != target.spec.weights_hash
-        note = "; the text stays this target's own, but fewer tokens may be kept" * is_other
+        note = "; the text stays this target's own, but fewer tokens may be accepted" * is_other
         level = logging.WARNING if is_other else logging.INFO
         logging.getLogger(__name__).log(level, "%s: trained on %s, served on %s%s", name, trained, served, note)
 
 
 def _placed(make: Callable[[Target], Drafter], target: Target, device: str | torch.device | None) -> Drafter:
-    """A drafter for `target`, made on `device`.  Beside a compiled target its own steps are taken where they are on disk."""
+    """A drafter for `target`, made on `device`.  With a compiled target its compiled steps come from the disk."""
     place = target.device if device is None else torch.empty(0, device=device).device  # cuda is cuda:0
     if place != target.device:
         return RemoteDrafter(make(target.copy_to(place)), place)
@@ -358,8 +376,9 @@ def _folder(name: str) -> Path:
     path = Path(name)
     if path.exists() or whole(path).exists():
         return path
-    if name.count("/") != 1 or name.startswith((".", "/")):
-        raise ConfigError(f"{name!r} is neither a checkpoint folder nor a drafter{nearest(name, kinds())}")
+    if "/" not in name or missing_path(name) is not None:
+        what = missing_path(name) or repr(name)
+        raise ConfigError(f"{what} is neither a checkpoint folder nor a drafter{nearest(name, kinds())}")
     import huggingface_hub  # comes with transformers; a second to import, and only needed here
 
     try:

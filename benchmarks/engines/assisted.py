@@ -27,7 +27,7 @@ from outrider import demo, generate, load_drafter, load_target  # noqa: E402
 from outrider.checkpoint import save  # noqa: E402
 from outrider.config import build  # noqa: E402
 from outrider.drafters import find  # noqa: E402
-from outrider.engines.verify_transformers import continued, listening, loaded  # noqa: E402
+from outrider.engines.verify_transformers import continued, loaded, recorded  # noqa: E402
 from outrider.export.formats import export  # noqa: E402
 
 
@@ -47,14 +47,14 @@ def main() -> int:
         assistant = loaded(folder, LENGTH)
         ours = generate(target, prompts, load_drafter(checkpoint, target), max_new_tokens=wanted.new, policy="fixed")
     parted: list[dict[str, Any]] = []
-    with listening() as rounds, progress_bar() as bar:
+    with recorded() as rounds, progress_bar() as bar:
         for number, prompt in enumerate(bar.track(prompts)):
             texts = {"assisted": continued(target, prompt, wanted.new, assistant),
                      "plain": continued(target, prompt, wanted.new), "ours": ours[number].tokens}  # fmt: skip
             for name in ("plain", "ours"):
                 parted += difference(target, number, prompt, texts["assisted"], texts[name], name)
     ties = sum(one["gap"] < ROUNDING for one in parted)
-    drafted, kept = (sum(getattr(one, field) for one in rounds) for field in ("drafted", "kept"))
+    drafted, kept = (sum(getattr(one, field) for one in rounds) for field in ("drafted", "accepted"))
     publish(
         {
             **provenance(time.monotonic() - began), "prompts": len(prompts), "new_tokens": wanted.new, "draft_length": LENGTH,

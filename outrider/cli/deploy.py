@@ -32,8 +32,8 @@ def deploy(
         str | None, typer.Option("--to", metavar="ENGINE", help="vllm, sglang, trtllm, llamacpp, transformers or triton.")
     ] = None,
     target: TargetOption = None,
-    tokens: Annotated[int | None, typer.Option(help="Drafted a step; as the draft was made for.  0: none.")] = None,
-    width: Annotated[int, typer.Option(help="Tokens in each place of a tree; 1 is a chain.")] = 1,
+    tokens: Annotated[int | None, typer.Option(help="Drafted a step; the draft's own number.  0: none.")] = None,
+    width: Annotated[int, typer.Option(help="Children of each node of a tree; 1 is a chain.")] = 1,
     cutoff: Annotated[float | None, typer.Option(help="Stop before a token that the draft gives less.")] = None,
     schedule: Annotated[Path | None, typer.Option(metavar="FILE", help="Tokens by load: tune.json.")] = None,
     tensor_parallel: ParallelOption = 1,
@@ -53,7 +53,7 @@ def deploy(
     ] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Say the command with which an engine serves a draft, and write what a deployment needs."""
+    """Print the command with which an engine serves a draft, and write what a deployment needs."""
     quiet()
     place_of_json(json_to)
     if translate is not None:
@@ -85,8 +85,8 @@ def _translate(text: str, only_print: bool, json_to: str | None) -> None:
     print(found.shell, file=console.out.file)
     for name, content in found.files.items():
         print(f"# {name}\n{content}", file=console.out.file)
-    said = {"engine": found.engine, "command": found.shell, "words": list(found.words), "notes": list(found.notes)}
-    write_json(json_to, said)
+    fields = {"engine": found.engine, "command": found.shell, "words": list(found.words), "notes": list(found.notes)}
+    write_json(json_to, fields)
 
 
 def _say(draft: Draft, command: Command, only_print: bool) -> None:

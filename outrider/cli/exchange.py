@@ -44,7 +44,7 @@ def import_(
     out: Annotated[Path, typer.Option("--out", help="New checkpoint folder.", show_default=False)],
     target: Annotated[str, typer.Option("--target", help="The target it drafts for: `demo`, a folder, or a hub id.")],
     format: Annotated[str | None, typer.Option("--format", help="Unless given, found by its config.json.")] = None,
-    kind: Annotated[str | None, typer.Option("--kind", help="Kind of drafter, where config.json does not tell.")] = None,
+    kind: Annotated[str | None, typer.Option("--kind", help="Kind of drafter, where config.json does not name it.")] = None,
 ) -> None:
     """Make a checkpoint of a draft model in another's format; nothing in it is executed."""
     quiet()

@@ -81,7 +81,7 @@ def tune(
         starts = sweep.of_engine(engine, commands.draft_of(draft, target), wish, arms, out, ready, python, engine_version)
     about = {
         "log": log.name, "draft": draft, "engine": engine, "target": target, "servers": sorted(named),
-        # a command or an address may hold a key, which is nothing to write down
+        # a command or an address may hold a key, which must not be written
         "start": None if start is None else hashlib.sha256(start.encode()).hexdigest()[:16],
         "calls": calls, "max_tokens": max_tokens, "tensor_parallel": tensor_parallel,
     }  # fmt: skip
@@ -143,11 +143,11 @@ def _report(points: list[Point], choice: Choice) -> None:
         row = (f"{sum(speed) / len(speed):.0f}" for speed in speeds)
         shown.add_row(str(gain.load), *row, str(gain.tokens), f"{gain.ratio:.2f}{around}")
     console.out.print(shown, highlight=False)
-    said = ", ".join(f"{one.tokens} from {one.first} on" for one in choice.ranges)
+    lengths = ", ".join(f"{one.tokens} from {one.first} on" for one in choice.ranges)
     pays = "pays at every load measured" if choice.pays_to is None else f"pays up to {choice.pays_to} requests at once"
     if choice.pays_to == 0:
         pays = "does not pay at any load measured"
-    for line in (f"tokens a step: {said}; speculation {pays}", *choice.notes):
+    for line in (f"tokens a step: {lengths}; speculation {pays}", *choice.notes):
         say(f"          {line}")
 
 

@@ -1,4 +1,4 @@
-"""`outrider verify-export`: does an engine keep as much of an exported drafter as we do, and if not, why?"""
+"""`outrider verify-export`: does an engine accept as much of an exported drafter as we do, and if not, why?"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def verify_export(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=8)] = 88,
     json_to: JsonTo = None,
 ) -> None:
-    """Run an exported drafter in its engine and here, on the same token ids: same text, same tokens kept at every depth?
+    """Run an exported drafter in its engine and here, on the same token ids: same text, same acceptance at every depth?
 
     Exit code 1 where they differ, with the cause by its name.
     """
@@ -41,8 +41,8 @@ def verify_export(
         remark(f"          --python has no effect: {engine} needs no environment of its own here")
     loaded, model = verify.sides(folder, engine, checkpoint, target)
     ids = verify.prompt_tokens(loaded, prompts, count)
-    tell = lambda text: remark(text, "dim")
-    found = verify.verified(folder, engine, python, loaded, model, checkpoint is not None, ids, max_new_tokens, say=tell)
+    report = lambda text: remark(text, "dim")
+    found = verify.verified(folder, engine, python, loaded, model, checkpoint is not None, ids, max_new_tokens, say=report)
     _print(found)
     write_json(json_to, asdict(found) | {"is_equal": found.is_equal, "texts_hold": found.texts_hold})
     if engine in parity.RUN:
@@ -66,31 +66,31 @@ def _print(found: Parity) -> None:
     for cause in found.causes:
         say(f"cause     {cause.name}: {cause.what} ({cause.changed:.1%} of our drafted tokens change)", "red")
     if found.stage is not None:
-        say(f"          the first stage that comes out otherwise: {found.stage[0]}, by {found.stage[1]:.2g} of its size")
+        say(f"          the first stage whose output differs: {found.stage[0]}, by {found.stage[1]:.2g} of its size")
     if found.guesses:
         say("cause     not in the folder, which reads as it should; what would explain the engine's steps:", "yellow")
         for name, what, share in found.guesses:
             say(f"          {share:7.1%}  {name}: {what}")
     if found.engine_stage is not None:
         name, away = found.engine_stage
-        what = f"otherwise than the folder says from {name} on, by {away:.2g} of its size"
-        say(f"modules   the engine's own come out {what}", "red")
+        what = f"unlike the folder from {name} on, by {away:.2g} of its size"
+        say(f"modules   the engine's outputs are {what}", "red")
     elif found.stages:
-        say(f"modules   {found.stages} stages of the engine's own first draft come out as the folder says")
+        say(f"modules   {found.stages} stages of the engine's own first draft are as in the folder")
     if found.version is None and not found.causes:
         say("          nothing in the folder changes a drafted token; texts and acceptance: not measured")
 
 
 def _print_depths(found: Parity) -> None:
-    ties = f", {len(found.parted)} part" if found.parted else ""
+    ties = f", {len(found.parted)} differ" if found.parted else ""
     where = "; ".join(f"prompt {each.prompt} at token {each.token}, gap {each.gap}" for each in found.parted[:3])
     say(f"texts     {found.texts_equal} of {found.prompts} equal{ties}{': ' + where if where else ''}")
-    say(f"steps     {found.steps[0]} here, {found.steps[1]} in the engine; {found.steps_equal:.1%} keep the same number")
-    numbers = ("depth", "kept here", "kept there", "difference")
+    say(f"steps     {found.steps[0]} here, {found.steps[1]} in the engine; {found.steps_equal:.1%} accept the same number")
+    numbers = ("depth", "accepted here", "in the engine", "difference")
     shown = table(*numbers, "", right=numbers)
     for number, depth in enumerate(found.depths, 1):
         word = "" if depth.is_equal else "differs"
         shown.add_row(str(number), f"{depth.ours:.4f}", f"{depth.engine:.4f}", f"{depth.engine - depth.ours:+.4f}", word)
     console.out.print(shown)
-    said = "the engine drafts what we draft" if found.is_equal else "the engine drafts otherwise"
-    say(f"result    {said}", None if found.is_equal else "red")
+    result = "the engine drafts what we draft" if found.is_equal else "the engine drafts other tokens"
+    say(f"result    {result}", None if found.is_equal else "red")

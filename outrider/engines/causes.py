@@ -1,7 +1,8 @@
-"""Why an exported folder drafts otherwise than the model it was made from: each part put into the model in turn, and drafted.
+"""Why an exported folder drafts other tokens than its model: each part of the folder replaces the model's, alone, and
+drafts.
 
-Whatever part changes what is drafted is a cause, by its name and by how much; one that differs and changes nothing is none.
-This needs no engine: the folder is read by `readers`, in the engine's convention, and so is our own model.
+A part that changes drafted tokens is a cause, with its name and how much it changes.  A part that differs and changes
+nothing is not a cause.  This needs no engine: `readers` reads the folder and our model in the engine's convention.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engines import readers
+from outrider.engines import chains, readers
+from outrider.engines.chains import States
 from outrider.engines.parity import Cause, common
-from outrider.engines.readers import Draft, States
+from outrider.engines.readers import Draft
 from outrider.errors import ExportError
 
-PLACES = 12
+MAX_ANCHORS = 12
 """Anchors looked at in a text."""
 CLOSE = 1e-3
 """Relative difference between two readings of one stage that rounding explains."""
@@ -36,36 +38,40 @@ class Swap(NamedTuple):
 
 
 def causes(folder: Draft, model: Draft, texts: Sequence[tuple[States, int]], length: int) -> list[Cause]:
-    """What in the folder changes the drafts of these texts, the worst first.  texts: states, and how long each prompt is.
+    """What in the folder changes the drafts of these texts, the worst first.  texts: states, and how long each prompt
+    is.
 
     Raises ExportError where the two are not of one kind.
     """
     if folder.kind != model.kind:
-        raise ExportError(f"the folder holds a {folder.kind}, the checkpoint a {model.kind}; name the one it was exported from")
-    places = [(seen, at) for seen, begun in texts for at in _anchors(seen, begun)]
-    wanted = [readers.drafted(model, seen, at, length).tokens for seen, at in places]
+        raise ExportError(
+            f"the folder holds a {folder.kind}, the checkpoint a {model.kind}; "
+            "name the one it was exported from"
+        )
+    anchors = [(text, at) for text, begun in texts for at in _anchors(text, begun)]
+    wanted = [chains.drafted(model, text, at, length).tokens for text, at in anchors]
     found = []
     for swap in differences(folder, model):
         try:
             other = replace(model, **swap.parts)
-            drafts = [readers.drafted(other, seen, at, length).tokens for seen, at in places]
+            drafts = [chains.drafted(other, text, at, length).tokens for text, at in anchors]
         except UNREADABLE as error:
             found.append(Cause(swap.name, f"{swap.what}; with it nothing can be drafted ({type(error).__name__})", 1.0))
             continue
         changed = sum(a != b for one, two in zip(drafts, wanted, strict=True) for a, b in zip(one, two, strict=True))
         if changed:
-            found.append(Cause(swap.name, swap.what, changed / (len(places) * length)))
+            found.append(Cause(swap.name, swap.what, changed / (len(anchors) * length)))
     return sorted(found, key=lambda cause: -cause.changed)
 
 
-def _anchors(seen: States, begun: int) -> list[int]:
-    """Places behind the prompt, evenly."""
-    last = len(seen.tokens) - 1
-    step = max(1, (last - begun) // PLACES)
-    return list(range(max(begun, 1), last + 1, step))[:PLACES]
+def _anchors(text: States, begun: int) -> list[int]:
+    """Positions after the prompt, evenly spaced."""
+    last = len(text.tokens) - 1
+    step = max(1, (last - begun) // MAX_ANCHORS)
+    return list(range(max(begun, 1), last + 1, step))[:MAX_ANCHORS]
 
 
-def _turning(rotation: readers.Rotation) -> str:
+def _rotation_text(rotation: readers.Rotation) -> str:
     share = f", {rotation.share:g} of a head" if rotation.share != 1 else ""
     return f"rope_theta {rotation.theta:g}{share}{', stretched by ' + rotation.scaling if rotation.scaling else ''}"
 
@@ -74,16 +80,16 @@ Field = tuple[str, str, str, Callable[[Any], Any]]
 """A field of a `Draft`: its name, the cause, what folder and model say of it, and how each is shown."""
 LAYERS: tuple[Field, ...] = (
     ("taps", "taps", "target layers {} where the model was trained on {}, outputs counted from 0", list),
-    ("rotation", "RoPE", "{} where the model has {}", _turning),
+    ("rotation", "RoPE", "{} where the model has {}", _rotation_text),
     ("eps", "norm", "rms_norm_eps {} where the model has {}", "{:g}".format),
 )
 BLOCKS: tuple[Field, ...] = (
     ("skip", "label shift", "the first token is drafted {}, in training {}",
-     ("in the anchor's own slot", "in the slot behind it").__getitem__),
-    ("causal", "block mask", "slots of a block {} the slots behind them, in training they {}",
-     ("see", "don't see").__getitem__),
+     ("in the anchor's own slot", "in the slot after it").__getitem__),
+    ("causal", "block mask", "slots of a block {} the slots after them, in training they {}",
+     ("attend to", "don't attend to").__getitem__),
     ("prefix", "label shift", "slots are corrected from number {} on, in training from {}", str),
-    ("markov", "weights", "the head behind the block is read as {}, in training it was {}", str),
+    ("markov", "weights", "the head after the block is read as {}, in training it was {}", str),
 )  # fmt: skip
 
 
@@ -93,9 +99,9 @@ def differences(folder: Draft, model: Draft) -> Iterator[Swap]:
     if names := _unequal(folder.norms, model.norms):
         yield Swap("norm", f"other weights in {_few(names)}", {"norms": folder.norms})
     if flags := folder.flags ^ model.flags:
-        said = ", ".join(f"{flag} is {flag in folder.flags}, in training {flag in model.flags}" for flag in sorted(flags))
-        skipped = f"the engine skips the biases ({_few(folder.unread)}), which stand in the folder and not in its config"
-        name, what = ("weights", skipped) if "bias" in flags else ("norm", said)
+        change = ", ".join(f"{flag} is {flag in folder.flags}, in training {flag in model.flags}" for flag in sorted(flags))
+        skipped = f"the engine skips the biases ({_few(folder.unread)}), which are in the folder and not in its config"
+        name, what = ("weights", skipped) if "bias" in flags else ("norm", change)
         yield Swap(name, what, {"flags": folder.flags})
     yield from _vocabulary(folder, model)
     yield from _fields(folder, model, BLOCKS)
@@ -123,8 +129,8 @@ def _vocabulary(folder: Draft, model: Draft) -> Iterator[Swap]:
         is_same = _same(theirs, own)
         moved = f", {int((theirs != own).sum())} of them moved" if len(theirs) == len(own) else ""
     if not is_same:
-        said = f"d2t maps {'all' if theirs is None else len(theirs)} draft tokens{moved}; the map is not this model's"
-        yield Swap("vocabulary", said, {"ids": theirs, "head": folder.head})
+        change = f"d2t maps {'all' if theirs is None else len(theirs)} draft tokens{moved}; the map is not this model's"
+        yield Swap("vocabulary", change, {"ids": theirs, "head": folder.head})
     elif folder.head is not None and model.head is not None and not _same(folder.head, model.head):
         yield Swap("vocabulary", "lm_head has other rows than the model", {"head": folder.head})
     if folder.mask != model.mask and model.kind != "medusa":
@@ -132,13 +138,13 @@ def _vocabulary(folder: Draft, model: Draft) -> Iterator[Swap]:
 
 
 def _shifted_heads(folder: Draft, model: Draft) -> int:
-    """By how much Medusa's heads stand elsewhere; 0 where they don't."""
+    """The offset of Medusa's heads in the folder; 0 where there is none."""
     first = "blocks.{}.layers.0.weight".format
     for shift in (1, -1):
         ours = [k for k in range(len(model.order)) if 0 <= k + shift < len(model.order)]
         theirs = [folder.weights.get(first(k)) for k in ours]
-        pairs = zip(theirs, (model.weights[first(k + shift)] for k in ours), strict=True)
-        if ours and all(one is not None and _same(one, other) for one, other in pairs):
+        matched = zip(theirs, (model.weights[first(k + shift)] for k in ours), strict=True)
+        if ours and all(one is not None and _same(one, other) for one, other in matched):
             return shift
     return 0
 
@@ -146,11 +152,11 @@ def _shifted_heads(folder: Draft, model: Draft) -> int:
 # ── layer by layer ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def first_difference(folder: Draft, model: Draft, seen: States, anchor: int, length: int) -> tuple[str, float] | None:
-    """The first stage whose outcome differs, and by how much of its size; None where none does, or nothing can be drafted."""
-    own = readers.drafted(model, seen, anchor, length).stages
+def first_difference(folder: Draft, model: Draft, text: States, anchor: int, length: int) -> tuple[str, float] | None:
+    """The first stage whose output differs, and its relative difference; None where none does, or nothing can be drafted."""
+    own = chains.drafted(model, text, anchor, length).stages
     try:
-        theirs = readers.drafted(folder, seen, anchor, length).stages
+        theirs = chains.drafted(folder, text, anchor, length).stages
     except UNREADABLE:  # among the causes already
         return None
     for name, value in own.items():
@@ -160,32 +166,32 @@ def first_difference(folder: Draft, model: Draft, seen: States, anchor: int, len
     return None
 
 
-class Heard(NamedTuple):
-    """The engine's own modules beside our reading of the folder."""
+class StageComparison(NamedTuple):
+    """The engine's own modules compared with our reading of the folder."""
 
     stages: int
     """How many were compared."""
     first: tuple[str, float] | None
-    """The first that comes out otherwise, and by how much of its size; None where none does."""
+    """The first whose output differs, and its relative difference; None where none does."""
 
 
-def heard(
-    folder: Draft, rows: Mapping[str, Sequence[Sequence[float]]], seen: States, anchor: int, length: int
-) -> Heard:  # fmt: skip
-    """What an engine's modules said while it drafted, against our reading.  rows: the last of each stage, as in its answer.
+def compare_stages(
+    folder: Draft, rows: Mapping[str, Sequence[Sequence[float]]], text: States, anchor: int, length: int
+) -> StageComparison:  # fmt: skip
+    """Compare the outputs of an engine's modules with our reading.  rows: the last of each stage, as in its answer.
 
-    Of a stage of which the two have not equally many rows the last are compared.
+    Where the two have different numbers of rows, the last ones are compared.
     """
     both = [
         (name, value.reshape(-1, value.shape[-1]), torch.tensor(rows[name]))
-        for name, value in readers.drafted(folder, seen, anchor, length).stages.items() if name in rows
+        for name, value in chains.drafted(folder, text, anchor, length).stages.items() if name in rows
     ]  # fmt: skip
     found = ((name, _away(own[-len(other) :], other[-len(own) :])) for name, own, other in both)
-    return Heard(len(both), next(((name, away) for name, away in found if away > CLOSE), None))
+    return StageComparison(len(both), next(((name, away) for name, away in found if away > CLOSE), None))
 
 
 def _away(value: Tensor, other: Tensor | None) -> float:
-    """How far another outcome of a stage lies, as a share of its size; 1 where it is of another shape."""
+    """Relative difference of another output of a stage; 1 where its shape differs."""
     if other is None or other.shape != value.shape:
         return 1.0
     return float((other.to(value) - value).norm() / value.norm().clamp(min=1e-9))
@@ -220,20 +226,21 @@ class Guess(NamedTuple):
 
 
 def guesses(model: Draft, texts: Sequence[tuple[States, Mapping[int, int]]], length: int) -> list[Guess]:
-    """By the pattern of what an engine kept: how it may have read the draft, the best explanation first.
+    """How the engine may have read the draft, from what it accepted; the best explanation first.
 
-    texts: states, and for places of anchors how many drafted tokens the engine kept there.  A guess explains a step where its
-    draft would have been kept exactly so far.  The first guess of equal ones is that nothing is wrong.
+    texts: states, and for positions of anchors how many drafted tokens the engine accepted there.  A guess explains a
+    step where its draft would have been accepted exactly so far.  Among equal guesses the first is that nothing is
+    wrong.
     """
-    steps = [(seen, at, kept) for seen, found in texts for at, kept in found.items()]
+    steps = [(text, at, accepted) for text, found in texts for at, accepted in found.items()]
     if not steps:
         return []
     scored = []
     for name, what, draft in _suspects(model):
         try:
             right = sum(
-                common(readers.drafted(draft, seen, at, length).tokens, seen.tokens[at + 1 :]) == kept
-                for seen, at, kept in steps
+                common(chains.drafted(draft, text, at, length).tokens, text.tokens[at + 1 :]) == accepted
+                for text, at, accepted in steps
             )
         except UNREADABLE:
             continue
@@ -246,15 +253,15 @@ def _suspects(model: Draft) -> Iterator[tuple[str, str, Draft]]:
     for shift in (-1, 1) if model.taps else ():
         if min(model.taps) + shift >= 0:
             taps = tuple(tap + shift for tap in model.taps)
-            yield "taps", f"it takes the layers {'before' if shift < 0 else 'behind'} ours", replace(model, taps=taps)
+            yield "taps", f"it takes the layers {'before' if shift < 0 else 'after'} ours", replace(model, taps=taps)
     for theta in (1e4, 5e5, 1e6) if model.rotation.theta else ():
         if theta != model.rotation.theta:
-            turned = replace(model, rotation=model.rotation._replace(theta=theta))
-            yield "RoPE", f"it turns by rope_theta {theta:g}", turned
+            rotated = replace(model, rotation=model.rotation._replace(theta=theta))
+            yield "RoPE", f"it rotates by rope_theta {theta:g}", rotated
     if model.kind in readers.BLOCKS:
-        yield "block mask", "slots of a block don't see those behind them", replace(model, causal=not model.causal)
-        said = "it norms the context's keys of every layer by the first layer's k_norm"
-        yield "norm", said, replace(model, first_norm=True)
+        yield "block mask", "slots of a block don't attend to those after them", replace(model, causal=not model.causal)
+        reason = "it norms the context's keys of every layer by the first layer's k_norm"
+        yield "norm", reason, replace(model, first_norm=True)
         yield "label shift", "it drafts from another slot of the block", replace(model, skip=1 - model.skip)
     if model.kind == "medusa":
         yield "weights", "it leaves out the biases", replace(model, flags=frozenset())

@@ -1,7 +1,7 @@
 """The right command for each engine, in the words of the version that is installed.  No torch.
 
-What engines.yaml says was read in the engine's own source or documents at its version; docs/deploy.md says what was run.
-A method that an engine can't run is refused by name, with what to use instead.  Old flags are read in `flags`.
+engines.yaml was written from each engine's source or documents at its version; docs/deploy.md lists what was run.  A
+method that an engine can't run is refused by name, with what to use instead.  `flags` reads old flags.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOKENS = {
     "small_model": 4, "ngram": 5, "suffix": 16, "eagle": 3, "eagle3": 3, "peagle": 7, "mtp": 1, "dflash": 15, "dspark": 7,
     "domino": 7, "medusa": 4,
 }  # fmt: skip
-"""Drafted a step where nothing says more."""
+"""Tokens drafted per step where neither folder nor settings give them."""
 ASKS_S = 60.0
 Config = Mapping[str, Any]
 
@@ -42,7 +42,7 @@ class Command:
     engine: str
     version: str
     is_assumed: bool
-    """Nobody asked the engine: the version is the one that was looked at."""
+    """The engine was not asked: the version is the one in engines.yaml."""
     words: tuple[str, ...]
     settings: Settings
     """Of speculation, as the engine reads them."""
@@ -72,33 +72,33 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
     """The draft in an exported folder, or a kind that needs none.
 
     kind, format: of a folder that comes from elsewhere; recognised as `outrider import` does unless given.
-    Raises ConfigError for a checkpoint, which no engine reads, and where the target is not known; ExportError where what the
-    folder says of itself can't be read.
+    Raises ConfigError for a checkpoint, which no engine reads, and where the target is not known; ExportError where the
+    folder's own description can't be read.
     """
     folder = Path(place)
     if not folder.is_dir():
         if str(place) not in UNTRAINED:
-            raise ConfigError(f"{place} is no folder; name an exported draft, or one of {', '.join(UNTRAINED)}")
+            raise ConfigError(f"no such folder: {place}; name an exported draft, or one of {', '.join(UNTRAINED)}")
         return Draft(str(place), _target(target, {}, str(place)))
-    said = folders.manifest(folder)
-    if said and "format" not in said:
-        raise ConfigError(f"{folder} is a checkpoint, which engines don't read; {_export_first(folder, said['kind'])}")
+    manifest = folders.read_manifest(folder)
+    if manifest and "format" not in manifest:
+        raise ConfigError(f"{folder} is a checkpoint, which engines don't read; {_export_first(folder, manifest['kind'])}")
     config = folders.config(folder)
-    if said:
-        kind, format = said["kind"], said["format"]
+    if manifest:
+        kind, format = manifest["kind"], manifest["format"]
     elif kind is None or format is None:
         kind, format = _recognised(folder, config, kind, format)
     if kind is None or format is None:
-        raise ConfigError(f"{folder} does not tell what it is (no kind in an {MANIFEST}); name its --kind and its --format")
-    settings, about = said.get("config") or {}, said.get("target") or {}
-    taps = tuple(said.get("taps") or folders.layers(kind, format, config))
+        raise ConfigError(f"{folder} has no kind in an {MANIFEST} and is not recognised; name its --kind and its --format")
+    settings, about = manifest.get("config") or {}, manifest.get("target") or {}
+    taps = tuple(manifest.get("taps") or folders.layers(kind, format, config))
     length = folders.length(kind, format, settings, config)
     target = _target(target, about, str(folder))
     return Draft(kind, target, folder, format, length, settings, config, taps, about.get("precision"))
 
 
 def _recognised(folder: Path, config: Config, kind: str | None, format: str | None) -> tuple[str | None, str | None]:
-    """(kind, format) of a folder from elsewhere, as far as it tells: an engine may know what we can't read."""
+    """(kind, format) of a folder from elsewhere, each None where it is not recognised: an engine may read what we can't."""
     # loads torch, which an export of ours does not need
     from outrider.export.folder import read_names
     from outrider.export.formats import candidates
@@ -115,12 +115,12 @@ def _recognised(folder: Path, config: Config, kind: str | None, format: str | No
 def _export_first(folder: Path, kind: str) -> str:
     methods = {name: engine.methods[kind] for name, engine in ENGINES.items() if kind in engine.methods}
     written = {name: [format for format in method.formats if format not in READ_ONLY] for name, method in methods.items()}
-    pairs = [(name, theirs[0]) for name, theirs in written.items() if theirs]
-    if not pairs:
+    choices = [(name, theirs[0]) for name, theirs in written.items() if theirs]
+    if not choices:
         why = "takes a folder of" if methods else "runs"
         return f"no engine here {why} {kind} that is written here; decode with it by `outrider decode`"
-    formats = dict.fromkeys(format for _, format in pairs)
-    readers = {format: " and ".join(name for name, theirs in pairs if theirs == format) for format in formats}
+    formats = dict.fromkeys(format for _, format in choices)
+    readers = {format: " and ".join(name for name, theirs in choices if theirs == format) for format in formats}
     ways = "; ".join(f"`outrider export {folder} --to {format} --out NEW` for {readers[format]}" for format in formats)
     return f"export it first: {ways}"
 
@@ -136,7 +136,7 @@ def _target(given: str | None, about: Mapping[str, Any], place: str) -> str:
 
 
 def command(name: str, draft: Draft, wish: Wish | None = None, version: str | None = None) -> Command:
-    """How an engine serves a draft.  version: as the engine says it; the one that was looked at unless given.
+    """How an engine serves a draft.  version: of the engine; the one in engines.yaml unless given.
 
     Raises ConfigError for what this engine can't do, with what can.
     """
@@ -151,8 +151,8 @@ def command(name: str, draft: Draft, wish: Wish | None = None, version: str | No
         settings = words.SETTINGS[name](method, draft, tokens, wish)
         before = words.conversion(draft) if method.converted else None
         notes = (*engine.notes, *method.notes, *warnings(name, draft, wish, tokens))
-    said, files = words.WORDS[name](draft, wish, settings)
-    return Command(name, version, is_assumed, (*said, *wish.extra), settings, files, before, notes)
+    argv, files = words.WORDS[name](draft, wish, settings)
+    return Command(name, version, is_assumed, (*argv, *wish.extra), settings, files, before, notes)
 
 
 def _method(name: str, engine: Engine, draft: Draft, version: str) -> Method:
@@ -218,7 +218,7 @@ def _check(name: str, method: Method, draft: Draft, wish: Wish, tokens: int) -> 
 
 
 def warnings(name: str, draft: Draft, wish: Wish, tokens: int) -> tuple[str, ...]:
-    """What is known to go badly."""
+    """Known problems."""
     found = []
     says_taps = draft.config.get(IDS) or folders.at(draft.config, f"eagle_config.{IDS}")
     # the authors' own folders have none, and engines guess theirs right
@@ -230,9 +230,9 @@ def warnings(name: str, draft: Draft, wish: Wish, tokens: int) -> tuple[str, ...
         found.append(f"it was trained on a target in {draft.precision}, {draft.target} is quantised: measure with that one")
     mine, theirs = (config.get("max_position_embeddings") for config in (draft.config, target))
     if isinstance(mine, int) and isinstance(theirs, int) and mine < theirs:
-        found.append(f"it knows {mine} positions, the target {theirs}: beyond them its drafts are not kept")
+        found.append(f"it knows {mine} positions, the target {theirs}: after them its drafts are not accepted")
     if draft.length is not None and tokens > draft.length:
-        found.append(f"{tokens} tokens a step are more than the {draft.length} it was made for: the last ones are seldom kept")
+        found.append(f"{tokens} tokens a step are more than its own {draft.length}: the last ones are rarely accepted")
     if name == "vllm" and wish.schedule:
         found.append("drafting by load is switched off with data parallelism; the older runner then has piecewise graphs only")
     return tuple(found)
@@ -253,8 +253,8 @@ def installed(name: str, python: str | Path) -> str:
     try:
         done = subprocess.run([str(python), *engine.ask], capture_output=True, text=True, timeout=ASKS_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{python} can't be asked for its {engine.title}: {error}; name the right one") from None
-    said = re.search(r"(?:version: )?([\w.+-]*\d[\w.+-]*)", done.stdout or done.stderr)
-    if done.returncode or said is None:
-        raise ConfigError(f"{python} has no {engine.title}; name that of the environment where it is installed")
-    return said[1]
+        raise ConfigError(f"{python} can't be run: {error}; name the Python of {engine.title}'s environment") from None
+    version = re.search(r"(?:version: )?([\w.+-]*\d[\w.+-]*)", done.stdout or done.stderr)
+    if done.returncode or version is None:
+        raise ConfigError(f"{python} has no {engine.title}; name the Python of the environment where it is installed")
+    return version[1]

@@ -34,9 +34,9 @@ class Draft:
     config: Mapping[str, Any] = field(default_factory=dict)
     """The folder's config.json."""
     taps: tuple[int, ...] = ()
-    """Layers of the target that it reads, counted from 0; () where the folder does not tell, or it reads none."""
+    """Layers of the target that it reads, counted from 0; () where the folder does not name them, or it reads none."""
     precision: str | None = None
-    """Of the target beside which it was trained."""
+    """Number type of the target it was trained with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class Wish:
     """How it is to run."""
 
     tokens: int | None = None
-    """Drafted a step; as many as the draft was made for unless given; 0 is no speculation."""
+    """Drafted per step; the draft's own length unless given; 0 is no speculation."""
     width: int = 1
-    """Tokens drafted in each place of a tree; 1 is a chain."""
+    """Children of each node of a tree; 1 is a chain."""
     cutoff: float | None = None
     """The draft stops before a token that it gives less."""
     schedule: tuple[tune.Range, ...] = ()
@@ -88,14 +88,14 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """A kind that some versions are known to draft wrongly, or not at all."""
+    """A kind that some versions draft wrongly, or not at all."""
 
     kind: str
     versions: str
     """A regular expression."""
     what: str
     platform: str = ""
-    """What it must run on to be so; anything unless said."""
+    """The platform it happens on; every one unless given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,10 @@ class Engine:
 
     title: str
     version: str
-    """That was looked at."""
+    """The version that these entries describe."""
     methods: Mapping[str, Method]
     instead: Mapping[str, str]
-    """What to use for a kind that it has not."""
+    """What to use instead of a kind that it does not run."""
     notes: tuple[str, ...]
     packages: tuple[str, ...] = ()
     """Distributions, of which one is in its environment; () is a program."""

@@ -1,9 +1,9 @@
 """Flags of older articles in today's words: one table, with a note for each.  No torch.
 
-`translate` takes a command as it stands in an article and gives the one that the engine reads now.  What nothing replaces is
-left out, and where two settings contradict each other today's counts: the notes say so.  What else stands in the line (`cd`,
-`&&`, a redirection) stays as it was typed; comments go, and a flag on a line of its own joins the line before.  Sources: the
-engines' own release notes and errors.
+`translate` takes a command from an article and returns the one that the engine reads now.  A flag without a successor
+is left out, and where an old and a new setting contradict each other the new one counts: the notes report both.  The
+rest of the line (`cd`, `&&`, a redirection) stays as typed; comments are dropped, and a flag on a line of its own joins
+the line before.  Sources: the engines' own release notes and errors.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ LARGEST_BATCH = 512
 WORD = re.compile(
     r"""(\s*)(?:([;&|<>()]+)|((?:'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\;&|<>()])+)|(\S.*))""", re.DOTALL
 )  # fmt: skip
-"""(What stands before, an operator of the shell, or a word, or what can't be read.)"""
+"""(Blanks before, an operator of the shell, a word, or what can't be read.)"""
 MODES = {
     "draft_tokens_external": ("Draft_Target", "name the draft there as speculative_model"),
     "eagle": ("Eagle3", "which wants an EAGLE-3 as speculative_model: train one"),
 }
-"""What trtllm-build was told → (decoding_type, what else); the others are gone."""
+"""Mode of trtllm-build → (decoding_type, a note); the others are gone."""
 TRTLLM_FILE = "trtllm.yaml"
 
 
@@ -75,12 +75,12 @@ def translate(command: str) -> Translation:
     """Today's line for one of an older article.  Raises ConfigError where no engine is recognised in it."""
     line = _Line(command)
     engine: str | None = None
-    seen: set[str] = set()
+    done: set[str] = set()
     for word in list(line.plain):
         name = re.split("[:@]", Path(word).name)[0]
         for program, (its_engine, marks, translator) in PROGRAMS.items():
-            if (name in marks or word.split(".")[0] in marks) and program not in seen:
-                seen.add(program)
+            if (name in marks or word.split(".")[0] in marks) and program not in done:
+                done.add(program)
                 engine = its_engine
                 translator(line, line.taken(FLAGS[program]))
     if engine is None:
@@ -93,7 +93,7 @@ def translate(command: str) -> Translation:
 
 
 class Old(NamedTuple):
-    """A flag of the table as it stands in a line."""
+    """A flag of the table in a line."""
 
     name: str
     """As typed."""
@@ -116,7 +116,7 @@ class _Line:
         self.plain: list[str] = []
         self.raw: list[str] = []
         self.gaps: list[str] = []
-        """What stands before each word."""
+        """The blanks before each word."""
         self.new: dict[int, str] = {}
         """What words become; an empty text leaves one out."""
         self.notes: list[str] = []
@@ -138,7 +138,7 @@ class _Line:
         return found.strip()
 
     def taken(self, table: Mapping[str, Flag]) -> list[Old]:
-        """Flags of a table with their values, behind a space or a =.  Raises ConfigError where a value is missing."""
+        """Flags of a table with their values, after a space or a =.  Raises ConfigError where a value is missing."""
         found = []
         for at, (plain, raw) in enumerate(zip(self.plain, self.raw, strict=True)):
             name, equals, value = plain.partition("=")
@@ -162,11 +162,11 @@ class _Line:
         return found
 
     def replace(self, old: Old, text: str = "") -> None:
-        """Write something else, or nothing, where a flag and its value stand."""
+        """Replace a flag and its value by a text; an empty one removes them."""
         self.new |= dict.fromkeys(range(old.at, old.last + 1), "") | {old.at: text}
 
     def moved(self, name: str, value: Any, flag: Flag, new: dict[str, Any], where: str = "") -> None:
-        """Lay an older setting beside today's, which counts where they differ."""
+        """Move an older setting to its new name; a new setting that is there already counts."""
         if flag.now is None:
             self.notes.append(f"{name} is left out: {flag.note}")
         elif new.get(flag.now, value) != value:
@@ -211,7 +211,7 @@ def _vllm(line: _Line, olds: list[Old]) -> None:
     if config:
         line.new[min(old.at for old in olds)] = f"--speculative-config {_as_json(config, [old.raw for old in olds])}"
     elif any(old.flag == Flag() for old in olds):
-        line.notes.append("--speculative-config is left out: it says nothing")
+        line.notes.append("--speculative-config is left out: it is empty")
 
 
 def _vllm_config(text: str, line: _Line) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _vllm_config(text: str, line: _Line) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except ValueError:
-        raise ConfigError(f"--speculative-config {text!r} is no JSON; quote it as a shell would") from None
+        raise ConfigError(f"--speculative-config {text!r} is not JSON; quote it as a shell would") from None
     if not isinstance(config, dict):
         raise ConfigError(f"--speculative-config {text!r} is {type(config).__name__}; wanted a JSON object of settings")
     line.rename(FLAGS["vllm keys"], config)
@@ -232,15 +232,15 @@ def _vllm_model(line: _Line, old: Old, config: dict[str, Any]) -> None:
         line.moved(f"{old.name} [ngram], method", "ngram", Flag("method"), config, " ngram in --speculative-config")
         return
     found = next((name for name in NAMED if name in old.value.lower()), None)
-    said = config.get("method")
-    its_name = "its name says nothing of a method" if found is None else f"its name says method {found}"
-    if said is None:
+    given = config.get("method")
+    its_name = "its name names no method" if found is None else f"its name means method {found}"
+    if given is None:
         config["method"] = found or "draft_model"
         check = f"{its_name}, which makes it {config['method']}: check that"
     else:
-        check = "" if found in (None, said) else f"{its_name}, the config {said}: check that"
+        check = "" if found in (None, given) else f"{its_name}, the config {given}: check that"
     line.moved(old.name, old.value, Flag("model", check), config, " in --speculative-config")
-    config["method"] = config.pop("method")  # behind the model, as one reads it
+    config["method"] = config.pop("method")  # after the model, as one reads it
 
 
 def _vllm_method(line: _Line, config: dict[str, Any]) -> None:
@@ -258,17 +258,17 @@ def _vllm_method(line: _Line, config: dict[str, Any]) -> None:
 def _vllm_load(line: _Line, old: Old | None, config: dict[str, Any]) -> None:
     """Switching off by batch, a flag or a key, is a table by load now."""
     limits = {"disable_by_batch_size": config.pop("disable_by_batch_size", None), old and old.name: old and _valued(old)}
-    for said, batch in limits.items():
+    for name, batch in limits.items():
         if batch is None:
             continue
         tokens = config.get("num_speculative_tokens")
         if type(batch) is not int or batch < 2 or type(tokens) is not int:
-            raise ConfigError(f"{said} {batch}; wanted a batch above 1, and the number of speculative tokens beside it")
+            raise ConfigError(f"{name} {batch}; wanted a batch above 1, and the number of speculative tokens with it")
         table = [[1, batch - 1, tokens], [batch, max(LARGEST_BATCH, batch), 0]]
         now = f"is {BY_LOAD}, a table by load: 0 tokens from {batch} requests on"
         if config.setdefault(BY_LOAD, table) != table:
             now = f"is left out: {BY_LOAD} is there already; check which was meant"
-        line.notes.append(f"{said} {batch} {now}")
+        line.notes.append(f"{name} {batch} {now}")
 
 
 def _without_v1(line: _Line) -> None:
@@ -312,7 +312,7 @@ def _llamacpp(line: _Line, olds: list[Old]) -> None:
     if drafts and not names.keys() & {"spec-type", "spec-default"}:
         at = max([old.last for old in olds] + [min(at + 1, len(line.raw) - 1) for at in drafts])
         line.new[at] = f"{line.new.get(at, line.raw[at])} --spec-type draft-simple".strip()
-        line.notes.append("what drafts is said by --spec-type")
+        line.notes.append("--spec-type names what drafts")
 
 
 def _trtllm(line: _Line, olds: list[Old]) -> None:
@@ -324,7 +324,7 @@ def _trtllm(line: _Line, olds: list[Old]) -> None:
 
 
 def _trtllm_file(path: Path, line: _Line) -> None:
-    """Lay the settings file with its old keys renamed beside the line, where it is here and something changes."""
+    """Add the settings file, with old keys renamed, where it exists and changes."""
     if not path.exists():
         line.notes.append(f"{path} is not here, so its keys were not looked at")
         return
@@ -348,7 +348,7 @@ def _trtllm_file(path: Path, line: _Line) -> None:
 
 
 def _trtllm_build(line: _Line, olds: list[Old]) -> None:
-    """Nothing is built today: what it was told of speculation stands in the file that the server reads."""
+    """Nothing is built today: its settings of speculation go into the file that the server reads."""
     today = f"today's builds nothing: `trtllm-serve MODEL --config {TRTLLM_FILE}` serves the model itself"
     line.notes.append(f"trtllm-build makes an engine of the older backend and stays as it is; {today}")
     config: dict[str, Any] = {}
@@ -359,8 +359,8 @@ def _trtllm_build(line: _Line, olds: list[Old]) -> None:
         else:
             line.moved(f"{old.name} {old.value}", kind, replace(old.flag, note=more), config, f" {kind} in {TRTLLM_FILE}")
     if "decoding_type" in config:
-        apart = {"disable_overlap_scheduler": True} if config["decoding_type"] == "Draft_Target" else {}
-        line.files[TRTLLM_FILE] = yaml.safe_dump({"speculative_config": config, **apart}, sort_keys=False)
+        extra = {"disable_overlap_scheduler": True} if config["decoding_type"] == "Draft_Target" else {}
+        line.files[TRTLLM_FILE] = yaml.safe_dump({"speculative_config": config, **extra}, sort_keys=False)
 
 
 Translator = Callable[[_Line, list[Old]], None]
@@ -371,4 +371,4 @@ PROGRAMS: Mapping[str, tuple[str, tuple[str, ...], Translator]] = {
     "trtllm-build": ("trtllm", ("trtllm-build",), _trtllm_build),
     "llamacpp": ("llamacpp", ("llama-server", "llama-cli", "llama-speculative", "llama.cpp"), _llamacpp),
 }
-"""Flags' table → (engine, words that tell it, its translator)."""
+"""Flags' table → (engine, words that name it, its translator)."""

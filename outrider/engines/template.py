@@ -1,4 +1,4 @@
-"""Files that belong to a deployment, from the templates beside this file (jinja2).  No torch."""
+"""Files that belong to a deployment, from the templates next to this file (jinja2).  No torch."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """How much to speculate at which load: tokens per second, measured by draft length and load, and the table.  No torch.
 
-Drafting more pays while the target waits for memory, and costs when it computes; so the best length falls with the load.
-What is chosen is the sequence of lengths, none longer at a higher load, that wins most over all loads together, where each
-change of length must win more than a margin and more than noise: seen from the highest load, drafting less is kept until more
-is better.  Without a difference the table says 0.
+Drafting more pays while the target waits for memory, and costs when it computes; so the best length falls with the
+load. What is chosen is the sequence of lengths, none longer at a higher load, that wins most over all loads together,
+where each change of length must win more than a margin and more than noise: from the highest load down, the shorter
+draft stays until a longer one is better.  Without a difference the table has 0.
 
-Noise: repeats of a measurement differ by a share that is taken to be the same everywhere, and those that one server answered
-stray together.  Drafting at all is tested at Student's t of all repeats, shared among all lengths and loads (Bonferroni).
+Noise: repeats of a measurement differ by a share that is taken to be the same everywhere, and those of one server
+deviate together.  Drafting at all is tested at Student's t of all repeats, shared among all lengths and loads
+(Bonferroni).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Gain(NamedTuple):
     tokens: int
     tokens_per_s: float
     ratio: float
-    """Over the least that was measured, which is no speculation where that was."""
+    """Over the shortest draft that was measured, which is no speculation where that was measured."""
     low: float | None
     """95 % interval of the ratio; None where nothing was measured twice."""
     high: float | None
@@ -127,10 +128,10 @@ def _notes(table: _Table, ranges: Sequence[Range]) -> tuple[str, ...]:
     notes = (
         (table.noise is None, "everything was measured once: what is noise is not known; measure with --rounds 2 or more"),
         (table.left_out, f"{table.left_out} round was not measured whole and does not count"),
-        (table.least.tokens, "no speculation was not measured, so whether it pays is not known; add 0 to --tokens"),
+        (table.shortest.tokens, "no speculation was not measured, so whether it pays is not known; add 0 to --tokens"),
         (
             ranges[-1].tokens,
-            f"beyond {table.loads[-1]} requests at once nothing was measured, and the last length is kept there",
+            f"beyond {table.loads[-1]} requests at once nothing was measured; the last length is used there",
         ),
         (0 < ranges[0].tokens == longest, "the longest draft that was measured is the best; longer ones may be better still"),
     )
@@ -143,19 +144,19 @@ class _Table:
     def __init__(self, points: Sequence[Point], margin: float) -> None:
         self.arms, self.loads = sorted({p.arm for p in points}, key=Arm.order), sorted({p.load for p in points})
         logs = {point[:3]: math.log(point.tokens_per_s) for point in points}
-        turns = sorted({point.round for point in points})
-        gaps = {turn: [cell for cell in self._cells() if (*cell, turn) not in logs] for turn in turns}
-        whole = [turn for turn in turns if not gaps[turn]]
+        rounds = sorted({point.round for point in points})
+        gaps = {number: [cell for cell in self._cells() if (*cell, number) not in logs] for number in rounds}
+        whole = [number for number in rounds if not gaps[number]]
         if not whole:
-            said = ", ".join(f"{arm.tokens} tokens at {load}" for arm, load in next(iter(gaps.values()), [])[:4])
-            raise DataError(f"not measured: {said or 'anything'}; the same command goes on from there")
-        self.repeats, self.left_out = len(whole), len(turns) - len(whole)
-        self.mean = {cell: sum(logs[(*cell, turn)] for turn in whole) / len(whole) for cell in self._cells()}
-        self.strays = [
-            [logs[arm, load, turn] - self.mean[arm, load] for load in self.loads] for arm in self.arms for turn in whole
+            missing = ", ".join(f"{arm.tokens} tokens at {load}" for arm, load in next(iter(gaps.values()), [])[:4])
+            raise DataError(f"not measured: {missing or 'anything'}; the same command goes on from there")
+        self.repeats, self.left_out = len(whole), len(rounds) - len(whole)
+        self.mean = {cell: sum(logs[(*cell, number)] for number in whole) / len(whole) for cell in self._cells()}
+        self.deviations = [
+            [logs[arm, load, number] - self.mean[arm, load] for load in self.loads] for arm in self.arms for number in whole
         ]
         self.freedom = len(self.arms) * (len(whole) - 1)
-        squares = sum(stray**2 for row in self.strays for stray in row)
+        squares = sum(one**2 for row in self.deviations for one in row)
         self.noise = math.sqrt(squares / (self.freedom * len(self.loads))) if self.freedom else None
         self.margin = margin
 
@@ -163,22 +164,22 @@ class _Table:
         return [(arm, load) for arm in self.arms for load in self.loads]
 
     @property
-    def least(self) -> Arm:
+    def shortest(self) -> Arm:
         return self.arms[0]
 
-    def price(self, loads: int, from_least: bool = True) -> float:
+    def price(self, loads: int, from_none: bool = True) -> float:
         """What a change at the lowest `loads` loads must win together.
 
-        from_least: it is the change to drafting at all, which is tested as one of all that could have been; another is tested
-        alone, since between lengths that all pay little is lost by the wrong one.
+        from_least: it is the change to drafting at all, which is tested as one of all that could have been; another is
+        tested alone, since between lengths that all pay little is lost by the wrong one.
 
-        Loads that one server answered stray together, so sums are taken first and their noise then.
+        Loads that one server answered deviate together, so sums are taken first and their noise then.
         """
         if not self.freedom:
             return math.log1p(self.margin)
-        squares = sum(sum(row[:loads]) ** 2 for row in self.strays)
+        squares = sum(sum(row[:loads]) ** 2 for row in self.deviations)
         error = math.sqrt(squares / self.freedom * 2 / self.repeats)
-        tail = 0.025 / max(1, (len(self.arms) - 1) * len(self.loads)) if from_least else 0.05
+        tail = 0.025 / max(1, (len(self.arms) - 1) * len(self.loads)) if from_none else 0.05
         return max(math.log1p(self.margin), -student(tail, self.freedom) * error)
 
     def best(self, arms: Sequence[Arm]) -> tuple[float, list[Arm]]:
@@ -191,17 +192,17 @@ class _Table:
             prices, was, ways = [self.price(place + 1, j == 0) for j in range(len(arms))], value, path
             value, path = [], []
             for k, arm in enumerate(arms):
-                behind = max(range(k + 1), key=lambda j: was[j] - (j < k) * prices[j])
-                value.append(self.mean[arm, self.loads[place]] + was[behind] - (behind < k) * prices[behind])
-                path.append([arm, *ways[behind]])
+                following = max(range(k + 1), key=lambda j: was[j] - (j < k) * prices[j])
+                value.append(self.mean[arm, self.loads[place]] + was[following] - (following < k) * prices[following])
+                path.append([arm, *ways[following]])
         top = max(range(len(arms)), key=value.__getitem__)
         return value[top], path[top]
 
     def gain(self, load: int, arm: Arm) -> Gain:
-        speed, ratio = math.exp(self.mean[arm, load]), self.mean[arm, load] - self.mean[self.least, load]
+        speed, ratio = math.exp(self.mean[arm, load]), self.mean[arm, load] - self.mean[self.shortest, load]
         if self.noise is None:
             return Gain(load, arm.tokens, speed, math.exp(ratio), None, None)
-        error = 0.0 if arm == self.least else self.noise * math.sqrt(2 / self.repeats)
+        error = 0.0 if arm == self.shortest else self.noise * math.sqrt(2 / self.repeats)
         around = -student(0.025, self.freedom) * error
         return Gain(load, arm.tokens, speed, math.exp(ratio), math.exp(ratio - around), math.exp(ratio + around))
 
@@ -214,8 +215,8 @@ def _ranges(table: _Table, chosen: Sequence[Arm], largest: int) -> tuple[Range, 
         if after.tokens == arm.tokens:
             continue
         here, there = table.loads[place], table.loads[place + 1]
-        ahead, behind = (table.mean[arm, load] - table.mean[after, load] for load in (here, there))
-        share = min(1.0, max(0.0, ahead / (ahead - behind))) if ahead > behind else 0.5
+        ahead, later = (table.mean[arm, load] - table.mean[after, load] for load in (here, there))
+        share = min(1.0, max(0.0, ahead / (ahead - later))) if ahead > later else 0.5
         last = min(there - 1, max(here, int(here * (there / here) ** share)))
         found.append(Range(first, last, arm.tokens))
         first = last + 1
@@ -238,7 +239,7 @@ def check(ranges: Sequence[Range]) -> None:
 
 
 def for_vllm(ranges: Sequence[Range]) -> list[list[int]]:
-    """`num_speculative_tokens_per_batch_size`: inclusive ranges from 1; beyond the last one vLLM keeps its length."""
+    """`num_speculative_tokens_per_batch_size`: inclusive ranges from 1; beyond the last one vLLM uses its length."""
     return [list(one) for one in ranges]
 
 
@@ -258,13 +259,13 @@ def read(path: Path) -> tuple[Range, ...]:
     Raises ConfigError where they were measured with a tree or a cut-off: engines' tables by load have neither.
     """
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        ranges = tuple(Range(*(int(value) for value in row)) for row in said["ranges"])
+        content = json.loads(path.read_text(encoding="utf-8"))
+        ranges = tuple(Range(*(int(value) for value in row)) for row in content["ranges"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise DataError(f"{path} is no schedule ({said}); name the tune.json of `outrider tune`") from None
+        content = f"{type(error).__name__}: {error}"
+        raise DataError(f"{path} is not a schedule ({content}); name the tune.json of `outrider tune`") from None
     check(ranges)
-    if (said.get("width") or 1) != 1 or said.get("cutoff") is not None:
-        measured = f"of width {said.get('width')} and cut-off {said.get('cutoff')}"
+    if (content.get("width") or 1) != 1 or content.get("cutoff") is not None:
+        measured = f"of width {content.get('width')} and cut-off {content.get('cutoff')}"
         raise ConfigError(f"{path} is {measured}, which no table by load holds; deploy with --tokens, --width and --cutoff")
     return ranges

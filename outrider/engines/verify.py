@@ -9,11 +9,11 @@ from typing import Any
 
 from outrider import demo
 from outrider.checkpoint import load_model, manifest_of
-from outrider.engines import causes, parity, readers, verify_transformers
+from outrider.engines import causes, chains, parity, readers, verify_transformers
 from outrider.engines.parity import Parity, Side
 from outrider.errors import ConfigError
 from outrider.export.formats import imported
-from outrider.export.manifest import manifest
+from outrider.export.manifest import read_manifest
 from outrider.measure.run import as_tokens
 from outrider.measure.tasks import prompts
 from outrider.nn.draft_model import DraftModel
@@ -34,7 +34,7 @@ def check(place: Path, engine: str, python: str | None, checkpoint: Path | None)
     if engine not in parity.RUN and checkpoint is None:
         raise ConfigError(f"{engine} is not run here, its folder is read: name the --checkpoint it was exported from")
     if not place.is_dir():
-        raise ConfigError(f"{place} is no folder; name one that `outrider export` wrote")
+        raise ConfigError(f"no such folder: {place}; name one that `outrider export` wrote")
 
 
 def sides(place: Path, engine: str, checkpoint: Path | None, target: str | None) -> tuple[TransformersTarget, DraftModel]:
@@ -42,7 +42,7 @@ def sides(place: Path, engine: str, checkpoint: Path | None, target: str | None)
 
     Raises ConfigError where the target is not known, and for a kind that this engine is not compared with.
     """
-    name = target or (manifest_of(checkpoint) if checkpoint else manifest(place)).get("target", {}).get("name")
+    name = target or (manifest_of(checkpoint) if checkpoint else read_manifest(place)).get("target", {}).get("name")
     if name is None:
         raise ConfigError(f"{place} doesn't say which target it drafts for; name it with --target")
     loaded = load_target(name, dtype="float32", compile=False)
@@ -72,11 +72,11 @@ def verified(
 ) -> Parity:  # fmt: skip
     """The whole comparison.  known: `model` is what the folder was made from, not what was read from it.
 
-    say: is told what is about to run.  Raises ConfigError where the engine can't be run.
+    say: gets what is about to run.  Raises ConfigError where the engine can't be run.
     """
     kind, length = model.config.kind, parity.length_of(model)
     made = _Export(place, engine, target, model, prompts, length)
-    found = Parity(engine, None, kind, manifest(place).get("format", "unknown"), length)
+    found = Parity(engine, None, kind, read_manifest(place).get("format", "unknown"), length)
     if engine not in parity.RUN:
         # what the folder's own causes are
         some = prompts[:LOOKED_AT]
@@ -99,7 +99,7 @@ def verified(
 
 @dataclass(frozen=True)
 class _Export:
-    """An exported folder in an engine, and the model beside it."""
+    """An exported folder in an engine, and its model."""
 
     place: Path
     engine: str
@@ -128,7 +128,7 @@ class _Export:
         }  # fmt: skip
         return parity.asked(str(python), job)
 
-    def explained(self, found: Parity, known: bool, theirs: Side, said: Mapping[str, Any]) -> Parity:
+    def explained(self, found: Parity, known: bool, theirs: Side, answered: Mapping[str, Any]) -> Parity:
         """What was measured, with causes.  What a reader can't do is a warning: the engine has run for minutes."""
         try:
             if known:
@@ -138,28 +138,28 @@ class _Export:
                 found = replace(found, guesses=self.guesses(theirs))
         except Exception as error:
             found = _warned(found, f"causes not looked for: {error}")
-        if "rows" not in said:
-            return _warned(found, f"its modules were not heard: {said['error']}") if "error" in said else found
+        if "rows" not in answered:
+            return _warned(found, f"its modules were not recorded: {answered['error']}") if "error" in answered else found
         try:
-            read, seen = readers.of_folder(self.place, self.engine), readers.states(self.target, said["text"])
-            stages, first = causes.heard(read, said["rows"], seen, len(self.prompts[0]), self.length)
+            read, text = readers.of_folder(self.place, self.engine), chains.states(self.target, answered["text"])
+            stages, first = causes.compare_stages(read, answered["rows"], text, len(self.prompts[0]), self.length)
         except Exception as error:
             return _warned(found, f"its modules were not compared: {error}")
         return replace(found, stages=stages, engine_stage=first)
 
     def causes(self, texts: Sequence[Sequence[int]]) -> tuple[tuple[parity.Cause, ...], tuple[str, float] | None]:
-        """What in the folder changes drafts behind these texts, and the first stage that comes out otherwise."""
-        pairs = list(zip(self.prompts, texts, strict=False))[:LOOKED_AT]
-        seen = [(readers.states(self.target, [*prompt, *text]), len(prompt)) for prompt, text in pairs]
+        """What in the folder changes drafts after these texts, and the first stage whose output differs."""
+        continued = list(zip(self.prompts, texts, strict=False))[:LOOKED_AT]
+        texts_read = [(chains.states(self.target, [*prompt, *text]), len(prompt)) for prompt, text in continued]
         read, own = readers.of_folder(self.place, self.engine), readers.of_model(self.model)
-        found = tuple(causes.causes(read, own, seen, self.length))
-        return found, causes.first_difference(read, own, *seen[0], self.length) if found else None
+        found = tuple(causes.causes(read, own, texts_read, self.length))
+        return found, causes.first_difference(read, own, *texts_read[0], self.length) if found else None
 
     def guesses(self, theirs: Side) -> tuple[tuple[str, str, float], ...]:
         """How the engine may read a sound folder otherwise."""
         steps = parity.engine_steps(self.prompts, theirs, self.length)
         some = list(zip(self.prompts, theirs.tokens, steps, strict=True))[:LOOKED_AT]
-        texts = [(readers.states(self.target, [*prompt, *text]), accepted) for prompt, text, accepted in some]
+        texts = [(chains.states(self.target, [*prompt, *text]), accepted) for prompt, text, accepted in some]
         return tuple(causes.guesses(readers.of_model(self.model), texts, self.length)[:3])
 
 

@@ -1,6 +1,7 @@
-"""Continue token ids greedily with transformers' own assisted generation, in this process, and note what became of its drafts.
+"""Continue token ids greedily with transformers' own assisted generation, in this process, and note what became of its
+drafts.
 
-transformers counts no drafts, so its candidate generator is listened to.  It drafts behind the prompt's last token, so its
+transformers counts no drafts, so its candidate generator is recorded.  It drafts after the prompt's last token, so its
 first token comes from a verified step, as ours does.
 """
 
@@ -23,28 +24,29 @@ class Round(NamedTuple):
     """One verified step."""
 
     drafted: int
-    kept: int
+    accepted: int
 
 
 def answer(
     folder: Path, target: TransformersTarget, prompts: Sequence[Sequence[int]], max_new_tokens: int, length: int
 ) -> dict[str, Any]:  # fmt: skip
-    """What `verify_vllm` leaves as its answer: {engine, version, tokens, accepted, drafted}, or with error where it can't load.
+    """What `verify_vllm` leaves as its answer: {engine, version, tokens, accepted, drafted}, or with error where it
+    can't load.
 
     length: tokens drafted per step.
     """
-    said = {"engine": "transformers", "version": transformers.__version__, "platform": target.device.type}
+    about = {"engine": "transformers", "version": transformers.__version__, "platform": target.device.type}
     tokens, rounds = [], []
     try:
         assistant = loaded(folder, length).to(target.device)
         for prompt in prompts:
-            with listening() as steps:
+            with recorded() as steps:
                 tokens.append(continued(target, prompt, max_new_tokens, assistant))
             rounds.append(steps)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        return {**said, "error": f"{type(error).__name__}: {error}"}
+        return {**about, "error": f"{type(error).__name__}: {error}"}
     return {
-        **said, "tokens": tokens, "accepted": [[step.kept for step in steps] for steps in rounds],
+        **about, "tokens": tokens, "accepted": [[step.accepted for step in steps] for steps in rounds],
         "drafted": [[step.drafted for step in steps] for steps in rounds],
     }  # fmt: skip
 
@@ -59,7 +61,7 @@ def loaded(folder: Path, length: int) -> Any:
 
 @torch.inference_mode()
 def continued(target: TransformersTarget, prompt: Sequence[int], new: int, assistant: Any = None) -> list[int]:
-    """transformers' greedy text behind a prompt, at most `new` tokens, whatever sampling the target's folder recommends."""
+    """transformers' greedy text after a prompt, at most `new` tokens, whatever sampling the target's folder recommends."""
     model: Any = target.model
     inputs = torch.tensor([list(prompt)], device=target.device)
     plain = GenerationConfig(do_sample=False, max_new_tokens=new, eos_token_id=list(target.ends) or None, pad_token_id=0)
@@ -72,10 +74,10 @@ def continued(target: TransformersTarget, prompt: Sequence[int], new: int, assis
 
 
 @contextmanager
-def listening() -> Iterator[list[Round]]:
+def recorded() -> Iterator[list[Round]]:
     """What becomes of each draft."""
     found: list[Round] = []
-    draft, told = AssistedCandidateGenerator.get_candidates, AssistedCandidateGenerator.update_candidate_strategy
+    draft, update = AssistedCandidateGenerator.get_candidates, AssistedCandidateGenerator.update_candidate_strategy
     last = 0
 
     def drafts(self: Any, input_ids: Any, *others: Any, **named: Any) -> Any:
@@ -84,13 +86,13 @@ def listening() -> Iterator[list[Round]]:
         last = candidates[0].shape[1] - input_ids.shape[1]
         return candidates
 
-    def hears(self: Any, input_ids: Any, scores: Any, num_matches: Any) -> Any:
+    def updates(self: Any, input_ids: Any, scores: Any, num_matches: Any) -> Any:
         found.append(Round(last, int(num_matches)))
-        return told(self, input_ids, scores, num_matches)
+        return update(self, input_ids, scores, num_matches)
 
     held: Any = AssistedCandidateGenerator
-    held.get_candidates, held.update_candidate_strategy = drafts, hears
+    held.get_candidates, held.update_candidate_strategy = drafts, updates
     try:
         yield found
     finally:
-        held.get_candidates, held.update_candidate_strategy = draft, told
+        held.get_candidates, held.update_candidate_strategy = draft, update

@@ -1,13 +1,14 @@
-"""Continue token ids greedily with vLLM and write down what became of its drafts; runs inside the engine's own environment.
+"""Continue token ids greedily with vLLM and write down what became of its drafts; runs inside the engine's own
+environment.
 
     VENV/bin/python verify_vllm.py JOB.json ANSWER.json
 
-JOB: {target, speculative (None, or vLLM's speculative config), prompts [[id]], max_new_tokens, slots, prefix_caching, dtype,
-mend, stages}.  mend: names of this engine's own faults to work around, as in `mend_dflash`.  stages: hear what the draft
-model's modules say of the first prompt.
-ANSWER: {engine, version, platform, tokens [[id]], accepted [[int]], drafted [[int]], stages}, a list a prompt; or {engine,
-version, platform, error} where vLLM can't load the draft.  platform: cpu, cuda, …: faults differ by it.
-accepted and drafted: tokens of each verified step.  stages: {text [id], rows {stage: [[float]]}}, or {error}.
+JOB: {target, speculative (None, or vLLM's speculative config), prompts [[id]], max_new_tokens, slots, prefix_caching,
+dtype, mend, stages}.  mend: names of this engine's own faults to work around, as in `mend_dflash`.  stages: record the
+outputs of the draft model's modules on the first prompt. ANSWER: {engine, version, platform, tokens [[id]], accepted
+[[int]], drafted [[int]], stages}, a list a prompt; or {engine, version, platform, error} where vLLM can't load the
+draft.  platform: cpu, cuda, …: faults differ by it. accepted and drafted: tokens of each verified step.  stages: {text
+[id], rows {stage: [[float]]}}, or {error}.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# run by its path: what lies beside it is not for the engine to import
+# run by its path: the engine must not import its neighbours
 sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != Path(__file__).resolve().parent]
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -39,7 +40,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     import vllm
     from vllm.platforms import current_platform
 
-    said = {"engine": "vllm", "version": vllm.__version__, "platform": current_platform.device_type}
+    about = {"engine": "vllm", "version": vllm.__version__, "platform": current_platform.device_type}
     if "dflash context norm" in job.get("mend", ()):
         mend_dflash()
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
@@ -54,11 +55,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         wanted = vllm.SamplingParams(temperature=0, max_tokens=job["max_new_tokens"])
         found = model.generate(prompts, wanted, use_tqdm=False)
     except Exception as error:
-        return {**said, "error": f"{type(error).__name__}: {error}"}
+        return {**about, "error": f"{type(error).__name__}: {error}"}
     outputs = [each.outputs[0] for each in found]
     steps = [getattr(output, "spec_decode_metrics", None) for output in outputs]
     return {
-        **said,
+        **about,
         "tokens": [list(output.token_ids) for output in outputs],
         "accepted": [list(step.per_step_accepted) if step else [] for step in steps],
         "drafted": [list(step.per_step_drafted) if step else [] for step in steps],
@@ -66,16 +67,16 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# ── what its modules say ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── outputs of its modules ──────────────────────────────────────────────────────────────────────────────────────────────
 
-HEARD = 8
+ROWS = 8
 """Last rows of a stage that are written down."""
 
 
 def stages(model: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Outcomes of the draft model's own modules, under our reader's names, when it drafts behind the first prompt alone.
+    """Outputs of the draft model's own modules, under our reader's names, when it drafts after the first prompt alone.
 
-    Whatever stands in the way is the answer's `error`: what was measured before must not be lost.
+    Any failure becomes the answer's `error`: what was measured before must not be lost.
     """
     import vllm
 
@@ -95,7 +96,7 @@ def stages(model: Any, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def drafter_of(model: Any) -> Any:
-    """The draft model's module.  Raises AttributeError where this engine keeps it elsewhere, or in another process."""
+    """The draft model's module.  Raises AttributeError where this engine has it elsewhere, or in another process."""
     return model.llm_engine.model_executor.driver_worker.worker.model_runner.drafter.model
 
 
@@ -106,24 +107,24 @@ def hooked(draft: Any, rows: dict[str, list[list[float]]]) -> list[Any]:
     """
 
     def note(name: str, value: Any) -> None:
-        rows.setdefault(name, value.detach().reshape(-1, value.shape[-1])[-HEARD:].float().cpu().tolist())
+        rows.setdefault(name, value.detach().reshape(-1, value.shape[-1])[-ROWS:].float().cpu().tolist())
 
-    def hear(part: Any, told: Any) -> None:
-        held.append(part.register_forward_hook(lambda _, given, out: told(given, out)))
+    def hook(part: Any, record: Any) -> None:
+        held.append(part.register_forward_hook(lambda _, given, out: record(given, out)))
 
     held: list[Any] = []
     inner = getattr(draft, "model", draft)
     if hasattr(inner, "fc"):
-        hear(inner.fc, lambda given, out: note("fc", _first(out)))
+        hook(inner.fc, lambda given, out: note("fc", _first(out)))
     for n, layer in enumerate(getattr(inner, "layers", ())):
         name = f"layers.{n}"
-        hear(layer.self_attn.qkv_proj, lambda given, out, name=name: note(f"{name} norms", given[0]))
-        hear(layer.post_attention_layernorm, lambda given, out, name=name: note(f"{name} attention", out[1]))
-        hear(layer, lambda given, out, name=name: note(f"{name} out", out[0] + out[1]))
+        hook(layer.self_attn.qkv_proj, lambda given, out, name=name: note(f"{name} norms", given[0]))
+        hook(layer.post_attention_layernorm, lambda given, out, name=name: note(f"{name} attention", out[1]))
+        hook(layer, lambda given, out, name=name: note(f"{name} out", out[0] + out[1]))
     if hasattr(inner, "norm"):
-        hear(inner.norm, lambda given, out: note("norm", _first(out)))
+        hook(inner.norm, lambda given, out: note("norm", _first(out)))
     for k, head in enumerate(getattr(inner, "blocks", ())):
-        hear(head, lambda given, out, k=k: note(f"head {k}", out))
+        hook(head, lambda given, out, k=k: note(f"head {k}", out))
     return held
 
 

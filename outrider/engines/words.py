@@ -1,4 +1,4 @@
-"""How each engine is told of a draft: its settings of speculation, and the words of its command.  No torch."""
+"""How to serve a draft in each engine: its settings of speculation, and the words of its command.  No torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from outrider.export.manifest import CONFIG, LAYERS
 ADAPTIVE, TRTLLM_FILE, SNIPPET, REPOSITORY = "adaptive.json", "trtllm.yaml", "generate.py", "models"
 """Files that belong to commands, and Triton's folder."""
 LAYER_FACTS = {"eagle3_layers_to_capture", "target_layer_ids"}
-IN_TURN = ("Draft_Target", "NGram")
+SEQUENTIAL = ("Draft_Target", "NGram")
 """TensorRT-LLM's decoding types that draft on the side, for which steps can't overlap."""
 ASSISTANT = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
-"""Settings of transformers that stand with the draft."""
+"""Settings of transformers that belong to the draft model."""
 Words = tuple[list[str], dict[str, str]]
 """(A command, files that belong to it)"""
 
@@ -57,8 +57,8 @@ def _vllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
 def _vllm_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
     # compact: it is read in a shell
     compact = json.dumps(settings, separators=(",", ":"))
-    said = ["--speculative-config", compact, "--per-request-spec-decode-metrics", "summary"] if settings else []
-    return ["vllm", "serve", draft.target, *said, *_parallel("--tensor-parallel-size", wish), *_address(wish)], {}
+    argv = ["--speculative-config", compact, "--per-request-spec-decode-metrics", "summary"] if settings else []
+    return ["vllm", "serve", draft.target, *argv, *_parallel("--tensor-parallel-size", wish), *_address(wish)], {}
 
 
 # ── SGLang ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -83,11 +83,11 @@ def _sglang(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
 
 
 def _sglang_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
-    said = ["python", "-m", "sglang.launch_server", "--model-path", draft.target]
+    argv = ["python", "-m", "sglang.launch_server", "--model-path", draft.target]
     for key, value in settings.items():
-        said += [f"--{key}"] if value is True else [f"--{key}", str(value)]
-    said += [*_parallel("--tp-size", wish), "--enable-metrics", *_address(wish)]
-    return said, {ADAPTIVE: json.dumps(tune.for_sglang(wish.schedule), indent=2) + "\n"} if wish.schedule else {}
+        argv += [f"--{key}"] if value is True else [f"--{key}", str(value)]
+    argv += [*_parallel("--tp-size", wish), "--enable-metrics", *_address(wish)]
+    return argv, {ADAPTIVE: json.dumps(tune.for_sglang(wish.schedule), indent=2) + "\n"} if wish.schedule else {}
 
 
 # ── TensorRT-LLM ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -116,10 +116,10 @@ def _trtllm(method: Method, draft: Draft, tokens: int, wish: Wish) -> Settings:
 
 def _trtllm_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
     body: Settings = {"return_perf_metrics": True} | ({"speculative_config": settings} if settings else {})
-    if settings.get("decoding_type") in IN_TURN:
+    if settings.get("decoding_type") in SEQUENTIAL:
         body["disable_overlap_scheduler"] = True
-    said = ["trtllm-serve", draft.target, "--config", f"{wish.files}/{TRTLLM_FILE}"]
-    return [*said, *_parallel("--tp_size", wish), *_address(wish)], {TRTLLM_FILE: yaml.safe_dump(body, sort_keys=False)}
+    argv = ["trtllm-serve", draft.target, "--config", f"{wish.files}/{TRTLLM_FILE}"]
+    return [*argv, *_parallel("--tp_size", wish), *_address(wish)], {TRTLLM_FILE: yaml.safe_dump(body, sort_keys=False)}
 
 
 # ── llama.cpp ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -143,9 +143,9 @@ def converted(folder: Path) -> str:
 def conversion(draft: Draft) -> str:
     """The command that makes it."""
     assert draft.folder is not None
-    said = ["python", "convert_hf_to_gguf.py", str(draft.folder), "--outfile", converted(draft.folder)]
+    argv = ["python", "convert_hf_to_gguf.py", str(draft.folder), "--outfile", converted(draft.folder)]
     target = Path(draft.target)
-    return shlex.join([*said, "--target-model-dir", str(target.with_suffix("") if target.suffix == ".gguf" else target)])
+    return shlex.join([*argv, "--target-model-dir", str(target.with_suffix("") if target.suffix == ".gguf" else target)])
 
 
 def _llamacpp_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
@@ -156,8 +156,8 @@ def _llamacpp_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
         raise ConfigError(f"llama.cpp reads GGUF, {draft.target} is none; name the target's file with --target FILE.gguf")
     if wish.tensor_parallel > 1:
         raise ConfigError("llama.cpp splits a model over devices by itself; leave out --tensor-parallel")
-    said = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    return ["llama-server", "-m", str(target), *said, "--metrics", *_address(wish)], {}
+    argv = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    return ["llama-server", "-m", str(target), *argv, "--metrics", *_address(wish)], {}
 
 
 # ── transformers, Triton ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -195,7 +195,7 @@ def _triton_words(draft: Draft, wish: Wish, settings: Settings) -> Words:
 SETTINGS: Mapping[str, Callable[[Method, Draft, int, Wish], Settings]] = {
     "vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "llamacpp": _llamacpp, "transformers": _transformers, "triton": _vllm,
 }  # fmt: skip
-"""By engine: settings of speculation, as it reads them.  Raises ConfigError where the draft does not tell what they need."""
+"""By engine: settings of speculation, as it reads them.  Raises ConfigError where the draft lacks what they need."""
 WORDS: Mapping[str, Callable[[Draft, Wish, Settings], Words]] = {
     "vllm": _vllm_words, "sglang": _sglang_words, "trtllm": _trtllm_words, "llamacpp": _llamacpp_words,
     "transformers": _transformers_words, "triton": _triton_words,

@@ -1,8 +1,8 @@
 """DeepSpec, DeepSeek's published drafts: dspark, dflash, eagle3, as `deepseek-ai/{dspark,dflash,eagle3}_*` have them.
 
-config.json is the target's own with the draft's sizes laid over it.  DFlash is a DSpark without its heads: rank 0 and no
-confidence.  Weights have no prefix; embedding and head are stored although they are frozen copies of the target's.  Layers are
-counted from 0, as here.  EAGLE-3 there norms queries and keys and drafts all tokens.
+config.json is the target's own with the draft's sizes laid over it.  DFlash is a DSpark without its heads: rank 0 and
+no confidence.  Weights have no prefix; embedding and head are stored although they are frozen copies of the target's.
+ Layers are counted from 0, as here.  EAGLE-3 there norms queries and keys and drafts all tokens.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def _kind(config: Config, names: Collection[str]) -> str | None:
 
 
 LAYOUTS = {
-    "eagle3": Layout(released.EAGLE3, eagle3, read_eagle3, released.both_copies, refuses=EAGLE3_REFUSES),
-    "dflash": Layout(released.DFLASH, dflash, read_dflash, released.both_copies, refuses=BLOCK_REFUSES),
-    "dspark": Layout(released.DSPARK, dspark, read_dspark, released.both_copies, refuses=BLOCK_REFUSES,
+    "eagle3": Layout(released.EAGLE3, eagle3, read_eagle3, released.embedding_and_head, refuses=EAGLE3_REFUSES),
+    "dflash": Layout(released.DFLASH, dflash, read_dflash, released.embedding_and_head, refuses=BLOCK_REFUSES),
+    "dspark": Layout(released.DSPARK, dspark, read_dspark, released.embedding_and_head, refuses=BLOCK_REFUSES,
                      notes=(released.VANILLA,)),
 }  # fmt: skip
 FORMAT = Format(LAYOUTS, _kind)

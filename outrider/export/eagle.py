@@ -1,9 +1,9 @@
 """SafeAILab's EAGLE and EAGLE-3, as their authors release them; read only, since engines take other folders.
 
-EAGLE-1/2's weights are ours by name; its config often says no more than a Llama's, so it is known by its `fc`.  EAGLE-3's layer
-is `midlayer`; its config says nothing of the taps: the authors' code takes the outputs of layers 1, n / 2 - 1 and n - 4 of n,
-counted from 0.  A folder that does say them, at its top, is one for vLLM, where layer k is the state after k layers.  An
-embedding is stored and must be the target's.
+EAGLE-1/2's weights are ours by name; its config is often only a Llama's, so it is known by its `fc`.  EAGLE-3's layer
+is `midlayer`; its config does not name the taps: the authors' code takes the outputs of layers 1, n / 2 - 1 and n - 4
+of n, counted from 0.  A folder that names them, at its top, is one for vLLM, where layer k is the state after k layers.
+ An embedding is stored and must be the target's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def read_eagle3(config: Config, target: TransformersTarget) -> dict[str, Any]:
 
 
 def bias(config: Config, names: Collection[str]) -> dict[str, Any]:
-    """The authors' code gives fc a bias unless config.json says otherwise, vLLM's never: where it is silent the file tells."""
+    """The authors' code gives fc a bias unless config.json says otherwise, vLLM's never: without the key, the file decides."""
     return {"bias": config.get("bias", "fc.bias" in names)}
 
 
@@ -41,5 +41,5 @@ def _kind(config: Config, names: Collection[str]) -> str | None:
     return "eagle" if is_plain and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(names) else None
 
 
-LAYOUTS = {"eagle": Layout(EAGLE, None, released.read, told=bias), "eagle3": Layout(released.MIDLAYER, None, read_eagle3)}
+LAYOUTS = {"eagle": Layout(EAGLE, None, released.read, inferred=bias), "eagle3": Layout(released.MIDLAYER, None, read_eagle3)}
 FORMAT = Format(LAYOUTS, _kind)

@@ -1,4 +1,5 @@
-"""A folder of weights as engines read them: config.json and safetensors, whole or in shards.  Nothing in it is ever executed.
+"""A folder of weights as engines read them: config.json and safetensors, whole or in shards.  Nothing in it is ever
+executed.
 
 What is read is checked first: no pickle, no name that leaves the folder, no weight that is not a number.
 """
@@ -48,7 +49,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     if small := rounded(weights):
         raise ExportError(f"{folder} is quantised to 8 bits in {_few(small)}; bring weights of 16 or 32 bits")
     if broken := not_finite(weights):
-        raise ExportError(f"{folder} has weights that are no numbers: {_few(broken)}; the training that wrote it went wrong")
+        raise ExportError(
+            f"{folder} has values that are not finite in {_few(broken)}; "
+            "the training that wrote it went wrong, bring an earlier one"
+        )
     return weights
 
 
@@ -75,9 +79,9 @@ def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]
     """config.json and model.safetensors into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    # a tensor that stands under two names is written twice: safetensors refuses shared memory
-    copies = {name: weight.detach().cpu().contiguous().clone() for name, weight in weights.items()}
-    save_file(copies, folder / WEIGHTS, metadata={"format": "pt"})
+    # a tensor with two names is written twice: safetensors refuses shared memory
+    duplicates = {name: weight.detach().cpu().contiguous().clone() for name, weight in weights.items()}
+    save_file(duplicates, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def _few(names: list[str]) -> str:

@@ -1,11 +1,13 @@
-"""Write a checkpoint in an outside format and read one from it: rename, account for every key, write, read back, compare.
+"""Write a checkpoint in an outside format and read one from it: rename, account for every key, write, read back,
+compare.
 
-A format says, for each method that it knows, what our weights are called there and how the settings are written: a `Layout`.
-What a format can't say of a drafter (how many runners-up, how it was calibrated, how it was trained) lies beside it in
-`outrider.json`, which engines don't read and `import_folder` does: a manifest like a checkpoint's, and small weights that have
-no key elsewhere.
+A format has, for each method that it knows, the names of our weights and the form of the settings: a `Layout`.  What a
+format has no key for (how many siblings, how it was calibrated, how it was trained) is written next to it into
+`outrider.json`, which engines don't read and `import_folder` does: a manifest like a checkpoint's, and small weights
+that have no key elsewhere.
 
-Layer numbers: ours count decoder layers from 0 and mean what comes out of them; a layout's `shift` says what is added there.
+Layer numbers: ours count decoder layers from 0 and mean what comes out of them; a layout's `shift` is what is added
+there.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ from outrider.drafters import find as find_drafter
 from outrider.errors import ConfigError, ExportError
 from outrider.export import folder as folders
 from outrider.export.layout import Config, Format, Layout, Source, first
-from outrider.export.manifest import CONFIG, MANIFEST, manifest, read_json
+from outrider.export.manifest import CONFIG, MANIFEST, read_json, read_manifest
 from outrider.nn.draft_model import DraftModel, binding
 from outrider.targets.transformers import TransformersTarget
 from outrider.weights import mistyped, not_finite, stale_map, weights_of
 
 MACHINERY = ("folder", "formats", "layout", "manifest", "released")
-"""Files of this folder that are no format."""
+"""Files of this folder that are not formats."""
 BORROWED = {"embed_tokens.weight": "embedding", "lm_head.weight": "head", "lm_heads.*.weight": "head"}
 """The target's own matrices, as formats call them."""
 STALE = "*rotary_emb*"
-"""Keys of theirs that hold nothing that was learnt."""
+"""Keys of theirs that were not trained."""
 BEGINNINGS = ("accuracies", "confidence_head.temperatures", "confidence_head.shifts")
-"""Weights of ours that begin with a value that serves, so that a folder may be silent of them; all others begin at random."""
+"""Weights of ours with a usable initial value: a folder may lack them.  All others are random at first."""
 
 
 def formats() -> list[str]:
@@ -79,9 +81,9 @@ def export(
 ) -> Path:  # fmt: skip
     """Write a checkpoint in a format, whole or not at all, read it back and compare every weight.  Returns the folder.
 
-    precision: type of number to round to, where the format has a choice; the target's unless given.
-    A layout's note is logged as a warning.  Raises ExportError where the format does not know the method or can't say its
-    settings, or where `out` is there already; ConfigError for a precision that the format has not.
+    precision: type of number to round to, where the format has a choice; the target's unless given. A layout's note is
+    logged as a warning.  Raises ExportError where the format does not know the method or can't say its settings, or
+    where `out` is there already; ConfigError for a precision that the format has not.
     """
     about = manifest_of(checkpoint)
     format, layout = find(to), _layout(to, about["kind"], writes=True)
@@ -94,14 +96,14 @@ def export(
     own = {name: weight.detach().cpu() for name, weight in weights_of(source.model).items()}
     names = renamed(own, layout.names)
     weights = {theirs: own[ours] for ours, theirs in names.items()}
-    weights |= {name: borrowed(target, name) for name in layout.copies(source) if name not in weights}
+    weights |= {name: borrowed(target, name) for name in layout.duplicates(source) if name not in weights}
     unsaid = {name: weight.tolist() for name, weight in own.items() if name not in names}
     assert layout.config is not None
     with new_folder(Path(out), ExportError, (OSError, SafetensorError)) as part:
         format.writes(part, layout.config(source), weights, source)
         layout.files(source, part)
-        beside = {**about, "format": to, "tap_shift": layout.shift, "unsaid": unsaid}
-        (part / MANIFEST).write_text(json.dumps(beside, indent=2) + "\n", encoding="utf-8")
+        manifest = {**about, "format": to, "tap_shift": layout.shift, "unsaid": unsaid}
+        (part / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         _compare(own, part, to, layout, target)
     if note := first(layout.notes, source):
         logging.getLogger(__name__).warning("%s as %s: %s", out, to, note)
@@ -118,7 +120,10 @@ def _compare(own: Mapping[str, Tensor], written: Path, to: str, layout: Layout, 
         back = {ours: found[theirs] for ours, theirs in names.items() if theirs in found}
         meant = {ours: own[ours].to(back[ours].dtype) if format.precisions and ours in back else own[ours] for ours in names}
     if wrong := [name for name in meant if name not in back or not torch.equal(back[name].cpu(), meant[name])]:
-        raise ExportError(f"what was written as {to} reads back with other weights: {', '.join(wrong[:4])}; nothing was kept")
+        raise ExportError(
+            f"what was written as {to} reads back with other weights: {', '.join(wrong[:4])}; "
+            "the folder was deleted"
+        )
 
 
 def renamed(names: Iterable[str], rules: Sequence[tuple[str, str]]) -> dict[str, str]:
@@ -151,36 +156,41 @@ def _borrowed_kind(name: str) -> str | None:
 def import_folder(
     folder: str | Path, out: str | Path, target: TransformersTarget, format: str | None = None, kind: str | None = None
 ) -> DraftModel:
-    """Make a checkpoint of a draft model in an outside format; `format` and `kind` are found by its config unless given.
+    """Make a checkpoint of a draft model in an outside format; `format` and `kind` are found by its config unless
+    given.
 
-    Raises ExportError for what is no such folder, is damaged, or was made for another target; nothing is then written.
+    Raises ExportError for a folder that is not a draft, is damaged, or was made for another target; nothing is then
+    written.
     """
     if Path(out).exists():
         raise ExportError(f"{out} is there already; name a new folder, or delete it first")
     model = imported(Path(folder), target, format, kind)
-    beside = manifest(Path(folder))
-    facts = {"imported_from": str(folder), "format": beside.get("format", format), **dict(beside.get("training", {}))}
-    save(out, model, facts, measured={key: beside[key] for key in MEASURED if key in beside})
+    manifest = read_manifest(Path(folder))
+    facts = {"imported_from": str(folder), "format": manifest.get("format", format), **dict(manifest.get("training", {}))}
+    save(out, model, facts, measured={key: manifest[key] for key in MEASURED if key in manifest})
     return model
 
 
 def imported(folder: Path, target: TransformersTarget, format: str | None = None, kind: str | None = None) -> DraftModel:
     """The draft model of such a folder, frozen."""
-    beside = manifest(folder)
-    format = format or beside.get("format")
+    manifest = read_manifest(folder)
+    format = format or manifest.get("format")
     if format is not None and all(layout.settings is None for layout in find(format).layouts.values()):
-        raise ExportError(f"{folder} is of format {format}, which is written here and not read; import what it was made from")
+        raise ExportError(
+            f"{folder} is of format {format}, which is written here and not read; "
+            "import what it was made from"
+        )
     config = read_json(folder / CONFIG)
     format, kind = _recognised(folder, config, folders.read_names(folder), format, kind)
     layout = _layout(format, kind, writes=False)
     assert layout.settings is not None
-    _check_target(folder, beside, target)
+    _check_target(folder, manifest, target)
     weights = folders.read_weights(folder)
     try:
-        # settings that the format does not hold are ours; those that it does are laid over them
-        ours = beside.get("config", {}) if beside.get("kind") == kind else {}
-        told = layout.told(config, weights.keys())
-        settings = {"kind": kind, **layout.assumed, **ours, **told, **layout.settings(config, target)}
+        # settings that the format has no key for are ours; those that it has replace them
+        ours = manifest.get("config", {}) if manifest.get("kind") == kind else {}
+        inferred = layout.inferred(config, weights.keys())
+        settings = {"kind": kind, **layout.assumed, **ours, **inferred, **layout.settings(config, target)}
         module = find_drafter(kind)
         wanted = build(module.Config, settings, f"{folder} as {format}")
         _check_sizes(wanted, weights, target)
@@ -188,11 +198,14 @@ def imported(folder: Path, target: TransformersTarget, format: str | None = None
         weights = dict(layout.translates(weights))
     except ExportError as error:
         raise ExportError(f"{folder} as {format}: {error}") from None
-    except Exception as error:  # a config may say anything, and any reader or constructor may stumble over it
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        raise ExportError(f"{folder} is no {kind} draft that can be read here: {said}") from error
-    fill(model, weights, layout, folder, target, beside.get("unsaid", {}).keys())
-    _fill_unsaid(model, beside, layout, folder)
+    except Exception as error:  # a config may hold anything, and any reader or constructor may fail on it
+        message = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise ExportError(
+            f"{folder} can't be read as a {kind}: {message}; "
+            "name the --kind that it is, or bring another folder"
+        ) from error
+    fill(model, weights, layout, folder, target, manifest.get("unsaid", {}).keys())
+    _fill_unsaid(model, manifest, layout, folder)
     model.to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False)
     if lost := not_finite(weights_of(model)):
         raise ExportError(f"{folder} has values in {', '.join(lost[:4])} that {target.spec.dtype} can't hold; bring others")
@@ -202,21 +215,27 @@ def imported(folder: Path, target: TransformersTarget, format: str | None = None
 def _check_sizes(settings: Any, weights: Mapping[str, Tensor], target: TransformersTarget) -> None:
     """Refuse a config that claims far more than its files hold, before memory is taken for it."""
     held = sum(weight.numel() for weight in weights.values())
-    places = (settings.model_dump(), getattr(settings, "architecture", None) or {})
-    size = {key: value for place in places for key, value in place.items() if type(value) is int}
+    settings_read = (settings.model_dump(), getattr(settings, "architecture", None) or {})
+    size = {key: value for place in settings_read for key, value in place.items() if type(value) is int}
     hidden = size.get("hidden_size", target.spec.hidden)
     layers = size.get("layers", size.get("num_hidden_layers", 1))
     widths = [size.get(key, 1) for key in ("intermediate", "intermediate_size", "rank", "gru", "vocabulary", "vocab_size")]
     widths.append(size.get("heads", size.get("num_attention_heads", 1)) * size.get("head_dim", 1))
     if max(layers * hidden, max(widths), layers * size.get("intermediate", 1) * hidden, hidden * widths[1]) > held:
-        raise ExportError(f"config.json speaks of a larger model than the {held:,} numbers that lie beside it")
+        raise ExportError(
+            f"config.json describes a larger model than the {held:,} numbers in its weights; "
+            "copy the folder again"
+        )
     for key in ("block", "length"):
         if size.get(key, 0) > target.spec.context:
-            raise ExportError(f"it drafts {size[key]} tokens a step; {target.spec.name} reads {target.spec.context} in all")
+            raise ExportError(
+                f"it drafts {size[key]} tokens a step; "
+                f"{target.spec.name} reads {target.spec.context} in all: load a longer target"
+            )
 
 
 def candidates(config: Config, format: str | None, kind: str | None, weights: Collection[str] = ()) -> list[tuple[str, str]]:
-    """Formats and kinds that a config.json may be of, among what was asked for.  weights: names of those beside it."""
+    """Formats and kinds that a config.json may be of, among what was asked for.  weights: names of its weights."""
     found = []
     for name in formats() if format is None else [format]:
         with suppress(AttributeError, IndexError, KeyError, TypeError):  # nothing in it is of the right type
@@ -229,28 +248,31 @@ def _recognised(
     folder: Path, config: Config, weights: Collection[str], format: str | None, kind: str | None
 ) -> tuple[str, str]:
     if kind is not None and format is None:
-        raise ExportError(f"{kind} stands in several formats; name the one of {folder} with --format")
+        raise ExportError(f"{kind} exists in several formats; name that of {folder} with --format")
     found = candidates(config, format, kind, weights)
     if len(found) != 1:
-        said = config.get("speculators_model_type") or config.get("architectures") or sorted(config)[:8]
+        name_given = config.get("speculators_model_type") or config.get("architectures") or sorted(config)[:8]
         guesses = ", ".join(f"{name} ({known})" for name, known in found) or "none of " + (format or ", ".join(formats()))
-        raise ExportError(f"{folder} says {said} and could be {guesses}; name its --format, and --kind where that won't do")
+        raise ExportError(f"{folder} has {name_given} and could be {guesses}; name its --format and --kind")
     return found[0]
 
 
-def _check_target(folder: Path, beside: Config, target: TransformersTarget) -> None:
-    mine, theirs = binding(target), beside.get("target", {})
+def _check_target(folder: Path, manifest: Config, target: TransformersTarget) -> None:
+    mine, theirs = binding(target), manifest.get("target", {})
     wrong = [key for key in mine if theirs.get(key) is not None and mine[key] is not None and theirs[key] != mine[key]]
     if wrong:
         differences = ", ".join(f"{key} {theirs[key]} against {mine[key]}" for key in wrong)
-        raise ExportError(f"{folder} was made for target {theirs.get('name')!r}, not for {target.spec.name!r}: {differences}")
+        raise ExportError(
+            f"{folder} was made for target {theirs.get('name')!r}, not for {target.spec.name!r}: {differences}; "
+            "load that target"
+        )
 
 
 def fill(
     model: DraftModel, weights: Mapping[str, Tensor], layout: Layout, folder: Path, target: TransformersTarget,
     unsaid: Collection[str],
 ) -> None:  # fmt: skip
-    """Their weights into our model.  Raises ExportError unless every key of both sides is accounted for.
+    """Copy their weights into our model.  Raises ExportError unless every key of both sides has its place.
 
     unsaid: names of ours that get their values from elsewhere.
     """
@@ -277,16 +299,22 @@ def fill(
 
 
 def _account_for(name: str, weight: Tensor, folder: Path, target: TransformersTarget) -> None:
-    """A key of theirs that no weight of ours is: a copy of the target's own, or nothing that was learnt."""
+    """A weight of theirs that is none of ours: a copy of the target's own, or a buffer.  Raises ExportError for any other."""
     if fnmatch(name, STALE):
         return
     kind = _borrowed_kind(name)
     if kind is None:
         shown = ascii(name)[1:-1]  # a name may hold what moves a terminal's cursor
-        raise ExportError(f"{folder} has {shown} {tuple(weight.shape)}, which nothing here reads; is it of another method?")
+        raise ExportError(
+            f"{folder} has {shown} {tuple(weight.shape)}, which nothing here reads; "
+            "name the --kind that has it"
+        )
     theirs = borrowed(target, name)
     if weight.shape != theirs.shape:
-        raise ExportError(f"{folder}: {name} is {tuple(weight.shape)}, the target's {tuple(theirs.shape)}; it is not its draft")
+        raise ExportError(
+            f"{folder}: {name} is {tuple(weight.shape)}, the target's {tuple(theirs.shape)}; "
+            "load the target it was trained for"
+        )
     if not _is_copy(weight, theirs, rounded=target.spec.quantised is not None):
         raise ExportError(
             f"{folder} brings a {kind} of its own in {name}, not the target's; only the target's can be read here"
@@ -294,10 +322,10 @@ def _account_for(name: str, weight: Tensor, folder: Path, target: TransformersTa
 
 
 def _is_copy(weight: Tensor, theirs: Tensor, rounded: bool) -> bool:
-    """Whether one is the other, but for rounding to the coarser of their types.  rounded: the target's are of 8 bits here."""
+    """Whether one is the other up to rounding to the coarser of their types.  rounded: the target's are of 8 bits here."""
     if not weight.is_floating_point():
         return False
-    if rounded:  # an 8-bit matrix is only near to the one that was copied
+    if rounded:  # an 8-bit matrix is only close to the one that was copied
         return torch.allclose(weight.float(), theirs.float(), rtol=1e-2, atol=1e-2)
     if {weight.dtype, theirs.dtype} == {torch.float16, torch.bfloat16}:  # each rounded from what neither holds
         return torch.allclose(weight.float(), theirs.float(), rtol=torch.finfo(torch.bfloat16).eps, atol=2**-24)
@@ -305,16 +333,19 @@ def _is_copy(weight: Tensor, theirs: Tensor, rounded: bool) -> bool:
     return torch.equal(weight.to(coarser), theirs.to(coarser))
 
 
-def _fill_unsaid(model: DraftModel, beside: Config, layout: Layout, folder: Path) -> None:
-    """Small weights that the format has no key for, such as a confidence head's temperatures; else they stay as they begin."""
-    own, said = model.state_dict(), beside.get("unsaid", {})
+def _fill_unsaid(model: DraftModel, manifest: Config, layout: Layout, folder: Path) -> None:
+    """Set small weights that the format has no key for, such as a confidence head's temperatures; others stay as they are."""
+    own, stored = model.state_dict(), manifest.get("unsaid", {})
     try:
-        found = {name: torch.tensor(value, dtype=own[name].dtype) for name, value in said.items()}
+        found = {name: torch.tensor(value, dtype=own[name].dtype) for name, value in stored.items()}
         fits = all(value.shape == own[name].shape for name, value in found.items()) and not renamed(found, layout.names)
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
         fits = False
     if not fits:
-        raise ExportError(f"{folder / MANIFEST} holds weights that are none of this draft; delete the file to import the rest")
+        raise ExportError(
+            f"{folder / MANIFEST} holds weights that are not this draft's; "
+            "delete the file to import the rest"
+        )
     model.load_state_dict(found, strict=False)
 
 

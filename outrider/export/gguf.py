@@ -1,9 +1,10 @@
-"""GGUF, llama.cpp's one file: small_model as a plain causal language model with the target's tokenizer in it; write only.
+"""GGUF, llama.cpp's one file: small_model as a plain causal language model with the target's tokenizer in it; write
+only.
 
-Names of tensors are taken from llama.cpp's own library (`pip install gguf`).  What differs from a config.json: a tied head is
-not stored; vectors stay float32; the rows of queries and keys of a `llama` are interleaved, since its rotation there turns
-neighbours and not halves; and the tokenizer's splitting of words is a name out of a list, not a pattern.  A tokenizer that
-splits otherwise, or shapes that llama.cpp would read and compute differently, are refused.
+Names of tensors are taken from llama.cpp's own library (`pip install gguf`).  What differs from a config.json: a tied
+head is not stored; vectors stay float32; the rows of queries and keys of a `llama` are interleaved, since llama.cpp
+rotates neighbouring pairs and not halves; and the tokenizer's splitting of words is a name out of a list, not a
+pattern.  A tokenizer that splits otherwise, or shapes that llama.cpp would read and compute differently, are refused.
 
 llama.cpp normalises no text (NFC), so texts that are not normalised may come out as other tokens there.
 """
@@ -30,11 +31,11 @@ SPLITS = {(QWEN2, False): "qwen2", (QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|"), Tr
 """(Pattern that splits a text, whether a word that is a token is taken whole) to llama.cpp's name; None: GPT-2's own."""
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """Kinds of token in GGUF."""
-STRETCH = {"linear": "linear", "default": None, "llama3": None}
-"""Rotations that can be said; llama3's, as a factor for each frequency."""
+SCALING = {"linear": "linear", "default": None, "llama3": None}
+"""Rotary scalings that a file can have; llama3's is a factor for each frequency."""
 
 
-# ── what the file says ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── keys of the file ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def header(lm: Any, tokenizer: Any, precision: str) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def header(lm: Any, tokenizer: Any, precision: str) -> dict[str, Any]:
         raise ExportError(f"it can't be written as GGUF: {reason}")
     config = lm.config
     name, rope = config.model_type, dict(config.rope_parameters)
-    stretch = STRETCH[rope.get("rope_type", "default")]
+    scaling = SCALING[rope.get("rope_type", "default")]
     shape = {
         "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
@@ -54,7 +55,7 @@ def header(lm: Any, tokenizer: Any, precision: str) -> dict[str, Any]:
         "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "rope.dimension_count": config.head_dim,
         "rope.freq_base": float(rope["rope_theta"]), "vocab_size": config.vocab_size,
-        **({} if stretch is None else {"rope.scaling.type": stretch, "rope.scaling.factor": float(rope["factor"])}),
+        **({} if scaling is None else {"rope.scaling.type": scaling, "rope.scaling.factor": float(rope["factor"])}),
     }  # fmt: skip
     return {
         "general.architecture": name, "general.type": "model", "general.file_type": PRECISIONS[precision][1],
@@ -64,7 +65,7 @@ def header(lm: Any, tokenizer: Any, precision: str) -> dict[str, Any]:
 
 
 def refused(lm: Any, tokenizer: Any) -> str | None:
-    """Why a language model can't be said in GGUF by this file; None where it can."""
+    """Why a language model can't be written as GGUF here; None where it can."""
     config = lm.config
     name = config.model_type
     if name not in ("qwen3", "llama"):
@@ -76,7 +77,7 @@ def refused(lm: Any, tokenizer: Any) -> str | None:
         return "its layers are not all full attention with SiLU"
     rope = config.rope_parameters or {}
     kind = rope.get("rope_type", "default")
-    if kind not in STRETCH or rope.get("partial_rotary_factor", 1) != 1 or (kind == "llama3" and name != "llama"):
+    if kind not in SCALING or rope.get("partial_rotary_factor", 1) != 1 or (kind == "llama3" and name != "llama"):
         return f"its rotation is {rope}; known are default, linear, and llama3 for a llama"
     if tokenizer is None:
         return "its target has no tokenizer, and the file needs one; load the target from a folder that has it"
@@ -95,8 +96,8 @@ def _split(tokenizer: Any) -> tuple[str, str | None]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return "", "its tokenizer is not of the tokenizers library; only byte-level BPE can be written"
-    said = json.loads(backend.to_str())
-    model, normalizer, before = said["model"], said["normalizer"], said["pre_tokenizer"] or {}
+    tokenizer_json = json.loads(backend.to_str())
+    model, normalizer, before = tokenizer_json["model"], tokenizer_json["normalizer"], tokenizer_json["pre_tokenizer"] or {}
     if model["type"] != "BPE" or model.get("byte_fallback") or model.get("dropout"):
         return "", f"its tokenizer is {model['type']}; only byte-level BPE can be written"
     if normalizer is not None and normalizer.get("type") != "NFC":
@@ -115,16 +116,19 @@ def _split(tokenizer: Any) -> tuple[str, str | None]:
 
 
 def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
-    """Tokens, kinds and merges.  Ids that the tokenizer has not, up to the `size` of the head, stand as unused."""
-    said = json.loads(tokenizer.backend_tokenizer.to_str())
-    added = {one["id"]: one for one in said["added_tokens"]}
+    """Tokens, kinds and merges.  Ids without a token, up to the `size` of the head, are unused ones."""
+    tokenizer_json = json.loads(tokenizer.backend_tokenizer.to_str())
+    added = {one["id"]: one for one in tokenizer_json["added_tokens"]}
     tokens, kinds = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
     for token, i in tokenizer.get_vocab().items():
         if i >= size:
-            raise ExportError(f"the tokenizer has token {i} and the model {size} of them; they don't belong together")
+            raise ExportError(
+                f"the tokenizer has token {i} and the model {size} of them; "
+                "bring the tokenizer of this model"
+            )
         tokens[i] = token
         kinds[i] = NORMAL if i not in added else CONTROL if added[i]["special"] else USER_DEFINED
-    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in said["model"]["merges"]]
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in tokenizer_json["model"]["merges"]]
     return {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": _split(tokenizer)[0], "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.merges": merges,
@@ -132,7 +136,7 @@ def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
 
 
 def _specials(lm: Any, tokenizer: Any) -> dict[str, Any]:
-    """What begins and ends a text, as tokenizer and generation settings say it, and the chat template."""
+    """Tokens that begin and end a text, from tokenizer and generation settings, and the chat template."""
     ends = getattr(getattr(lm, "generation_config", None), "eos_token_id", None)
     ends = list(ends) if isinstance(ends, list | tuple) else [ends]
     ids = {
@@ -160,7 +164,8 @@ def write(folder: Path, config: Config, weights: Mapping[str, Tensor], source: S
 def write_file(path: Path, keys: Config, weights: Mapping[str, Tensor], lm: Any, precision: str) -> None:
     """A GGUF file of these keys and of a language model's weights by transformers' names.
 
-    Matrices are rounded to `precision`.  Raises ExportError for a weight that has no name there, or that f16 can't hold.
+    Matrices are rounded to `precision`.  Raises ExportError for a weight that has no name there, or that f16 can't
+    hold.
     """
     library = _library()
     writer = library.GGUFWriter(path, keys["general.architecture"])
@@ -171,7 +176,7 @@ def write_file(path: Path, keys: Config, weights: Mapping[str, Tensor], lm: Any,
     names = _names(keys, list(weights))
     for name, weight in weights.items():
         dtype = PRECISIONS[precision][0] if weight.dim() > 1 else torch.float32
-        stored = _turned(name, weight.detach().cpu(), keys).to(dtype).contiguous()
+        stored = _reordered(name, weight.detach().cpu(), keys).to(dtype).contiguous()
         if not stored.isfinite().all():
             raise ExportError(f"{name} has values that {precision} can't hold; choose bf16 or f32")
         _add_tensor(writer, names[name], stored)
@@ -195,7 +200,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     found = {one.name: _tensor(one) for one in reader.tensors}
     names = _names(keys, _possible(keys[f"{keys['general.architecture']}.block_count"]))
     weights = {
-        name: _turned(name, found.pop(theirs), keys, back=True) for name, theirs in names.items() if theirs in found
+        name: _reordered(name, found.pop(theirs), keys, back=True) for name, theirs in names.items() if theirs in found
     }  # fmt: skip
     return keys, {**weights, **found}
 
@@ -220,10 +225,10 @@ def _names(keys: Config, names: list[str]) -> dict[str, str]:
     return {name: theirs for name, theirs in found.items() if theirs is not None}
 
 
-def _turned(name: str, weight: Tensor, keys: Config, back: bool = False) -> Tensor:
-    """Queries and keys [heads · head_dim, H] of a llama as llama.cpp turns them, or back; other weights as they are.
+def _reordered(name: str, weight: Tensor, keys: Config, back: bool = False) -> Tensor:
+    """Queries and keys [heads · head_dim, H] of a llama in llama.cpp's order, or back; other weights unchanged.
 
-    Within each head row i of half h becomes row h of pair i.
+    Within each head, row i of half h becomes row h of pair i.
     """
     family, part = keys["general.architecture"], name.split(".")[-2]
     count = {"q_proj": "head_count", "k_proj": "head_count_kv"}.get(part)
@@ -234,13 +239,13 @@ def _turned(name: str, weight: Tensor, keys: Config, back: bool = False) -> Tens
 
 
 def _frequencies(lm: Any) -> dict[str, Tensor]:
-    """What llama3's rotation divides each frequency by [head_dim / 2]; empty where it stretches none."""
+    """The divisor of each frequency in llama3's rotation [head_dim / 2]; empty for other rotations."""
     rope = lm.config.rope_parameters
     if rope.get("rope_type") != "llama3":
         return {}
-    turned = lm.model.rotary_emb.inv_freq.detach().cpu().double()
-    plain = float(rope["rope_theta"]) ** -(torch.arange(len(turned), dtype=torch.float64) / len(turned))
-    return {"rope_freqs.weight": (plain / turned).float()}
+    frequencies = lm.model.rotary_emb.inv_freq.detach().cpu().double()
+    plain = float(rope["rope_theta"]) ** -(torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies))
+    return {"rope_freqs.weight": (plain / frequencies).float()}
 
 
 def _add_tensor(writer: Any, name: str, weight: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a format is: for each method that it knows a `Layout`, with names of weights, settings, and what it can't say."""
+"""A format: for each method that it knows a `Layout`, with names of weights, settings, and what it has no key for."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class Source:
 
 
 Answer = Callable[[Source], str | None]
-"""What is to be said of a drafter; None where nothing is."""
+"""A sentence about a drafter, or None."""
 
 
 def only(setting: str, value: Any, reason: str) -> Answer:
-    """`reason` where a setting is another; {} in it is what the setting is."""
+    """`reason` where a setting has another value; {} in it becomes that value."""
     return lambda source: None if (own := getattr(source.settings, setting)) == value else reason.format(own)
 
 
 def first(answers: Iterable[Answer], source: Source) -> str | None:
-    """The first thing to be said."""
-    return next((said for answer in answers if (said := answer(source)) is not None), None)
+    """The first sentence, or None."""
+    return next((answered for answer in answers if (answered := answer(source)) is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +58,23 @@ class Layout:
     names: Sequence[tuple[str, str]]
     """Ours and theirs, the first that fits counts; * is anything."""
     config: Callable[[Source], dict[str, Any]] | None = None
-    """What config.json says; None where this method is only read."""
+    """The content of config.json; None where this method is only read."""
     settings: Callable[[Config, TransformersTarget], dict[str, Any]] | None = None
-    """What a config.json means in our settings; None where this method is only written."""
-    copies: Callable[[Source], Sequence[str]] = lambda source: ()
+    """Our settings for a config.json; None where this method is only written."""
+    duplicates: Callable[[Source], Sequence[str]] = lambda source: ()
     """Names, as in `formats.BORROWED`, of what the format wants a copy of although it is the target's."""
     assumed: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of a folder that comes from elsewhere, where config.json does not tell."""
+    """Settings of a folder that comes from elsewhere, where config.json does not name them."""
     files: Callable[[Source, Path], None] = lambda source, folder: None
     """Writes what else belongs into the folder, such as a tokenizer."""
     translates: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = lambda weights: weights
     """Makes older names of theirs those of `names`."""
     refuses: Sequence[Answer] = ()
-    """Why this drafter can't be said in the format."""
-    told: Callable[[Config, Collection[str]], dict[str, Any]] = lambda config, names: {}
-    """Settings that the names of their weights tell; raises ExportError where config.json speaks of one that is not there."""
+    """Why this drafter can't be written in the format."""
+    inferred: Callable[[Config, Collection[str]], dict[str, Any]] = lambda config, names: {}
+    """Settings that follow from the names of their weights; ExportError where config.json names a missing weight."""
     notes: Sequence[Answer] = ()
-    """What is to be known of the folder although it can be written, such as which engine won't load it."""
+    """Notes on a folder that can be written, such as which engine won't load it."""
     shift: int = 0
     """Their layer number less ours."""
 
@@ -86,12 +86,12 @@ class Format:
     layouts: Mapping[str, Layout]
     """By our kind of drafter."""
     kind_of: Callable[[Config, Collection[str]], str | None] = lambda config, names: None
-    """Which of our kinds a config.json is of, beside weights of these names; None where it is not of this format."""
+    """Our kind for a config.json with weights of these names; None where it is not of this format."""
     writes: Callable[[Path, Config, Mapping[str, Tensor], Source], None] = lambda folder, config, weights, source: (
         folders.write(folder, config, weights)
     )
-    """Writes what a layout says and the weights by their names; safetensors unless given."""
+    """Writes a layout's config and the weights by their names; safetensors unless given."""
     reads: Callable[[Path], Mapping[str, Tensor]] = lambda folder: folders.read_weights(folder)
     """The weights of such a folder under the same names, for the comparison with what was meant."""
     precisions: tuple[str, ...] = ()
-    """Types of number to choose from; without any, weights keep the target's."""
+    """Types of number to choose from; without any, weights have the target's."""

@@ -1,6 +1,7 @@
-"""What a draft's folder says of itself: `outrider.json`, which our export leaves there, and config.json.  No torch.
+"""A draft's folder describes itself: `outrider.json`, which our export writes there, and config.json.  No torch.
 
-Both are checked here before anything reads them.  Import and deployment follow the same rules for layer numbers and lengths.
+Both are checked here before anything reads them.  Import and deployment follow the same rules for layer numbers and
+lengths.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
 Found = dict[str, Any]
 
 
-def manifest(folder: Path) -> Found:
-    """What our own export, or a checkpoint, says of a folder; empty for one of others, be a report of ours beside it or not.
+def read_manifest(folder: Path) -> Found:
+    """The manifest of a folder: of our own export or a checkpoint; empty for a folder of others, with or without a
+    report of ours.
 
     Raises ExportError for one that can't be read here.
     """
@@ -66,7 +68,7 @@ def manifest(folder: Path) -> Found:
 
 
 def config(folder: Path) -> Found:
-    """config.json of a draft; empty where there is none.  Raises ExportError for what no draft says."""
+    """config.json of a draft; empty where there is none.  Raises ExportError for values of a wrong type."""
     path = folder / CONFIG
     found = read_json(path) if path.exists() else {}
     _check_types(path, found)
@@ -74,7 +76,7 @@ def config(folder: Path) -> Found:
 
 
 def read_json(path: Path) -> Found:
-    """A JSON object.  Raises ExportError where there is none, or where a key stands twice: readers differ in which counts."""
+    """A JSON object.  Raises ExportError where there is none, or where a key is there twice: readers differ in which counts."""
     try:
         return read_object(path)
     except (OSError, ValueError) as error:
@@ -88,12 +90,15 @@ def _check_types(path: Path, found: Found) -> None:
             continue
         is_list = wanted == list[int] and type(value) is list
         if not (all(type(one) is int for one in value) if is_list else type(value) is wanted):  # true is not a number
-            raise ExportError(f"{path} has {_shown(value)} as {key}, wanted {WANTED[wanted]}; export or copy the folder again")
+            raise ExportError(
+                f"{path} has {_shown(value)} as {key}, wanted {WANTED[wanted]}; "
+                "export or copy the folder again"
+            )
 
 
 def _shown(value: Any) -> str:
-    said = ascii(value)
-    return said if len(said) <= 60 else said[:60] + "…"
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:60] + "…"
 
 
 def at(found: Mapping[str, Any], key: str) -> Any:
@@ -103,13 +108,13 @@ def at(found: Mapping[str, Any], key: str) -> Any:
 
 
 def layers(kind: str, format: str, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers of the target whose output the draft reads, counted from 0; () where config.json does not tell."""
+    """Layers of the target whose output the draft reads, counted from 0; () where config.json does not name them."""
     key, shift = LAYERS.get((format, kind), ("", 0))
     return tuple(layer - shift for layer in at(config, key) or ())
 
 
 def length(kind: str, format: str, settings: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
-    """Tokens that it drafts a step, by our settings or by the folder's own; None where nothing tells."""
+    """Tokens that it drafts a step, by our settings or by the folder's own; None where neither has it."""
     own = settings.get("block" if kind in BLOCKS else "heads" if kind == "medusa" else "length")
     if type(own) is int:
         return own
@@ -119,8 +124,8 @@ def length(kind: str, format: str, settings: Mapping[str, Any], config: Mapping[
         return config.get("num_heads", config.get("medusa_num_heads"))
     methods = (config.get("speculators_config") or {}).get("proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
-    said = first.get("speculative_tokens")
-    return said if type(said) is int else None
+    count = first.get("speculative_tokens")
+    return count if type(count) is int else None
 
 
 def anchor_predicts(kind: str, format: str, config: Mapping[str, Any]) -> bool:

@@ -1,7 +1,8 @@
 """Medusa's heads, written for vLLM (0.32 and before) and read from there or as Medusa's authors release them.
 
-vLLM calls a head's parts `blocks.K.layers.L` and `lm_heads.K`, the authors `K.L.linear` and `K.L.weight`.  Every head there has
-an output matrix of its own: where ours is the target's, each gets a copy.  Which tree is drafted stands in neither.
+vLLM calls a head's parts `blocks.K.layers.L` and `lm_heads.K`, the authors `K.L.linear` and `K.L.weight`.  Every head
+there has an output matrix of its own: where ours is the target's, each gets a copy.  Neither holds the tree that is
+drafted.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def written(source: Source) -> dict[str, Any]:
         "truncated_vocab_size": spec.vocabulary,
         "num_heads": settings.heads,
         "num_hidden_layers": settings.layers,
-        # unless it is announced, vLLM passes over the bias in silence
+        # unless it is announced, vLLM ignores the bias without a message
         "medusa_fc_bias": True,
         "max_paths": settings.nodes,
         "topk": 10,
@@ -52,8 +53,8 @@ def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
     return {"heads": heads, "layers": layers, "sequential": False}
 
 
-def copies(source: Source) -> list[str]:
-    """Of every head, which is passed over where the head has an output matrix of its own."""
+def duplicates(source: Source) -> list[str]:
+    """Of every head; ignored where the head has an output matrix of its own."""
     return [f"lm_heads.{k}.weight" for k in range(source.settings.heads)]
 
 
@@ -85,7 +86,7 @@ NAMES = [
         *((f"medusa_head.{k}.{n}.weight", f"lm_heads.{k}.weight") for n in range(1, DEEPEST + 1)),
     )
 ]  # fmt: skip
-"""Of a head's parts, the output matrix last: its place tells how many blocks come before."""
+"""Of a head's parts, the output matrix last: its number is the number of blocks before it."""
 ASSUMED = {"head": "own"}
-LAYOUTS = {"medusa": Layout(NAMES, written, read, copies, ASSUMED, translates=released, refuses=REFUSES)}
+LAYOUTS = {"medusa": Layout(NAMES, written, read, duplicates, ASSUMED, translates=released, refuses=REFUSES)}
 FORMAT = Format(LAYOUTS, _kind)

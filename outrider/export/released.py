@@ -1,7 +1,8 @@
-"""What released drafts have in common: names of weights, sizes of layers in transformers' words, and what they can't say.
+"""What released drafts have in common: names of weights, sizes of layers in transformers' words, and what they have no
+key for.
 
-Rotation stands in `rope_parameters` and, for readers of before transformers 5, in `rope_theta` and `rope_scaling` too.
-transformers lets `rope_scaling`, even none, take the place of `rope_parameters`: what turns in part is said at the top too.
+Rotation is in `rope_parameters` and, for readers older than transformers 5, in `rope_theta` and `rope_scaling` too.
+ transformers lets `rope_scaling`, even null, replace `rope_parameters`: a partial rotation is named at the top too.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from outrider.targets.protocol import TargetSpec
 from outrider.targets.transformers import TransformersTarget
 
 PLAIN: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "sliding_window": None}
-"""What our layers are and a config may only agree with."""
+"""Values of our layers; a config must have the same."""
 FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
 """Settings of an EAGLE-3 that have their own name in every config."""
 
 
 def written(shape: LayerConfig, layers: int, spec: TargetSpec, family: str) -> dict[str, Any]:
-    """The config of `layers` draft layers beside a target; family: qwen3, whose layers norm queries and keys, or llama."""
+    """The config of `layers` draft layers for a target; family: qwen3, whose layers norm queries and keys, or llama."""
     scaling = dict(shape.rope_scaling or {"rope_type": "default"})
     partial = {} if shape.partial_rotary_factor == 1 else {"partial_rotary_factor": shape.partial_rotary_factor}
     return {
@@ -57,7 +58,10 @@ def read(config: Config, target: TransformersTarget) -> dict[str, Any]:
         if config.get(key, ours) != ours and not (key == "sliding_window" and not config.get("use_sliding_window", True)):
             raise ExportError(f"{key} is {config[key]!r}; a draft here can have {ours!r} only")
     if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
-        raise ExportError(f"layer_types {config['layer_types']} has layers that see a window; a draft here sees all")
+        raise ExportError(
+            f"layer_types {config['layer_types']} has layers of sliding-window attention; "
+            "a draft here has full attention only"
+        )
     heads = _number(config, "num_attention_heads")
     return {
         "heads": heads, "kv_heads": config.get("num_key_value_heads") or heads,
@@ -75,34 +79,41 @@ def _number(config: Mapping[str, Any], key: str) -> int:
 
 
 def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Under transformers 5 in rope_parameters, before in rope_theta and rope_scaling; where both stand there, they must agree.
+    """Under transformers 5 in rope_parameters, before in rope_theta and rope_scaling; where both are there, they must
+    agree.
 
-    Raises ExportError where engines, of which some read the one and some the other, would turn by other angles.
+    Raises ExportError where they differ: some engines read the one and some the other.
     """
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if not isinstance(new, Mapping) or any(isinstance(value, Mapping) for value in new.values()):
-        raise ExportError("rope_parameters differ by kind of layer; the layers of a draft here turn alike")
+        raise ExportError(
+            "rope_parameters differ by kind of layer; "
+            "all layers of a draft here have the same rotation: bring one that has"
+        )
     at_top = {key: float(config[key]) for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
-    found = _angles(new if new.keys() & {"rope_type", "type"} else {**old, **new}, config)
-    others = _angles(old, config) if "rope_scaling" in config or not new else found
+    found = _rope_settings(new if new.keys() & {"rope_type", "type"} else {**old, **new}, config)
+    others = _rope_settings(old, config) if "rope_scaling" in config or not new else found
     for key, value in {**others, **at_top}.items():
         if found[key] != value:
-            both = f"{value} in one place and {found[key]} in another (rope_parameters, rope_scaling, the top)"
-            raise ExportError(f"{key} is {both}; the config contradicts itself, and engines read either: make them agree")
+            both = f"{value} and {found[key]} (in rope_parameters, rope_scaling or at the top)"
+            raise ExportError(f"{key} is {both}; the config contradicts itself, and engines read either: make them equal")
     scaling = found["rope_scaling"] or {}
     kind = scaling.get("rope_type", "default")
     if kind in ("yarn", "llama3") and config.get("max_position_embeddings"):  # what transformers and engines take for it
         scaling.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     if kind not in ("default", *STRETCHES):
-        raise ExportError(f"rotary angles of type {kind!r} change with the length of the text; known: {', '.join(STRETCHES)}")
+        raise ExportError(
+            f"rotary scaling {kind!r} depends on the length of the text; "
+            f"wanted one of {', '.join(STRETCHES)}"
+        )
     if not 0 < found["rope_theta"] < math.inf:
         raise ExportError(f"rope_theta is {found['rope_theta']}; it must be a number above 0")
     return found
 
 
-def _angles(said: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """What one of the two places says, with the keys at the top where it is silent."""
-    rest = dict(said)
+def _rope_settings(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotation of one of the two, with the keys at the top where it lacks one."""
+    rest = dict(given)
     if "type" in rest:
         rest.setdefault("rope_type", rest.pop("type"))
         rest.pop("type", None)
@@ -118,7 +129,10 @@ def _angles(said: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any
 def markov(config: Config) -> dict[str, Any]:
     """DSpark's own heads; the same keys in every format that has them."""
     if not config.get("markov_rank"):
-        raise ExportError("markov_rank is 0, so there is no head to correct the block; import it as dflash with --kind dflash")
+        raise ExportError(
+            "markov_rank is 0, so there is no head to correct the block; "
+            "import it as dflash with --kind dflash"
+        )
     confidence = bool(config.get("enable_confidence_head"))
     if confidence and not config.get("confidence_head_with_markov", True):
         raise ExportError("confidence_head_with_markov is false; a confidence head here reads the token before, too")
@@ -140,26 +154,29 @@ def taps(config: Config, format: str, kind: str) -> list[int]:
     if not ids:
         raise ExportError(f"{key} is missing; which layers the draft reads can't be guessed, write them into config.json")
     if not isinstance(ids, list) or any(type(layer) is not int for layer in ids):
-        raise ExportError(f"{key} is {ids!r}, and should be a list of whole numbers, one a layer")
+        raise ExportError(f"{key} is {ids!r}, wanted a list of whole numbers, one per layer")
     return list(manifest.layers(kind, format, config))
 
 
 def mask(config: Config, key: str, target: TransformersTarget) -> int:
-    """The token of masked slots, by its key in config.json; the target's own where that says none.
+    """The token of masked slots, by its key in config.json; the target's own where that names none.
 
-    Raises ExportError where there is none either: what stood there in training can't be guessed.
+    Raises ExportError where there is none either: the token of training can't be guessed.
     """
     token = manifest.at(config, key)
     token = target.mask_token if token is None else token
     if token is None:
-        raise ExportError(f"{key} is missing, and {target.spec.name} has no mask token; write the id of masked slots")
+        raise ExportError(
+            f"{key} is missing, and {target.spec.name} has no mask token; "
+            "write the id of masked slots into config.json"
+        )
     if type(token) is not int:
-        raise ExportError(f"{key} is {token!r}, and should be the id of a token")
+        raise ExportError(f"{key} is {token!r}, wanted the id of a token")
     return token
 
 
 def _shape(config: Config) -> Config:
-    """Where a config says how large the draft's layers are."""
+    """The part of a config with the sizes of the draft's layers."""
     return config["transformer_layer_config"] if "speculators_model_type" in config else config
 
 
@@ -175,7 +192,7 @@ def block(config: Config, format: str, kind: str, target: TransformersTarget) ->
 
 
 def head(config: Config, target: TransformersTarget, flags: Sequence[str] = FLAGS) -> dict[str, Any]:
-    """What the config of an EAGLE-3 says of its layers, vocabulary and norms."""
+    """The layers, vocabulary and norms in the config of an EAGLE-3."""
     size = config.get("draft_vocab_size") or target.spec.vocabulary
     return {
         **read(_shape(config), target),
@@ -187,22 +204,22 @@ def head(config: Config, target: TransformersTarget, flags: Sequence[str] = FLAG
 def learnt_mask(source: Source) -> str | None:
     """Block drafters and P-EAGLE: the formats want a token where we may have a vector."""
     if source.mask_token is None:
-        return "its mask is a learnt vector and the format wants a token; train with mask_token: ID of one that never occurs"
+        return "its mask is a trained vector and the format wants a token; train with mask_token: ID of one that never occurs"
     return None
 
 
 VANILLA = only(
-    "markov", "vanilla", "vLLM 0.32 has no place for the weights of a {} head and stops there; train with markov: vanilla"
+    "markov", "vanilla", "vLLM 0.32 has no parameters for a {} head and does not load it; train with markov: vanilla"
 )
-"""A note: vLLM's DSpark has places for a vanilla head's weights only."""
+"""A note: vLLM's DSpark has parameters for a vanilla head only."""
 DFLASH_REFUSES = (
     learnt_mask,
     # speculators has a key for it, but vLLM's second model runner refuses that and its first passes over it in silence
     only("anchor_predicts", False, "its DFlash drafts nothing in the anchor's slot; train with anchor_predicts: no"),
 )
 EAGLE3_REFUSES = (
-    only("gated", False, "gated attention has no place there; train with gated: no"),
-    only("aggregate", "fc", "learned queries have no place there; train with aggregate: fc"),
+    only("gated", False, "gated attention has no key there; train with gated: no"),
+    only("aggregate", "fc", "learned queries have no key there; train with aggregate: fc"),
 )
 """What EAGLE-3's released heads have no keys for."""
 
@@ -212,7 +229,7 @@ def head_copy(source: Source) -> tuple[str, ...]:
     return ("lm_head.weight",)
 
 
-def both_copies(source: Source) -> tuple[str, ...]:
+def embedding_and_head(source: Source) -> tuple[str, ...]:
     return ("embed_tokens.weight", "lm_head.weight")
 
 

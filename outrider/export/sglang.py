@@ -1,8 +1,9 @@
-"""SGLang and SpecForge: eagle3, dflash, dspark, domino, in the folders that `sglang.launch_server` takes as a draft model.
+"""SGLang and SpecForge: eagle3, dflash, dspark, domino, in the folders that `sglang.launch_server` takes as a draft
+model.
 
-EAGLE-3's layer is called `midlayer` there and its taps stand in `eagle_config`; block drafters have theirs in `dflash_config`,
-where `projector_type` tells the methods apart.  Layers are counted from 0, as here: vLLM reads the same key one higher.
-Embedding and head are taken from the target, but for EAGLE-3's head.
+EAGLE-3's layer is called `midlayer` there and its taps are in `eagle_config`; block drafters have theirs in
+`dflash_config`, where `projector_type` names the method.  Layers are counted from 0, as here: vLLM reads the same key
+one higher. Embedding and head are taken from the target, but for EAGLE-3's head.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def eagle3(source: Source) -> dict[str, Any]:
 
 
 def block(source: Source) -> dict[str, Any]:
-    """What every block drafter's config says."""
+    """The config that every block drafter has."""
     settings = source.settings
     backbone: Any = source.model.backbone
     return released.whole(source, ARCHITECTURES[settings.kind], settings.layers, "qwen3") | {
@@ -75,14 +76,17 @@ def read_dspark(config: Config, target: TransformersTarget) -> dict[str, Any]:
 def _read_block(config: Config, target: TransformersTarget, kind: str) -> dict[str, Any]:
     own = config["dflash_config"]
     if own.get("causal") or config.get("is_causal"):
-        raise ExportError("causal is true: the slots of its blocks don't see those behind them, and here they do")
+        raise ExportError(
+            "causal is true: slots of its blocks don't attend to later ones, and here they do; "
+            "bring one with causal: false"
+        )
     if own.get("use_swa"):
-        raise ExportError("use_swa is true: its layers see a window, and a draft here sees all")
+        raise ExportError("use_swa is true: its layers have sliding-window attention; a draft here has full attention only")
     return released.block(config, "sglang", kind, target)
 
 
-# SGLang 0.5.23 takes the share of a head that turns from a place where transformers leaves none
-WHOLE_HEADS = only("partial_rotary_factor", 1, "it turns whole heads of a draft; train with partial_rotary_factor: 1")
+# SGLang 0.5.23 reads the rotated share of a head from a key that transformers does not write
+WHOLE_HEADS = only("partial_rotary_factor", 1, "it rotates whole heads of a draft; train with partial_rotary_factor: 1")
 LLAMA = "its EAGLE-3 is Llama's, without query norms and with the feature itself as residual; train with qk_norm: no"
 EAGLE3_REFUSES = (
     only("qk_norm", False, LLAMA), only("norm_before_residual", False, LLAMA), WHOLE_HEADS, *released.EAGLE3_REFUSES,

@@ -1,10 +1,11 @@
 """speculators, what vLLM loads: eagle3, peagle, dflash, dspark, mtp.
 
-config.json is flat but for `transformer_layer_config`, the draft layers, and `speculators_config`, how many tokens to draft and
-for which target.  EAGLE-3 and P-EAGLE have a head in the file, be it the target's, and no embedding.  Layer k there is the
-state after k layers, one more than ours.  No `model_type`: vLLM then takes the folder for another kind of model.
+config.json is flat but for `transformer_layer_config`, the draft layers, and `speculators_config`, how many tokens to
+draft and for which target.  EAGLE-3 and P-EAGLE have a head in the file, be it the target's, and no embedding.  Layer k
+there is the state after k layers, one more than ours.  No `model_type`: vLLM then takes the folder for another kind of
+model.
 
-Keys that are missing mean what speculators 0.7.0 takes them for, even where vLLM's reader differs: it takes a DSpark's
+Missing keys have speculators 0.7.0's defaults, even where vLLM's reader differs: it takes a DSpark's
 `sample_from_anchor` for false and an EAGLE-3's `norm_before_residual` for true, which are the other way round here.
 """
 
@@ -21,7 +22,7 @@ from outrider.targets.transformers import TransformersTarget
 VERSION = "0.7.0"
 """Of the layout written here."""
 MARKOV = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
-"""What the library takes for granted in a DSpark whose config is silent."""
+"""The library's defaults for a DSpark."""
 SHIFT = 1
 ARCHITECTURES = {
     "eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator", "dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator",
@@ -60,7 +61,7 @@ def dflash(source: Source) -> dict[str, Any]:
         "target_hidden_size": spec.hidden,
         "aux_hidden_state_layer_ids": [tap + SHIFT for tap in source.model.taps],
         "mask_token_id": source.mask_token,
-        # of layers that see a window, which there are none of; but vLLM masks the block of every layer unless it is true
+        # of sliding-window layers, which there are none of; but vLLM masks the block of every layer unless it is true
         "sliding_window_non_causal": True,
     }
 
@@ -75,7 +76,7 @@ def mtp(source: Source) -> dict[str, Any]:
 
 
 def common(source: Source, family: str, count: int, tokens: int) -> dict[str, Any]:
-    """What every config here says.  tokens: drafted per step."""
+    """The keys that every config here has.  tokens: drafted per step."""
     kind, spec = source.settings.kind, source.target.spec
     return {
         "architectures": [ARCHITECTURES[kind]],
@@ -105,7 +106,10 @@ def drafted(config: Config) -> int:
 
 def read_fused(config: Config, target: TransformersTarget, kind: str, flags: Sequence[str]) -> dict[str, Any]:
     if config.get("norm_before_fc"):
-        raise ExportError("norm_before_fc norms all taps as one, which no draft here does")
+        raise ExportError(
+            "norm_before_fc norms all taps as one, which no draft here does; "
+            "bring one with norm_before_fc: false"
+        )
     taps = released.taps(config, "speculators", kind)
     return {**released.head(config, target, flags), "length": drafted(config), "taps": taps}
 
@@ -125,18 +129,21 @@ def read_peagle(config: Config, target: TransformersTarget) -> dict[str, Any]:
 
 
 def embedding(config: Config, names: Collection[str]) -> dict[str, Any]:
-    """An embedding that was trained along must be in the file, where it is held against the target's."""
+    """An embedding that was trained too must be in the file, where it is compared with the target's."""
     along = config.get("embed_requires_grad", config["speculators_model_type"] == "peagle")
     if along and "embed_tokens.weight" not in names:
-        # embed_requires_grad is true for a P-EAGLE unless said
+        # embed_requires_grad is true for a P-EAGLE unless given
         where = "where it is the target's, write embed_requires_grad: false into config.json"
-        raise ExportError(f"its embedding was trained along and is not in the file; {where}")
+        raise ExportError(f"its embedding was trained too and is not in the file; {where}")
     return {}
 
 
 def read_dflash(config: Config, target: TransformersTarget) -> dict[str, Any]:
     if config.get("draft_vocab_size", target.spec.vocabulary) != target.spec.vocabulary:
-        raise ExportError(f"draft_vocab_size {config['draft_vocab_size']}: blocks here are drafted from the whole vocabulary")
+        raise ExportError(
+            f"draft_vocab_size {config['draft_vocab_size']}: blocks here are drafted from the whole vocabulary; "
+            "bring one with all tokens"
+        )
     kind = "dspark" if config["speculators_model_type"] == "dspark" else "dflash"
     return released.block(config, "speculators", kind, target)
 
@@ -172,7 +179,7 @@ def _kind(config: Config, names: Collection[str]) -> str | None:
     return found if found in LAYOUTS else None
 
 
-COPIED: dict[str, Any] = {"copies": released.head_copy, "told": embedding, "shift": SHIFT}
+COPIED: dict[str, Any] = {"duplicates": released.head_copy, "inferred": embedding, "shift": SHIFT}
 LAYOUTS = {
     "eagle3": Layout(released.EAGLE3, eagle3, read_eagle3, **COPIED, refuses=released.EAGLE3_REFUSES),
     "peagle": Layout(released.PEAGLE, peagle, read_peagle, **COPIED, refuses=(released.learnt_mask,)),

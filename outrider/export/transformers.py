@@ -1,4 +1,5 @@
-"""transformers: small_model as a plain causal language model, for assisted generation there and for vLLM's `draft_model`.
+"""transformers: small_model as a plain causal language model, for assisted generation there and for vLLM's
+`draft_model`.
 
 The folder is what `from_pretrained` reads, with the target's tokenizer.
 """

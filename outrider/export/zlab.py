@@ -1,6 +1,7 @@
 """z-lab's DFlash, as its authors release it: read here, and loaded by vLLM and SGLang under the same names.
 
-Masks predict what stands in their own place; a block of n slots drafts n - 1 tokens.  Layers are counted from 0, as here.
+Masks predict the token of their own position; a block of n slots drafts n - 1 tokens.  Layers are counted from 0, as
+here.
 """
 
 from __future__ import annotations

@@ -335,7 +335,7 @@ def test_a_version_is_asked_of_the_environment() -> None:
     assert commands.installed("transformers", sys.executable) == transformers.__version__
     with pytest.raises(ConfigError, match="has no vLLM"):
         commands.installed("vllm", sys.executable)
-    with pytest.raises(ConfigError, match="can't be asked"):
+    with pytest.raises(ConfigError, match="can't be run"):
         commands.installed("sglang", "/no/such/python")
 
 
@@ -467,7 +467,7 @@ def test_a_variable_is_still_filled_in_within_the_config(tmp_path: Path) -> None
         ("""--speculative-model [ngram] --speculative-config '{"method":"eagle"}'""", {"method": "eagle"},
          "method ngram is left out: method is eagle already"),
         ("""--speculative-model org/eagle3 -sc '{"method":"eagle"}'""", {"method": "eagle", "model": "org/eagle3"},
-         "its name says method eagle3, the config eagle: check that"),
+         "its name means method eagle3, the config eagle: check that"),
         ("""--speculative-disable-by-batch-size 4 -sc '{"num_speculative_tokens":3,"disable_by_batch_size":8}'""",
          {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 7, 3], [8, 512, 0]]},
          "--speculative-disable-by-batch-size 4 is left out"),
@@ -487,7 +487,7 @@ def test_a_note_says_of_the_method_what_the_command_says() -> None:
     assert "makes it draft_model: check that" in " ".join(flags.translate(f"vllm serve T {M}").notes)
     both = flags.translate("llama-server -m a -md b --draft 16 --spec-draft-n-max 8")
     assert "--spec-draft-n-max 16" not in both.shell and "--draft 16 is left out" in both.notes[0]
-    assert "says nothing" in flags.translate("vllm serve T --speculative-config '{}'").notes[0]
+    assert "is empty" in flags.translate("vllm serve T --speculative-config '{}'").notes[0]
 
 
 def test_a_command_of_today_stays_as_it_is(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_a_table_of_trees_is_not_deployed_as_one_of_chains(own: dict[str, Any], 
     with pytest.raises(ConfigError, match="which no table by load holds"):
         tune.read(place)
     place.write_text('{"ranges": [[1, 1e999, 2]]}')
-    with pytest.raises(DataError, match="is no schedule"):
+    with pytest.raises(DataError, match="is not a schedule"):
         tune.read(place)
 
 
@@ -302,7 +302,7 @@ def test_a_server_that_dies_or_is_another_is_refused_in_a_sentence(tmp_path: Pat
     port = tune_port()
     url, log = f"http://127.0.0.1:{port}", tmp_path / "server.log"
     with (
-        pytest.raises(DataError, match="ended with 3 before it answered; .* says: no such draft"),
+        pytest.raises(DataError, match="ended with 3 before it answered; see .*: no such draft"),
         sweep.served([sys.executable, "-c", "print('no such draft'); raise SystemExit(3)"], url, "/health", log),
     ):
         pass

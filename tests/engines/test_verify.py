@@ -21,7 +21,7 @@ from outrider import load_target
 from outrider.checkpoint import load_model, save
 from outrider.config import build
 from outrider.drafters import find as find_drafter
-from outrider.engines import causes, parity, readers
+from outrider.engines import causes, chains, parity, readers
 from outrider.engines.commands import draft_of
 from outrider.errors import ConfigError, ExportError
 from outrider.export.formats import export
@@ -124,12 +124,12 @@ def run(target: Any, drafter: Any, length: int) -> parity.Side:
 
 
 @pytest.fixture(scope="module")
-def texts(target: Any) -> list[tuple[readers.States, int]]:
+def texts(target: Any) -> list[tuple[chains.States, int]]:
     from outrider.decoding.protocols import Drafter
 
     side = run(target, Drafter(), 0)
     both = zip(PROMPTS, side.tokens, strict=True)
-    return [(readers.states(target, [*prompt, *text]), len(prompt)) for prompt, text in both]
+    return [(chains.states(target, [*prompt, *text]), len(prompt)) for prompt, text in both]
 
 
 @pytest.mark.parametrize(("format", "kind"), SETTINGS)
@@ -142,11 +142,11 @@ def test_a_folder_read_as_an_engine_reads_it_drafts_what_our_drafter_drafts(form
     read = readers.of_folder(folder, "sglang" if format == "sglang" and kind == "eagle3" else "vllm")
     checked = 0
     for row, prompt in enumerate(PROMPTS):
-        seen = readers.states(target, [*prompt, *side.tokens[row]])
+        seen = chains.states(target, [*prompt, *side.tokens[row]])
         for (slot, anchor), drafted in said.items():
             if slot == row and len(drafted) == length and anchor < len(seen.tokens):
-                assert readers.drafted(read, seen, anchor, length).tokens == drafted
-                assert readers.drafted(readers.of_model(model), seen, anchor, length).tokens == drafted
+                assert chains.drafted(read, seen, anchor, length).tokens == drafted
+                assert chains.drafted(readers.of_model(model), seen, anchor, length).tokens == drafted
                 checked += 1
     assert checked > 12
 
@@ -346,7 +346,7 @@ def test_how_an_engine_misreads_a_sound_folder_is_guessed_from_what_it_kept(targ
     broken = replace(own, first_norm=True)
     kept = []
     for seen, begun in texts:
-        drafts = {at: readers.drafted(broken, seen, at, 3).tokens for at in range(begun, len(seen.tokens) - 4)}
+        drafts = {at: chains.drafted(broken, seen, at, 3).tokens for at in range(begun, len(seen.tokens) - 4)}
         kept.append((seen, {at: parity.common(draft, seen.tokens[at + 1 :]) for at, draft in drafts.items()}))
     best = causes.guesses(own, kept, 3)
     scores = {guess.what: guess.share for guess in best}
@@ -364,12 +364,12 @@ def test_what_a_stage_of_the_engine_says_is_held_against_the_folder(made, texts)
     read = replace(read, norms=read.norms | {weight: read.norms[weight] * torch.linspace(-3, 3, 8)})
     broken = replace(read, first_norm=True)
     for draft, wanted in ((read, None), (broken, "layers.1 attention")):
-        stages = readers.drafted(draft, seen, begun, 3).stages
+        stages = chains.drafted(draft, seen, begun, 3).stages
         rows = {
             name: value.reshape(-1, value.shape[-1])[-8:].tolist()
             for name, value in stages.items() if name.endswith(("fc", "norms", "attention", "out", "norm"))
         }  # fmt: skip
-        heard = causes.heard(read, rows, seen, begun, 3)
+        heard = causes.compare_stages(read, rows, seen, begun, 3)
         assert heard.stages == len(rows) > 6
         assert (heard.first and heard.first[0]) == wanted
 
@@ -434,7 +434,7 @@ def test_what_was_measured_is_kept_where_causes_can_not_be_looked_for(target, ma
     config_of(lambda config: config["rope_scaling"].update(rope_type="longrope"))(tmp_path / "there")
     found = verified(tmp_path / "there", "vllm", str(python), target, model, True, PROMPTS, 12)
     assert found.is_equal and found.steps[1] and found.causes == ()
-    assert any(said.startswith("causes not looked for: rotary angles of type 'longrope'") for said in found.warnings)
+    assert any(said.startswith("causes not looked for: rotary scaling 'longrope'") for said in found.warnings)
     found = verified(folder, "vllm", str(python), target, model, True, PROMPTS, 12)
     assert found.is_equal and [cause.name for cause in found.causes] == ["taps"] and found.warnings == ()  # sglang's numbers
 
@@ -457,7 +457,7 @@ def test_a_result_is_said_though_the_folder_can_not_be_written(target, made, tmp
     words = ["--python", python, "--checkpoint", folder.with_name(folder.name.removesuffix("-there")), "--prompts"]
     (tmp_path / "prompts.txt").write_text("abc\n")
     nowhere = verb(tmp_path / "nowhere", *words, tmp_path / "prompts.txt")
-    assert isinstance(nowhere.exception, ConfigError) and "is no folder" in str(nowhere.exception)
+    assert isinstance(nowhere.exception, ConfigError) and "no such folder" in str(nowhere.exception)
     assert not (tmp_path / "started").exists()
     shutil.copytree(folder, tmp_path / "there")
     (tmp_path / "there" / "outrider.json.part").mkdir()  # root may write what is read-only, but no file over a folder

@@ -336,12 +336,12 @@ def spoil(weights: dict[str, torch.Tensor]) -> None:
 
 
 DAMAGES = {
-    "no manifest": (lambda folder: (folder / checkpoint.MANIFEST).unlink(), "is no checkpoint manifest"),
-    "no JSON": (lambda folder: (folder / checkpoint.MANIFEST).write_text('{"version": 1, '), "is no checkpoint manifest"),
-    "no text": (lambda folder: (folder / checkpoint.MANIFEST).write_bytes(b"\xff\xfe\x00"), "is no checkpoint manifest"),
-    "a list": (change_manifest(lambda m: [m]), "is no checkpoint manifest"),
-    "no kind": (change_manifest(lambda m: m.pop("kind") and None), "is no checkpoint manifest"),
-    "no version": (change_manifest(lambda m: {k: v for k, v in m.items() if k != "version"}), "is no checkpoint manifest"),
+    "no manifest": (lambda folder: (folder / checkpoint.MANIFEST).unlink(), "is not a checkpoint manifest"),
+    "no JSON": (lambda folder: (folder / checkpoint.MANIFEST).write_text('{"version": 1, '), "is not a checkpoint manifest"),
+    "no text": (lambda folder: (folder / checkpoint.MANIFEST).write_bytes(b"\xff\xfe\x00"), "is not a checkpoint manifest"),
+    "a list": (change_manifest(lambda m: [m]), "is not a checkpoint manifest"),
+    "no kind": (change_manifest(lambda m: m.pop("kind") and None), "is not a checkpoint manifest"),
+    "no version": (change_manifest(lambda m: {k: v for k, v in m.items() if k != "version"}), "is not a checkpoint manifest"),
     "next version": (change_manifest(lambda m: m.update(version=2)), "is of version 2, this Outrider reads 1"),
     "target is null": (change_manifest(lambda m: m.update(target=None)), "manifest"),
     "config is null": (change_manifest(lambda m: m.update(config=None)), "manifest"),
@@ -390,8 +390,8 @@ def test_a_damaged_checkpoint_is_refused(damage: str, saved: Path, talker: Trans
 
 
 MAPS = {
-    "out of range": (lambda w: w["head.d2t"].__setitem__(-1, 10_000), "does not belong together"),
-    "twice": (lambda w: w["head.d2t"].__setitem__(1, w["head.d2t"][0] - 1), "does not belong together"),
+    "out of range": (lambda w: w["head.d2t"].__setitem__(-1, 10_000), "manifest and weights of different drafters"),
+    "twice": (lambda w: w["head.d2t"].__setitem__(1, w["head.d2t"][0] - 1), "manifest and weights of different drafters"),
     "of fractions": (lambda w: w.update({"head.d2t": w["head.d2t"].double()}), "wrongly typed weights: head.d2t"),
     "another t2d": (lambda w: w.update({"head.t2d": ~w["head.t2d"]}), "d2t and t2d name different tokens"),
 }
