@@ -162,7 +162,7 @@ def row(
         {
             "id": f"{task}{i}", "tokens": TOKENS, "steps": int(steps[i]), "tokens_per_s": float(drafted[i]),
             "plain_tokens_per_s": float(alone[i]), "speedup": float(drafted[i] / alone[i]), "exact": True,
-            "tpot_ms": float(1000 / drafted[i]), "plain_tpot_ms": float(1000 / alone[i]), "overlaps": i == 0,
+            "tpot_ms": float(1000 / drafted[i]), "plain_tpot_ms": float(1000 / alone[i]), "contaminated": i == 0,
             "score": float(base["right"][i] ^ flipped[0, i]), "plain_score": float(base["right"][i] ^ flipped[1, i]),
         }
         for i in range(count)
@@ -174,7 +174,7 @@ def row(
         "tokens_per_s": float(drafted.mean()), "plain_tokens_per_s": float(alone.mean()),
         "speedup": float(drafted.mean() / alone.mean()), "exact": True, "plain_exact": True, "compared_tokens": TOKENS * count,
         "share": {}, "ttft_ms": {}, "itl_ms": {}, "accepted_histogram": histogram, "lossless": True,
-        "predicted_by_depth": PREDICTED, "clean": {"overlapping": [f"{task}0"], "checked": count},
+        "predicted_by_depth": PREDICTED, "clean": {"contaminated": [f"{task}0"], "checked": count},
         "per_prompt": prompts,
     }  # fmt: skip
 

@@ -10,16 +10,20 @@ import typer
 from outrider.cli import console
 from outrider.cli.console import JsonTo, place_of_json, write_json
 from outrider.errors import DataError
-from outrider.report import summary
+from outrider.report import summary, tables
 from outrider.report.compare import Comparison, names
 from outrider.report.page import render, render_comparison
 from outrider.report.schema import Report, write_whole
 
 Reports = Annotated[
     list[Path],
-    typer.Argument(help="A report.json or its folder: one to write its page again, more to compare.", show_default=False),
+    typer.Argument(
+        help="A report.json or its folder: one to write its page again, more to compare.", show_default=False
+    ),
 ]
-Out = Annotated[Path | None, typer.Option(help="Where the page goes.", show_default="beside the report; comparison.html")]
+Out = Annotated[
+    Path | None, typer.Option(help="Where the page goes.", show_default="beside the report; comparison.html")
+]
 
 
 def report(paths: Reports, out: Out = None, json_to: JsonTo = None) -> None:
@@ -29,13 +33,17 @@ def report(paths: Reports, out: Out = None, json_to: JsonTo = None) -> None:
         raise DataError(f"can't write {out}: no such folder; name a file in a folder that exists")
     found = [(name, Report.load(path)) for name, path in zip(names(paths), paths, strict=True)]
     if len(found) == 1:
-        _page(out or (paths[0] / "report.html" if paths[0].is_dir() else paths[0].with_suffix(".html")), found[0][1], json_to)
+        _page(
+            out or (paths[0] / "report.html" if paths[0].is_dir() else paths[0].with_suffix(".html")),
+            found[0][1],
+            json_to,
+        )
     else:
         _comparison(out or Path("comparison.html"), found, json_to)
 
 
 def _page(out: Path, found: Report, json_to: str | None) -> None:
-    console.out.print(summary.table(found))
+    console.out.print(tables.SummaryTable(found))
     console.out.print(f"          {summary.headline(found)}", highlight=False, soft_wrap=True)
     write_whole({out: render(found)})
     console.out.print(f"          {out}", highlight=False)

@@ -20,12 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.errors import DataError
-from outrider.report.bootstrap import Floats, estimate_of, resampled
+from outrider.report.bootstrap import MIN_PROMPTS, Floats, estimate_of, rate_ratio, resampled
 from outrider.report.schema import PromptResult, Report, Row
 from outrider.report.summary import many, named, say
 
-FEWEST = 5
-"""Prompts that an interval needs; of fewer, resampling says less than it seems to."""
 Statistic = Callable[[Floats], Floats]
 
 
@@ -45,7 +43,7 @@ class Change:
     more_is_better: bool = True
 
     @property
-    def verdict(self) -> str:
+    def outcome(self) -> str:
         """better or worse where the interval lies on one side of 1, unclear where it reaches across."""
         if self.ratio is None or self.low is None or self.high is None:
             return "too few prompts" if self.prompts else "not measured"
@@ -106,24 +104,24 @@ class Comparison:
 
     def warnings(self) -> list[str]:
         """What makes the comparison weaker than it looks."""
-        said = []
+        found = []
         for other in self.others:
             if other.differing:
                 parts = [f"{key} {plain(a)} / {plain(b)}" for key, (a, b) in other.differing.items()]
-                said.append(
+                found.append(
                     f"{self.name} and {other.name} were not measured alike: {', '.join(parts)}. Their tokens per second can't "
                     "be compared; their tokens per step can, and their speed-ups with care."
                 )
             if not self.base.fingerprint or not other.report.fingerprint:
-                said.append(f"{self.name} or {other.name} has no fingerprint: whether they ran on one machine is not known.")
+                found.append(f"{self.name} or {other.name} has no fingerprint: whether they ran on one machine is not known.")
             if any(pair.base.noise != pair.other.noise for pair in other.pairs):
-                said.append(
+                found.append(
                     f"Above temperature 0, drafts of one of {self.name} and {other.name} drew from the target's noise, "
                     "which keeps fewer: their acceptance can't be compared there."
                 )
             if other.unmatched:
-                said.append(f"In only one of {self.name} and {other.name}: {'; '.join(other.unmatched)}.")
-        return said
+                found.append(f"In only one of {self.name} and {other.name}: {'; '.join(other.unmatched)}.")
+        return found
 
     def values(self) -> dict[str, Any]:
         """The comparison as JSON."""
@@ -134,7 +132,7 @@ class Comparison:
                     "name": other.name, "unmatched": list(other.unmatched),
                     "differing": {key: list(values) for key, values in other.differing.items()},
                     "rows": [
-                        {"row": pair.name, "changes": [asdict(change) | {"verdict": change.verdict} for change in pair.changes]}
+                        {"row": pair.name, "changes": [asdict(change) | {"outcome": change.outcome} for change in pair.changes]}
                         for pair in other.pairs
                     ],
                 }
@@ -156,29 +154,29 @@ class Comparison:
         return table
 
 
-def by_turn(prompts: Iterable[PromptResult]) -> dict[tuple[str, int], PromptResult]:
+def by_occurrence(prompts: Iterable[PromptResult]) -> dict[tuple[str, int], PromptResult]:
     """Prompts by their id and, where an id stands several times, by its turn: what those of two reports are paired by."""
-    seen: Counter[str] = Counter()
-    found = {}
+    counts: Counter[str] = Counter()
+    by_key = {}
     for prompt in prompts:
-        found[prompt.id, seen[prompt.id]] = prompt
-        seen[prompt.id] += 1
-    return found
+        by_key[prompt.id, counts[prompt.id]] = prompt
+        counts[prompt.id] += 1
+    return by_key
 
 
 def paired(ours: Iterable[PromptResult], theirs: Iterable[PromptResult]) -> list[tuple[PromptResult, PromptResult]]:
     """The prompts of both."""
-    found = by_turn(theirs)
-    return [(prompt, found[key]) for key, prompt in by_turn(ours).items() if key in found]
+    found = by_occurrence(theirs)
+    return [(prompt, found[key]) for key, prompt in by_occurrence(ours).items() if key in found]
 
 
-def _lost(row: Row, twin: Row) -> float | None:
+def _lost(row: Row, reference: Row) -> float | None:
     """Tokens per step that `row` is short of `twin`, the same on the precision it was trained on, over prompts of both."""
     alike = ("drafter", "task", "temperature", "rule", "policy", "verification")
-    is_same = all(getattr(row, name) == getattr(twin, name) for name in alike)
-    if not is_same or not row.crosses_precisions or not row.is_trained_on(twin.precision):
+    is_same = all(getattr(row, name) == getattr(reference, name) for name in alike)
+    if not is_same or not row.crosses_precisions or not row.is_trained_on(reference.precision):
         return None
-    pairs = [(a, b) for a, b in paired(row.per_prompt, twin.per_prompt) if a.steps and b.steps]
+    pairs = [(a, b) for a, b in paired(row.per_prompt, reference.per_prompt) if a.steps and b.steps]
     if not pairs:
         return None
     here, there = (sum(p.tokens or 0 for p in side) / sum(p.steps or 0 for p in side) for side in zip(*pairs, strict=True))
@@ -199,8 +197,8 @@ def with_losses(report: Report, other: Report) -> Report:
 
 def names(paths: Sequence[Path]) -> list[str]:
     """A short name for each path: its folder where the file is report.json, else its stem; longer where two are equal."""
-    places = [path.absolute().parent if path.name == "report.json" else path.absolute() for path in paths]
-    parts = [(*place.parts[:-1], place.name if place.is_dir() else place.stem) for place in places]
+    paths_of = [path.absolute().parent if path.name == "report.json" else path.absolute() for path in paths]
+    parts = [(*place.parts[:-1], place.name if place.is_dir() else place.stem) for place in paths_of]
     for length in range(1, max(len(part) for part in parts) + 1):
         found = ["/".join(part[-length:]) for part in parts]
         if len(set(found)) == len(found):
@@ -221,12 +219,12 @@ def _matched(base: Sequence[Row], other: Sequence[Row]) -> tuple[list[tuple[Row,
     left, right, found = list(base), list(other), []
     for key in (lambda row: (row.drafter, *_place(row)), _place):
         for row in list(left):
-            twins = [twin for twin in right if key(twin) == key(row)]
-            alone = sum(key(twin) == key(row) for twin in left) == 1 and len(twins) == 1
+            candidates = [candidate for candidate in right if key(candidate) == key(row)]
+            alone = sum(key(candidate) == key(row) for candidate in left) == 1 and len(candidates) == 1
             if alone:
-                found.append((row, twins[0]))
+                found.append((row, candidates[0]))
                 left.remove(row)
-                right.remove(twins[0])
+                right.remove(candidates[0])
     return found, tuple(named(row) for row in [*left, *right])
 
 
@@ -250,18 +248,11 @@ def _changes(base: Row, other: Row) -> tuple[Change, ...]:
         return _change(Change(measure, ours, theirs, more_is_better=more_is_better), logs, mean, math.exp)
 
     return (
-        _change(Change("tokens per step", base.tokens_per_step, other.tokens_per_step), counts, _ratio_of_ratios, float),
+        _change(Change("tokens per step", base.tokens_per_step, other.tokens_per_step), counts, rate_ratio, float),
         of_means("speed-up", base.speedup, other.speedup, "speedup"),
         of_means("tokens/s", base.tokens_per_s, other.tokens_per_s, "tokens_per_s"),
         of_means("ms per token", base.tpot_ms.p50, other.tpot_ms.p50, "tpot_ms", more_is_better=False),
     )
-
-
-def _ratio_of_ratios(counts: Floats) -> Floats:
-    """Tokens over steps there, by tokens over steps here.  counts [..., P, 4]."""
-    sums = counts.sum(axis=-2)
-    ratio: Floats = sums[..., 0] / sums[..., 1] * sums[..., 3] / sums[..., 2]
-    return ratio
 
 
 def _change(change: Change, values: Sequence[Any], statistic: Statistic, scale: Callable[[float], float]) -> Change:
@@ -273,7 +264,7 @@ def _change(change: Change, values: Sequence[Any], statistic: Statistic, scale: 
         return change
     center = float(statistic(np.asarray(values, dtype=np.float64)))
     change = replace(change, ratio=scale(center), prompts=len(values))
-    if len(values) < FEWEST:
+    if len(values) < MIN_PROMPTS:
         return change
     _, low, high = estimate_of(center, resampled(values, statistic), len(values)).interval(0.025)
     return replace(change, low=scale(low), high=scale(high))
@@ -286,8 +277,8 @@ def _sentence(base: str, other: Against) -> str:
         change = changes[0]
         ends = "" if change.low is None else f" ({change.low:.2f} to {change.high:.2f})"
         ratio = "was not timed in both" if change.ratio is None else f"is {change.ratio:.2f} times {base}'s{ends}"
-        return f"{other.pairs[0].name}: {other.name}'s {change.measure} {ratio}, {change.verdict}."
-    counts = Counter(change.verdict for change in changes)
+        return f"{other.pairs[0].name}: {other.name}'s {change.measure} {ratio}, {change.outcome}."
+    counts = Counter(change.outcome for change in changes)
     parts = [f"{counts[v]} {v}" for v in ("better", "worse", "unclear", "too few prompts", "not measured") if v in counts]
     return f"Of {many(len(changes), 'row')}, {other.name} against {base}: {', '.join(parts)}."
 
@@ -298,7 +289,7 @@ def cells_of(change: Change) -> tuple[str, ...]:
     ends = "–" if change.low is None else f"{change.low:.2f} to {change.high:.2f}"
     return (
         change.measure, say(change.base, spec), say(change.other, spec), say(change.ratio, ".3f", missing="–"), ends,
-        f"{change.prompts:,}", change.verdict,
+        f"{change.prompts:,}", change.outcome,
     )  # fmt: skip
 
 

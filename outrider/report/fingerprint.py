@@ -16,12 +16,12 @@ def differences(a: Mapping[str, Value], b: Mapping[str, Value]) -> list[str]:
     if missing:
         return [f"the {name} report has no fingerprint" for name in missing]
     return [
-        f"{name.replace('_', ' ')} {_said(a, name)} against {_said(b, name)}"
+        f"{name.replace('_', ' ')} {_text(a, name)} against {_text(b, name)}"
         for name in sorted(a.keys() | b.keys(), key=lambda name: (name not in a, list(a).index(name) if name in a else 0, name))
         if a.get(name) != b.get(name)
     ]
 
 
-def _said(values: Mapping[str, Value], name: str) -> str:
+def _text(values: Mapping[str, Value], name: str) -> str:
     value = values.get(name)
     return "unknown" if value is None else ("yes" if value else "no") if isinstance(value, bool) else str(value)

@@ -82,11 +82,11 @@ class PromptResult(Part):
     speedup: float | None = None
     exact: bool | None = None
     first_difference: int | None = None
-    """Place of the first token that is not the target's own, from 0."""
+    """Index of the first token that is not the target's own, from 0."""
     tpot_ms: float | None = None
     plain_tpot_ms: float | None = None
-    overlaps: bool | None = None
-    """It stands in what the drafter was trained on, or draws from; null where that was not looked for."""
+    contaminated: bool | None = None
+    """It is in what the drafter was trained on, or draws from; null where that was not checked."""
     score: float | None = None
     plain_score: float | None = None
 
@@ -99,14 +99,14 @@ class Range(Part):
     high: float | None = None
 
 
-class Tested(Part):
-    """One place where the target judged a drafted token, or wrote one where none was drafted.  Of a run that was not timed."""
+class TracedToken(Part):
+    """One position where the target judged a drafted token, or wrote one where none was drafted.  Of an untimed run."""
 
     text: str
-    """What stands there in the output."""
+    """What the output has there."""
     drafted: str | None = None
     """What was proposed; null where nothing was."""
-    kept: bool = False
+    accepted: bool = False
     depth: int | None = None
     """Of the proposal, from 1."""
     p: float | None = None
@@ -126,23 +126,23 @@ class Tested(Part):
         return {name: value for name, value in fields(self).items() if value is not None}
 
 
-class Observed(Part):
-    """One prompt's text with every judgement on it."""
+class TracedPrompt(Part):
+    """One prompt's text with every judgement on it, token by token."""
 
     id: str
-    tokens: tuple[Tested, ...] = ()
+    tokens: tuple[TracedToken, ...] = ()
 
 
 class Pattern(Part):
-    """Judgements of one sort, such as numbers, or places of high entropy."""
+    """Judgements of one sort, such as numbers, or positions of high entropy."""
 
     name: str
     tested: int = 0
-    kept: int = 0
+    accepted: int = 0
 
 
 class Rejections(Part):
-    """Where drafts are turned down: how often proposals of each sort were tested and kept."""
+    """Where drafts are rejected: how often proposals of each sort were tested and accepted."""
 
     by_kind: tuple[Pattern, ...] = ()
     by_entropy: tuple[Pattern, ...] = ()
@@ -161,10 +161,10 @@ class Score(Part):
 
 
 class Clean(Part):
-    """The row again without prompts that stand in what the drafter was trained on, or draws from."""
+    """The row again without contaminated prompts: those in what the drafter was trained on, or draws from."""
 
-    overlapping: tuple[str, ...] = ()
-    """Ids of prompts that were found there."""
+    contaminated: tuple[str, ...] = ()
+    """Ids of these prompts."""
     checked: int = 0
     rule: str = ""
     """Such as `one 13-gram of words in common`."""
@@ -183,7 +183,7 @@ class Row(Part):
     tokens_per_step: float | None
     """Tokens committed per target pass, bonus token included."""
     accepted_by_depth: tuple[float | None, ...]
-    """[k]: share of the drafts reaching depth k + 1 whose first k + 1 tokens were all kept."""
+    """[k]: share of the drafts reaching depth k + 1 whose first k + 1 tokens were all accepted."""
     tokens_per_s: float | None
     plain_tokens_per_s: float | None
     """The target alone, through the same loop."""
@@ -196,19 +196,21 @@ class Row(Part):
     itl_ms: Percentiles
     """Gaps between steps, as a reader sees them."""
     conditional_acceptance: tuple[float | None, ...] = ()
-    """[k]: the same, given that the first k were kept."""
+    """[k]: the same, given that the first k were accepted."""
     token_acceptance: float | None = None
-    """Share of the drafted tokens that were judged, which is up to the first rejection, that were kept."""
+    """Share of the drafted tokens that were judged, which is up to the first rejection, that were accepted."""
     draft_acceptance: float | None = None
-    """Share of all drafted tokens on the path that were kept; the longer drafts are, the lower."""
+    """Share of all drafted tokens on the path that were accepted; the longer drafts are, the lower."""
     expected_acceptance: float | None = None
-    """Mean of sum(min(p, q)) over the judged tokens of the observed prompts: acceptance without the noise of the draws."""
+    """Mean of sum(min(p, q)) over the judged tokens of the traced prompts: acceptance without the noise of the draws."""
     accepted_histogram: tuple[tuple[int, ...], ...] = ()
-    """[k][a]: steps that drafted k tokens deep and kept a of them."""
+    """[k][a]: steps that drafted k tokens deep and accepted a of them."""
     wasted: float | None = None
     """Share of drafted tokens that were verified for nothing; branches that lost count."""
     predicted_by_depth: tuple[float | None, ...] = ()
     """What training expected of `accepted_by_depth`.  Empty where it did not say."""
+    speedup_range: Range | None = None
+    """`speedup` with its interval; null for fewer than 5 prompts."""
     speedup_geomean: Range | None = None
     """Geometric mean of the prompts' own speed-ups, with its interval."""
     speedup_of_means: float | None = None
@@ -219,7 +221,7 @@ class Row(Part):
     memory_peak_bytes: int | None = None
     """Highest memory of the process, or of the device, while the row was measured."""
     rejections: Rejections | None = None
-    observed: tuple[Observed, ...] = ()
+    traced: tuple[TracedPrompt, ...] = ()
     """A few prompts in full."""
     score: Score | None = None
     clean: Clean | None = None
@@ -234,11 +236,15 @@ class Row(Part):
     """Fraction of a step spent outside the calls into the two models."""
     plain_loop_overhead: float | None = None
     noise: Literal["own"] | None = None
-    """Above temperature 0: drafts are drawn from noise of their own, as for requests without a seed.  Older reports do not say
-    so: their drafts shared the target's noise, and fewer of them were kept."""
+    """Above temperature 0: drafts are drawn from noise of their own, as for requests without a seed.  Null in older reports:
+    their drafts shared the target's noise, and fewer of them were accepted."""
     plain_exact: bool | None = None
     """The target alone, through the same loop, writes what transformers' generate does."""
     tpot_ms: Percentiles = Percentiles()
+    """Time per token after the first step, over prompts."""
+    plain_tpot_ms: Percentiles = Percentiles()
+    """The same statistic of the target alone: what `tpot_ms` is to be compared with."""
+    plain_tpot_curve_ms: tuple[float | None, ...] = ()
     plain_itl_ms: Percentiles = Percentiles()
     plain_ttft_ms: Percentiles = Percentiles()
     itl_curve_ms: tuple[float | None, ...] = ()
@@ -248,15 +254,22 @@ class Row(Part):
     precision: str | None = None
     """int8 or the like where the target was quantised, else its number type."""
     trained_on: str | None = None
-    """The precision of the target that the drafter was trained beside, or `unquantised weights`; null where it is not known."""
+    """Precision of the target in the drafter's training, or `unquantised weights`; null where it is not known."""
     tokens_per_step_lost: float | None = None
     """How many more the drafter had on the precision it was trained on, over the same prompts; null where not measured."""
     batch: int | None = None
+    """Prompts that were served together."""
+    possible_speedup: float | None = None
+    """The most that tokens per step and the undisturbed times of the passes allow."""
+    contention: float | None = None
+    """Share of the measured time that other programs took; null where the system does not tell."""
+    under_load: str | None = None
+    """Why the speed-up is not to be trusted; null where nothing speaks against it."""
     device: str | None = None
     invalid: int | None = None
-    """Drafted nodes whose q was no distribution, or whose id no token; verified as deterministic."""
+    """Drafted nodes whose q was not a distribution, or whose id was not a token; verified as deterministic."""
     rule: str | None = None
-    """The lossy rule that decided what is kept, with its numbers; null under the exact rule."""
+    """The lossy rule that decided what is accepted, with its numbers; null under the exact rule."""
     policy: str | None = None
     """How much was drafted, as in `evaluate.policy`; `own` where a measurement brought one, null means fixed."""
     verification: str | None = None
@@ -264,7 +277,7 @@ class Row(Part):
     lossless: bool | None = None
     """False under a lossy rule, whatever the texts turned out to be."""
     distance: float | None = None
-    """Mean total variation of an emitted token from the target's distribution; 0 under the exact rule."""
+    """Mean total variation distance of an emitted token from the target's distribution; 0 under the exact rule."""
     per_prompt: tuple[PromptResult, ...] = ()
 
     def is_trained_on(self, precision: str | None) -> bool:
@@ -274,7 +287,7 @@ class Row(Part):
 
     @property
     def crosses_precisions(self) -> bool:
-        """It was trained beside another precision than it is served on."""
+        """It was trained on another precision of the target than it is served on."""
         return None not in (self.trained_on, self.precision) and not self.is_trained_on(self.precision)
 
     @property
@@ -292,7 +305,7 @@ class LeftOut(Part):
 
     id: str
     task: str | None = None
-    fresh_share: float | None = None
+    first_ngram_share: float | None = None
     reason: str = "loop"
     """`loop` or `short`."""
 
@@ -301,8 +314,7 @@ class Training(Part):
     """How a drafter was trained."""
 
     precision: str | None = None
-    """That of the target beside it."""
-
+    """Of the target in that training."""
     steps: int | None = None
     seconds: float | None = None
     tokens: int | None = None
@@ -321,6 +333,24 @@ class TaskSource(Part):
     """Of the whole set; those measured are drawn from them."""
 
 
+class Load(Part):
+    """What other programs took while the runs were measured; means over the runs, by their time."""
+
+    runs: int = 0
+    repeated: int = 0
+    """Runs that were measured again because other programs took too much of their time."""
+    contended: int = 0
+    """Runs that lost much time even so."""
+    waited: float | None = None
+    """Share of the time in which this process waited for a processor."""
+    stolen: float | None = None
+    """Share of the processors' time that the host gave to other guests."""
+    others: float | None = None
+    """Processors that worked for other programs."""
+    queue: float | None = None
+    """Processes that could run, this one among them."""
+
+
 class Report(Part):
     """What one evaluation found."""
 
@@ -335,6 +365,7 @@ class Report(Part):
     made: str = ""
     """ISO time."""
     notes: tuple[str, ...] = ()
+    machine_load: Load | None = None
     fingerprint: dict[str, str | int | float | bool | None] = {}
     """Machine and versions that times depend on; what a gate compares must agree in all of it."""
 
@@ -373,8 +404,8 @@ class Report(Part):
 
     def brief(self, drafter: str) -> dict[str, Any]:
         """What a checkpoint says of how it was measured: one drafter's figures, and on which machine by which commit."""
-        kept = ("task", "temperature", "prompts", "tokens", "tokens_per_step", "accepted_by_depth", "speedup", "exact")
-        rows = [row.model_dump(mode="json", include=set(kept)) for row in self.rows if row.drafter == drafter]
+        fields = ("task", "temperature", "prompts", "tokens", "tokens_per_step", "accepted_by_depth", "speedup", "exact")
+        rows = [row.model_dump(mode="json", include=set(fields)) for row in self.rows if row.drafter == drafter]
         where = {"made": self.made, "commit": self.provenance.get("commit"), "fingerprint": dict(self.fingerprint)}
         found: dict[str, Any] = _finite(where | {"rows": rows})
         return found

@@ -50,7 +50,7 @@ def full_report(**changes: Any) -> Report:
         },
         "provenance": {"commit": "5f129c3", "settings": {"seed": 0, "tokens": 128}, "versions": {"outrider": "0.1.0"}},
         "fingerprint": {"device": "NVIDIA H200", "driver": "570.124", "torch": "2.13.0", "threads": 16, "compiled": True},
-        "left_out": [{"id": "chat/31", "fresh_share": 0.2}], "share_left_out": 0.02,
+        "left_out": [{"id": "chat/31", "first_ngram_share": 0.2}], "share_left_out": 0.02,
         "notes": ["Prompts take turns with and without the drafter, so that a machine that slows down slows both."],
     }  # fmt: skip
     return Report.model_validate(values | changes)
@@ -59,20 +59,20 @@ def full_report(**changes: Any) -> Report:
 def row(drafter: str, task: str, prompts: int = 24, observed: int = 1, **changes: Any) -> dict[str, Any]:
     noise = random.Random(f"{drafter} {task}")
     a, depths = SKILL[drafter][task], DEPTHS[drafter]
-    kept = [a ** (i * 1.08) for i in range(1, depths + 1)]
-    per_step, plain = 1 + sum(kept), 38.0
+    accepted = [a ** (i * 1.08) for i in range(1, depths + 1)]
+    per_step, plain = 1 + sum(accepted), 38.0
     speedup = per_step / COST[drafter]
     results = [prompt(f"{task}/{i}", speedup * noise.lognormvariate(0, 0.13), per_step, plain, noise) for i in range(prompts)]
     steps, tokens = round(prompts * 128 / per_step), prompts * 128
     gap = 1000 / plain * COST[drafter]
     curve = [gap * (0.86 + 0.0018 * i + 0.5 * (i / 100) ** 24) for i in range(101)]
-    each = [after / before for before, after in zip([1.0, *kept], kept, strict=False)]
+    each = [after / before for before, after in zip([1.0, *accepted], accepted, strict=False)]
     expected = [] if drafter == "suffix" else [(a * 1.06) ** i for i in range(1, depths + 1)]
     measure = "passes its tests" if task == "code" else "exact match"
-    rejected = [round(steps * (before - after)) for before, after in zip([1.0, *kept], kept, strict=False)]
+    rejected = [round(steps * (before - after)) for before, after in zip([1.0, *accepted], accepted, strict=False)]
     return {
         "drafter": drafter, "task": task, "prompts": prompts, "temperature": 0.0, "tokens_per_step": per_step,
-        "accepted_by_depth": kept, "conditional_acceptance": each,
+        "accepted_by_depth": accepted, "conditional_acceptance": each,
         "rejections_by_depth": rejected, "steps": steps, "tokens": tokens, "seconds": tokens / plain / speedup,
         "plain_seconds": tokens / plain, "tokens_per_s": plain * speedup, "plain_tokens_per_s": plain,
         "generate_tokens_per_s": plain * 0.94, "speedup": speedup, "exact": True, "compared_tokens": tokens,
@@ -81,18 +81,21 @@ def row(drafter: str, task: str, prompts: int = 24, observed: int = 1, **changes
         "itl_ms": {"p50": curve[50], "p95": curve[95], "p99": curve[99]},
         "plain_itl_ms": {"p50": 26.1, "p95": 27.0, "p99": 28.8},
         "tpot_ms": {"p50": gap / per_step, "p95": gap / per_step * 1.3, "p99": gap / per_step * 1.5},
+        "plain_tpot_ms": {"p50": 1000 / plain, "p95": 1040 / plain, "p99": 1080 / plain},
+        "plain_tpot_curve_ms": [1000 / plain * (0.9 + 0.002 * i) for i in range(101)],
         "itl_curve_ms": curve, "plain_itl_curve_ms": [25 + i / 50 for i in range(101)],
         "tpot_curve_ms": [gap / per_step * (0.7 + 0.007 * i) for i in range(101)],
-        "token_acceptance": a, "draft_acceptance": sum(kept) / depths, "expected_acceptance": a * 1.01,
+        "token_acceptance": a, "draft_acceptance": sum(accepted) / depths, "expected_acceptance": a * 1.01,
         "accepted_histogram": [[0] * (k + 1) for k in range(depths)] + [[*rejected, steps - sum(rejected)]],
-        "wasted": 1 - sum(kept) / depths, "predicted_by_depth": expected,
+        "wasted": 1 - sum(accepted) / depths, "predicted_by_depth": expected,
         "speedup_geomean": {"center": speedup * 0.985, "low": speedup * 0.93, "high": speedup * 1.04},
+        "speedup_range": {"center": speedup, "low": speedup * 0.94, "high": speedup * 1.05},
         "speedup_of_means": speedup * 1.012,
         "tokens_per_step_range": {"center": per_step, "low": per_step * 0.95, "high": per_step * 1.05},
         "memory_peak_bytes": 11_300_000_000, "rejections": patterns(a, noise),
-        "observed": [{"id": f"{task}/{i}", "tokens": written(TEXTS[task], a, depths, drafter, noise)} for i in range(observed)],
+        "traced": [{"id": f"{task}/{i}", "tokens": written(TEXTS[task], a, depths, drafter, noise)} for i in range(observed)],
         "score": {"drafted": 0.79, "plain": 0.79, "prompts": prompts, "measure": measure},
-        "clean": {"overlapping": [f"{task}/3", f"{task}/9"], "checked": prompts, "rule": "one 13-gram of words in common",
+        "clean": {"contaminated": [f"{task}/3", f"{task}/9"], "checked": prompts, "rule": "one 13-gram of words in common",
                   "tokens_per_step": per_step * 0.97, "speedup": speedup * 0.96,
                   "score": {"drafted": 0.77, "plain": 0.77, "prompts": prompts - 2}},
         "plain_exact": True, "dtype": "bfloat16", "precision": "bfloat16", "trained_on": "bfloat16", "batch": 1,
@@ -104,7 +107,7 @@ def prompt(name: str, speedup: float, per_step: float, plain: float, noise: rand
     return {
         "id": name, "tokens": 128, "steps": round(128 / per_step * noise.uniform(0.9, 1.1)), "tokens_per_s": plain * speedup,
         "plain_tokens_per_s": plain, "speedup": speedup, "exact": True, "tpot_ms": 1000 / plain / speedup,
-        "plain_tpot_ms": 1000 / plain, "overlaps": False, "score": 1.0, "plain_score": 1.0,
+        "plain_tpot_ms": 1000 / plain, "contaminated": False, "score": 1.0, "plain_score": 1.0,
     }  # fmt: skip
 
 
@@ -116,7 +119,7 @@ def patterns(a: float, noise: random.Random) -> dict[str, Any]:
     found = {}
     for name, shares in (("by_kind", by_kind), ("by_entropy", by_entropy), ("by_rank", by_rank)):
         counts = [(sort, share, noise.randint(60, 900)) for sort, share in shares.items()]
-        found[name] = [{"name": sort, "tested": n, "kept": round(n * min(a * share, 0.995))} for sort, share, n in counts]
+        found[name] = [{"name": sort, "tested": n, "accepted": round(n * min(a * share, 0.995))} for sort, share, n in counts]
     return found
 
 
@@ -130,15 +133,16 @@ def written(text: str, a: float, depths: int, drafter: str, noise: random.Random
             tokens.append({"text": piece, "entropy": entropy})
             depth = 0
             continue
-        kept = noise.random() < a
-        p, rank = (noise.uniform(0.5, 1), 1) if kept else (noise.uniform(0.0005, 0.3), noise.randint(2, 40))
+        accepted = noise.random() < a
+        p, rank = (noise.uniform(0.5, 1), 1) if accepted else (noise.uniform(0.0005, 0.3), noise.randint(2, 40))
         bare = piece.strip()
         kind = "number" if bare.isdigit() else "word" if bare.isalpha() else "symbol" if bare else "space"
         tokens.append(
-            {"text": piece, "drafted": piece if kept else noise.choice(OTHERS), "kept": kept, "depth": depth, "p": p,
-             "q": None if drafter == "suffix" else noise.uniform(0.3, 0.99), "rank": rank, "entropy": entropy, "kind": kind}
+            {"text": piece, "drafted": piece if accepted else noise.choice(OTHERS), "accepted": accepted, "depth": depth,
+             "p": p, "q": None if drafter == "suffix" else noise.uniform(0.3, 0.99), "rank": rank, "entropy": entropy,
+             "kind": kind}
         )  # fmt: skip
-        depth = depth if kept else 0
+        depth = depth if accepted else 0
     return tokens
 
 
@@ -170,15 +174,15 @@ def hostile_report() -> Report:
     """Every string tries to become markup, turns the direction of text, or is not of the Latin script."""
     bad = HOSTILE
     token = {"text": bad, "drafted": bad, "depth": 2, "p": 0.1, "q": 0.2, "rank": 3, "entropy": 1.0, "kind": bad}
-    sorts = {name: [{"name": bad, "tested": 4, "kept": 1}] for name in ("by_kind", "by_entropy", "by_rank")}
+    sorts = {name: [{"name": bad, "tested": 4, "accepted": 1}] for name in ("by_kind", "by_entropy", "by_rank")}
     rows = [
         row("dspark", "chat") | {
             "drafter": bad, "task": task, "device": bad, "dtype": bad, "precision": bad, "exact": False, "rule": bad,
             "lossless": False, "invalid": 3,
-            "observed": [{"id": bad, "tokens": [token, token | {"kept": True}, {"text": bad}]}],
+            "traced": [{"id": bad, "tokens": [token, token | {"accepted": True}, {"text": bad}]}],
             "per_prompt": [{"id": bad, "speedup": 1.5, "exact": False, "first_difference": 2}], "rejections": sorts,
             "score": {"drafted": 0.5, "plain": 0.5, "measure": bad}, "plain_exact": False,
-            "clean": {"overlapping": [bad], "checked": 4, "rule": bad},
+            "clean": {"contaminated": [bad], "checked": 4, "rule": bad},
         }
         for task in (bad, "other")
     ]  # fmt: skip

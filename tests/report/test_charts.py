@@ -34,25 +34,26 @@ def line(name: str = "a", **measured: Any) -> Row:
 
 def strips(dots: list[Dot], name: str = "a") -> str:
     chart = charts.strips([(line(name), dots)], UNIT, 1.0, name)
-    return macro("charts.html", "strips", chart, {name: 0}, len(dots) <= charts.TOLD)
+    return macro("charts.html", "strips", chart, {name: 0}, len(dots) <= charts.MAX_TIPS)
 
 
 def spread(axis: Axis, ends: tuple[float, float | None, float], name: str = "a") -> str:
     return macro("charts.html", "spread", Rows("marks", [], axis, row=40), 0, name, name, 0, ends, name, 0.6)
 
 
-def rungs(tested: int, kept: int, name: str = "a") -> str:
-    return macro("charts.html", "rungs", acceptance.ladder([name]), {name: {name: [tested, kept]}}, {name: 0})
+def rungs(tested: int, accepted: int, name: str = "a") -> str:
+    return macro("charts.html", "rungs", acceptance.ladder([name]), {name: {name: [tested, accepted]}}, {name: 0})
 
 
 def drawings(name: str = "a", value: float | None = 0.5) -> dict[str, str]:
     """Every chart with one named value."""
-    row = line(name, speedup=value, exact=False, speedup_geomean={"center": 0.5, "low": 0.4, "high": value})
+    row = line(name, speedup=value, exact=False, speedup_range={"center": 0.5, "low": 0.4, "high": value})
     curves = charts.lines([Line(name, 0, [(1, value), (2, None), (3, 0.4)], dashed=True)], Axis(name, 1, 3), UNIT)
     return {
         "lines": macro("charts.html", "lines", curves),
         "strips": strips([Dot(0.5, name), Dot(0.6, name, True)], name),
         "bars": macro("charts.html", "bars", Rows("bars", [row], UNIT, 1.0, name), {name: 0}),
+        "stacked_bars": macro("charts.html", "stacked_bars", Rows("bars", [row], UNIT, 1.0, name), {name: 0}),
         "spread": spread(UNIT, (0.2, value, 0.8), name),
         "rungs": rungs(2 if value else 0, 1 if value else 0, name),
         "ruled": macro("charts.html", "bars", Rows("bars", [], Axis(name, 0, 1), 1.0, name), {}),
@@ -97,7 +98,7 @@ def test_a_larger_value_stands_further_right():
     """Catches a scale turned round, or one that forgets where its axis begins."""
     found = [places(spread(UNIT, (0.1, v, 0.9)))[0] for v in (0.1, 0.4, 0.7)]
     assert found == sorted(set(found))
-    shares = [places(rungs(2, kept))[0] for kept in (0, 1, 2)]
+    shares = [places(rungs(2, accepted))[0] for accepted in (0, 1, 2)]
     assert shares[1] - shares[0] == pytest.approx(shares[2] - shares[1], abs=0.2)
 
 
@@ -120,11 +121,11 @@ def test_equal_values_do_not_divide_by_nothing():
 def test_a_crowd_of_dots_loses_its_tips_but_no_dot_and_no_alarm():
     """Thousands of tips are most of a large page; an alarm must keep its own."""
     assert strips([Dot(0.5, "tip")] * 10).count("<title>tip</title>") == 10
-    many = [Dot(i / 3000, "tip") for i in range(charts.TOLD + 1)] + [Dot(0.5, "wrong", True)]
+    many = [Dot(i / 3000, "tip") for i in range(charts.MAX_TIPS + 1)] + [Dot(0.5, "wrong", True)]
     crowd = strips(many)
     assert "<title>tip</title>" not in crowd
-    assert crowd.count("h0M") + 1 == charts.TOLD + 1
+    assert crowd.count("h0M") + 1 == charts.MAX_TIPS + 1
     assert "<title>wrong</title>" in crowd
-    for count, is_crowd in ((charts.TOLD, False), (charts.TOLD + 1, True)):
+    for count, is_crowd in ((charts.MAX_TIPS, False), (charts.MAX_TIPS + 1, True)):
         whole = page.render(full_report(rows=[report_row("dspark", "chat", count)]))
         assert ("There are too many to name each" in whole, 'class="specks' in whole) == (is_crowd, is_crowd)

@@ -18,9 +18,10 @@ import typer
 
 from outrider.cli.report import report as verb
 from outrider.errors import DataError
-from outrider.report.compare import FEWEST, Comparison, names
+from outrider.report.bootstrap import MIN_PROMPTS
+from outrider.report.compare import Comparison, names
 from outrider.report.page import render, render_comparison
-from outrider.report.page.cost import costs, duration, money, said
+from outrider.report.page.cost import costs, duration, money, texts
 from outrider.report.schema import Report
 from tests.report.examples import HOSTILE, full_report, hostile_report, large_report, null_report, row
 
@@ -39,7 +40,7 @@ class Parsed(HTMLParser):
         self.open: list[str] = []
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str]] = []
-        self.said: list[str] = []
+        self.pieces: list[str] = []
         self.feed(html)
         self.close()
         assert self.open == []
@@ -55,7 +56,7 @@ class Parsed(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if not {"style", "script"} & set(self.open):
-            self.said.append(data)
+            self.pieces.append(data)
 
     @property
     def ids(self) -> set[str]:
@@ -63,7 +64,7 @@ class Parsed(HTMLParser):
 
     @property
     def text(self) -> str:
-        return " ".join(" ".join(self.said).split())
+        return " ".join(" ".join(self.pieces).split())
 
 
 def part(html: str, name: str) -> str:
@@ -146,30 +147,29 @@ def test_the_text_reads_as_it_was_written():
     html = part(render(found), "text")
     shown = re.findall(r'<div class="tokens"[^>]*>(.*?)</div>', html, re.DOTALL)
     bare = [unescape(re.sub(r"<[^>]*>", "", re.sub(r'<s>.*?</s>|<i class="nl">.</i>', "", text))) for text in shown]
-    wanted = ["".join(token.text for token in line.observed[0].tokens) for line in found.rows]
+    wanted = ["".join(token.text for token in line.traced[0].tokens) for line in found.rows]
     assert sorted(bare) == sorted(wanted)
 
 
 def test_the_text_counts_what_the_target_decided():
-    """Kept, turned down and not drafted are three things, and sum to all tokens."""
+    """Accepted, rejected and not drafted are three things, and sum to all tokens."""
     found = full_report()
     html = part(render(found), "text")
     for line in found.rows:
-        tokens = line.observed[0].tokens
-        kept, bare = sum(t.kept for t in tokens), sum(t.drafted is None for t in tokens)
-        said = f"{len(tokens)} tokens: {kept} drafted and kept, {len(tokens) - kept - bare} turned down, {bare} not drafted"
-        assert said in html
+        tokens = line.traced[0].tokens
+        accepted, bare = sum(t.accepted for t in tokens), sum(t.drafted is None for t in tokens)
+        rejected = len(tokens) - accepted - bare
+        counts = f"{len(tokens)} tokens: {accepted} drafted and accepted, {rejected} rejected, {bare} not drafted"
+        assert counts in html
 
 
 def test_a_turned_down_token_tells_every_number_known_of_it():
     """Catches a tip that swaps p and q, or says 0 where a deterministic drafter has no q."""
     token = {"text": "b", "drafted": "a", "depth": 2, "p": 0.004, "q": 0.75, "rank": 12, "entropy": 1.5, "kind": "word"}
-    one = row("dspark", "chat") | {"observed": [{"id": "x", "tokens": [token, token | {"q": None}]}]}
+    one = row("dspark", "chat") | {"traced": [{"id": "x", "tokens": [token, token | {"q": None}]}]}
     html = render(full_report(rows=[one]))
-    assert (
-        "turned down “a” at depth 2\np 4.0e-03 target · q 0.75 drafter\nrank 12 · target&#39;s entropy 1.50 nats · word" in html
-    )
-    assert "q – certain" in html
+    assert "rejected “a” at depth 2\np 4.0e-03 target · q 0.75 drafter\nrank 12 · target&#39;s entropy 1.50 nats · word" in html
+    assert "q – deterministic" in html
 
 
 def test_costs_fall_as_speed_rises_and_pay_back_when_saved():
@@ -180,7 +180,7 @@ def test_costs_fall_as_speed_rises_and_pay_back_when_saved():
     assert found.saved == pytest.approx(100)
     assert found.built == pytest.approx(20)
     assert found.payback == pytest.approx(0.2)
-    assert said(found)["payback"] == "4.8 hours"
+    assert texts(found)["payback"] == "4.8 hours"
     assert costs(25, 20, None, 1, 1, 0).payback == math.inf  # slower: never
     assert costs(25, 50, None, 1, 1, 0).payback is None  # what it cost to build is not known
     assert costs(25, 50, None, 1, 1, 5).built == 5
@@ -211,14 +211,14 @@ def changed(factor: float, noise: float = 0.02) -> Report:
     return full_report(rows=rows)
 
 
-def verdicts(comparison: Comparison) -> set[str]:
-    return {pair.changes[1].verdict for other in comparison.others for pair in other.pairs}
+def outcomes(comparison: Comparison) -> set[str]:
+    return {pair.changes[1].outcome for other in comparison.others for pair in other.pairs}
 
 
 def test_a_report_against_itself_differs_in_nothing():
     """Every ratio is 1 and every interval holds it: catches pairs of unlike prompts, or of unlike rows."""
     comparison = Comparison.of([("a", full_report()), ("b", full_report())])
-    assert verdicts(comparison) == {"unclear"}
+    assert outcomes(comparison) == {"unclear"}
     assert {change.ratio for pair in comparison.others[0].pairs for change in pair.changes} == {1.0}
     assert comparison.warnings() == []
 
@@ -228,8 +228,8 @@ def test_faster_is_better_and_slower_is_worse_also_when_the_names_are_swapped():
     fast, slow = changed(1.1), changed(1.0)
     for base, other, wanted in ((slow, fast, "better"), (fast, slow, "worse")):
         found = Comparison.of([("a", base), ("b", other)])
-        assert verdicts(found) == {wanted}
-        assert {pair.changes[3].verdict for pair in found.others[0].pairs} == {wanted}
+        assert outcomes(found) == {wanted}
+        assert {pair.changes[3].outcome for pair in found.others[0].pairs} == {wanted}
     there = Comparison.of([("a", slow), ("b", fast)]).others[0].pairs[0].changes[1].ratio
     back = Comparison.of([("a", fast), ("b", slow)]).others[0].pairs[0].changes[1].ratio
     assert there * back == pytest.approx(1)
@@ -251,16 +251,16 @@ def test_prompts_of_one_name_are_paired_turn_by_turn():
         prompt["id"] = "same"
     compared = Comparison.of([("a", full_report(rows=rows)), ("b", full_report(rows=rows))])
     changes = compared.others[0].pairs[0].changes
-    assert {change.ratio for change in changes} == {1.0} and verdicts(compared) == {"unclear"}
+    assert {change.ratio for change in changes} == {1.0} and outcomes(compared) == {"unclear"}
     assert {value for change in changes for value in (change.low, change.high)} == {1.0}
 
 
 def test_too_few_prompts_give_no_interval():
     """Two prompts resampled look certain."""
-    rows = [row("dspark", "chat", FEWEST - 1)]
+    rows = [row("dspark", "chat", MIN_PROMPTS - 1)]
     found = Comparison.of([("a", full_report(rows=rows)), ("b", full_report(rows=rows))])
     change = found.others[0].pairs[0].changes[1]
-    assert (change.low, change.verdict, change.ratio) == (None, "too few prompts", 1.0)
+    assert (change.low, change.outcome, change.ratio) == (None, "too few prompts", 1.0)
 
 
 def test_a_drafter_under_a_new_name_is_still_compared():
@@ -338,7 +338,7 @@ def test_the_verb_compares_and_writes_json(command, tmp_path):
     values = json.loads((tmp_path / "c.json").read_text())
     assert values["base"] == "before"
     assert values["others"][0]["name"] == "after"
-    assert {change["verdict"] for line in values["others"][0]["rows"] for change in line["changes"][1:2]} == {"better"}
+    assert {change["outcome"] for line in values["others"][0]["rows"] for change in line["changes"][1:2]} == {"better"}
     assert "Of 9 rows, after against before: 9 better." in Parsed((tmp_path / "comparison.html").read_text()).text
     assert not list(tmp_path.glob("*.part"))
 

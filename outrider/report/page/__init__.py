@@ -13,6 +13,7 @@ import json
 import re
 import statistics
 from base64 import b64encode
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from outrider.config import flatten
 from outrider.report import summary
 from outrider.report.compare import Comparison, cells_of
 from outrider.report.page import acceptance, charts, comparison, cost, groups, speed, text
+from outrider.report.page.tiles import tiles
 from outrider.report.schema import Report, write_whole
 
 FOLDER = Path(__file__).parent
@@ -48,9 +50,18 @@ def render(report: Report) -> str:
         samples=shown, hidden=hidden, costs=cost.cost_lines(report), provenance=flatten(report.provenance),
         crowds=acceptance.crowds(report),
     )  # fmt: skip
-    made = f"measured {report.made.replace('T', ' ')} by Outrider" if report.made else "measured by Outrider"
+    made = f"measured {_moment(report.made)} by Outrider" if report.made else "measured by Outrider"
     headline = summary.headline(report, with_alarms=False)
     return _whole(body, report.target, made, headline, "report.json beside this file")
+
+
+def _moment(iso: str) -> str:
+    """An ISO time to the minute; what is not one, as it is."""
+    try:
+        made = datetime.fromisoformat(iso)
+    except ValueError:
+        return iso
+    return f"{made:%Y-%m-%d %H:%M} {made.tzname() or ''}".strip()
 
 
 def render_comparison(found: Comparison) -> str:
@@ -88,25 +99,27 @@ def _environment() -> Environment:
     found.filters["px"] = lambda value: f"{value:.1f}".removesuffix(".0")
     for function in (
         summary.say, summary.many, summary.conditions, summary.named, summary.alarms, summary.loss, summary.skews,
-        summary.compared, summary.differing, summary.left_out_because, summary.left_out_names,
-        cells_of, acceptance.listed, acceptance.overlaps, acceptance.acceptance, acceptance.predicted, acceptance.kept,
-        acceptance.patterns, acceptance.ladder, acceptance.scores, speed.speedup, speed.generate_speedup, speed.whisker,
-        speed.reach, speed.latency, speed.first_tokens, speed.prompts,
+        summary.compared, summary.interval, summary.distrust,
+        summary.busy, summary.differing, summary.left_out_because, summary.left_out_names,
+        cells_of, tiles, acceptance.listed, acceptance.contamination, acceptance.acceptance, acceptance.predicted,
+        acceptance.accepted_per_step, acceptance.patterns, acceptance.ladder, acceptance.scores,
+        speed.speedup, speed.generate_speedup, speed.whisker, speed.reach, speed.latency, speed.first_tokens, speed.prompts,
         speed.training, comparison.ratios, comparison.depths,
-        groups.ranged, charts.hue, charts.shape_of, charts.shade_of, text.tip, text.class_of, text.visible, _short, _plainly,
+        groups.ranged, charts.hue, charts.shape_of, charts.shade_of, text.tip, text.class_of, text.printable, _short, _plainly,
     ):  # fmt: skip
         found.globals[function.__name__.lstrip("_")] = function
     found.globals |= {
-        "median": statistics.median, "told": charts.TOLD, "sorts": acceptance.SORTS,
-        "missing": summary.MISSING, "not_exact": summary.NOT_EXACT, "longest": text.LONGEST, "crowd": groups.CROWD,
+        "median": statistics.median, "max_tips": charts.MAX_TIPS, "sorts": acceptance.SORTS,
+        "missing": summary.MISSING, "not_exact": summary.NOT_EXACT, "under_load": summary.UNDER_LOAD,
+        "max_tokens": text.MAX_TOKENS, "crowd": groups.CROWD,
         "settings": cost.SETTINGS, "newline": Markup('<i class="nl">⏎</i>\n'), "nothing": Markup('<i class="nl">∅</i>'),
     }  # fmt: skip
     return found
 
 
-def _short(said: str, length: int) -> str:
+def _short(text: str, length: int) -> str:
     """A text, cut with an ellipsis where it is longer."""
-    return said if len(said) <= length else said[: length - 1] + "…"
+    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def _plainly(value: Any) -> str:

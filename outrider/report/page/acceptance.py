@@ -1,4 +1,4 @@
-"""What the target keeps: by depth, by task, beside what training expected, by sort of proposal; and if answers stay right."""
+"""What the target accepts: by depth, by task, compared with training, by sort of proposal; and whether answers stay right."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ LISTED = 20
 SORTS = (
     ("by_kind", "By what was proposed", "numbers, words, punctuation and so on"),
     ("by_entropy", "By the target's entropy there", "how undecided the target was, in nats"),
-    ("by_rank", "By rank under the target", "1 is the token it liked best"),
+    ("by_rank", "By rank under the target", "1 is its most probable token"),
 )
 CURVES = (
-    ("accepted_by_depth", "All tokens up to this depth kept"),
-    ("conditional_acceptance", "Kept, given that all before it were"),
+    ("accepted_by_depth", "All tokens up to this depth accepted"),
+    ("conditional_acceptance", "Accepted, given that all before it were"),
 )
 
 
@@ -49,7 +49,7 @@ def crowds(report: Report) -> dict[str, list[tuple[Row, Cells]]]:
     found: dict[str, list[tuple[Row, Cells]]] = {
         "predicted": [(row, [(gap, say(gap, ".0f", scale=100), "") for gap in own]) for row, own in gaps],
         "rejections": [(row, _shares(row.rejections_by_depth)) for row in report.rows if row.rejections_by_depth],
-        "histogram": [(row, _shares(kept(row)[0])) for row in report.rows if row.accepted_histogram],
+        "histogram": [(row, _shares(accepted_per_step(row)[0])) for row in report.rows if row.accepted_histogram],
     }
     return {name: lines if len(lines) > CROWD else [] for name, lines in found.items()}
 
@@ -60,20 +60,20 @@ def _shares(counts: Sequence[int]) -> Cells:
 
 
 def predicted(report: Report, colours: Colours) -> list[Panel]:
-    """What training expected beside what was served."""
+    """What training measured and what was accepted here."""
     panels = []
     for row in (row for row in report.rows if row.predicted_by_depth):
         colour = colours[row.drafter]
         series = [
-            Line("served", colour, list(enumerate(row.accepted_by_depth, 1))),
-            Line("expected", colour, list(enumerate(row.predicted_by_depth, 1)), dashed=True),
+            Line("here", colour, list(enumerate(row.accepted_by_depth, 1))),
+            Line("in training", colour, list(enumerate(row.predicted_by_depth, 1)), dashed=True),
         ]
         panels.append(Panel(by_depth(series), row.drafter, f"{conditions(row)}. {_gap(row)}"))
     return panels
 
 
 def _gaps(row: Row) -> list[float | None]:
-    """[k]: what was served above what was expected."""
+    """[k]: what was accepted here, less what training measured."""
     pairs = zip(row.accepted_by_depth, row.predicted_by_depth, strict=False)
     return [None if served is None or expected is None else served - expected for served, expected in pairs]
 
@@ -83,25 +83,23 @@ def _gap(row: Row) -> str:
     if not found:
         return ""
     gap, depth = max(found, key=lambda pair: abs(pair[0]))
-    return (
-        f"Furthest apart at depth {depth}, {abs(gap) * 100:.0f} points {'above' if gap > 0 else 'beneath'} what was expected."
-    )
+    return f"Largest difference at depth {depth}: {abs(gap) * 100:.0f} points {'more' if gap > 0 else 'less'} than in training."
 
 
-def kept(row: Row) -> tuple[list[int], float]:
-    """Steps by how many drafted tokens they kept, over all depths drafted; and how many that is on average."""
+def accepted_per_step(row: Row) -> tuple[list[int], float]:
+    """Steps by how many drafted tokens they accepted, over all depths drafted; and how many that is on average."""
     width = max(len(line) for line in row.accepted_histogram)
-    counts = [sum(line[kept] for line in row.accepted_histogram if kept < len(line)) for kept in range(width)]
-    return counts, sum(kept * count for kept, count in enumerate(counts)) / (sum(counts) or 1)
+    counts = [sum(line[count] for line in row.accepted_histogram if count < len(line)) for count in range(width)]
+    return counts, sum(count * steps for count, steps in enumerate(counts)) / (sum(counts) or 1)
 
 
 def patterns(report: Report, field: str) -> dict[str, dict[str, list[int]]]:
-    """[tested, kept] by sort of proposal and drafter, over all rows of a drafter; empty where nothing was tested."""
+    """[tested, accepted] by sort of proposal and drafter, over all rows of a drafter; empty where nothing was tested."""
     found: dict[str, dict[str, list[int]]] = {}
     for row in (row for rows in by_drafter(report).values() for row in rows):
         for pattern in getattr(row.rejections, field) if row.rejections else ():
             counts = found.setdefault(pattern.name, {}).setdefault(row.drafter, [0, 0])
-            counts[:] = counts[0] + pattern.tested, counts[1] + pattern.kept
+            counts[:] = counts[0] + pattern.tested, counts[1] + pattern.accepted
     return found if any(tested for counts in found.values() for tested, _ in counts.values()) else {}
 
 
@@ -119,16 +117,16 @@ def scores(report: Report) -> Rows | None:
     return Rows("marks", items, axis, row=40) if any(score.drafted is not None for _, score in items) else None
 
 
-def overlaps(report: Report) -> str:
-    """What counts as an overlap, and with which prompts; drafters that learned from the same data share theirs."""
+def contamination(report: Report) -> str:
+    """What counts as contamination, and which prompts are; drafters trained on the same data share theirs."""
     found = [(row.drafter, row.clean) for row in report.rows if row.clean is not None]
     owners: dict[tuple[str, ...], list[str]] = {}
     for drafter, part in found:
-        if part.overlapping:
-            owners.setdefault(part.overlapping, []).append(drafter)
+        if part.contaminated:
+            owners.setdefault(part.contaminated, []).append(drafter)
     rules = sorted({part.rule for _, part in found if part.rule})
     notes = [f"{', '.join(dict.fromkeys(drafters))}: {listed(ids)}." for ids, drafters in owners.items()]
-    return " ".join([f"Overlap is {', or '.join(rules)}." if rules else "", *notes]).strip()
+    return " ".join([f"Contaminated is what has {', or '.join(rules)}." if rules else "", *notes]).strip()
 
 
 def listed(names: Sequence[str]) -> str:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from outrider.report.schema import Row
 
 COLOURS = 7
-WIDE, HALF, THIRD = 960, 470, 306
+WIDE, HALF, THIRD, PHONE = 960, 470, 306, 364
 GUTTER = 218
-"""Left of bars and rows of marks: room for a name and the conditions under it."""
-TOLD = 1200
+"""Width to the left of bars and rows of marks, for a name and the conditions under it."""
+MAX_TIPS = 1200
 """Most dots that carry a tooltip each: tooltips are most of a large page's size."""
 SHAPES = ("circle", "square", "diamond", "triangle")
 
@@ -34,7 +34,7 @@ def shape_of(colour: int | None) -> str:
 
 
 class Axis(NamedTuple):
-    """Where a scale starts and ends, and how its values are said."""
+    """Where a scale starts and ends, and how its values are written."""
 
     label: str
     low: float
@@ -52,7 +52,7 @@ class Axis(NamedTuple):
         return start + (end - start) * min(max((value - self.low) / ((self.high - self.low) or 1.0), 0.0), 1.0)
 
 
-PERCENT = Axis("kept", 0, 1, lambda value: f"{value:.0%}", (0, 0.25, 0.5, 0.75, 1))
+PERCENT = Axis("accepted", 0, 1, lambda value: f"{value:.0%}", (0, 0.25, 0.5, 0.75, 1))
 
 
 def round_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
@@ -171,8 +171,8 @@ class Lines:
         """(line, x, y, height of its name): names keep their distance."""
         last = [(line, *[point for point in line.points if point[1] is not None][-1]) for line in self.series]
         ends = sorted(((line, self.across(x), self.up(y or 0.0)) for line, x, y in last), key=lambda end: end[2])
-        places = spaced([y for _, _, y in ends], 15.0, self.height - 48)
-        return [(*end, place) for end, place in zip(ends, places, strict=True)]
+        heights = spaced([y for _, _, y in ends], 15.0, self.height - 48)
+        return [(*end, place) for end, place in zip(ends, heights, strict=True)]
 
 
 def lines(
@@ -185,13 +185,13 @@ def lines(
 
 def spaced(wanted: Sequence[float], gap: float, lowest: float) -> list[float]:
     """The sorted heights `wanted`, moved until they are a gap apart and none lies beneath `lowest`."""
-    places: list[float] = []
+    heights: list[float] = []
     for y in wanted:
-        places.append(max(y, places[-1] + gap) if places else y)
-    for i in reversed(range(len(places))):
-        places[i] = min(places[i], lowest)
-        lowest = places[i] - gap
-    return places
+        heights.append(max(y, heights[-1] + gap) if heights else y)
+    for i in reversed(range(len(heights))):
+        heights[i] = min(heights[i], lowest)
+        lowest = heights[i] - gap
+    return heights
 
 
 def shade_of(value: float, low: float, high: float) -> str:

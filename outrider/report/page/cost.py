@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from outrider.report.schema import Report
+from outrider.report.schema import Report, Row
 from outrider.report.summary import MISSING, named
 
 SETTINGS = (
@@ -16,7 +16,7 @@ SETTINGS = (
     ("tokens", "Tokens a day, millions", 10),
     ("other", "Other cost of a drafter, $", 0),
 )
-"""Numbers that the reader may change in the page: (name, what it says, value)."""
+"""Numbers that the reader may change in the page: (name, label, value)."""
 
 
 class Costs(NamedTuple):
@@ -35,7 +35,7 @@ class CostLine(NamedTuple):
 
     name: str
     data: dict[str, float]
-    said: dict[str, str]
+    texts: dict[str, str]
 
 
 def costs(plain: float, fast: float, trained_s: float | None, price: float, tokens: float, other: float) -> Costs:
@@ -49,19 +49,23 @@ def costs(plain: float, fast: float, trained_s: float | None, price: float, toke
 
 
 def cost_lines(report: Report) -> list[CostLine]:
-    """A line for every row that was timed, at the settings first shown."""
-    lines = []
-    for row in report.rows:
-        if row.tokens_per_s and row.plain_tokens_per_s:
-            training = report.training.get(row.drafter)
-            trained = {} if training is None or training.seconds is None else {"trained": training.seconds}
-            data = {"plain": row.plain_tokens_per_s, "fast": row.tokens_per_s} | trained
-            found = costs(data["plain"], data["fast"], data.get("trained"), *(value for *_, value in SETTINGS))
-            lines.append(CostLine(named(row), data, said(found)))
-    return lines
+    """A line for every row that was timed."""
+    return [line for row in report.rows if (line := cost_line(report, row)) is not None]
 
 
-def said(found: Costs) -> dict[str, str]:
+def cost_line(report: Report, row: Row) -> CostLine | None:
+    """One row's costs at the settings first shown; None where it was not timed."""
+    if not row.tokens_per_s or not row.plain_tokens_per_s:
+        return None
+    training = report.training.get(row.drafter)
+    trained = {} if training is None or training.seconds is None else {"trained": training.seconds}
+    data = {"plain": row.plain_tokens_per_s, "fast": row.tokens_per_s} | trained
+    settings = {name: value for name, _, value in SETTINGS}
+    found = costs(data["plain"], data["fast"], data.get("trained"), **settings)
+    return CostLine(named(row), data, texts(found) | {"price": money(settings["price"])})
+
+
+def texts(found: Costs) -> dict[str, str]:
     return {
         "before": money(found.before), "after": money(found.after), "saved": money(found.saved),
         "hours": f"{found.hours[0]:,.1f} → {found.hours[1]:,.1f}",
@@ -71,8 +75,8 @@ def said(found: Costs) -> dict[str, str]:
 
 def money(value: float) -> str:
     sign, size = "−" if value < 0 else "", abs(value)
-    places = 0 if size >= 1000 else 2 if size >= 0.1 or size == 0 else 4
-    return f"{sign}${size:,.{places}f}"
+    decimals = 0 if size >= 1000 else 2 if size >= 0.1 or size == 0 else 4
+    return f"{sign}${size:,.{decimals}f}"
 
 
 def duration(days: float | None) -> str:

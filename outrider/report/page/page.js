@@ -1,5 +1,5 @@
 "use strict";
-/* Two things move: tips that come at once and from the keyboard, and the costs.  Without this the page reads the same. */
+/* Two things move: tips that come at once and from the keyboard, and the costs.  The page reads the same without them. */
 (() => {
   const tip = document.getElementById("tip");
   let shown = null;
@@ -86,7 +86,7 @@
     if (days === 0) return "at once";
     return days < 2 ? `${number(days * 24, 1)} hours` : `${number(days, 1)} days`;
   }
-  function said(row, price, tokens, other) {
+  function texts(row, price, tokens, other) {
     const plain = Number(row.plain), fast = Number(row.fast);
     const trained = row.trained === undefined ? null : Number(row.trained);
     const before = price / 3600 / plain * 1e6, after = price / 3600 / fast * 1e6, saved = (before - after) * tokens;
@@ -95,6 +95,7 @@
     return {
       before: money(before), after: money(after), saved: money(saved), hours: hours.join(" → "),
       built: built === null ? "not measured" : money(built),
+      price: money(price),
       payback: duration(saved <= 0 ? Infinity : built === null ? null : built / saved),
     };
   }
@@ -111,10 +112,10 @@
   function recompute() {
     const { price, tokens, other } = settings();
     const whole = price !== null && tokens !== null && other !== null;
-    for (const row of document.querySelectorAll("tr[data-plain]")) {
-      const texts = whole ? said(row.dataset, price, tokens, other) : {};
+    for (const row of document.querySelectorAll("[data-plain]")) {
+      const cells = whole ? texts(row.dataset, price, tokens, other) : {};
       for (const cell of row.querySelectorAll("[data-cell]")) {
-        const text = texts[cell.dataset.cell] || "–";
+        const text = cells[cell.dataset.cell] || "–";
         cell.textContent = text;
         cell.classList.toggle("missing", text === "not measured");
       }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from outrider.report.page import charts
 from outrider.report.page.charts import Axis, Dot, Line, Lines, Panel, Rows
@@ -13,10 +14,11 @@ from outrider.report.summary import many, say
 TIMES = "times as fast as the target alone"
 
 
-def speedup(report: Report) -> Rows:
-    """A bar a row."""
+def speedup(report: Report, *, is_narrow: bool = False) -> Rows:
+    """A bar for each row.  is_narrow: for a phone, where names are above the bars."""
     axis = Axis(TIMES, 0, max([1.2, *map(reach, report.rows)]) * 1.02, lambda value: f"{value:.3g}×")
-    return Rows("bars", report.rows, axis, 1.0, "target alone")
+    chart = Rows("bars", report.rows, axis, 1.0, "target alone")
+    return replace(chart, row=62, width=charts.PHONE, left=0, right=8) if is_narrow else chart
 
 
 def generate_speedup(row: Row) -> float | None:
@@ -24,12 +26,10 @@ def generate_speedup(row: Row) -> float | None:
     return row.generate_tokens_per_s / row.plain_tokens_per_s if row.generate_tokens_per_s and row.plain_tokens_per_s else None
 
 
-def whisker(row: Row) -> tuple[float, float, float] | None:
-    """Low, center and high of the interval drawn over the end of the bar."""
-    found = row.speedup_geomean
-    if found is None or found.center is None or found.low is None or found.high is None:
-        return None
-    return found.low, found.center, found.high
+def whisker(row: Row) -> tuple[float, float] | None:
+    """Low and high of the interval drawn over the end of the bar."""
+    found = row.speedup_range
+    return None if found is None or found.low is None or found.high is None else (found.low, found.high)
 
 
 def reach(row: Row) -> float:
@@ -52,28 +52,30 @@ def prompts(report: Report) -> Rows | None:
 
 
 def _tip(prompt: PromptResult) -> str:
-    said = {True: "text identical", False: "TEXT DIFFERS", None: "text not compared"}[prompt.exact]
+    comparison = {True: "text identical", False: "TEXT DIFFERS", None: "text not compared"}[prompt.exact]
     at = "" if prompt.first_difference is None else f" after {many(prompt.first_difference, 'token')}"
     tokens = "" if prompt.tokens is None else f", {many(prompt.tokens, 'token')}"
-    return f"{prompt.id}: {prompt.speedup:.2f}×{tokens}, {said}{at}"
+    return f"{prompt.id}: {prompt.speedup:.2f}×{tokens}, {comparison}{at}"
 
 
 def latency(report: Report, colours: Colours) -> list[Panel]:
-    """Gaps between steps, time per token."""
+    """Time per token, then gaps between steps; both with the target alone."""
     panels, groups = [], grouped(report)
     for name, rows in groups.items():
-        series = [Line(row.drafter, colours[row.drafter], _percentiles(row.tpot_curve_ms)) for row in rows]
-        tpot = _curves(series, "prompts", "ms per token")
-        is_wide = tpot is None and len(groups) == 1
-        series = [Line(row.drafter, colours[row.drafter], _percentiles(row.itl_curve_ms)) for row in rows]
-        plain = next((row.plain_itl_curve_ms for row in rows if row.plain_itl_curve_ms), ())
-        gaps = _curves([*series, Line("target alone", None, _percentiles(plain))], "gaps", "ms between steps", is_wide)
-        panels.append(Panel(gaps, "Gaps between steps", _slowest(name, rows), is_wide=is_wide))
+        tpot = _curves(rows, "tpot_curve_ms", colours, "prompts", "ms per token")
+        gaps = _curves(rows, "itl_curve_ms", colours, "gaps", "ms between steps", tpot is None and len(groups) == 1)
         panels.append(Panel(tpot, "Time per token, prompt by prompt", name))
+        panels.append(
+            Panel(gaps, "Gaps between pieces of text", _slowest(name, rows), is_wide=tpot is None and len(groups) == 1)
+        )
     return panels
 
 
-def _curves(series: Sequence[Line], what: str, label: str, is_wide: bool = False) -> Lines | None:
+def _curves(rows: Sequence[Row], field: str, colours: Colours, what: str, label: str, is_wide: bool = False) -> Lines | None:
+    """A curve of percentiles for each drafter, and one for the target alone."""
+    series = [Line(row.drafter, colours[row.drafter], _percentiles(getattr(row, field))) for row in rows]
+    plain = next((curve for row in rows if (curve := getattr(row, f"plain_{field}"))), ())
+    series.append(Line("target alone", None, _percentiles(plain)))
     top = max((value for line in series for _, value in line.points if value is not None), default=1.0)
     x = Axis(f"percent of the {what} that are shorter", 0, 99, at=(0, 25, 50, 75, 95))
     width, height = (charts.WIDE, 330) if is_wide else (charts.HALF, 290)
@@ -82,8 +84,8 @@ def _curves(series: Sequence[Line], what: str, label: str, is_wide: bool = False
 
 def _slowest(name: str, rows: Sequence[Row]) -> str:
     ends = [(row.drafter, row.itl_curve_ms[-1]) for row in rows if row.itl_curve_ms]
-    said = [f"{drafter} {last:,.0f} ms" for drafter, last in ends if last is not None]
-    return f"{name}. Slowest gap: {', '.join(said)}." if said else name
+    slowest = [f"{drafter} {last:,.0f} ms" for drafter, last in ends if last is not None]
+    return f"{name}. Slowest gap: {', '.join(slowest)}." if slowest else name
 
 
 def _percentiles(curve: Sequence[float | None]) -> list[tuple[float, float | None]]:

@@ -1,15 +1,15 @@
-"""The text itself, token by token: which samples the page has room for, and what a token tells when it is pointed at."""
+"""The text itself, token by token: which samples fit the page, and the tip of each token."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from outrider.report.schema import Observed, Report, Row, Tested
+from outrider.report.schema import Report, Row, TracedPrompt, TracedToken
 from outrider.report.summary import conditions
 
-MOST = 1600
+MAX_ALL = 1600
 """Tokens drawn on one page: each takes about 150 bytes, most of it the tip."""
-LONGEST = 400
+MAX_TOKENS = 400
 """Tokens drawn of one text."""
 SHADES = 5
 
@@ -18,25 +18,25 @@ class Sample(NamedTuple):
     """One prompt under one drafter."""
 
     row: Row
-    text: Observed
+    text: TracedPrompt
 
 
 def samples(report: Report) -> tuple[list[list[Sample]], int]:
     """The samples of each prompt that fit the page, and how many do not; every task's first prompt before any's second."""
     groups: dict[tuple[str, str], list[Sample]] = {}
     for row in report.rows:
-        for text in row.observed:
+        for text in row.traced:
             if text.tokens:
                 groups.setdefault((conditions(row), text.id), []).append(Sample(row, text))
-    seen: dict[str, int] = {}
-    turns = []
+    ranks: dict[str, int] = {}
+    ranked = []
     for (place, _), group in groups.items():
-        seen[place] = seen.get(place, 0) + 1
-        turns.append((seen[place], group))
+        ranks[place] = ranks.get(place, 0) + 1
+        ranked.append((ranks[place], group))
     shown: list[list[Sample]] = []
-    left, hidden = MOST, 0
-    for _, group in sorted(turns, key=lambda pair: pair[0]):
-        size = sum(min(len(sample.text.tokens), LONGEST) for sample in group)
+    left, hidden = MAX_ALL, 0
+    for _, group in sorted(ranked, key=lambda pair: pair[0]):
+        size = sum(min(len(sample.text.tokens), MAX_TOKENS) for sample in group)
         if size > left and shown:
             hidden += len(group)
         else:
@@ -45,26 +45,26 @@ def samples(report: Report) -> tuple[list[list[Sample]], int]:
     return shown, hidden
 
 
-def class_of(token: Tested) -> str:
-    """`o` nobody drafted, `r` turned down, `k1` to `k5` kept, by depth."""
-    return "o" if token.drafted is None else f"k{min(max(token.depth or 1, 1), SHADES)}" if token.kept else "r"
+def class_of(token: TracedToken) -> str:
+    """`o` not drafted, `r` rejected, `k1` to `k5` accepted, by depth."""
+    return "o" if token.drafted is None else f"k{min(max(token.depth or 1, 1), SHADES)}" if token.accepted else "r"
 
 
-def visible(text: str) -> str:
+def printable(text: str) -> str:
     return text.replace("\n", "⏎").replace("\t", "⇥") or "∅"
 
 
-def tip(token: Tested) -> str:
-    """What was judged here, and every number known of it."""
+def tip(token: TracedToken) -> str:
+    """What was judged here, and every number that is known about it."""
     numbers = [f"target's entropy {token.entropy:.2f} nats"] if token.entropy is not None else []
     if token.drafted is None:
-        return "\n".join(["the target's own; nothing was drafted", *numbers])
+        return "\n".join(["the target's own, nothing was drafted", *numbers])
     where = f" at depth {token.depth}" if token.depth is not None else ""
-    verdict = "drafted and kept" if token.kept else f"turned down “{visible(token.drafted)}”"
+    outcome = "drafted and accepted" if token.accepted else f"rejected “{printable(token.drafted)}”"
     odds = [] if token.p is None else [f"p {_chance(token.p)} target"]
-    odds.append("q – certain" if token.q is None else f"q {_chance(token.q)} drafter")
+    odds.append("q – deterministic" if token.q is None else f"q {_chance(token.q)} drafter")
     ranks = [f"rank {token.rank:,}"] if token.rank is not None else []
-    return "\n".join([verdict + where, " · ".join(odds), " · ".join([*ranks, *numbers, *([token.kind] if token.kind else [])])])
+    return "\n".join([outcome + where, " · ".join(odds), " · ".join([*ranks, *numbers, *([token.kind] if token.kind else [])])])
 
 
 def _chance(value: float) -> str:

@@ -1,0 +1,153 @@
+"""The table of a report: as wide as the terminal, one line a drafter or one block; and the same for a README in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from outrider.report.schema import Range, Report, Row
+from outrider.report.summary import UNDER_LOAD, loss, say
+
+ALARM = "bold white on red"
+
+
+class Column(NamedTuple):
+    """A measure of every row."""
+
+    head: str
+    """In two lines at most."""
+    cell: Callable[[Row], Text]
+    is_number: bool = True
+    name: str = ""
+    """The head in one line, where that is not its lines joined."""
+
+    @property
+    def title(self) -> str:
+        return self.name or " ".join(self.head.split())
+
+
+@dataclass(frozen=True)
+class SummaryTable:
+    """Every row for a terminal.  It takes what columns fit the width; where the first ones do not, a row becomes a block."""
+
+    report: Report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(f"{self.report.target}: drafters against the target alone")
+        columns, width = _columns(self.report), options.max_width
+        fitting = columns[: -len(_DETAILS)]
+        if _width(self.report, fitting, gap=1) > width:
+            yield from self._blocks(columns)
+            return
+        for column in columns[len(fitting) :]:
+            if _width(self.report, [*fitting, column], gap=2) <= width:
+                fitting.append(column)
+        gap = 2 if _width(self.report, fitting, gap=2) <= width else 1
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, gap - 1, 0, 0), pad_edge=False, show_edge=False)
+        for column in fitting:
+            table.add_column(column.head, justify="right" if column.is_number else "left", no_wrap=True)
+        for row in self.report.rows:
+            table.add_row(*(column.cell(row) for column in fitting))
+        yield table
+        if any(row.under_load for row in self.report.rows):
+            yield Text(f"! {UNDER_LOAD}", ALARM)
+
+    def _blocks(self, columns: list[Column]) -> RenderResult:
+        """A line a measure: for terminals too narrow for a table, or names too long for one."""
+        for row in self.report.rows:
+            block = Table.grid(padding=(0, 2, 0, 0))
+            for column in columns:
+                block.add_row(Text(column.title, "dim"), column.cell(row))
+            yield Text()
+            yield block
+
+
+def _width(report: Report, columns: list[Column], gap: int) -> int:
+    """Characters that a table of these columns takes."""
+    texts = [[*column.head.split("\n"), *(column.cell(row).plain for row in report.rows)] for column in columns]
+    return sum(max(map(len, text)) for text in texts) + gap * (len(columns) - 1)
+
+
+def markdown(report: Report) -> str:
+    """The table for a README."""
+    columns = _columns(report)[: -len(_DETAILS)]
+    lines = ["| " + " | ".join(column.title for column in columns) + " |"]
+    lines.append("|" + "".join("---:|" if column.is_number else "---|" for column in columns))
+    lines += ["| " + " | ".join(_markdown_cell(column.cell(row)) for column in columns) + " |" for row in report.rows]
+    if any(row.under_load for row in report.rows):
+        lines += ["", f"! {UNDER_LOAD}"]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_cell(cell: Text) -> str:
+    """Text that can't end a Markdown cell or start markup in it; an alarm is bold."""
+    text = " ".join(cell.plain.split())
+    for mark in "\\`*_[]<>|":
+        text = text.replace(mark, "\\" + mark)
+    return f"**{text}**" if cell.style == ALARM else text
+
+
+# ── columns ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _columns(report: Report) -> list[Column]:
+    """All columns, the most wanted first; the task is one where there are several."""
+    tasks = {row.task for row in report.rows}
+    task = [Column("task", lambda row: Text(row.task), is_number=False)] if len(tasks) > 1 else []
+    return [Column("drafter", lambda row: Text(row.drafter), is_number=False), *task, *_MEASURES, *_DETAILS]
+
+
+def _number(value: Callable[[Row], float | None], spec: str) -> Callable[[Row], Text]:
+    return lambda row: Text(_dash(value(row), spec))
+
+
+def _dash(value: float | None, spec: str, scale: float = 1) -> str:
+    return say(value, spec, scale=scale, missing="–")
+
+
+def _speedup(row: Row) -> Text:
+    text = say(row.speedup, ".2f", "×", missing="–") + _ends(row.speedup_range)
+    return Text(f"{text} !", ALARM) if row.under_load else Text(text)
+
+
+def _ends(found: Range | None) -> str:
+    return "" if found is None or found.low is None or found.high is None else f" ({found.low:.2f}–{found.high:.2f})"
+
+
+def _equal(row: Row) -> Text:
+    """Yes, no or not compared, with the distance that a lossy rule had: a NO and a lossy rule must not be missed."""
+    answer = "NO" if row.is_inexact else "yes" if row.exact else "–"
+    return Text(
+        answer + (f" lossy {_dash(row.distance, '.3f')}" if loss(row) else ""), ALARM if row.is_inexact or loss(row) else ""
+    )
+
+
+def _shares(row: Row) -> Text:
+    return Text("/".join(_dash(value, ".0f", 100) for value in (row.share.draft, row.share.verify, row.share.other)))
+
+
+def _accepted(row: Row) -> Text:
+    return Text(" ".join(f"{_dash(value, '.0f', 100):>2}" for value in row.accepted_by_depth) or "–")
+
+
+_MEASURES = (
+    Column("T", lambda row: Text(f"{row.temperature:g}"), name="temperature"),
+    Column("tokens\n/step", _number(lambda row: row.tokens_per_step, ".2f"), name="tokens per step"),
+    Column("speed-up\n(95 %)", _speedup),
+    Column("tokens\n/s", _number(lambda row: row.tokens_per_s, ".0f"), name="tokens/s"),
+    Column("\nalone", _number(lambda row: row.plain_tokens_per_s, ".0f"), name="tokens/s alone"),
+    Column("ms per\ntoken", _number(lambda row: row.tpot_ms.p50, ".1f")),
+    Column("\nalone", _number(lambda row: row.plain_tpot_ms.p50, ".1f"), name="ms per token alone"),
+    Column("texts\nequal", _equal, is_number=False),
+)
+_DETAILS = (
+    Column("accepted to\ndepth 1, 2, … %", _accepted, is_number=False),
+    Column("first\ntoken ms", _number(lambda row: row.ttft_ms.p50, ".0f"), name="first token ms"),
+    Column("draft/verify\n/other %", _shares),
+)
