@@ -163,7 +163,7 @@ def import_folder(
     written.
     """
     if Path(out).exists():
-        raise ExportError(f"{out} is there already; name a new folder, or delete it first")
+        raise ExportError(f"{out} exists already; name a new folder, or delete it first")
     model = imported(Path(folder), target, format, kind)
     manifest = read_manifest(Path(folder))
     facts = {"imported_from": str(folder), "format": manifest.get("format", format), **dict(manifest.get("training", {}))}
@@ -201,7 +201,7 @@ def imported(folder: Path, target: TransformersTarget, format: str | None = None
     except Exception as error:  # a config may hold anything, and any reader or constructor may fail on it
         message = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         raise ExportError(
-            f"{folder} can't be read as a {kind}: {message}; "
+            f"{folder} can't be read as {kind}: {message}; "
             "name the --kind that it is, or bring another folder"
         ) from error
     fill(model, weights, layout, folder, target, manifest.get("unsaid", {}).keys())

@@ -172,7 +172,7 @@ def test_a_checkpoint_is_refused_with_the_formats_to_export_first(tmp_path: Path
     (tmp_path / "bare").mkdir()
     with pytest.raises(ConfigError, match="name its --kind"):
         draft_of(tmp_path / "bare", "org/target")
-    with pytest.raises(ConfigError, match="no folder"):
+    with pytest.raises(ConfigError, match="no such folder"):
         draft_of(tmp_path / "none", "org/target")
     with pytest.raises(ConfigError, match="name it with --target"):
         draft_of("ngram")
@@ -186,7 +186,7 @@ def test_known_bad_pairs_are_warned_of(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "eagle3")
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
     notes = " ".join(command("vllm", draft_of(folder, str(target)), Wish(tokens=9)).notes)
-    for part in ("guess the layers", "is quantised", "2048 positions", "9 tokens a step are more than the 4"):
+    for part in ("guess the layers", "is quantised", "2048 positions", "9 tokens a step are more than its own 4"):
         assert part in notes
     assert "guess" not in " ".join(command("vllm", draft_of(folder_of(tmp_path, "peagle"))).notes)
 

@@ -267,9 +267,9 @@ def test_a_pair_that_there_is_not_is_refused_by_name(format, kind, target, tmp_p
 
 NOTED = [
     ("speculators", "mtp", {}, "no engine loads it"),
-    ("speculators", "dspark", {}, "no place for the weights of a gated"),
+    ("speculators", "dspark", {}, "no parameters for a gated"),
     ("speculators", "dspark", {"markov": "vanilla"}, None),
-    ("deepspec", "dspark", {}, "no place for the weights of a rnn"),
+    ("deepspec", "dspark", {}, "no parameters for a rnn"),
     ("sglang", "dspark", {"markov": "gated"}, None),
 ]
 
@@ -561,7 +561,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "torn file": (_torn, "can't be read"),
     "other width": (_config(transformer_layer_config={"hidden_size": 48}), "hidden_size is 48"),
     "no layer numbers": (_config(eagle_aux_hidden_state_layer_ids=None), "can't be guessed"),
-    "a list for a config": (lambda folder: (folder / "config.json").write_text("[]") and None, "not the mapping"),
+    "a list for a config": (lambda folder: (folder / "config.json").write_text("[]") and None, "a mapping is wanted"),
 }
 
 
@@ -589,7 +589,7 @@ def test_a_draft_of_another_target_is_refused(target, made, tmp_path):
 def test_a_folder_that_is_there_stays_as_it_is(target, made, tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine.txt").write_text("mine")
-    with pytest.raises(ExportError, match="is there already"):
+    with pytest.raises(ExportError, match="exists already"):
         export(made("deepspec", "dflash"), "deepspec", tmp_path / "there", target)
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["mine.txt"]
 

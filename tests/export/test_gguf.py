@@ -304,12 +304,12 @@ def test_without_its_library_the_format_is_listed_and_says_what_to_install(targe
 
 def test_what_reads_back_differently_is_not_kept(target, checkpoint, tmp_path, monkeypatch):
     """The planted fault: a writer that gives the up projection the gate's rows is caught before the folder appears."""
-    real = gguf._turned
+    real = gguf._reordered
 
     def careless(name, weight, keys, back=False):
         return real(name, weight.flip(0) if "up_proj" in name and not back else weight, keys, back)
 
-    monkeypatch.setattr(gguf, "_turned", careless)
+    monkeypatch.setattr(gguf, "_reordered", careless)
     with pytest.raises(ExportError, match="reads back with other weights: lm.model.layers.0.mlp.up_proj.weight"):
         export(checkpoint, "gguf", tmp_path / "there", target)
     assert not list(tmp_path.iterdir())

@@ -365,8 +365,8 @@ DAMAGES = {
     "facts are a list": (change_manifest(lambda m: m.update(facts=[1])), "its facts is of type list, not dict"),
     "training is text": (change_manifest(lambda m: m.update(training="x")), "its training is of type str, not dict"),
     "deep nesting": (deep, "nested too deeply"),
-    "a key that stands twice": (
-        lambda folder: (folder / checkpoint.MANIFEST).write_text('{"version": 1, "version": 1}'), "'version' stands twice",
+    "a key that is in it twice": (
+        lambda folder: (folder / checkpoint.MANIFEST).write_text('{"version": 1, "version": 1}'), "'version' is in it twice",
     ),
     "8 bits": (norm(lambda w: w.to(torch.float8_e4m3fn)), "has 8-bit weights: backbone.norm.weight"),
     "whole numbers": (norm(lambda w: w.to(torch.int8)), "has wrongly typed weights: backbone.norm.weight"),
@@ -484,9 +484,9 @@ def test_a_kind_takes_its_settings(talker: TransformersTarget) -> None:
         ("dspark", {"markov": "elman"}, ConfigError, "drafter.markov"),
         ("dspark", {"taps": (1, 40)}, DrafterError, "taps (1, 40) reach past layer 3"),
         ("dflash", {"taps": (-1,)}, DrafterError, "choose taps from 0 to 3"),
-        ("dflash", {"taps": (2, 1)}, DrafterError, "must rise"),
+        ("dflash", {"taps": (2, 1)}, DrafterError, "in ascending order"),
         ("dflash", {"taps": ()}, OutriderError, "taps"),
-        ("dflash", {"heads": 4, "kv_heads": 3}, DrafterError, "no multiple of kv_heads"),
+        ("dflash", {"heads": 4, "kv_heads": 3}, DrafterError, "not a multiple of kv_heads"),
         ("dflash", {"head_dim": 7}, OutriderError, "head_dim"),
         ("dspark", {"layers": 2, "init_from_layers": (0,)}, DrafterError, "one target layer for each of 2 draft layers"),
         ("dspark", {"layers": 1, "init_from_layers": (4,)}, DrafterError, "each from 0 to 3"),
