@@ -3,7 +3,11 @@
 import copy
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +26,49 @@ RENAMED = {
 }  # fmt: skip
 """Former names of settings, and their names now."""
 
+ELSEWHERE = {
+    "target": "model model_name model_name_or_path model_path base_model target_model target_model_path "
+              "target_model_name_or_path verifier verifier_name_or_path",
+    "target.dtype": "torch_dtype",
+    "target.quantize": "quantization",
+    "drafter": "draft draft_model draft_model_path draft_model_name_or_path speculator speculative_config",
+    "drafter.kind": "kind method algorithm speculative_algorithm speculator_type",
+    "drafter.layers": "num_hidden_layers num_layers n_layers num_draft_layers",
+    "drafter.heads": "num_attention_heads",
+    "drafter.kv_heads": "num_key_value_heads",
+    "drafter.intermediate": "intermediate_size",
+    "drafter.taps": "target_layer_ids aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids",
+    "drafter.vocabulary": "draft_vocab_size",
+    "drafter.ttt": "ttt_length ttt_steps",
+    "drafter.block": "block_size num_speculative_tokens",
+    "drafter.length": "num_speculative_tokens speculative_num_steps num_draft_tokens",
+    "prepare": "data",
+    "prepare.conversations": "conversations dataset dataset_name data_path train_data_path train_file train_data",
+    "prepare.count": "count max_samples max_train_samples num_samples",
+    "prepare.length": "length max_length max_seq_length max_seq_len model_max_length seq_length",
+    "prepare.max_new_tokens": "max_tokens max_completion_length max_gen_toks",
+    "train": "training",
+    "train.lr": "lr learning_rate",
+    "train.batch": "batch batch_size per_device_batch per_device_batch_size per_device_train_batch_size train_batch_size "
+                   "micro_batch_size gradient_accumulation_steps",
+    "train.epochs": "epochs epoch num_epochs num_train_epochs",
+    "train.steps": "steps max_steps total_steps num_steps num_train_steps max_num_steps",
+    "train.warmup": "warmup_ratio warmup_steps",
+    "train.clip": "max_grad_norm grad_clip gradient_clipping",
+    "train.optimizer": "optimizer optim",
+    "train.loss": "loss loss_type loss_fn",
+    "train.dtype": "bf16 fp16 mixed_precision",
+    "train.log_every": "logging_steps log_interval log_freq",
+    "train.save_every": "save_steps save_interval save_freq checkpoint_freq",
+    "evaluate": "eval evaluation",
+    "evaluate.tasks": "tasks benchmarks eval_tasks eval_data_path eval_dataset",
+    "evaluate.prompts": "num_prompts limit",
+    "evaluate.temperatures": "temperature",
+    "evaluate.max_new_tokens": "max_tokens max_completion_length max_gen_toks",
+    "name": "output_dir run_name",
+}  # fmt: skip
+"""Settings of run files, and what TRL, transformers, SpecForge and speculators call them."""
+
 
 class Config(BaseModel):
     """Base of every config: frozen, strict about keys; the docstring under a field is its help."""
@@ -31,19 +78,42 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_keys(cls, data: Any) -> Any:
-        for key in data if isinstance(data, Mapping) else ():
+        if not isinstance(data, Mapping):
+            return data
+        for key in data:
             if key not in cls.model_fields:
                 now = RENAMED.get(key)
-                hint = f"; it is called {now!r} now" if now in cls.model_fields else nearest(str(key), cls.model_fields)
+                hint = f"; it is called {now!r} now" if now in cls.model_fields else _elsewhere(str(key), cls.model_fields)
                 raise ValueError(f"unknown key {key!r}{hint}")
-        return data
+        return {key: _meant(cls.model_fields[key].annotation, value) for key, value in data.items()}
+
+
+def _elsewhere(key: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown key: what another trainer's setting is called here, or the nearest known key."""
+    paths = [path for path, names in ELSEWHERE.items() if key in names.split()]
+    here = [leaf for path in paths if (leaf := path.rpartition(".")[2]) in known]
+    found = here or paths
+    return f"; it is called {found[0]!r} here" if found and found[0] != key else nearest(key, known)
+
+
+def _meant(annotation: Any, value: Any) -> Any:
+    """A value as it was meant: one thing or `a,b` for a list, 1e4 (which YAML reads as text) for a whole number."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    wanted = {typing.get_origin(kind) or kind for kind in (typing.get_args(annotation) if is_union else (annotation,))}
+    if value is None or type(value) in wanted or isinstance(value, list | tuple):
+        return value
+    if tuple in wanted and typing.Literal not in wanted:
+        return [part.strip() for part in value.split(",")] if isinstance(value, str) else [value]
+    if int in wanted and isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?e\d+", value.strip(), re.IGNORECASE):
+        return float(value)
+    return value
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown word: the nearest known one, or all of them."""
-    known = list(known)
-    close = difflib.get_close_matches(word, known, 1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+    """The end of a sentence about an unknown word: the nearest known one, or all of them.  Case and dashes do not matter."""
+    plain = {re.sub(r"[\W_]", "", name).lower(): name for name in known}
+    close = difflib.get_close_matches(re.sub(r"[\W_]", "", word).lower(), plain, 1)
+    return f"; did you mean {plain[close[0]]!r}?" if close else f"; known: {', '.join(sorted(plain.values()))}"
 
 
 def build(schema: type[T], values: Mapping[str, Any], where: str = "") -> T:
@@ -55,20 +125,56 @@ def build(schema: type[T], values: Mapping[str, Any], where: str = "") -> T:
         for problem in error.errors():
             path = ".".join(str(part) for part in (where, *problem["loc"]) if part != "")
             message = problem["msg"].removeprefix("Value error, ")
-            given = "" if "unknown key" in message or problem["type"] == "missing" else f" (given: {problem['input']!r})"
+            is_section = "unknown key" in message or isinstance(problem["input"], Mapping)
+            given = "" if is_section or problem["type"] == "missing" else f" (given: {problem['input']!r})"
             lines.append(f"{path + ': ' if path else ''}{message}{given}")
         raise ConfigError("\n".join(lines)) from None
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file."""
+    """The mapping in a YAML file.  Raises ConfigError, with the line, for what is not YAML and for a key in it twice."""
     try:
-        values = _parsed(Path(path).read_text(encoding="utf-8"), str(path))
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"can't read run file {path}: {error}") from None
+    values = _parsed(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a mapping such as `target: demo`, not {type(values).__name__}")
+    lines: dict[str, int] = {}
+    for key, line in _keys(yaml.compose(text, yaml.SafeLoader)):
+        if key in lines:
+            raise ConfigError(f"{path}, line {line}: {key} is there twice, in line {lines[key]} too; leave one out")
+        lines[key] = line
     return values
+
+
+@contextmanager
+def located(path: str | Path, overrides: Iterable[str] = ()) -> Iterator[None]:
+    """A ConfigError from inside names the line of the file with the setting that it is about, unless an override set it."""
+    try:
+        yield
+    except ConfigError as error:
+        lines = dict(_keys(yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)))
+        given = [item.partition("=")[0] for item in overrides]
+        raise ConfigError("\n".join(_located(part, path, lines, given) for part in str(error).splitlines())) from None
+
+
+def _located(message: str, path: str | Path, lines: Mapping[str, int], overrides: Iterable[str]) -> str:
+    found = re.match(r"([a-z_]\w*(?:\.\w+)*)?(?:: )?(?:unknown key '([^']+)')?", message)
+    key = ".".join(filter(None, found.groups())) if found else ""
+    while key and key not in lines:
+        key = key.rpartition(".")[0]
+    if not key or any(f"{item}.".startswith(f"{key}.") for item in overrides):
+        return message
+    return f"{path}, line {lines[key]}: {message}"
+
+
+def _keys(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """(key path, line) of every key below a YAML node."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        path = f"{prefix}{key.value}"
+        yield path, key.start_mark.line + 1
+        yield from _keys(value, f"{path}.")
 
 
 def override(values: dict[str, Any], items: Iterable[str]) -> dict[str, Any]:
@@ -93,7 +199,9 @@ def _parsed(text: str, what: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{what} is not YAML: {str(error).splitlines()[0]}") from None
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        place = f", line {mark.line + 1}, column {mark.column + 1}," if mark and "\n" in text else ""
+        raise ConfigError(f"{what}{place} is not YAML: {problem or str(error).splitlines()[0]}") from None
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

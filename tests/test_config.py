@@ -193,7 +193,7 @@ def test_target_and_drafter_may_be_single_words(tmp_path: Path) -> None:
         ("target: demo\ndrafter: ngram\ntrain: {step: 3}\n", "train: unknown key 'step'; did you mean 'steps'"),
         ("target: demo\ndrafter: ngram\nprepare: {count: 0}\n", "prepare.count: "),
         ("target: {name: demo, dtype: fp4}\ndrafter: ngram\n", "target.dtype: Input should be 'auto', "),
-        ("target: demo\ndrafter: {kind: ngram, shortest: 5, longest: 3}\n", "drafter: shortest 5 is more than longest 3"),
+        ("target: demo\ndrafter: {kind: ngram, shortest: 5, longest: 3}\n", "drafter: shortest must be at most longest"),
     ],
 )
 def test_what_is_wrong_with_a_run_is_said_before_anything_loads(text: str, said: str, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -15,7 +16,10 @@ from outrider.training.optimizers import Kind
 class Config(Base):
     """How a draft model is trained."""
 
-    steps: PositiveInt = 10_000
+    steps: PositiveInt | None = 10_000
+    """Raised on a run that has ended, it goes on from its checkpoint; see docs/training.md."""
+    epochs: PositiveFloat | None = None
+    """Passes over the answers, in place of `steps`."""
     lr: PositiveFloat = 6e-4
     """Peak learning rate."""
     optimizer: Kind = "adamw"
@@ -25,7 +29,7 @@ class Config(Base):
     batch: PositiveInt = 8
     """Texts per step."""
     loss: Annotated[dict[str, float], AfterValidator(losses.check)] = Field(default={"ce": 0.1, "tv": 1.8})
-    """Divergences and their weights."""
+    """Divergences and their weights; `kl` is short for {kl: 1}."""
     extra: dict[str, float] = Field(default={})
     """Weights of the method's own terms, such as confidence; 1 unless named."""
     position: Annotated[dict[str, float], AfterValidator(rows.check)] = Field(default={})
@@ -44,6 +48,27 @@ class Config(Base):
     log_every: PositiveInt = 20
     calibrate: NonNegativeInt = 0
     """Held-out prompts of `evaluate.tasks` on which confidences are calibrated after training; 0 leaves them as trained."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_forms(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        if isinstance(data.get("loss"), str):
+            data = {**data, "loss": {data["loss"]: 1.0}}
+        return {**data, "steps": data.get("steps")} if data.get("epochs") is not None else data
+
+    @model_validator(mode="after")
+    def _steps_or_epochs(self) -> Config:
+        if (self.steps is None) == (self.epochs is None):
+            raise ConfigError(f"steps {self.steps} and epochs {self.epochs} are given; give one of them")
+        return self
+
+    @property
+    def last_step(self) -> int:
+        """`steps`, where `epochs` are resolved."""
+        assert self.steps is not None
+        return self.steps
 
     @model_validator(mode="after")
     def _select_needs_a_reference(self) -> Config:

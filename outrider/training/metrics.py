@@ -30,7 +30,7 @@ class Metrics:
             log.warning("%s, line %d can't be read, and %d in all; they are left out", self.path, damaged[0], len(damaged))
         # steps after the checkpoint will be trained, and written, again
         valid = [(line, row) for line, row in zip(lines, rows, strict=True) if row is not None and row["step"] <= step]
-        self.is_probed = any("loss" not in row for _, row in valid)
+        self.is_probed = any("loss" not in row and row["step"] == step for _, row in valid)
         try:
             if len(valid) < len(lines):
                 with replacing(self.path) as part:

@@ -4,10 +4,12 @@ Logits exist a chunk at a time: each chunk's loss is back-propagated to the rows
 the model in one go.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +26,27 @@ CHUNK_ELEMENTS = {"cpu": 2**21}
 """Logits that exist at once, by device: 8 MiB in float32 stay near a CPU's cores; elsewhere 2**24, 64 MiB, fill the device."""
 
 
+class Joined(NamedTuple):
+    """Where a training left the curve of its former number of steps, and at which share of the peak rate."""
+
+    step: int
+    rate: float
+
+    def length(self, config: Config) -> int:
+        """Steps over which the rate moves to the new curve."""
+        return max(1, round(config.warmup * (config.last_step - self.step)))
+
+
 def optimise(
     model: DraftModel, optimizer: Optimizers, batch: Batch, config: Config, step: int, is_counted: bool,
-    reference: DraftModel | None = None, near: float = 0.0,
+    reference: DraftModel | None = None, near: float = 0.0, joined: Joined | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """One step of the optimiser.  Returns its loss, terms and, where counted, expected acceptance by depth.
 
     near: mean overlap of draft and target when it was last measured.
     """
-    lr = config.lr * rate(step, config)
-    model.progress = step / config.steps
+    lr = config.lr * rate(step, config, joined)
+    model.progress = step / config.last_step
     optimizer.zero_grad()
     with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
         noise = torch.get_rng_state()
@@ -123,12 +136,18 @@ def _chunk(predictions: Predictions) -> int:
     return max(1, elements // predictions.vocabulary)
 
 
-def rate(step: int, config: Config) -> float:
-    """Share of the peak rate: linear warm-up, then a cosine to 0."""
-    warm = max(1, round(config.warmup * config.steps))
-    if step < warm:
-        return (step + 1) / warm
-    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, config.steps - warm)))
+def rate(step: int, config: Config, joined: Joined | None = None) -> float:
+    """Share of the peak rate: linear warm-up, then a cosine to 0 at the last step.
+
+    joined: from its step on the rate moves from the former curve to this one, linearly over `warmup` of the steps left.
+    """
+    last = config.last_step
+    warm = max(1, round(config.warmup * last))
+    found = (step + 1) / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, last - warm)))
+    if joined is None:
+        return found
+    share = min(1.0, (step - joined.step + 1) / joined.length(config))
+    return joined.rate + share * (found - joined.rate)
 
 
 def first_bad(model: DraftModel, batch: Batch) -> str:

@@ -1,6 +1,7 @@
 """The training loop: features in, a step, a checkpoint.  2N steps equal N, a stop, and N more, bit for bit on a CPU."""
 
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,13 +19,20 @@ from outrider.training import losses
 from outrider.training.config import Config
 from outrider.training.metrics import Metrics
 from outrider.training.optimizers import Optimizers, pack, unpack
-from outrider.training.step import optimise
+from outrider.training.step import Joined, optimise, rate
 
 log = logging.getLogger(__name__)
 LOOK_EVERY = 8
 """Steps between two measurements of the mean overlap, for losses that depend on it."""
 OnStep = Callable[[int, Mapping[str, Any]], None]
 Probe = Callable[[DraftModel], Mapping[str, Any]]
+
+
+def with_steps(config: Config, source: FeatureSource) -> Config:
+    """`config` with its epochs as steps."""
+    if config.epochs is None:
+        return config
+    return config.model_copy(update={"steps": math.ceil(config.epochs * source.steps_per_pass), "epochs": None})
 
 
 def with_dtype(config: Config, folder: str | Path, device: torch.device) -> Config:
@@ -44,6 +52,7 @@ def train(
 ) -> Path:  # fmt: skip
     """Train `model` to `config.steps` and return its checkpoint folder; goes on from one that is there.
 
+    Of a run with other `steps` or `epochs` the learning rate joins the curve of the new number; see `step.Joined`.
     folder: gets `checkpoint/` and `metrics.jsonl`.  probe: measures the model at the end, into the metrics.
     reference: the model that `config.reference` names, loaded.
     Raises TrainingError where a loss is not finite, naming the first bad tensor, and where another process trains there; no
@@ -56,7 +65,7 @@ def train(
     with held(folder, busy):
         torch.manual_seed(config.seed)
         model = model.float().train()
-        config = with_dtype(config, folder, model.target.device)
+        config = with_steps(with_dtype(config, folder, model.target.device), source)
         dtype = getattr(torch, config.dtype)
         optimizer = Optimizers(model, config.optimizer, model.target.spec.vocabulary, config.weight_decay, dtype)
         place = folder / "checkpoint"
@@ -65,15 +74,16 @@ def train(
         given = _name_texts(facts, source)
         if not facts["step"]:
             model.begin(source.counts)
-        before, began = facts["seconds"], time.monotonic()
+        joined = _joined(facts)
+        first, before, began = facts["step"], facts["seconds"], time.monotonic()
         seconds = lambda: before + time.monotonic() - began
         by_overlap = not losses.BY_OVERLAP.isdisjoint(config.loss)
         with _finish_the_step() as asked_to_stop, Metrics(folder, facts["step"]) as metrics:
-            while facts["step"] < config.steps:
+            while facts["step"] < config.last_step:
                 is_logged = (facts["step"] + 1) % config.log_every == 0 or facts["step"] + 1 == config.steps
                 looks = by_overlap and facts["step"] % LOOK_EVERY == 0
                 batch, near = source.batch(facts["step"]), facts.get("overlap", 0.0)
-                found = optimise(model, optimizer, batch, config, facts["step"], is_logged or looks, reference, near)
+                found = optimise(model, optimizer, batch, config, facts["step"], is_logged or looks, reference, near, joined)
                 facts["step"] += 1
                 if looks:
                     facts["overlap"] = found["overlap"]
@@ -89,7 +99,7 @@ def train(
                     _save(place, model, optimizer, facts, given)
                 if stops:
                     raise KeyboardInterrupt
-            if probe is not None and not metrics.is_probed:
+            if probe is not None and not (metrics.is_probed and facts["step"] == first):
                 metrics.write({"step": facts["step"], **probe(model.eval())})
     model.eval()
     return place
@@ -127,7 +137,8 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
         return {}
     manifest = checkpoint.manifest_of(place)
     checkpoint.check_binding(manifest, model.target, place)
-    free = {"save_every", "log_every", "calibrate"}  # they change what is written, not what is learnt
+    # these change what is written, not what is learnt; another number of steps goes on along another curve
+    free = {"save_every", "log_every", "calibrate", "steps", "epochs"}
     mine = {"drafter": model.config.model_dump(mode="json"), "train": {key: settings[key] for key in settings.keys() - free}}
     own, kind = type(model.config)().model_dump(mode="json"), manifest["kind"]
     config = own | checkpoint.config_of(manifest, place, model.target) if kind == own["kind"] else manifest["config"]
@@ -137,16 +148,26 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
     if differs:
         wrong = f"other settings ({', '.join(sorted(differs))})"
         raise CheckpointError(f"{place} was trained with {wrong}; name another run, or set them back to go on")
+    step = manifest["training"]["step"]
+    if settings["steps"] < step:
+        more = f"train.steps {settings['steps']} is less than that; set at least {step}, or name another run"
+        raise CheckpointError(f"{place} was trained to step {step}, and {more}")
     checkpoint.check_taps(manifest, model, place)
     checkpoint.load_weights(place, model)
     state = checkpoint.load_state(place)
     if state is not None:
         unpack(state, model, optimizer)
-    elif manifest["training"]["step"] < settings["steps"]:
-        lacks = f"was stopped at step {manifest['training']['step']} and lacks {checkpoint.TRAINING}"
+    elif step < settings["steps"]:
+        lacks = f"was stopped at step {step} and lacks {checkpoint.TRAINING}"
         raise CheckpointError(f"{place} {lacks}, without which it can't go on; put the file back, or name another run")
     before = {"ngram_hashes": [None]} | manifest["training"]
-    return {key: before[key] for key in ("step", "seconds", "tokens", "overlap", "ngram_hashes") if key in before}
+    if settings["steps"] != trained["steps"] and step < settings["steps"]:
+        before["joined"] = {"step": step, "rate": rate(step, Config(**trained), _joined(before))}
+    return {key: before[key] for key in ("step", "seconds", "tokens", "overlap", "ngram_hashes", "joined") if key in before}
+
+
+def _joined(facts: Mapping[str, Any]) -> Joined | None:
+    return Joined(**facts["joined"]) if "joined" in facts else None
 
 
 def _name_texts(facts: dict[str, Any], source: FeatureSource) -> dict[str, Path]:

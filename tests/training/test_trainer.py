@@ -11,7 +11,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from outrider.training import losses, trainer
 from outrider.training.config import Config
 from outrider.training.metrics import Metrics
 from outrider.training.optimizers import Optimizers
-from outrider.training.step import first_bad, rate
+from outrider.training.step import Joined, first_bad, rate
 from outrider.training.trainer import train
 from training.bench import SETTINGS, fit, make_model, make_source
 
@@ -159,7 +159,7 @@ def test_a_type_that_this_machine_is_slow_at_is_warned_of(
 ) -> None:
     """Catches a forced choice that costs hours and says nothing; it is obeyed all the same."""
     slow = {"bfloat16": {"training": 90.0}, "float32": {"training": 3.0}}
-    monkeypatch.setattr(trainer.machine, "products", lambda: trainer.machine.Products(slow))
+    monkeypatch.setattr(trainer.machine, "matmul_times", lambda: trainer.machine.MatmulTimes(slow))
     fit(tmp_path, talker, dtype="bfloat16", steps=1)
     assert "train.dtype=bfloat16" in caplog.text and "30.0 times as long" in caplog.text and "train.dtype=auto" in caplog.text
     assert manifest_of(tmp_path / "checkpoint")["training"]["config"]["dtype"] == "bfloat16"
@@ -409,7 +409,7 @@ def test_a_full_disk_in_training_loses_only_what_came_after_the_last_save(
         real(tensors, path)
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(TrainingError, match=r"the disk is full.*Make room and run again"):
+    with pytest.raises(TrainingError, match=r"(?i)the disk is full.*make room and run again"):
         fit(tmp_path, talker)
     assert step_of(tmp_path) == 2
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint"]
@@ -423,7 +423,7 @@ def test_a_full_disk_in_training_loses_only_what_came_after_the_last_save(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"lr": 2e-2}, "train.lr"), ({"steps": 8}, "train.steps"), ({"loss": {"kl": 1.0}}, "train.loss"),
+        ({"lr": 2e-2}, "train.lr"), ({"clip": 2.0}, "train.clip"), ({"loss": {"kl": 1.0}}, "train.loss"),
         ({"dtype": "bfloat16", "batch": 3}, "train.batch, train.dtype"), ({"extra": {"confidence": 0.0}}, "train.extra"),
     ],
 )  # fmt: skip
@@ -436,6 +436,51 @@ def test_other_settings_do_not_resume(change: dict[str, Any], named: str, talker
         fit(tmp_path, talker, **change)
     assert f"({named})" in str(caught.value)
     assert written(tmp_path) == before
+
+
+@pytest.mark.parametrize("at", [3, 6])
+def test_a_training_goes_on_where_its_steps_are_raised(at: int, talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a longer training that is refused, that begins again, or whose rate jumps; stopped or ended, bit for bit."""
+    stop = stopper(at, interrupt) if at < 6 else None
+    for place in (tmp_path / "once", tmp_path / "twice"):
+        with suppress(KeyboardInterrupt):
+            fit(place, talker, warmup=0.25, on_step=stop)
+        assert step_of(place) == at
+    fit(tmp_path / "once", talker, steps=12, warmup=0.25)
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path / "twice", talker, steps=12, warmup=0.25, on_step=stopper(at + 1, interrupt))
+    fit(tmp_path / "twice", talker, steps=12, warmup=0.25)
+    same_training(tmp_path / "once", tmp_path / "twice")
+    rates = [row["lr"] for row in metrics(tmp_path / "once")]
+    assert len(rates) == 12
+    first = SETTINGS["lr"] * rate(at, Config(**SETTINGS, warmup=0.25))
+    assert min(first, rates[at]) == first < max(rates[at:]) < SETTINGS["lr"] and rates[-1] < 0.1 * SETTINGS["lr"]
+
+
+def test_fewer_steps_than_were_trained_are_refused(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a training of 6 steps that is called one of 4."""
+    fit(tmp_path, talker)
+    with pytest.raises(CheckpointError, match=r"trained to step 6, and train\.steps 4 is less"):
+        fit(tmp_path, talker, steps=4)
+
+
+def test_an_end_that_moves_is_probed_again(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a longer training that shows the acceptance of the shorter one."""
+    for steps in (2, 4, 4):
+        config = Config(**(SETTINGS | {"steps": steps}))
+        train(make_model(talker), make_source(talker), config, tmp_path, probe=lambda model: {"probed": 1.0})
+    assert [row["step"] for row in metrics(tmp_path) if "probed" in row] == [2, 4]
+
+
+def test_epochs_are_passes_over_the_texts(talker: TransformersTarget, tmp_path: Path) -> None:
+    """Catches epochs that are rounded down, and a checkpoint that does not know its steps: 7 texts are 4 batches of 2."""
+    fit(tmp_path, talker, steps=None, epochs=1.5)
+    assert step_of(tmp_path) == 6
+    fit(tmp_path, talker)  # and 6 steps are the same training
+    assert step_of(tmp_path) == 6
+    for wrong in ({"epochs": 2}, {"steps": None}):
+        with pytest.raises(ValueError, match="give one of them"):
+            Config(**(SETTINGS | wrong))
 
 
 def test_another_drafter_does_not_resume(talker: TransformersTarget, tmp_path: Path) -> None:
@@ -467,6 +512,19 @@ def test_the_rate_rises_and_falls() -> None:
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert 0 < rates[-1] < 0.01
     assert [rate(step, Config(steps=1, warmup=0)) for step in range(1)] == [1.0]
+
+
+def test_a_rate_that_joins_another_curve_does_not_jump() -> None:
+    """Catches a rate that leaps to the new curve, overshoots it, or stays on the old one."""
+    short, long = Config(steps=100, warmup=0.1), Config(steps=300, warmup=0.1)
+    for step in (60, 100):
+        joined = Joined(step, rate(step, short))
+        rates = [rate(at, long, joined) for at in range(step, 300)]
+        most = 1.5 * max(abs(rate(at + 1, long) - rate(at, long)) for at in range(30, 299)) + 1 / joined.length(long)
+        jumps = [abs(a - b) for a, b in itertools.pairwise([joined.rate, *rates])]
+        assert max(jumps) < most
+        after = joined.length(long)
+        assert rates[after:] == [rate(at, long) for at in range(step + after, 300)] and rates[-1] < 0.01
 
 
 def test_a_term_without_weight_is_not_learnt(talker: TransformersTarget, tmp_path: Path) -> None:
