@@ -5,7 +5,15 @@ from __future__ import annotations
 import logging
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from outrider.config import Config as Base
 from outrider.config import nearest
@@ -21,37 +29,50 @@ class Config(Base):
     """What is measured."""
 
     tasks: tuple[str, ...] = Field(("stdlib",), min_length=1)
-    """`stdlib`, or files of prompts."""
+    """Names from `outrider tasks`, or files of prompts."""
     prompts: PositiveInt = 24
     """Prompts measured per task; more are tried where some fall into loops."""
     max_new_tokens: PositiveInt = 96
     temperatures: tuple[NonNegativeFloat, ...] = Field((0.0, 1.0), min_length=1)
-    """The drafter of this run is measured at each, those beside it at the first."""
+    """Every drafter is measured at each of them."""
+    baseline_temperatures: tuple[NonNegativeFloat, ...] | None = Field(None, min_length=1)
+    """Those of `temperatures` at which the baselines are measured; all unless given."""
     baselines: tuple[str | dict[str, Any], ...] = ()
     """Other drafters in the same run: kinds, kinds with their settings, or checkpoint folders."""
+    batch: PositiveInt = 1
+    """Prompts that are served together, plain and drafted alike."""
+    processes: PositiveInt = 1
+    """Processes that share the prompts.  Each loads target and drafters; on one machine they take time from each
+    other."""
+    repeats: NonNegativeInt = 2
+    """How often a run of seconds is measured again while other programs keep the machine busy."""
+    overwrite: bool = False
+    """Measure all prompts again, and replace a report of more prompts, tasks or drafters, or of other settings."""
     thinking: bool | None = None
-    """Handed to the chat template as `enable_thinking`; unless given, the template does as it always does."""
+    """Passed to the chat template as `enable_thinking`; unless given, the template has its default."""
     data: str | None = None
     """Folder with files of tasks, taken instead of the hub's: gsm8k.jsonl and so on."""
     revisions: dict[str, str] = Field(default={})
-    """Pins, by task as `tasks` names it: a commit of its data set, the newest unless given, or `sha256:...` of a file."""
+    """Pins, by task as `tasks` names it: a commit of its data set, the newest unless given, or `sha256:...` of a
+    file."""
     traced_prompts: NonNegativeInt = 4
-    """Prompts of each task that are run once more, untimed, to note what was kept where and why; 0 notes nothing."""
+    """Prompts of each task that are run once more, untimed, to record every drafted token; 0 for none."""
     score: bool = False
-    """Compare answers with the references of tasks that have some, those of the target alone too."""
+    """Compare answers with the references of tasks that have some; the answers of the target alone too."""
     allow_code_execution: bool = False
     """Score tasks of code by running the answers, in a sandbox; without it they have no score."""
     min_first_ngrams: NonNegativeFloat = 0.6
-    """A prompt whose plain text has a smaller share of first-time 8-grams loops: it is listed and left out, and so is one whose
-    answer is one token.  0 keeps all."""
+    """A prompt loops if its plain text has a smaller share of first-time 8-grams.  It is listed and left out, and so is
+    a prompt whose answer is one token.  0 leaves none out."""
     seed: int = 0
     quantize: Literal["int8"] | None = None
     """Round the linear layers of this run's own draft model, whatever the target's are; needs torchao."""
     policy: Literal["fixed", "by_confidence", "adaptive"] = "fixed"
-    """How much is drafted: all that the drafter offers, what is likely to be kept, or as much as pays by measured seconds."""
+    """How much is drafted: all that the drafter offers, what is likely to be accepted, or what pays by measured
+    seconds."""
     verification: str = "standard"
-    """`standard`, or `block`, which keeps more of a sampled chain; both are exact.  `typical` and `relaxed` keep likely tokens
-    that the acceptance rule would not, and every row says so."""
+    """`standard`, or `block`, which accepts more of a sampled chain; both are exact.  `typical` and `relaxed` accept
+    likely tokens that the acceptance rule would reject, and every row says so."""
     allow_lossy: bool = Field(default=False, validate_default=True)
     """A lossy verification is refused without it."""
 
@@ -62,8 +83,12 @@ class Config(Base):
         for task in map(check, tasks):
             name = task_name(task)
             if name in known:
-                both = f"{task} stands there twice" if known[name] == task else f"{known[name]} and {task} are both {name!r}"
-                raise ConfigError(f"{both} in the report, and their rows would run together; leave one out, or rename its file")
+                both = (
+                    f"{task} is named twice" if known[name] == task else f"{known[name]} and {task} are both {name!r}"
+                )
+                raise ConfigError(
+                    f"{both} in the report, which would mix their rows; leave one out, or rename its file"
+                )
             known[name] = task
         return tasks
 
@@ -71,7 +96,19 @@ class Config(Base):
     @classmethod
     def _different_temperatures(cls, temperatures: tuple[float, ...]) -> tuple[float, ...]:
         if len(set(temperatures)) < len(temperatures):
-            raise ConfigError(f"{list(temperatures)} names a temperature twice, and its rows would run together; leave one out")
+            raise ConfigError(f"{list(temperatures)} names a temperature twice; leave one out")
+        return temperatures
+
+    @field_validator("baseline_temperatures")
+    @classmethod
+    def _among_temperatures(
+        cls, temperatures: tuple[float, ...] | None, info: ValidationInfo
+    ) -> tuple[float, ...] | None:
+        measured = info.data.get("temperatures", ())
+        if measured and (others := [each for each in temperatures or () if each not in measured]):
+            raise ConfigError(
+                f"{others[0]:g} is not among evaluate.temperatures {list(measured)}; add it, or leave it out"
+            )
         return temperatures
 
     @field_validator("revisions")
@@ -82,9 +119,11 @@ class Config(Base):
             if task == "stdlib":
                 raise ConfigError("stdlib is the library of the Python that runs, and can't be pinned; leave it out")
             if task not in measured and task not in tasks.TASKS:
-                raise ConfigError(f"{task!r} is no task{nearest(task, [*tasks.TASKS, *measured])}")
+                raise ConfigError(f"{task!r} is not a task{nearest(task, [*tasks.TASKS, *measured])}")
             if task.endswith(tasks.FILES) and not revision.startswith(tasks.CONTENT):
-                raise ConfigError(f"{task} is a file and has no commit {revision!r}; pin its content, {tasks.CONTENT}...")
+                raise ConfigError(
+                    f"{task} is a file and has no commit {revision!r}; pin its content, {tasks.CONTENT}..."
+                )
             if measured and task not in measured:
                 log.warning("evaluate.revisions: %s has no effect, since evaluate.tasks does not name it", task)
         return revisions

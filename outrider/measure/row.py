@@ -1,6 +1,6 @@
-"""From runs to a row: what was noted step by step, and every figure that follows from it.
+"""From runs to a row: the record of every step, and every figure that follows from it.
 
-A run holds raw counts and seconds and nothing derived; a row holds figures and no step.  What each means: docs/metrics.md.
+A run holds counts and seconds as they were measured; a row holds figures.  docs/metrics.md says what each means.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from outrider.decoding.protocols import Drafter, Policy
-from outrider.decoding.state import Request
 from outrider.measure.tasks import Prompt
 from outrider.report import bootstrap, schema
 from outrider.report.schema import PromptResult, Row, Score, Training
@@ -28,9 +27,9 @@ class Entry:
     drafter: Drafter
     temperature: float = 0.0
     trained_on: str | None = None
-    """The precision of the target that it was trained beside, such as float32."""
+    """Precision of the target in its training, such as float32."""
     acceptance: tuple[float | None, ...] = ()
-    """What training expected to keep at each depth, given that all before it were kept, at temperature 1."""
+    """Acceptance that training expected at each depth, given that all depths before were accepted, at temperature 1."""
 
 
 @dataclass(slots=True)
@@ -40,11 +39,15 @@ class Run:
     tokens: list[int] = field(default_factory=list)
     steps: int = 0
     accepted: list[int] = field(default_factory=list)
-    """Drafted tokens kept, step by step."""
+    """Drafted tokens that were accepted in each step."""
     reached: list[int] = field(default_factory=list)
-    """Depth of each step's draft; where the text ended within it, as far as it was judged."""
+    """Depth of each step's draft; where the text ended within it, the depth that was judged."""
     seconds: float = 0.0
+    """In a batch, its part of the whole batch's time, by its tokens."""
     first_s: float = 0.0
+    """Until its first tokens."""
+    done_s: float = 0.0
+    """Until its last tokens; 0 where that is `seconds`."""
     gaps_s: list[float] = field(default_factory=list)
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -52,26 +55,31 @@ class Run:
     model_s: float = 0.0
     invalid: int = 0
     tv_distance: float = 0.0
-    """Total variation of its tokens from the target's distribution, added up."""
+    """Sum over its tokens of the total variation distance from the target's distribution."""
     nodes: list[int] = field(default_factory=list)
-    """Drafted tokens verified in each step, on all branches; empty where drafts are chains and `reached` says it."""
+    """Drafted tokens verified in each step, on all branches; empty where drafts are chains, as `reached` says."""
     turns: list[int] = field(default_factory=list)
     """Tokens written in each turn; empty is one turn."""
     memory_peak_bytes: int | None = None
+    lost: float | None = None
+    """Share of its time that it lost to other programs."""
+    repeats: int = 0
+    """How often it was measured again because of that."""
 
     def joined(self, other: Run) -> Run:
-        """This run and the next turn's, as one.  Seconds to the first token are added up: a reader waits for each."""
+        """This run and the next turn's, as one.  Seconds to the first token are summed: a reader waits for each."""
         peaks = [run.memory_peak_bytes for run in (self, other) if run.memory_peak_bytes is not None]
-        added = ("tokens", "steps", "accepted", "reached", "nodes", "seconds", "first_s", "gaps_s", "draft_s", "verify_s",
-                 "other_s", "model_s", "invalid", "tv_distance")  # fmt: skip
+        lost = [run.lost for run in (self, other) if run.lost is not None]
+        added = ("tokens", "steps", "accepted", "reached", "nodes", "seconds", "first_s", "done_s", "gaps_s", "draft_s",
+                 "verify_s", "other_s", "model_s", "invalid", "tv_distance", "repeats")  # fmt: skip
         sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in added}
         turns = [*(self.turns or [len(self.tokens)]), *(other.turns or [len(other.tokens)])]
-        return Run(**sums, turns=turns, memory_peak_bytes=max(peaks, default=None))
+        return Run(**sums, turns=turns, memory_peak_bytes=max(peaks, default=None), lost=max(lost, default=None))
 
 
 @dataclass(slots=True)
 class Sample:
-    """One prompt under one entry, beside plain decoding of the same."""
+    """One prompt with one entry, and plain decoding of the same prompt."""
 
     prompt: Prompt
     run: Run
@@ -79,8 +87,8 @@ class Sample:
     reference: list[list[int]]
     """What transformers' generate wrote in each turn."""
     generate_s: float
-    requests: list[Request] = field(default_factory=list)
-    """What was asked in each turn; needed where it is observed."""
+    group: int | None = None
+    """Number of the batch that it was part of; None where it was alone."""
     scores: tuple[float | None, float | None] = (None, None)
     """Of the drafted and the plain answer; None where an answer was not scored."""
 
@@ -97,25 +105,28 @@ class Measured:
     policy: str = "fixed"
     chosen: Policy | None = None
     """The policy itself, one for all prompts of the task."""
+    batch: int = 1
+    processes: int = 1
+    """That measured side by side on this machine."""
     verification: str = "standard"
     score_measure: str = ""
-    observed: list[schema.Observed] = field(default_factory=list)
+    traced: list[schema.TracedPrompt] = field(default_factory=list)
     rejections: schema.Rejections | None = None
     overlap: list[float] = field(default_factory=list)
-    """sum(min(p, q)) of every judged token of the observed prompts."""
+    """sum(min(p, q)) of every judged token of the traced prompts."""
 
 
 class Overlaps(NamedTuple):
-    """Which prompts stand in what one drafter was trained on, or draws from."""
+    """Which prompts are in what one drafter was trained on, or draws from."""
 
     found: Mapping[tuple[str, str], bool]
-    """By task and prompt id; one that is not there is not known."""
+    """By task and prompt id; a prompt that is missing is not known."""
     rule: str = ""
-    """What counts as standing there, in words."""
+    """What counts as contained, in words."""
 
 
 def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps | None = None) -> Row:
-    """One row of the report.  overlaps: of this drafter, where that was looked for."""
+    """One row of the report.  overlaps: of this drafter, where that was checked."""
     entry, samples = measured.entry, measured.samples
     runs, plain = [sample.run for sample in samples], [sample.plain for sample in samples]
     is_greedy = entry.temperature == 0
@@ -123,7 +134,7 @@ def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps
     references = sum(len(turn) for sample in samples for turn in sample.reference)
     return Row(
         drafter=entry.name, task=measured.task, temperature=entry.temperature, prompts=len(runs), per_prompt=prompts,
-        **acceptance(runs), **_speed(runs, plain), **_times(runs, plain),
+        **acceptance(runs), **_speed(samples), **_times(runs, plain),
         expected_acceptance=sum(measured.overlap) / len(measured.overlap) if measured.overlap else None,
         predicted_by_depth=predicted(entry.acceptance),
         generate_tokens_per_s=references / sum(sample.generate_s for sample in samples),
@@ -133,10 +144,10 @@ def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps
         plain_exact=all(difference(s.plain, s.reference) is None for s in samples) if is_greedy else None,
         memory_peak_bytes=max((peak for run in runs if (peak := run.memory_peak_bytes) is not None), default=None),
         device=str(target.device), dtype=target.spec.dtype, precision=target.spec.precision, trained_on=entry.trained_on,
-        batch=1, invalid=sum(run.invalid for run in runs),
+        batch=measured.batch, invalid=sum(run.invalid for run in runs),
         rule=measured.rule, lossless=measured.rule is None, policy=measured.policy, verification=measured.verification,
         distance=sum(run.tv_distance for run in runs) / sum(len(run.tokens) for run in runs),
-        rejections=measured.rejections, observed=tuple(measured.observed),
+        rejections=measured.rejections, traced=tuple(measured.traced),
         score=_score(prompts, measured.score_measure),
         clean=None if overlaps is None else _clean(measured, prompts, overlaps.rule),
     )  # fmt: skip
@@ -146,11 +157,11 @@ def summarise(measured: Measured, target: TransformersTarget, overlaps: Overlaps
 
 
 def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
-    """The row's fields on what was kept of what was drafted, over all steps of all runs."""
+    """The row's fields on drafted and accepted tokens, over all steps of all runs."""
     accepted = [a for run in runs for a in run.accepted]
     reached = [r for run in runs for r in run.reached]
-    pairs, depths = list(zip(accepted, reached, strict=True)), max(reached, default=0)
-    tokens, steps, kept = sum(len(run.tokens) for run in runs), sum(run.steps for run in runs), sum(accepted)
+    per_step, depths = list(zip(accepted, reached, strict=True)), max(reached, default=0)
+    tokens, steps, total_accepted = sum(len(run.tokens) for run in runs), sum(run.steps for run in runs), sum(accepted)
     nodes = sum(sum(run.nodes or run.reached) for run in runs)
     interval = bootstrap.ratio_of_totals([len(run.tokens) for run in runs], [run.steps for run in runs])
     return {
@@ -158,11 +169,11 @@ def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
         "tokens_per_step_range": interval._asdict(),
         "accepted_by_depth": [_share(sum(a > k for a in accepted), sum(r > k for r in reached)) for k in range(depths)],
         "conditional_acceptance": conditional(accepted, reached),
-        "rejections_by_depth": [sum(a == k < r for a, r in pairs) for k in range(depths)],
-        "token_acceptance": _share(kept, sum(a + (a < r) for a, r in pairs)),
-        "draft_acceptance": _share(kept, sum(reached)),
+        "rejections_by_depth": [sum(a == k < r for a, r in per_step) for k in range(depths)],
+        "token_acceptance": _share(total_accepted, sum(a + (a < r) for a, r in per_step)),
+        "draft_acceptance": _share(total_accepted, sum(reached)),
         "accepted_histogram": histogram(accepted, reached),
-        "wasted": _share(nodes - kept, nodes),
+        "wasted": _share(nodes - total_accepted, nodes),
         "steps": steps,
         "tokens": tokens,
     }
@@ -170,12 +181,15 @@ def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
 
 def conditional(accepted: Sequence[int], reached: Sequence[int]) -> list[float | None]:
     """Acceptance at depth k given that depth k - 1 was accepted and the draft went on."""
-    pairs = list(zip(accepted, reached, strict=True))
-    return [_share(sum(a > k for a, _ in pairs), sum(a >= k < r for a, r in pairs)) for k in range(max(reached, default=0))]
+    per_step = list(zip(accepted, reached, strict=True))
+    return [
+        _share(sum(a > k for a, _ in per_step), sum(a >= k < r for a, r in per_step))
+        for k in range(max(reached, default=0))
+    ]
 
 
 def histogram(accepted: Sequence[int], reached: Sequence[int]) -> list[list[int]]:
-    """[k][a]: steps whose draft was k deep and kept a; row k has k + 1 places."""
+    """[k][a]: steps whose draft was k deep, with a tokens accepted; row k has k + 1 numbers."""
     counts = [[0] * (k + 1) for k in range(max(reached, default=-1) + 1)]
     for a, r in zip(accepted, reached, strict=True):
         counts[r][a] += 1
@@ -194,20 +208,38 @@ def predicted(by_depth: Iterable[float | None]) -> list[float]:
 # ── speed ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _speed(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
-    tokens, plain_tokens = sum(len(run.tokens) for run in runs), sum(len(run.tokens) for run in plain)
-    seconds, plain_seconds = sum(run.seconds for run in runs), sum(run.seconds for run in plain)
-    rates, plain_rates = [_rate(run) for run in runs], [_rate(run) for run in plain]
-    ratios = [rate / alone for rate, alone in zip(rates, plain_rates, strict=True)]
+def _speed(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Speed of all samples.  What was served together counts as one: its prompts have one time."""
+    parts = np.array(
+        [[sum(values) for values in zip(*map(_amounts, group), strict=True)] for group in batches(samples)]
+    )
+    tokens, seconds, plain_tokens, plain_seconds = parts.sum(0).tolist()
+    rates, plain_rates = parts[:, 0] / parts[:, 1], parts[:, 2] / parts[:, 3]
+    ratios = (rates / plain_rates).tolist()
+    has_interval = len(parts) >= bootstrap.MIN_PROMPTS
     return {
         "tokens_per_s": tokens / seconds,
         "plain_tokens_per_s": plain_tokens / plain_seconds,
         "speedup": plain_seconds / plain_tokens * tokens / seconds,
+        "speedup_range": bootstrap.ratio_of_rates(parts.tolist())._asdict() if has_interval else None,
         "speedup_geomean": bootstrap.geometric_mean(ratios)._asdict(),
-        "speedup_of_means": sum(rates) / sum(plain_rates),
+        "speedup_of_means": float(sum(rates) / sum(plain_rates)),
         "seconds": seconds,
         "plain_seconds": plain_seconds,
     }
+
+
+def _amounts(sample: Sample) -> tuple[float, float, float, float]:
+    run, plain = sample.run, sample.plain
+    return len(run.tokens), run.seconds, len(plain.tokens), plain.seconds
+
+
+def batches(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples that were served together, in their order."""
+    found: dict[Any, list[Sample]] = {}
+    for number, sample in enumerate(samples):
+        found.setdefault(("alone", number) if sample.group is None else sample.group, []).append(sample)
+    return list(found.values())
 
 
 def _times(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
@@ -215,7 +247,7 @@ def _times(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     parts = {name: sum(getattr(run, f"{name}_s") for run in runs) for name in ("draft", "verify", "other")}
     inside, alone = sum(parts.values()), sum(run.draft_s + run.verify_s + run.other_s for run in plain)
     gaps, plain_gaps = ([gap for run in some for gap in run.gaps_s] for some in (runs, plain))
-    per_token = [_per_token(run) for run in runs]
+    per_token, plain_per_token = ([_per_token(run) for run in some] for some in (runs, plain))
     return {
         "share": {name: part / inside for name, part in parts.items()},
         "loop_overhead": 1 - sum(run.model_s for run in runs) / inside,
@@ -224,6 +256,8 @@ def _times(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
         "itl_ms": _three(gaps),
         "tpot_ms": _three(per_token),
         "tpot_curve_ms": _curve(per_token),
+        "plain_tpot_ms": _three(plain_per_token),
+        "plain_tpot_curve_ms": _curve(plain_per_token),
         "plain_ttft_ms": _three([_first(run) for run in plain]),
         "plain_itl_ms": _three(plain_gaps),
         "itl_curve_ms": _curve(gaps),
@@ -242,7 +276,7 @@ def _first(run: Run) -> float:
 
 def _per_token(run: Run) -> float:
     """Seconds a token after the first of its turn: (all - first) / (tokens - turns)."""
-    return (run.seconds - run.first_s) / max(1, len(run.tokens) - max(1, len(run.turns)))
+    return ((run.done_s or run.seconds) - run.first_s) / max(1, len(run.tokens) - max(1, len(run.turns)))
 
 
 # ── one prompt ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -257,7 +291,7 @@ def _prompt(measured: Measured, sample: Sample, overlaps: Overlaps | None) -> Pr
         speedup=alone.seconds / len(alone.tokens) * len(run.tokens) / run.seconds,
         exact=first is None if is_greedy else None, first_difference=first,
         tpot_ms=1000 * _per_token(run), plain_tpot_ms=1000 * _per_token(alone),
-        overlaps=None if overlaps is None else overlaps.found.get((measured.task, name)),
+        contaminated=None if overlaps is None else overlaps.found.get((measured.task, name)),
         score=sample.scores[0], plain_score=sample.scores[1],
     )  # fmt: skip
 
@@ -283,7 +317,8 @@ def parts(tokens: Sequence[int], lengths: Sequence[int]) -> Iterator[Sequence[in
 
 
 def first_difference(mine: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """Index of the first token that differs, the shorter one's length where one ends early; None where they are equal."""
+    """Index of the first token that differs, the shorter one's length where one ends early; None where they are
+    equal."""
     if list(mine) == list(theirs):
         return None
     return next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
@@ -303,16 +338,16 @@ def _score(prompts: Iterable[PromptResult], measure: str) -> Score | None:
 
 def _clean(measured: Measured, prompts: Sequence[PromptResult], rule: str) -> schema.Clean | None:
     """Figures over the prompts that were looked for and not found; None where nothing is known of any."""
-    if all(prompt.overlaps is None for prompt in prompts):
+    if all(prompt.contaminated is None for prompt in prompts):
         return None
-    clean = [(s, prompt) for s, prompt in zip(measured.samples, prompts, strict=True) if prompt.overlaps is False]
-    runs, plain = [sample.run for sample, _ in clean], [sample.plain for sample, _ in clean]
+    clean = [(s, prompt) for s, prompt in zip(measured.samples, prompts, strict=True) if prompt.contaminated is False]
+    runs = [sample.run for sample, _ in clean]
     return schema.Clean(
-        overlapping=tuple(prompt.id for prompt in prompts if prompt.overlaps),
-        checked=sum(prompt.overlaps is not None for prompt in prompts),
+        contaminated=tuple(prompt.id for prompt in prompts if prompt.contaminated),
+        checked=sum(prompt.contaminated is not None for prompt in prompts),
         rule=rule,
         tokens_per_step=_share(sum(len(run.tokens) for run in runs), sum(run.steps for run in runs)),
-        speedup=_speed(runs, plain)["speedup"] if runs else None,
+        speedup=_speed([sample for sample, _ in clean])["speedup"] if clean else None,
         score=_score([prompt for _, prompt in clean], measured.score_measure),
     )
 

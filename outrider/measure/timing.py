@@ -1,4 +1,5 @@
-"""One prompt continued once, alone: every step noted, its seconds parted into the two models and all the rest."""
+"""Requests continued together, one a slot: every step is recorded, its seconds split into the two models and the
+rest."""
 
 from __future__ import annotations
 
@@ -23,44 +24,63 @@ from outrider.sampling.judge import SamplingJudge
 from outrider.targets.transformers import TransformersTarget
 
 
-def run_once(
-    target: TransformersTarget, request: Request, drafter: Drafter | None = None,
+def run_batch(
+    target: TransformersTarget, requests: Sequence[Request], drafter: Drafter | None = None,
     policy: Policy | None = None, ends: bool = True, judge: SamplingJudge | None = None, shared_noise: bool = True,
-) -> Run:  # fmt: skip
-    """Continue one request alone and note every step.  ends False goes on past end-of-text, for equal lengths."""
-    run = Run()
+) -> list[Run]:  # fmt: skip
+    """Continue requests together, each in a slot of its own, and record every step.
+
+    A run's `seconds` are its part of the batch's, by its tokens.  The seconds of a step are split evenly over the slots
+    that it served.  ends: False goes on after the end of the text, for equal lengths.
+    """
+    runs = [Run() for _ in requests]
+    state = batch(target, len(requests), judge or "standard", shared_noise, None if ends else frozenset())
 
     def count_nodes(draft: Draft, scores: Scores) -> None:
-        run.nodes.append(sum(draft.live))
+        for row, live in zip(state.rows, draft.live, strict=True):  # as many slots as requests: slot i serves request i
+            runs[row].nodes.append(live)
 
-    state = batch(target, 1, judge or "standard", shared_noise, None if ends else frozenset())
     traced: Any = TracedTarget(target, count_nodes)
     is_watched = memory.reset(target.device)
     with model_clock(target, drafter) as clock:
-        began = last = time.perf_counter()
-        for progress in serve(traced, [request], drafter, policy=policy, state=state):
-            now = time.perf_counter()
+        began = now = time.perf_counter()
+        step, parts = None, (0.0, 0.0, 0.0, 0.0)
+        for progress in serve(traced, requests, drafter, policy=policy, state=state):
+            if state.timing is not step:  # the first slot of a new step
+                step, now, slots = state.timing, time.perf_counter(), len(state.rows)
+                seconds = (step.draft, step.verify, step.other, clock.since(step.began))
+                parts = tuple(part / slots for part in seconds)  # type: ignore[assignment]
+            run = runs[progress.request]
             if run.steps:
-                run.gaps_s.append(now - last)
+                run.gaps_s.append(now - began - run.done_s)
             else:
                 run.first_s = now - began
-            last = now
+            run.done_s = now - began
             run.tokens += progress.tokens
             run.steps += 1
             run.accepted.append(progress.accepted)
-            # what stood behind the text's end was never judged
+            # nodes after the text's end were not judged
             is_cut = len(progress.tokens) == progress.accepted
             run.reached.append(progress.accepted if is_cut else progress.reached)
             if isinstance(judge, lossy.LossyJudge):
                 run.tv_distance += judge.tv_distance[progress.row]
-            run.draft_s += state.timing.draft
-            run.verify_s += state.timing.verify
-            run.other_s += state.timing.other
-            run.model_s += clock.since(state.timing.began)
-        run.seconds = time.perf_counter() - began
-    run.memory_peak_bytes = memory.peak(target.device) if is_watched else None
-    run.invalid = state.invalid
-    return run
+            run.draft_s += parts[0]
+            run.verify_s += parts[1]
+            run.other_s += parts[2]
+            run.model_s += parts[3]
+        whole_s = time.perf_counter() - began
+    peak, tokens = memory.peak(target.device) if is_watched else None, sum(len(run.tokens) for run in runs)
+    for run in runs:
+        run.seconds, run.memory_peak_bytes = whole_s * len(run.tokens) / tokens, peak
+    runs[0].invalid = state.invalid  # is counted for all slots together
+    if len(runs) == 1:
+        runs[0].done_s = whole_s
+    return runs
+
+
+def run_once(target: TransformersTarget, request: Request, *args: Any, **kwargs: Any) -> Run:
+    """The same for one request."""
+    return run_batch(target, [request], *args, **kwargs)[0]
 
 
 class ModelClock:
@@ -71,7 +91,7 @@ class ModelClock:
         self._depth = 0
 
     def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, its outermost calls noted."""
+        """The same function, with its outermost calls recorded."""
 
         @functools.wraps(forward)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +107,7 @@ class ModelClock:
         return timed
 
     def since(self, moment: float) -> float:
-        """Seconds inside calls that began after `moment`; forgets them and all before."""
+        """Seconds inside calls that began after `moment`; removes these calls and earlier ones."""
         seconds = sum(end - began for began, end in self._calls if began >= moment)
         self._calls.clear()
         return seconds

@@ -22,11 +22,13 @@ from outrider.decoding.accept import Accepted
 from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError, DataError, OutriderError
+from outrider.measure import prompts, timing
 from outrider.measure import row as summary
 from outrider.measure import run as measure
 from outrider.measure.config import Config
+from outrider.measure.prompts import as_tokens, draw, first_ngram_share
 from outrider.measure.row import conditional, first_difference
-from outrider.measure.run import evaluate, fresh_share
+from outrider.measure.run import evaluate
 from outrider.measure.timing import generate_once
 from outrider.policies import named
 from outrider.report.page import render
@@ -52,7 +54,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def settings(task: str, **more: Any) -> Config:
-    return Config(**({"tasks": (task,), "prompts": 3, "max_new_tokens": 16, "min_first_ngrams": 0.0} | more))
+    return Config(**({"tasks": (task,), "prompts": 3, "max_new_tokens": 16, "min_first_ngrams": 0.0, "repeats": 0} | more))
 
 
 @pytest.fixture(scope="module")
@@ -117,21 +119,21 @@ def test_depths_that_were_never_reached_are_not_measured() -> None:
 
 def test_a_loop_has_few_fresh_pieces() -> None:
     """Catches short texts counting as loops, and loops of any period that pass."""
-    assert fresh_share(list(range(50))) == 1.0
-    assert fresh_share([1] * 7) == 1.0
-    assert fresh_share([]) == 1.0
-    assert fresh_share([1] * 100) == pytest.approx(1 / 93)
-    assert fresh_share([1, 2, 3] * 40) == pytest.approx(3 / 113)
-    assert fresh_share([1, 1, 2], n=1) == pytest.approx(2 / 3)
+    assert first_ngram_share(list(range(50))) == 1.0
+    assert first_ngram_share([1] * 7) == 1.0
+    assert first_ngram_share([]) == 1.0
+    assert first_ngram_share([1] * 100) == pytest.approx(1 / 93)
+    assert first_ngram_share([1, 2, 3] * 40) == pytest.approx(3 / 113)
+    assert first_ngram_share([1, 1, 2], n=1) == pytest.approx(2 / 3)
 
 
 # ── a whole evaluation ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_every_drafter_has_its_rows(report: Report) -> None:
-    """Catches a drafter or a temperature that is left out: the last is measured at each, the others at the first."""
+    """Catches a drafter or a temperature that is left out: every drafter is measured at each."""
     assert [(row.drafter, row.temperature, row.task, row.prompts) for row in report.rows] == [
-        ("ngram", 0.0, "quiz", 3), ("dspark", 0.0, "quiz", 3), ("dspark", 1.0, "quiz", 3),
+        ("ngram", 0.0, "quiz", 3), ("ngram", 1.0, "quiz", 3), ("dspark", 0.0, "quiz", 3), ("dspark", 1.0, "quiz", 3),
     ]  # fmt: skip
     assert [prompt.id for prompt in report.rows[0].per_prompt] == ["q0", "q1", "q2"]
 
@@ -270,13 +272,13 @@ def test_a_fault_of_plain_decoding_is_not_the_drafter_s(
     talker: TransformersTarget, task: str, drafters: dict[str, Drafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches `plain_exact` being copied from the drafter's row: here only transformers' text is wrong, so neither is exact."""
-    real = measure.generate_once
+    real = timing.generate_once
 
     def wrong(*given: Any) -> tuple[list[int], float]:
         tokens, seconds = real(*given)
         return [*tokens[:-1], tokens[-1] ^ 1], seconds
 
-    monkeypatch.setattr(measure, "generate_once", wrong)
+    monkeypatch.setattr(timing, "generate_once", wrong)
     found = measure.measure(talker, [measure.Entry("ngram", drafters["ngram"])], settings(task))
     assert (found.rows[0].exact, found.rows[0].plain_exact) == (False, False)
     assert {prompt.first_difference for prompt in found.rows[0].per_prompt} == {15}
@@ -286,24 +288,25 @@ def test_nobody_who_is_timed_is_timed_cold(
     talker: TransformersTarget, drafters: dict[str, Drafter], task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches first passes that the first prompt of the baseline pays for, which would flatter every drafter."""
-    run, said, one = measure.run_once, measure.generate_once, measure._one_prompt
-    heard: list[Any] = []
+    run, generated, following = timing.run_batch, timing.generate_once, measure._next_group
+    calls: list[Any] = []
 
-    def ran(target: TransformersTarget, request: Any, drafter: Any = None, *rest: Any, **more: Any) -> summary.Run:
-        found = run(target, request, drafter, *rest, **more)
-        heard.append((request.sampling.temperature, drafter, len(found.tokens) > 4))
+    def ran(target: TransformersTarget, requests: Any, drafter: Any = None, *rest: Any, **more: Any) -> list[summary.Run]:
+        found = run(target, requests, drafter, *rest, **more)
+        calls.append((requests[0].sampling.temperature, drafter, len(found[0].tokens) > 4))
         return found
 
-    monkeypatch.setattr(measure, "run_once", ran)
-    monkeypatch.setattr(measure, "generate_once", lambda *given: (heard.append("generate"), said(*given))[1])
-    monkeypatch.setattr(measure, "_one_prompt", lambda *given: (heard.append("timed"), one(*given))[1])
+    monkeypatch.setattr(timing, "run_batch", ran)
+    monkeypatch.setattr(timing, "generate_once", lambda *given: (calls.append("generate"), generated(*given))[1])
+    monkeypatch.setattr(measure, "_next_group", lambda *given: (calls.append("timed"), following(*given))[1])
     evaluate(talker, drafters, settings(task, traced_prompts=0))
-    cold, ngram, dspark = heard[: heard.index("timed")], drafters["ngram"], drafters["dspark"]
+    cold, ngram, dspark = calls[: calls.index("timed")], drafters["ngram"], drafters["dspark"]
     for timed in (
         "generate",
         (0.0, None, True),
         (1.0, None, True),
         (0.0, ngram, True),
+        (1.0, ngram, True),
         (0.0, dspark, True),
         (1.0, dspark, True),
     ):
@@ -317,16 +320,16 @@ def test_prompts_that_loop_are_left_out_and_listed(
     talker: TransformersTarget, task: str, drafters: dict[str, Drafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a loop that flatters the drafter, or one that vanishes without a word; another prompt takes its place."""
-    real, calls = measure.fresh_share, []
+    real, calls = prompts.first_ngram_share, []
 
     def share(tokens: list[int]) -> float:
         calls.append(tokens)
         return 0.25 if len(calls) == 2 else real(tokens)
 
-    monkeypatch.setattr(measure, "fresh_share", share)
+    monkeypatch.setattr(prompts, "first_ngram_share", share)
     found = evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, min_first_ngrams=0.3, temperatures=(0.0,)))
     assert [prompt.id for prompt in found.rows[0].per_prompt] == ["q0", "q2", "q3"]
-    assert [(left.id, left.fresh_share) for left in found.left_out] == [("q1", 0.25)]
+    assert [(left.id, left.first_ngram_share) for left in found.left_out] == [("q1", 0.25)]
     assert found.share_left_out == pytest.approx(1 / 4)
 
 
@@ -334,17 +337,17 @@ def test_an_answer_of_one_token_is_left_out_for_a_reason_of_its_own_and_kept_whe
     talker: TransformersTarget, drafters: dict[str, Drafter], task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a short answer listed as a loop that is wholly fresh, and min_first_ngrams=0 which does not keep all."""
-    prompts = measure.draw(task, settings(task)).prompts
-    first = measure.generate_once(talker, measure.as_tokens(talker, prompts[1]), 1)[0]
+    asked = draw(task, settings(task)).prompts
+    first = generate_once(talker, as_tokens(talker, asked[1]), 1)[0]
     monkeypatch.setattr(talker, "ends", frozenset(first))
     only = {"ngram": drafters["ngram"]}
     found = evaluate(talker, only, settings(task, min_first_ngrams=1e-9, prompts=2, temperatures=(0.0,)))
     short = [left for left in found.left_out if left.id == "q1"]
-    assert [(left.fresh_share, left.reason) for left in short] == [(1.0, "short")]
+    assert [(left.first_ngram_share, left.reason) for left in short] == [(1.0, "short")]
     assert "one token" in left_out_because(found) and "(one token)" in render(found)
     (row,) = evaluate(talker, only, settings(task, prompts=4)).rows[:1]
     assert [prompt.tokens for prompt in row.per_prompt][1] == 1 and row.exact
-    drawn = {task: measure.PromptSet(prompts[1:2], "", None, None)}
+    drawn = {task: measure.PromptSet(asked[1:2], "", None, None)}
     with pytest.raises(DataError, match=r"every one of 1 prompts is answered with one token; set evaluate\.min_first_ngrams=0"):
         evaluate(talker, only, settings(task, min_first_ngrams=0.6), drawn=drawn)
 
@@ -398,7 +401,7 @@ def test_a_prompt_too_long_for_the_context_loses_its_beginning(
 @pytest.mark.parametrize(
     ("tasks", "said"),
     [
-        (("stdlib", "gsm8k", "stdlib"), "evaluate.tasks: stdlib stands there twice"),
+        (("stdlib", "gsm8k", "stdlib"), "evaluate.tasks: stdlib is named twice"),
         (("a/quiz.jsonl", "b/quiz.txt"), "evaluate.tasks: a/quiz.jsonl and b/quiz.txt are both 'quiz' in the report"),
         (("gsm8k", "mine/gsm8k.jsonl"), "evaluate.tasks: gsm8k and mine/gsm8k.jsonl are both 'gsm8k'"),
     ],
@@ -412,9 +415,9 @@ def test_two_tasks_of_one_name_are_refused(tasks: tuple[str, ...], said: str) ->
 @pytest.mark.parametrize(
     ("revisions", "said"),
     [
-        ({"gsm8": "0" * 40}, "evaluate.revisions: 'gsm8' is no task; did you mean 'gsm8k'"),
-        ({"q": "0" * 40}, "evaluate.revisions: 'q' is no task; known: .*gsm8k, .*x/quiz.jsonl"),
-        ({"quiz.jsonl": "sha256:0"}, "evaluate.revisions: 'quiz.jsonl' is no task; did you mean 'x/quiz.jsonl'"),
+        ({"gsm8": "0" * 40}, "evaluate.revisions: 'gsm8' is not a task; did you mean 'gsm8k'"),
+        ({"q": "0" * 40}, "evaluate.revisions: 'q' is not a task; known: .*gsm8k, .*x/quiz.jsonl"),
+        ({"quiz.jsonl": "sha256:0"}, "evaluate.revisions: 'quiz.jsonl' is not a task; did you mean 'x/quiz.jsonl'"),
         ({"x/quiz.jsonl": "main"}, "evaluate.revisions: x/quiz.jsonl is a file and has no commit 'main'"),
         ({"stdlib": "0" * 40}, "evaluate.revisions: stdlib is .* can't be pinned"),
     ],
@@ -501,10 +504,11 @@ def test_a_policy_that_is_asked_for_is_measured_and_observed(
         (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, policy=name, temperatures=(0.0,))).rows
         assert row.exact and row.lossless
         made, *used = [found for found, drafts in asked if drafts and found]
-        # three prompts timed and three observed, all by one policy; the warm-up has none
-        assert made == name
+        # three prompts are timed, all with one policy, and traced with copies of it; the warm-up has none
+        assert name in (made, *used)
+        used = [policy for policy in (made, *used) if policy != name]
         assert len(used) == 6
-        assert len(set(map(id, used))) == 1
+        assert len(set(map(id, used))) == 4
 
 
 def test_block_verification_is_exact_and_loses_nothing(
@@ -561,18 +565,19 @@ def dialogue(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def test_every_party_is_asked_the_same_conversation(
+def test_every_participant_is_asked_the_same_conversation(
     talker: TransformersTarget, drafters: dict[str, Drafter], dialogue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a later turn that is dropped, a party that goes on from its own answers, and counts of one turn alone."""
-    real, asked = measure.run_once, []
+    """Catches a later turn that is dropped, a participant that goes on from its own answers, and counts of one turn alone."""
+    real, asked = timing.run_batch, []
 
-    def noted(target: TransformersTarget, request: Any, drafter: Any = None, *rest: Any, **more: Any) -> summary.Run:
-        found = real(target, request, drafter, *rest, **more)
-        asked.append((request.sampling.temperature, drafter, request.prompt, len(found.tokens), found.steps))
+    def noted(target: TransformersTarget, requests: Any, drafter: Any = None, *rest: Any, **more: Any) -> list[summary.Run]:
+        found = real(target, requests, drafter, *rest, **more)
+        for request, run in zip(requests, found, strict=True):
+            asked.append((request.sampling.temperature, drafter, request.prompt, len(run.tokens), run.steps))
         return found
 
-    monkeypatch.setattr(measure, "run_once", noted)
+    monkeypatch.setattr(timing, "run_batch", noted)
     found = evaluate(talker, drafters, settings(dialogue, prompts=2, max_new_tokens=8, traced_prompts=0))
     said: list[dict[str, str]] = []
     wanted = []
@@ -580,9 +585,9 @@ def test_every_party_is_asked_the_same_conversation(
         said.append({"role": "user", "content": turn})
         wanted.append(talker.encode(said))
         said.append({"role": "assistant", "content": talker.decode(generate_once(talker, wanted[-1], 8)[0])})
-    asked = asked[5:]  # the warm-up
-    parties = [(0.0, None), (0.0, drafters["ngram"]), (0.0, drafters["dspark"]), (1.0, None), (1.0, drafters["dspark"])]
-    for one in parties:
+    asked = asked[6:]  # the warm-up
+    participants = [(temperature, drafter) for temperature in (0.0, 1.0) for drafter in (None, *drafters.values())]
+    for one in participants:
         own = [prompt for temperature, drafter, prompt, *_ in asked if (temperature, drafter) == one]
         assert own[:3] == wanted
         assert len(own) == 4
@@ -622,16 +627,16 @@ def test_an_answer_changed_in_a_later_turn_is_found_out(
     talker: TransformersTarget, drafters: dict[str, Drafter], dialogue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planted fault: a second turn that differs from generate's is no longer exact, and the place is counted over turns."""
-    real, calls = measure.run_once, []
+    real, calls = timing.run_batch, []
 
-    def wrong(target: TransformersTarget, request: Any, drafter: Any = None, *rest: Any, **more: Any) -> summary.Run:
-        found = real(target, request, drafter, *rest, **more)
+    def wrong(target: TransformersTarget, requests: Any, drafter: Any = None, *rest: Any, **more: Any) -> list[summary.Run]:
+        found = real(target, requests, drafter, *rest, **more)
         calls.append(drafter)
         if len([one for one in calls if one is not None]) == 3:  # warm-up, first turn, second turn
-            found.tokens[3] ^= 1
+            found[0].tokens[3] ^= 1
         return found
 
-    monkeypatch.setattr(measure, "run_once", wrong)
+    monkeypatch.setattr(timing, "run_batch", wrong)
     config = settings(dialogue, prompts=1, max_new_tokens=8, temperatures=(0.0,), traced_prompts=0)
     (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, config).rows
     assert (row.exact, row.plain_exact, row.per_prompt[0].first_difference) == (False, True, 8 + 3)
@@ -642,14 +647,14 @@ def test_thinking_is_handed_to_the_template(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """Catches a setting without effect that is ignored in silence, and one that is set although nobody asked."""
-    prompt = measure.draw(task, settings(task)).prompts[0]
-    plain = measure.as_tokens(talker, prompt)
+    prompt = draw(task, settings(task)).prompts[0]
+    plain = as_tokens(talker, prompt)
     evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, prompts=1, temperatures=(0.0,), thinking=True))
     assert "evaluate.thinking has no effect" in caplog.text
     template = talker.tokenizer.chat_template
     added = "{% if enable_thinking is defined %}{% if enable_thinking %}yes{% else %}no{% endif %}{% endif %}"
     monkeypatch.setattr(talker.tokenizer, "chat_template", template + added)
-    said = {choice: talker.decode(measure.as_tokens(talker, prompt, thinking=choice)) for choice in (None, True, False)}
+    said = {choice: talker.decode(as_tokens(talker, prompt, thinking=choice)) for choice in (None, True, False)}
     assert said == {None: talker.decode(plain), True: talker.decode(plain) + "yes", False: talker.decode(plain) + "no"}
     caplog.clear()
     found = evaluate(talker, {"ngram": drafters["ngram"]}, settings(task, prompts=1, temperatures=(0.0,), thinking=False))
@@ -661,8 +666,8 @@ def test_without_a_template_a_conversation_is_one_text(talker: TransformersTarge
     """Catches a crash on base models, and a system prompt or an earlier turn that they never see."""
     monkeypatch.setattr(talker.tokenizer, "chat_template", None)
     prompt = measure.Prompt("p", ("one", "two"), "sys ")
-    assert measure.as_tokens(talker, prompt) == talker.encode("sys one")
-    assert measure.as_tokens(talker, prompt, [" 1 "]) == talker.encode("sys one 1 two")
+    assert as_tokens(talker, prompt) == talker.encode("sys one")
+    assert as_tokens(talker, prompt, [" 1 "]) == talker.encode("sys one 1 two")
 
 
 def test_what_stands_behind_a_text_s_end_was_not_turned_down(
@@ -684,7 +689,7 @@ def test_what_stands_behind_a_text_s_end_was_not_turned_down(
 
     at = whole.index(end)
     shifted = [n for n in range(at + 1) if n % 6 == 0][-1]
-    run = measure.run_once(talker, measure.Request(prompt, 24, measure.Sampling(0.0)), Foretold())
+    run = timing.run_batch(talker, [measure.Request(prompt, 24, measure.Sampling(0.0))], Foretold())[0]
     assert run.tokens == whole[: at + 1]
     assert run.accepted == run.reached
     assert sum(run.nodes) == 5 * run.steps
@@ -698,7 +703,7 @@ def test_branches_count_as_verified_tokens(talker: TransformersTarget, task: str
     """Catches a tree that seems to waste as little as its longest branch; ngram by frequency drafts several branches."""
     drafter = load_drafter("ngram", talker, shortest=1, tree="frequency", nodes=6)
     prompt = talker.encode([{"role": "user", "content": "xyxzxyxzxw xyxz"}])
-    run = measure.run_once(talker, measure.Request(prompt, 24, measure.Sampling(0.0)), drafter)
+    run = timing.run_batch(talker, [measure.Request(prompt, 24, measure.Sampling(0.0))], drafter)[0]
     assert len(run.nodes) == run.steps == len(run.reached)
     assert all(nodes >= reached for nodes, reached in zip(run.nodes, run.reached, strict=True))
     assert sum(run.nodes) > sum(run.reached)
@@ -710,18 +715,18 @@ def test_branches_count_as_verified_tokens(talker: TransformersTarget, task: str
 def test_the_first_prompts_are_observed_in_every_row(report: Report, talker: TransformersTarget) -> None:
     """Catches observations of another prompt, or of another entry's temperature, and rows without any."""
     for row in report.rows:
-        assert [seen.id for seen in row.observed] == ["q0", "q1", "q2"]
-        assert [len(seen.tokens) for seen in row.observed] == [prompt.tokens for prompt in row.per_prompt]
-        places = [place for seen in row.observed for place in seen.tokens]
+        assert [seen.id for seen in row.traced] == ["q0", "q1", "q2"]
+        assert [len(seen.tokens) for seen in row.traced] == [prompt.tokens for prompt in row.per_prompt]
+        places = [place for seen in row.traced for place in seen.tokens]
         assert row.rejections is not None
         tested = sum(pattern.tested for pattern in row.rejections.by_rank)
         assert tested == sum(place.depth is not None for place in places)
         # all prompts were observed: what was kept there is what was kept in the timed runs
-        assert sum(pattern.kept for pattern in row.rejections.by_rank) == pytest.approx(row.token_acceptance * tested)
+        assert sum(pattern.accepted for pattern in row.rejections.by_rank) == pytest.approx(row.token_acceptance * tested)
         assert 0 <= row.expected_acceptance <= 1
         if row.temperature == 0:
             assert row.expected_acceptance == pytest.approx(row.token_acceptance)
-    texts = {seen.id: "".join(place.text for place in seen.tokens) for seen in report.rows[0].observed}
+    texts = {seen.id: "".join(place.text for place in seen.tokens) for seen in report.rows[0].traced}
     wanted, _ = generate_once(talker, talker.encode([{"role": "user", "content": PROMPTS[0]}]), 16)
     assert texts["q0"].startswith(talker.decode(wanted)[:8])
 
@@ -731,7 +736,7 @@ def test_observing_can_be_left_out(talker: TransformersTarget, drafters: dict[st
     (row,) = evaluate(
         talker, {"ngram": drafters["ngram"]}, settings(task, prompts=1, temperatures=(0.0,), traced_prompts=0)
     ).rows
-    assert (row.observed, row.rejections, row.expected_acceptance) == ((), None, None)
+    assert (row.traced, row.rejections, row.expected_acceptance) == ((), None, None)
 
 
 def test_the_report_knows_its_machine_and_its_memory(report: Report) -> None:
@@ -750,8 +755,8 @@ def test_overlaps_are_each_drafter_s_own(talker: TransformersTarget, drafters: d
     found = evaluate(talker, drafters, settings(task, temperatures=(0.0,)), overlaps=overlaps)
     ngram, dspark = found.rows
     assert ngram.clean is None
-    assert {prompt.overlaps for prompt in ngram.per_prompt} == {None}
-    assert (dspark.clean.overlapping, dspark.clean.checked, dspark.clean.rule) == (("q0",), 3, "a word")
+    assert {prompt.contaminated for prompt in ngram.per_prompt} == {None}
+    assert (dspark.clean.contaminated, dspark.clean.checked, dspark.clean.rule) == (("q0",), 3, "a word")
     steps = sum(prompt.steps for prompt in dspark.per_prompt[1:])
     assert dspark.clean.tokens_per_step == pytest.approx(32 / steps)
 
@@ -763,7 +768,7 @@ def test_less_than_training_expected_is_said(talker: TransformersTarget, drafter
     found = evaluate(talker, own, config, training=high)
     assert found.rows[0].predicted_by_depth == pytest.approx((0.99, 0.99**2, 0.99**3))
     (said,) = skews(found)
-    assert "dspark on quiz at temperature 0 keeps" in said and "its training expected" in said
+    assert "dspark on quiz at temperature 0" in said and "training measured 99 %" in said
     assert said in headline(found)
     found = evaluate(talker, own, config, training=low)
     assert (skews(found), len(found.rows[0].predicted_by_depth)) == ([], 3)
@@ -795,7 +800,7 @@ def test_a_task_is_read_from_where_the_settings_say_and_the_report_says_so(
     source = found.tasks["gsm8k"]
     assert str(tmp_path) in source.source and source.prompts == 30 and source.revision.startswith("sha256:")
     assert found.rows[0].score.model_dump(include={"drafted", "plain", "prompts"}) == {"drafted": 0, "plain": 0, "prompts": 2}
-    assert len(measure.draw("gsm8k", config).prompts) == 8
+    assert len(draw("gsm8k", config).prompts) == 8
     wrong = config.model_copy(update={"revisions": {"gsm8k": "sha256:0123"}})
     with pytest.raises(DataError, match="not the pinned"):
         evaluate(talker, {"ngram": drafters["ngram"]}, wrong)
@@ -807,14 +812,14 @@ def test_a_right_answer_is_scored_beside_the_target_s_own(
     """Catches a score of the reference text in the place of the drafted one: here the drafted answer alone loses its number."""
     (tmp_path / "gsm8k.jsonl").write_text(json.dumps({"question": "?", "answer": "#### 7"}) + "\n")
     answer = talker.encode("it is 7")
-    real = measure.run_once
+    real = timing.run_batch
 
-    def said(target: TransformersTarget, request: Any, drafter: Any = None, *rest: Any, **more: Any) -> summary.Run:
-        found = real(target, request, drafter, *rest, **more)
-        found.tokens = answer if drafter is None else answer[:-1]
+    def answered(target: TransformersTarget, requests: Any, drafter: Any = None, *rest: Any, **more: Any) -> list[summary.Run]:
+        found = real(target, requests, drafter, *rest, **more)
+        found[0].tokens = answer if drafter is None else answer[:-1]
         return found
 
-    monkeypatch.setattr(measure, "run_once", said)
+    monkeypatch.setattr(timing, "run_batch", answered)
     config = settings(
         "gsm8k", prompts=1, max_new_tokens=4, temperatures=(0.0,), data=str(tmp_path), traced_prompts=0, score=True
     )
@@ -836,9 +841,9 @@ def test_tests_that_can_not_be_read_are_refused_before_anything_is_measured(
         score=True, allow_code_execution=True,
     )  # fmt: skip
     with pytest.raises(DataError, match="the tests of mbpp mbpp/2 can't be read"):
-        measure.draw("mbpp", config)
+        draw("mbpp", config)
     unscored = config.model_copy(update={"allow_code_execution": False})
-    drawn = {"mbpp": measure.draw("mbpp", unscored)}
+    drawn = {"mbpp": draw("mbpp", unscored)}
     assert len(drawn["mbpp"].prompts) == 2
     (row,) = evaluate(talker, {"ngram": drafters["ngram"]}, config, drawn=drawn).rows
     scores = {prompt.id: prompt.score for prompt in row.per_prompt}

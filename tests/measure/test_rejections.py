@@ -46,7 +46,7 @@ class Oracle(Drafter):
         return trees.of_lists([tokens], [[2 * (n // 2) - 1 for n in range(len(tokens))]])
 
 
-def observe(talker: TransformersTarget, request: Request, drafter: Drafter) -> list[report.Tested]:
+def observe(talker: TransformersTarget, request: Request, drafter: Drafter) -> list[report.TracedToken]:
     return judged(talker, request, drafter).tested
 
 
@@ -75,7 +75,7 @@ def test_the_observed_run_writes_what_the_timed_one_wrote(talker: TransformersTa
     found = judged(talker, request, own, ends=temperature == 0)
     assert found.tokens == timed.tokens
     assert len(found.tested) == len(timed.tokens)
-    assert sum(place.kept for place in found.tested) == sum(timed.accepted)
+    assert sum(place.accepted for place in found.tested) == sum(timed.accepted)
     proposed = [place for place in found.tested if place.depth is not None]
     assert len(proposed) == sum(a + (a < r) for a, r in zip(timed.accepted, timed.reached, strict=True))
     assert len(found.overlap) == len(proposed)
@@ -94,9 +94,9 @@ def test_every_place_says_what_the_target_says_there(talker: TransformersTarget,
     with torch.inference_mode():
         logits = talker.model(input_ids=torch.tensor([request_.prompt + text])).logits[0, len(request_.prompt) - 1 :]
     logs = logits.log_softmax(-1)
-    kept = [place for place in found if place.kept]
+    kept = [place for place in found if place.accepted]
     assert {place.rank for place in kept} == {1}
-    assert [n for n, place in enumerate(found) if place.depth is not None and not place.kept] == wrong
+    assert [n for n, place in enumerate(found) if place.depth is not None and not place.accepted] == wrong
     for n, place in enumerate(found):
         entropy = float(-(logs[n].exp() * logs[n]).sum())
         assert place.entropy == pytest.approx(entropy, rel=1e-5)
@@ -118,7 +118,7 @@ def test_of_a_tree_the_branch_that_is_kept_is_followed(talker: TransformersTarge
     chain, tree = (observe(talker, request_, Oracle(text, siblings=siblings)) for siblings in (False, True))
     # near the end there is no room for both siblings
     chain, tree = chain[:16], tree[:16]
-    assert all(place.kept for place in tree if place.depth is not None)
+    assert all(place.accepted for place in tree if place.depth is not None)
     for one, other in zip(chain, tree, strict=True):
         # another shape of pass rounds otherwise
         assert one.model_dump(exclude={"p", "entropy"}) == other.model_dump(exclude={"p", "entropy"})
@@ -129,7 +129,7 @@ def test_a_greedy_run_s_overlap_is_what_was_kept(talker: TransformersTarget, req
     """Catches an overlap at temperature 1 where the run is at 0: there p is one-hot, and nothing is left to chance."""
     for oracle in (Oracle(text, [3, 9]), Oracle(text, [2], siblings=True)):
         found = judged(talker, request_, oracle)
-        assert found.overlap == [float(place.kept) for place in found.tested if place.depth is not None]
+        assert found.overlap == [float(place.accepted) for place in found.tested if place.depth is not None]
 
 
 def test_a_sampled_draft_s_q_and_overlap_are_its_own(talker: TransformersTarget) -> None:
@@ -181,7 +181,7 @@ def test_a_token_that_is_none_is_noted_and_not_looked_up(
     """Catches an index error, or another token's chance, for an id outside the vocabulary."""
     oracle = Oracle([*text[:2], 10_000_000, *text[3:]])
     found = observe(talker, request_, oracle)
-    assert (found[2].p, found[2].rank, found[2].kept, found[2].drafted) == (0.0, None, False, None)
+    assert (found[2].p, found[2].rank, found[2].accepted, found[2].drafted) == (0.0, None, False, None)
     assert sum(pattern.tested for pattern in patterns(found).by_rank) == sum(place.depth is not None for place in found)
 
 
@@ -202,16 +202,16 @@ def test_a_token_s_kind_is_its_letters_else_its_digits_else_its_marks(text: str,
 def test_patterns_count_every_proposal_once() -> None:
     """Catches places without a proposal that are counted, values on the edge of two bins, and kinds that vanish."""
     places = [
-        report.Tested(text="a", kept=True, depth=1, rank=1, entropy=0.0, kind="word"),
-        report.Tested(text="b", kept=False, depth=2, rank=2, entropy=0.1, kind="word"),
-        report.Tested(text="c", entropy=3.0),
-        report.Tested(text="1", kept=False, depth=1, rank=5, entropy=1.999, kind="number"),
-        report.Tested(text="2", kept=False, depth=1, rank=6, entropy=2.0, kind="number"),
-        report.Tested(text="3", kept=True, depth=1, rank=20, entropy=0.5, kind="number"),
-        report.Tested(text="4", kept=False, depth=1, rank=21, entropy=7.0, kind="special"),
+        report.TracedToken(text="a", accepted=True, depth=1, rank=1, entropy=0.0, kind="word"),
+        report.TracedToken(text="b", accepted=False, depth=2, rank=2, entropy=0.1, kind="word"),
+        report.TracedToken(text="c", entropy=3.0),
+        report.TracedToken(text="1", accepted=False, depth=1, rank=5, entropy=1.999, kind="number"),
+        report.TracedToken(text="2", accepted=False, depth=1, rank=6, entropy=2.0, kind="number"),
+        report.TracedToken(text="3", accepted=True, depth=1, rank=20, entropy=0.5, kind="number"),
+        report.TracedToken(text="4", accepted=False, depth=1, rank=21, entropy=7.0, kind="special"),
     ]
     found = patterns(places)
-    pairs = lambda rows: {row.name: (row.tested, row.kept) for row in rows}
+    pairs = lambda rows: {row.name: (row.tested, row.accepted) for row in rows}
     assert pairs(found.by_rank) == {"1": (1, 1), "2": (1, 0), "3-5": (1, 0), "6-20": (2, 1), ">20": (1, 0)}
     assert pairs(found.by_entropy) == {
         "below 0.1": (1, 1), "0.1 to 0.5": (1, 0), "0.5 to 1": (1, 1), "1 to 2": (1, 0), "2 and more": (2, 0),

@@ -117,23 +117,23 @@ def test_every_figure_has_its_place_in_the_report(talker: TransformersTarget) ->
 
 MISTAKES = [
     # the bonus token forgotten; a mean of the prompts' means is caught by the range's centre
-    ("tokens_per_step", '"tokens_per_step": tokens / steps', '"tokens_per_step": kept / steps'),
+    ("tokens_per_step", '"tokens_per_step": tokens / steps', '"tokens_per_step": total_accepted / steps'),
     ("tokens_per_step_range", "bootstrap.ratio_of_totals(", "bootstrap.mean([2.5, 2.0]) or ("),
     # steps whose draft was too short counted as rejections
     ("accepted_by_depth", "sum(r > k for r in reached)) for k", "len(reached)) for k"),
-    ("conditional_acceptance", "sum(a >= k < r for a, r in pairs)", "sum(a >= k for a, r in pairs)"),
-    ("rejections_by_depth", "sum(a == k < r for a, r in pairs)", "sum(a == k for a, r in pairs)"),
+    ("conditional_acceptance", "sum(a >= k < r for a, r in per_step)", "sum(a >= k for a, r in per_step)"),
+    ("rejections_by_depth", "sum(a == k < r for a, r in per_step)", "sum(a == k for a, r in per_step)"),
     # a test of every draft that was wholly kept
-    ("token_acceptance", "sum(a + (a < r) for a, r in pairs)", "sum(a + 1 for a, r in pairs)"),
-    ("draft_acceptance", "_share(kept, sum(reached))", "_share(kept, nodes)"),
+    ("token_acceptance", "sum(a + (a < r) for a, r in per_step)", "sum(a + 1 for a, r in per_step)"),
+    ("draft_acceptance", "_share(total_accepted, sum(reached))", "_share(total_accepted, nodes)"),
     ("accepted_histogram", "counts[r][a] += 1", "counts[r][r - a] += 1"),
-    ("wasted", "_share(nodes - kept, nodes)", "_share(sum(reached) - kept, sum(reached))"),
+    ("wasted", "_share(nodes - total_accepted, nodes)", "_share(sum(reached) - total_accepted, sum(reached))"),
     ("wasted", "sum(sum(run.nodes or run.reached) for run in runs)", "sum(sum(run.reached) for run in runs)"),
     ("predicted_by_depth", "lambda product, share: product * share", "lambda product, share: share"),
     ("speedup", "plain_seconds / plain_tokens * tokens / seconds", "sum(ratios) / len(ratios)"),
     ("speedup_of_means", "sum(rates) / sum(plain_rates)", "sum(ratios) / len(ratios)"),
     ("speedup_geomean", "bootstrap.geometric_mean(ratios)", "bootstrap.mean(ratios)"),
-    ("tpot_ms", "(run.seconds - run.first_s) / max(1, len(run.tokens) - ", "run.seconds / max(1, len(run.tokens) - 0 * "),
+    ("tpot_ms", "((run.done_s or run.seconds) - run.first_s) / max(1, len(run.tokens) - ", "run.seconds / max(1, len(run.tokens) - 0 * "),
     ("tpot_ms", "max(1, len(run.tokens) - max(1, len(run.turns)))", "max(1, len(run.tokens))"),
     ("ttft_ms", "run.first_s / max(1, len(run.turns))", "run.gaps_s[0]"),
     ("memory_peak_bytes", 'memory_peak_bytes=max((', 'memory_peak_bytes=min(('),
@@ -205,11 +205,11 @@ def test_the_clean_row_leaves_out_what_was_trained_on(talker: TransformersTarget
     measured = hand_made(talker)
     found = summary.summarise(measured, talker, Overlaps({("quiz", "a"): True, ("quiz", "b"): False}, "one 13-gram")).clean
     assert found is not None and found.model_dump(mode="json") == {
-        "overlapping": ["a"], "checked": 2, "rule": "one 13-gram", "tokens_per_step": 2.0, "speedup": pytest.approx(1.5),
+        "contaminated": ["a"], "checked": 2, "rule": "one 13-gram", "tokens_per_step": 2.0, "speedup": pytest.approx(1.5),
         "score": {"drafted": 0.0, "plain": 1.0, "prompts": 1, "measure": "exact match"},
     }  # fmt: skip
     unknown = summary.summarise(measured, talker, Overlaps({("quiz", "a"): True}))
-    assert [prompt.overlaps for prompt in unknown.per_prompt] == [True, None]
+    assert [prompt.contaminated for prompt in unknown.per_prompt] == [True, None]
     assert (unknown.clean.checked, unknown.clean.tokens_per_step, unknown.clean.speedup) == (1, None, None)
     assert summary.summarise(measured, talker).clean is None
     assert summary.summarise(measured, talker, Overlaps({}, "one 13-gram")).clean is None

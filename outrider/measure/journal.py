@@ -1,0 +1,215 @@
+"""What was measured so far, in a file: an evaluation that was stopped goes on where it was.
+
+A line a batch of prompts, written when the batch is done.  The first line names what the measurements depend on:
+settings, target, drafters, machine.  Where that differs, all is measured again, and the old file is put aside.  Several
+processes write a file each and read the files of all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from outrider.config import flatten
+from outrider.errors import DataError
+from outrider.measure.contention import Contention
+from outrider.measure.prompts import digest
+from outrider.measure.row import Run
+from outrider.measure.tasks import Prompt
+from outrider.report.schema import LeftOut, TracedToken
+
+NAME = "prompts"
+"""Of the files: prompts.jsonl, and prompts.1.jsonl and so on of further processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which prompts a process measures: every `count`-th, from number `rank` on."""
+
+    rank: int = 0
+    count: int = 1
+
+
+@dataclass(slots=True)
+class Traced:
+    """An untimed run of a prompt, token by token."""
+
+    tokens: list[TracedToken]
+    overlap: list[float]
+    """sum(min(p, q)) of every judged token."""
+
+
+@dataclass(slots=True)
+class PromptRecord:
+    """What was measured of one prompt."""
+
+    reference: list[list[int]]
+    """What transformers' generate wrote in each turn."""
+    generate_s: float
+    plain: dict[str, Run]
+    """The target alone, by temperature."""
+    runs: list[Run]
+    """One for each entry, as they are measured."""
+    traced: list[Traced] = field(default_factory=list)
+    """One for each entry; empty where the prompt was not traced."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What was measured of prompts that were served together, or why a prompt was left out."""
+
+    task: str
+    indices: list[int]
+    """Of the prompts, in the order in which they were drawn."""
+    digests: list[str]
+    """Of the prompts, by `prompts.digest`."""
+    left_out: LeftOut | None = None
+    prompts: list[PromptRecord] = field(default_factory=list)
+    contention: list[Contention] = field(default_factory=list)
+    """Of each timed run."""
+    policies: list[dict[str, Any] | None] = field(default_factory=list)
+    """What each entry's policy had learnt afterwards; None where that can't be written."""
+
+
+RECORDS = TypeAdapter(Record)
+
+
+class Journal:
+    """Records in memory, and in files of a folder where one is given."""
+
+    def __init__(self, folder: Path | None = None, facts: Mapping[str, Any] | None = None, rank: int = 0):
+        """facts: what the measurements depend on.  Raises DataError for a file that can't be read or written."""
+        self.folder, self.rank = folder, rank
+        self.records: list[Record] = []
+        self.own: list[Record] = []
+        """Those of this process and of earlier ones with its number, in the order in which they were measured."""
+        self.changed: list[str] = []
+        """Which facts differ from those of the file that was there, such as `max_new_tokens 16, was 24`."""
+        self._header = json.dumps({"facts": facts or {}}, sort_keys=True, default=str)
+        self._read: dict[Path, int] = {}
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            if rank == 0:
+                self._put_aside()
+            self._begin()
+            self.refresh()
+
+    @property
+    def path(self) -> Path | None:
+        """The file of this process."""
+        return (
+            None
+            if self.folder is None
+            else self.folder / (f"{NAME}.{self.rank}.jsonl" if self.rank else f"{NAME}.jsonl")
+        )
+
+    def _files(self) -> list[Path]:
+        return sorted(self.folder.glob(f"{NAME}*.jsonl")) if self.folder is not None else []
+
+    def _put_aside(self) -> None:
+        """Rename files whose facts are others."""
+        for path in self._files():
+            with path.open("rb") as file:
+                header = file.readline()
+            if header.decode(errors="replace").rstrip("\n") != self._header:
+                if path == self.path:
+                    self.changed = _differences(header, self._header)
+                path.replace(path.with_suffix(".old"))
+
+    def _begin(self) -> None:
+        """Open this process's file for appending.  A line that was cut by the end of its process is removed."""
+        path = self.path
+        assert path is not None
+        try:
+            if path.exists():
+                content = path.read_bytes()
+                whole = content[: content.rfind(b"\n") + 1]
+                if len(whole) < len(content):
+                    os.truncate(path, len(whole))
+            if not path.exists() or not path.stat().st_size:
+                self._write(self._header)
+        except OSError as error:
+            raise DataError(f"can't write {path}: {error.strerror}; choose a folder that can be written") from None
+
+    def _write(self, line: str) -> None:
+        assert self.path is not None
+        with self.path.open("ab") as file:
+            file.write(line.encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def append(self, record: Record) -> None:
+        """Add a record; it is on the disk when this returns."""
+        self.records.append(record)
+        self.own.append(record)
+        if self.path is not None:
+            line = RECORDS.dump_json(record).decode()
+            self._write(line)
+            self._read[self.path] = self._read.get(self.path, 0) + len(line.encode()) + 1
+
+    def refresh(self) -> None:
+        """Read what other processes have written since."""
+        for path in self._files():
+            before = self._read.get(path, 0)
+            with path.open("rb") as file:
+                file.seek(before)
+                content = file.read()
+            whole = content[: content.rfind(b"\n") + 1]
+            if not whole or (not before and whole.partition(b"\n")[0].decode() != self._header):
+                continue
+            self._read[path] = before + len(whole)
+            for line in whole.splitlines()[not before :]:
+                record = _record(line, path)
+                self.records.append(record)
+                if path == self.path:
+                    self.own.append(record)
+
+    def known(self, task: str, prompts: Sequence[Prompt]) -> dict[int, Record]:
+        """The record of each prompt of a task that was measured or left out, by its index."""
+        mine = (record for record in self.records if record.task == task and is_of(record, prompts))
+        return {index: record for record in mine for index in record.indices}
+
+
+def is_of(record: Record, prompts: Sequence[Prompt]) -> bool:
+    """Whether the prompts of a record are those at their places among these."""
+    numbered = zip(record.indices, record.digests, strict=True)
+    return all(index < len(prompts) and digest(prompts[index]) == own for index, own in numbered)
+
+
+def first(known: Mapping[int, Record], wanted: int, count: int) -> tuple[list[int], bool]:
+    """The first `wanted` prompts that were measured, of `count`, and whether no prompt before the last is missing."""
+    found: list[int] = []
+    for index in range(count):
+        if len(found) == wanted:
+            break
+        if index not in known:
+            return found, False
+        if known[index].left_out is None:
+            found.append(index)
+    return found, True
+
+
+def _record(line: bytes, path: Path) -> Record:
+    try:
+        return RECORDS.validate_json(line)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        raise DataError(f"{path} has a line that can't be read ({problem}); delete the file to measure again") from None
+
+
+def _differences(header: bytes, wanted: str) -> list[str]:
+    try:
+        before = flatten(json.loads(header)["facts"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ["its first line can't be read"]
+    now = flatten(json.loads(wanted)["facts"])
+    keys: Iterable[str] = sorted(before.keys() | now.keys())
+    return [
+        f"{key} {now.get(key)!r:.60}, was {before.get(key)!r:.60}" for key in keys if before.get(key) != now.get(key)
+    ]
