@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    machine.settle()
+    machine.set_up_process()
     torch.manual_seed(0)
     target = load_target(Qwen3ForCausalLM(Qwen3Config(**SHAPE)).eval(), compile=False)
     target.compile()

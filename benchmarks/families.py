@@ -46,7 +46,7 @@ from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 from outrider.targets.selftest import plain_words
 from outrider.targets.transformers import TransformersTarget
-from outrider.targets.twin import FIRST_CONTEXT, LIMIT, arguments, enlivened
+from outrider.targets.miniature import FIRST_CONTEXT, LIMIT, arguments, enlivened
 
 BASE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--plain-path", action="store_true", help="without compiled steps")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    machine.settle()
+    machine.set_up_process()
     kept = demo_kept(options.rows - 1)
     rows = [measured(options, values, kept) for values in options.values.split(",")]
     promises = [

@@ -97,7 +97,7 @@ def turn(dtype: str, steps: int) -> dict[str, Any]:
         optimise(model, optimizer, batch, config, step, False)
         taken.append(time.perf_counter() - began)
     return {
-        "dtype": config.dtype, "steps_per_s": 1 / statistics.median(taken[WARM_UP:]), "products_ms": machine.products().ms,
+        "dtype": config.dtype, "steps_per_s": 1 / statistics.median(taken[WARM_UP:]), "products_ms": machine.matmul_times().ms,
     }  # fmt: skip
 
 

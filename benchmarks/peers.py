@@ -84,7 +84,7 @@ class Measured(NamedTuple):
 def main() -> int:
     wanted = settings()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends then, too
-    machine.settle()
+    machine.set_up_process()
     target, drafters = parties(["ngram", "dspark"])
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []

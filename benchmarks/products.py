@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,2,4,8,16,64,256")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    machine.settle()
+    machine.set_up_process()
     found = [
         row
         for shape in options.shapes.split(",")

@@ -1,4 +1,4 @@
-"""A file or a folder takes its place whole or not at all: written beside it, then renamed."""
+"""Write a file or a folder whole or not at all: under another name, then renamed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """NAME.part to write to, which then takes the place of `path`; after an error what was there stays."""
+    """Yields NAME.part to write to, which then replaces `path`; after an error the old file stays."""
     part = path.with_name(f"{path.name}.part")
     try:
         yield part
@@ -23,7 +23,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Return once the disk holds this file, or this folder's names."""
+    """Return once this file, or this folder's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -33,12 +33,12 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def new_folder(folder: Path, error: type[Exception], caught: tuple[type[Exception], ...] = (OSError,)) -> Iterator[Path]:
-    """NAME.part to write into, which then becomes `folder`; after an error nothing is left.
+    """Yields NAME.part to write into, which then becomes `folder`; after an error nothing is left.
 
-    Raises `error` where the folder is there already, and instead of what is caught.
+    Raises `error` where the folder exists, and in place of the exceptions in `caught`.
     """
     if folder.exists():
-        raise error(f"{folder} is there already; name a new folder, or delete it first")
+        raise error(f"{folder} exists already; name a new folder, or delete it first")
     part = folder.with_name(f"{folder.name}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Continue prompts with a target and, where there is one, a drafter: whole (`generate`) or step by step (`stream`).
+"""Continue prompts with a target and a drafter, whole (`generate`) or step by step (`stream`).
 
-A few slots serve any number of prompts: a slot that ends is given to the next prompt while the others go on.
+A few slots serve any number of prompts: when a text ends, its slot goes to the next prompt while the others go on.
 """
 
 import weakref
@@ -31,7 +31,7 @@ class Generation:
     steps: int = 0
     """Verified steps: passes of the target after the prompt was read."""
     accepted: list[int] = field(default_factory=list)
-    """Drafted tokens kept, step by step."""
+    """Accepted drafted tokens, step by step."""
     finish_reason: FinishReason = "length"
     logprobs: list[TokenLogprob] | None = None
     """One for each of `tokens`, where `Sampling.logprobs` asks for them."""
@@ -67,11 +67,11 @@ def generate(
     its end tokens.
     policy: how much is drafted: `adaptive` unless given, as much as pays by the seconds measured, and nothing where plain steps
     are faster; `fixed`, all that the drafter offers; `by_confidence`; or one of your own.
-    verification: `standard`; `block`, which keeps more of a sampled chain and is exact too; or, only with allow_lossy=True,
-    `typical` or `relaxed` (see `policies.lossy`).  `policies.named.judge(name)` gives one whose `distance` says how far a lossy
-    one strayed.
-    shared_noise: a seed fixes the text, whatever drafts for it; False keeps more of a sampled draft, and a seed then fixes the
-    noise alone, as it does under `block` and the lossy ones.
+    verification: `standard`; `block`, which accepts more of a sampled chain and is exact too; or, only with allow_lossy=True,
+    `typical` or `relaxed` (see `policies.lossy`).  `policies.named.judge(name)` gives one whose `distance` is the distance of a
+    lossy one's texts from the target's distribution.
+    shared_noise: a seed fixes the text, whatever drafts for it; False accepts more of a sampled draft, and a seed then fixes
+    the noise alone, as it does under `block` and the lossy ones.
     Raises DataError for a prompt that is empty or does not fit the context, ConfigError for a stop string that can never match,
     before anything is computed.
     """
@@ -133,15 +133,15 @@ def batch(
 ) -> DecodeState:  # fmt: skip
     """Free slots for requests to this target.  ends: tokens that end a text, the target's own unless given.
 
-    Raises ConfigError for a judge that serves another batch: it keeps the texts of one.
+    Raises ConfigError for a judge that serves another batch.
     """
     if whole("slots", slots) < 1:
         raise ConfigError(f"slots must be at least 1, got {slots}")
     judge = named.judge(judge)
-    # a rule of its own has no draws that it shares with plain decoding
+    # another acceptance rule shares no draws with plain decoding
     other = judge.serves() if judge.serves is not None else None
     if other is not None and other.requests:
-        raise ConfigError("this judge serves another batch, whose texts it keeps; make one for each with policies.named.judge")
+        raise ConfigError("this judge serves another batch; make one for each batch with policies.named.judge")
     is_shared = shared_noise and judge.rule is None
     state = DecodeState(slots, target.spec.context, target.ends if ends is None else ends, target.device, judge, is_shared)
     judge.serves = weakref.ref(state)
@@ -156,7 +156,7 @@ def requests(
     if whole("max_new_tokens", max_new_tokens) < 0:
         raise ConfigError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     if sampling is not None:
-        sampling = _settled(sampling, target, max_new_tokens)
+        sampling = _resolved(sampling, target, max_new_tokens)
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
     if not all(isinstance(text, str) for text in stops):
         raise ConfigError(f"stop must be a text or several, got {stop!r}")
@@ -173,13 +173,13 @@ def requests(
         if len(tokens) >= (most := target.spec.context):
             given = f"prompt {i} has {len(tokens)} tokens"
             raise DataError(f"{given} and leaves no room in the target's context of {most}; shorten it")
-        own = sampling or _settled(target.default_sampling(tokens, max_new_tokens), target, max_new_tokens)
+        own = sampling or _resolved(target.default_sampling(tokens, max_new_tokens), target, max_new_tokens)
         found.append(Request(tokens, max_new_tokens, own, stops, detokenizer))
     return found
 
 
-def _settled(sampling: Sampling, target: Target, max_new_tokens: int) -> Sampling:
-    """This sampling, checked against the target, its grammar compiled for it."""
+def _resolved(sampling: Sampling, target: Target, max_new_tokens: int) -> Sampling:
+    """This sampling, checked against the target, with its grammar compiled."""
     if not isinstance(sampling, Sampling):
         raise ConfigError(f"sampling must be a Sampling, got {sampling!r}; write such as Sampling(temperature=0.7)")
     if sampling.min_new_tokens > max_new_tokens > 0:

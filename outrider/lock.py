@@ -1,4 +1,4 @@
-"""A folder that one process writes into at a time.  The lock goes with its process, so a killed one leaves none behind."""
+"""A folder that one process writes into at a time.  The lock ends with its process, even a killed one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 @contextmanager
 def held(folder: Path, refusal: Exception, patience_s: float = 3.0) -> Iterator[None]:
-    """Hold `folder` against other processes; raises `refusal` where another holds it for longer than `patience_s`.
+    """Lock `folder` against other processes; raises `refusal` where another holds it for longer than `patience_s`.
 
-    On a file system that knows no locks all goes on without one.
+    On a file system without locks nothing is locked.
     """
     handle, until = os.open(folder, os.O_RDONLY), time.monotonic() + patience_s
     try:

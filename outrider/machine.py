@@ -1,8 +1,8 @@
-"""What this machine is fast at: number types, kernels, threads.  Measured, not guessed; kept on disk; asked by all.
+"""The speed of this machine: number types, kernels, threads.  Measured once and stored on disk.
 
 One CPU multiplies bfloat16 four times as fast as float32, the next one fifty times as slowly, and neither its name nor torch
-says which.  So products of every type are timed once (under a second), and a choice between ways of doing the same thing is
-made by doing it (`fastest`).  Answers are kept in `$OUTRIDER_CACHE/machine` by processor, versions, settings and threads.
+says which.  So matrix products of every type are timed once (under a second), and ways of doing the same thing are timed
+against each other (`fastest`).  Results are stored in `$OUTRIDER_CACHE/machine` by processor, versions, settings and threads.
 """
 
 from __future__ import annotations
@@ -32,55 +32,55 @@ log = logging.getLogger(__name__)
 
 Precision = Literal["float32", "bfloat16"]
 ROWS = (1, 8, 64)
-"""Rows of the timed products: a plain step, the verification of a draft, a batch or a prompt."""
+"""Rows of the timed matrix products: a plain step, the verification of a draft, a batch or a prompt."""
 TRAINING = "training"
-"""The column of one training step's products: forward and backward in mixed precision, and an iteration of Muon."""
+"""The column of one training step: forward and backward in mixed precision, and an iteration of Muon."""
 WIDTH, LAYERS, TRAINED = 1024, 4, 256
-"""The timed products: LAYERS weights of WIDTH x WIDTH, read in turn; in training one of TRAINED x TRAINED."""
+"""The timed matrices: LAYERS weights of WIDTH x WIDTH, read in turn; in training one of TRAINED x TRAINED."""
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MALLOC = {-3: 2**25, -1: 2**31 - 1, -2: 0}
 """glibc's M_MMAP_THRESHOLD at its highest, M_TRIM_THRESHOLD, M_TOP_PAD."""
 INT8 = "int8 weights"
-LEAST_TURNS, MOST_TURNS, ENOUGH_S = 3, 12, 0.015
-"""A way is timed by turns with the others, until this much time is spent on it; its quickest turn counts."""
+MIN_REPEATS, MAX_REPEATS, ENOUGH_S = 3, 12, 0.015
+"""The ways are timed in turn until this much time is spent on each; the fastest run counts."""
 UNKNOWN_MEMORY = 2**32
 """Bytes taken to be free where the system does not say."""
 BUSY = 1.5
-"""Running programs a thread, ours among them, from which on times are not kept."""
+"""Running programs per thread, ours included, from which on times are not stored."""
 HOPELESS = 10.0
 """A type this many times as slow as float32 is not timed at more rows: its time grows with the rows."""
 
 
 @dataclass(frozen=True)
-class Products:
-    """What the same products take in each number type."""
+class MatmulTimes:
+    """Times of the same matrix products in each number type."""
 
     ms: Mapping[str, Mapping[str, float]]
     """By type, then by column: rows, or `training`."""
 
     def slowdown(self, way: str, column: str) -> float:
-        """Times as slow as the quickest type of this column; 1 where it is the quickest, or was not timed."""
+        """Time relative to the fastest type of this column; 1 where it is the fastest, or was not timed."""
         if way not in self.ms:
             return 1.0
         return self.ms[way][column] / min(own[column] for name, own in self.ms.items() if name in TYPES)
 
     def decoding(self, way: str) -> float:
-        """What passes of several rows take in this type: a verification and a batch, their geometric mean."""
+        """Time of passes of several rows in this type: the geometric mean of a verification and a batch."""
         return statistics.geometric_mean([self.ms[way][str(rows)] for rows in ROWS[1:]])
 
 
-def products() -> Products:
-    """The table of this machine; timed where it is not known yet."""
-    return Products(_kept("products", _time_products))
+def matmul_times() -> MatmulTimes:
+    """The times of this machine; measured where they are not known yet."""
+    return MatmulTimes(_cached("products", _time_matmuls))
 
 
 def fastest(question: str, ways: Callable[[], Mapping[str, Callable[[], object]]], margin: float = 1.1) -> str:
-    """Name of the quickest way: the first one, unless another is `margin` times as quick.  Asked once a machine.
+    """Name of the fastest way: the first one, unless another is `margin` times as fast.  Timed once per machine.
 
-    question: what is to be done, with all that the answer depends on besides the machine, such as shapes.  ways: called only
+    question: names what is timed, with all that the answer depends on besides the machine, such as shapes.  ways: called only
     where the answer is not known yet.
     """
-    found = _kept(question, lambda: {way: {"ms": ms} for way, ms in _by_turns(ways()).items()})
+    found = _cached(question, lambda: {way: {"ms": ms} for way, ms in _best_times(ways()).items()})
     ms = {way: own["ms"] for way, own in found.items()}
     usual, best = next(iter(ms)), min(ms, key=ms.__getitem__)
     return best if ms[best] * margin <= ms[usual] else usual
@@ -93,33 +93,33 @@ def training_dtype(device: torch.device | str = "cpu") -> Precision:
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     if kind != "cpu":
         return "float32"
-    slowdown = products().slowdown
+    slowdown = matmul_times().slowdown
     return "bfloat16" if slowdown("float32", TRAINING) >= 1 >= slowdown("bfloat16", TRAINING) else "float32"
 
 
 def decoding_dtype(stored: torch.dtype) -> torch.dtype:
     """Type in which weights stored as `stored` are multiplied on this CPU: their own unless float32 is faster."""
-    name, taken = str(stored).removeprefix("torch."), products().decoding
+    name, taken = str(stored).removeprefix("torch."), matmul_times().decoding
     is_slow = taken("float32") < taken(name) if name in TYPES else stored.itemsize <= 2
     return torch.float32 if is_slow else stored
 
 
 def slow_type(name: str, column: str) -> str | None:
-    """A line's worth of warning about number type `name` on this CPU, None where it is not far from the quickest."""
-    factor = products().slowdown(name, column)
+    """A warning of one line about number type `name` on this CPU; None where it is not much slower than the fastest."""
+    factor = matmul_times().slowdown(name, column)
     if factor < 1.5:
         return None
-    return f"{name} takes {factor:.1f} times as long as the quickest type on this CPU ({cpu_name()})"
+    return f"{name} takes {factor:.1f} times as long as the fastest type on this CPU ({cpu_name()})"
 
 
-def settle() -> None:
-    """Set this process up for long work.  For programs; a library that is imported leaves its process as it is."""
-    settle_threads()
+def set_up_process() -> None:
+    """Set this process up for long work.  For programs; importing the library changes nothing."""
+    set_up_threads()
     keep_freed_memory()
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep what is freed: tensors of megabytes come and go in every step, and each new page costs a fault.
+    """Have malloc hold on to what is freed: tensors of megabytes come and go in every step, and each new page costs a fault.
 
     Measured on the demo's training: 32 thousand faults a step become 4 thousand, a tenth of its CPU time.
     """
@@ -130,12 +130,12 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Give what is freed back to the system, such as before resident memory is measured."""
+    """Give freed memory back to the system, such as before resident memory is measured."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def settle_threads() -> int:
+def set_up_threads() -> int:
     """Give torch no more threads than this container's share of the cores, where that multiplies faster; returns how many.
 
     OMP_NUM_THREADS wins.
@@ -156,10 +156,10 @@ def settle_threads() -> int:
 
 
 def describe(device: torch.device | str = "cpu") -> str:
-    """This machine and what follows from its products, in one line."""
+    """This machine and its speed, in one line."""
     if torch.device(device).type == "cuda":
         return f"{torch.cuda.get_device_name(device)}; training in {training_dtype(device)}"
-    table, trains = products(), training_dtype()
+    table, trains = matmul_times(), training_dtype()
     other = next(name for name in ("bfloat16", "float32") if name != trains)
     factor = table.ms[other][TRAINING] / table.ms[trains][TRAINING]
     gflops = 2 * LAYERS * WIDTH**2 * ROWS[-1] / table.ms["float32"][str(ROWS[-1])] / 1e6
@@ -173,7 +173,7 @@ def describe(device: torch.device | str = "cpu") -> str:
 
 
 def cache_folder() -> Path:
-    """Where all that can be made again is kept: $OUTRIDER_CACHE, or the user's cache folder."""
+    """Where all that can be made again is stored: $OUTRIDER_CACHE, or the user's cache folder."""
     root = os.environ.get("OUTRIDER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
     return Path(root).expanduser()
 
@@ -205,7 +205,7 @@ def cpu_name() -> str:
 
 
 def cpu_flags() -> str:
-    """What its instructions are; two processors of one name may differ."""
+    """Its instruction sets; two processors of one name may differ."""
     return _cpu_line("flags") or _cpu_line("Features") or ""
 
 
@@ -223,7 +223,7 @@ def free_memory() -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # a system that does not say
+    except (OSError, StopIteration):  # a system without /proc/meminfo
         return UNKNOWN_MEMORY
     with suppress(OSError, ValueError):  # no container, or one without a limit
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
@@ -241,12 +241,12 @@ def _cpu_line(name: str) -> str | None:
 
 
 def is_busy() -> bool:
-    """Whether other programs used most of the cores in the last minute; what is timed then may be wrong."""
+    """Whether other programs used most of the cores in the last minute; times may then be wrong."""
     return hasattr(os, "getloadavg") and os.getloadavg()[0] > BUSY * torch.get_num_threads()
 
 
 def forget() -> None:
-    """Measure again what is asked from now on."""
+    """Forget all measurements; they are made again when asked for."""
     _memory.clear()
     for path in _place("").parent.glob("*.json"):
         path.unlink(missing_ok=True)
@@ -255,8 +255,8 @@ def forget() -> None:
 _memory: dict[Path, dict[str, dict[str, float]]] = {}
 
 
-def _kept(question: str, measure: Callable[[], dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """What was measured before under this question, else what is measured now."""
+def _cached(question: str, measure: Callable[[], dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """The times stored under this question, else those measured now."""
     path = _place(question)
     if path not in _memory:
         found = _read(path)
@@ -283,17 +283,17 @@ def _read(path: Path) -> dict[str, dict[str, float]] | None:
 
 def _write(path: Path, ms: Mapping[str, Mapping[str, float]]) -> None:
     if is_busy():
-        log.info("other programs are busy: what was timed is used now and timed again by the next process")
+        log.info("other programs are busy: these times are used now, and the next process measures again")
         return
-    said = {"cpu": cpu_name(), "torch": torch.__version__, "threads": torch.get_num_threads(), "ms": ms}
+    record = {"cpu": cpu_name(), "torch": torch.__version__, "threads": torch.get_num_threads(), "ms": ms}
     with suppress(OSError), keeping(path) as part:  # a folder that can't be written costs a measurement a process
-        part.write_text(json.dumps(said))
+        part.write_text(json.dumps(record))
 
 
 # ── timing ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _time_products() -> dict[str, dict[str, float]]:
+def _time_matmuls() -> dict[str, dict[str, float]]:
     began = time.perf_counter()
     found: dict[str, dict[str, float]] = {way: {} for way in (*TYPES, INT8)}
     for rows, before in zip(ROWS, (None, *ROWS), strict=False):
@@ -303,16 +303,16 @@ def _time_products() -> dict[str, dict[str, float]]:
                 found[name][str(rows)] = found[name][str(before)] * rows / before
             else:
                 ways[name] = _linear(dtype, rows)
-        for way, ms in _by_turns(ways).items():
+        for way, ms in _best_times(ways).items():
             found[way][str(rows)] = ms
-    for name, ms in _by_turns({name: _training_step(dtype) for name, dtype in TYPES.items()}).items():
+    for name, ms in _best_times({name: _training_step(dtype) for name, dtype in TYPES.items()}).items():
         found[name][TRAINING] = ms
-    log.info("timed the products of this machine in %.1f s: %s", time.perf_counter() - began, found)
+    log.info("timed the matrix products of this machine in %.1f s: %s", time.perf_counter() - began, found)
     return found
 
 
 def _linear(dtype: torch.dtype, rows: int) -> Callable[[], object]:
-    # weights in int8, as torchao's, are turned into floats in every pass
+    # int8 weights, as torchao's, are converted to floats in every pass
     x = torch.ones(rows, WIDTH, dtype=dtype if dtype.is_floating_point else torch.float32)
     weights = [torch.ones(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS)]
     return torch.inference_mode()(lambda: [F.linear(x, weight.to(x.dtype)) for weight in weights])
@@ -330,13 +330,13 @@ def _training_step(dtype: torch.dtype) -> Callable[[], object]:
     return step
 
 
-def _by_turns(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Milliseconds of each way's quickest turn; a busy neighbour slows all of them, and a long turn counts from the first."""
+def _best_times(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Milliseconds of each way's fastest run; run in turn, so that other load slows all ways; long ones run fewer times."""
     taken: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(MOST_TURNS):
+    for repeat in range(MAX_REPEATS):
         for way, run in ways.items():
             spent = sum(taken[way])
-            if spent < ENOUGH_S or (turn < LEAST_TURNS and spent < 5 * ENOUGH_S):
+            if spent < ENOUGH_S or (repeat < MIN_REPEATS and spent < 5 * ENOUGH_S):
                 began = time.perf_counter()
                 run()
                 taken[way].append(time.perf_counter() - began)

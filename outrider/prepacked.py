@@ -1,7 +1,7 @@
-"""Linear layers whose weights lie in the order in which a few rows read them, where that is measured to be faster.
+"""Linear layers whose weights are stored in the order in which a few rows read them, where that is measured to be faster.
 
-torch gives float32 products on a CPU to MKL, which is slow with the few rows of a decoding step on some CPUs, and good on
-others.  Beside it stand oneDNN's packed weights, and `panels`: a small kernel of our own (`outrider.kernels`), where there
+torch computes float32 products on a CPU with MKL, which is slow for the few rows of a decoding step on some CPUs, and fast on
+others.  The alternatives are oneDNN's packed weights, and `panels`: a small kernel of our own (`outrider.kernels`), where there
 is a C++ compiler.  Panels read every weight once for up to a dozen rows, store weights whose values are exactly bfloat16
 in half the bytes, and sum each output in one order whatever the number of rows.  All are timed on a few of the model's own
 layers.  The packed copy takes as much memory as the weights, or half of it.
@@ -26,16 +26,16 @@ from outrider import kernels, machine
 
 Way = Literal["plain", "onednn", "panels"]
 SHARE = 0.5
-"""Of the memory that is free, what a model's packed copy may take; a larger model is left as it is."""
+"""Share of the free memory that a model's packed copy may take; a larger model is left as it is."""
 SAMPLE_BYTES = 2**26
 """Weights on which the ways are timed: more than most caches hold."""
 SAMPLE_ROWS = (1, 8)
 PANELS = "panels"
-"""A layer's panels as its buffer."""
+"""Name of a layer's buffer of panels."""
 
 
 class Prepacked(NamedTuple):
-    """A layer's weight as one of the ways reads it, and which weight that was."""
+    """A layer's weight as one of the ways reads it, and a stamp of the weight it was made from."""
 
     way: Way
     weight: Tensor
@@ -43,7 +43,7 @@ class Prepacked(NamedTuple):
 
 
 def pack(model: nn.Module) -> None:
-    """Give the linear layers of `model` packed weights, used while `products` is open; else they are as they were.
+    """Give the linear layers of `model` packed weights, used while `enabled` is open; else they are as they were.
 
     Nothing changes where that is not faster.  A layer whose weight changes afterwards multiplies the usual way again.
     """
@@ -59,8 +59,8 @@ def pack(model: nn.Module) -> None:
 
 
 @contextmanager
-def products(*ways: Way) -> Iterator[None]:
-    """While this is open, layers with packed weights use them in this thread; those packed in other `ways`, if given, don't."""
+def enabled(*ways: Way) -> Iterator[None]:
+    """While this is open, layers with packed weights use them in this thread; those of other `ways`, if given, do not."""
     token = _open.set(ways or ("onednn", "panels"))
     try:
         yield
@@ -69,13 +69,13 @@ def products(*ways: Way) -> Iterator[None]:
 
 
 def in_panels(model: nn.Module) -> list[nn.Linear]:
-    """Its layers whose weights are packed in panels, in the model's order."""
+    """The model's layers whose weights are packed in panels, in its order."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer in _weights]
     return [layer for layer in layers if _weights[layer].way == "panels"]
 
 
 def layout(model: nn.Module) -> list[tuple[str, torch.dtype]]:
-    """Of its layers with packed weights: name, and what the weight is stored as."""
+    """For each layer with packed weights: its name, and the type in which the weight is stored."""
     return [(name, _weights[layer].weight.dtype) for name, layer in model.named_modules() if layer in _weights]
 
 
@@ -93,11 +93,11 @@ def as_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def panels_of(layers: Sequence[nn.Linear]) -> Tensor:
-    """The panels of these layers behind each other; each layer's are views of it afterwards, so that memory holds them once."""
+    """The panels of these layers as one tensor; each layer's are views of it afterwards, so that memory holds them once."""
     parts = [_weights[layer].weight for layer in layers]
-    places = {(part.untyped_storage().data_ptr(), part.storage_offset()) for part in parts}
+    offsets = {(part.untyped_storage().data_ptr(), part.storage_offset()) for part in parts}
     starts = itertools.accumulate((part.numel() for part in parts[:-1]), initial=parts[0].storage_offset())
-    if places == {(parts[0].untyped_storage().data_ptr(), start) for start in starts}:  # joined before
+    if offsets == {(parts[0].untyped_storage().data_ptr(), start) for start in starts}:  # joined before
         return parts[0].as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
     whole, start = kernels.on_large_pages(torch.cat(parts)), 0
     for layer, part in zip(layers, parts, strict=True):
@@ -107,19 +107,19 @@ def panels_of(layers: Sequence[nn.Linear]) -> Tensor:
 
 
 def stored(model: nn.Module) -> int:
-    """Bytes of packed weights that a pass reads while `products` is open."""
+    """Bytes of packed weights that a pass reads while `enabled` is open."""
     return sum(_weights[layer].weight.nbytes for layer in model.modules() if isinstance(layer, nn.Linear) and layer in _weights)
 
 
 def way_of(model: nn.Module) -> Way:
-    """How most of its linear layers multiply while `products` is open."""
+    """How most of its linear layers multiply while `enabled` is open."""
     found = Counter(_weights[module].way for module in model.modules() if isinstance(module, nn.Linear) and module in _weights)
     return found.most_common(1)[0][0] if found else "plain"
 
 
 _open: ContextVar[tuple[Way, ...]] = ContextVar("open", default=())
 _weights: WeakKeyDictionary[nn.Linear, Prepacked] = WeakKeyDictionary()
-"""Not kept in the layers: they could not be copied or saved any more."""
+"""Not stored in the layers: they could no longer be copied or saved."""
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
     if found is None or usual or x.dtype != torch.float32 or not x.numel():
         return F.linear(x, layer.weight, layer.bias)
     weight = found.weight
-    if torch.compiler.is_compiling():  # what is traced holds the weights of the moment, and says so itself
+    if torch.compiler.is_compiling():  # a traced graph holds the current weights, and checks that itself
         weight = getattr(layer, PANELS, weight)
     elif found.stamp != _stamp(layer):
         return F.linear(x, layer.weight, layer.bias)
@@ -140,7 +140,7 @@ def _fits(layer: nn.Linear) -> bool:
     if type(layer.weight) is not nn.Parameter or layer.weight.dtype != torch.float32 or layer.weight.device.type != "cpu":
         return False
     own = vars(layer).get("forward")
-    # one of ours is made anew once its weight has changed; others' stays
+    # ours is packed again once its weight has changed; another's `forward` stays
     is_ours = isinstance(own, functools.partial) and own.func is _forward
     return own is None or (is_ours and (layer not in _weights or _weights[layer].stamp != _stamp(layer)))
 
@@ -153,7 +153,7 @@ def _stamp(layer: nn.Linear) -> tuple[int, int]:
 
 
 def ways() -> list[Way]:
-    """Those that this machine has, the usual one first."""
+    """The ways that this machine has, the usual one first."""
     there: dict[Way, bool] = {"plain": True, "onednn": _has_onednn(), "panels": kernels.library() is not None}
     return [way for way, is_there in there.items() if is_there]
 
@@ -177,7 +177,7 @@ def product(x: Tensor, way: Way, weight: Tensor, outputs: int, bias: Tensor | No
 
 @torch.inference_mode()
 def _fastest(layers: Sequence[nn.Linear]) -> Way:
-    """The way in which a plain step and a verification read these layers fastest, by timing some of them."""
+    """The fastest way for a plain step and a verification, by timing some of these layers."""
     shapes = sorted(Counter(tuple(layer.weight.shape) for layer in layers).items())
     there = ways()
     sizes = list(itertools.accumulate(layer.weight.nbytes for layer in layers))
@@ -206,5 +206,5 @@ def _has_onednn() -> bool:
             return False
         x, weight = torch.rand(2, 8), torch.rand(4, 8)
         return torch.allclose(product(x, "onednn", prepacked(weight, "onednn"), 4), F.linear(x, weight))
-    except (AttributeError, RuntimeError):  # the operators are torch's own, but not promised
+    except (AttributeError, RuntimeError):  # the operators are torch's own, but not public
         return False

@@ -23,12 +23,12 @@ def defaults(model: nn.Module) -> list[str]:
 
 
 def rounded(weights: Mapping[str, Tensor]) -> list[str]:
-    """Names of fractions in 8 bits, which nothing here computes with."""
+    """Names of 8-bit floating-point weights, which can't be computed with here."""
     return [name for name, weight in weights.items() if weight.is_floating_point() and weight.element_size() == 1]
 
 
 def mistyped(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
-    """Names of what is no fraction where `own` is one, or the other way; a mask may be stored as whole numbers."""
+    """Names of weights that are floating-point where `own` is not, or the other way; a mask may be stored as integers."""
     return [
         name for name, weight in weights.items()
         if weight.is_complex() or weight.is_floating_point() != own[name].is_floating_point()
@@ -36,12 +36,12 @@ def mistyped(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[s
 
 
 def not_finite(weights: Mapping[str, Tensor]) -> list[str]:
-    """Names of fractions that hold infinity or what is no number; to be asked again after a cast."""
+    """Names of weights that hold infinity or NaN; ask again after a cast."""
     return [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
 
 
 def stale_map(model: nn.Module) -> str | None:
-    """What is wrong with a reduced vocabulary's two maps: they must say the same, within the target's tokens."""
+    """What is wrong with a reduced vocabulary's two maps, which must agree and lie within the target's tokens; else None."""
     head = getattr(model, "head", None)
     if head is None or not hasattr(head, "d2t"):
         return None

@@ -101,7 +101,13 @@ FAULTS = [
     ),
     Fault(
         "a later confidence decides about an earlier token: a policy cuts by the least of all",
-        [Edit(POLICY, "confidence.cumprod(-1) >= self.least", "confidence.amin(-1, True).expand_as(confidence) >= self.least")],
+        [
+            Edit(
+                POLICY,
+                "confidence.cumprod(-1) >= self.min_confidence",
+                "confidence.amin(-1, True).expand_as(confidence) >= self.min_confidence",
+            )
+        ],
         [f"{CONTRACTS}test_law.py::test_the_same_confidences_with_a_stopping_rule_are_exact"],
     ),
     Fault(
@@ -121,7 +127,7 @@ FAULTS = [
     ),
     Fault(
         "a slot given to a new request keeps a drafter's memory of the old one",
-        [Edit(MEMORY, "        memory.kept.free(rows)\n", "")],
+        [Edit(MEMORY, "        memory.kv_cache.free(rows)\n", "")],
         ["tests/nn/test_recurrent.py::test_a_slot_used_again_drafts_as_a_new_one"],
     ),
     Fault(

@@ -200,7 +200,7 @@ def test_panels_are_joined_once_and_stay_each_layers_own(monkeypatch: pytest.Mon
     assert prepacked.panels_of(layers).data_ptr() == joined.data_ptr()
     assert prepacked.panels_of(layers[1:]).data_ptr() == prepacked.panels_of([layers[1]]).data_ptr() != joined.data_ptr()
     x = torch.randn(3, 16)
-    with torch.inference_mode(), prepacked.products():
+    with torch.inference_mode(), prepacked.enabled():
         for layer in layers:
             torch.testing.assert_close(layer(x), F.linear(x, layer.weight))
     both = torch.zeros(2, *apart[0].shape, dtype=torch.int32)

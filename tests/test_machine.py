@@ -42,7 +42,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def given(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(machine, "products", lambda: machine.Products(TABLES[kind]))
+    monkeypatch.setattr(machine, "matmul_times", lambda: machine.MatmulTimes(TABLES[kind]))
 
 
 @pytest.mark.parametrize("way", ["environment", "switch"])
@@ -55,7 +55,7 @@ def test_without_bfloat16_units_training_is_in_float32(way: str, tmp_path: Path)
         "import json, torch; torch.set_num_threads(1)\n"
         f"torch.backends.mkldnn.enabled = {way == 'environment'}\n"
         "from outrider import machine\n"
-        "found = machine.products()\n"
+        "found = machine.matmul_times()\n"
         "print(json.dumps([machine.training_dtype(), found.slowdown('bfloat16', 'training')]))"
     )
     environment = {**os.environ, "OUTRIDER_CACHE": str(tmp_path), "ATEN_CPU_CAPABILITY": "avx2"}
@@ -89,47 +89,47 @@ def test_what_was_measured_decides(kind: str, chosen: str, monkeypatch: pytest.M
 def test_it_is_measured_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a table that every process times anew, and one that another number of threads takes over."""
     calls: list[int] = []
-    monkeypatch.setattr(machine, "_time_products", lambda: calls.append(torch.get_num_threads()) or TABLES["without"])
+    monkeypatch.setattr(machine, "_time_matmuls", lambda: calls.append(torch.get_num_threads()) or TABLES["without"])
     for _ in range(2):
-        assert machine.products().ms == TABLES["without"]
+        assert machine.matmul_times().ms == TABLES["without"]
         machine._memory.clear()  # as in another process
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert machine.products().ms == TABLES["without"]
+    assert machine.matmul_times().ms == TABLES["without"]
     assert calls == [1, 3]
     machine.forget()
-    machine.products()
+    machine.matmul_times()
     assert calls == [1, 3, 3]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"ms": 3}', '{"ms": {"float32": 1}}', '{"ms": {"float32": {"1": "x"}}}'])
 def test_a_damaged_file_is_measured_again(text: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a half-written or foreign file that stops every command."""
-    monkeypatch.setattr(machine, "_time_products", lambda: TABLES["without"])
+    monkeypatch.setattr(machine, "_time_matmuls", lambda: TABLES["without"])
     path = machine._place("products")
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    assert machine.products().ms == TABLES["without"]
+    assert machine.matmul_times().ms == TABLES["without"]
     assert json.loads(path.read_text())["ms"] == TABLES["without"]
 
 
 def test_what_is_timed_on_a_busy_machine_is_not_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a choice made beside a compiler that holds for ever."""
     monkeypatch.setattr(machine, "is_busy", lambda: True)
-    monkeypatch.setattr(machine, "_time_products", lambda: TABLES["without"])
-    assert machine.products().ms == TABLES["without"]
+    monkeypatch.setattr(machine, "_time_matmuls", lambda: TABLES["without"])
+    assert machine.matmul_times().ms == TABLES["without"]
     assert not machine._place("products").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a read-only home that stops every command."""
     monkeypatch.setenv("OUTRIDER_CACHE", "/dev/null/nowhere")
-    monkeypatch.setattr(machine, "_time_products", lambda: TABLES["without"])
-    assert machine.products().ms == TABLES["without"]
+    monkeypatch.setattr(machine, "_time_matmuls", lambda: TABLES["without"])
+    assert machine.matmul_times().ms == TABLES["without"]
 
 
 def test_the_table_has_every_type_and_column() -> None:
     """Catches a type that is passed over, and a time that is none."""
-    found = machine.products().ms
+    found = machine.matmul_times().ms
     for name in machine.TYPES:
         assert set(found[name]) == {"1", "8", "64", "training"}
         assert all(0 < ms < 60_000 for ms in found[name].values())
@@ -158,10 +158,10 @@ def test_no_more_threads_than_the_containers_share(place: Path, monkeypatch: pyt
     monkeypatch.setattr(machine, "cpu_share", lambda: 1.5)
     monkeypatch.setattr(machine, "_linear", lambda dtype, rows: lambda: time.sleep(0.002 * threads[-1]))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert machine.settle_threads() == 2 == threads[-1]
+    assert machine.set_up_threads() == 2 == threads[-1]
     threads[:] = [8]
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    assert machine.settle_threads() == 8 and threads == [8]
+    assert machine.set_up_threads() == 8 and threads == [8]
 
 
 # ── who asks ──────────────────────────────────────────────────────────────────────────────────────────────────────────

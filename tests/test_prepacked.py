@@ -37,7 +37,7 @@ def layer(way: Way) -> nn.Linear:
 def test_the_product_is_the_same(layer: nn.Linear, shape: tuple[int, ...]) -> None:
     """Catches a transposed weight, a lost bias, rows that are dropped or reordered."""
     x = torch.randn(shape)
-    with torch.inference_mode(), prepacked.products():
+    with torch.inference_mode(), prepacked.enabled():
         torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
@@ -49,7 +49,7 @@ def test_it_is_used_only_while_open(layer: nn.Linear, monkeypatch: pytest.Monkey
     x = torch.randn(2, 48)
     with torch.inference_mode():
         layer(x)
-    with prepacked.products():
+    with prepacked.enabled():
         layer(x)  # gradients are on
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             layer(x)
@@ -66,10 +66,10 @@ def test_a_changed_weight_is_not_forgotten(layer: nn.Linear) -> None:
     for changed in (layer, other):
         with torch.no_grad():
             changed.weight.mul_(2)
-        with torch.inference_mode(), prepacked.products():
+        with torch.inference_mode(), prepacked.enabled():
             torch.testing.assert_close(changed(x), F.linear(x, changed.weight, changed.bias))
         prepacked.pack(nn.Sequential(changed))
-        with torch.inference_mode(), prepacked.products():
+        with torch.inference_mode(), prepacked.enabled():
             torch.testing.assert_close(changed(x), F.linear(x, changed.weight, changed.bias))
 
 

@@ -1,7 +1,7 @@
-"""One function, compiled ahead of time for this CPU and kept on disk, so that later processes only load it.
+"""One function, compiled ahead of time for this CPU and stored on disk, so that later processes only load it.
 
-torch.export writes down what the function does for sizes left open, inductor compiles it with the weights frozen into the
-order in which its kernels read them, and the package is loaded in a fraction of a second.  Nothing is compiled again for
+torch.export traces the function with sizes left open, inductor compiles it with the weights frozen in the order in which its
+kernels read them, and the package is loaded in a fraction of a second.  Nothing is compiled again for
 another size.  Without a C++ compiler there is no fast path, and nothing else is lost.
 """
 
@@ -38,12 +38,12 @@ MOST_BYTES = 2**31
 HOLDS_WEIGHTS = "aot_inductor.package_constants_in_so"
 """Inductor's setting for whether a package has a copy of the weights, or is given them when it is loaded."""
 BUILDS: dict[str, dict[str, Any]] = {"libraries": {}, "templates": {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}}
-"""Where inductor's products come from: the libraries torch comes with, or C++ that it writes for each shape."""
+"""Where inductor's matrix products come from: torch's libraries, or C++ that it writes for each shape."""
 
 
 def builds(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Ways to compile this model, with inductor's settings: where its layers are packed in panels, with our kernel alone, and
-    with weights that stay where they are."""
+    """Ways to compile this model, with inductor's settings.  Where its layers are packed in panels, only one: with our kernel,
+    and with weights that are not copied."""
     if prepacked.way_of(model) != "panels":
         return BUILDS
     number = {layer: n for n, layer in enumerate(prepacked.in_panels(model))}
@@ -56,11 +56,11 @@ def builds(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 class NotCompiled(OutriderError):
-    """There is no compiled step, and why; the plain path goes on."""
+    """There is no compiled step; the message says why, and the plain path is used."""
 
 
 def folder() -> Path:
-    """Where packages are kept."""
+    """Where packages are stored."""
     return machine.cache_folder() / "compiled"
 
 
@@ -69,7 +69,7 @@ def has_compiler() -> bool:
 
 
 class Graph:
-    """A package, called by `forward` as a module is, so that what watches modules sees its calls."""
+    """A package, called by `forward` as a module is, so that hooks on modules work."""
 
     def __init__(self, path: Path, traced: nn.Module):
         """traced: the module that was compiled, whose weights a package without a copy of them reads.
@@ -82,11 +82,11 @@ class Graph:
             self.weights = self._weights(traced)
             if self.weights:
                 self.package.load_constants(self.weights, check_full_update=True, user_managed=True)
-        except Exception as error:  # native code that another program made: whatever it raises, we go on without
+        except Exception as error:  # native code of another program: whatever it raises, the plain path goes on
             raise NotCompiled(f"{path} can't be loaded ({first_line(error)[:300]}); delete it and compile again") from error
 
     def _weights(self, traced: nn.Module) -> dict[str, Tensor]:
-        """What the package is to be given: the module's weights, and panels as they lie in memory."""
+        """Weights for the package: the module's, and panels as they are in memory."""
         if self.package.loader.get_metadata().get("weights") != "outside":
             return {}
         known, layers, found = _weights_of(traced), prepacked.in_panels(traced), {}
@@ -100,9 +100,9 @@ class Graph:
         return width
 
     def forward(self, *args: Tensor | list[Tensor]) -> list[Tensor]:
-        """Arguments and results in the order of the traced function's, lists among them written out.
+        """Arguments and results in the order of the traced function's, lists flattened.
 
-        Straight to the loader: the package's own call reads its description anew every time, 0.3 ms for 16 layers.
+        Calls the loader: the package's own call parses its description every time, 0.3 ms for 16 layers.
         """
         found: list[Tensor] = self.package.loader.boxed_run(flat(args))
         return found
@@ -114,7 +114,7 @@ def compile_passes(drafter: Drafter) -> float:
 
 
 class Runnable(Protocol):
-    """What runs in place of a traced function: a package, or passes captured on a GPU."""
+    """Replaces a traced function: a package, or passes captured on a GPU."""
 
     def padded(self, width: int) -> int: ...
     def forward(self, *args: Any) -> list[Tensor]: ...
@@ -125,7 +125,7 @@ class Compiled:
 
     name = "step"
     traced: Any
-    """The module that is compiled, as far as its weights and their names go."""
+    """The module that is compiled, with its weights and their names."""
 
     def __init__(self) -> None:
         self.graph: Any = None
@@ -141,20 +141,22 @@ class Compiled:
     def get(self, build: bool) -> float:
         """Take the graph from disk, or compile it; returns the seconds that compiling took.
 
-        NotCompiled says why there is none: this model can't be, it is not on disk, or it does not say what the plain path says.
+        NotCompiled says why there is none: this model can't be compiled, the graph is not on disk, or its
+        logits differ from the plain path's.
         """
         if self.graph is not None and not self._is_stale():
             return 0.0
         model = self.model()
         if any(map(is_traceable_wrapper_subclass, model.parameters())):
-            raise NotCompiled("its weights are quantised, and a package would hold them in full; its steps stay plain")
+            raise NotCompiled("its weights are quantised, and a package would store them whole; its steps stay plain")
         is_on_cpu = {weight.device.type for weight in model.parameters()} == {"cpu"}
         if self._is_stale():
-            self.graph, self._key = None, ""  # so that what `apart` calls plain is
-            self._weights = [weight for weight in model.parameters() if not weight.is_inference()]  # these count no changes
+            self.graph, self._key = None, ""  # so that `compare` compares with the plain path
+            # inference tensors count no changes
+            self._weights = [weight for weight in model.parameters() if not weight.is_inference()]
             self._version = _version(self._weights)
             if prepacked.way_of(model) == "panels":
-                prepacked.pack(model)  # those that were written to
+                prepacked.pack(model)  # layers whose weights changed
         if is_on_cpu and prepacked.way_of(model) != "panels":
             _refuse_large(model)
         path, seconds = self._on_disk() if is_on_cpu else None, 0.0
@@ -164,12 +166,12 @@ class Compiled:
         if is_on_cpu and path is None:
             path, seconds = self._build()
         graph = self.cuda_graphs() if path is None else Graph(path, self.traced)
-        apart, allowed = self.apart(graph)
-        if not apart <= allowed:
+        difference, allowed = self.compare(graph)
+        if not difference <= allowed:
             if path is not None:
                 path.unlink(missing_ok=True)
             raise NotCompiled(
-                f"compiled logits are {apart:.1e} from plain ones, allowed are {allowed:.1e}; its steps stay plain"
+                f"compiled logits differ from plain ones by {difference:.1e}, allowed are {allowed:.1e}; its steps stay plain"
             )
         if is_on_cpu and not self._pays(graph):
             raise NotCompiled("compiled it is slower than plain on this machine; its steps stay plain")
@@ -177,7 +179,7 @@ class Compiled:
         return seconds
 
     def _on_disk(self) -> Path | None:
-        """The package of this model, which holds no weights or these."""
+        """The package of this model, without weights or with these; None where there is none."""
         path = self._path(holds_weights=False)
         if not path.exists() and any(folder().glob(f"{path.stem}-*.pt2")):
             path = self._path(holds_weights=True)
@@ -189,7 +191,7 @@ class Compiled:
         return folder() / f"{name}-{values_of(self.model())}.pt2" if holds_weights else folder() / f"{name}.pt2"
 
     def _pays(self, graph: Runnable) -> bool:
-        """Whether the graph is as quick as the plain path; timed once a machine."""
+        """Whether the graph is as fast as the plain path; timed once per machine."""
 
         def ways() -> dict[str, Callable[[], object]]:
             trials, runs = self.trials(), {"compiled": graph.forward, "plain": self.plain()}
@@ -204,7 +206,7 @@ class Compiled:
         return f"{self.name}, {types}, {size} bits of bytes"
 
     def _build(self) -> tuple[Path, float]:
-        """Compile in the way whose products are fastest here; the first time on a machine in every way, timed."""
+        """Compile in the fastest way; the first time on a machine all ways are compiled and timed."""
         traced, arguments, dims = self.example()
         possible = builds(traced)
         question = f"products in a compiled {self._described()}: {list(possible)}"
@@ -246,15 +248,15 @@ class Compiled:
         return self.example()[0]
 
     def cuda_graphs(self) -> Runnable:
-        """What stands for a package on a GPU."""
-        raise NotCompiled("this step is compiled on a CPU only; on another device it stays plain")
+        """What takes the place of a package on a GPU."""
+        raise NotCompiled("this step is compiled only on a CPU; on another device it stays plain")
 
     def fits(self, cache: Any, rows: Sequence[int], width: int) -> bool:
-        """Whether there is a graph for a pass of `width` tokens over these slots of a SlotCache; then they lie side by side."""
+        """Whether there is a graph for a pass of `width` tokens over these slots of a SlotCache; they are then contiguous."""
         if self.graph is None or not cache.layers:
             return False
         if self._checked_for() is not cache:
-            # once a cache, so once a batch of requests: reading 200 counters at every step would be a hundredth of it
+            # once per cache, so once per batch of requests: reading 200 counters takes a hundredth of a step
             self._checked_for, self._is_sound = weakref.ref(cache), not self._is_stale()
         width = self.graph.padded(width)
         if not self._is_sound or max(cache.lengths[row] for row in rows) + width > cache.length:
@@ -263,30 +265,30 @@ class Compiled:
         return True
 
     def _is_stale(self) -> bool:
-        """Whether a weight was written to after the graph was taken, which holds what it was."""
+        """Whether a weight changed after the graph, which holds the old values, was taken."""
         return _version(self._weights) != self._version
 
     def look(self) -> None:
-        """Take what is on disk."""
+        """Take the graph from disk, where there is one."""
         if not any(folder().glob(f"{self.name}-*.pt2")):
             return
         with contextlib.suppress(NotCompiled):
             self.get(build=False)
 
     def model(self) -> nn.Module:
-        """What holds the weights.  NotCompiled where its steps can't be traced."""
+        """The module that holds the weights.  NotCompiled where its steps can't be traced."""
         raise NotImplementedError
 
     def settings(self) -> Sequence[object]:
-        """What the graph hangs on besides the weights."""
+        """What the graph depends on besides the weights."""
         raise NotImplementedError
 
     def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:
-        """What is traced, on which arguments, and which of their sizes stay open; those are at least 2 there."""
+        """(module to trace, arguments, which of their sizes stay open); an open size is at least 2 in the arguments."""
         raise NotImplementedError
 
-    def apart(self, graph: Runnable) -> tuple[float, float]:
-        """Largest difference of a logit from the plain path's, and what rounding may make of it; sizes of 1 are tried too."""
+    def compare(self, graph: Runnable) -> tuple[float, float]:
+        """Largest difference of a logit from the plain path's, and the largest that rounding explains; tries sizes of 1."""
         raise NotImplementedError
 
 
@@ -302,18 +304,18 @@ def build_package(
     """Compile `function` on arguments like `example` into `path`; returns seconds.  NotCompiled where that can't be done.
 
     options: one of `BUILDS`.
-    dims: for every argument a mapping from dimension to `torch.export.Dim`, in the arguments' own structure.  Arguments that
-    are written to are written to in the compiled function too.
+    dims: for every argument a mapping from dimension to `torch.export.Dim`, in the structure of the arguments.  The compiled
+    function writes to the same arguments as the module.
     """
     if not has_compiler():
-        raise NotCompiled("there is no C++ compiler here; install g++ for the fast path, all else runs without")
+        raise NotCompiled("there is no C++ compiler here; install g++ for the fast path; without it steps stay plain")
     began = time.perf_counter()
     try:
-        # oneDNN's packed weights inductor makes itself
-        with machine.keeping(path) as part, torch.no_grad(), prepacked.products("panels"), prepacked.as_buffers(function):
-            # made in inference mode they could not be traced
+        # inductor packs weights for oneDNN itself
+        with machine.keeping(path) as part, torch.no_grad(), prepacked.enabled("panels"), prepacked.as_buffers(function):
+            # tensors made in inference mode can't be traced
             example = pytree.tree_map_only(Tensor, Tensor.clone, example)
-            with contextlib.redirect_stderr(io.StringIO()):  # what it can't trace it prints whole, hundreds of lines
+            with contextlib.redirect_stderr(io.StringIO()):  # it prints whole what it can't trace, hundreds of lines
                 exported = torch.export.export(function, example, dynamic_shapes=dims, strict=False)
             configs = {"freezing": True, **options}
             known = _weights_of(function)
@@ -325,7 +327,7 @@ def build_package(
             torch._inductor.aoti_compile_and_package(exported, package_path=str(part), inductor_configs=configs)
     except NotCompiled:
         raise
-    except Exception as error:  # the compiler is a large program of others, and every family is a new text for it
+    except Exception as error:  # the compiler may raise anything for a new family
         raise NotCompiled(f"can't be compiled: {type(error).__name__}: {first_line(error)[:300]}") from error
     seconds = time.perf_counter() - began
     log.info("compiled %s in %.0f s, %.0f MB", path, seconds, path.stat().st_size / 1e6)
@@ -336,12 +338,12 @@ def _refuse_large(model: nn.Module) -> None:
     """Raises NotCompiled where a copy of the weights would be too large."""
     if sum(weight.nbytes for weight in model.parameters()) > MOST_BYTES:
         raise NotCompiled(
-            f"more than {MOST_BYTES >> 30} GiB of weights, of which a package would hold a copy; its steps stay plain"
+            f"more than {MOST_BYTES >> 30} GiB of weights, which a package would copy; its steps stay plain"
         )
 
 
 def flat(arguments: Sequence[Tensor | list[Tensor]]) -> list[Tensor]:
-    """Tensors and lists of them, one behind the other."""
+    """Tensors and lists of tensors as one list."""
     found: list[Tensor] = []
     for argument in arguments:
         found += argument if isinstance(argument, list) else [argument]
@@ -349,7 +351,7 @@ def flat(arguments: Sequence[Tensor | list[Tensor]]) -> list[Tensor]:
 
 
 def dense(tensor: Tensor, *shape: int) -> Tensor:
-    """Expanded to this shape, and contiguous: a package reads its arguments by the strides that it was made for."""
+    """Expanded to this shape, and contiguous: a package assumes the strides that it was made with."""
     return tensor.expand(*shape).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""A block drafter's pass as one graph: taps in, tokens and confidences out, for greedy requests and for drawn ones.
+"""A block drafter's pass as one graph, from taps to tokens and confidences, for greedy and for sampled requests.
 
 R rows of a pass, C new taps, T taps, K slots of a block, N nodes, V vocabulary, H hidden size.
 """
@@ -23,44 +23,44 @@ from outrider.decoding.state import DecodeState
 from outrider.sampling import distribution
 from outrider.sampling.distribution import tempered
 from outrider.targets import attention_mask
-from outrider.targets.attention_mask import Columns, Sight, additive
+from outrider.targets.attention_mask import PassLayout, TracedCache, additive
 from outrider.targets.cache import SlotCache
 
 
 def noise_keys(streams: Streams, depths: int) -> Tensor:
-    """What `race` needs to draw drafts as `Streams.draw` does at depths 0 to `depths` - 1: [B, depths] int64."""
+    """Keys with which `race` draws drafts as `Streams.draw` does at depths 0 to `depths` - 1: [B, depths] int64."""
     seeded = None if streams.seeded is None else streams.seeded[:, None]
     wide = Streams(streams.seeds[:, None], streams.index[:, None], seeded)
     return wide.key(torch.arange(depths, device=streams.seeds.device), Purpose.DRAFT)
 
 
 def real(new: int, counts: Tensor, width: int) -> Tensor:
-    """What a block of `width` slots sees of `new` taps, of which counts[b] are real, and itself: [B, width, all] bool."""
+    """Mask of a block of `width` slots over `new` taps, of which counts[b] are real, and itself: [B, width, all] bool."""
     columns = torch.arange(new + width, device=counts.device)
     return ((columns < counts[:, None]) | (columns >= new))[:, None].expand(-1, width, -1)
 
 
 class CompiledBlock(Compiled):
-    """Blocks as one graph: taps in, tokens and confidences out.  New taps are padded to one at least."""
+    """Blocks as one graph: taps in, tokens and confidences out.  New taps are padded to at least one."""
 
     def __init__(self, traced: Greedy | Drawn, code: Sequence[ModuleType]):
-        """code: modules that say what the model computes, besides this one."""
+        """code: modules with the model's code, besides this one."""
         super().__init__()
         self.traced, self.name, self.code = traced, traced.name, code
         self.backbone: Any = traced.draft.backbone
 
     def run(
-        self, taps: Tensor, state: DecodeState, counts: Sequence[int], kept: SlotCache
+        self, taps: Tensor, state: DecodeState, counts: Sequence[int], cache: SlotCache
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """A block a slot behind taps [R, C, T, H] of which counts[b] are real, in a pass of `kept` that is open afterwards.
+        """A block a slot after taps [R, C, T, H] of which counts[b] are real, in a pass of `cache` that is open afterwards.
 
         Returns nodes [R, N], the distributions that they were drawn from [R, N, V] or None, and confidences [R, K].
         """
         rows, noise, anchors = state.rows, self.traced.noise(state), state.anchor
         if not taps.shape[1]:
             taps = nn.functional.pad(taps, (0, 0, 0, 0, 0, 1))
-        kept.open(rows, taps.shape[1] + self.backbone.width)
-        nodes, distributions, *rest = self.graph.forward(*self._arguments(taps, anchors, counts, kept, noise))
+        cache.open(rows, taps.shape[1] + self.backbone.width)
+        nodes, distributions, *rest = self.graph.forward(*self._arguments(taps, anchors, counts, cache, noise))
         return nodes, distributions if self.traced.draws else None, rest[0] if rest else None
 
     def model(self) -> nn.Module:
@@ -78,40 +78,41 @@ class CompiledBlock(Compiled):
         return self.traced, given, ({**rows, 1: new}, rows, rows, rows, {0: end}, [rows for _ in given[-2]], buffers)
 
     @torch.inference_mode()
-    def apart(self, graph: Runnable) -> tuple[float, float]:
-        found = [self._apart(graph, self._arguments(*self._pass(rows, new))) for rows, new in ((1, 1), (1, 4), (3, 1), (3, 4))]
-        return max(apart for apart, _ in found), max(allowed for _, allowed in found)
+    def compare(self, graph: Runnable) -> tuple[float, float]:
+        sizes = (1, 1), (1, 4), (3, 1), (3, 4)
+        found = [self._compare(graph, self._arguments(*self._pass(rows, new))) for rows, new in sizes]
+        return max(difference for difference, _ in found), max(allowed for _, allowed in found)
 
-    def _apart(self, graph: Runnable, given: tuple[Any, ...]) -> tuple[float, float]:
-        (nodes, distributions), (said, plain) = graph.forward(*given)[:2], self.traced(*given)[:2]
-        # behind a token that a tie decided otherwise all may differ
-        chain = (nodes == said)[:, self.traced.chain]
+    def _compare(self, graph: Runnable, given: tuple[Any, ...]) -> tuple[float, float]:
+        (nodes, distributions), (wanted, plain) = graph.forward(*given)[:2], self.traced(*given)[:2]
+        # after a token that a tie decided otherwise, all may differ
+        chain = (nodes == wanted)[:, self.traced.chain]
         alike = nn.functional.pad(chain.long().cumprod(-1), (1, 0), value=1)[:, :-1, None]
-        # of float32 at least: norms and angles are computed in it
+        # at least that of float32: norms and rotary positions are computed in it
         rounding = max(torch.finfo(plain.dtype).eps, torch.finfo(torch.float32).eps)
         return float(((distributions - plain) * alike).abs().max()), 64 * rounding * float(plain.abs().max())
 
     def _pass(self, rows: int, new: int, before: int = 100) -> tuple[Any, ...]:
-        """Arguments of a pass of so many rows and new taps, behind some context."""
+        """Arguments of a pass of so many rows and new taps, after some context."""
         spec, noise = self.backbone.target.spec, torch.Generator().manual_seed(5)
         dtype, width = self.backbone.fc.weight.dtype, new + self.backbone.width
-        kept = SlotCache(rows, before + 2 * width)
+        cache = SlotCache(rows, before + 2 * width)
         taps = torch.randn(rows, before + new, len(self.backbone.taps), spec.hidden, generator=noise).to(dtype)
-        kept.open(range(rows), before)
+        cache.open(range(rows), before)
         with torch.inference_mode():
-            self.backbone.remember(taps[:, :before], torch.arange(before)[None].expand(rows, -1), kept)
-        kept.append([before - row for row in range(rows)])
+            self.backbone.remember(taps[:, :before], torch.arange(before)[None].expand(rows, -1), cache)
+        cache.append([before - row for row in range(rows)])
         counts = [max(1, new - row % 2) for row in range(rows)]
-        kept.open(range(rows), width)
+        cache.open(range(rows), width)
         anchors = torch.randint(spec.vocabulary, (rows,), generator=noise)
-        return taps[:, before:], anchors, counts, kept, self.traced.example(rows)
+        return taps[:, before:], anchors, counts, cache, self.traced.example(rows)
 
     def _arguments(
-        self, taps: Tensor, anchors: Tensor, counts: Sequence[int], kept: SlotCache, noise: list[Tensor]
+        self, taps: Tensor, anchors: Tensor, counts: Sequence[int], cache: SlotCache, noise: list[Tensor]
     ) -> tuple[Any, ...]:
-        """Taps, how many of them are real, anchors; where slots stand, and columns up to the end; noise; buffers."""
+        """Taps, how many of them are real, anchors; starts of slots, and columns up to the end; noise; buffers."""
         taps = taps.to(self.backbone.fc.weight.dtype).contiguous()
-        return taps, torch.tensor(counts), anchors, kept.starts, kept.columns, noise, kept.buffers
+        return taps, torch.tensor(counts), anchors, cache.starts, cache.columns, noise, cache.buffers
 
 
 class _Traced(nn.Module):
@@ -123,7 +124,7 @@ class _Traced(nn.Module):
         super().__init__()
         self.draft = model
         whole: Any = getattr(self.draft.backbone.target, "model", None)
-        # or their weights were not in its key, and not frozen as the others are
+        # else their weights would not be in its key, nor frozen as the others are
         self.ends = nn.ModuleList([whole.get_input_embeddings(), whole.get_output_embeddings()] if whole is not None else [])
 
     def block(
@@ -131,11 +132,11 @@ class _Traced(nn.Module):
         pick: Callable[[Tensor, int], Tensor] | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         new, width = taps.shape[1], self.draft.backbone.width
-        sight = Sight(starts, columns, new + width)
-        mask = additive(sight.seen(real(new, counts, width)), taps.dtype)
-        kept: Any = Columns(range(len(buffers) // 2), buffers, sight)
+        layout = PassLayout(starts, columns, new + width)
+        mask = additive(layout.mask(real(new, counts, width)), taps.dtype)
+        cache: Any = TracedCache(range(len(buffers) // 2), buffers, layout)
         found: tuple[Tensor, Tensor, Tensor | None] = self.draft(
-            taps, sight.positions(torch.arange(new)), anchors, starts + counts, mask, kept, pick
+            taps, layout.positions(torch.arange(new)), anchors, starts + counts, mask, cache, pick
         )
         return found
 
@@ -177,7 +178,7 @@ class Drawn(_Traced):
         self.register_buffer("tokens", torch.arange(self.draft.backbone.target.spec.vocabulary), persistent=False)
 
     def noise(self, state: DecodeState) -> list[Tensor]:
-        """Temperatures [R], and keys of the noise [R, K]: traced, what they are made by takes minutes to compile."""
+        """Temperatures [R], and keys of the noise [R, K]: computing them inside the graph would take minutes to compile."""
         assert state.judge.temperature is not None
         return [state.judge.temperature.to(state.device), noise_keys(state.streams, len(self.chain))]
 

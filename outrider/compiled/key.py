@@ -16,8 +16,8 @@ def fingerprint(model: nn.Module, *more: object) -> str:
     """What a package depends on, 16 hex digits: every weight's name and shape, which of them are one, and how each is
     multiplied; settings and code in `more`; torch, threads and the processor.
     """
-    products = prepacked.way_of(model), prepacked.layout(model), kernels.source()
-    digest, first = hashlib.sha256(repr((machine.identity(), products, more)).encode()), dict[int, str]()
+    linear = prepacked.way_of(model), prepacked.layout(model), kernels.source()
+    digest, first = hashlib.sha256(repr((machine.identity(), linear, more)).encode()), dict[int, str]()
     for name, weight in sorted(model.state_dict().items()):
         shared = first.setdefault(weight.data_ptr(), name)
         digest.update(f"{name} {shared} {tuple(weight.shape)} {weight.dtype}".encode())
@@ -25,7 +25,7 @@ def fingerprint(model: nn.Module, *more: object) -> str:
 
 
 def values_of(model: nn.Module) -> str:
-    """What a package with a copy of the weights depends on too, 16 hex digits: all that they say."""
+    """What a package with a copy of the weights depends on too, 16 hex digits: their values."""
     digest = hashlib.sha256()
     for _, weight in sorted(model.state_dict().items()):
         digest.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
@@ -33,5 +33,5 @@ def values_of(model: nn.Module) -> str:
 
 
 def code(*modules: Any) -> list[bytes]:
-    """The text of these modules, for `settings`: what they trace may change with them."""
+    """The source of these modules, for `settings`: what is traced may change with it."""
     return [Path(module.__file__ or "").read_bytes() for module in modules]

@@ -1,7 +1,7 @@
-"""A traced graph, just before it is compiled: its products of one input become one, and its attention becomes our kernel's.
+"""Rewrites a traced graph before it is compiled: matrix products of one input are joined, attention is done by our kernel.
 
-A tensor that several layers multiply (queries, keys and values; gate and up) is read once then, and threads meet once.  The
-products are the same to the last bit: panels of outputs lie behind each other, and each output is summed as before.
+A tensor that several layers multiply (queries, keys and values; gate and up) is then read once, and threads synchronise once.
+Results are the same to the last bit: panels of outputs are concatenated, and each output is summed as before.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor, fx
 from outrider import kernels
 
 PREFIX = "panels_"
-"""Of the names of constants that are panels."""
+"""Prefix of the names of constants that are panels."""
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def with_kernels(graph: fx.Graph, panels: Mapping[str, int]) -> None:
-    """Rewrite a graph of aten operators whose products in panels are `outrider::multiply`; inductor calls it.
+    """Rewrite a graph of aten operators in which panels are multiplied by `outrider::multiply`; inductor calls it.
 
     panels: numbers of the weights that it multiplies by, by the names of its constants.  The new graph's constants are named
     by these numbers, see `numbers_of`.
@@ -33,7 +33,7 @@ def with_kernels(graph: fx.Graph, panels: Mapping[str, int]) -> None:
 
 
 def numbers_of(name: str) -> list[int] | None:
-    """Which panels lie behind each other in the constant of this name; None for another constant."""
+    """Which panels the constant of this name joins; None for another constant."""
     return [int(number) for number in name.removeprefix(PREFIX).split("_")] if name.startswith(PREFIX) else None
 
 
@@ -60,7 +60,7 @@ def _attend(graph: fx.Graph) -> None:
 
 
 def _join(graph: fx.Graph, numbers: Mapping[str, int]) -> None:
-    """One product for all weights of a kind that the same tensor is multiplied with, and slices of it for who used each."""
+    """One product for all weights of a kind that multiply the same tensor, and slices of it for the users of each."""
     multiply = torch.ops.outrider.multiply.default
     found: dict[Any, list[tuple[Any, Tensor]]] = defaultdict(list)
     for node in graph.nodes:
@@ -68,16 +68,16 @@ def _join(graph: fx.Graph, numbers: Mapping[str, int]) -> None:
             weight = operator.attrgetter(node.args[1].target)(graph.owning_module)
             found[node.args[0], weight.shape[1:]].append((node, weight))  # float32 and bfloat16 differ in shape
     width = kernels.panel_width()
-    for (x, _), products in found.items():
-        name = PREFIX + "_".join(str(numbers[node.args[1].target]) for node, _ in products)
-        weights, start = [weight for _, weight in products], 0
+    for (x, _), matmuls in found.items():
+        name = PREFIX + "_".join(str(numbers[node.args[1].target]) for node, _ in matmuls)
+        weights, start = [weight for _, weight in matmuls], 0
         joined = torch.cat(weights) if len(weights) > 1 else weights[0]
-        with graph.inserting_before(products[0][0]):
-            outputs = products[0][0].args[2] if len(products) == 1 else joined.shape[0] * width
+        with graph.inserting_before(matmuls[0][0]):
+            outputs = matmuls[0][0].args[2] if len(matmuls) == 1 else joined.shape[0] * width
             whole = _call(graph, multiply, x, _constant(graph, name, joined, x.meta["val"].fake_mode), outputs)
-        for node, weight in products:
+        for node, weight in matmuls:
             part = whole
-            if len(products) > 1:
+            if len(matmuls) > 1:
                 with graph.inserting_before(node):
                     part = _call(graph, torch.ops.aten.slice.Tensor, whole, -1, start, start + node.args[2])
             start += weight.shape[0] * width

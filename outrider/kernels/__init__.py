@@ -54,7 +54,7 @@ def compiler() -> str | None:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, as operators `outrider::...` too; compiled where that was not done before, None where they can't be."""
+    """The kernels, also as operators `outrider::...`; compiled on first use, None where they can't be."""
     try:
         loaded = _loaded(_built())
         _check()
@@ -65,7 +65,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _check() -> None:
-    """That they say what torch says.  Raises AssertionError where they don't."""
+    """Compare with torch.  Raises AssertionError where results differ."""
     x, weight = torch.rand(3, 40), torch.rand(50, 40)
     torch.testing.assert_close(torch.ops.outrider.multiply(x, panels(weight), 50), F.linear(x, weight))
     q, k, v = torch.rand(1, 2, 3, 64), torch.rand(1, 1, 40, 64), torch.rand(1, 1, 40, 64)
@@ -76,7 +76,7 @@ def _check() -> None:
 
 @functools.cache
 def _loaded(path: Path) -> ctypes.CDLL:
-    # for all to see: compiled packages find the kernels by their names
+    # global: compiled packages find the kernels by their names
     loaded = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     torch.library.register_fake("outrider::multiply")(lambda x, weights, outputs: x.new_empty(*x.shape[:-1], outputs))
     torch.library.register_fake("outrider::attend")(_attended)
@@ -90,7 +90,7 @@ def panel_width() -> int:
 
 
 def panels(weight: Tensor) -> Tensor:
-    """The weight [outputs, inner] as `multiply` reads it: [panels, inner, words] int32, a panel's outputs side by side.
+    """The weight [outputs, inner] as `multiply` reads it: [panels, inner, words] int32, a panel's outputs contiguous.
 
     As float32; or, where every value is exactly a bfloat16, two to a word: one of the panel's first half in the lower bits.
     """
@@ -149,5 +149,5 @@ def shared_library(path: Path, commands: Iterable[Sequence[str]]) -> Path:
                 break
         else:
             lines = made.stderr.splitlines() or ["it failed"]
-            raise OSError(f"{tool} says: {next((line for line in lines if 'error' in line), lines[0])}")
+            raise OSError(f"{tool} failed: {next((line for line in lines if 'error' in line), lines[0])}")
     return path

@@ -1,4 +1,4 @@
-"""Attention in which every layer also looks at injected context, rotary positions, norm and MLP; masks of drafted blocks.
+"""Attention with injected context in every layer, rotary positions, norm and MLP; masks of drafted blocks.
 
 B sequences, C context rows, Q query rows, H hidden size, h heads, d head size.  Parameter names follow the released DFlash and
 DSpark checkpoints.
@@ -19,19 +19,19 @@ from outrider.targets.sizes import frequencies
 
 
 class Attend(Protocol):
-    """What a layer asks for its attention: what is looked at is its caller's affair."""
+    """Attention as a layer calls it; the caller of the layer decides what is attended to."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
-        """q [B, h, n, d], k and v [B, kv heads, n, d] to the attention's output [B, h, n, d]; keys and values are noted.
+        """q [B, h, n, d], k and v [B, kv heads, n, d] to the attention's output [B, h, n, d]; keys and values may be stored.
 
         Layers are counted through all modules of a model.  sinks as in `attention`.
         """
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> Tensor:
-    """Scaled dot products, kv heads shared out over query heads.
+    """Scaled dot-product attention; each kv head serves a group of query heads.
 
-    mask [B or 1, 1, n, all] additive or bool.  sinks [h]: logits of one more key of every head, whose value is nothing
+    mask [B or 1, 1, n, all] additive or bool.  sinks [h]: logits of one more key of every head, whose value is 0
     (gpt-oss, MiMo-V2).
     """
     if sinks is not None:
@@ -43,12 +43,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tenso
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def attending(mask: Tensor | None, kept: Any = None) -> Attend:
-    """Attention under this mask: over what `kept`, a cache, holds and the rows that it takes in; else over these."""
+def attending(mask: Tensor | None, cache: Any = None) -> Attend:
+    """Attention under this mask, over the keys in `cache`, where one is given, and the new ones."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
-        if kept is not None:
-            k, v = kept.update(k, v, layer)
+        if cache is not None:
+            k, v = cache.update(k, v, layer)
         return attention(q, k, v, mask, sinks)
 
     return attend
@@ -67,17 +67,17 @@ class RMSNorm(nn.RMSNorm):
 def check_heads(shape: LayerSizes) -> None:
     """Raises DrafterError for heads that don't fit together."""
     if shape.heads % shape.kv_heads:
-        raise DrafterError(f"heads {shape.heads} is no multiple of kv_heads {shape.kv_heads}")
-    turning = int(shape.head_dim * shape.partial_rotary_factor)
-    if turning % 2 or not turning:
+        raise DrafterError(f"heads {shape.heads} is not a multiple of kv_heads {shape.kv_heads}; choose one that is")
+    rotated = int(shape.head_dim * shape.partial_rotary_factor)
+    if rotated % 2 or not rotated:
         raise DrafterError(
-            f"head_dim {shape.head_dim}, of which {turning} numbers turn, is {'odd' if turning else 'too small'}; rotary "
-            "positions turn pairs, choose an even one"
+            f"head_dim {shape.head_dim} times partial_rotary_factor {shape.partial_rotary_factor} is {rotated}; rotary "
+            "positions need an even number above 0"
         )
 
 
 class Attention(nn.Module):
-    """Self-attention with rotary positions that leaves to its caller what is seen.
+    """Self-attention with rotary positions; its caller decides what is attended to.
 
     gated: sigmoid(W x + b) scales every number of every head before o_proj, x being the layer's input.
     """
@@ -100,19 +100,20 @@ class Attention(nn.Module):
         self.gate = nn.Linear(width, inner) if gated else None
 
     def forward(
-        self, x: Tensor, angle: Tensor, attend: Attend, layer: int, rows: Tensor | None = None, rows_angle: Tensor | None = None
-    ) -> Tensor:
+        self, x: Tensor, cos_sin: Tensor, attend: Attend, layer: int, rows: Tensor | None = None,
+        rows_cos_sin: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """x [B, n, width]; rows [B, m, width] give keys and values, x unless given; returns [B, n, H]."""
-        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, -1))).transpose(1, 2), angle)
-        k, v = self.keys_values(x, angle) if rows is None else self.keys_values(rows, rows_angle)
+        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, -1))).transpose(1, 2), cos_sin)
+        k, v = self.keys_values(x, cos_sin) if rows is None else self.keys_values(rows, rows_cos_sin)
         out = attend(q, k, v, layer).transpose(1, 2).flatten(2)
         return self.o_proj(out if self.gate is None else out * self.gate(x).sigmoid())
 
-    def keys_values(self, rows: Tensor, angle: Tensor | None) -> tuple[Tensor, Tensor]:
+    def keys_values(self, rows: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys and values [B, h, m, d] of rows [B, m, width]."""
-        assert angle is not None
+        assert cos_sin is not None
         k = self.k_norm(self.k_proj(rows).unflatten(-1, (self.kv_heads, -1))).transpose(1, 2)
-        return rotate(k, angle), self.v_proj(rows).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
+        return rotate(k, cos_sin), self.v_proj(rows).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -139,19 +140,19 @@ class ContextLayer(nn.Module):
         self.mlp = MLP(hidden, shape.intermediate)
 
     def forward(
-        self, x: Tensor, angle: Tensor, attend: Attend, layer: int = 0, context: Tensor | None = None,
-        rows_angle: Tensor | None = None,
+        self, x: Tensor, cos_sin: Tensor, attend: Attend, layer: int = 0, context: Tensor | None = None,
+        rows_cos_sin: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """x [B, Q, H]; context [B, C, H] or none, rows_angle of context and x; returns [B, Q, H]."""
+        """x [B, Q, H]; context [B, C, H] or none, rows_cos_sin of context and x; returns [B, Q, H]."""
         normed = self.input_layernorm(x)
         rows = None if context is None else torch.cat([context, normed], 1)
-        x = x + self.self_attn(normed, angle, attend, layer, rows, rows_angle)
+        x = x + self.self_attn(normed, cos_sin, attend, layer, rows, rows_cos_sin)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class PairLayer(nn.Module):
-    """The first layer of EAGLE-3 (arXiv 2503.01840): its attention reads embedding and feature side by side, each with a norm
-    of its own; the residual is the feature's."""
+    """The first layer of EAGLE-3 (arXiv 2503.01840): its attention reads [embedding; feature], each with its own norm; the
+    residual is the feature's."""
 
     def __init__(
         self, hidden: int, shape: LayerSizes, norm_before_residual: bool, qk_norm: bool = True, gated: bool = False
@@ -164,16 +165,16 @@ class PairLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden, shape.rms_norm_eps)
         self.mlp = MLP(hidden, shape.intermediate)
 
-    def forward(self, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
+    def forward(self, words: Tensor, features: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
         """words, features [B, n, H]; returns [B, n, H]."""
         normed = self.hidden_norm(features)
-        pairs = torch.cat([self.input_layernorm(words), normed], -1)
-        x = (normed if self.norm_before_residual else features) + self.self_attn(pairs, angle, attend, 0)
+        joined = torch.cat([self.input_layernorm(words), normed], -1)
+        x = (normed if self.norm_before_residual else features) + self.self_attn(joined, cos_sin, attend, 0)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class FusedTaps(nn.Module):
-    """What a draft model that looks at a few of the target's layers begins with: fc makes one feature of them."""
+    """The input of a draft model that reads several target layers: fc makes one feature of them."""
 
     config: Any
 
@@ -189,31 +190,31 @@ class FusedTaps(nn.Module):
 
 
 def rotary(positions: Tensor, shape: LayerSizes) -> Tensor:
-    """cos and sin of the rotary angles, float32: [2, B, 1, n, pairs of a head that turn] for positions [B, n]."""
+    """cos and sin of the rotary angles, float32: [2, B, 1, n, rotated / 2] for positions [B, n]."""
     each, scale = frequencies(shape, positions.device)
-    turn = positions[:, None, :, None].float() * each
-    found = torch.stack([turn.cos(), turn.sin()])
+    phase = positions[:, None, :, None].float() * each
+    found = torch.stack([phase.cos(), phase.sin()])
     return found if scale == 1.0 else found * scale
 
 
-def rotate(x: Tensor, angle: Tensor) -> Tensor:
-    """Turn each half-pair of x [B, h, n, d] by its angle; what is behind the last pair stays."""
-    cos, sin = angle.to(x.dtype)
-    pairs = cos.shape[-1]
-    first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return torch.cat(turned if 2 * pairs == x.shape[-1] else [*turned, x[..., 2 * pairs :]], -1)
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Apply rotary positions to x [B, h, n, d]: number i and i + rotated / 2 are rotated together, the rest stays."""
+    cos, sin = cos_sin.to(x.dtype)
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat(rotated if 2 * half == x.shape[-1] else [*rotated, x[..., 2 * half :]], -1)
 
 
 def block_mask(anchors: Tensor, length: int, block: int, documents: Tensor, live: Tensor) -> Tensor:
-    """What drafted blocks may see in training: [B, 1, A * block, length + A * block] bool.
+    """Attention mask of drafted blocks in training: [B, 1, A * block, length + A * block] bool.
 
-    A block whose anchor stands at position a sees context strictly before a, of a's own text, and all of itself; blocks never
-    see each other.  anchors [B, A] positions, documents [B, length], live [B, A] bool; a dead block sees itself alone.
+    A block whose anchor is at position a attends to context strictly before a, of a's own text, and to all of itself, never to
+    another block.  anchors [B, A] positions, documents [B, length], live [B, A] bool; a dead block attends to itself alone.
     block: its input slots.
     """
     before = torch.arange(length, device=anchors.device) < anchors[..., None]
     own = documents.gather(1, anchors)[..., None] == documents[:, None]
     itself = torch.eye(anchors.shape[1], dtype=torch.bool, device=anchors.device).repeat_interleave(block, 1)
-    sees = torch.cat([before & own & live[..., None], itself.expand(len(anchors), -1, -1)], -1)
-    return sees.repeat_interleave(block, 1)[:, None]
+    mask = torch.cat([before & own & live[..., None], itself.expand(len(anchors), -1, -1)], -1)
+    return mask.repeat_interleave(block, 1)[:, None]

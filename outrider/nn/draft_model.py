@@ -1,6 +1,6 @@
 """What a trainable method promises: a Batch in, Predictions out, a Drafter to serve with.
 
-It says what to predict and where; never which loss.  Every method reduces to rows of (draft logits, target logits, weight,
+It says what to predict and where, never which loss.  Every method reduces to rows of (draft logits, target logits, weight,
 depth), so any loss works with any method and acceptance by depth is computed once for all.
 
 B sequences, S tokens, T taps, H hidden size, V vocabulary, M predicted rows, m rows of one chunk.
@@ -26,7 +26,7 @@ from outrider.targets.protocol import Target, TargetSpec
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Texts as the target sees them."""
+    """Texts and the target's states of them."""
 
     tokens: Tensor
     """[B, S] int64."""
@@ -42,7 +42,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What features were made of; a consumer refuses a source that disagrees."""
+    """What features were made of; a consumer refuses a source that does not match."""
 
     target: TargetSpec
     taps: tuple[int, ...]
@@ -61,6 +61,10 @@ class FeatureSource(Protocol):
     def counts(self) -> Tensor:
         """[V] int64, how often each token is one to learn."""
 
+    @property
+    def steps_per_pass(self) -> int:
+        """Steps that read every text once."""
+
     def batch(self, step: int) -> Batch:
         """The batch of optimiser step `step`, counted from 0."""
 
@@ -75,9 +79,9 @@ class Predictions(Protocol):
     depth: Tensor
     """[M] int64, 0 = first drafted token."""
     block: Tensor
-    """[M] int64, rows of one rollout share it; a chunk never splits one."""
+    """[M] int64, the same for all rows of one rollout; a chunk never splits one."""
     vocabulary: int
-    """V, from which the trainer chooses how many rows a chunk has."""
+    """V, by which the trainer chooses how many rows a chunk has."""
 
     def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
         """(draft logits, target logits [m, V], which rows), at most about `rows` at a time."""
@@ -97,10 +101,10 @@ class DraftModel(nn.Module, ABC):
     target: Target
     taps: tuple[int, ...]
     progress: float = 1.0
-    """Share of the training that is done, set before every step, for what a method teaches first or last; 1 where none runs."""
+    """Share of the training that is done, set before every step; 1 where no training runs."""
 
     def begin(self, counts: Tensor) -> None:
-        """Called once, before the first step: what the model takes from the data without training.  counts [V] int64."""
+        """Called once, before the first step, to take from the data what needs no training.  counts [V] int64."""
 
     def facts(self) -> Mapping[str, Any]:
         """What a checkpoint says of the weights and checks when it is loaded, such as the hash of a reduced vocabulary."""
@@ -110,8 +114,8 @@ class DraftModel(nn.Module, ABC):
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
-    def seen(self, source: Batch | Scores) -> Tensor:
-        """What it looks at of a target's pass, [B, n, T, H]: taps, or without any the hidden state as the only one."""
+    def target_states(self, source: Batch | Scores) -> Tensor:
+        """What it reads of a target's pass, [B, n, T, H]: the taps, or the hidden state where it has none."""
         if not self.taps:
             return source.hidden.unsqueeze(-2)
         assert source.taps is not None
@@ -127,7 +131,7 @@ class DraftModel(nn.Module, ABC):
 
     @classmethod
     def build(cls, config: Any, target: Target) -> Drafter:
-        """A drafter around a fresh model, on the target's device and of its type."""
+        """A drafter around a new model, on the target's device and of its type."""
         return cls(config, target).to(target.device, getattr(torch, target.spec.dtype)).drafter()
 
     def taught(self, states: Tensor, previous: Tensor) -> Tensor:
@@ -147,10 +151,10 @@ def picked(values: Tensor, at: Tensor) -> Tensor:
 
 
 def labelled(batch: Batch, at: Tensor, first: int, depths: int) -> tuple[Tensor, Tensor]:
-    """Where the tokens stand that drafts from places `at` [B, A] guess, `first` behind them and on, and which are learnt.
+    """Positions of the tokens that drafts from positions `at` [B, A] predict, from `at` + `first` on, and which are learnt.
 
-    Both [B, A, D].  A token is learnt if it is one to learn, of the place's own text, and so are those of all depths before;
-    where there is none, it is said to stand at the text's end.
+    Both [B, A, D].  A token is learnt if it is one to learn, of the same text, and so are those of all depths before; where
+    there is none, its position is the last.
     """
     length = batch.tokens.shape[1]
     wanted = at[..., None] + first + torch.arange(depths, device=at.device)
@@ -160,8 +164,8 @@ def labelled(batch: Batch, at: Tensor, first: int, depths: int) -> tuple[Tensor,
 
 
 def drawn(live: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Up to `most` live places a text, drawn without replacement: [B, A] ascending, and which are live.  live [B, n] bool."""
-    # on the CPU, whose random state a checkpoint keeps
+    """Up to `most` live positions a text, drawn without replacement: [B, A] ascending, and which are live.  live [B, n]."""
+    # on the CPU, whose random state a checkpoint stores
     chance = torch.rand(live.shape).to(live.device).masked_fill(~live, -1.0)
     best = chance.topk(min(most, live.shape[1]), dim=1)
     at, order = best.indices.sort(1)
@@ -169,38 +173,38 @@ def drawn(live: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 
 class Drawn(NamedTuple):
-    """Places that a batch is drafted from."""
+    """Positions that a batch is drafted from."""
 
     at: Tensor
     """[B, A] int64, ascending."""
     live: Tensor
     """[B, A] bool, where there is something to learn."""
     labels_at: Tensor
-    """[B, A, D] int64, where the token that each depth guesses stands; somewhere in the text where there is none."""
+    """[B, A, D] int64, position of the token that each depth predicts; any position where there is none."""
     learnt: Tensor
-    """[B, A, D] bool: it is of the place's own text and one to learn, and so are those of all depths before."""
+    """[B, A, D] bool: it is of the same text and one to learn, and so are those of all depths before."""
 
 
 def draw(batch: Batch, most: int, first: int, depths: int) -> Drawn:
-    """Up to `most` places a text from which there is something to learn, drawn without replacement; labels as in `labelled`."""
+    """Up to `most` positions a text from which there is something to learn, drawn without replacement; see `labelled`."""
     every = torch.arange(batch.tokens.shape[1] - first, device=batch.tokens.device).expand(len(batch.tokens), -1)
     at, live = drawn(labelled(batch, every, first, 1)[1][..., 0], most)
     labels_at, learnt = labelled(batch, at, first, depths)
     return Drawn(at, live, labels_at, learnt & live[..., None])
 
 
-# ── pairs of a position's feature and the token behind it; see `nn.memory` ──────────────────────────────────────────────
+# ── pairs of a position's feature and the next token; see `nn.memory` ───────────────────────────────────────────────────
 
 
-def sight(documents: Tensor) -> Tensor:
-    """Which pairs a pair may look at, [B, S - 1, S - 1] bool: itself, and those before it of its own text.
+def pair_mask(documents: Tensor) -> Tensor:
+    """Attention mask of pairs, [B, S - 1, S - 1] bool: each attends to itself and to those before it of its own text.
 
-    A pair whose token is another text's, or padding, is no pair: it sees itself alone and is never seen.
+    Where the token is another text's, or padding, there is no pair: it attends to itself, and no other attends to it.
     """
     text = documents[:, 1:]
-    whole, place = (text == documents[:, :-1]) & (text > 0), torch.arange(text.shape[1], device=text.device)
-    before = (text[:, :, None] == text[:, None, :]) & whole[:, None, :] & whole[:, :, None] & (place[:, None] >= place)
-    return before | (place[:, None] == place)
+    whole, index = (text == documents[:, :-1]) & (text > 0), torch.arange(text.shape[1], device=text.device)
+    before = (text[:, :, None] == text[:, None, :]) & whole[:, None, :] & whole[:, :, None] & (index[:, None] >= index)
+    return before | (index[:, None] == index)
 
 
 # ── what a config asks for ────────────────────────────────────────────────────────────────────────────────────────────
@@ -219,26 +223,26 @@ def resolve_taps(taps: Sequence[int] | None, spec: TargetSpec, count: int = 5) -
             f"choose taps from 0 to {spec.layers - 1}"
         )
     if not taps or list(taps) != sorted(set(taps)):
-        raise DrafterError(f"taps {tuple(taps)} must be at least one, and must rise from one to the next, each named once")
+        raise DrafterError(f"taps {tuple(taps)} must be at least one layer, in ascending order, each named once")
     return tuple(taps)
 
 
 C = TypeVar("C", bound=Base)
 LEARNT: Literal["learnt"] = "learnt"
-"""What a config says of a mask that is a vector of the draft model's own."""
+"""Value of `mask_token` for a vector of the draft model's own."""
 MaskToken = NonNegativeInt | Literal["learnt"] | None
 
 
 def with_mask(config: C, target: Target) -> C:
-    """The config with what stands in masked slots named, so that a checkpoint says it.
+    """The config with the mask token filled in, so that a checkpoint names it.
 
-    That is the token asked for, checked, the tokenizer's own, or one that is no text; a learnt vector where that was asked for,
-    or there is no such token.
+    It is the token asked for, checked; else the tokenizer's mask token, or one that is not in any text; else, or where asked
+    for, a learnt vector.
     """
     asked: MaskToken = config.mask_token  # type: ignore[attr-defined]
     if isinstance(asked, int) and asked >= target.spec.vocabulary:
         raise DrafterError(
-            f"mask_token {asked} is no token of {target.spec.name}, which has {target.spec.vocabulary}; choose one below that"
+            f"mask_token {asked} is not a token of {target.spec.name}, which has {target.spec.vocabulary}; choose a lower one"
         )
     offered = (asked, target.mask_token, target.spec.unused, LEARNT)
     return config.model_copy(update={"mask_token": next(token for token in offered if token is not None)})
@@ -258,7 +262,7 @@ class MaskedModule(nn.Module):
             self.mask = nn.Parameter(torch.randn(self.target.spec.hidden) * 0.02)
 
     def words(self, tokens: Tensor, masks: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Embeddings of tokens [..., n] and of masks behind them, [..., n + masks, H]; in the target's type unless given."""
+        """Embeddings of tokens [..., n] and of masks after them, [..., n + masks, H]; in the target's type unless given."""
         if self.mask_token is not None:
             return self.target.embed(nn.functional.pad(tokens, (0, masks), value=self.mask_token)).to(dtype=dtype)
         words = self.target.embed(tokens).to(dtype=dtype)
@@ -267,7 +271,7 @@ class MaskedModule(nn.Module):
 
 @torch.no_grad()
 def copy_layers(layers: Sequence[nn.Module] | nn.ModuleList, indices: Sequence[int], target: Target) -> None:
-    """Begin every draft layer with the weights of a target layer, those that both have; what only the draft has stays.
+    """Begin every draft layer with the weights of a target layer, for those that both have; the draft's other weights stay.
 
     Raises DrafterError where their number, or the shape of a weight, does not fit.
     """
@@ -293,6 +297,6 @@ def copy_layers(layers: Sequence[nn.Module] | nn.ModuleList, indices: Sequence[i
 
 
 def binding(target: Target) -> dict[str, Any]:
-    """What a checkpoint is bound to: the target's shape, vocabulary and weights, whatever folder it was loaded from."""
+    """What a checkpoint is bound to: the target's shape, vocabulary and weights, not its folder."""
     spec = asdict(target.spec)
     return {key: spec[key] for key in ("layers", "hidden", "vocabulary", "tokenizer_hash", "weights_hash")}

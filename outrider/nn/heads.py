@@ -41,10 +41,10 @@ class MarkovHead(nn.Module):
 
     @torch.no_grad()
     def begin(self, words: Tensor) -> None:
-        """Let W1 begin as a random projection of the target's embedding [V, H], so that words alike there are alike here."""
+        """Let W1 begin as a random projection of the target's embedding [V, H], so that similar words stay similar."""
         words = words.float() - words.float().mean(0)
-        turned = words @ nn.init.orthogonal_(torch.empty(words.shape[1], self.rank)).to(words.device)
-        self.markov_w1.weight.copy_(turned / turned.std().clamp(min=1e-9))
+        projected = words @ nn.init.orthogonal_(torch.empty(words.shape[1], self.rank)).to(words.device)
+        self.markov_w1.weight.copy_(projected / projected.std().clamp(min=1e-9))
 
     def start(self, hidden: Tensor) -> Tensor:
         """State before slot 0, [..., r], for hidden [..., H]."""
@@ -75,13 +75,13 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """How likely slot k is accepted once slots before it were: sigmoid((w [h; W1[x]] + b + shift_k) / T_k).
+    """Probability that slot k is accepted once the slots before it were: sigmoid((w [h; W1[x]] + b + shift_k) / T_k).
 
-    Known before slot k is drawn.  Shifts and temperatures change no order within a slot; see `outrider.training.calibrate`.
+    Known before slot k is drawn.  Shifts and temperatures keep the order within a slot; see `outrider.training.calibrate`.
     """
 
     defaults = ("shifts", "temperatures")
-    """Saved buffers that checkpoints of before they existed may lack: these keep what they begin with."""
+    """Saved buffers that older checkpoints may lack; they then keep their initial values."""
     temperatures: Tensor
     """[K], 1 until calibrated; training does not read them."""
     shifts: Tensor
@@ -151,7 +151,7 @@ class ReducedHead(nn.Module):
 
 
 class VocabularyModel(DraftModel):
-    """A draft model that ends in the target's head, or in one of its own over fewer tokens."""
+    """A draft model that ends in the target's head, or in its own head over fewer tokens."""
 
     head: ReducedHead | None
 
@@ -168,7 +168,7 @@ class VocabularyModel(DraftModel):
 
 
 class PrefixGRU(nn.Module):
-    """What a block's tokens so far amount to: one layer of torch's GRU without biases, its weights so named.  g state size."""
+    """A state of a block's tokens so far: one layer of torch's GRU without biases, with its names of weights.  g state size."""
 
     def __init__(self, size: int, state: int):
         super().__init__()
@@ -186,7 +186,7 @@ class PrefixGRU(nn.Module):
         return self._next(F.linear(words, self.weight_ih_l0), state)
 
     def along(self, words: Tensor) -> Tensor:
-        """States behind every token of whole blocks: words [..., K, size] to [..., K, g]."""
+        """States after every token of whole blocks: words [..., K, size] to [..., K, g]."""
         states, state = [], self.start(words[..., 0, :])
         for given in F.linear(words, self.weight_ih_l0).unbind(-2):
             state = self._next(given, state)
@@ -204,26 +204,26 @@ class PrefixGRU(nn.Module):
 class ResidualBlock(nn.Module):
     """x + SiLU(W x + b), begun at x.  (Medusa, arXiv 2401.10774.)
 
-    With `beside` words next to the state it reads y = [x; words]: R y + SiLU(W y + b), where R begins as taking x out of y.
+    With `num_words` words it reads y = [x; words]: R y + SiLU(W y + b), where R begins as selecting x from y.
     (Hydra, arXiv 2402.05109.)
     """
 
-    def __init__(self, hidden: int, beside: int = 0):
+    def __init__(self, hidden: int, num_words: int = 0):
         super().__init__()
-        self.linear = nn.Linear(hidden * (1 + beside), hidden)
+        self.linear = nn.Linear(hidden * (1 + num_words), hidden)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
-        self.res_connection = nn.Linear(hidden * (1 + beside), hidden, bias=False) if beside else None
+        self.res_connection = nn.Linear(hidden * (1 + num_words), hidden, bias=False) if num_words else None
         if self.res_connection is not None:
             nn.init.eye_(self.res_connection.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., (1 + beside) * H]; returns [..., H]."""
-        kept = x if self.res_connection is None else self.res_connection(x)
-        return kept + nn.functional.silu(self.linear(x))
+        """x [..., (1 + num_words) * H]; returns [..., H]."""
+        residual = x if self.res_connection is None else self.res_connection(x)
+        return residual + nn.functional.silu(self.linear(x))
 
 
-# ── how far down a draft's ranking the target's choice is (SpecBlock, arXiv 2605.07243) ───────────────────────────────────
+# ── the rank of the target's choice in a draft's distribution (SpecBlock, arXiv 2605.07243) ───────────────────────────────────
 
 RANKS = (1, 4, 10)
 """The target's choice is in class 0 at rank 1, in 1 up to rank 4, in 2 up to rank 10, else in 3."""
@@ -231,7 +231,7 @@ CLASSES = len(RANKS) + 1
 
 
 class RankHead(nn.Module):
-    """Which class the rank of the target's choice is in, from a slot's state and the top of its law."""
+    """Which class the rank of the target's choice is in, from a slot's state and the top of its distribution."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -244,20 +244,20 @@ class RankHead(nn.Module):
         best = F.pad(best, (0, 20 - best.shape[-1]), value=-20.0)
         entropy = -(best.exp() * best).sum(-1, keepdim=True)
         gaps = best[..., :1] - best[..., [1, 2, 4]]
-        seen = torch.cat([best[..., :10], gaps, best[..., :1].exp(), entropy], -1)
-        return self.mlp(torch.cat([states, seen.to(states.dtype)], -1))
+        features = torch.cat([best[..., :10], gaps, best[..., :1].exp(), entropy], -1)
+        return self.mlp(torch.cat([states, features.to(states.dtype)], -1))
 
 
 def rank_class(draft: Tensor, wanted: Tensor) -> Tensor:
-    """Class of the rank that draft logits [m, V] give the tokens wanted [m]; equals of it rank behind it."""
+    """Class of the rank that draft logits [m, V] give the tokens wanted [m]; equal logits rank after it."""
     rank = (draft > draft.gather(-1, wanted[:, None])).sum(-1)
     return torch.bucketize(rank, torch.tensor(RANKS, device=draft.device), right=True)
 
 
 def ordinal_targets(classes: int = CLASSES) -> Tensor:
-    """Row t is what to learn where t is true, [4, 4]: 1 / (1 + |c - t| + max(t - c, 0))^2, summing to 1.
+    """Row t is the label distribution where t is true, [4, 4]: 1 / (1 + |c - t| + max(t - c, 0))^2, summing to 1.
 
-    A rank said too near costs twice what one said too far does.
+    A rank predicted too low costs twice as much as one predicted too high.
     """
     c = torch.arange(classes)
     off = c - c[:, None]
@@ -266,7 +266,7 @@ def ordinal_targets(classes: int = CLASSES) -> Tensor:
 
 
 def rank_loss(logits: Tensor, true: Tensor) -> Tensor:
-    """[m] cross entropy against the ordinal targets less their own entropy, times 1 + |t - p| + max(t - p, 0) for p said.
+    """[m] cross entropy against the ordinal targets less their own entropy, times 1 + |t - p| + max(t - p, 0), p predicted.
 
     The entropy has no gradient; without it 0 is what a perfect head gets.
     """

@@ -40,7 +40,7 @@ def loaded(config: ModelConfig, target: Target) -> TransformersTarget:
 
 
 def room(model: TransformersTarget, kind: str, length: int) -> int:
-    """Tokens of a text that the model can read and still draft `length` behind.  Raises ConfigError where there are none."""
+    """Tokens of a text that the model can read and still draft `length` more.  Raises ConfigError where there are none."""
     left = model.spec.context - length
     if left < 1:
         raise ConfigError(
@@ -54,7 +54,7 @@ def read_texts(
 ) -> Tensor:
     """Read what the cache lacks of these texts; logits [R, V] after the last token of each.
 
-    most: tokens that a step brings; a slot that lacks more is read by itself, since it would pad all others.
+    most: tokens that a step brings; a slot that lacks more is read alone, since it would pad all others.
     """
     for row, text in zip(rows, texts, strict=True):
         if len(rows) > 1 and len(text) - cache.lengths[row] > most:

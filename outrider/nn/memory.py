@@ -1,6 +1,6 @@
-"""What drafters remember of every slot: features that wait to be read, the target's last state, or a value of their own.
+"""What drafters store for every slot: features that are not read yet, the target's last state, or a value of their own.
 
-B live slots, R rows of a pass, S tokens, N drafted nodes, C features that wait, T taps, H hidden size.
+B live slots, R rows of a pass, S tokens, N drafted nodes, C unread features, T taps, H hidden size.
 """
 
 from __future__ import annotations
@@ -28,53 +28,53 @@ from outrider.targets.protocol import Target
 
 
 class FeatureBuffer:
-    """What the target said of every slot's tokens and the drafter has not read yet, in order.
+    """The target's features of every slot's tokens that the drafter has not read yet, in order.
 
-    With the token behind it a feature is a pair, what drafters in EAGLE's manner read (Li et al. 2401.15077): pair i holds the
-    taps of position i and token i + 1, stands at rotary position i, and is known once that token is, so the newest one ends in
-    the anchor.  A draft from pair i guesses token i + 2 first.
+    A feature and the next token are a pair, which drafters like EAGLE read (Li et al. 2401.15077): pair i holds the taps of
+    position i and token i + 1, has rotary position i, and is known once that token is, so the newest one ends in the anchor.
+    A draft from pair i predicts token i + 2 first.
     """
 
-    MOST = 256
-    """Passes of which a slot's features wait as they came, so that nothing is copied for a text that ends before."""
+    MAX_PASSES = 256
+    """Passes whose features are stored without a copy, so that nothing is copied for a text that ends before."""
 
     def __init__(self, slots: int, taps: int, target: Target, dtype: torch.dtype):
-        """taps: hidden states that are a feature of one token."""
+        """taps: hidden states in a feature of one token."""
         self._parts: list[list[tuple[Tensor, Sequence[int]]]] = [[] for _ in range(slots)]
-        """What passes said in each slot, features [n, ...], and which of their rows wait, ascending."""
+        """Per slot: features [n, ...] of passes, and which of their rows are unread, ascending."""
         self._plain: list[Tensor] = []
-        """Features [B, 1, ...] of the newest passes, where these drafted nothing: they are shared out to `_rows` as one."""
+        """Features [B, 1, ...] of the newest passes, where these drafted nothing: they are given to `_rows` at once."""
         self._rows: list[int] = []
         self._none = torch.empty(0, taps, target.spec.hidden, device=target.device, dtype=dtype)
         self.read = [0] * slots
-        """Features of each slot that were taken."""
+        """How many features of each slot were read."""
 
     def admit(self, rows: Sequence[int], features: Tensor, lengths: Sequence[int]) -> None:
-        """Of a prompt's chunk, features [R, S, ...], right-padded."""
+        """Add features [R, S, ...] of a prompt's chunk, right-padded."""
         for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             self._parts[row].append((features[b], range(length)))
 
     def observe(self, rows: list[int], features: Tensor, accepted: Accepted) -> None:
-        """Of the old anchor and of what was kept after it, features [B, N+1, ...] of the verified pass."""
+        """Add the features of the old anchor and the accepted tokens.  features [B, N+1, ...] of the verified pass."""
         if features.shape[1] == 1:
-            if rows != self._rows or len(self._plain) == self.MOST:
-                self._share_out()
+            if rows != self._rows or len(self._plain) == self.MAX_PASSES:
+                self._flush()
             self._rows = rows
             self._plain.append(features)
             return
-        self._share_out()
+        self._flush()
         for b, row in enumerate(rows):
             self._parts[row].append((features[b], accepted.rows(b)))
-            if len(self._parts[row]) > self.MOST:
+            if len(self._parts[row]) > self.MAX_PASSES:
                 self._hold(row, self._whole(row))
 
     def count(self, row: int) -> int:
-        """How many wait."""
-        self._share_out()
+        """How many are unread."""
+        self._flush()
         return sum(len(at) for _, at in self._parts[row])
 
-    def _share_out(self) -> None:
-        """Give each slot its part of the plain passes."""
+    def _flush(self) -> None:
+        """Give each slot its features of the plain passes."""
         plain, self._plain = self._plain, []
         if plain:
             features = torch.cat(plain, 1)
@@ -82,10 +82,10 @@ class FeatureBuffer:
                 self._parts[row].append((features[b], range(len(plain))))
 
     def _whole(self, row: int) -> Tensor:
-        """All that waits, [C, ...]."""
+        """All unread features, [C, ...]."""
         parts = [
-            (said[: len(at)] if not at or at[-1] == len(at) - 1 else said[list(at)]).to(self._none)
-            for said, at in self._parts[row]
+            (features[: len(at)] if not at or at[-1] == len(at) - 1 else features[list(at)]).to(self._none)
+            for features, at in self._parts[row]
         ]
         return parts[0] if len(parts) == 1 else torch.cat([self._none, *parts])
 
@@ -93,8 +93,8 @@ class FeatureBuffer:
         self._parts[row] = [(whole, range(len(whole)))] if len(whole) else []
 
     def take(self, rows: Sequence[int], most: Sequence[int] | None = None) -> tuple[Tensor, list[int]]:
-        """The first most[i] that wait, or all: [B, C, ...], right-padded, and how many are real."""
-        self._share_out()
+        """Take the first most[i] unread features, or all: [B, C, ...], right-padded, and how many are real."""
+        self._flush()
         found = []
         for i, row in enumerate(rows):
             whole = self._whole(row)
@@ -105,8 +105,8 @@ class FeatureBuffer:
         padded = found[0][None] if len(found) == 1 else nn.utils.rnn.pad_sequence(found, batch_first=True)
         return padded, [len(own) for own in found]
 
-    def pairs(self, rows: Sequence[int], state: DecodeState, leave: int = 0) -> tuple[Tensor, Tensor, list[int]]:
-        """All that waits but the last `leave` pairs: taps [B, C, T, H], tokens [B, C], right-padded, and how many are real."""
+    def take_with_tokens(self, rows: Sequence[int], state: DecodeState, leave: int = 0) -> tuple[Tensor, Tensor, list[int]]:
+        """Take all pairs but the last `leave`: taps [B, C, T, H], tokens [B, C], right-padded, and how many are real."""
         begins = [self.read[row] + 1 for row in rows]
         taps, counts = self.take(rows, [max(0, self.count(row) - leave) for row in rows])
         spans = zip(rows, begins, counts, strict=True)
@@ -114,23 +114,23 @@ class FeatureBuffer:
         return taps, padded(tokens, 0, state.device), counts
 
     def free(self, rows: Sequence[int]) -> None:
-        self._share_out()
+        self._flush()
         for row in rows:
             self._parts[row], self.read[row] = [], 0
 
 
 class FeatureMemory:
-    """Keys and values of what every slot has read, and features that no pass has read yet."""
+    """Keys and values of what every slot has read, and the features that it has not read yet."""
 
     def __init__(self, slots: int, length: int, layers: int, model: DraftModel):
-        self.kept = SlotCache(slots, length, model.target.device, layers)
-        self.waiting = FeatureBuffer(slots, max(1, len(model.taps)), model.target, model.dtype)
+        self.kv_cache = SlotCache(slots, length, model.target.device, layers)
+        self.features = FeatureBuffer(slots, max(1, len(model.taps)), model.target, model.dtype)
 
 
 class FeatureDrafter(Drafter, ABC):
     """A drafter that reads the target's features of every committed token, once; its memory is `FeatureMemory`.
 
-    What a step brings is read together with the next draft; more than that, such as a prompt, before it.
+    The features of a step are read together with the next draft; more than that, such as a prompt, before it.
     """
 
     def __init__(self, model: DraftModel, limit: int, most: int):
@@ -141,39 +141,39 @@ class FeatureDrafter(Drafter, ABC):
         self.taps, self.hidden = model.taps, model.target.spec.hidden
 
     def admit(self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
-        memory.waiting.admit(rows, self.model.seen(scores), lengths)
+        memory.features.admit(rows, self.model.target_states(scores), lengths)
         self.catch_up(memory, rows, state)
 
     def observe(self, memory: Any, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
-        memory.waiting.observe(state.rows, self.model.seen(scores), accepted)
+        memory.features.observe(state.rows, self.model.target_states(scores), accepted)
 
     def free(self, memory: Any, rows: Sequence[int]) -> None:
-        memory.kept.free(rows)
-        memory.waiting.free(rows)
+        memory.kv_cache.free(rows)
+        memory.features.free(rows)
 
     @torch.inference_mode()
     def catch_up(self, memory: Any, rows: Sequence[int], state: DecodeState) -> None:
-        """Let no slot wait with more than the next draft reads; each is read by itself, so none is padded."""
+        """Read ahead in slots that have more than the next draft reads; each alone, so none is padded."""
         for row in rows:
-            if memory.waiting.count(row) > self.most:
+            if memory.features.count(row) > self.most:
                 self.read(memory, row, state)
 
     @abstractmethod
     def read(self, memory: Any, row: int, state: DecodeState) -> None:
-        """Read what waits in this slot, without drafting."""
+        """Read this slot's features, without drafting."""
 
 
 class PairDrafter(FeatureDrafter, ABC):
-    """Drafts nothing where there is no pair yet: before a text's second token."""
+    """A drafter that reads pairs.  It drafts nothing before a text's second token, where there is no pair yet."""
 
     @torch.inference_mode()
     def propose(self, memory: Any, state: DecodeState, budget: Tensor) -> Draft:
-        is_known = [bool(memory.waiting.read[row] or memory.waiting.count(row)) for row in state.rows]
+        is_known = [bool(memory.features.read[row] or memory.features.count(row)) for row in state.rows]
         sizes = budget * torch.tensor(is_known)
         if not int(sizes.max()):
             return Draft.empty(len(state.rows), state.device)
         self.catch_up(memory, state.rows, state)
-        with prepacked.products():
+        with prepacked.enabled():
             return serving.possible(self.draft(memory, state, sizes), state)
 
     @abstractmethod
@@ -195,7 +195,7 @@ class LastStates:
 
 
 class StateDrafter(Drafter, ABC):
-    """Drafts from these states; nothing behind a text's first token, where none is known."""
+    """Drafts from these states; nothing after a text's first token, where none is known."""
 
     def __init__(self, target: Target, dtype: torch.dtype, limit: int):
         self.target, self.dtype, self.limit = target, dtype, limit
@@ -217,7 +217,7 @@ class StateDrafter(Drafter, ABC):
         sizes = budget * torch.tensor([memory.known[row] for row in state.rows])
         if not int(sizes.max()):
             return Draft.empty(len(state.rows), state.device)
-        with prepacked.products():
+        with prepacked.enabled():
             return self.draft(memory, state, sizes)
 
     @abstractmethod
@@ -242,18 +242,18 @@ T = TypeVar("T")
 
 
 class RequestDrafter(Drafter, ABC, Generic[T]):
-    """Remembers something of each request: it is made when first asked for, and goes with the request."""
+    """Stores something for each request: it is made when first asked for, and dropped with the request."""
 
     @abstractmethod
-    def fresh(self, tenant: str) -> T:
+    def new_request(self, tenant: str) -> T:
         """For a new request of this tenant."""
 
     def allocate(self, cache: Cache) -> list[T | None]:
         return [None] * cache.slots
 
     def of(self, memory: list[T | None], state: DecodeState, row: int) -> T:
-        """What is remembered of this slot's request."""
-        found = memory[row] = memory[row] or self.fresh(state.requests[row].tenant)
+        """What is stored for this slot's request."""
+        found = memory[row] = memory[row] or self.new_request(state.requests[row].tenant)
         return found
 
     def free(self, memory: list[T | None], rows: Sequence[int]) -> None:
@@ -262,7 +262,7 @@ class RequestDrafter(Drafter, ABC, Generic[T]):
 
 
 class Lookup(RequestDrafter[Text], ABC):
-    """Looks the end of each slot's text up; a method says in what."""
+    """Looks up the end of each slot's text; a method says in what."""
 
     def __init__(self, limit: int, tries: Tries):
         self.limit, self.tries = limit, tries
@@ -273,7 +273,7 @@ class Lookup(RequestDrafter[Text], ABC):
         return trees.of_lists([own.tokens for own in found], [own.parents for own in found], state.device)
 
     def observe(self, memory: list[Text | None], state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
-        """Others find what was committed at once, also where the text ends here."""
+        """Others find what was committed at once, even if the text ends here."""
         if self.tries.shared:
             for row in state.rows:
                 self._read(memory, state, row)

@@ -1,16 +1,16 @@
-"""What drafters share that feed their own output back: EAGLE's heads (arXiv 2401.15077, 2406.16858, 2503.01840) and MTP.
+"""Drafters that feed their own output back: EAGLE's heads (arXiv 2401.15077, 2406.16858, 2503.01840) and MTP.
 
 A step module reads pairs, at rotary position i the target's feature of position i and token i + 1, with causal attention over
-the pairs before, and says what follows token i + 1.  Drafting goes on from there: the drafted token with the module's own
-output in the feature's place, at position i + 1, and so on.  Keys of pairs stay; those of drafted tokens are forgotten with the
-draft, since their features were guesses.
+earlier pairs, and predicts token i + 2.  Drafting goes on from there: the drafted token with the module's own output instead
+of the feature, at position i + 1, and so on.  Keys of pairs stay; those of drafted tokens are forgotten with the draft, since
+their features were predictions.
 
-Where there are several modules, module m reads token i + 1 + m and, in the feature's place, what module m - 1 said of the token
+With several modules, module m reads token i + 1 + m and, instead of the feature, the output of module m - 1 for the token
 before (DeepSeek-V3, arXiv 2412.19437).  So every module reads every token of a text but its first m + 1, and drafted tokens
-are read by all modules that have to guess from them.  Behind the last module its own output goes on.
+are read by all modules that predict from them.  After the last module its own output is fed back.
 
-Training unrolls the same steps at every position of a text (EAGLE-3's training-time test).  The rollout of position i sees in
-step s what its twin sees when served: pairs up to i of its own text, and its own steps 1 to s.
+Training unrolls the same steps at every position of a text (EAGLE-3's training-time test).  In step s the rollout of position
+i attends to what it does when served: pairs up to i of its own text, and its own steps 1 to s.
 
 B slots or texts, n positions, K steps, D modules, H hidden size, V vocabulary, h heads, d head size, E drafted nodes read.
 """
@@ -41,11 +41,11 @@ from outrider.targets.protocol import LayerSizes
 READ = 512
 """Most pairs of one slot read in one pass."""
 ROWS = 128
-"""Rollouts that attend together in training: more of them see more of each other's keys in vain."""
+"""Rollouts that share an attention call in training: more of them compute more masked scores."""
 
 
 class RecurrentConfig(LayerConfig):
-    """What every drafter of this kind can set."""
+    """Settings of every drafter of this kind."""
 
     length: PositiveInt = 5
     """Tokens drafted per step; levels of a tree."""
@@ -54,13 +54,13 @@ class RecurrentConfig(LayerConfig):
     nodes: PositiveInt = 16
     """Nodes of a tree; a chain has `length`."""
     replacement: bool = False
-    """Draw the siblings of a tree independently; by default a younger one is none of its elders, and more are kept."""
+    """Draw the siblings of a tree independently; by default a younger one differs from its elders, and more are accepted."""
     ttt: PositiveInt = 7
     """Steps unrolled in training."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Step s weighs decay ** s in training."""
     anchors: PositiveInt | None = None
-    """Most rollouts trained per text and step; all unless given.  Fewer spare the head, which is most of a step's work."""
+    """Most rollouts trained per text and step; all unless given.  Fewer save time in the head, most of a step's work."""
 
 
 class RecurrentModel(DraftModel):
@@ -72,22 +72,22 @@ class RecurrentModel(DraftModel):
     num_modules = 1
     """Step modules with weights of their own: step s takes module min(s, num_modules - 1)."""
     limits: Sequence[Limit | None] = (None,)
-    """How far each module sees."""
+    """How far back each module attends."""
 
-    def features(self, seen: Tensor) -> Tensor:
-        """What was seen, [B, n, T, H], as a step module takes it: [B, n, H]."""
-        return seen.flatten(-2).to(self.dtype)
+    def features(self, states: Tensor) -> Tensor:
+        """The target's states [B, n, T, H] as a step module takes them: [B, n, H]."""
+        return states.flatten(-2).to(self.dtype)
 
-    def turn(self, positions: Tensor) -> Tensor:
-        """What `step` is given as `angle`, for positions [B or 1, n] of pairs."""
+    def cos_sin(self, positions: Tensor) -> Tensor:
+        """The rotary cos and sin that `step` takes, for positions [B or 1, n] of pairs."""
         return rotary(positions, self.shape)
 
     @abstractmethod
-    def step(self, module: int, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
-        """words, features [B, n, H] to what the next step takes for features, [B, n, H].  angle as `turn` gives it."""
+    def step(self, module: int, words: Tensor, features: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
+        """words, features [B, n, H] to the next step's features, [B, n, H].  cos_sin: as the method of that name returns it."""
 
     def predict(self, batch: Batch) -> UnrolledRows:
-        return UnrolledRows(self, batch, self.features(self.seen(batch)))
+        return UnrolledRows(self, batch, self.features(self.target_states(batch)))
 
     def drafter(self) -> RecurrentDrafter:
         return RecurrentDrafter(self)
@@ -97,10 +97,10 @@ class RecurrentModel(DraftModel):
 
 
 class Memory(FeatureMemory):
-    """Pairs that wait, the last one known always among them: its pass gives the first drafted token."""
+    """Unread pairs, always with the last known one: its pass gives the first drafted token."""
 
-    said: Tensor
-    """[slots, D * H]: what all modules said of the last pair read, side by side; 0 before the first."""
+    outputs: Tensor
+    """[slots, D * H]: outputs of all modules for the last pair read, concatenated; 0 before the first."""
 
 
 class RecurrentDrafter(PairDrafter):
@@ -116,12 +116,12 @@ class RecurrentDrafter(PairDrafter):
         modules, target = self.model.num_modules, self.model.target
         memory = Memory(cache.slots, cache.length + room, modules, self.model)
         width = modules * target.spec.hidden
-        memory.said = torch.zeros(cache.slots, width, device=target.device, dtype=self.model.dtype)
+        memory.outputs = torch.zeros(cache.slots, width, device=target.device, dtype=self.model.dtype)
         return memory
 
     def draft(self, memory: Memory, state: DecodeState, sizes: Tensor) -> Draft:
         self._read(memory, state.rows, state)
-        rollout = Rollout(self.model, memory.kept, state.rows, memory.said[state.rows])
+        rollout = Rollout(self.model, memory.kv_cache, state.rows, memory.outputs[state.rows])
         try:
             first = self.model.logits(rollout.hidden[:, 0, : self.hidden])
             return self.branching.draft(first, rollout.read_one, rollout.expand, sizes, state)
@@ -130,95 +130,95 @@ class RecurrentDrafter(PairDrafter):
 
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
         super().free(memory, rows)
-        memory.said[list(rows)] = 0
+        memory.outputs[list(rows)] = 0
 
     def read(self, memory: Memory, row: int, state: DecodeState) -> None:
-        while (waiting := memory.waiting.count(row)) > self.most:
-            self._read(memory, [row], state, leave=max(1, waiting - READ))
+        while (unread := memory.features.count(row)) > self.most:
+            self._read(memory, [row], state, leave=max(1, unread - READ))
 
     def _read(self, memory: Memory, rows: Sequence[int], state: DecodeState, leave: int = 0) -> None:
-        """Read all pairs of these slots that wait, but for the last `leave`."""
-        kept, model = memory.kept, self.model
-        seen, tokens, counts = memory.waiting.pairs(rows, state, leave)
-        kept.open(rows, tokens.shape[1])
-        at = kept.positions()
-        words, features, angle = model.target.embed(tokens), model.features(seen), model.turn(at)
-        before = memory.said[list(rows)][:, None].chunk(model.num_modules, -1)
+        """Read all unread pairs of these slots but the last `leave`."""
+        cache, model = memory.kv_cache, self.model
+        states, tokens, counts = memory.features.take_with_tokens(rows, state, leave)
+        cache.open(rows, tokens.shape[1])
+        at = cache.positions()
+        words, features, cos_sin = model.target.embed(tokens), model.features(states), model.cos_sin(at)
+        before = memory.outputs[list(rows)][:, None].chunk(model.num_modules, -1)
         found: list[Tensor] = []
         for module in range(model.num_modules):
-            if module:  # what the module before said of the token before
+            if module:  # the output of the module before for the token before
                 features = torch.cat([before[module - 1], found[-1][:, :-1]], 1)
-            found.append(model.step(module, words, features, angle, attending(_mask(model, kept, module, at), kept)))
-        kept.append(counts)
+            found.append(model.step(module, words, features, cos_sin, attending(_mask(model, cache, module, at), cache)))
+        cache.append(counts)
         read = [b for b, count in enumerate(counts) if count]
-        memory.said[[rows[b] for b in read]] = torch.cat(found, -1)[read, [counts[b] - 1 for b in read]]
+        memory.outputs[[rows[b] for b in read]] = torch.cat(found, -1)[read, [counts[b] - 1 for b in read]]
 
 
 class Rollout:
-    """Drafted tokens behind the pairs that some slots have read.  Their keys stand behind the pairs' until `forget`."""
+    """Drafted tokens after the pairs that some slots have read.  Their keys follow the pairs' until `forget`."""
 
-    def __init__(self, model: RecurrentModel, kept: SlotCache, rows: Sequence[int], root: Tensor):
-        """root [B, D * H]: what the modules said of each slot's last token."""
-        self.model, self.kept, self.rows = model, kept, rows
-        self.starts = [kept.lengths[row] for row in rows]
+    def __init__(self, model: RecurrentModel, cache: SlotCache, rows: Sequence[int], root: Tensor):
+        """root [B, D * H]: outputs of the modules for each slot's last token."""
+        self.model, self.kv_cache, self.rows = model, cache, rows
+        self.starts = [cache.lengths[row] for row in rows]
         self.hidden = root[:, None]
         """[B, 1 + E, D * H] outputs: of the last token, and of drafted nodes in the order they were read.
 
-        A module that has no more to guess from a node reads it no more: there stands what it said of an earlier one.
+        A module that no longer predicts from a node does not read it; its output for an earlier one is repeated there.
         """
         self.chain: list[Tensor] = []
         self._step = 0
 
     def read_one(self, tokens: Tensor) -> Tensor:
-        """Read one more token of a chain in every slot, [B]; logits [B, V] behind it."""
+        """Read one more token of a chain in every slot, [B]; logits [B, V] after it."""
         self.chain.append(tokens)
         ids = torch.stack(self.chain, 1)
         return self.expand(Draft.chain(ids, torch.full((len(ids),), ids.shape[1])), 1)[:, 0]
 
-    def expand(self, tree: Draft, fresh: int) -> Tensor:
+    def expand(self, tree: Draft, new: int) -> Tensor:
         """As `trees.Expand`."""
-        model, kept, nodes = self.model, self.kept, tree.tokens.shape[1]
+        model, cache, nodes = self.model, self.kv_cache, tree.tokens.shape[1]
         self._step += 1
         first = min(self._step, model.num_modules - 1)
-        above = tree.parents[:, -fresh:, None] + 1
+        above = tree.parents[:, -new:, None] + 1
         before = self.hidden.gather(1, above.expand(-1, -1, self.hidden.shape[-1])).chunk(model.num_modules, -1)
-        self._stand(0)
-        kept.open(self.rows, nodes)
-        at = kept.positions(torch.full((1, fresh), self._step - 1, device=kept.device))
-        masks = {module: _mask(model, kept, module, at, tree) for module in range(first, model.num_modules)}
-        self._stand(nodes - fresh)
-        kept.open(self.rows, fresh)
-        words, angle, found = model.target.embed(tree.tokens[:, -fresh:]), model.turn(at), list(before)
+        self._set_lengths(0)
+        cache.open(self.rows, nodes)
+        at = cache.positions(torch.full((1, new), self._step - 1, device=cache.device))
+        masks = {module: _mask(model, cache, module, at, tree) for module in range(first, model.num_modules)}
+        self._set_lengths(nodes - new)
+        cache.open(self.rows, new)
+        words, cos_sin, found = model.target.embed(tree.tokens[:, -new:]), model.cos_sin(at), list(before)
         for module, mask in masks.items():
-            # behind the last module goes on what it said itself
+            # after the last module its own output is fed back
             features = before[module - 1 if self._step < model.num_modules else module]
-            found[module] = model.step(module, words, features, angle, attending(mask, kept))
+            found[module] = model.step(module, words, features, cos_sin, attending(mask, cache))
         self.hidden = torch.cat([self.hidden, torch.cat(found, -1)], 1)
         return model.logits(found[first])
 
     def forget(self) -> None:
-        """No drafted token was read."""
-        self._stand(0)
+        """Forget the drafted tokens."""
+        self._set_lengths(0)
 
-    def _stand(self, behind: int) -> None:
+    def _set_lengths(self, drafted: int) -> None:
         for row, start in zip(self.rows, self.starts, strict=True):
-            self.kept.lengths[row] = start + behind
+            self.kv_cache.lengths[row] = start + drafted
 
 
-def _mask(model: RecurrentModel, kept: SlotCache, module: int, at: Tensor, tree: Draft | None = None) -> Tensor | None:
-    """What the open pass's last n rows, at positions `at` [R or 1, n], may see: additive [R or 1, 1, n, end]; None: all.
+def _mask(model: RecurrentModel, cache: SlotCache, module: int, at: Tensor, tree: Draft | None = None) -> Tensor | None:
+    """Attention mask of the open pass's last n rows, at positions `at` [R or 1, n]: additive [R or 1, 1, n, end]; None: all.
 
-    The pass is of all nodes of a tree, or of pairs.  Module m can't know the first m pairs.
+    The pass is over all nodes of a tree, or over pairs.  The first m pairs are unknown to module m.
     """
     limit, is_chain = model.limits[module], tree is None or not tree.branches
-    if limit is None and not module and is_chain and at.shape[1] == 1 and kept.is_even:
+    if limit is None and not module and is_chain and at.shape[1] == 1 and cache.is_even:
         return None
-    sees = depths = None
+    tree_mask = depths = None
     if tree is not None and tree.branches:
-        sees, depths = tree.rows()
-        sees, depths = sees[:, 1:, 1:], depths[:, 1:] - 1
-    mask = kept.masks(sees, model.dtype, {"": limit}, depths)[""][:, :, -at.shape[1] :]
-    # what stands among the first itself may see them: a row that sees nothing would be NaN
+        tree_mask, depths = tree.rows()
+        tree_mask, depths = tree_mask[:, 1:, 1:], depths[:, 1:] - 1
+    mask = cache.masks(tree_mask, model.dtype, {"": limit}, depths)[""][:, :, -at.shape[1] :]
+    # rows among the first attend to them: a row that attends to nothing would be NaN
     unknown = (torch.arange(mask.shape[-1], device=mask.device) < module) & (at >= module)[:, None, :, None]
     return mask.masked_fill(unknown, -torch.inf) if module else mask
 
@@ -237,14 +237,14 @@ class UnrolledRows(SharedLabels):
         """features [B, S, H]."""
         config = model.config
         live, _, rows = rollouts(batch, config.ttt, config.anchors, config.decay)
-        # a deeper module reads what the one before it said at every place
+        # a deeper module reads the output of the one before it at every position
         at = foremost(live) if model.num_modules == 1 else torch.arange(live.shape[1], device=live.device).expand_as(live)
         states = unrolled(model, batch, features, at)[live.gather(1, at)]
         super().__init__(model, states.flatten(0, 1), batch.hidden, rows)
 
 
 def foremost(live: Tensor) -> Tensor:
-    """Places of what is live in every text, [B, A] ascending, A that of the text with most; others fill up.  live [B, n]."""
+    """Live positions of every text, [B, A] ascending, A the most of any text; others are filled up.  live [B, n]."""
     most = max(1, int(live.sum(1).max()))
     order = live.long().sort(dim=1, descending=True, stable=True).indices
     return order[:, :most].sort(1).values
@@ -258,52 +258,52 @@ def unrolled(model: RecurrentModel, batch: Batch, features: Tensor, at: Tensor) 
 
     def step(number: int, hidden: Tensor, rows: Tensor) -> Tensor:
         words = model.target.embed(batch.tokens.gather(1, (rows + 1 + number).clamp(max=length - 1)))
-        return model.step(min(number, model.num_modules - 1), words, hidden, model.turn(rows + number), attend)
+        return model.step(min(number, model.num_modules - 1), words, hidden, model.cos_sin(rows + number), attend)
 
-    pairs = step(0, features[:, : every.shape[1]], every)
-    states = [pairs.gather(1, at[..., None].expand(-1, -1, pairs.shape[-1]))]
+    first = step(0, features[:, : every.shape[1]], every)
+    states = [first.gather(1, at[..., None].expand(-1, -1, first.shape[-1]))]
     for number in range(1, config.ttt):
         states.append(step(number, states[-1], at))
     return torch.stack(states, 2)
 
 
 class Unrolled:
-    """Attention of unrolled steps.  What a layer sees first is the pairs; each later call is one more step of every rollout."""
+    """Attention of unrolled steps.  A layer's first call is over the pairs; each later call is the rollouts' next step."""
 
-    def __init__(self, documents: Tensor, pairs: Tensor, at: Tensor, limits: Sequence[Limit | None] = (None,)):
-        """documents [B, S] as in `Batch`; positions of pairs [B, n] and of rollouts [B, A]; how far each layer sees."""
-        self.documents, self._pairs, self._at, self._limits = documents, pairs, at, limits
+    def __init__(self, documents: Tensor, every: Tensor, at: Tensor, limits: Sequence[Limit | None] = (None,)):
+        """documents [B, S] as in `Batch`; positions of pairs, `every` [B, n], and of rollouts, `at` [B, A]; limits by layer."""
+        self.documents, self._every, self._at, self._limits = documents, every, at, limits
         # fetched once: every layer and step asks
-        self._ends = [[int(part.max()) + 1 for part in rows.split(ROWS, 1)] for rows in (pairs, at)]
-        self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._ends = [[int(part.max()) + 1 for part in rows.split(ROWS, 1)] for rows in (every, at)]
+        self._cached: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
-        kept = self._kept.setdefault(layer, [])
-        kept.append((k, v))
+        cache = self._cached.setdefault(layer, [])
+        cache.append((k, v))
         limit, found = self._limits[layer], []
-        rows, ends = (self._pairs, self._ends[0]) if len(kept) == 1 else (self._at, self._ends[1])
+        rows, ends = (self._every, self._ends[0]) if len(cache) == 1 else (self._at, self._ends[1])
         for begin in range(0, q.shape[2], ROWS):
             asks = rows[:, begin : min(begin + ROWS, q.shape[2])]
-            end = min(ends[begin // ROWS], kept[0][0].shape[2])
+            end = min(ends[begin // ROWS], cache[0][0].shape[2])
             keys, values = (
                 torch.cat([first[:, :, :end], *(own[:, :, begin : begin + ROWS] for own in others)], 2)
-                for first, *others in zip(*kept, strict=True)
+                for first, *others in zip(*cache, strict=True)
             )
-            mask = unrolled_mask(self.documents, asks, end, len(kept) - 1, None if limit is None else limit.size)
+            mask = unrolled_mask(self.documents, asks, end, len(cache) - 1, None if limit is None else limit.size)
             found.append(attention(q[:, :, begin : begin + ROWS], keys, values, mask, sinks))
         return torch.cat(found, 2)
 
 
 def unrolled_mask(documents: Tensor, rows: Tensor, end: int, steps: int, window: int | None = None) -> Tensor:
-    """What rollouts at positions `rows` [B, a] may see in step `steps`: [B, 1, a, end + steps * a] bool.
+    """Attention mask of rollouts at positions `rows` [B, a] in step `steps`: [B, 1, a, end + steps * a] bool.
 
     Columns are the pairs 0..end - 1, then for each step from 1 on these rollouts' own keys.  documents [B, S].
-    window: positions that are seen at most, their own included.
+    window: the most positions that a row attends to, its own included.
     """
     at, asks = torch.arange(end, device=documents.device), rows[..., None]
-    pairs = (at <= asks) & (documents.gather(1, rows)[..., None] == documents[:, None, :end])
+    text = (at <= asks) & (documents.gather(1, rows)[..., None] == documents[:, None, :end])
     own = torch.eye(rows.shape[1], dtype=torch.bool, device=rows.device).repeat(1, steps).expand(len(rows), -1, -1)
     if window is not None:
         back = torch.arange(steps - 1, -1, -1, device=documents.device).repeat_interleave(rows.shape[1])
-        pairs, own = pairs & (asks + steps - at < window), own & (back < window)
-    return torch.cat([pairs, own], -1)[:, None]
+        text, own = text & (asks + steps - at < window), own & (back < window)
+    return torch.cat([text, own], -1)[:, None]

@@ -1,4 +1,4 @@
-"""A drafter on another device than its target: what it reads crosses once a step, and so does what it drafts."""
+"""A drafter on another device than its target: its input and its draft are each copied once a step."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from outrider.decoding.state import DecodeState, Scores
 
 
 class RemoteDrafter(Drafter):
-    """`drafter`, whose weights are on `device`, for a target that is elsewhere.
+    """`drafter`, whose weights are on `device`, for a target on another device.
 
-    Taps, tokens and settings come to the drafter, its draft goes back; logits and hidden states stay with the target.
+    Taps, tokens and settings are sent to the drafter, its draft is sent back; logits and hidden states stay with the target.
     """
 
     def __init__(self, drafter: Drafter, device: torch.device):
         self.drafter, self.device = drafter, device
         self.taps, self.limit, self.hidden, self.watches = drafter.taps, drafter.limit, drafter.hidden, drafter.watches
         self.confidence_before_draw, self.probe_rows = drafter.confidence_before_draw, drafter.probe_rows
-        self.steps = drafter.steps
+        self.steps, self.learns = drafter.steps, drafter.learns
         self.model = getattr(drafter, "model", None)
-        """Its weights, where it has such."""
+        """Its draft model, where it has one."""
 
     def allocate(self, cache: Cache) -> Any:
         return self.drafter.allocate(cache)
 
     def admit(self, memory: Any, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
-        self.drafter.admit(memory, rows, self._seen(state), self._taps_of(scores), lengths)
+        self.drafter.admit(memory, rows, self._here(state), self._taps_of(scores), lengths)
 
     def propose(self, memory: Any, state: DecodeState, budget: Tensor) -> Draft:
-        return _moved(self.drafter.propose(memory, self._seen(state), budget), state.device)
+        return _moved(self.drafter.propose(memory, self._here(state), budget), state.device)
 
     def probe(self, memory: Any, state: DecodeState, draft: Draft) -> Probe | None:
-        found = self.drafter.probe(memory, self._seen(state), _moved(draft, self.device))
+        found = self.drafter.probe(memory, self._here(state), _moved(draft, self.device))
         return found and Probe(*(x.to(state.device) for x in (found.embeddings, found.mask, found.depths)))
 
     def observe(self, memory: Any, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
-        # what it was drawn from is [B, N, V]: the drafter made it, and need not be sent it
-        seen = _moved(replace(draft, q=None), self.device)
-        self.drafter.observe(memory, self._seen(state), seen, accepted, self._taps_of(scores))
+        # q is [B, N, V], and the drafter made it itself
+        sent = _moved(replace(draft, q=None), self.device)
+        self.drafter.observe(memory, self._here(state), sent, accepted, self._taps_of(scores))
 
     def free(self, memory: Any, rows: Sequence[int]) -> None:
         self.drafter.free(memory, rows)
 
-    def _seen(self, state: DecodeState) -> DecodeState:
+    def _here(self, state: DecodeState) -> DecodeState:
         seeded = None if state.seeded is None else state.seeded.to(self.device)
         seeds = state.noise_seeds.to(self.device)
-        return state.seen(device=self.device, noise_seeds=seeds, seeded=seeded, judge=state.judge.on(self.device))
+        return state.replaced(device=self.device, noise_seeds=seeds, seeded=seeded, judge=state.judge.on(self.device))
 
     def _taps_of(self, scores: Scores) -> Scores:
         taps, probe = (None if x is None else x.to(self.device) for x in (scores.taps, scores.probe))

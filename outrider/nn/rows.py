@@ -17,19 +17,19 @@ from outrider.nn.draft_model import Batch, drawn, labelled
 
 
 class Labelled(NamedTuple):
-    """What the rows of a batch learn, each [M]."""
+    """Labels of a batch's rows, each [M]."""
 
     labels: Tensor
     weight: Tensor
     depth: Tensor
     block: Tensor
-    """Rows of one block stand side by side."""
+    """Rows of one block are contiguous."""
     hidden_at: Tensor
-    """Which of the target's hidden states says the label."""
+    """Index of the target's hidden state that predicts the label."""
 
     @classmethod
     def of(cls, batch: Batch, text: Tensor, at: Tensor, weight: Tensor, depth: Tensor, block: Tensor) -> Labelled:
-        """Rows labelled with the tokens at places `at` of these texts, all [M]."""
+        """Rows labelled with the tokens at positions `at` of these texts, all [M]."""
         return cls(batch.tokens[text, at], weight, depth, block, text * batch.tokens.shape[1] + at - 1)
 
     @classmethod
@@ -40,10 +40,10 @@ class Labelled(NamedTuple):
 
 
 def rollouts(batch: Batch, depths: int, most: int | None, decay: float) -> tuple[Tensor, Tensor, Labelled]:
-    """Blocks of K rows behind the places of a batch where there is something to learn, at most `most` a text.
+    """Blocks of K rows after the positions of a batch where there is something to learn, at most `most` a text.
 
-    Row s is labelled with token i + 2 + s and weighs decay ** s.  Returns which places, [B, S - 2] bool, where the labels
-    stand, [P, K], and the rows.
+    Row s is labelled with token i + 2 + s and weighs decay ** s.  Returns which positions, [B, S - 2] bool, positions of the
+    labels, [P, K], and the rows.
     """
     at = torch.arange(max(1, batch.tokens.shape[1] - 2), device=batch.tokens.device).expand(len(batch.tokens), -1)
     labels_at, learnt = labelled(batch, at, 2, depths)
@@ -55,7 +55,7 @@ def rollouts(batch: Batch, depths: int, most: int | None, decay: float) -> tuple
 
 
 class DetachedRows:
-    """`Predictions` of states [M, H], of which the model's own `logits` makes logits."""
+    """`Predictions` of states [M, H], which the model's own `logits` turns into logits."""
 
     def __init__(self, model: Any, states: Tensor, hidden: Tensor, rows: Labelled):
         """hidden [..., H]: the target's, of which `rows.hidden_at` counts."""
@@ -72,15 +72,15 @@ class DetachedRows:
     def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
         for part in whole_blocks(self.block, rows):
             with torch.no_grad():
-                target = self.said(part)
+                target = self.target_logits(part)
             yield self.head(self.states[part], part), target, part
 
-    def said(self, part: slice) -> Tensor:
+    def target_logits(self, part: slice) -> Tensor:
         """The target's logits [m, V] for these rows."""
         return self.target.head(self.hidden(part))
 
     def hidden(self, part: slice) -> Tensor:
-        """The target's hidden states [m, H] that say these rows' labels."""
+        """The target's hidden states [m, H] that predict these rows' labels."""
         return self._hidden[self._hidden_at[part]]
 
     def extra(self, rows: slice, draft: Tensor, target: Tensor) -> Mapping[str, Tensor]:
@@ -92,15 +92,15 @@ class DetachedRows:
 
 
 class SharedLabels(DetachedRows):
-    """Rows side by side are labelled by the same hidden states, whose logits are computed once."""
+    """Neighbouring rows are labelled by the same hidden states, whose logits are computed once."""
 
-    def said(self, part: slice) -> Tensor:
+    def target_logits(self, part: slice) -> Tensor:
         which, back = self._hidden_at[part].unique(return_inverse=True)
         return self.target.head(self._hidden[which])[back]
 
 
 def whole_blocks(block: Tensor, rows: int) -> Iterator[slice]:
-    """Chunks of about `rows` rows, none of which splits a block; block [M], rows of one block side by side."""
+    """Chunks of about `rows` rows, none of which splits a block; block [M], rows of one block contiguous."""
     ends = [*(block.diff().nonzero().flatten() + 1).tolist(), len(block)]
     start = 0
     for end, following in zip(ends, [*ends[1:], None], strict=True):

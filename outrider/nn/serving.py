@@ -1,4 +1,4 @@
-"""What served drafters share: the one way to draw a draft's tokens.
+"""How served drafters draw a draft's tokens.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -20,9 +20,9 @@ from outrider.targets.protocol import Target
 
 
 class Sampler:
-    """Draws a draft's tokens, depth by depth: the likeliest at temperature 0, else from the request's distribution, kept as q.
+    """Draws a draft's tokens, depth by depth: the likeliest at temperature 0, else from the request's distribution, which is q.
 
-    What can't stand at a place has no chance there: banned tokens are masked by the tokens drawn before.
+    Banned tokens have probability 0; which are banned depends on the tokens drawn before.
     """
 
     def __init__(self, state: DecodeState):
@@ -31,7 +31,7 @@ class Sampler:
         self.q: list[Tensor] = []
 
     def next(self, logits: Tensor) -> Tensor:
-        """One token a slot, [B].  logits [B, V] behind the last ones."""
+        """One token a slot, [B].  logits [B, V] after the last ones."""
         return self.draw(self.state.judge.masked(logits, self.tokens))
 
     def draw(self, logits: Tensor) -> Tensor:
@@ -51,9 +51,9 @@ class Sampler:
 
 
 def chain(first: Tensor, read_one: Callable[[Tensor], Tensor], budget: Tensor, state: DecodeState) -> Draft:
-    """Token after token.  first [B, V], logits behind the anchor.
+    """Token after token.  first [B, V], logits after the anchor.
 
-    read_one reads one drafted token a slot, [B], and returns the logits [B, V] behind it; the last token is never read.
+    read_one reads one drafted token a slot, [B], and returns the logits [B, V] after it; the last token is never read.
     """
     sampler, logits = Sampler(state), first
     for depth in range(int(budget.max())):
@@ -64,7 +64,7 @@ def chain(first: Tensor, read_one: Callable[[Tensor], Tensor], budget: Tensor, s
 
 
 def side_by_side(logits: Tensor, budget: Tensor, state: DecodeState) -> Draft:
-    """A chain whose places do not know of each other.  logits [B, at least budget, V] of every place."""
+    """A chain whose tokens are drawn independently.  logits [B, at least budget, V] of every depth."""
     later = iter(logits.unbind(1)[1:])
     return chain(logits[:, 0], lambda _drafted: next(later), budget, state)
 
@@ -73,10 +73,10 @@ def tree(
     first: Tensor, expand: trees.Expand, budget: Tensor, state: DecodeState, *, width: int, depth: int, parents: Sequence[int],
     replacement: bool = False,
 ) -> Draft:  # fmt: skip
-    """The likeliest paths at temperature 0, `parents` with drawn nodes else.  first [B, V], logits behind the anchor."""
+    """The likeliest paths at temperature 0, `parents` with drawn nodes else.  first [B, V], logits after the anchor."""
 
-    def possible(tree: Draft, fresh: int) -> Tensor:
-        return masked(expand(tree, fresh), tree, state)
+    def possible(tree: Draft, new: int) -> Tensor:
+        return masked(expand(tree, new), tree, state)
 
     first = state.judge.masked(first)
     if state.judge.temperature is None:
@@ -104,7 +104,7 @@ class Branching:
 
 
 def allowed(config: Any, target: Target) -> Any:
-    """The config, with width 1 where the target verifies no trees; says which settings have no effect."""
+    """The config, with width 1 where the target verifies no trees; warns of settings without effect."""
     if config.width == 1:
         idle = {"nodes": False, "replacement": False}
         warn_idle(config.kind, config, idle, "on a chain; set width above 1 for a tree")
@@ -114,26 +114,26 @@ def allowed(config: Any, target: Target) -> Any:
 
 
 def masked(logits: Tensor, tree: Draft, state: DecodeState) -> Tensor:
-    """logits [B, fresh, V] behind the last nodes of the tree with -inf where no token may follow; see `Judge.masked`."""
+    """logits [B, new, V] after the last nodes of the tree, -inf for banned tokens; see `Judge.masked`."""
     if not state.judge.bans:
         return logits
-    fresh, path = logits.shape[1], trees.path(tree, logits.shape[1])
-    return torch.stack([state.judge.masked(logits[:, w], [step[:, w] for step in path]) for w in range(fresh)], 1)
+    new, path = logits.shape[1], trees.path(tree, logits.shape[1])
+    return torch.stack([state.judge.masked(logits[:, w], [step[:, w] for step in path]) for w in range(new)], 1)
 
 
 def possible(draft: Draft, state: DecodeState) -> Draft:
-    """The draft up to the first node that no distribution is left for: nothing that can be drafted may stand there.
+    """The draft up to the first node where every token is banned.
 
     That is known before the node is drawn, so a slot may end there.
     """
     if draft.q is None or not state.judge.bans:
         return draft
-    is_law = draft.q.isfinite().all(-1).long().cumprod(-1).sum(-1)
-    return draft.first(torch.minimum(draft.sizes, is_law.cpu()))
+    is_valid = draft.q.isfinite().all(-1).long().cumprod(-1).sum(-1)
+    return draft.first(torch.minimum(draft.sizes, is_valid.cpu()))
 
 
 def verifies_trees(target: Target, kind: str, instead: str) -> bool:
-    """Whether the target does; where not, one line says what `kind` drafts instead."""
+    """Whether the target verifies trees; if not, a warning says what `kind` drafts instead."""
     if target.spec.mode != "tree":
         message = "%s verifies no trees (its mode is %s): %s drafts %s"
         logging.getLogger(__name__).warning(message, target.spec.name, target.spec.mode, kind, instead)
@@ -141,7 +141,7 @@ def verifies_trees(target: Target, kind: str, instead: str) -> bool:
 
 
 def warn_idle(kind: str, config: object, needs: Mapping[str, object], because: str) -> None:
-    """Say which settings were given and have no effect.  needs: setting to whether something uses it."""
+    """Warn of settings that were given and have no effect.  needs: from a setting to whether it is used."""
     fields = type(config).model_fields  # type: ignore[attr-defined]
     idle = [name for name, is_used in needs.items() if not is_used and getattr(config, name) != fields[name].default]
     if idle:

@@ -1,4 +1,4 @@
-"""Sizes of a draft model's decoder layers and how they turn by position: the target's own, unless a config names others."""
+"""Sizes and rotary positions of a draft model's decoder layers: the target's own, unless a config names others."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from outrider.errors import DrafterError
 from outrider.targets.protocol import LayerSizes, TargetSpec
 
 STRETCHES = ("linear", "llama3", "yarn")
-"""Ways of stretching rotary angles that do not depend on how long the text is."""
+"""Kinds of rotary scaling that do not depend on the length of the text."""
 PLAIN = {"rope_type": "default"}
-"""What a config says to leave the target's stretch out."""
+"""Value of rope_scaling that leaves the target's scaling out."""
 
 
 class LayerConfig(Base):
-    """What every drafter with decoder layers of its own can set.  Sizes that are not given are those of the target's layers."""
+    """Settings of every drafter with decoder layers of its own.  Sizes that are not given are those of the target's layers."""
 
     heads: PositiveInt | None = None
     kv_heads: PositiveInt | None = None
@@ -29,13 +29,13 @@ class LayerConfig(Base):
     """Width of the MLP."""
     rms_norm_eps: PositiveFloat | None = None
     rope_theta: PositiveFloat | None = None
-    """Base of the rotary angles.  Unless given, the target's, and its rope_scaling with it; longrope and other stretches that
-    depend on the length of the text are left out."""
+    """Base of the rotary frequencies.  Unless given, the target's, with its rope_scaling; longrope and other kinds of scaling
+    that depend on the length of the text are left out."""
     rope_scaling: dict[str, Any] | None = None
-    """How rotary angles are stretched, as in the rope_parameters of a config.json: rope_type linear, llama3 or yarn, and its
-    numbers; default for not at all, as beside a rope_theta that is given."""
+    """Rotary scaling, as in the rope_parameters of a config.json: rope_type linear, llama3 or yarn, and its numbers; default
+    for none.  With a rope_theta it is none unless given."""
     partial_rotary_factor: float | None = Field(None, gt=0, le=1)
-    """Share of a head that turns by position; the rest stays as it is."""
+    """Share of a head that is rotated by position; the rest stays as it is."""
     device: str | None = None
     """Where it drafts, such as cuda:1; the target's device unless given."""
 
@@ -48,10 +48,10 @@ class LayerConfig(Base):
             raise ValueError(f"rope_type must be one of {', '.join(STRETCHES)}, not {scaling.get('rope_type')!r}")
         if scaling["rope_type"] != "linear" and "original_max_position_embeddings" not in scaling:
             raise ValueError(
-                f"rope_type {scaling['rope_type']} needs original_max_position_embeddings, the context that is stretched; "
-                "engines take other numbers for it where none is given"
+                f"rope_type {scaling['rope_type']} needs original_max_position_embeddings, the context before scaling; "
+                "engines assume different values where none is given"
             )
-        # vLLM takes a whole number for a fault
+        # vLLM refuses a whole number
         return {key: float(value) if key == "factor" else value for key, value in scaling.items()}
 
 
@@ -61,14 +61,14 @@ FORMER: Mapping[str, Any] = {
     "heads": 4, "kv_heads": 4, "head_dim": 64, "intermediate": 704, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
     "rope_scaling": None, "partial_rotary_factor": 1.0,
 }  # fmt: skip
-"""What a size was that nobody named, before sizes came from the target: older checkpoints are read by it."""
+"""Defaults from before sizes came from the target; older checkpoints are read with them."""
 L = TypeVar("L", bound=LayerConfig)
 
 
 def resolved(config: L, spec: TargetSpec) -> tuple[L, LayerSizes]:
-    """The config with every size a number, and these sizes.  What it does not name is taken from the target's layers.
+    """The config with every size filled in, and these sizes.  What it does not name is taken from the target's layers.
 
-    A config that names all comes back as it is.  Raises DrafterError where the target does not say what is missing.
+    A config that names all is returned as it is.  Raises DrafterError where the target does not say what is missing.
     """
     given = {name: getattr(config, name) for name in SIZES if getattr(config, name) is not None}
     missing = [name for name in SIZES if name not in given and name != "rope_scaling"]
@@ -84,17 +84,18 @@ def resolved(config: L, spec: TargetSpec) -> tuple[L, LayerSizes]:
 
 
 def left_out(sizes: LayerSizes) -> str | None:
-    """The target's stretch of rotary angles that a drafter's layers can't have, such as longrope; None where they can."""
+    """The target's kind of rotary scaling, such as longrope, that a drafter's layers can't have; None where they can."""
     kind = (sizes.rope_scaling or PLAIN)["rope_type"]
     return None if kind in (*STRETCHES, "default") else kind
 
 
 def _taken(theirs: LayerSizes, given: dict[str, Any]) -> dict[str, Any]:
-    """What a config that names `given` takes from the target.  A stretch belongs to its base."""
+    """What a config that names `given` takes from the target.  Scaling belongs to its base."""
     found = asdict(theirs)
     if "rope_theta" in given:
         found["rope_scaling"] = None
     elif "rope_scaling" not in given and (kind := left_out(theirs)) is not None:
-        logging.getLogger(__name__).warning("a drafter can't turn by the target's rope_type %s, and turns without it", kind)
+        message = "a drafter can't use the target's rope_type %s; its rotary positions are not scaled"
+        logging.getLogger(__name__).warning(message, kind)
         found["rope_scaling"] = None
     return found

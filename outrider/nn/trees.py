@@ -1,9 +1,9 @@
 """How a drafter that reads its own tokens drafts a tree: a beam of the likeliest paths, or siblings of a fixed shape.
 
-Both go down level by level and ask the drafter for one thing, the logits behind nodes it has not read yet
-(`Expand`).  The beam is EAGLE-2's (Li et al. 2406.16858): read the likeliest, then rank all that was offered; its nodes are
+Both go down level by level and ask the drafter for one thing: the logits after nodes that it has not read yet (`Expand`).  The
+beam is EAGLE-2's (Li et al. 2406.16858): read the likeliest, then rank all that was offered; its nodes are
 deterministic.  Drawn siblings follow SpecInfer with replacement (Miao et al. 2305.09781) and Sequoia without (Chen et al.
-2402.12374).  What differs: nodes stand in an order of which every prefix is the draft of that budget, so a policy may cut
+2402.12374).  What differs: every prefix of the nodes is the draft of that budget, so a policy may cut
 anywhere.
 
 B live slots, N drafted nodes, V vocabulary; C candidates, E nodes read, W nodes read in one level.
@@ -26,20 +26,20 @@ from outrider.sampling.distribution import log_probs
 Path = tuple[int, ...]
 """Ranks of a node and of those above it, from the anchor down."""
 Expand = Callable[[Draft, int], Tensor]
-"""(tree, fresh) to the logits [B, fresh, V] behind the last `fresh` nodes of `tree`.
+"""(tree, new) to the logits [B, new, V] after the last `new` nodes of `tree`.
 
-`tree` holds every node read so far in the order of the calls, the fresh ones at its end and all of one depth, 0 in the first
-call and one more in each.  So keys or hidden states may be kept from call to call and looked up by `tree.parents`, or the
+`tree` holds every node read so far in the order of the calls, the new ones at its end and all of one depth, 0 in the first
+call and one more in each.  So keys or hidden states may be stored from call to call and looked up by `tree.parents`, or the
 whole tree read again under `tree.rows()`.  Leaves are never read.
 """
 
 
 def beam(first: Tensor, expand: Expand, budget: Tensor, *, width: int, depth: int) -> Draft:
-    """The likeliest paths, without any noise.  first [B, V], logits behind the anchor; budget [B] int64 on the CPU.
+    """The likeliest paths, without any noise.  first [B, V], logits after the anchor; budget [B] int64 on the CPU.
 
     At every depth the `width` likeliest nodes are read and offer their `width` best tokens each; of all that is offered in
     `depth` levels the likeliest stay, by the product of q along their path, in descending order.  A child is never likelier
-    than its parent and on equal terms the shallower stands first, so every prefix is a tree, and the best of its size.
+    than its parent and of equals the shallower comes first, so every prefix is a tree, and the best of its size.
     """
     most = int(budget.max())
     # whatever is deeper or ranks lower has that many ancestors or betters before it, and is cut in any case
@@ -50,21 +50,21 @@ def beam(first: Tensor, expand: Expand, budget: Tensor, *, width: int, depth: in
     offered, begin = [(scores, tokens, parents)], 0
     for _ in range(1, depth):
         leading, chosen = _ranked(scores, width)
-        read, fresh = tree.tokens.shape[1], chosen.shape[1]
+        read, new = tree.tokens.shape[1], chosen.shape[1]
         tree = _joined(tree, tokens.gather(1, chosen), at.gather(1, chosen))
-        deeper, following = _best(expand(tree, fresh), width)
+        deeper, following = _best(expand(tree, new), width)
         children = deeper.shape[-1]
         parents = (begin + chosen).repeat_interleave(children, 1)
-        at = torch.arange(read, read + fresh, device=at.device).repeat_interleave(children).expand_as(parents)
+        at = torch.arange(read, read + new, device=at.device).repeat_interleave(children).expand_as(parents)
         begin += scores.shape[1]
         scores, tokens = (leading[..., None] + deeper).flatten(1), following.flatten(1)
         offered.append((scores, tokens, parents))
     scores, tokens, parents = (torch.cat(level, 1) for level in zip(*offered, strict=True))
     _, order = _ranked(scores, most)
-    # where each candidate ends up; one that does not stay is nobody's parent
-    place = torch.zeros_like(tokens).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    # new index of each candidate; one that does not stay has no children
+    index = torch.zeros_like(tokens).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
     above = parents.gather(1, order)
-    parents = place.gather(1, above.clamp(min=0)).where(above >= 0, -1)
+    parents = index.gather(1, above.clamp(min=0)).where(above >= 0, -1)
     return Draft(tokens.gather(1, order), parents, budget.clamp(max=order.shape[1]))
 
 
@@ -75,13 +75,13 @@ def _best(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _ranked(scores: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The highest scores [B, <= most] and where they stand; equals keep their order, parents before children."""
+    """The highest scores [B, <= most] and their indices; equals keep their order, parents before children."""
     values, order = scores.sort(dim=1, descending=True, stable=True)
     return values[:, :most], order[:, :most]
 
 
 def _joined(tree: Draft, tokens: Tensor, parents: Tensor) -> Draft:
-    """The tree with one level more.  tokens, parents [B, W]."""
+    """The tree with one more level.  tokens, parents [B, W]."""
     tokens, parents = torch.cat([tree.tokens, tokens], 1), torch.cat([tree.parents, parents], 1)
     return Draft(tokens, parents, torch.full((len(tokens),), tokens.shape[1]))
 
@@ -89,17 +89,17 @@ def _joined(tree: Draft, tokens: Tensor, parents: Tensor) -> Draft:
 def shape(width: int, depth: int, nodes: int) -> tuple[int, ...]:
     """Parents of the tree to draw: up to `nodes` nodes, `width` children a node, `depth` levels; the most promising first.
 
-    Which those are is said before any token is known.  A node costs 1, and 2 more for every elder sibling: the first child is
-    about as likely to be kept as the one before it, a second child as one two levels further down (as dflash's runners-up).
+    The choice depends on no token.  A node costs 1, and 2 more for every elder sibling: the first child is about as likely to
+    be accepted as its parent, a second child as one two levels further down (as dflash's siblings).
     """
     found: list[int] = []
-    waiting = [(1, 0, -1, 1)]
-    while waiting and len(found) < nodes:
-        cost, elders, parent, deep = heapq.heappop(waiting)
+    queue = [(1, 0, -1, 1)]
+    while queue and len(found) < nodes:
+        cost, elders, parent, deep = heapq.heappop(queue)
         if elders + 1 < width:
-            heapq.heappush(waiting, (cost + 2, elders + 1, parent, deep))
+            heapq.heappush(queue, (cost + 2, elders + 1, parent, deep))
         if deep < depth:
-            heapq.heappush(waiting, (cost + 1, 0, len(found), deep + 1))
+            heapq.heappush(queue, (cost + 1, 0, len(found), deep + 1))
         found.append(parent)
     return tuple(found)
 
@@ -107,11 +107,11 @@ def shape(width: int, depth: int, nodes: int) -> tuple[int, ...]:
 def sampled(
     first: Tensor, expand: Expand, budget: Tensor, state: DecodeState, *, parents: Sequence[int], replacement: bool = False
 ) -> Draft:  # fmt: skip
-    """Draw every node of a fixed tree.  first [B, V], logits behind the anchor; budget [B] int64 on the CPU.
+    """Draw every node of a fixed tree.  first [B, V], logits after the anchor; budget [B] int64 on the CPU.
 
     Siblings come from the same q each, or `replacement` False from what their elders left of it; where nothing is left, at
-    temperature 0 above all, a sibling is the likeliest token that no elder took, certain and not drawn.  `q` says which.
-    Slots with a seed draw the target's own noise, every branch the same: what the target would say there, or nearly said.
+    temperature 0 above all, a sibling is the likeliest token that no elder took; it is deterministic, and its q is one-hot.
+    Slots with a seed share the target's own noise in every branch, and so draw what the target would, or nearly.
     """
     q: dict[int, Tensor] = {}
 
@@ -135,11 +135,11 @@ def _siblings(
     """
     streams, q = state.streams, state.judge.distribution(logits)[:, above]
     ranks = torch.tensor([above[:i].count(parent) for i, parent in enumerate(above)])
-    places, tokens = torch.tensor(above, device=q.device), torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
+    parent_of, tokens = torch.tensor(above, device=q.device), torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
     taken = torch.zeros_like(logits, dtype=torch.bool)
     for rank in range(1 + int(ranks.max())):
         at = (ranks == rank).nonzero()[:, 0].to(q.device)
-        parents = places[at]
+        parents = parent_of[at]
         if rank:
             q[:, at] = _left(q[:, at], logits[:, parents], taken[:, parents], streams, replacement)
         # elder and younger are independent draws with replacement, else first and second of one race
@@ -150,7 +150,7 @@ def _siblings(
 
 
 def _left(whole: Tensor, logits: Tensor, taken: Tensor, streams: Streams, replacement: bool) -> Tensor:
-    """What younger siblings are drawn from, given that their elders were `taken`: all [B, C, V]."""
+    """The distribution of younger siblings, given that their elders were `taken`: all [B, C, V]."""
     rest = whole.masked_fill(taken, 0.0)
     mass = rest.sum(-1, keepdim=True)
     left = rest / mass.clamp(min=1e-30)
@@ -166,7 +166,7 @@ def _grown(
 ) -> Tensor:  # fmt: skip
     """Tokens [B, N] of a fixed tree, level by level.
 
-    choose: (logits [B, W, V] behind the level above's inner nodes, depth, nodes, of which of the W each is the child) to the
+    choose: (logits [B, W, V] after the level above's inner nodes, depth, nodes, of which of the W each is the child) to the
     tokens of these nodes.
     """
     tokens = torch.zeros(len(first), len(parents), dtype=torch.int64, device=first.device)
@@ -184,9 +184,9 @@ def _grown(
 
 
 class RankTree:
-    """A fixed tree by ranks: every node is a choice of the logits behind its parent, and every prefix is a draft.
+    """A fixed tree by ranks: every node is a choice of the logits after its parent, and every prefix is a draft.
 
-    paths: ranks of a node and of those above it, from the anchor down, parents first; (0, 2) is the third choice behind the
+    paths: ranks of a node and of those above it, from the anchor down, parents first; (0, 2) is the third choice after the
     first.
     """
 
@@ -219,7 +219,7 @@ _cut = functools.lru_cache(256)(RankTree)
 
 
 def ranked(first: Tensor, expand: Expand, budget: Tensor, tree: RankTree) -> Draft:
-    """Every node is its rank's choice of the logits behind its parent; no noise.  first [B, V], logits behind the anchor."""
+    """Every node is its rank's choice of the logits after its parent; no noise.  first [B, V], logits after the anchor."""
 
     def best(logits: Tensor, depth: int, nodes: list[int], above: list[int]) -> Tensor:
         ranks = tree.ranks[nodes]
@@ -228,9 +228,9 @@ def ranked(first: Tensor, expand: Expand, budget: Tensor, tree: RankTree) -> Dra
     return tree.draft(_grown(first, expand, tree.parents, best), budget)
 
 
-def path(tree: Draft, fresh: int) -> list[Tensor]:
-    """Tokens [B, fresh] of each depth, from the anchor's child down to each of the last nodes, all of one depth."""
-    at = torch.arange(tree.tokens.shape[1] - fresh, tree.tokens.shape[1], device=tree.tokens.device)
+def path(tree: Draft, new: int) -> list[Tensor]:
+    """Tokens [B, new] of each depth, from the anchor's child down to each of the last nodes, all of one depth."""
+    at = torch.arange(tree.tokens.shape[1] - new, tree.tokens.shape[1], device=tree.tokens.device)
     at = at.expand(len(tree.tokens), -1)
     found: list[Tensor] = []
     while bool((at >= 0).all()):
@@ -240,7 +240,7 @@ def path(tree: Draft, fresh: int) -> list[Tensor]:
 
 
 def paths(tree: Draft, texts: Sequence[list[int]]) -> list[list[int]]:
-    """The nodes that say how each text begins; what a target made of the draft is not asked."""
+    """The nodes that match the beginning of each text, whatever the target accepted."""
     paths = []
     for tokens, parents, text in zip(tree.ids, tree.tree, texts, strict=True):
         path: list[int] = []

@@ -33,11 +33,11 @@ def sizes(model: PreTrainedModel) -> tuple[int, int, int]:
             f"{type(model).__name__}: its {type(config).__name__} names no num_hidden_layers and hidden_size; use "
             "transformers' own generate for it"
         )
-    # some families have positions of which the config says -1: none that would end
+    # some configs say -1: there is no last position
     contexts = [value for name in CONTEXTS if isinstance(value := getattr(config, name, None), int) and value > 0]
     context = contexts[0] if contexts else UNBOUNDED
     rope = getattr(config, "rope_parameters", None) or {}
-    if "dynamic" in str(rope.get("rope_type")):  # what the config names is then the context of the first training
+    if "dynamic" in str(rope.get("rope_type")):  # the config then names the context of the first training
         context = int(context * rope["factor"])
     return layers, hidden, context
 
@@ -55,13 +55,13 @@ def trunk(model: PreTrainedModel) -> nn.Module:
 
 
 def output_layer(model: PreTrainedModel) -> Any:
-    """What turns hidden states into logits; where the model does not say, that of a causal LM within it."""
+    """The module that turns hidden states into logits; where the model names none, that of a causal LM within it."""
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     return next((found for part in parts if (found := part.get_output_embeddings()) is not None), None)
 
 
-def head_law(raw: Tensor, logits: Tensor, config: Any) -> Callable[[Tensor], Tensor] | None:
-    """What the family does to the output layer's values: nothing, a factor, or a soft cap; None where it is none of these."""
+def head_transform(raw: Tensor, logits: Tensor, config: Any) -> Callable[[Tensor], Tensor] | None:
+    """What the family does to the output layer's values: nothing, a factor or a soft cap; None for anything else."""
     cap = getattr(config, "final_logit_softcapping", None)
     # some families return logits of another type than the layer's
     if cap and torch.allclose((cap * torch.tanh(raw / cap)).double(), logits.double(), rtol=1e-3, atol=1e-5):
@@ -103,18 +103,18 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 @torch.inference_mode()
 def _reads_text(model: PreTrainedModel, layer: nn.Module) -> bool:
     """Whether a pass over text runs this layer."""
-    seen: list[bool] = []
-    hook = layer.register_forward_pre_hook(hooks.of_this_thread(lambda *_: seen.append(True)))
+    calls: list[bool] = []
+    hook = layer.register_forward_pre_hook(hooks.of_this_thread(lambda *_: calls.append(True)))
     try:
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
     finally:
         hook.remove()
-    return bool(seen)
+    return bool(calls)
 
 
 @torch.inference_mode()
 def what_ends_do(target: Any, text: list[int]) -> tuple[float, Callable[[Tensor], Tensor], Tensor]:
-    """The factor on embeddings before the first layer, what becomes of the output layer's values, and the logits [S, V].
+    """The factor on embeddings before the first layer, the transform of the output layer's values, and the logits [S, V].
 
     target: a TransformersTarget whose parts are found.
     """
@@ -130,7 +130,7 @@ def what_ends_do(target: Any, text: list[int]) -> tuple[float, Callable[[Tensor]
             f"{target.spec.name}'s logits hold NaN or infinity; load it in float32 or bfloat16, since float16 overflows, and "
             "look for weights that are not finite"
         )
-    finish = head_law(target._head.forward(caught[target._model_head]), logits, target.model.config.get_text_config())
+    finish = head_transform(target._head.forward(caught[target._model_head]), logits, target.model.config.get_text_config())
     if finish is None:
         logging.getLogger(__name__).warning(
             "%s changes its logits after the output layer in a way that is not known here: drafters that use the target's "
@@ -141,7 +141,7 @@ def what_ends_do(target: Any, text: list[int]) -> tuple[float, Callable[[Tensor]
 
 
 def copied(module: nn.Module, device: torch.device) -> Any:
-    """A module without children, on another device; hooks and packed weights stay behind."""
+    """A module without children, on another device; without hooks and packed weights."""
     there = copy.copy(module)
     there.__dict__.pop("forward", None)
     there._forward_pre_hooks = OrderedDict()
@@ -154,5 +154,5 @@ def copied(module: nn.Module, device: torch.device) -> Any:
 
 
 def cache_argument(taken: Container[str]) -> str:
-    """The one of ARGUMENTS that is among those that something takes; the newest where none is."""
+    """The first of ARGUMENTS that is in `taken`; the newest where none is."""
     return next((name for name in ARGUMENTS if name in taken), ARGUMENTS[-1])

@@ -1,4 +1,4 @@
-"""Gemma 4's assistant as transformers loads it: a small model without keys of its own, which looks at the target's."""
+"""Gemma 4's assistant as transformers loads it: a small model without keys of its own, which attends to the target's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load_assistant(name: str, target: Target) -> Any:
 
 @contextmanager
 def keyless_layers() -> Iterator[None]:
-    """Let transformers build a Gemma 4 of layers without keys alone: 5.23 wants at least one that makes them."""
+    """Let transformers build a Gemma 4 in which no layer has keys of its own: 5.23 wants at least one that has."""
     from transformers import Gemma4TextConfig
 
     text: Any = Gemma4TextConfig
@@ -54,7 +54,7 @@ def keyless_layers() -> Iterator[None]:
 
 @torch.inference_mode()
 def shared_layers(model: Any, target: Target) -> dict[str, int]:
-    """Of every kind of layer that the assistant has, the last target layer of that kind that keeps keys.
+    """For every kind of layer in the assistant, the last target layer of that kind that stores keys.
 
     Raises DrafterError where the assistant was made for another target.
     """
@@ -72,20 +72,20 @@ def shared_layers(model: Any, target: Target) -> dict[str, int]:
     kinds = getattr(theirs.config.get_text_config(decoder=True), "layer_types", None) or ["full_attention"] * target.spec.layers
     found = {}
     for layer, kind in zip(model.model.layers, text.layer_types, strict=True):
-        keeping = [index for index in cache.layers if kinds[index] == kind]
-        if not keeping:
-            raise _misfit(target, f"the assistant looks at keys of {kind}, the target keeps none")
-        keys, _ = cache.kept(keeping[-1], [0])
+        storing = [index for index in cache.layers if kinds[index] == kind]
+        if not storing:
+            raise _misfit(target, f"the assistant attends to keys of {kind}, the target stores none")
+        keys, _ = cache.cached(storing[-1], [0])
         own = layer.self_attn.head_dim, text.num_attention_heads // layer.self_attn.num_key_value_groups
         if own != (keys.shape[3], keys.shape[1]):
             raise _misfit(
                 target, f"{kind} has heads of {own[0]}, {own[1]} of keys, against {keys.shape[3]} and {keys.shape[1]}"
             )
-        found[kind] = keeping[-1]
+        found[kind] = storing[-1]
     return found
 
 
 def _misfit(target: Target, what: str) -> DrafterError:
     return DrafterError(
-        f"this assistant does not belong to {target.spec.name}: {what}; give the one that was released beside it"
+        f"this assistant does not belong to {target.spec.name}: {what}; give the one that was released with it"
     )

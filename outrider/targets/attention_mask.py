@@ -1,4 +1,4 @@
-"""Where the rows of a pass stand, and what they may look at.
+"""Positions and attention masks of a pass.
 
 R rows of a pass, n tokens a row.
 """
@@ -13,32 +13,32 @@ from torch import Tensor
 
 
 class Limit(NamedTuple):
-    """How far a layer sees: the last `size` positions, its own included; or its own chunk of `size` positions."""
+    """How far back a layer attends: to the last `size` positions, its own included, or to its own chunk of `size` positions."""
 
     kind: Literal["window", "chunk"]
     size: int
 
 
 class Tree(NamedTuple):
-    """What the tokens of a pass see of each other, where they are not one chain a row."""
+    """Which tokens of a pass attend to which, where a row is not one chain."""
 
-    visible: Tensor
-    """[R or 1, n, n] bool, the tokens that each one may look at."""
+    mask: Tensor
+    """[R or 1, n, n] bool: True where the row's token attends to the column's."""
     depths: Tensor
-    """[R or 1, n], each token's place counted from its row's start."""
+    """[R or 1, n], each token's offset from its row's start."""
 
     def of(self, row: int) -> Tree:
         """That of one row [1, n]."""
-        return Tree(self.visible[row : row + 1], self.depths[row : row + 1])
+        return Tree(self.mask[row : row + 1], self.depths[row : row + 1])
 
 
-class Sight(NamedTuple):
-    """Where a pass stands and what its rows may look at.  Tensors alone, so that a graph can be traced through it."""
+class PassLayout(NamedTuple):
+    """Positions and masks of a pass whose rows start at different lengths.  Tensors only, so that it can be traced."""
 
     starts: Tensor
     """[R] length of each row's slot before the pass."""
     columns: Tensor
-    """[end] 0, 1, ... up to the last column that some row may look at."""
+    """[end] 0, 1, ... up to the last column that some row attends to."""
     width: int
     """Tokens a row."""
 
@@ -46,57 +46,57 @@ class Sight(NamedTuple):
         """[R, n]; depths [R or 1, n] counts from each row's start."""
         return self.starts[:, None] + depths
 
-    def seen(self, visible: Tensor) -> Tensor:
-        """[R, Q, end] bool: all before the pass, and of the pass what `visible` [R or 1, Q, n] says."""
-        own, place = self._own()
-        visible = visible.expand(self.starts.shape[0], -1, -1)
-        inside = (own >= 0) & (own < self.width)
-        return (own < 0) | (inside & visible.gather(-1, place.expand(-1, visible.shape[1], -1)))
+    def mask(self, tree_mask: Tensor) -> Tensor:
+        """[R, Q, end] bool: all before the pass, and of the pass what `mask` [R or 1, Q, n] says."""
+        offset, index = self._offsets()
+        tree_mask = tree_mask.expand(self.starts.shape[0], -1, -1)
+        inside = (offset >= 0) & (offset < self.width)
+        return (offset < 0) | (inside & tree_mask.gather(-1, index.expand(-1, tree_mask.shape[1], -1)))
 
-    def near(self, limit: Limit, depths: Tensor) -> Tensor:
-        """[R, n, end] bool: what a limit leaves.  Nodes of a tree stand where their depth says, not where they are written."""
-        own, place = self._own()
-        asks = self.positions(depths)
-        stands = torch.where(own < 0, self.columns, asks[:, None].gather(-1, place))
-        asks = asks[:, :, None]
+    def limit_mask(self, limit: Limit, depths: Tensor) -> Tensor:
+        """[R, n, end] bool: the columns within a limit.  A tree node's position follows from its depth, not from its column."""
+        offset, index = self._offsets()
+        query_positions = self.positions(depths)
+        key_positions = torch.where(offset < 0, self.columns, query_positions[:, None].gather(-1, index))
+        query_positions = query_positions[:, :, None]
         if limit.kind == "window":
-            return stands > asks - limit.size
-        return stands.div(limit.size, rounding_mode="floor") == asks.div(limit.size, rounding_mode="floor")
+            return key_positions > query_positions - limit.size
+        return key_positions.div(limit.size, rounding_mode="floor") == query_positions.div(limit.size, rounding_mode="floor")
 
-    def _own(self) -> tuple[Tensor, Tensor]:
-        """Every column counted from its row's start, [R, 1, end], and the same held within the pass."""
-        own = self.columns - self.starts[:, None, None]
-        return own, own.clamp(0, self.width - 1)
-
-
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """[R, Q, end] bool to [R, 1, Q, end] in which 0 is seen and -inf is not."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
+    def _offsets(self) -> tuple[Tensor, Tensor]:
+        """Offset of every column from its row's start, [R, 1, end], and the same clamped to the pass."""
+        offset = self.columns - self.starts[:, None, None]
+        return offset, offset.clamp(0, self.width - 1)
 
 
-def span(places: Sequence[int]) -> slice | None:
-    """These places as a slice, where they are side by side."""
-    first, last = places[0], places[0] + len(places)
-    return slice(first, last) if list(places) == list(range(first, last)) else None
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask [R, Q, end] as an additive one [R, 1, Q, end]: 0 where it is True, -inf elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)[:, None]
 
 
-class Columns:
-    """Buffers of a pass as the layers see them while it is traced: written behind each row's start, read up to the end."""
+def span(indices: Sequence[int]) -> slice | None:
+    """These indices as a slice; None where they are not contiguous."""
+    first, last = indices[0], indices[0] + len(indices)
+    return slice(first, last) if list(indices) == list(range(first, last)) else None
+
+
+class TracedCache:
+    """The cache that layers are given while a pass is traced: it writes after each row's start and reads up to the end."""
 
     is_compileable = False
 
-    def __init__(self, layers: Sequence[int], buffers: Sequence[Tensor], sight: Sight):
+    def __init__(self, layers: Sequence[int], buffers: Sequence[Tensor], layout: PassLayout):
         """buffers: keys, then values, of each layer, [R, h, length, d]."""
         self.buffers = dict(zip(layers, zip(buffers[::2], buffers[1::2], strict=True), strict=True))
-        self.width, self.end = sight.width, sight.columns.shape[0]
-        self.rows = torch.arange(sight.starts.shape[0], device=sight.starts.device)[:, None]
-        self.columns = sight.positions(torch.arange(sight.width, device=sight.starts.device))
+        self.width, self.end = layout.width, layout.columns.shape[0]
+        self.rows = torch.arange(layout.starts.shape[0], device=layout.starts.device)[:, None]
+        self.columns = layout.positions(torch.arange(layout.width, device=layout.starts.device))
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
-        kept = self.buffers[layer_idx]
-        for buffer, states in zip(kept, (keys, values), strict=True):
+        buffers = self.buffers[layer_idx]
+        for buffer, states in zip(buffers, (keys, values), strict=True):
             buffer[self.rows, :, self.columns] = states.transpose(1, 2)
-        return kept[0][:, :, : self.end], kept[1][:, :, : self.end]
+        return buffers[0][:, :, : self.end], buffers[1][:, :, : self.end]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.end - self.width

@@ -1,10 +1,11 @@
 """Keys and values of every slot in one buffer a layer: append a pass, keep one path of it, forget the rest.
 
-A slot's tokens stand from 0 without holes, so its length alone says what is valid and forgetting is lowering a number.
-A pass writes its rows behind each slot's length; `keep` moves the accepted ones together and counts them in.  Layers with a
-window keep all keys too: their mask hides what lies too far back, so a tree, a cut and a slot re-used are the same to all.
+A slot's tokens fill columns 0, 1, ... without holes.  Its length says what is valid, and to forget is to lower that number.
+A pass writes its rows after each slot's length; `keep` moves the accepted ones together and counts them in.  Layers with a
+window store all keys too: their mask hides what is too far back, so a tree, a cut and a slot that is used again are the same
+to all layers.
 
-Recurrent layers keep a state in place of keys; see `states`.
+Recurrent layers have a state instead of keys; see `states`.
 
 R rows of a pass, n tokens a row, h heads, d head size.
 """
@@ -17,13 +18,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from outrider.targets.attention_mask import Limit, Sight, additive, span
+from outrider.targets.attention_mask import Limit, PassLayout, additive, span
 from outrider.targets.states import RecurrentStates
 
-STAIR = 64
+SHARED_MASK_WIDTH = 64
 """Tokens a row up to which passes share one mask."""
 VIEWS = 64
-"""Spans of slots whose views of all layers are held; then all are dropped."""
+"""Spans of slots whose views of all layers are stored; then all are dropped."""
 
 
 class SlotCache:
@@ -35,15 +36,15 @@ class SlotCache:
     is_compileable = False
 
     def __init__(self, slots: int, length: int, device: torch.device | str = "cpu", layers: int = 1, undo: int = 0):
-        """layers: how many are likely to keep keys and values of one shape.  undo: tokens of a slot that `cut` can take back
-        without loss where layers keep states; each costs a copy of the slot's states."""
+        """layers: how many are likely to store keys and values of one shape.  undo: tokens of a slot that `cut` can take back
+        without loss where layers are recurrent; each costs a copy of the slot's states."""
         self.stacked, self.undo = layers, undo
         self.slots = slots
         self.length = length
         self.device = torch.device(device)
         self.lengths = [0] * slots
-        self.places = list(range(slots))
-        """Where in the buffers each slot's keys and values lie; see `gather`."""
+        self.buffer_rows = list(range(slots))
+        """Which row of the buffers holds each slot's keys and values; see `gather`."""
         self._gathered: Sequence[int] | None = None
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._indexers: dict[int, Tensor] = {}
@@ -51,48 +52,48 @@ class SlotCache:
         self._spare: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
         self._line = torch.arange(length, device=self.device)
         self._views: dict[tuple[int, int, int], list[Tensor]] = {}
-        self._stairs: dict[tuple[torch.dtype, Limit | None], Tensor] = {}
+        self._chain_masks: dict[tuple[torch.dtype, Limit | None], Tensor] = {}
         self.states = RecurrentStates(slots, undo)
         self.rows: list[int] = []
         """Slots of the open pass."""
         self._starts: list[int] = []
         """Length of each of them before the pass."""
-        self._places: list[int] = []
-        """Where each of them lies in the buffers."""
+        self._open_rows: list[int] = []
+        """Buffer row of each of them."""
         self._span: slice | None = None
-        """These places as a slice, where they are side by side."""
+        """These buffer rows as a slice; None where they are not contiguous."""
         self.width = 0
         """Tokens a row of the open pass, padding included."""
         self.end = 0
-        """Columns that some row of the open pass may look at."""
+        """Columns that some row of the open pass attends to."""
         self.texts: list[list[int]] = [[] for _ in range(slots)]
         """What each slot has read, where the target says what a pass reads: by `reads`."""
         self.prompts = [0] * slots
-        """Length of text by which the rotary factors of a slot's prompt were chosen, -1 where it was read in parts; 0 behind
+        """Length of text by which the rotary factors of a slot's prompt were chosen, -1 where it was read in parts; 0 after
         the first verified pass."""
         self.long = [False] * slots
         """Whether a slot was read as a text longer than the context of the first training."""
         self._reads: list[list[int]] | None = None
         self.in_steps = False
-        """Whether recurrent layers must pass position by position, so that any of their states can be kept."""
+        """Whether recurrent layers must pass position by position, so that any of their states can be stored."""
         self.is_even = True
-        """All rows of the open pass stand at the same place, side by side."""
+        """All rows of the open pass start at the same length, in contiguous buffer rows."""
         self._at: tuple[Tensor, Tensor] | None = None
 
     @property
     def layers(self) -> list[int]:
-        """Layers that keep keys and values; empty before the first pass."""
+        """Layers that store keys and values; empty before the first pass."""
         return sorted(self._layers)
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Keys, then values, of each of these layers for the open pass's rows, side by side: views [R, h, length, d]."""
+        """Keys, then values, of each of these layers for the open pass's rows: views [R, h, length, d]."""
         assert self._span is not None
         key = self._span.start, self._span.stop, len(self._layers)
         if key not in self._views:
             if len(self._views) >= VIEWS:
                 self._views.clear()
-            self._views[key] = [buffer[self._span] for _, kept in sorted(self._layers.items()) for buffer in kept]
+            self._views[key] = [buffer[self._span] for _, both in sorted(self._layers.items()) for buffer in both]
         return self._views[key]
 
     def shaped_as(self, other: SlotCache) -> SlotCache:
@@ -103,43 +104,43 @@ class SlotCache:
         return self
 
     def gather(self, rows: Sequence[int]) -> None:
-        """Let these slots lie side by side in this order, so that a pass over them is over a slice; others make room."""
+        """Move these slots to contiguous buffer rows in this order, so that a pass over them reads a slice."""
         if rows is self._gathered:
             return
-        places = [self.places[row] for row in rows]
+        current = [self.buffer_rows[row] for row in rows]
         # where most of them stay
-        [(first, _)] = Counter(place - n for n, place in enumerate(places)).most_common(1)
+        [(first, _)] = Counter(index - n for n, index in enumerate(current)).most_common(1)
         first = max(0, min(first, self.slots - len(rows)))
         wanted = dict(zip(rows, range(first, first + len(rows)), strict=True))
-        if places != list(wanted.values()):
+        if current != list(wanted.values()):
             taken = set(wanted.values())
-            others = [row for row in range(self.slots) if row not in wanted and self.places[row] in taken]
-            self._put(wanted | dict(zip(others, sorted(set(places) - taken), strict=True)))
+            others = [row for row in range(self.slots) if row not in wanted and self.buffer_rows[row] in taken]
+            self._put(wanted | dict(zip(others, sorted(set(current) - taken), strict=True)))
         self._gathered = rows
 
     @torch.inference_mode()
     def _put(self, wanted: Mapping[int, int]) -> None:
-        """Move slots to these places; who lay there is among them."""
-        moved = [row for row, place in wanted.items() if self.places[row] != place and self.lengths[row]]
+        """Move slots to these buffer rows; the slots that were there are among them."""
+        moved = [row for row, index in wanted.items() if self.buffer_rows[row] != index and self.lengths[row]]
         if moved:
             longest = max(self.lengths[row] for row in moved)
-            come_from, to = [self.places[row] for row in moved], [wanted[row] for row in moved]
+            come_from, to = [self.buffer_rows[row] for row in moved], [wanted[row] for row in moved]
             for stack in self._stacks:
                 stack[:, to, :, :longest] = stack[:, come_from, :, :longest]  # all is read before any is written
-        for row, place in wanted.items():
-            self.places[row] = place
+        for row, index in wanted.items():
+            self.buffer_rows[row] = index
 
     # ── one pass ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self, rows: Sequence[int], width: int, in_steps: bool = False, noted: int | None = None) -> None:
         """Begin a pass of `width` tokens a row; until the next, `update` writes there.
 
-        in_steps: states are noted at each position; of a pass whose last ones will be kept only the last `noted`, if given.
+        in_steps: states are noted at each position, or only at the last `noted` ones.
         """
         self.rows, self.width, self.in_steps = list(rows), width, in_steps
         self._starts = [self.lengths[row] for row in self.rows]
-        self._places = [self.places[row] for row in self.rows]
-        self._span, self._at, self._reads = span(self._places), None, None
+        self._open_rows = [self.buffer_rows[row] for row in self.rows]
+        self._span, self._at, self._reads = span(self._open_rows), None, None
         self.end = max(self._starts) + width
         assert self.end <= self.length, f"a pass up to {self.end} tokens in a cache of {self.length}"
         self.is_even = len(set(self._starts)) == 1 and self._span is not None
@@ -153,8 +154,8 @@ class SlotCache:
         """Write this layer's keys and values [R, h, n, d]; returns all of the rows' up to the longest, [R, h, end, d]."""
         if layer_idx not in self._layers:
             self._layers[layer_idx] = self._buffer(keys), self._buffer(values)
-        kept = self._layers[layer_idx]
-        return self._write(kept[0], keys), self._write(kept[1], values)
+        buffers = self._layers[layer_idx]
+        return self._write(buffers[0], keys), self._write(buffers[1], values)
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
         """Write this layer's keys of a sparse attention's index [R, n, d]; returns all up to the longest, [R, end, d]."""
@@ -163,11 +164,11 @@ class SlotCache:
             self._indexers[layer_idx] = self._buffer(keys)
         return self._write(self._indexers[layer_idx], keys)[:, 0]
 
-    def kept(self, layer: int, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer for these slots, for reading: [R, h, n, d], n what the longest of them holds."""
+    def cached(self, layer: int, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer for these slots, for reading: [R, h, n, d], n the length of the longest of them."""
         longest = max(self.lengths[row] for row in rows)
-        places = [self.places[row] for row in rows]
-        keys, values = (kept[span(places) or places][:, :, :longest] for kept in self._layers[layer])
+        indices = [self.buffer_rows[row] for row in rows]
+        keys, values = (buffer[span(indices) or indices][:, :, :longest] for buffer in self._layers[layer])
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -180,64 +181,64 @@ class SlotCache:
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.get_seq_length()
 
-    def mask(self, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def mask(self, tree_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Additive mask [R or 1, 1, Q, end] of the open pass.
 
-        visible [R or 1, Q, n] bool says which of the pass's own tokens each query may look at; None is causal order, Q = n.
-        What a slot held before the pass, every query of its row may look at.
+        tree_mask [R or 1, Q, n] bool: which of the pass's own tokens each query attends to; None is causal order, Q = n.
+        Every query attends to all that its slot held before the pass.
         """
-        return additive(self._seen(visible), dtype)
+        return additive(self._bool_mask(tree_mask), dtype)
 
     def masks(
-        self, visible: Tensor | None, dtype: torch.dtype, limits: Mapping[str, Limit | None], depths: Tensor | None = None
+        self, tree_mask: Tensor | None, dtype: torch.dtype, limits: Mapping[str, Limit | None], depths: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """A mask as above for every kind of layer: what its limit leaves of it.  depths as in `positions`."""
-        if visible is None and self.is_even and all(limit is None or limit.kind == "window" for limit in limits.values()):
-            return {kind: self._stair(dtype, limit) for kind, limit in limits.items()}
-        seen, depths = self._seen(visible), self._order if depths is None else depths
+        """A mask as above for every kind of layer, within that kind's limit.  depths as in `positions`."""
+        if tree_mask is None and self.is_even and all(limit is None or limit.kind == "window" for limit in limits.values()):
+            return {kind: self._chain_mask(dtype, limit) for kind, limit in limits.items()}
+        mask, depths = self._bool_mask(tree_mask), self._order if depths is None else depths
         return {
-            kind: additive(seen if limit is None else seen & self._sight.near(limit, depths), dtype)
+            kind: additive(mask if limit is None else mask & self._layout.limit_mask(limit, depths), dtype)
             for kind, limit in limits.items()
         }
 
-    def _stair(self, dtype: torch.dtype, limit: Limit | None) -> Tensor:
-        """The mask of a chain in rows that stand together.  Steps cut theirs from one that is held for all widths and places; a
-        chunk of a prompt makes its own."""
+    def _chain_mask(self, dtype: torch.dtype, limit: Limit | None) -> Tensor:
+        """The mask of a chain where all rows start at the same length.  Steps cut theirs from one mask that serves all widths
+        and lengths; a chunk of a prompt makes its own."""
         width, start = self.width, self._starts[0]
-        if width > STAIR:
-            return self._new_stair(start, width, dtype, limit)
+        if width > SHARED_MASK_WIDTH:
+            return self._new_chain_mask(start, width, dtype, limit)
         key = dtype, limit
-        if key not in self._stairs:
-            self._stairs[key] = self._new_stair(self.length, STAIR, dtype, limit)
-        return self._stairs[key][..., :width, self.length - start : self.length + width]
+        if key not in self._chain_masks:
+            self._chain_masks[key] = self._new_chain_mask(self.length, SHARED_MASK_WIDTH, dtype, limit)
+        return self._chain_masks[key][..., :width, self.length - start : self.length + width]
 
-    def _new_stair(self, start: int, width: int, dtype: torch.dtype, limit: Limit | None) -> Tensor:
-        asks = torch.arange(width, device=self.device)[:, None]
-        stands = torch.arange(-start, width, device=self.device)
-        seen = (stands <= asks) & (True if limit is None else stands > asks - limit.size)
-        return additive(seen[None], dtype)
+    def _new_chain_mask(self, start: int, width: int, dtype: torch.dtype, limit: Limit | None) -> Tensor:
+        query_positions = torch.arange(width, device=self.device)[:, None]
+        key_positions = torch.arange(-start, width, device=self.device)
+        mask = (key_positions <= query_positions) & (True if limit is None else key_positions > query_positions - limit.size)
+        return additive(mask[None], dtype)
 
-    def _seen(self, visible: Tensor | None) -> Tensor:
-        """What every query may look at but for limits, [R or 1, Q, end] bool."""
-        if visible is None:
-            visible = torch.ones(1, self.width, self.width, dtype=torch.bool, device=self.device).tril()
+    def _bool_mask(self, tree_mask: Tensor | None) -> Tensor:
+        """What every query attends to before limits are applied, [R or 1, Q, end] bool."""
+        if tree_mask is None:
+            tree_mask = torch.ones(1, self.width, self.width, dtype=torch.bool, device=self.device).tril()
         if self.is_even:
-            return torch.nn.functional.pad(visible, (self._starts[0], 0), value=True)
-        return self._sight.seen(visible)
+            return torch.nn.functional.pad(tree_mask, (self._starts[0], 0), value=True)
+        return self._layout.mask(tree_mask)
 
     def positions(self, depths: Tensor | None = None) -> Tensor:
         """[R or 1, n] positions of the open pass's tokens.  depths [R or 1, n] counts from each row's start; None is 0..n-1."""
         depths = self._order if depths is None else depths
-        return depths + self._starts[0] if self.is_even else self._sight.positions(depths)
+        return depths + self._starts[0] if self.is_even else self._layout.positions(depths)
 
     @property
     def starts(self) -> Tensor:
-        """[R] where the open pass's rows stand."""
+        """[R] lengths of the open pass's rows before it."""
         return torch.tensor(self._starts, device=self.device)
 
     @property
     def columns(self) -> Tensor:
-        """[end] 0, 1, ... up to the last column that the open pass may look at."""
+        """[end] 0, 1, ... up to the last column that the open pass attends to."""
         return self._line[: self.end]
 
     @property
@@ -245,8 +246,8 @@ class SlotCache:
         return self._line[None, : self.width]
 
     @property
-    def _sight(self) -> Sight:
-        return Sight(self.starts, self.columns, self.width)
+    def _layout(self) -> PassLayout:
+        return PassLayout(self.starts, self.columns, self.width)
 
     # ── after a pass ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -271,10 +272,10 @@ class SlotCache:
         self.append([len(path) + 1 for path in paths])
 
     def cut(self, row: int, length: int) -> None:
-        """Forget what a slot holds behind its first `length` tokens.
+        """Forget what a slot holds after its first `length` tokens.
 
-        Where layers keep states it goes back to the last place up to there whose states are remembered, at worst to its
-        beginning: `lengths` says where it stands, and what is missing is to be read again.
+        Where layers are recurrent it goes back to the last length up to there whose states are remembered, at worst to 0:
+        `lengths` says which, and what is missing must be read again.
         """
         if length < self.lengths[row]:
             self.lengths[row] = self.states.cut(row, length)
@@ -297,7 +298,7 @@ class SlotCache:
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_kwargs: object
     ) -> Tensor:
-        """Inputs so far with the new ones [R, channels, n] behind them; the last `conv_kernel_size` are kept."""
+        """Inputs so far followed by the new ones [R, channels, n]; the last `conv_kernel_size` are stored."""
         before = self.get_conv_state(layer_idx, state_idx)
         kernel = conv_kernel_size or conv_states.shape[-1]
         joined = conv_states if before is None else torch.cat([before, conv_states], -1)
@@ -317,7 +318,7 @@ class SlotCache:
 
     @property
     def is_initialized(self) -> bool:
-        """Asked by some families for whether a pass goes on behind other text."""
+        """Asked by some families: whether a pass continues a text."""
         return any(self._starts)
 
     # ── buffers ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -333,11 +334,11 @@ class SlotCache:
         return self._spare[key].pop(0)
 
     @torch.inference_mode()
-    def _move(self, row: int, places: Sequence[int], to: int) -> None:
-        """Put what stands at these places of a slot side by side, from place `to` on."""
-        come_from, at = torch.tensor(places, device=self.device), self.places[row]
+    def _move(self, row: int, columns: Sequence[int], to: int) -> None:
+        """Move these columns of a slot to column `to` and those after it."""
+        come_from, at = torch.tensor(columns, device=self.device), self.buffer_rows[row]
         for stack in self._stacks:
-            stack[:, at, :, to : to + len(places)] = stack[:, at].index_select(2, come_from)
+            stack[:, at, :, to : to + len(columns)] = stack[:, at].index_select(2, come_from)
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
         if self.is_even:
@@ -345,8 +346,8 @@ class SlotCache:
             return buffer[self._span, :, : self.end]
         if self._at is None:  # only where layers write by themselves: a compiled step does not ask
             columns = torch.tensor(self._starts).unsqueeze(-1) + torch.arange(self.width)
-            self._at = torch.tensor(self._places, device=self.device).unsqueeze(-1), columns.to(self.device)
-        places, columns = self._at
-        buffer[places, :, columns] = states.transpose(1, 2)
-        # a slice is a view, a list of places would copy all that they hold
-        return buffer[self._span or self._places, :, : self.end]
+            self._at = torch.tensor(self._open_rows, device=self.device).unsqueeze(-1), columns.to(self.device)
+        rows, columns = self._at
+        buffer[rows, :, columns] = states.transpose(1, 2)
+        # a slice is a view; a list of rows would copy all that they hold
+        return buffer[self._span or self._open_rows, :, : self.end]

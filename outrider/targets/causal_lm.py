@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from outrider import demo
 from outrider.errors import DrafterError, first_line
-from outrider.targets.anatomy import head_law, trunk
+from outrider.targets.anatomy import head_transform, trunk
 from outrider.targets.identity import hash_tokenizer, load_tokenizer
 from outrider.targets.protocol import Target
 
@@ -30,9 +30,9 @@ def folder(model: str) -> str:
 def to_train(name: str, target: Target, architecture: dict[str, Any] | None, new: dict[str, Any] | None) -> Any:
     """The language model in float32: of a checkpoint's shape, of the new sizes asked for, or the one that is named."""
     if architecture is not None:
-        lm = fresh(AutoConfig.for_model(**architecture))
+        lm = untrained(AutoConfig.for_model(**architecture))
     elif new is not None:
-        lm = fresh(qwen3(target, **new))
+        lm = untrained(qwen3(target, **new))
     else:
         lm = named(name, target)
     own = lm.get_output_embeddings().weight.shape[0]
@@ -50,9 +50,9 @@ def qwen3(
 ) -> Qwen3Config:  # fmt: skip
     """A Qwen3 of these sizes, of the target's vocabulary and context.  tied: one matrix is embedding and head."""
     if heads % kv_heads:
-        raise DrafterError(f"small_model.new: heads {heads} is no multiple of kv_heads {kv_heads}")
+        raise DrafterError(f"small_model.new: heads {heads} is not a multiple of kv_heads {kv_heads}; choose one that is")
     if head_dim % 2:
-        raise DrafterError(f"small_model.new: head_dim {head_dim} is odd; rotary positions turn pairs, choose an even one")
+        raise DrafterError(f"small_model.new: head_dim {head_dim} is odd; rotary positions need an even one")
     return Qwen3Config(
         vocab_size=target.spec.vocabulary, max_position_embeddings=target.spec.context, num_hidden_layers=layers,
         hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads, num_key_value_heads=kv_heads,
@@ -69,7 +69,7 @@ def named(name: str, target: Target) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise DrafterError(
             f"can't load small_model.model {name!r}: {first_line(error)}; give `demo`, a folder with "
-            "config.json and safetensors, or a Hugging Face id; or sizes of a fresh model in small_model.new"
+            "config.json and safetensors, or a Hugging Face id; or sizes of a new model in small_model.new"
         ) from error
     theirs = target.spec.tokenizer_hash
     tokenizer, _ = (None, "") if theirs is None else load_tokenizer(name)
@@ -82,7 +82,7 @@ def named(name: str, target: Target) -> Any:
     return lm
 
 
-def fresh(shape: Any) -> Any:
+def untrained(shape: Any) -> Any:
     """A model of this shape with random weights, in float32."""
     return AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
 
@@ -92,37 +92,38 @@ NOT_SHAPE = ("_name_or_path", "architectures", "dtype", "transformers_version", 
 
 
 def architecture_of(lm: Any) -> dict[str, Any]:
-    """The model's shape as a config.json says it; where its weights came from, and their type, is no part of it."""
-    said = json.loads(lm.config.to_json_string())
-    return {key: said[key] for key in said if key not in NOT_SHAPE}
+    """The model's shape as a config.json says it; not where its weights came from, nor their type."""
+    config = json.loads(lm.config.to_json_string())
+    return {key: config[key] for key in config if key not in NOT_SHAPE}
 
 
 @torch.no_grad()
 def learn(lm: Any, name: str) -> tuple[Callable[[Tensor], Tensor], bool]:
-    """What becomes of the output layer's values, and whether texts in one row whose positions begin anew are read apart."""
+    """The transform of the output layer's values, and whether texts packed in one row are read as if each stood alone."""
     tokens, head = torch.arange(12)[None] % lm.config.get_text_config().vocab_size, lm.get_output_embeddings()
     alone = torch.cat([states(lm, part) for part in tokens.split((7, 5), 1)], 1)
-    finish = head_law(head(alone[:, :7]), lm(input_ids=tokens[:, :7], use_cache=False).logits, lm.config.get_text_config())
+    logits = lm(input_ids=tokens[:, :7], use_cache=False).logits
+    finish = head_transform(head(alone[:, :7]), logits, lm.config.get_text_config())
     if finish is None:
         raise DrafterError(
             f"small_model {name!r} changes its logits after the output layer in a way that is not known here, so it can't be "
             "trained; choose a model of another family"
         )
-    places = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    position_ids = torch.cat([torch.arange(7), torch.arange(5)])[None]
     try:
-        prepacked = states(lm, tokens, position_ids=places)
+        in_one_row = states(lm, tokens, position_ids=position_ids)
     except (RuntimeError, TypeError, ValueError):
         return finish, False
-    return finish, torch.allclose(prepacked, alone, rtol=1e-4, atol=1e-4 * float(alone.abs().max()))
+    return finish, torch.allclose(in_one_row, alone, rtol=1e-4, atol=1e-4 * float(alone.abs().max()))
 
 
 @contextmanager
 def keeping_computed(model: nn.Module) -> Iterator[None]:
     """What is computed once, such as rotary frequencies, follows its module to another device, but not to another type."""
     computed = [(module, name) for module in model.modules() for name in module._non_persistent_buffers_set]
-    kept = [module._buffers[name] for module, name in computed]
+    before = [module._buffers[name] for module, name in computed]
     yield
-    for (module, name), buffer in zip(computed, kept, strict=True):
+    for (module, name), buffer in zip(computed, before, strict=True):
         if buffer is not None:
             module._buffers[name] = buffer.to(getattr(module, name).device)
 
@@ -146,10 +147,10 @@ def refuse_longer(lm: Any, documents: Tensor, name: str) -> None:
 def read(lm: Any, tokens: Tensor, documents: Tensor, reads_prepacked: bool) -> Tensor:
     """States [B, S, H] before the head; every text is read as if it stood alone.  tokens, documents [B, S].
 
-    reads_packed: texts in one row may be read in one pass, by their positions; else each is given a row of its own.
+    reads_prepacked: texts in one row may be read in one pass, by their positions; else each gets a row of its own.
     """
     follows = documents[:, 1:] == documents[:, :-1]
-    if bool((follows | (documents[:, 1:] == 0)).all()):  # one text a row, padding behind it
+    if bool((follows | (documents[:, 1:] == 0)).all()):  # one text a row, padding after it
         return states(lm, tokens)
     if reads_prepacked:
         return states(lm, tokens, position_ids=positions(documents))
@@ -166,7 +167,7 @@ def states(lm: Any, tokens: Tensor, **given: Tensor) -> Tensor:
 
 
 def positions(documents: Tensor) -> Tensor:
-    """Places within each text, from 0.  documents [B, S]."""
-    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    """Positions within each text, from 0.  documents [B, S]."""
+    columns = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    return places - places.where(begins, 0).cummax(1).values
+    return columns - columns.where(begins, 0).cummax(1).values

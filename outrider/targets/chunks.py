@@ -10,11 +10,11 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.decoding.state import Scores
 
 FULL = 128
-"""Tokens from which on a pass costs by the token on a CPU, so that padding to one length only costs."""
+"""From this many tokens on, the time of a pass on a CPU grows with its tokens, so that padding costs."""
 
 
 def shares(lengths: Sequence[int], most: int) -> list[slice]:
-    """Neighbours that share a pass: as many as come to at most so many tokens once they are padded, one at least."""
+    """Neighbours that share a pass: as many as have at most `most` tokens once padded, and at least one."""
     found, first = [], 0
     for end in range(1, len(lengths) + 1):
         if end == len(lengths) or (end + 1 - first) * max(lengths[first : end + 1]) > most:

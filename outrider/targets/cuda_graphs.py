@@ -1,7 +1,7 @@
-"""A pass captured once for each of a few sizes and replayed: what a CUDA graph saves is the launching of hundreds of kernels.
+"""A pass captured once for each of a few sizes and replayed: a CUDA graph saves the launches of hundreds of kernels.
 
-A pass is padded to the next size: tokens a row to a short list, columns to a multiple of `COLUMNS`.  What is padded is seen by
-nothing that is read.  A size is captured when it first comes; a replay reads its arguments where the capture read them, and
+A pass is padded to the next size: tokens a row to a short list, columns to a multiple of `COLUMNS`.  No row that is read
+attends to padding.  A size is captured when it first comes; a replay reads its arguments where the capture read them, and
 writes keys and values into the same buffers.
 
 R rows of a pass, n tokens a row.
@@ -19,14 +19,14 @@ from torch.nn.functional import pad
 from outrider.compiled import flat
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-"""Tokens a row that are captured; beyond them multiples of the last."""
+"""Tokens a row that are captured; above them multiples of the last."""
 COLUMNS = 256
-MOST = 48
-"""Captures that are held; then all are dropped, since sizes that come again are captured in a fraction of a second."""
+MAX_CAPTURES = 48
+"""Captures that are stored; then all are dropped, since sizes that come again are captured in a fraction of a second."""
 
 Outputs = Sequence[Tensor | list[Tensor]]
 Recorder = Callable[[Callable[[], Outputs]], tuple[Callable[[], object], Outputs]]
-"""A function that reads fixed tensors, to what runs it again and the tensors that this leaves its results in."""
+"""From a function that reads fixed tensors to (what runs it again, the tensors that hold its results)."""
 
 
 def cuda_graph(function: Callable[[], Outputs]) -> tuple[Callable[[], object], Outputs]:
@@ -50,7 +50,7 @@ _Key = tuple[int, int, int, int, tuple[_Layout, ...]]
 
 class _Capture(NamedTuple):
     given: tuple[Tensor, ...]
-    """Tokens, depths, visible, starts and taps, where the replay reads them."""
+    """Tokens, depths, tree_mask, starts and taps, where the replay reads them."""
     replay: Callable[[], object]
     outputs: list[Tensor]
 
@@ -59,7 +59,7 @@ class CudaGraphs:
     """Passes of one traced function, called by `forward` as a package is."""
 
     def __init__(self, traced: nn.Module, recorder: Recorder = cuda_graph):
-        """traced: of tokens, depths, visible, starts, columns, taps, asked and buffers; it must not look at their values."""
+        """traced: of tokens, depths, tree_mask, starts, columns, taps, asked and buffers; it must not look at their values."""
         self.traced, self.recorder = traced, recorder
         self.captures: dict[_Key, _Capture] = {}
 
@@ -68,24 +68,24 @@ class CudaGraphs:
         return next((size for size in WIDTHS if size >= width), -(-width // WIDTHS[-1]) * WIDTHS[-1])
 
     def forward(
-        self, tokens: Tensor, depths: Tensor, visible: Tensor, starts: Tensor, columns: Tensor, taps: Tensor,
+        self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, starts: Tensor, columns: Tensor, taps: Tensor,
         asked: Tensor, buffers: Sequence[Tensor],
     ) -> list[Tensor]:  # fmt: skip
         """The traced pass's logits, hidden states, choice and taps for tokens [R, n]."""
         rows, width = tokens.shape
         wide = self.padded(width)
-        given = pad(tokens, (0, wide - width)), pad(depths, (0, wide - width)), _seen(visible, wide), starts, taps
+        given = pad(tokens, (0, wide - width)), pad(depths, (0, wide - width)), _wide_mask(tree_mask, wide), starts, taps
         end = min(buffers[0].shape[2], -(-(len(columns) + wide - width) // COLUMNS) * COLUMNS)
         key = rows, wide, end, len(taps), tuple(map(_layout, buffers))
         if key not in self.captures:
-            if len(self.captures) >= MOST:
+            if len(self.captures) >= MAX_CAPTURES:
                 self.captures.clear()
             self.captures[key] = self._recorded(given, end, buffers)
         capture = self.captures[key]
         for there, here in zip(capture.given, given, strict=True):
             there.copy_(here)
         capture.replay()
-        # the next replay writes over them, and drafters keep what they were given
+        # the next replay overwrites them, and drafters hold on to what they were given
         return [output[:, :width].clone() for output in capture.outputs]
 
     def _recorded(self, given: tuple[Tensor, ...], end: int, buffers: Sequence[Tensor]) -> _Capture:
@@ -98,14 +98,14 @@ class CudaGraphs:
 
 
 def _layout(buffer: Tensor) -> _Layout:
-    """Where a buffer lies and how it is read.  An allocator may give a cache of another shape the same address."""
+    """A buffer's address and shape.  An allocator may give a cache of another shape the same address."""
     return buffer.data_ptr(), tuple(buffer.shape), buffer.stride(), buffer.dtype
 
 
-def _seen(visible: Tensor, wide: int) -> Tensor:
-    """visible [R, n, n] for `wide` tokens a row: those that are added see themselves, and none sees them."""
-    more = wide - visible.shape[-1]
+def _wide_mask(tree_mask: Tensor, wide: int) -> Tensor:
+    """tree_mask [R, n, n] for `wide` tokens a row: tokens that are added attend to themselves, no other attends to them."""
+    more = wide - tree_mask.shape[-1]
     if not more:
-        return visible
-    alone = torch.eye(wide, dtype=torch.bool, device=visible.device)
-    return pad(visible, (0, more, 0, more)) | (alone & (torch.arange(wide, device=visible.device) >= wide - more))
+        return tree_mask
+    alone = torch.eye(wide, dtype=torch.bool, device=tree_mask.device)
+    return pad(tree_mask, (0, more, 0, more)) | (alone & (torch.arange(wide, device=tree_mask.device) >= wide - more))

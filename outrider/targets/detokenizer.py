@@ -1,4 +1,4 @@
-"""What of a text later tokens may change, read off a tokenizer's decoder.
+"""Which part of a text later tokens may still change, read off a tokenizer's decoder.
 
 The steps of a decoder that are known here turn each token into text by itself, but for the first of a text (Metaspace,
 WordPiece, Strip), half characters (ByteLevel) and runs of byte tokens (ByteFallback).  Of a decoder with any other step, of a
@@ -23,7 +23,8 @@ SENTENCEPIECE = re.compile(r"(Replace )?(ByteFallback )?(Fuse (Strip )?)?")
 """The steps of SentencePiece's models, in their order."""
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 CLEANED = " 'nvr"
-"""Letters that the clean-up of spaces may wait behind: its patterns are " .", " ' ", " n't", " 've", " 're" and the like."""
+"""Letters after which the clean-up of spaces may still change a text; it replaces " .", " ' ", " n't", " 've", " 're" and the
+like."""
 
 
 def detokenizer(tokenizer: Any, vocabulary: int, skip_special_tokens: bool = True) -> Detokenizer:
@@ -66,7 +67,7 @@ def _is_known(steps: list[dict[str, Any]]) -> bool:
 
 
 def _is_cleaned(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether transformers takes spaces out of the text behind the decoder."""
+    """Whether transformers takes spaces out of the text after the decoder."""
     is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
     corrupts: bool = tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
     return bool(tokenizer.clean_up_tokenization_spaces) and (not is_bpe or corrupts)
@@ -80,7 +81,7 @@ def _is_all(tokenizer: PreTrainedTokenizerFast, decode: functools.partial[str], 
 
 def _unknown(tokenizer: Any, found: Detokenizer) -> Detokenizer:
     logging.getLogger(__name__).warning(
-        "the decoder of %s is not known here: streamed text comes whole, at its end; tokens and stop strings are as ever",
+        "the decoder of %s is not known here: streamed text comes whole, at its end; tokens and stop strings are not affected",
         type(tokenizer).__name__,
     )
     return found

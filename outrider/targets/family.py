@@ -1,6 +1,6 @@
-"""How a family of models is spoken to, learnt from the loaded model itself; there is no list of names.
+"""How a family of models is called, learnt from the loaded model itself; there is no list of names.
 
-Which masks it takes, how far each kind of layer sees, whether it is told positions, which modules carry a recurrent state.
+Which masks it takes, how far each kind of layer attends, whether it takes positions, which modules have a recurrent state.
 What is found here is a guess until `selftest` has proven it.
 """
 
@@ -38,7 +38,7 @@ class Family:
     masks: Masks
     """A mask for every kind of layer, one for all, or none: then rows pass one by one and the family masks them itself."""
     limits: Mapping[str, Limit | None]
-    """Kinds of attention among its layers, and how far they see."""
+    """Kinds of attention among its layers, and how far they attend."""
     cache: str
     """Name of the argument that takes the cache."""
     has_positions: bool
@@ -46,18 +46,18 @@ class Family:
     rotary: Rotary | None = None
     """Where rotary factors depend on how long a text is."""
     one_by_one: bool = False
-    """Rows that stand at different places pass one by one, since the family counts columns of the longest for all."""
+    """Rows of different lengths pass one by one, since the family counts columns of the longest for all."""
     past: str | None = None
-    """Name of the argument that hands on a cache of the family's own kind, where slots can't hold what it keeps."""
+    """Name of the argument that takes a cache of the family's own kind, where slots can't hold what it stores."""
 
     @property
     def follows_one_path(self) -> bool:
-        """What it keeps is that of one text: no tree can be verified, and padding would enter it."""
+        """Its cache or state is that of one text: no tree can be verified, and padding would enter it."""
         return self.is_recurrent or self.past is not None
 
     @property
     def takes_uneven_rows(self) -> bool:
-        """Rows that stand at different places may share a pass: it is told what each sees, and where each stands."""
+        """Rows of different lengths may share a pass: it takes a mask and positions for each."""
         return self.masks != "none" and self.has_positions and not self.one_by_one and self.past is None
 
     def given(self, cache: Any, tree: Tree | None, dtype: torch.dtype, context: int) -> dict[str, Any]:
@@ -65,18 +65,18 @@ class Family:
         if self.past is not None:
             found: dict[str, Any] = cache.given()
             return found
-        visible, depths = tree or (None, None)
-        # one token a row, all rows at one place: everything may be seen, and no mask is the fastest
+        tree_mask, depths = tree or (None, None)
+        # one token a row, all rows of one length: nothing is masked, and no mask is the fastest
         is_whole = cache.width == 1 and tree is None and cache.is_even
         bare = self.masks == "none" or (is_whole and self.masks == "by kind" and not any(self.limits.values()))
-        masks = {} if bare else cache.masks(visible, dtype, self.limits, depths)
+        masks = {} if bare else cache.masks(tree_mask, dtype, self.limits, depths)
         rows = len(cache.rows)  # some families refuse one mask for all rows
         masks = {kind: mask.expand(rows, -1, -1, -1) for kind, mask in masks.items()}
-        # padding may reach behind the context
+        # padding may reach past the context
         return self.arguments(cache, masks, cache.positions(depths).clamp(max=context - 1) if self.has_positions else None)
 
     def arguments(self, cache: Any, masks: Mapping[str, Tensor], positions: Tensor | None) -> dict[str, Any]:
-        """The same where masks by kind of layer are given, and positions, if the model is told them."""
+        """The same from masks by kind of layer, and positions where the model takes them."""
         given: dict[str, Any] = {self.cache: cache, "use_cache": True, "attention_mask": None}
         if self.has_positions:
             given["position_ids"] = positions
@@ -107,7 +107,7 @@ WINDOWS = (
     "sliding_window", "attention_chunk_size", "window_size", "local_attention", "attention_window_size",
     "sliding_window_size", "index_topk", "local_attn_chunk_length", "lsh_attn_chunk_length",
 )  # fmt: skip
-"""Names under which configs say how far a layer sees."""
+"""Names under which configs say how far a layer attends."""
 
 
 def media_tokens(config: Any) -> dict[int, str]:

@@ -1,8 +1,8 @@
 """What a model's generation_config asks of greedy decoding, as `model.generate(do_sample=False)` reads it.
 
-Keys that `Sampling` knows become its settings, of which drafters know too.  Beside a key that it does not know all are done
-by transformers' own processors, in transformers' order.  What is no greedy decoding of one text is refused by name; what
-concerns the draw, the cache or an assistant does not change greedy output.
+Keys that `Sampling` knows become its settings, which drafters know too.  With a key that it does not know, all are done by
+transformers' own processors, in transformers' order.  A key that makes it other than greedy decoding of one text is refused by
+name; keys about the draw, the cache or an assistant do not change greedy output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IDLE: Mapping[str, tuple[Any, ...]] = {
     "guidance_scale": (1,), "watermarking_config": (), "token_healing": (False,), "stop_strings": (), "max_time": (),
     "constraints": (), "force_words_ids": (), "is_assistant": (False,),
 }  # fmt: skip
-"""Keys that make `generate` something else than greedy decoding of one text, and the values that do not."""
+"""Keys that make `generate` other than greedy decoding of one text, and the values that do not."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "sequence_bias": (), "encoder_repetition_penalty": (1,), "no_repeat_ngram_size": (0,), "encoder_no_repeat_ngram_size": (0,),
@@ -33,7 +33,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Keys that `Sampling` does not know, and the values that change nothing."""
 
-INSTEAD = "take the key out, or give `sampling=`, which takes the place of all of generation_config but its ends"
+INSTEAD = "take the key out, or give `sampling=`, which replaces all of generation_config but its ends"
 
 
 def ends_of(model: PreTrainedModel) -> frozenset[int]:
@@ -60,13 +60,13 @@ def greedy_sampling(
     asked = {key: value for key, value in asked.items() if key not in NEUTRAL or value not in NEUTRAL[key]}
     text = _Text(prompt, max_new_tokens, sorted(ends), vocabulary, str(model.device))
     if "min_length" in asked:  # counts the prompt, and gives way to min_new_tokens
-        with _told("min_length", asked["min_length"]):
+        with _config_errors("min_length", asked["min_length"]):
             asked.setdefault("min_new_tokens", max(0, asked["min_length"] - len(prompt)))
     return _by_processors(model, asked, text) if asked.keys() & NEUTRAL.keys() else _by_settings(asked, text)
 
 
 class _Text(NamedTuple):
-    """The text that is to be continued, and by what."""
+    """The text that is to be continued, and its limits."""
 
     prompt: Sequence[int]
     max_new_tokens: int
@@ -93,8 +93,8 @@ class _Text(NamedTuple):
 
 
 @contextmanager
-def _told(key: str, value: Any) -> Iterator[None]:
-    """What is wrong with a key's value, as a ConfigError that names it."""
+def _config_errors(key: str, value: Any) -> Iterator[None]:
+    """Turn what a bad value raises into a ConfigError that names the key."""
     try:
         yield
     except (TypeError, ValueError, LookupError, AttributeError) as error:
@@ -109,14 +109,14 @@ SETTINGS: Mapping[str, Callable[[Any, _Text, Sampling], dict[str, Any]]] = {
     },
     "min_new_tokens": lambda value, text, found: {"min_new_tokens": min(value, text.max_new_tokens)},
 }
-"""Keys that `Sampling` knows, and what becomes of them there."""
+"""Keys that `Sampling` knows, and the settings they become."""
 
 
 def _by_settings(asked: Mapping[str, Any], text: _Text) -> Sampling:
     found = Sampling()
     for key, setting in SETTINGS.items():
         if key in asked:
-            with _told(key, asked[key]):
+            with _config_errors(key, asked[key]):
                 found = replace(found, **setting(asked[key], text, found))
     return found
 
@@ -126,7 +126,7 @@ TOKENS: Mapping[str, Callable[[Any], Iterable[int]]] = {
     "forced_bos_token_id": lambda value: [value],
     "forced_eos_token_id": lambda value: [value] if isinstance(value, int) else value,
 }
-"""Keys whose tokens transformers does not look at before they are needed."""
+"""Keys whose tokens transformers does not check before they are needed."""
 OF_ENDS = ("min_new_tokens", "exponential_decay_length_penalty")
 """Keys that do nothing where the model names no end."""
 
@@ -141,7 +141,7 @@ def _by_processors(model: Any, asked: Mapping[str, Any], text: _Text) -> Samplin
         return list(model._get_logits_processor(config, input_ids_seq_length=length, encoder_input_ids=text.ids, device=device))
 
     for key, value in found.items():  # one by one, so that the wrong one is named
-        with _told(key, value):
+        with _config_errors(key, value):
             text.known(TOKENS[key](value) if key in TOKENS else ())
             if key == "bad_words_ids":
                 found[key] = text.no_ends(value) or None

@@ -1,7 +1,7 @@
-"""What modules take and give during a pass, seen by that pass alone.
+"""Inputs and outputs of modules during a pass, recorded for that pass alone.
 
 Hooks stay on a module once they are there, however often it is loaded.  They write for the pass that is open in their own
-thread (its context), so passes of one model may run side by side.
+thread (its context), so passes of one model may run in parallel.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def during(variable: ContextVar[T], value: Any) -> Iterator[Any]:
 
 
 def catching(modules: Iterable[nn.Module]) -> AbstractContextManager[dict[nn.Module, Any]]:
-    """While this is open, what the hooks of these modules see in this thread is put under them."""
+    """While this is open, inputs or outputs of these modules in this thread are recorded under them."""
     return during(_caught, dict.fromkeys(modules))
 
 
 def replacing(module: nn.Module, values: Tensor) -> AbstractContextManager[object]:
-    """While this is open, the last rows of what this module, which is watched, gives in this thread are these [B, P, H]."""
+    """While this is open, the last rows of this watched module's output in this thread are replaced by these [B, P, H]."""
     return during(_replaced, (module, values))
 
 
 def selecting(module: nn.Module, rows: Tensor) -> AbstractContextManager[object]:
-    """While this is open, this module, whose input is watched, is given these rows [B, K] of its input [B, S, H] alone.
+    """While this is open, this module, whose input is watched, gets only these rows [B, K] of its input [B, S, H].
 
     What is caught is the whole input.
     """

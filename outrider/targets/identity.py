@@ -1,4 +1,4 @@
-"""Which target it is: sizes, and hashes of tokenizer and weights, to which drafters are bound."""
+"""Sizes of a target, and hashes of its tokenizer and weights, to which drafters are bound."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def load_tokenizer(path: str, **options: Any) -> tuple[Any, str]:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     except (OSError, ValueError, KeyError) as error:
         return None, first_line(error)
-    # where there are no files, transformers makes up a tokenizer of special tokens alone
+    # without files transformers makes up a tokenizer of special tokens alone
     is_real = len(tokenizer.get_vocab()) > len(tokenizer.all_special_tokens)
     return (tokenizer, "") if is_real else (None, "its vocabulary is empty")
 
 
 def hash_tokenizer(tokenizer: Any) -> str:
     """SHA-256 over the sorted vocabulary, 16 hex digits."""
-    pairs = sorted(tokenizer.get_vocab().items())
-    return hashlib.sha256("\n".join(f"{token}\t{number}" for token, number in pairs).encode()).hexdigest()[:16]
+    entries = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256("\n".join(f"{token}\t{number}" for token, number in entries).encode()).hexdigest()[:16]
 
 
 def hash_weights(model: nn.Module) -> str:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider import demo, machine
 from outrider.errors import TargetError, first_line
+from outrider.hub import missing_path
 from outrider.targets import quantised
 from outrider.targets.anatomy import output_layer
 from outrider.targets.identity import hash_weights, load_tokenizer
@@ -42,7 +43,7 @@ def load_target(
     compile: None takes a compiled step of this very model if one is on disk, True has one made (about a minute, once), False
     stays plain.
     Raises TargetError where it can't be found or loaded, where its plain decoding fails the self-test, or where it quantises
-    activations, keys or values; ConfigError for a `quantize` that there is not.
+    activations, keys or values; ConfigError for an unknown `quantize`.
     """
     if quantize is not None:
         quantised.library(quantize)
@@ -56,6 +57,8 @@ def load_target(
     device = default_device(device)
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
+        if (problem := missing_path(path)) is not None:
+            raise OSError(problem)
         wanted: Any = torch.float32 if device.type == "cpu" else "auto"
         config = AutoConfig.from_pretrained(path, **options)
         if dtype is not None:
@@ -90,7 +93,7 @@ def load_target(
 
 
 def default_device(asked: str | torch.device | None = None) -> torch.device:
-    """The device asked for; else the accelerator where there is one."""
+    """The device asked for; else the accelerator if there is one."""
     return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -141,7 +144,7 @@ def _warn_if_slow(target: TransformersTarget) -> None:
 
 
 def _warn_if_endless(target: TransformersTarget) -> None:
-    """One line where the config names an end that `model.generate` does not stop at."""
+    """One line where the config names an end token at which `model.generate` does not stop."""
     named = getattr(target.model.config.get_text_config(), "eos_token_id", None)
     if named is not None and not target.ends:
         log.warning(

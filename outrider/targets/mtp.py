@@ -1,6 +1,6 @@
 """Modules that a target ships to predict one token further each (MTP), as transformers builds them.  (arXiv 2412.19437.)
 
-They are driven step by step with the caller's attention, so that a draft may be longer than there are modules, or a tree.
+They run step by step with the caller's attention, so that a draft may be longer than there are modules, or a tree.
 
 B texts, n positions, H hidden size, h heads, d head size, V vocabulary.
 """
@@ -33,11 +33,11 @@ Attend = Callable[..., Tensor]
 
 
 Causal = Callable[[Tensor, Sequence[Limit | None]], Attend]
-"""(positions [1, n], how far each layer sees) to causal attention over a text of these positions."""
+"""(positions [1, n], how far each layer attends) to causal attention over a text of these positions."""
 
 
 class NativeModules:
-    """The layers of a transformers MtpModel.  Raises DrafterError where they can't be driven here."""
+    """The layers of a transformers MtpModel.  Raises DrafterError where they can't be run here."""
 
     def __init__(self, shipped: Any, target: Target, causal: Causal):
         self.target = target
@@ -50,20 +50,20 @@ class NativeModules:
         self._prove(shipped, causal)
 
     def step(self, module: int, words: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """What a module makes of words and states [B, n, H], at positions [B or 1, n]: [B, n, H]."""
-        turns = None
+        """A module's output [B, n, H] for words and states [B, n, H] at positions [B or 1, n]."""
+        cos_sin = None
         if self._rotary is not None:
             kind = {} if self._kinds is None else {"layer_type": self._kinds[module]}
-            turns = self._rotary.to(words.device)(words, position_ids=positions, **kind)
+            cos_sin = self._rotary.to(words.device)(words, position_ids=positions, **kind)
         # no mask, and no cache: what takes that has another name in each version
-        found = self.layers[module](words, states, turns, None, positions, None, attend=attend)
+        found = self.layers[module](words, states, cos_sin, None, positions, None, attend=attend)
         return found if self.shared_post_norm is None else self.shared_post_norm(found)
 
     @torch.no_grad()
     def _prove(self, shipped: Any, causal: Causal) -> None:
-        """Let the modules pass our way, and see that they say what they said before.
+        """Run the modules with our attention and compare with transformers' own pass.
 
-        Raises DrafterError where they don't: a family may do what is not known here.
+        Raises DrafterError where they differ: a family may do what is not known here.
         """
         from transformers import AttentionInterface
         from transformers.cache_utils import MtpCache
@@ -92,15 +92,16 @@ class NativeModules:
                 states, at = states[:, : length - number - 1], positions[:, number + 1 :]
                 words = target.embed(tokens[:, number + 1 :].to(target.device)).to(states)
                 states = self.step(number, words, states, at, attend)
-                said = target.head(states.to(target.device)).to(first.device)
-                if said.shape != wanted.shape or _apart(said, wanted) > (1e-3 if wanted.dtype.itemsize > 2 else 0.05):
-                    raise self._strange(number, "they say something else than in transformers' own pass")
+                logits = target.head(states.to(target.device)).to(first.device)
+                allowed = 1e-3 if wanted.dtype.itemsize > 2 else 0.05
+                if logits.shape != wanted.shape or _median_difference(logits, wanted) > allowed:
+                    raise self._strange(number, "its logits differ from those of transformers' own pass")
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise self._strange(number, first_line(error)) from error
 
     def _strange(self, number: int, reason: str) -> DrafterError:
         return DrafterError(
-            f"module {number} of {self.target.spec.name} can't be driven here: {reason}; set native to no and train modules of "
+            f"module {number} of {self.target.spec.name} can't be run here: {reason}; set native to no and train modules of "
             "your own"
         )
 
@@ -116,7 +117,7 @@ def native_modules(target: Target, wanted: bool, causal: Causal) -> NativeModule
     if not count:
         if wanted:
             raise DrafterError(
-                f"{target.spec.name} ships no modules that transformers knows of: its config has no num_mtp_layers "
+                f"{target.spec.name} ships no modules that transformers knows: its config has no num_mtp_layers "
                 "(num_nextn_predict_layers in many checkpoints) above 0, and its checkpoint no weights mtp.layers; set native "
                 "to no and train modules of your own"
             )
@@ -125,7 +126,7 @@ def native_modules(target: Target, wanted: bool, causal: Causal) -> NativeModule
 
     _teach_names()
     try:
-        with told(text, count):
+        with filled_in(text, count):
             shipped = MtpModel.from_pretrained(model, device_map={"": model.device})
     except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         looked = ", ".join(model._keys_to_ignore_on_load_unexpected or ["nothing: its class names no such weights"])
@@ -143,7 +144,7 @@ def native_modules(target: Target, wanted: bool, causal: Causal) -> NativeModule
 
 
 def modules_on_disk(model: Any) -> int:
-    """Modules in the model's checkpoint whose config is silent about them, as Qwen3-Next's and Qwen3.5's are."""
+    """Modules in the model's checkpoint that its config does not name, as with Qwen3-Next and Qwen3.5."""
     path = model.config.name_or_path
     if not path or not any("mtp" in pattern for pattern in model._keys_to_ignore_on_load_unexpected or ()):
         return 0
@@ -185,15 +186,15 @@ def _teach_names() -> None:
 
 
 @contextmanager
-def told(text: Any, count: int) -> Iterator[None]:
-    """A config that says for the while what it leaves out: how many modules there are, and of what kind."""
+def filled_in(text: Any, count: int) -> Iterator[None]:
+    """While this is open, the config says how many modules there are and of what kind, where it left that out."""
     last = (getattr(text, "mlp_layer_types", None) or [None])[-1]
     attends, feeds = KINDS.get(text.model_type, ("full_attention", last))
-    said = {"num_mtp_layers": count, "mtp_layer_types": [attends] * count}
+    added = {"num_mtp_layers": count, "mtp_layer_types": [attends] * count}
     if last is not None:
-        said["mtp_mlp_layer_types"] = [feeds] * count
+        added["mtp_mlp_layer_types"] = [feeds] * count
     before = dict(vars(text))
-    for name, value in said.items():
+    for name, value in added.items():
         if getattr(text, name, None) is None:
             setattr(text, name, value)
     try:
@@ -204,14 +205,14 @@ def told(text: Any, count: int) -> Iterator[None]:
 
 
 def limits_of(config: Any, count: int) -> tuple[Limit | None, ...]:
-    """How far each module of an MtpModel's config sees.  Raises DrafterError for layers that are no plain attention."""
+    """How far each module of an MtpModel's config attends.  Raises DrafterError for layers that are not plain attention."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
     strange = sorted(set(kinds[:count]) - {"full_attention", "sliding_attention"})
     if strange:
         raise DrafterError(
-            f"the modules of {config.model_type} have layers of {', '.join(strange)}; here only full_attention and "
-            "sliding_attention can be driven; set native to no and train modules of your own"
+            f"the modules of {config.model_type} have layers of {', '.join(strange)}; only full_attention and "
+            "sliding_attention can be run here; set native to no and train modules of your own"
         )
     return tuple(Limit("window", config.sliding_window) if kind == "sliding_attention" else None for kind in kinds[:count])
 
@@ -228,7 +229,7 @@ def attention(
     return attend(query, key, value, layer, s_aux).transpose(1, 2).contiguous(), None
 
 
-def _apart(said: Tensor, wanted: Tensor) -> float:
-    """How far two passes are apart, relative, at half of the places: one place may fall to another expert."""
-    said, wanted = said.double(), wanted.double()
-    return float(((said - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-30)).median())
+def _median_difference(found: Tensor, wanted: Tensor) -> float:
+    """Median over positions of the relative difference: a single position may be routed to another expert."""
+    found, wanted = found.double(), wanted.double()
+    return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-30)).median())

@@ -1,8 +1,8 @@
-"""Slots whose past a family keeps in a cache of its own kind, of which nothing is known but how it is handed on.
+"""Slots whose past is in a cache of the family's own kind, of which only is known how one pass hands it to the next.
 
-Some families keep more than keys, values and states: blocks that they compress, matrices, classes that refuse any cache but
-theirs.  There every pass of a slot works on a copy.  What stays of it, if that is not all, is read again before the next: a
-step that rejects costs one pass more, and none of these families is refused for what its cache is.
+Some families store more than keys, values and states: compressed blocks, matrices, classes that refuse any cache but their
+own.  There every pass of a slot works on a copy.  If only a part of it is accepted, that part is read again before the next
+pass: a step that rejects costs one pass more, and no family is refused for its kind of cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OwnCache:
         self._unread: list[Tensor | None] = [None] * slots
         """Last tokens [1, n] of a slot that its past lacks."""
         self._open: dict[int, tuple[Tensor, Any]] = {}
-        """By slot, what the open pass reads and the past behind it."""
+        """By slot, what the open pass reads and the past after it."""
 
     def open(self, rows: Sequence[int], width: int, in_steps: bool = False, noted: int | None = None) -> None:
         """Begin a pass of `width` tokens a row; how its layers pass is the family's own matter."""
@@ -79,7 +79,7 @@ class OwnCache:
         self.append([len(path) + 1 for path in paths])
 
     def cut(self, row: int, length: int) -> None:
-        """Forget what a slot holds behind its first `length` tokens: all of it, to be read again."""
+        """Forget what a slot holds after its first `length` tokens: all of it, to be read again."""
         if length < self.lengths[row]:
             self.free([row])
 

@@ -13,7 +13,7 @@ from outrider.errors import DataError, first_line
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 WANTED = "give a text, token ids or chat messages, or many of these"
 PLAIN = (int, str, list)
-"""What nearly every item is; asking whether one is an array takes longer than all else."""
+"""Types of nearly every item: to ask whether it is an array takes longer than all else."""
 
 
 @runtime_checkable
@@ -54,14 +54,14 @@ def single(given: Any) -> Prompt:
         return items
     for item in items:
         if isinstance(item, bool) or not isinstance(item, Integral):
-            raise DataError(f"a prompt holds {item!r}, which is no token id; {WANTED}")
+            raise DataError(f"a prompt holds {item!r}, which is not a token id; {WANTED}")
     return list(map(int, items))
 
 
 def ids_of(prompt: Any, tokenizer: Any, vocabulary: int, media: Mapping[int, str], thinking: bool | None = None) -> list[int]:
     """Token ids of a text, of chat messages (through the chat template), or of ids given as they are.
 
-    media: ids that stand for what is no text.  Otherwise as `TransformersTarget.encode`, with its errors.
+    media: ids that stand for images, videos or sound.  Otherwise as `TransformersTarget.encode`, with its errors.
     """
     given = single(prompt)
     if not given or isinstance(given[0], int):
@@ -83,9 +83,9 @@ def _encoded(given: Any, tokenizer: Any, thinking: bool | None) -> list[int]:
     _refuse_media(given)
     if tokenizer.chat_template is None:
         raise DataError("the tokenizer has no chat template: give the prompt as one text instead of chat messages")
-    said = {} if thinking is None else {"enable_thinking": thinking}
+    options = {} if thinking is None else {"enable_thinking": thinking}
     try:
-        tokens = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=True, return_dict=False, **said)
+        tokens = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=True, return_dict=False, **options)
     except TemplateError as error:
         raise DataError(f"the target's chat template refuses these messages: {error}; ask with roles that it knows") from error
     return list(tokens)
@@ -105,7 +105,9 @@ def _known(tokens: list[int], vocabulary: int, media: Mapping[int, str]) -> list
         raise DataError("the prompt is empty; give at least one token of text")
     for token in tokens:
         if not 0 <= token < vocabulary:
-            raise DataError(f"token id {token} lies outside the target's vocabulary of {vocabulary}")
+            raise DataError(
+                f"token id {token} lies outside the target's vocabulary of {vocabulary}; use the target's own tokenizer"
+            )
         if token in media:
             raise DataError(
                 f"token id {token} stands for an image, a video or sound ({media[token]}), and targets read text "
@@ -126,12 +128,12 @@ def _plain(given: Any) -> Any:
     if mask is None:
         return ids
     if ids and isinstance(ids[0], list):
-        return [_seen(*row) for row in zip(ids, mask, strict=True)]
-    return _seen(ids, mask)
+        return [_unpadded(*row) for row in zip(ids, mask, strict=True)]
+    return _unpadded(ids, mask)
 
 
-def _seen(ids: Sequence[int], mask: Sequence[int]) -> list[int]:
-    return [token for token, is_seen in zip(ids, mask, strict=True) if is_seen]
+def _unpadded(ids: Sequence[int], mask: Sequence[int]) -> list[int]:
+    return [token for token, is_real in zip(ids, mask, strict=True) if is_real]
 
 
 def _is_message(item: Any) -> bool:

@@ -20,7 +20,7 @@ from outrider.sampling.text import Detokenizer
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """What a decoder layer measures, and how its heads turn by position."""
+    """Sizes of a decoder layer, and its rotary positions."""
 
     heads: int
     kv_heads: int
@@ -30,14 +30,14 @@ class LayerSizes:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
-    """How rotary angles are stretched, as in the rope_parameters of a config.json; None where they are not."""
+    """How rotary frequencies are scaled, as in the rope_parameters of a config.json; None where they are not."""
     partial_rotary_factor: float = 1.0
-    """Share of a head that turns."""
+    """Share of a head that is rotated."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetSpec:
-    """What a drafter or a checkpoint must know of its target, and what tells two targets apart."""
+    """What a drafter or a checkpoint must know of its target, and what distinguishes two targets."""
 
     name: str
     revision: str | None
@@ -56,9 +56,9 @@ class TargetSpec:
     base_hash: str | None = None
     """`weights_hash` of the weights that were quantised; None where nothing was, or where it came quantised."""
     sizes: LayerSizes | None = None
-    """Of its own decoder layers, which a drafter's are like unless it is told otherwise; None where they are not known."""
+    """Of its own decoder layers, which are a drafter's defaults; None where they are not known."""
     unused: int | None = None
-    """First row of the embedding that is no token of the tokenizer; None where there is none."""
+    """First row of the embedding that is not a token of the tokenizer; None where there is none."""
 
     @property
     def precision(self) -> str:
@@ -121,7 +121,7 @@ class SkipsLayers(Protocol):
         """All that may be left out.  Raises TargetError where nothing may."""
 
     def skipping(self, skip: Skip, cache: Any, rows: Sequence[int]) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
-        """Gives a function from tokens [R, n] to logits [R, n, V]: it reads them behind what these slots hold, without `skip`.
+        """Gives a function from tokens [R, n] to logits [R, n, V]: it reads them after what these slots hold, without `skip`.
 
-        One call goes on where the last ended.  On every way out model and slots are what they were before.
+        One call goes on where the last ended.  Afterwards model and slots are what they were before, errors included.
         """

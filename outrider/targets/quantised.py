@@ -1,12 +1,12 @@
-"""Linear layers with their weights in int8: a quarter of float32's memory.  The law that is kept is then the quantised model's.
+"""Linear layers with their weights in int8: a quarter of float32's memory.  The output is then that of the quantised model.
 
 torchao's weight-only int8, symmetric, one scale for every row of a weight.  Embedding, norms and output layer stay as they are,
-because drafters borrow the two ends; so does what is no `nn.Linear`, such as fused experts.  Products run in the type of the
-activations, so that a pass of many rows differs from single rows by rounding alone, as it does without quantisation.
+because drafters borrow the two ends; so does what is not an `nn.Linear`, such as fused experts.  Products run in the type of
+the activations, so that a pass of many rows differs from single rows by rounding alone, as it does without quantisation.
 
-int8-dynamic, which rounds activations too, is refused.  A token's result does not hang on its neighbours there, but a value
-that rounding moved by 1e-7 falls on the other side of a step of 1/127: single steps of the demo target and a pass over the same
-tokens are 0.2 apart in logits of up to 15, where float32 and int8 are 1e-5 apart.
+int8-dynamic, which rounds activations too, is refused.  A token's result does not depend on its neighbours there, but a
+value that rounding moved by 1e-7 falls on the other side of a step of 1/127: the logits of single steps of the demo target and
+of a pass over the same tokens differ by 0.2, at values of up to 15, where those of float32 and int8 differ by 1e-5.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROUNDS_ACTIVATIONS = ("bitnet", "fbgemm_fp8", "fouroversix", "fp8", "fp_quant", 
 def quantise(model: nn.Module, mode: str, keep: Sequence[nn.Module | None] = ()) -> None:
     """Quantise the linear layers of `model` in place, but for those in `keep`.  Raises what `library` does."""
     api = library(mode)
-    chosen = [part for part in model.modules() if isinstance(part, nn.Linear) and all(part is not kept for kept in keep)]
+    chosen = [part for part in model.modules() if isinstance(part, nn.Linear) and all(part is not whole for whole in keep)]
     if not chosen:
         raise ConfigError(
             f"quantize={mode!r} has no effect on {type(model).__name__}, which has no linear layers; leave it out"
@@ -110,13 +110,13 @@ def whole_weights(config: Any, name: str, device: torch.device, device_map: Any 
 
 
 def check(model: Any, name: str) -> None:
-    """Raises TargetError for a model whose text would hang on how many tokens a pass has, or whose keys can't be taken back."""
+    """Raises TargetError where text would depend on how many tokens a pass has, or where keys can't be taken back."""
     given = _given(getattr(model, "config", None))
     generation = getattr(model, "generation_config", None)
     if getattr(generation, "cache_implementation", None) == "quantized" or given.get("kv_cache_scheme"):
         raise TargetError(
             f"{name} asks for quantised keys and values (cache_implementation or kv_cache_scheme): they are rounded in groups, "
-            "so a rejected token leaves its trace in its neighbours and can't be taken back exactly; take that setting out of "
+            "so a rejected token changes its neighbours and can't be taken back exactly; take that setting out of "
             "generation_config.json or quantization_config, or quantise the weights with quantize='int8'"
         )
     _refuse_activations(given, name, model.parameters())
@@ -134,7 +134,7 @@ def _refuse_activations(given: Mapping[str, Any], name: str, weights: Iterable[T
 
 
 def values(weight: Tensor) -> Tensor:
-    """What a weight stands for: its own values, or those of its int8 ones and their scales."""
+    """A weight's values, computed from int8 values and scales where it is quantised."""
     whole: Any = weight
     return whole.dequantize(torch.float32).to(weight.dtype) if is_quantised(weight) else weight
 
@@ -166,7 +166,7 @@ _DYNAMIC = (
 
 
 _OF_ACTIVATIONS = ("act_quant_kwargs", "activation_quantization")
-"""Where torchao's tensors keep how activations are rounded."""
+"""Where torchao's tensors say how activations are rounded."""
 
 
 def _given(config: Any) -> dict[str, Any]:

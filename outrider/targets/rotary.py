@@ -1,8 +1,8 @@
 """Rotary factors that depend on how long a text is: every token gets those that `generate` gives it, whoever shares its pass.
 
 transformers takes the factors of `longrope` (Phi-3, Phi-4-mini) and `dynamic` (InternLM) from the longest position of a pass,
-for all of its rows.  Here each token names the length of text that decides: in a prompt that of the prompt, behind it the
-token's own.  Keys that are cached keep the factors they were made with; where `generate` reads a text again, once it is longer
+for all of its rows.  Here each token has the length of text that decides: within a prompt the prompt's length, after it the
+token's own.  Cached keys stay as they were computed; where `generate` reads a text again, once it is longer
 than the context of the first training, it is read again here too.
 
 R rows of a pass, n tokens a row.
@@ -44,18 +44,21 @@ class Rotary:
 
 
 def deciding(lengths: Tensor) -> AbstractContextManager[object]:
-    """While this is open, rotary factors go by these lengths of text [R, n], one for each token of a pass."""
+    """While this is open, rotary factors depend on these lengths of text [R, n], one for each token of a pass."""
     return hooks.during(_deciding, lengths)
 
 
 def learn_rotary(model: PreTrainedModel) -> Rotary | None:
-    """Teach modules whose factors look at the batch to look at each token.  None where there are no such modules."""
+    """Make modules whose factors depend on the batch depend on each token.  None where there are no such modules."""
     modules = [module for module in model.modules() if _kinds(module)]
     originals = {_original(module, kind) for module in modules for kind in _kinds(module)}
     if not modules:
         return None
     if len(originals) > 1:
-        raise TargetError(f"{type(model).__name__} has rotary factors that change at several lengths: {sorted(originals)}")
+        raise TargetError(
+            f"{type(model).__name__} has rotary factors that change at several lengths, {sorted(originals)}; use transformers' "
+            "own generate for it"
+        )
     for module in modules:
         hooks.wrap(module, _by_tokens)
     [original] = originals
@@ -83,18 +86,18 @@ def _by_tokens(module: Any, forward: Callable[..., Any], x: Tensor, position_ids
         return forward(x, position_ids, *args, **kwargs)
     positions = position_ids.expand_as(lengths)
     original = _original(module, _kinds(module)[0])
-    turned: list[Tensor] = []
+    factors: list[Tensor] = []
     with _LOCK:  # the module holds the factors that it used last, for whoever asks next
         for length in lengths.clamp(min=original).unique().tolist():
-            # transformers forgets the factors of a longer text only when a pass stays below the original length
+            # transformers drops the factors of a longer text only when a pass stays below the original length
             forward(x, position_ids.new_zeros(1, 1), *args, **kwargs)
             # one more token, cut off again, is the longest of the pass
             longest = torch.full_like(positions[:, :1], length - 1)
             found = forward(x, torch.cat([positions.clamp(max=length - 1), longest], 1), *args, **kwargs)
             own = (lengths.clamp(min=original) == length)[..., None]
             parts = [part[:, :-1] for part in found]
-            turned = [torch.where(own, *pair) for pair in zip(parts, turned or parts, strict=True)]
-    return tuple(turned)
+            factors = [torch.where(own, *pair) for pair in zip(parts, factors or parts, strict=True)]
+    return tuple(factors)
 
 
 def _rereads(model: Any, original: int) -> bool:
@@ -110,7 +113,7 @@ def _rereads(model: Any, original: int) -> bool:
 
 @contextmanager
 def reading_prompt(target: Any, cache: SlotCache, tokens: Tensor, lengths: Sequence[int]) -> Iterator[None]:
-    """A pass of a TransformersTarget over part of a prompt: as far as is known, the text ends with one token behind it."""
+    """A pass of a TransformersTarget over part of a prompt: it is taken to end one token later."""
     if target.family.rotary is None:
         yield
         return
@@ -162,7 +165,7 @@ def _reread(target: Any, cache: SlotCache, row: int, length: int) -> None:
 
 
 def _as_long(target: Any, text: list[int], tokens: Tensor, tree: Tree | None, taps: tuple[int, ...]) -> Scores:
-    """Scores of tokens [1, n] behind a text that is read again as part of a longer one."""
+    """Scores of tokens [1, n] after a text that is read again as part of a longer one."""
     again = target.allocate(1, len(text) + tokens.shape[1] + 1)
     again.lengths, again.texts = [len(text)], [text]
     if text:

@@ -1,7 +1,7 @@
-"""What a model can be trusted with, found by doing it on random tokens and comparing with passes that have no cache at all.
+"""What a model can do, found by doing it on random tokens and comparing with passes that have no cache at all.
 
-Asked first: does the model say the same twice, and does what follows leave the beginning alone?  How far passes of other
-lengths and rows are apart is the rounding that is allowed.  Then, in order: single steps, `generate`'s own text across every
+Asked first: are the logits of a text the same twice, and independent of what follows?  The difference between passes of other
+lengths and rows is the rounding that is allowed.  Then, in order: single steps, `generate`'s own text across every
 limit, a chain verified in one pass, going on after a cut, a tree, going on after one of its paths; on slots of unequal and of
 equal length.  The first failure decides the mode; a model whose single steps or texts fail is refused.
 """
@@ -23,18 +23,18 @@ from outrider.targets.family import WINDOWS
 
 Mode = Literal["tree", "chain", "off"]
 PARENTS = (-1, 0, -1, 0, 1, 2)
-"""A tree in which children stand apart from their parents and one path is three deep."""
+"""A tree in which children are not next to their parents and one path is three deep."""
 PATH = (0, 1, 4)
 CHECKS: tuple[tuple[str, Mode | None], ...] = (
     ("steps", None), ("text", "off"), ("chain", "off"), ("cut", "chain"), ("tree", "chain"), ("path", "tree"),
 )  # fmt: skip
 """The checks in order, and the mode that a model has earned with each; None is refused."""
 WRITTEN = 24
-"""Tokens of `generate` that are compared: more than a window of the twin holds, so that a prompt leaves it."""
+"""Tokens of `generate` that are compared: more than a window of the miniature holds, so that a prompt leaves it."""
 
 
 class WrongText(TargetError):
-    """Single steps are wrong in the way in which the target holds its texts; another way may do."""
+    """Single steps are wrong with this kind of cache; another kind may work."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class SelfTest:
     errors: dict[str, float]
     """Largest difference of a logit, by check."""
     allowed: float
-    """Five times the difference between passes without a cache of other lengths and rows; or 16 units of rounding, 64
-    of float32 at least."""
+    """Five times the difference between passes without a cache of other lengths and rows, but at least 16 units of rounding
+    and 64 of float32."""
 
 
 @torch.inference_mode()
 def selftest(target: Any) -> SelfTest:
-    """Try a target and say what it may be used for.  Raises TargetError where even single steps are wrong."""
+    """Try a target and return what it may be used for.  Raises TargetError where even single steps are wrong."""
     trial = _Trial(target)
     errors: dict[str, float] = {}
     reached: Mode | None = None
@@ -76,7 +76,7 @@ def selftest(target: Any) -> SelfTest:
         whose = "our" if target.family.past is None else "its own"
         reason = f"single steps with {whose} cache differ from a pass without one ({failed})"
         if failed is not None and failed.startswith("text"):
-            reason = f"its own `generate` writes another text than passes without a cache say ({failed})"
+            reason = f"its own `generate` writes another text than passes without a cache give ({failed})"
         raise WrongText(refusal(target.model, reason))
     return SelfTest(reached, failed, errors, trial.allowed)
 
@@ -85,8 +85,8 @@ def selftest(target: Any) -> SelfTest:
 def agreed(target: Any, found: SelfTest, text: list[int], whole: Tensor) -> SelfTest | None:
     """What was found for models like this one, with what rounding explains in this one; None where this one does not agree.
 
-    text: a short one, and whole [S, V] what a pass over it without a cache says.  Two passes more: its beginning, and the rest
-    of it behind that as a draft.
+    text: a short one; whole [S, V]: the logits of a pass over it without a cache.  Takes two more passes: its beginning, and
+    then the rest of it as a draft.
     """
     half = len(text) // 2
     try:
@@ -98,10 +98,10 @@ def agreed(target: Any, found: SelfTest, text: list[int], whole: Tensor) -> Self
     except BROKEN:
         return None
     # the beginning was read without anything before it: what rounding does between passes of different lengths
-    floor = _apart(last, whole[half - 1])
-    least = rounding(target, whole)
-    allowed = max(5 * min(floor, least), least)
-    error = _apart(logits, whole[half : half + len(logits)])
+    floor = _max_difference(last, whole[half - 1])
+    minimum = rounding(target, whole)
+    allowed = max(5 * min(floor, minimum), minimum)
+    error = _max_difference(logits, whole[half : half + len(logits)])
     return replace(found, errors={**found.errors, "agreed": error}, allowed=allowed) if error <= allowed else None
 
 
@@ -117,14 +117,14 @@ def tree_of(tokens: Tensor) -> Draft:
 
 
 def refusal(model: Any, reason: str) -> str:
-    """The sentence that refuses a model."""
+    """The error message that refuses a model."""
     name = f"{type(model).__name__} ({model.config.model_type})"
     return f"{name} can't be decoded here: {reason}; use transformers' own generate for it"
 
 
 @contextmanager
 def refusing(model: Any) -> Iterator[None]:
-    """What a family raises that is not spoken to as others are becomes a TargetError."""
+    """Turn what a family raises that is not called as others are into a TargetError."""
     try:
         yield
     except BROKEN as error:
@@ -132,7 +132,7 @@ def refusing(model: Any) -> Iterator[None]:
 
 
 def rounding(target: Any, logits: Tensor) -> float:
-    """16 units of rounding of the largest logit, 64 of float32 at least."""
+    """16 units of rounding of the largest logit, at least 64 of float32."""
     # families compute softmax, routers and states in float32 whatever their type, some without scaling their scores
     unit = max(16 * torch.finfo(target.model.dtype).eps, 64 * torch.finfo(torch.float32).eps)
     return unit * float(logits.abs().max())
@@ -150,7 +150,7 @@ def plain_words(target: Any, rows: int, count: int) -> list[list[int]]:
 
 
 class _Trial:
-    """Two slots with random text, and what the model itself says of any text."""
+    """Two slots with random text, and the model's own logits of any text."""
 
     def __init__(self, target: Any):
         self.target = target
@@ -167,7 +167,7 @@ class _Trial:
             self.expected(text[: self.length + 8])
 
     def expected(self, text: list[int]) -> Tensor:
-        """Logits [V] behind a text, from a pass without a cache over it or over a longer one that begins so."""
+        """Logits [V] after a text, from a pass without a cache over it or over a longer one that begins so."""
         for known, logits in self.passes:
             if known[: len(text)] == text:
                 return logits[len(text) - 1]
@@ -185,18 +185,18 @@ class _Trial:
         with refusing(self.target.model):
             whole, again = self.whole(texts[0])[0], self.whole(texts[0])[0]
             shorter = [self.whole(texts[0][:end])[0] for end in (self.length - 3, self.length)]
-        least = rounding(self.target, whole)
-        most = min(16 * least, float(whole.abs().max()) / 4)
-        if not _apart(whole, again) <= most:
+        minimum = rounding(self.target, whole)
+        most = min(16 * minimum, float(whole.abs().max()) / 4)
+        if not _max_difference(whole, again) <= most:
             raise TargetError(refusal(self.target.model, "it is random: the same text has other logits in every pass"))
-        floor = max(_apart(part, whole[: len(part)]) for part in shorter)
+        floor = max(_max_difference(part, whole[: len(part)]) for part in shorter)
         if not floor <= most:
             raise TargetError(refusal(self.target.model, "it is not causal: what follows a text changes the logits before it"))
         try:
-            beside = _apart(whole, self.whole(*texts)[0])
+            batched = _max_difference(whole, self.whole(*texts)[0])
         except BROKEN:
-            beside = 0.0  # rows that can't share a pass
-        return max(5 * max(floor, min(most, beside)), least)
+            batched = 0.0  # rows that can't share a pass
+        return max(5 * max(floor, min(most, batched)), minimum)
 
     def _filled(self, lengths: Sequence[int]) -> Any:
         """Both texts read up to their anchors."""
@@ -211,7 +211,7 @@ class _Trial:
             self.target.prefill(cache, [row], head, [len(text) - 1])
 
     def _verify(self, cache: Any, texts: list[list[int]], draft: Draft) -> float:
-        """Verify `draft` behind these texts; how far any row is from a whole pass over the text and that row's path."""
+        """Verify `draft` after these texts; the largest difference of a row from a whole pass over the text and its path."""
         logits = self._logits(cache, texts, draft)
         rows: list[tuple[list[int], Tensor]] = []
         for b, text in enumerate(texts):
@@ -219,8 +219,8 @@ class _Trial:
             for token, parent in zip(draft.ids[b], draft.tree[b], strict=True):
                 paths.append([*paths[parent + 1], token])
             rows += zip(paths, logits[b], strict=True)
-        # the longest first: a pass over it answers for all that it begins with
-        return max(_apart(found, self.expected(text)) for text, found in sorted(rows, key=lambda row: -len(row[0])))
+        # the longest first: a pass over it has the logits of all its beginnings
+        return max(_max_difference(found, self.expected(text)) for text, found in sorted(rows, key=lambda row: -len(row[0])))
 
     def _logits(self, cache: Any, texts: list[list[int]], draft: Draft) -> Tensor:
         anchor = torch.tensor([text[-1] for text in texts], device=self.target.device)
@@ -236,7 +236,7 @@ class _Trial:
         return chain_of(torch.tensor(following, device=self.target.device))
 
     def _both(self, drafted: Callable[[list[list[int]]], Draft]) -> float:
-        """How far a draft is from whole passes, in slots of unequal and of equal length."""
+        """Largest difference between a draft and whole passes, in slots of unequal and of equal length."""
         texts = {tuple(lengths): self._begun(lengths) for lengths in (self.uneven, self.even)}
         return max(self._verify(self._filled(lengths), begun, drafted(begun)) for lengths, begun in texts.items())
 
@@ -251,9 +251,9 @@ class _Trial:
         return worst
 
     def text(self) -> float:
-        """What `generate` writes behind a prompt before every limit and behind one beyond, beside each other.
+        """What `generate` writes after a prompt that ends before every limit and after one that ends past them, in one batch.
 
-        Returns by how much the likeliest token beats the one written.
+        Returns by how much the likeliest token's logit is above that of the token written.
         """
         prompts = [text[:length] for text, length in zip(self.texts, self.around, strict=True)]
         written = [self._generated(prompt) for prompt in prompts]
@@ -280,7 +280,7 @@ class _Trial:
         return self._both(lambda texts: self._chain(texts, 5))
 
     def cut(self) -> float:
-        """One slot keeps two tokens of five, the other none."""
+        """One slot accepts two tokens of five, the other none."""
         cache, begun = self._filled(self.uneven), self._begun(self.uneven)
         self._logits(cache, begun, self._chain(begun, 5))
         cache.keep([[0, 1], []])
@@ -291,21 +291,21 @@ class _Trial:
         return self._both(lambda texts: tree_of(self.nodes))
 
     def path(self) -> float:
-        """One slot keeps the tree's longest path, the other a younger child of the anchor."""
+        """One slot accepts the tree's longest path, the other a younger child of the anchor."""
         cache, begun = self._filled(self.uneven), self._begun(self.uneven)
         self._logits(cache, begun, tree_of(self.nodes))
         cache.keep([PATH, [2]])
-        kept = [[*self.nodes[0, list(PATH)].tolist()], [int(self.nodes[1, 2])]]
-        texts = [text + path + [self.texts[0][0]] for text, path in zip(begun, kept, strict=True)]
+        accepted = [[*self.nodes[0, list(PATH)].tolist()], [int(self.nodes[1, 2])]]
+        texts = [text + path + [self.texts[0][0]] for text, path in zip(begun, accepted, strict=True)]
         return self._verify(cache, texts, chain_of(torch.tensor([self.texts[1][:3]] * 2, device=self.target.device)))
 
 
-def _apart(one: Tensor, other: Tensor) -> float:
+def _max_difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max())
 
 
 def _limits(target: Any) -> list[int]:
-    """Windows and chunks that are near, those too that the family keeps to itself."""
+    """Windows and chunks that are near, including those that only the config names."""
     most = 512 if target.device.type == "cpu" else 4096
     config = target.model.config.get_text_config(decoder=True)
     named = [getattr(config, name, None) for name in WINDOWS]
@@ -314,10 +314,10 @@ def _limits(target: Any) -> list[int]:
 
 
 def _length(target: Any) -> int:
-    """Beyond the window, and just before a chunk's border, where that is near; always within the context."""
+    """Past the window, and just before a chunk's border, where that is near; always within the context."""
     sizes = _limits(target)
     wanted = max([24, *(size + 12 for size in sizes)])
-    if target.family.rotary is not None:  # beyond, a pass without a cache gives all tokens the factors of the last
+    if target.family.rotary is not None:  # past that, a pass without a cache gives all tokens the factors of the last
         return max(2, min(wanted, target.family.rotary.original - 9))
     for limit in target.family.limits.values():
         if limit is not None and limit.kind == "chunk" and limit.size in sizes:
@@ -326,8 +326,8 @@ def _length(target: Any) -> int:
 
 
 def _around(target: Any, most: int) -> list[int]:
-    """Lengths, `most` at most, of a prompt before every limit that is near and of one beyond."""
-    # `generate` of some families does otherwise from here on, whether their rotary factors change or not
+    """Lengths, `most` at most, of a prompt that ends before every limit that is near and of one that ends past them."""
+    # `generate` of some families changes from here on, whether their rotary factors change or not
     config, rotary = target.model.config.get_text_config(decoder=True), target.family.rotary
     firsts = [getattr(config, "original_max_position_embeddings", None), None if rotary is None else rotary.original]
     limits = [*_limits(target), *(first for first in firsts if isinstance(first, int) and first <= 512)]

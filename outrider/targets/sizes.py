@@ -1,6 +1,6 @@
-"""How large a model's decoder layers are and how they turn by position, from its config alone.
+"""Sizes and rotary positions of a model's decoder layers, from its config alone.
 
-Where layers differ, the last that sees the whole text speaks for all: a drafter's layers see the whole text too.
+Where layers differ, those of the last layer that attends to the whole text are taken: a drafter's layers attend to it too.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from outrider.targets.protocol import LayerSizes
 
 WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
-"""What families call the width of the MLP; four times the hidden size where it is called nothing."""
+"""What families call the width of the MLP; four times the hidden size where it has no name."""
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
-"""What families call the number that keeps a norm from dividing by 0."""
+"""What families call the epsilon of a norm."""
 OF_THEIR_OWN = ("rope_theta", "partial_rotary_factor", "type")
-"""Keys of rope_parameters that are no part of the stretch."""
+"""Keys of rope_parameters that are not part of the scaling."""
 
 
 def layer_sizes(config: Any) -> LayerSizes | None:
     """Sizes of a transformers config's decoder layers; None where it names no heads, as recurrent models may not.
 
-    Of experts the width is `intermediate_size`, as the config says it.
+    The width of experts is `intermediate_size` of the config.
     """
     text = config.get_text_config(decoder=True)
     own = _whole_text_layer(text)
@@ -36,10 +36,10 @@ def layer_sizes(config: Any) -> LayerSizes | None:
     if not isinstance(heads, int):
         return None
     kv_heads = _first(own, ("num_key_value_heads", "num_kv_heads")) or heads
-    # with a compressed cache (MLA) head_dim is that of the turning part alone
+    # with a compressed cache (MLA) head_dim is that of the rotated part alone
     head_dim = _first(own, ("v_head_dim", "head_dim")) or text.hidden_size // heads
     widths = _first(own, WIDTHS)
-    width = widths[-1] if isinstance(widths, list | tuple) else widths  # of one for every layer the last
+    width = widths[-1] if isinstance(widths, list | tuple) else widths  # the last layer's, where there is one for each
     theta, scaling, share = _rotation(text)
     return LayerSizes(
         heads, kv_heads, head_dim, width or 4 * text.hidden_size,
@@ -48,12 +48,12 @@ def layer_sizes(config: Any) -> LayerSizes | None:
 
 
 def unused_row(tokenizer: Any, rows: int) -> int | None:
-    """First row of an embedding that no token of the tokenizer takes; None where all are taken, or nothing is known."""
+    """First row of an embedding that is not a token of the tokenizer; None where there is none or no tokenizer."""
     return None if tokenizer is None or len(tokenizer) >= rows else len(tokenizer)
 
 
 def _whole_text_layer(text: Any) -> Any:
-    """The config of the last layer that sees the whole text, in families whose layers have configs of their own."""
+    """The config of the last layer that attends to the whole text, in families whose layers have configs of their own."""
     layers = getattr(text, "per_layer_config", None)
     if not layers:
         return text
@@ -67,35 +67,35 @@ def _first(config: Any, names: tuple[str, ...]) -> Any:
 
 
 def _rotation(text: Any) -> tuple[float, dict[str, Any] | None, float]:
-    """Base, stretch and the share of a head that turns, of layers that see the whole text."""
+    """Base, scaling and the rotated share of a head, of layers that attend to the whole text."""
     found: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
     by_kind = [value for value in found.values() if isinstance(value, Mapping)]
     if by_kind:
         found = found.get("full_attention") or by_kind[-1]  # those without any rotation are named with None
-    stretch = {key: value for key, value in found.items() if key not in OF_THEIR_OWN}
-    kind = stretch.get("rope_type", "default")
-    if "factor" in stretch:
-        stretch["factor"] = float(stretch["factor"])
-    if kind in ("yarn", "llama3") and stretch.get("original_max_position_embeddings") is None:
-        stretch["original_max_position_embeddings"] = text.max_position_embeddings  # as transformers takes it
-    # of a proportional stretch the share is of frequencies, and all of a head turns
+    scaling = {key: value for key, value in found.items() if key not in OF_THEIR_OWN}
+    kind = scaling.get("rope_type", "default")
+    if "factor" in scaling:
+        scaling["factor"] = float(scaling["factor"])
+    if kind in ("yarn", "llama3") and scaling.get("original_max_position_embeddings") is None:
+        scaling["original_max_position_embeddings"] = text.max_position_embeddings  # as transformers takes it
+    # in proportional scaling the share is one of frequencies, and the whole head is rotated
     share = 1.0 if kind == "proportional" else found.get("partial_rotary_factor", 1.0)
-    return float(found.get("rope_theta", 10_000.0)), None if kind == "default" else stretch, float(share)
+    return float(found.get("rope_theta", 10_000.0)), None if kind == "default" else scaling, float(share)
 
 
 def frequencies(shape: LayerSizes, device: torch.device) -> tuple[Tensor, float]:
-    """By how much each pair of a head turns per position, float32 [turning / 2], and what cos and sin are multiplied by."""
+    """Rotary frequencies of a head, float32 [rotated / 2], and the factor on cos and sin."""
     scaling = json.dumps(shape.rope_scaling, sort_keys=True)
     return _frequencies(shape.head_dim, shape.partial_rotary_factor, shape.rope_theta, scaling, device)
 
 
 @functools.cache
 def _frequencies(head_dim: int, share: float, theta: float, scaling: str, device: torch.device) -> tuple[Tensor, float]:
-    # not a buffer: a model that is moved to bf16 would take it along, and far positions would turn by wrong angles
+    # not a buffer: a model that is moved to bf16 would take it along, and far positions would have wrong angles
     parameters = json.loads(scaling)
-    turning = int(head_dim * share)
+    rotated = int(head_dim * share)
     if parameters is None:
-        return theta ** -(torch.arange(0, turning, 2, device=device, dtype=torch.float32) / turning), 1.0
+        return theta ** -(torch.arange(0, rotated, 2, device=device, dtype=torch.float32) / rotated), 1.0
     parameters |= {"rope_theta": theta, "partial_rotary_factor": share}
     config = Qwen3Config(head_dim=head_dim, rope_parameters=parameters)
     found, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device)

@@ -38,10 +38,19 @@ class Sketch:
         return self._layers[index]
 
     @functools.cached_property
-    def _layers(self) -> Any:
+    def _model(self) -> Any:
         with torch.device(self.device):
-            model = AutoModelForCausalLM.from_config(self.config)
-        return next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == self.spec.layers), [])
+            return AutoModelForCausalLM.from_config(self.config)
+
+    @property
+    def parameters(self) -> int:
+        """How many it has."""
+        return sum(weight.numel() for weight in self._model.parameters())
+
+    @functools.cached_property
+    def _layers(self) -> Any:
+        modules = self._model.modules()
+        return next((m for m in modules if isinstance(m, nn.ModuleList) and len(m) == self.spec.layers), [])
 
 
 def sketch(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Sketch:

@@ -1,9 +1,9 @@
-"""A model without some of its sublayers: while a set is left out, stand-ins answer in place of their modules.
+"""A model without some of its sublayers: while a set is left out, stand-ins run in place of their modules.
 
-They answer the thread that leaves the set out; a pass of another thread meets the modules themselves, `model.generate` too.
+They run only in the thread that leaves the set out; passes of other threads run the modules themselves, `model.generate` too.
 
-Which child of a decoder layer is its attention is seen by who writes to the cache; its MLP is the one other child with weight
-matrices.  An attention that is left out adds nothing and writes no keys; a layer of which both are left out hands its input on.
+The child of a decoder layer that writes to the cache is its attention; its MLP is the one other child with weight matrices.
+An attention that is left out adds nothing and writes no keys; a layer of which both are left out hands its input on.
 A family whose layer without both is anything but the identity is refused: what it adds up would not be its residual stream.
 """
 
@@ -34,7 +34,7 @@ StandIn = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Sublayers:
-    """Modules that can be left out, by layer, each with the shape of its answer."""
+    """Modules that can be left out, by layer, each with the shape of its output."""
 
     layers: list[tuple[nn.Module, Shape]]
     attention: dict[int, tuple[nn.Module, Shape]]
@@ -59,7 +59,7 @@ class Sublayers:
 
 @contextmanager
 def _replaced(stand_ins: Mapping[nn.Module, StandIn]) -> Iterator[None]:
-    """While this is open, stand-ins answer this thread for these modules; on every way out each is what it was."""
+    """While this is open, stand-ins run for these modules in this thread; afterwards each is what it was."""
     with _LOCK:
         for module in stand_ins:
             if not _users[module]:
@@ -73,7 +73,7 @@ def _replaced(stand_ins: Mapping[nn.Module, StandIn]) -> Iterator[None]:
         with _LOCK:
             for module in stand_ins:
                 _users[module] -= 1
-                if not _users[module]:  # the last that leaves makes it what it was
+                if not _users[module]:  # the last user restores it
                     del _users[module]
                     if (own := _own.pop(module)) is None:
                         del vars(module)["forward"]
@@ -82,7 +82,7 @@ def _replaced(stand_ins: Mapping[nn.Module, StandIn]) -> Iterator[None]:
 
 
 _stand_ins: ContextVar[Mapping[nn.Module, StandIn]] = ContextVar("stand_ins", default=MappingProxyType({}))
-"""Who answers for a module in this thread."""
+"""The stand-in of each module in this thread."""
 
 
 _LOCK = threading.Lock()
@@ -107,14 +107,14 @@ def _answering(shape: Shape, answer: Callable[[Tensor], Tensor]) -> StandIn:
 def learn(target: Any) -> Sublayers:
     """Find the sublayers by watching one pass, and try the model without them.  target: a TransformersTarget.
 
-    Raises TargetError where nothing can be left out: a recurrent state, sublayers that can't be told, a layer that is not the
-    identity without them.
+    Raises TargetError where nothing can be left out: a recurrent state, sublayers that can't be identified, a layer that is not
+    the identity without them.
     """
     if target.family.is_recurrent:
         raise _refused(target, "some of its layers carry a recurrent state, which follows one text")
     found = _watched(target)
     if not found.attention and not found.mlp:
-        raise _refused(target, "its layers have no attention or MLP of their own that could be told")
+        raise _refused(target, "its layers have no attention or MLP of their own that could be identified")
     _try(target, found)
     return found
 
@@ -177,13 +177,13 @@ def _shape(output: Any) -> Shape:
 def _try(target: Any, found: Sublayers) -> None:
     """Raise TargetError unless layers without any sublayer hand their input on."""
     whole = [index for index in found.attention if index in found.mlp]
-    seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+    traced: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
-    def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        seen[module] = args[0] if args else kwargs["hidden_states"], _state(output)
+    def trace(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        traced[module] = args[0] if args else kwargs["hidden_states"], _state(output)
 
-    see = hooks.of_this_thread(see)
-    handles = [found.layers[index][0].register_forward_hook(see, with_kwargs=True) for index in whole]
+    trace = hooks.of_this_thread(trace)
+    handles = [found.layers[index][0].register_forward_hook(trace, with_kwargs=True) for index in whole]
     tokens = torch.arange(2, device=target.device)[None] % target.spec.vocabulary
     try:
         with _replaced(found.silent(found.all)):
@@ -193,7 +193,7 @@ def _try(target: Any, found: Sublayers) -> None:
     finally:
         for handle in handles:
             handle.remove()
-    if not all(torch.allclose(before, after, rtol=1e-3, atol=1e-5) for before, after in seen.values()):
+    if not all(torch.allclose(before, after, rtol=1e-3, atol=1e-5) for before, after in traced.values()):
         raise _refused(target, "a layer without attention and MLP changes what passes through it")
 
 
@@ -201,9 +201,11 @@ def _try(target: Any, found: Sublayers) -> None:
 
 
 def able(target: Target) -> SkipsLayers:
-    """The target as one that can skip.  Raises DrafterError where it can't, or where drafts can't be verified."""
+    """The target, checked that it can skip layers.  Raises DrafterError where it can't or verifies no drafts."""
     if not isinstance(target, SkipsLayers):
-        raise DrafterError(f"layer_skip needs a target that can leave sublayers out; {target.spec.name} can't, choose another")
+        raise DrafterError(
+            f"layer_skip needs a target that can leave sublayers out, and {target.spec.name} can't; choose another one"
+        )
     if target.spec.mode == "off":
         raise DrafterError(f"{target.spec.name} verifies no drafts (its mode is off); decode it without layer_skip")
     try:

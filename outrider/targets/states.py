@@ -1,7 +1,7 @@
-"""The states of recurrent layers, a row a slot, and what a pass makes of them before it is known how much of it stays.
+"""The states of recurrent layers, a row a slot, and those of a pass of which it is not known yet how much is accepted.
 
-A pass in steps notes the states after every position, and `append` puts those behind the last accepted token into the slot.
-A few are remembered a slot, where a cache is to take back what it appended; `cut` goes back to one.
+A pass in steps notes the states after every position, and `append` stores those after the last accepted token in the slot.
+A few are remembered a slot, where a cache must take back what it appended; `cut` goes back to one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class States(NamedTuple):
-    """One slot's recurrent states behind its first `length` tokens."""
+    """One slot's recurrent states after its first `length` tokens."""
 
     length: int
     states: dict[Key, Tensor]
@@ -26,16 +26,16 @@ Key = tuple[int, str, int]
 
 
 class RecurrentStates:
-    """What recurrent layers keep of `slots` texts, of which `cut` takes back up to `undo` tokens without loss."""
+    """The states of `slots` texts, of which `cut` takes back up to `undo` tokens without loss."""
 
     def __init__(self, slots: int, undo: int):
         self.slots, self.undo = slots, undo
-        self.kept: dict[Key, Tensor] = {}
-        """[slots, ...] behind what each slot holds."""
+        self.stored: dict[Key, Tensor] = {}
+        """[slots, ...] after what each slot holds."""
         self.work: dict[Key, Tensor] = {}
-        """[R, ...] of the open pass, behind what it has read so far."""
+        """[R, ...] of the open pass, after what it has read so far."""
         self.trail: dict[Key, list[Tensor]] = {}
-        """Of a pass in steps the same after every position, or after the last `noted`."""
+        """In a pass in steps: the same after every position, or after the last `noted`."""
         self.noted: int | None = None
         self.remembered: dict[int, deque[States]] = {}
         """By slot, in the order of their lengths."""
@@ -47,11 +47,11 @@ class RecurrentStates:
     def read(self, key: Key, rows: Sequence[int], starts: Sequence[int]) -> Tensor | None:
         """[R, ...] as the open pass has it; None where all rows begin.  Layers may write into it."""
         if key not in self.work:
-            if not any(starts) or key not in self.kept:
+            if not any(starts) or key not in self.stored:
                 return None
-            kept = self.kept[key][rows]
-            kept[[b for b, start in enumerate(starts) if not start]] = 0
-            self.work[key] = kept
+            stored = self.stored[key][rows]
+            stored[[b for b, start in enumerate(starts) if not start]] = 0
+            self.work[key] = stored
         return self.work[key]
 
     def note(self, layer: int) -> None:
@@ -67,29 +67,29 @@ class RecurrentStates:
     def append(self, rows: Sequence[int], starts: Sequence[int], width: int, counts: Sequence[int]) -> None:
         """The first counts[r] tokens of each row of the pass, `width` wide, stay."""
         for key, work in self.work.items():
-            if key not in self.kept:
-                self.kept[key] = work.new_zeros(self.slots, *work.shape[1:])
+            if key not in self.stored:
+                self.stored[key] = work.new_zeros(self.slots, *work.shape[1:])
             for b, (row, count) in enumerate(zip(rows, counts, strict=True)):
-                self.kept[key][row] = self._behind(key, count, b, width)
+                self.stored[key][row] = self._after(key, count, b, width)
         if self.undo:
             for b, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
-                places = self.remembered.setdefault(row, deque(maxlen=self.undo + 1))
+                history = self.remembered.setdefault(row, deque(maxlen=self.undo + 1))
                 for n in range(max(1, count - self.undo) if self.trail else count, count + 1):
-                    places.append(States(start + n, {key: self._behind(key, n, b, width).clone() for key in self.work}))
+                    history.append(States(start + n, {key: self._after(key, n, b, width).clone() for key in self.work}))
 
-    def _behind(self, key: Key, count: int, b: int, width: int) -> Tensor:
-        """A state of row b behind the first `count` tokens of the open pass."""
+    def _after(self, key: Key, count: int, b: int, width: int) -> Tensor:
+        """A state of row b after the first `count` tokens of the open pass."""
         trail = self.trail.get(key)
         return self.work[key][b] if trail is None else trail[count - 1 - width + len(trail)][b]
 
     @torch.inference_mode()
     def cut(self, row: int, length: int) -> int:
-        """Go back to the last place up to `length` whose states are remembered, at worst to the beginning; returns where."""
-        if not self.kept:
+        """Go back to the last length up to `length` whose states are remembered, at worst to 0; returns it."""
+        if not self.stored:
             return length
-        places = self.remembered.get(row, deque())
-        while places and places[-1].length > length:
-            places.pop()
-        for key, state in places[-1].states.items() if places else ():
-            self.kept[key][row] = state
-        return places[-1].length if places else 0
+        history = self.remembered.get(row, deque())
+        while history and history[-1].length > length:
+            history.pop()
+        for key, state in history[-1].states.items() if history else ():
+            self.stored[key][row] = state
+        return history[-1].length if history else 0

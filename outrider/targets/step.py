@@ -25,7 +25,7 @@ from outrider.compiled.key import code
 from outrider.decoding.draft import Draft
 from outrider.decoding.state import Scores
 from outrider.targets import attention_mask, family
-from outrider.targets.attention_mask import Columns, Sight, Tree, additive
+from outrider.targets.attention_mask import PassLayout, TracedCache, Tree, additive
 from outrider.targets.cache import SlotCache
 from outrider.targets.cuda_graphs import CudaGraphs
 from outrider.targets.selftest import chain_of, tree_of
@@ -33,7 +33,7 @@ from outrider.targets.selftest import chain_of, tree_of
 WIDEST = 1024
 """Most tokens a row of a pass."""
 EXAMPLE, BEFORE = (3, 8), 300
-"""Rows and tokens a row of the pass that is traced, and columns that stand before it."""
+"""Rows and tokens a row of the pass that is traced, and columns before it."""
 
 
 class CompiledStep(Compiled):
@@ -50,12 +50,12 @@ class CompiledStep(Compiled):
         family = self.target.family
         if family.masks == "none" or family.follows_one_path:
             raise NotCompiled(
-                f"{self.target.spec.name}'s family takes no masks, or keeps a recurrent state or a cache of its own; its steps "
+                f"{self.target.spec.name}'s family takes no masks, or has a recurrent state or a cache of its own; its steps "
                 "stay plain"
             )
         if family.rotary is not None:
             raise NotCompiled(
-                f"the rotary factors of {self.target.spec.name} go by the length of each text; its steps stay plain"
+                f"the rotary factors of {self.target.spec.name} depend on the length of each text; its steps stay plain"
             )
         model: nn.Module = self.target.model
         return model
@@ -73,7 +73,7 @@ class CompiledStep(Compiled):
 
     def reads(self, cache: SlotCache, rows: Sequence[int], tokens: Tensor) -> bool:
         """Whether a prompt's chunk [R, S] of these slots passes compiled."""
-        # a GPU would capture every width that comes
+        # a GPU would capture every width
         if not isinstance(self.graph, Graph):
             return False
         return tokens.shape[1] <= WIDEST and self.fits(cache, rows, tokens.shape[1])
@@ -84,7 +84,7 @@ class CompiledStep(Compiled):
     ) -> Scores:  # fmt: skip
         """A pass of these slots over tokens [R, n]; it is open afterwards.
 
-        last: of each row the one token whose logits are asked for; those of all tokens unless given.  graph: one to try.
+        last: the one token of each row whose logits are wanted; those of all tokens unless given.  graph: one to try.
         """
         cache.open(rows, tokens.shape[1])
         given = self._arguments(tokens, cache, tree, taps, last)
@@ -93,25 +93,25 @@ class CompiledStep(Compiled):
         return Scores(logits, hidden, tapped if taps else None, choice)
 
     def example(self) -> tuple[nn.Module, tuple[Any, ...], Any]:
-        kept, tokens = self._pass(*EXAMPLE)
-        given = self._arguments(tokens, kept, None, (0, 1))
+        cache, tokens = self._pass(*EXAMPLE)
+        given = self._arguments(tokens, cache, None, (0, 1))
         r = {0: Dim("rows", min=2, max=1024)}
         width, end, length = Dim("width", min=2, max=WIDEST), Dim("end", min=3, max=2**20), Dim("length", min=4, max=2**20)
         of_rows, taps, of_buffers = {**r, 1: width}, {0: Dim("taps", min=2, max=2**10)}, [{**r, 2: length} for _ in given[-1]]
         asked = {**r, 1: Dim("asked", min=2, max=WIDEST)}
         dims = of_rows, of_rows, {**r, 1: width, 2: width}, r, {0: end}, taps, asked, of_buffers
-        return _Traced(self.target, kept.layers), given, dims
+        return _Traced(self.target, cache.layers), given, dims
 
     def trials(self) -> list[tuple[Any, ...]]:
         """A plain step of one slot and of several, and the verification of a draft."""
         passes = []
         for rows, width in ((1, 1), (1, EXAMPLE[1]), (EXAMPLE[0], 1)):
-            kept, tokens = self._pass(rows, width)
-            passes.append(self._arguments(tokens, kept, None, ()))
+            cache, tokens = self._pass(rows, width)
+            passes.append(self._arguments(tokens, cache, None, ()))
         return passes
 
     def plain(self) -> Callable[..., Any]:
-        return prepacked.products()(super().plain())
+        return prepacked.enabled()(super().plain())
 
     def cuda_graphs(self) -> Runnable:
         if self.target.device.type != "cuda":
@@ -122,7 +122,7 @@ class CompiledStep(Compiled):
 
     @torch.inference_mode()
     def _pass(self, rows: int, width: int) -> tuple[SlotCache, Tensor]:
-        """An open pass behind noise in slots of unequal length, and its tokens [rows, width]."""
+        """An open pass after noise in slots of unequal length, and its tokens [rows, width]."""
         before, noise = min(BEFORE, self.target.spec.context // 2), torch.Generator().manual_seed(5)
         tokens = torch.randint(self.target.spec.vocabulary, (rows, width), generator=noise).to(self.target.device)
         cache = self.target.allocate(rows, before + width + 8)
@@ -136,34 +136,34 @@ class CompiledStep(Compiled):
         return cache, tokens
 
     @torch.inference_mode()
-    def apart(self, graph: Runnable) -> tuple[float, float]:
-        """Over one token, chains and, where the mode has them, a tree; of one slot and of several."""
+    def compare(self, graph: Runnable) -> tuple[float, float]:
+        """Over one token, chains and, where the mode has them, a tree; for one slot and for several."""
         worst = 0.0
         for rows in (1, EXAMPLE[0]):
-            kept, text = self._pass(rows, EXAMPLE[1])
+            cache, text = self._pass(rows, EXAMPLE[1])
             drafts = [Draft.empty(rows, text.device), chain_of(text[:, 1:2]), chain_of(text[:, 1:])]
             if self.target.spec.mode == "tree":
                 drafts.append(tree_of(text[:, 1:7]))
             for draft in drafts:
-                plain = self.target.verify(kept, range(rows), text[:, 0], draft).logits
+                plain = self.target.verify(cache, range(rows), text[:, 0], draft).logits
                 tokens, tree = passed(text[:, 0], draft, self.target.spec.vocabulary)
-                fast = self.run(kept, range(rows), tokens, tree, graph=graph).logits
+                fast = self.run(cache, range(rows), tokens, tree, graph=graph).logits
                 worst = max(worst, float((plain - fast).abs().max()))
                 if isinstance(graph, Graph):  # which reads prompts too
                     last = [tokens.shape[1] - 1] * rows
-                    fast = self.run(kept, range(rows), tokens, tree, last=last, graph=graph).logits
+                    fast = self.run(cache, range(rows), tokens, tree, last=last, graph=graph).logits
                     worst = max(worst, float((plain[:, -1:] - fast).abs().max()))
         return worst, self.target.selftest.allowed
 
     def _arguments(
         self, tokens: Tensor, cache: SlotCache, tree: Tree | None, taps: tuple[int, ...], last: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-        """Tokens; each one's depth and what it sees of the pass; where rows stand, and columns up to the end; taps; tokens
-        whose logits are asked for; buffers."""
-        visible, depths = _chain_of(*tokens.shape, tokens.device) if tree is None else tree
+        """Tokens; depths and tree mask; starts of rows, and columns up to the end; taps; tokens whose logits are wanted;
+        buffers."""
+        tree_mask, depths = _chain_of(*tokens.shape, tokens.device) if tree is None else tree
         tapped = _numbers(taps or (0,), tokens.device)
         asked = _all_of(*tokens.shape, tokens.device) if last is None else torch.tensor(last, device=tokens.device)[:, None]
-        own = tokens.contiguous(), depths.contiguous(), visible.contiguous()
+        own = tokens.contiguous(), depths.contiguous(), tree_mask.contiguous()
         return *own, cache.starts, cache.columns, tapped, asked, cache.buffers
 
 
@@ -176,7 +176,7 @@ def _chain_of(rows: int, width: int, device: torch.device) -> Tree:
 
 @functools.lru_cache(256)
 def _all_of(rows: int, width: int, device: torch.device) -> Tensor:
-    """[R, n] numbers of a row's tokens."""
+    """[R, n] indices of a row's tokens."""
     return dense(torch.arange(width, device=device), rows, width)
 
 
@@ -189,20 +189,20 @@ class _Traced(nn.Module):
         self.target, self.layers = target, layers
 
     def forward(
-        self, tokens: Tensor, depths: Tensor, visible: Tensor, starts: Tensor, columns: Tensor, taps: Tensor, asked: Tensor,
+        self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, starts: Tensor, columns: Tensor, taps: Tensor, asked: Tensor,
         buffers: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Logits [R, K, V] of tokens `asked` [R, K], hidden [R, n, H], choice [R, K] as in `Scores`, and outputs of layers
         `taps` [T]: [R, n, T, H]."""
-        target, sight = self.target, Sight(starts, columns, tokens.shape[1])
-        seen, dtype = sight.seen(visible), target.model.dtype
+        target, layout = self.target, PassLayout(starts, columns, tokens.shape[1])
+        mask, dtype = layout.mask(tree_mask), target.model.dtype
         masks = {
-            kind: additive(seen if limit is None else seen & sight.near(limit, depths), dtype)
+            kind: additive(mask if limit is None else mask & layout.limit_mask(limit, depths), dtype)
             for kind, limit in target.family.limits.items()
         }
-        kept = Columns(self.layers, buffers, sight)
-        positions = sight.positions(depths).clamp(max=target.spec.context - 1)
-        logits, hidden, layers = target.pass_through(tokens, kept, masks, positions, asked)
+        cache = TracedCache(self.layers, buffers, layout)
+        positions = layout.positions(depths).clamp(max=target.spec.context - 1)
+        logits, hidden, layers = target.pass_through(tokens, cache, masks, positions, asked)
         best, choice = logits.max(-1)
         return logits, hidden, torch.where(best.isfinite(), choice, -1), torch.stack(layers, 2).index_select(2, taps)
 
@@ -216,6 +216,6 @@ def passed(anchor: Tensor, draft: Draft, vocabulary: int) -> tuple[Tensor, Tree 
     """What a pass over anchor and draft is given: tokens [B, N+1], and the tree that they are, None for a chain."""
     if not draft.tokens.shape[1]:
         return anchor[:, None], None
-    # an id outside the vocabulary is judged by the acceptance rule; here it only must not break the embedding
+    # the acceptance rule rejects an id outside the vocabulary; here it only must not break the embedding
     tokens = torch.cat([anchor[:, None], draft.tokens.clamp(0, vocabulary - 1)], 1)
     return tokens, Tree(*draft.rows()) if draft.branches else None

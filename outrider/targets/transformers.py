@@ -1,4 +1,4 @@
-"""Any Hugging Face causal LM as a Target: distribution, taps, slots.  What it can be trusted with is tested at load.
+"""Any Hugging Face causal LM as a Target: distribution, taps, slots.  What it can do is tested at load.
 
 Logits are the model's own, so scales and soft-caps are in them.  Taps and the final hidden state are caught by hooks on the
 decoder layers and on the output head, which every family has.
@@ -46,13 +46,13 @@ from outrider.targets.trust import Trust, tested, trust
 
 
 class TransformersTarget:
-    """A causal LM whose distribution is kept.  Made by `load_target`."""
+    """A causal LM as a target; drafting does not change its distribution.  Made by `load_target`."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any = None, name: str | None = None, revision: str | None = None,
         base_hash: str | None = None, tested: bool = True,
     ):  # fmt: skip
-        """tested: False for a model of which nothing is asked, since it is about to be tested itself."""
+        """tested: False for a model that is about to be tested itself."""
         quantised.check(model, name or type(model).__name__)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -67,8 +67,8 @@ class TransformersTarget:
             self._embedding: Any = model.get_input_embeddings()
             self._head: Any = output_layer(model)
         if self._head is None:
-            raise TargetError(refusal(model, "it has no output layer that tells the odds of tokens"))
-        self._model_head: nn.Module = self._head  # which `lent` leaves in its place
+            raise TargetError(refusal(model, "it has no output layer"))
+        self._model_head: nn.Module = self._head  # which `copy_to` leaves in its place
         self._media = media_tokens(model.config)
         hooks.watch_input(self._model_head)
         hooks.watch_output(self._embedding)
@@ -81,9 +81,9 @@ class TransformersTarget:
         self.step = CompiledStep(self)
         with refusing(model):
             [text] = plain_words(self, 1, 8)
-            self._scale, self._finish, said = what_ends_do(self, text)
+            self._scale, self._finish, logits = what_ends_do(self, text)
         if tested:
-            self.selftest = self._trusted(known, text, said)
+            self.selftest = self._trusted(known, text, logits)
             self.spec = replace(self.spec, mode=self.selftest.mode)
         self.mask_token: int | None = getattr(tokenizer, "mask_token_id", None)
         """Id that stands for a token yet to be drafted; None where the tokenizer has none."""
@@ -100,7 +100,7 @@ class TransformersTarget:
     def default_sampling(self, prompt: Sequence[int], max_new_tokens: int) -> Sampling:
         """Greedy decoding of this prompt as `model.generate(do_sample=False)` does it, by the model's generation_config.
 
-        Raises ConfigError for a key of it that can't be done exactly.
+        Raises ConfigError for a key of it that can't be followed exactly.
         """
         return greedy_sampling(self.model, self.ends, self.spec.vocabulary, prompt, max_new_tokens)
 
@@ -136,7 +136,7 @@ class TransformersTarget:
     def allocate(self, slots: int, length: int, undo: int = 0) -> Any:
         """A SlotCache for `slots` texts of at most `length` tokens, of which `cut` takes back up to `undo` without loss.
 
-        An OwnCache where the family keeps what slots can't hold.
+        An OwnCache where the family stores what slots can't hold.
         """
         if self.family.past is not None:
             return OwnCache(self.model, self.family.past, slots, length)
@@ -147,8 +147,8 @@ class TransformersTarget:
     def prefill(
         self, cache: SlotCache, rows: Sequence[int], tokens: Tensor, lengths: Sequence[int], taps: tuple[int, ...] = ()
     ) -> Scores:
-        """Read one chunk [R, S], right-padded, behind what each slot holds.  `logits` [R, 1, V] follow the last real token."""
-        # padding must not enter a state, and on a CPU it costs
+        """Read one chunk [R, S], right-padded, after what each slot holds.  `logits` [R, 1, V] follow the last real token."""
+        # padding must not enter a state, and on a CPU it costs time
         most = 0 if self.family.follows_one_path else chunks.FULL if self.device.type == "cpu" else tokens.numel()
         shares = chunks.shares(lengths, most)
         if len(shares) > 1:
@@ -161,7 +161,7 @@ class TransformersTarget:
             cache.append(lengths)
             return scores
         if self.family.follows_one_path:
-            # only what follows other text has to go in steps
+            # only what follows other text must pass in steps
             cache.open(rows, lengths[0], in_steps=cache.lengths[rows[0]] > 0, noted=1 + cache.undo)
             hidden, tapped = self._each(self._hidden, tokens[:, : lengths[0]], cache, None, taps)
         else:
@@ -180,10 +180,10 @@ class TransformersTarget:
     ) -> Scores:  # fmt: skip
         """One pass over anchor and draft: logits [B, N+1, V].  Nothing is committed until `cache.keep`.
 
-        Raises TargetError for a probe where rows can't be hidden from each other, or stand where the family can't be told.
+        Raises TargetError for a probe where the family takes no mask or positions by row.
         """
         if probe is not None:
-            return self._verify_beside(cache, rows, anchor, draft, taps, probe)
+            return self._verify_with_probe(cache, rows, anchor, draft, taps, probe)
         width = draft.tokens.shape[1] + 1
         tokens, tree = passed(anchor, draft, self.spec.vocabulary)
         if self.step.fits(cache, rows, width):
@@ -193,17 +193,17 @@ class TransformersTarget:
         cache.open(rows, tokens.shape[1], in_steps=self.family.is_recurrent)
         return self._each(self._scores, tokens, cache, tree, taps)
 
-    def _verify_beside(
+    def _verify_with_probe(
         self, cache: SlotCache, rows: Sequence[int], anchor: Tensor, draft: Draft, taps: tuple[int, ...], probe: Probe
     ) -> Scores:
         """A plain pass with the probe's rows after those of anchor and draft."""
         family = self.family
         is_free = self.spec.mode == "tree" and family.masks != "none" and family.takes_uneven_rows
-        # embeddings of every layer go by token ids, of which a probe's rows have none
+        # embeddings in every layer need token ids, which a probe's rows do not have
         if not is_free or family.follows_one_path or family.rotary is not None or self._has_ids_in_layers:
             raise TargetError(
-                f"{self.spec.name} takes no probe: its passes have no mask by row, follow one path, or look at the length of "
-                "the text or at token ids in every layer; draft without one"
+                f"{self.spec.name} takes no probe: its passes take no mask by row, follow one path, or depend on the length of "
+                "the text or on token ids in every layer; draft without one"
             )
         slots, width, more = len(anchor), draft.tokens.shape[1] + 1, probe.depths.shape[1]
         tokens, _ = passed(anchor, draft, self.spec.vocabulary)
@@ -246,14 +246,17 @@ class TransformersTarget:
                 f"{self.spec.name} can't draft for itself on another device; leave the drafter on {self.model.device}"
             )
         if self.family.past is not None:
-            raise TargetError(f"{self.spec.name} keeps texts in a cache of its own kind, and no sublayer of it can be left out")
+            raise TargetError(
+                f"{self.spec.name} stores texts in a cache of its own kind, so no sublayer of it can be left out; choose "
+                "another drafter"
+            )
         return self._sublayers.all
 
     @contextmanager
     def skipping(self, skip: Skip, cache: SlotCache, rows: Sequence[int]) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Gives a function from tokens [R, n] to logits [R, n, V] that reads on behind these slots without `skip`.
+        """Gives a function from tokens [R, n] to logits [R, n, V] that reads on after these slots without `skip`.
 
-        It writes where the next verified pass will write.  On every way out model and lengths are what they were before.
+        It writes where the next verified pass will write.  Afterwards model and lengths are what they were before.
         """
 
         @torch.inference_mode()
@@ -265,7 +268,7 @@ class TransformersTarget:
 
         starts = [cache.lengths[row] for row in rows]
         try:
-            if not cache.layers:  # a compiled step counts on buffers of every layer
+            if not cache.layers:  # a compiled step needs buffers of every layer
                 read(torch.zeros(len(rows), 1, dtype=torch.int64, device=self.device))
                 cache.append([0] * len(rows))
             with self._sublayers.left_out(skip):
@@ -280,7 +283,7 @@ class TransformersTarget:
         Ids may stand in an array, or as a tokenizer returns them.
         thinking: handed to the template as `enable_thinking`, unless None; a template that knows no such thing ignores it.
         Raises DataError for an empty prompt, ids outside the vocabulary, text without a tokenizer, messages that the template
-        refuses, or what is no prompt.
+        refuses, or what is not a prompt.
         """
         return ids_of(prompt, self.tokenizer, self.spec.vocabulary, self._media, thinking)
 
@@ -300,7 +303,7 @@ class TransformersTarget:
     def pass_through(
         self, tokens: Tensor, cache: Any, masks: Mapping[str, Tensor], positions: Tensor, asked: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """One pass whose masks and positions are given, which is what is traced: logits of tokens `asked` [R, K], hidden, and
+        """One pass with given masks and positions, which is traced: logits of tokens `asked` [R, K], hidden, and
         the output of every layer."""
         with self._catching(tuple(range(self.spec.layers))) as caught, hooks.selecting(self._model_head, asked):
             logits = self.model(input_ids=tokens, **self.family.arguments(cache, masks, positions)).logits
@@ -315,10 +318,10 @@ class TransformersTarget:
     def _passed(
         self, module: nn.Module, tokens: Tensor, cache: Any, tree: Tree | None, taps: tuple[int, ...]
     ) -> tuple[Any, dict[nn.Module, Any]]:
-        """What the model or its trunk gives back for the open pass, and what was caught on the way."""
+        """Output of the model or its trunk for the open pass, and what the hooks caught."""
         context = max(self.spec.context, tokens.shape[1])
         given = self.family.given(cache, tree, self.model.dtype, context)
-        with prepacked.products(), self._catching(taps) as caught:
+        with prepacked.enabled(), self._catching(taps) as caught:
             out = module(input_ids=tokens, **given)
         if self.family.past is not None:
             cache.took(tokens, out)
@@ -327,8 +330,8 @@ class TransformersTarget:
     def _each(
         self, run: Callable[..., Any], tokens: Tensor, cache: SlotCache, tree: Tree | None = None, taps: tuple[int, ...] = ()
     ) -> Any:
-        """Run all rows of the open pass at once; one by one where they stand unevenly and the family can't be told so."""
-        # a state alone does not ask where its row stands
+        """Run all rows of the open pass at once; one by one where their lengths differ and the family can't take that."""
+        # a state alone does not depend on its row's length
         is_state = self.family.is_recurrent and self.family.past is None and not cache.layers
         if self.family.takes_uneven_rows or cache.is_even or is_state:
             return run(tokens, cache, tree, taps)
@@ -341,22 +344,22 @@ class TransformersTarget:
         return Scores(*joined) if isinstance(parts[0], Scores) else tuple(joined)
 
     def _catching(self, taps: tuple[int, ...]) -> AbstractContextManager[dict[nn.Module, Tensor]]:
-        """Catches what these layers give and what the output layer takes, in the passes that are run while it is open."""
+        """Catches the outputs of these layers and the input of the output layer in the passes that run while it is open."""
         layers = [self._decoder_layers[layer] for layer in taps]
         for layer in layers:
             hooks.watch_output(layer)
         return hooks.catching([self._model_head, *layers])
 
-    def _trusted(self, known: Trust | None, text: list[int], said: Tensor) -> SelfTest:
-        """What is known of models like this one, where it agrees on the logits of a text; else what a test of it finds."""
-        found = known and known.found and agreed(self, known.found, text, said)
+    def _trusted(self, known: Trust | None, text: list[int], logits: Tensor) -> SelfTest:
+        """What is known of models like this one, where it agrees on the logits of a text; else the result of a self-test."""
+        found = known and known.found and agreed(self, known.found, text, logits)
         found = found or tested(self)
         reason = f" ({found.failed})" if found.failed else ""
         log = logging.getLogger(__name__)
         log.info("self-test of %s: %s%s", self.spec.name, found.mode, reason)
         if self.family.past is not None:
             log.warning(
-                "%s keeps of a text what slots can't hold: every pass copies its own cache, and rows pass one by one; exact, "
+                "%s stores of a text what slots can't hold: every pass copies its own cache, and rows pass one by one; exact, "
                 "and slow", self.spec.name,
             )  # fmt: skip
         return found

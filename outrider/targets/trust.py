@@ -1,7 +1,7 @@
-"""What a family can be trusted with: asked of a small twin of the model, once, and kept on disk.
+"""What a family of models can do: tested once on a small model of the same config, and stored on disk.
 
-The answer depends on class, config, attention, type, versions and our own code, never on the weights; so it is kept in
-`$OUTRIDER_CACHE/selftest` under these.  The model itself is then asked only whether it agrees.
+The result depends on class, config, attention, type, versions and our own code, never on the weights; so it is stored in
+`$OUTRIDER_CACHE/selftest` under these.  The model itself is then only checked for agreement.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outrider import machine
 from outrider.compiled.key import code
 from outrider.decoding import draft
 from outrider.errors import TargetError
-from outrider.targets import selftest, twin
+from outrider.targets import miniature, selftest
 from outrider.targets.family import Masks
 from outrider.targets.own_cache import past_name
 from outrider.targets.selftest import SelfTest, WrongText
@@ -41,7 +41,7 @@ class Trust:
     """Which masks the family takes."""
     found: SelfTest | None
     one_by_one: bool = False
-    """Whether rows that stand at different places must pass one by one."""
+    """Whether rows of different lengths must pass one by one."""
     past: str | None = None
     """Name of the argument that takes a cache of the family's own kind, where it needs that."""
     refused: str | None = None
@@ -49,9 +49,9 @@ class Trust:
 
 
 def trust(model: PreTrainedModel, untested: Callable[[PreTrainedModel], Any]) -> Trust | None:
-    """What is known of models like this one, else what a twin of it shows; None where it has none.
+    """What is known of models like this one, else what a test of its miniature finds; None where it has none.
 
-    untested: makes a target of a model without asking anything of it.  Raises TargetError where the family is refused.
+    untested: makes a target of a model without testing it.  Raises TargetError where the family is refused.
     """
     path = _place(model)
     found = _read(path)
@@ -65,9 +65,9 @@ def trust(model: PreTrainedModel, untested: Callable[[PreTrainedModel], Any]) ->
 
 
 def _asked(model: PreTrainedModel, untested: Callable[[PreTrainedModel], Any]) -> Trust | None:
-    small = twin.twin(model)
+    small = miniature.build(model)
     if small is None:
-        log.info("no small twin of %s can be built: all is asked of the model itself", type(model).__name__)
+        log.info("no miniature of %s can be built: all is tested on the model itself", type(model).__name__)
         return None
     try:
         target = untested(small)
@@ -78,9 +78,9 @@ def _asked(model: PreTrainedModel, untested: Callable[[PreTrainedModel], Any]) -
 
 
 def tested(target: Any) -> SelfTest:
-    """What the self-test finds for the first way of holding texts that the family takes; `target.family` is then of that way.
+    """The result of the self-test for the first kind of cache that the family works with; `target.family` is set to it.
 
-    Raises TargetError, which names what is wrong, where it takes none.
+    Raises TargetError, which names what is wrong, where no kind works.
     """
     model, family = target.model, target.family
     try:
@@ -88,7 +88,7 @@ def tested(target: Any) -> SelfTest:
     except WrongText as error:
         wrong: TargetError = error
     past = past_name(model)
-    # some families count columns of the longest row for all; some keep more than slots can hold
+    # some families count columns of the longest row for all; some store more than slots can hold
     ways: list[dict[str, Any]] = [{"one_by_one": True}]
     if past is not None and family.rotary is None:
         ways.append({"past": past})
@@ -99,7 +99,7 @@ def tested(target: Any) -> SelfTest:
         except WrongText as error:
             wrong = error
     if past is None:
-        raise TargetError(selftest.refusal(model, "it has no cache: nothing that a pass gives back is taken by the next"))
+        raise TargetError(selftest.refusal(model, "it has no cache: no output of a pass is taken by the next"))
     raise wrong
 
 
@@ -115,8 +115,8 @@ def _place(model: PreTrainedModel) -> Path:
         *(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))),
     ]
     asked = torch.__version__, transformers.__version__, type(model).__qualname__, kernels, str(model.dtype), model.device.type
-    said = json.dumps(config, sort_keys=True, default=str).encode()
-    digest = hashlib.sha256(b"".join([repr(asked).encode(), said, *sources]))
+    settings = json.dumps(config, sort_keys=True, default=str).encode()
+    digest = hashlib.sha256(b"".join([repr(asked).encode(), settings, *sources]))
     return machine.cache_folder() / "selftest" / f"{digest.hexdigest()[:32]}.json"
 
 
@@ -129,6 +129,6 @@ def _read(path: Path) -> Trust | None:
 
 
 def _write(path: Path, found: Trust) -> None:
-    # a folder that can't be written costs the twin's passes at every load
+    # without a folder to write to, the miniature is tested at every load
     with suppress(OSError), machine.keeping(path) as part:
         part.write_text(json.dumps(asdict(found)))

@@ -1,13 +1,12 @@
-"""Two vocabularies of one text: which tokens they have in common, and a text of one's tokens in those of the other.
+"""Two vocabularies: which tokens they share, and a text of one's tokens in those of the other.
 
 Tokens are compared by the bytes they add to a text, whatever alphabet a tokenizer writes them in: GPT-2's letters for bytes,
-SentencePiece's `▁` and `<0x0A>`, WordPiece's `##`.  A text is turned over by its bytes as well, never by `decode`, which may
-tidy spaces up, strip the first one, or show half a character as a question mark.
+SentencePiece's `▁` and `<0x0A>`, WordPiece's `##`.  A text is translated by its bytes as well, never by `decode`, which may
+clean up spaces, strip the first one, or show half a character as a question mark.
 
-A mistake here costs drafted tokens, never the target's distribution: what is drawn, and from what, is said in the target's
-own ids.
+A mistake here costs drafted tokens, never the target's distribution: drawn tokens and q are in the target's own ids.
 
-V the target's vocabulary, U the other one; K tokens in common.
+V the target's vocabulary, U the other one; K shared tokens.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from outrider.errors import DrafterError
 from outrider.targets.protocol import Target
 
-LOOK_BEHIND = 8
+ENCODED_AGAIN = 8
 """Tokens before a seam that are encoded again with what is new, since it may merge with them."""
 TAIL = 48
-"""Characters before a seam that stand before a text to be encoded, so that it is split as in the middle of a text."""
+"""Characters before a seam that are encoded with a text, so that it is split as in the middle of a text."""
 
 
 class Vocabulary:
-    """What the ids of a tokenizer stand for.  `size`: rows of its model's output; ids beyond are left out.
+    """The bytes of a tokenizer's ids.  `size`: rows of its model's output; ids above are left out.
 
-    Raises DrafterError for a tokenizer that can't say which letters a token covers.
+    Raises DrafterError for a tokenizer that can't say which characters a token covers.
     """
 
     def __init__(self, tokenizer: Any, size: int, name: str):
@@ -69,7 +68,7 @@ class Vocabulary:
 
     @property
     def mute(self) -> list[bool]:
-        """Which ids say nothing, and end no text."""
+        """Which ids add no text, and do not end one."""
         return [piece is None and token != self.end for token, piece in enumerate(self.pieces)]
 
     def encode(self, text: str) -> Any:
@@ -82,7 +81,7 @@ def _within(token: int | None, size: int) -> int | None:
 
 
 def _alphabet(backend: Any) -> Callable[[str], bytes | None]:
-    """From a token as the vocabulary writes it to its bytes; None for one that is in another alphabet."""
+    """From a token as the vocabulary writes it to its bytes; None for one in another alphabet."""
     kinds = _kinds(backend.decoder) | _kinds(backend.pre_tokenizer)
     if "ByteLevel" in kinds:
         letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
@@ -95,61 +94,61 @@ def _alphabet(backend: Any) -> Callable[[str], bytes | None]:
 def _kinds(part: Any) -> set[str]:
     """Types of a tokenizer's part and of the parts it is made of."""
     found: set[str] = set()
-    waiting = [] if part is None else [json.loads(part.__getstate__())]
-    while waiting:
-        at = waiting.pop()
+    remaining = [] if part is None else [json.loads(part.__getstate__())]
+    while remaining:
+        at = remaining.pop()
         found.add(at.get("type", ""))
-        waiting += [*at.get("decoders", ()), *at.get("pretokenizers", ())]
+        remaining += [*at.get("decoders", ()), *at.get("pretokenizers", ())]
     return found
 
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
-# ── tokens in common ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── shared tokens ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class SharedVocabulary:
-    """Tokens that two vocabularies have in common, one to one."""
+    """Tokens that two vocabularies share, one to one."""
 
     def __init__(self, own: Vocabulary, target: Vocabulary, device: torch.device | str = "cpu"):
-        pairs = _pairs(own, target)
-        self.count = len(pairs)
+        shared = _shared_ids(own, target)
+        self.count = len(shared)
         self.vocabulary = target.size
-        self.own_ids, self.target_ids = torch.tensor(pairs, dtype=torch.int64, device=device).view(-1, 2).T.contiguous()
+        self.own_ids, self.target_ids = torch.tensor(shared, dtype=torch.int64, device=device).view(-1, 2).T.contiguous()
         """[K] ids of the drafting model, and the target's."""
-        self.by_target = {other: one for one, other in pairs}
+        self.by_target = {other: one for one, other in shared}
         self._own = torch.zeros(target.size, dtype=torch.int64, device=device)
         self._own[self.target_ids] = self.own_ids
 
     def spread(self, logits: Tensor) -> Tensor:
-        """Logits [..., U] over the target's vocabulary, [..., V]: -inf for what has no twin.
+        """Logits [..., U] over the target's vocabulary, [..., V]: -inf for tokens that are not shared.
 
-        Its softmax is the drafting model's distribution given that the token is in common.
+        Its softmax is the drafting model's distribution given that the token is shared.
         """
         out = logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf)
         out[..., self.target_ids] = logits[..., self.own_ids]
         return out
 
     def of(self, tokens: Sequence[int]) -> list[int] | None:
-        """The drafting model's ids of these tokens of the target; None where one has no twin."""
+        """The drafting model's ids of these tokens of the target; None where one is not shared."""
         found = [self.by_target[token] for token in tokens if token in self.by_target]
         return found if len(found) == len(tokens) else None
 
     def own(self, tokens: Tensor) -> Tensor:
-        """The drafting model's ids of these tokens of the target; 0 for one without a twin."""
+        """The drafting model's ids of these tokens of the target; 0 for one that is not shared."""
         return self._own[tokens]
 
 
-def _pairs(own: Vocabulary, target: Vocabulary) -> list[tuple[int, int]]:
-    """(own id, target's id), ascending.  The ends of a text are twins too, where they have no others."""
+def _shared_ids(own: Vocabulary, target: Vocabulary) -> list[tuple[int, int]]:
+    """(own id, target's id), ascending.  The two end tokens are shared too, where neither is shared otherwise."""
     mine, theirs = _by_bytes(own), _by_bytes(target)
-    pairs = {theirs[piece]: mine[piece] for piece in theirs.keys() & mine.keys()}
-    pairs |= {target.specials[text]: own.specials[text] for text in target.specials.keys() & own.specials.keys()}
-    is_free = target.end is not None and target.end not in pairs and own.end not in pairs.values()
+    shared = {theirs[piece]: mine[piece] for piece in theirs.keys() & mine.keys()}
+    shared |= {target.specials[text]: own.specials[text] for text in target.specials.keys() & own.specials.keys()}
+    is_free = target.end is not None and target.end not in shared and own.end not in shared.values()
     if is_free and own.end is not None and target.end is not None:
-        pairs[target.end] = own.end
-    return sorted((one, other) for other, one in pairs.items())
+        shared[target.end] = own.end
+    return sorted((one, other) for other, one in shared.items())
 
 
 def _by_bytes(vocabulary: Vocabulary) -> dict[bytes, int]:
@@ -165,10 +164,10 @@ def _by_bytes(vocabulary: Vocabulary) -> dict[bytes, int]:
 
 
 class Transcript:
-    """A text that comes in one vocabulary's tokens and is kept in another's.
+    """A text that comes in one vocabulary's tokens and is translated into another's.
 
-    It is encoded anew from a few tokens before its end, and goes on from where the old and the new encoding both begin a token.
-    Tokens that end inside a character wait until it is whole.
+    It is encoded again from a few tokens before its end, and goes on where the old and the new encoding both begin a token.
+    Tokens that end inside a character are held back until it is whole.
     """
 
     def __init__(self, source: Vocabulary, reader: Vocabulary):
@@ -182,47 +181,49 @@ class Transcript:
         """The reader's ids of `text`, without what it puts before every text."""
         self._spans: list[tuple[int, int]] = []
         """Where in `text` each of them begins and ends; parts of a character have all of it."""
-        self.waiting: list[int] = []
-        """The source's tokens behind `text`: the last one ends inside a character."""
+        self.incomplete: list[int] = []
+        """The source's tokens after `text`: the last one ends inside a character."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._unsaid = ""
+        self._unfinished = ""
 
     @property
-    def waiting_bytes(self) -> bytes:
-        """What the waiting tokens say."""
-        return b"".join(map(self._said, self.waiting))
+    def incomplete_bytes(self) -> bytes:
+        """Bytes of the incomplete tokens."""
+        return b"".join(map(self._bytes_of, self.incomplete))
 
     def push(self, tokens: Sequence[int]) -> None:
         """The source's tokens that follow."""
         self.taken += len(tokens)
-        fresh = ""
+        new = ""
         for token in tokens:
-            self._unsaid += self._decoder.decode(self._said(token))
-            self.waiting.append(token)
-            if not self._decoder.getstate()[0]:
-                fresh, self._unsaid, self.waiting = fresh + self._unsaid, "", []
-        if fresh:
-            self._extend(fresh)
+            piece = self._bytes_of(token)
+            self._unfinished += self._decoder.decode(piece)
+            pending = self._decoder.getstate()[0]
+            self.incomplete.append(token)
+            if pending in (b"", piece):  # all before this token is whole, or was never a character
+                new, self._unfinished, self.incomplete = new + self._unfinished, "", [token] if pending else []
+        if new:
+            self._extend(new)
 
     def continued(self, ids: Sequence[int]) -> list[int]:
-        """The source's tokens for what these ids of the reader say behind the text; the end of a text is a token of both."""
-        spoken = list(itertools.takewhile(lambda token: token != self._reader.end, ids))
-        said = b"".join(self._reader.pieces[token] or b"" for token in spoken)
-        found = continuation(self._source, self.text, self.waiting_bytes, said)
-        is_over = len(spoken) < len(ids)
-        if is_over and self._source.end is not None and (found or said == self.waiting_bytes):
+        """The source's tokens for the text of these ids of the reader after `text`; the end of a text is a token of both."""
+        before_end = list(itertools.takewhile(lambda token: token != self._reader.end, ids))
+        added = b"".join(self._reader.pieces[token] or b"" for token in before_end)
+        found = continuation(self._source, self.text, self.incomplete_bytes, added)
+        is_over = len(before_end) < len(ids)
+        if is_over and self._source.end is not None and (found or added == self.incomplete_bytes):
             found.append(self._source.end)
         return found
 
-    def _said(self, token: int) -> bytes:
-        """A special token speaks where the reader has one of the same name."""
+    def _bytes_of(self, token: int) -> bytes:
+        """A special token has its name's bytes where the reader has one of the same name, else none."""
         piece = self._source.pieces[token]
         return self._specials.get(token, b"") if piece is None else piece
 
     def _extend(self, text: str) -> None:
         self.text += text
-        for behind in (LOOK_BEHIND, 8 * LOOK_BEHIND, len(self.ids)):
-            first = max(0, len(self.ids) - behind)
+        for count in (ENCODED_AGAIN, 8 * ENCODED_AGAIN, len(self.ids)):
+            first = max(0, len(self.ids) - count)
             begin = self._spans[first][0] if first else 0
             encoding = self._reader.encode(self.text[begin:])
             spans = [(begin + start, begin + end) for start, end in encoding.offsets]
@@ -237,27 +238,27 @@ Spans = Sequence[tuple[int, int]]
 
 
 def _seam(old: Spans, first: int, new: Spans) -> tuple[int, int] | None:
-    """The first place from `first` on where a token begins in both: its number among the old and among the new ones.
+    """The first offset from token `first` on where a token begins in both: its index among the old and among the new ones.
 
     The new encoding's own first token does not count, since it is split as at the beginning of a text; nor does one that
     begins inside a character, which the token before it has a part of.
     """
     if first == 0:
         return 0, 0
-    places = {old[n][0]: n for n in range(first + 1, len(old)) if old[n - 1][1] <= old[n][0]}
+    starts = {old[n][0]: n for n in range(first + 1, len(old)) if old[n - 1][1] <= old[n][0]}
     begins = ((new[k][0], k) for k in range(1, len(new)) if new[k - 1][1] <= new[k][0])
-    return next(((places[start], k) for start, k in begins if start in places), None)
+    return next(((starts[start], k) for start, k in begins if start in starts), None)
 
 
-def continuation(target: Vocabulary, before: str, waiting: bytes, said: bytes) -> list[int]:
-    """The target's ids of what was `said` behind the text `before`, of which `waiting` is known already.
+def continuation(target: Vocabulary, before: str, known: bytes, added: bytes) -> list[int]:
+    """The target's ids of the bytes `added` after the text `before`, without the `known` bytes at their beginning.
 
     Empty where it begins otherwise, or where the target's encoding has no token that begins at the seam or does not give the
     same bytes back.  Half a character at the end is left out.
     """
-    text = _readable(said)
-    wanted = text.encode()[len(waiting) :]
-    if not wanted or not said.startswith(waiting):
+    text = _readable(added)
+    wanted = text.encode()[len(known) :]
+    if not wanted or not added.startswith(known):
         return []
     for context in dict.fromkeys((before[-TAIL:], "\n", "")):
         ids = target.encode(context + text).ids
@@ -268,7 +269,7 @@ def continuation(target: Vocabulary, before: str, waiting: bytes, said: bytes) -
 
 
 def _ending(target: Vocabulary, ids: list[int], wanted: bytes) -> list[int]:
-    """The last of these ids that say exactly what is wanted; none where no such place is."""
+    """The last of these ids whose bytes are exactly those wanted; empty where there are none."""
     for n in range(len(ids) - 1, -1, -1):
         piece = target.pieces[ids[n]] if ids[n] < target.size else None
         if piece is None or not wanted.endswith(piece):
@@ -280,7 +281,7 @@ def _ending(target: Vocabulary, ids: list[int], wanted: bytes) -> list[int]:
 
 
 def _readable(data: bytes) -> str:
-    """The text up to the first byte that is none, or that begins a character which is not whole."""
+    """The text up to the first byte that is invalid or begins a character which is not whole."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -288,21 +289,21 @@ def _readable(data: bytes) -> str:
 
 
 class Overlap(NamedTuple):
-    """How much two vocabularies have in common."""
+    """How much two vocabularies share."""
 
     tokens: int
-    """Tokens in common."""
+    """Shared tokens."""
     share: float
     """Of the target's vocabulary."""
     mass: float
-    """Of the target's probability, on average over the places of a sample text."""
+    """Of the target's probability, on average over the positions of a sample text."""
 
     def __str__(self) -> str:
-        return f"{self.tokens} tokens in common, {self.share:.0%} of the target's; they hold {self.mass:.1%} of its probability"
+        return f"{self.tokens} shared tokens, {self.share:.0%} of the target's; they hold {self.mass:.1%} of its probability"
 
 
 def overlap(shared: SharedVocabulary, p: Tensor) -> Overlap:
-    """p [..., V]: the target's distributions at the places of some text."""
+    """p [..., V]: the target's distributions at the positions of some text."""
     return Overlap(shared.count, shared.count / shared.vocabulary, float(p[..., shared.target_ids].sum(-1).mean()))
 
 
@@ -313,12 +314,12 @@ In 2024 about 3,150 people lived there; by 1911 it had been twice as many.
 Die Straße führt über den Fluss. La forêt était déjà loin. El niño llegó mañana.
 {"name": "Ann", "items": [1, 2.5, null], "done": true}
 """
-"""Prose, code, numbers and letters beyond English: where the target's probability of the tokens in common is measured."""
+"""Prose, code, numbers and letters beyond English: where the target's probability of the shared tokens is measured."""
 
 
 @torch.inference_mode()
 def sample_distributions(vocabulary: Vocabulary, target: Target) -> Tensor:
-    """The target's distributions [1, S, V] at the places of the sample text, at temperature 1."""
+    """The target's distributions [1, S, V] at the positions of the sample text, at temperature 1."""
     ids = [token for token in vocabulary.encode(SAMPLE).ids if token < vocabulary.size]
     tokens = torch.tensor([[*vocabulary.begin, *ids][: target.spec.context] or [vocabulary.filler]], device=target.device)
     hidden, _ = target.read(tokens, ())

@@ -115,7 +115,7 @@ def test_a_tenants_memory_is_made_once_for_all_threads(eager_switches):
         return all(memories.of(str(n % 6)) is not None for n in range(3000))
 
     assert at_once(*[ask] * THREADS) == [True] * THREADS
-    assert len(memories.kept) == 4
+    assert len(memories.memories) == 4
 
 
 def hooks_of(model: nn.Module) -> Counter:
@@ -156,7 +156,7 @@ def test_packed_weights_are_used_by_the_thread_that_asks_alone():
     inside, done = threading.Event(), threading.Event()
 
     def first() -> None:
-        with prepacked.products():
+        with prepacked.enabled():
             inside.set()
             done.wait(5)
             seen["first"] = bool(prepacked._open.get())
@@ -164,7 +164,7 @@ def test_packed_weights_are_used_by_the_thread_that_asks_alone():
     def second() -> None:
         inside.wait(5)
         seen["before"] = bool(prepacked._open.get())
-        with prepacked.products():
+        with prepacked.enabled():
             pass
         seen["after"] = bool(prepacked._open.get())
         done.set()

@@ -160,7 +160,7 @@ def test_taps_not_asked_for_are_spread_within_the_target(layers, target):
         assert taps == (1, 9, 17, 25, 33)
 
 
-@pytest.mark.parametrize(("taps", "said"), [((1, 4), "4 layers"), ((-1, 2), "4 layers"), ((2, 1), "rise"), ((1, 1), "rise")])
+@pytest.mark.parametrize(("taps", "said"), [((1, 4), "4 layers"), ((-1, 2), "4 layers"), ((2, 1), "ascending"), ((1, 1), "ascending")])
 def test_taps_that_cannot_be_are_refused(taps, said, target):
     """Catches a negative layer that counts from the end, and an order that the checkpoint would not keep."""
     with pytest.raises(DrafterError, match=said):

@@ -171,8 +171,8 @@ def spoilt_forgetting(monkeypatch):
         own(self, memory, state, draft, kept, scores)
         for row, size in zip(state.rows, draft.live, strict=True):
             if size:
-                memory.kept.lengths[row] += 1
-                memory.waiting.take([row], [1])
+                memory.kv_cache.lengths[row] += 1
+                memory.features.take([row], [1])
 
     monkeypatch.setattr(RecurrentDrafter, "observe", observe)
 
@@ -303,7 +303,7 @@ def test_a_tree_is_read_as_the_chains_it_is_made_of(target, workshop):
                 said = alone.read_one(tokens[row : row + 1, node])
             torch.testing.assert_close(said[0], logits[row, n], rtol=1e-9, atol=1e-9)
     together.forget()
-    assert together.kept.lengths == [4, 3]
+    assert together.kv_cache.lengths == [4, 3]
 
 
 @pytest.mark.parametrize("width", [1, 2])

@@ -92,7 +92,7 @@ def test_a_draft_and_a_probe_come_back():
 
     drafter = RemoteDrafter(Whole(), here)
     for home in (THERE, here):
-        state = DecodeState(2, 9).seen(device=home)
+        state = DecodeState(2, 9).replaced(device=home)
         found, probe = drafter.propose(None, state, ones[0]), drafter.probe(None, state, Draft.empty(2))
         assert {x.device for x in (found.tokens, found.parents, found.q, found.confidence, found.origin)} == {home}
         assert {x.device for x in (probe.embeddings, probe.mask, probe.depths)} == {home}

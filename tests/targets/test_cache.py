@@ -43,7 +43,7 @@ def check(cache: SlotCache, reference: Reference) -> None:
     for layer, add in ((0, 0), (1, 10_000)):
         if layer in cache._layers:
             for row, text in enumerate(reference.texts):
-                held = cache._layers[layer][0][cache.places[row], :, : len(text)]
+                held = cache._layers[layer][0][cache.buffer_rows[row], :, : len(text)]
                 assert torch.equal(held, (states([text])[0] + add if text else held[:, :0]))
 
 
@@ -82,7 +82,7 @@ def test_any_history_leaves_what_was_kept(history):
             rows = [rows[n] for n in torch.randperm(len(rows), generator=generator)]
             before = [list(reference.texts[row]) for row in rows]
             cache.gather(rows)
-            assert sorted(cache.places) == list(range(SLOTS))
+            assert sorted(cache.buffer_rows) == list(range(SLOTS))
             check(cache, reference)
             cache.open(rows, width)
             assert cache._span is not None

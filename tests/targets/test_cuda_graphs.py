@@ -73,12 +73,12 @@ def test_cuda_graphs_passes_say_what_plain_ones_say(fast, slow, tape):
 real_capture = CudaGraphs._recorded
 
 
-@pytest.mark.parametrize("fault", ["seen", "given", "columns"])
+@pytest.mark.parametrize("fault", ["mask", "given", "columns"])
 def test_a_fault_in_the_padding_is_found_out(fault, fast, slow, monkeypatch):
     """The test above: with padding that all rows see, replays that read nothing new, columns that end too early."""
-    if fault == "seen":
-        real = cuda_graphs._seen
-        monkeypatch.setattr(cuda_graphs, "_seen", lambda visible, wide: real(visible, wide) | (wide > visible.shape[-1]))
+    if fault == "mask":
+        real = cuda_graphs._wide_mask
+        monkeypatch.setattr(cuda_graphs, "_wide_mask", lambda mask, wide: real(mask, wide) | (wide > mask.shape[-1]))
     if fault == "given":
         monkeypatch.setattr(Tape, "is_stuck", True)
     if fault == "columns":
@@ -100,7 +100,7 @@ def test_a_pass_that_has_no_room_for_its_padding_stays_plain(fast):
 
 def test_no_more_captures_are_held_than_fit(fast, tape, monkeypatch):
     """Catches memory that grows with every batch of slots."""
-    monkeypatch.setattr(cuda_graphs, "MOST", 3)
+    monkeypatch.setattr(cuda_graphs, "MAX_CAPTURES", 3)
     for _ in range(3):
         written(fast, Guesses(fast.spec.vocabulary, True), 2)
     assert len(fast.step.graph.captures) <= 3

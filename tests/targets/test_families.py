@@ -19,7 +19,7 @@ from outrider.generation import generate, serve
 from outrider.sampling.settings import Sampling
 from outrider.targets import selftest
 from outrider.targets.anatomy import ARGUMENTS
-from outrider.targets.attention_mask import Limit, Sight
+from outrider.targets.attention_mask import Limit, PassLayout
 from outrider.targets.cache import SlotCache
 from outrider.targets.load import load_target
 from outrider.targets.states import RecurrentStates
@@ -160,7 +160,7 @@ def test_a_window_that_counts_columns_is_found(monkeypatch, unknown):
         is_tree = not torch.equal(depths[:1], torch.arange(sight.width)[None])
         return sight.columns > sight.positions(depths)[:, :, None] - limit.size + 2 * is_tree
 
-    monkeypatch.setattr(Sight, "near", by_columns)
+    monkeypatch.setattr(PassLayout, "limit_mask", by_columns)
     assert failing("mistral-window") == "tree"
 
 

@@ -10,9 +10,9 @@ from conftest import tiny_model
 from contracts.parties import Oracle
 from transformers import WatermarkingConfig
 
-from outrider.checkpoint import load_drafter
 from outrider.errors import ConfigError
 from outrider.generation import generate, stream
+from outrider.loading import load_drafter
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 

@@ -21,8 +21,8 @@ from outrider.generation import generate
 from outrider.nn import trees
 from outrider.targets import hooks
 from outrider.targets.load import load_target
+from outrider.targets.miniature import enlivened
 from outrider.targets.transformers import TransformersTarget
-from outrider.targets.twin import enlivened
 
 V = 128
 TAPS = (0, 2)

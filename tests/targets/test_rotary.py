@@ -16,7 +16,7 @@ from outrider.decoding import generate as decoding
 from outrider.generation import generate
 from outrider.targets import rotary
 from outrider.targets.load import load_target
-from outrider.targets.twin import enlivened
+from outrider.targets.miniature import enlivened
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -1,4 +1,4 @@
-"""The self-test can't be fooled by a model that ignores its cache, costs a twin's passes once, and keeps its answer on disk."""
+"""The self-test catches a model that ignores its cache, costs a miniature's passes once, and stores its answer on disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.families import CAUSAL, NESTED, built
 from outrider import machine
 from outrider.errors import DataError, TargetError
 from outrider.generation import generate
-from outrider.targets import selftest, trust, twin
+from outrider.targets import miniature, selftest, trust
 from outrider.targets.load import load_target
 
 
@@ -114,7 +114,7 @@ def load_untested(model):
     return type(load_target(tiny_model()))(model, tested=False)
 
 
-# ── a twin, once ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a miniature, once ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -139,11 +139,11 @@ def test_the_model_itself_is_asked_a_few_passes(folder):
     assert len(list(folder.glob("*.json"))) == 1
 
 
-def test_a_twin_is_asked_once(folder, monkeypatch):
+def test_a_miniature_is_tested_once(folder, monkeypatch):
     """Catches an answer that is not found again, and one that another config is given."""
     load_target(tiny_model())
     asked = []
-    monkeypatch.setattr(twin, "twin", lambda model: asked.append(model))
+    monkeypatch.setattr(miniature, "build", lambda model: asked.append(model))
     load_target(tiny_model(seed=1))
     assert not asked
     load_target(tiny_model(rms_norm_eps=1e-5))
@@ -172,20 +172,20 @@ def test_a_model_that_does_not_agree_is_asked_all(folder, monkeypatch):
     assert load_target(tiny_model()).spec.mode == target.spec.mode == "tree"
 
 
-def test_a_twin_has_every_kind_of_layer_and_short_limits():
-    """Catches a twin that is small because it lacks what the model has."""
+def test_a_miniature_has_every_kind_of_layer_and_short_limits():
+    """Catches a miniature that is small because it lacks what the model has."""
     config = AutoConfig.for_model("gemma3_text", num_hidden_layers=26, sliding_window=4096)
-    small = type(config)(**twin.arguments(config, narrow=True))
+    small = type(config)(**miniature.arguments(config, narrow=True))
     assert set(small.layer_types) == set(config.layer_types)
     assert small.num_hidden_layers < 8
-    assert small.sliding_window == twin.LIMIT
+    assert small.sliding_window == miniature.LIMIT
     assert small.num_attention_heads // small.num_key_value_heads == config.num_attention_heads // config.num_key_value_heads
     assert small.head_dim == config.head_dim
     state = torch.random.get_rng_state()
     model = AutoModelForCausalLM.from_config(small)
     after = torch.random.get_rng_state()
     assert not torch.equal(state, after)
-    assert twin.twin(model) is not None
+    assert miniature.build(model) is not None
     assert torch.equal(torch.random.get_rng_state(), after)
 
 

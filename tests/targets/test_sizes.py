@@ -222,7 +222,7 @@ def test_a_stretch_that_is_left_out_is_said(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         found = on_paper(run)
     assert "longrope" in caplog.text
-    assert [note for note in found.notes if "turns by longrope" in note]
+    assert [note for note in found.notes if "uses longrope rotary scaling" in note]
 
 
 def test_a_target_out_of_reach_leaves_the_rest_known(tmp_path):
@@ -231,7 +231,7 @@ def test_a_target_out_of_reach_leaves_the_rest_known(tmp_path):
         sketch(str(tmp_path / "nowhere"))
     found = on_paper(RunConfig(name="x", target={"name": str(tmp_path / "nowhere")}, drafter={"kind": "dspark"}))
     assert (found.values, found.parameters) == ({}, None)
-    assert "not known here" in found.notes[0]
+    assert "unknown here" in found.notes[0]
 
 
 def test_the_count_on_paper_is_the_models(target, tmp_path):

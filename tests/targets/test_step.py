@@ -196,7 +196,7 @@ def test_a_prompt_is_read_by_the_graph(fast, slow):
             scores.append(target.prefill(cache, [1], text[:, 30:], [12], (1,)))
         assert calls == [False, False] * (target is fast)
         assert cache.lengths == [0, 42]
-        kept = [buffer for layer in cache.layers for buffer in cache.kept(layer, [1])]
+        kept = [buffer for layer in cache.layers for buffer in cache.cached(layer, [1])]
         found.append([*kept, *(part for own in scores for part in (own.logits, own.hidden, own.taps))])
     for mine, plain in zip(*found, strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
@@ -247,13 +247,13 @@ def test_a_slot_between_is_left_as_it_was(fast):
     cache, drafts = fast.allocate(3, 60), drafts_for(2, V)
     text = torch.randint(V, (3, 20), generator=torch.Generator().manual_seed(4))
     fast.prefill(cache, [0, 1, 2], text, [20, 17, 9])
-    held = [[kept.clone() for kept in cache.kept(layer, [1])] for layer in cache.layers]
+    held = [[kept.clone() for kept in cache.cached(layer, [1])] for layer in cache.layers]
     for draft in drafts:
         fast.verify(cache, [0, 2], torch.tensor([1, 2]), draft)
         cache.keep([[], []])
     assert cache.lengths[1] == 17
     for layer, was in zip(cache.layers, held, strict=True):
-        for kept, own in zip(cache.kept(layer, [1]), was, strict=True):
+        for kept, own in zip(cache.cached(layer, [1]), was, strict=True):
             assert torch.equal(kept, own)
             assert kept.isfinite().all()
 
@@ -390,7 +390,7 @@ def test_the_faster_way_of_compiling_is_kept_and_the_next_model_is_compiled_in_i
     built: list[dict[str, Any]] = []
     real = compiled.build_package
     monkeypatch.setattr(compiled, "build_package", lambda *given: built.append(given[-1]) or real(*given))
-    monkeypatch.setattr(machine, "_by_turns", lambda ways: {way: len(way) + 0 * (run() is None) for way, run in ways.items()})
+    monkeypatch.setattr(machine, "_best_times", lambda ways: {way: len(way) + 0 * (run() is None) for way, run in ways.items()})
     load_target(model_of().float()).compile()
     assert built == [{}, TEMPLATES]
     load_target(model_of(initializer_range=0.2).float()).compile()

@@ -1,8 +1,8 @@
-"""The small twin of a config: every switch and every kind of layer as it is there, only sizes and limits made small.
+"""A miniature of a model: every switch and every kind of layer of its config, only with small sizes and limits.
 
-What a family does with masks, positions and caches does not depend on how wide it is.  So the self-test asks a twin of a few
-narrow layers in float64 what it would take minutes to ask of the model; and windows, chunks and the context of the first
-training are so short in the twin that a text of a few tokens crosses them.
+What a family does with masks, positions and caches does not depend on how wide it is.  So the self-test tries a miniature of a
+few narrow layers in float64, which would take minutes with the model; and windows, chunks and the context of the first training
+are so short in it that a text of a few tokens crosses them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VOCABULARY = 128
 LIMIT = 16
 """Tokens of a window or a chunk."""
 FIRST_CONTEXT = 48
-"""Tokens of the context of the first training, where the rotary factors change: beyond what a window's test needs."""
+"""Tokens of the context of the first training, where the rotary factors change: more than a window's test needs."""
 LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers", "encoder_layers",
     "num_encoder_layers", "num_blocks", "depth",
@@ -58,13 +58,13 @@ SMALL = {
     "hidden_size_per_layer_input": 16, "encoder_hash_byte_group_vocab": 512, "lru_width": 64, "image_size": 56,
     "audio_vocab_size": VOCABULARY,
 }  # fmt: skip
-"""The most that is left of these sizes."""
+"""Upper bounds of these sizes."""
 TEXTS = ("text_config", "language_config", "llm_config", "decoder", "thinker_config", "vlm_config")
 """Parts of a config that are about text."""
 NOT_ARGUMENTS = ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype")
 
 
-def twin(model: PreTrainedModel) -> PreTrainedModel | None:
+def build(model: PreTrainedModel) -> PreTrainedModel | None:
     """A small random model of the same class and switches, float64 where the family knows it; None where none can be built."""
     dtypes = dict.fromkeys((torch.float64, torch.float32, model.dtype))
     for dtype, narrow in itertools.product(dtypes, (True, False)):
@@ -91,7 +91,7 @@ def _built(model: PreTrainedModel, dtype: torch.dtype, narrow: bool) -> PreTrain
 
 
 def enlivened(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with random weights so large that what it reads moves what it says; it never ends a text."""
+    """The model with random weights so large that its input changes its output; it never ends a text."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2 and "embed" not in name and "A_log" not in name:
@@ -101,9 +101,9 @@ def enlivened(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def arguments(config: PreTrainedConfig, narrow: bool, is_text: bool = True) -> dict[str, Any]:
-    """What makes the config small: what it has set otherwise than its class, and its sizes.
+    """Arguments of a small config: what this one sets otherwise than its class, and small sizes.
 
-    narrow: hidden states are narrower than all heads together, which some classes with heads of their own size do not take.
+    narrow: hidden states are narrower than all heads together, which some classes with heads of their own size refuse.
     """
     sizes, set_there = config.to_dict(), config.to_diff_dict()
     found = {key: value for key, value in set_there.items() if not key.startswith("_") and key not in NOT_ARGUMENTS}
@@ -138,7 +138,7 @@ def _at_most(value: Any, most: int) -> Any:
 
 
 def _fewer_layers(found: dict[str, Any]) -> None:
-    """As many as it takes to have one of every kind, two at least; lists by layer are cut to fit."""
+    """As many as it takes to have one of every kind, and at least two; lists by layer are cut to fit."""
     for key in LAYERS:
         count = found.get(key)
         if not isinstance(count, int):
@@ -149,7 +149,7 @@ def _fewer_layers(found: dict[str, Any]) -> None:
         periods = [value for value in named if isinstance(value, int) and value <= count]
         periods += [len(value) for value in kinds if len(value) < count]
         dense, shared = (found.get(name) or 0 for name in ("first_k_dense_replace", "num_kv_shared_layers"))
-        beginnings = [_until_all_seen(value) for name, value in lists.items() if not name.endswith(NUMBERS)]
+        beginnings = [_until_all_found(value) for name, value in lists.items() if not name.endswith(NUMBERS)]
         fewest = max([2, *beginnings, *periods, 1 + dense])
         found[key] = min(count, 2 * fewest if shared else fewest)
         if shared:  # they read the keys of layers before them, one of every kind
@@ -163,8 +163,8 @@ def _fewer_layers(found: dict[str, Any]) -> None:
             found["per_layer_config"] = {layer: own for layer, own in by_layer.items() if int(layer) < found[key]}
 
 
-def _until_all_seen(values: Sequence[Any]) -> int:
-    """Length of the shortest beginning in which each different value stands."""
+def _until_all_found(values: Sequence[Any]) -> int:
+    """Length of the shortest beginning that holds every different value."""
     first = {repr(value): at for at, value in reversed(list(enumerate(values)))}
     return max(first.values()) + 1
 
@@ -207,7 +207,7 @@ def _shorter_rotary(found: dict[str, Any], rotary: Any) -> None:
 
 
 def _fewer_words(found: dict[str, Any]) -> None:
-    """A small vocabulary; ids of special tokens lie at its end, where none of them is asked for by chance."""
+    """A small vocabulary; ids of special tokens lie at its end, where random texts do not reach."""
     if isinstance(found.get("vocab_size"), int):
         found["vocab_size"] = min(found["vocab_size"], VOCABULARY)
     spare = iter(range(VOCABULARY - 1, 0, -1))
