@@ -1,4 +1,5 @@
-"""What every verb says and how: two consoles, a progress bar, JSON, sizes in words, arguments that several verbs take."""
+"""What every verb says and how: two consoles, a progress bar, JSON, sizes in words, arguments that several verbs
+take."""
 
 import json
 import logging
@@ -21,18 +22,22 @@ from outrider.errors import ConfigError, DataError
 FAR = 3
 """Times what is usual, from which on a stage says why it takes so long."""
 
-SEEN = 24
+STEADY_STEPS = 24
 """Steps of a kind after which their time is known."""
 
 out = Console()
 note = Console(stderr=True)
 
 Recipe = Annotated[Path, typer.Argument(help="Run file (YAML).", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key.path=value, such as train.lr=3e-4", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="key.path=value, such as train.lr=3e-4", show_default=False)
+]
 JsonTo = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON; - is standard output.")
 ]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count rows that can't be read instead of stopping at the first.")]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Count rows that can't be read instead of stopping at the first.")
+]
 
 
 def say(line: str, style: str | None = None) -> None:
@@ -59,7 +64,8 @@ def present(json_to: str | None, value: Any, *shown: Table | str) -> None:
 
 
 def quiet(*, parallel_tokenizers: bool = False) -> None:
-    """transformers and datasets talk less, if this is called before they load; what the user must know we say ourselves.
+    """transformers and datasets talk less, if this is called before they load; what the user must know we say
+    ourselves.
 
     parallel_tokenizers: many texts are read at once, and no process is forked after.
     """
@@ -75,30 +81,44 @@ class Forecast:
     """How long a stage will take, said once, as soon as its first steps tell."""
 
     def __init__(
-        self, unit: str, total: int, done: int, is_steady: bool, usual_minutes: float | None, why_slow: Callable[[], str] = str
+        self,
+        unit: str,
+        total: int,
+        done: int,
+        is_steady: bool,
+        usual_minutes: float | None,
+        why_slow: Callable[[], str] = str,
     ):
-        self.unit, self.total, self.done, self.is_steady, self.usual_minutes = unit, total, done, is_steady, usual_minutes
+        self.unit, self.total, self.done, self.is_steady, self.usual_minutes = (
+            unit,
+            total,
+            done,
+            is_steady,
+            usual_minutes,
+        )
         self.why_slow = why_slow
         self.began = self.at = time.monotonic()
         self.steps: list[float] = []
         """Seconds of every step that was seen."""
-        self.is_said = False
+        self.is_printed = False
 
     def update(self, done: int) -> str | None:
         """The line to say now, None where it is too early or was said."""
         if self.is_steady and not self.steps:
             self.done = done - 1  # where an earlier run stopped is known to the one that goes on
-        now, fresh = time.monotonic(), done - self.done
-        if self.is_said or fresh < 1:
+        now, new_steps = time.monotonic(), done - self.done
+        if self.is_printed or new_steps < 1:
             return None
-        self.steps += [(now - self.at) / fresh] * fresh
+        self.steps += [(now - self.at) / new_steps] * new_steps
         self.done, self.at = done, now
         spent, count = now - self.began, len(self.steps)
-        if not (spent > 30 or (spent > 5 and (count >= SEEN if self.is_steady else count >= 0.05 * self.total))):
+        if not (
+            spent > 30 or (spent > 5 and (count >= STEADY_STEPS if self.is_steady else count >= 0.05 * self.total))
+        ):
             return None
-        self.is_said = True
+        self.is_printed = True
         # a training's first steps read features too; answers written side by side end in bursts
-        each = statistics.median(self.steps[-SEEN // 3 :]) if self.is_steady else spent / count
+        each = statistics.median(self.steps[-STEADY_STEPS // 3 :]) if self.is_steady else spent / count
         whole = spent + each * (self.total - done)
         line = f"about {lasting(whole)} for {count + self.total - done} {self.unit}, {lasting(each)} each"
         if self.usual_minutes is None or whole < FAR * 60 * self.usual_minutes:
@@ -165,12 +185,15 @@ def key_of(variable: str | None) -> str | None:
     """The key that an environment variable holds, for `--key-from`; None where none is named."""
     key = None if variable is None else os.environ.get(variable)
     if variable is not None and not key:
-        raise ConfigError(f"--key-from {variable}: no such environment variable; set it to the key, or leave the option out")
+        raise ConfigError(
+            f"--key-from {variable}: no such environment variable; set it to the key, or leave the option out"
+        )
     return key
 
 
 def place_of_json(to: str | None) -> None:
-    """Refuse a place that can't be written before the work; where it is standard output, all else goes to standard error."""
+    """Refuse a place that can't be written before the work; where it is standard output, all else goes to standard
+    error."""
     if to == "-":
         out.file = sys.stderr
     elif to is not None and not Path(to).absolute().parent.is_dir():

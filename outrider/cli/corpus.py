@@ -1,4 +1,4 @@
-"""`outrider corpus list`, `stats`, `remove` and `verify`: the texts there are to draft from."""
+"""`outrider corpus list`, `stats`, `remove` and `verify`: the texts to draft from."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,8 @@ from outrider.retrieval.suffix_array import Corpus
 NUMBERS = ("documents", "tokens", "size")
 CorpusName = Annotated[str, typer.Argument(help="Name of the corpus.", show_default=False)]
 CorpusFolder = Annotated[
-    Path | None, typer.Option("--folder", help="Where corpora are; $OUTRIDER_CORPORA or ~/.local/share/outrider/corpora.")
+    Path | None,
+    typer.Option("--folder", help="Where corpora are; $OUTRIDER_CORPORA or ~/.local/share/outrider/corpora."),
 ]
 
 
@@ -36,8 +37,8 @@ def corpus_list(folder: CorpusFolder = None, json_to: JsonTo = None) -> None:
 
 
 def _corpus_row(name: str, folder: Path | None) -> dict[str, Any]:
-    """What `corpus list` says of one; `error` where it can't be opened."""
-    path = corpora.place(name, folder)
+    """A row of `corpus list`; `error` where the corpus can't be opened."""
+    path = corpora.folder_of(name, folder)
     try:
         header = Corpus.open(path).header
     except DataError as error:
@@ -47,7 +48,7 @@ def _corpus_row(name: str, folder: Path | None) -> dict[str, Any]:
 
 
 def corpus_stats(name: CorpusName, folder: CorpusFolder = None, json_to: JsonTo = None) -> None:
-    """Say what a corpus holds, and which files it was made of."""
+    """Show what a corpus holds and which files it was made from."""
     place_of_json(json_to)
     path = corpora.find(name, folder)
     Corpus.open(path)
@@ -72,4 +73,4 @@ def corpus_verify(name: CorpusName, folder: CorpusFolder = None) -> None:
     path = corpora.find(name, folder)
     with bar("bytes", corpora.size_of(path)) as update:
         done = verify(path, update)
-    say(f"{name} is as it was built: {sized(done)} read, every checksum holds")
+    say(f"{name} is undamaged: {sized(done)} read, every checksum holds")

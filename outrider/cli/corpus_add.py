@@ -16,10 +16,14 @@ from outrider.retrieval import corpora
 
 def corpus_add(
     name: CorpusName,
-    files: Annotated[list[Path], typer.Argument(help="Text, .jsonl with a `text` a row, or folders.", show_default=False)],
+    files: Annotated[
+        list[Path], typer.Argument(help="Text, .jsonl with a `text` a row, or folders.", show_default=False)
+    ],
     target: Annotated[str, typer.Option(help="Whose tokenizer: `demo`, a folder, or a Hugging Face id.")] = "demo",
     folder: CorpusFolder = None,
-    skip_binary: Annotated[bool, typer.Option("--skip-binary", help="Leave files out that are not UTF-8 text.")] = False,
+    skip_binary: Annotated[
+        bool, typer.Option("--skip-binary", help="Leave files out that are not UTF-8 text.")
+    ] = False,
 ) -> None:
     """Make a corpus of texts, in the place of one of that name."""
     plan = corpus.planned(name, files, target, folder, skip_binary=skip_binary)

@@ -6,19 +6,21 @@ from typing import Annotated
 import typer
 
 from outrider import machine
-from outrider.checkpoint import load_drafter
 from outrider.cli import console
 from outrider.cli.stages import Printer, tell_compiling
 from outrider.config import override
 from outrider.errors import ConfigError, DataError
 from outrider.generation import stream
+from outrider.loading import load_drafter
 from outrider.runs.baselines import compile_drafter
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
 
 
 def decode(
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue; standard input where it is left out or -.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to continue; standard input where it is left out or -.")
+    ] = None,
     target: Annotated[str, typer.Option(help="`demo`, a folder, or a Hugging Face id.")] = "demo",
     drafter: Annotated[str | None, typer.Option(help="Kind, or checkpoint folder; none decodes plainly.")] = None,
     settings: Annotated[
@@ -36,10 +38,14 @@ def decode(
         str, typer.Option(help="standard or block, both exact; typical or relaxed, with --allow-lossy.")
     ] = "standard",
     allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Let a verification change the output.")] = False,
-    quantize: Annotated[str | None, typer.Option(help="int8: round the target's weights; a drafter's by --set.")] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="int8: round the target's weights; a drafter's by --set.")
+    ] = None,
     compile: Annotated[
         bool | None,
-        typer.Option("--compile/--no-compile", help="Compile the steps, or stay plain; unless said, what is on disk is taken."),
+        typer.Option(
+            "--compile/--no-compile", help="Compile the steps, or stay plain; unless said, what is on disk is taken."
+        ),
     ] = None,
 ) -> None:
     """Stream a continuation; tokens that were drafted and kept are underlined green, the target's own are plain."""
@@ -48,15 +54,15 @@ def decode(
         raise DataError("the prompt is empty; give it as an argument or on standard input")
     if settings and not drafter:
         raise ConfigError(f"--set {settings[0]} is a setting of no drafter; name one with --drafter")
-    machine.settle()
+    machine.set_up_process()
     tell_compiling(compile)
     loaded = load_target(target, quantize=quantize, compile=compile)
-    rider = load_drafter(drafter, loaded, **override({}, settings or ())) if drafter else None
-    if compile and rider is not None:
-        compile_drafter(rider, Printer())
+    built = load_drafter(drafter, loaded, **override({}, settings or ())) if drafter else None
+    if compile and built is not None:
+        compile_drafter(built, Printer())
     asked = Sampling(temperature, top_k, top_p, seed)
     pieces = stream(
-        loaded, [[{"role": "user", "content": text}]] if chat else text, rider, max_new_tokens=max_new_tokens,
+        loaded, [[{"role": "user", "content": text}]] if chat else text, built, max_new_tokens=max_new_tokens,
         # where nothing is asked for, the model's own generation_config speaks
         sampling=None if asked == Sampling() else asked, stop=stop or (), policy=policy, verification=verification,
         allow_lossy=allow_lossy,

@@ -24,19 +24,19 @@ def doctor(
     json_to: JsonTo = None,
     again: Annotated[bool, typer.Option("--again", help="Time this machine's products again.")] = False,
 ) -> None:
-    """Say what this machine can do, how fast it multiplies, and what to install for more."""
+    """Show what this machine can do, how fast it multiplies, and what to install for more."""
     if again:
         machine.forget()
     checks = examine()
     table = console.table("what", "found", "what to do", overflow="fold")
     for check in checks:
         table.add_row(check["what"], check["found"], escape(check["advice"]), style="" if check["ok"] else "yellow")
-    console.present(json_to, checks, table, _products_table())
+    console.present(json_to, checks, table, _speed_table())
 
 
-def _products_table() -> Table:
-    """What products take here, by type and rows, and in training."""
-    measured = machine.products().ms
+def _speed_table() -> Table:
+    """Time of matrix products here, by number type and rows, and in training."""
+    measured = machine.matmul_times().ms
     columns = [*map(str, machine.ROWS), machine.TRAINING]
     heads = [*(f"{rows} row{'s' * (rows != 1)}" for rows in machine.ROWS), machine.TRAINING]
     what = f"ms for {machine.LAYERS} products of {machine.WIDTH} x {machine.WIDTH}"
@@ -79,9 +79,19 @@ def examine() -> list[dict[str, Any]]:
         ("corpus", "pydivsufsort", "building corpora to draft from"),
     ):
         there = find_spec(module) is not None
-        add(f"extra {extra}", "installed" if there else "not installed", there, f"pip install 'outrider[{extra}]' for {gain}")
+        add(
+            f"extra {extra}",
+            "installed" if there else "not installed",
+            there,
+            f"pip install 'outrider[{extra}]' for {gain}",
+        )
     shipped = (demo.TARGET / "config.json").exists() and (demo.SMALL_MODEL / "config.json").exists()
-    add("demo models", demo.TARGET.parent if shipped else "missing", shipped, "install Outrider from a wheel or a full clone")
+    add(
+        "demo models",
+        demo.TARGET.parent if shipped else "missing",
+        shipped,
+        "install Outrider from a wheel or a full clone",
+    )
     try:
         pieces = sum(1 for _ in demo.modules("train"))
         add("library source", f"{pieces} modules to take prompts from")

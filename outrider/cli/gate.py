@@ -1,4 +1,5 @@
-"""`outrider gate`: may this draft ship?  Two reports in; out come a table, an exit code, and files for a CI server."""
+"""`outrider gate`: may this draft ship?  Compares two reports; gives a table, an exit code, and files for a CI
+server."""
 
 from __future__ import annotations
 
@@ -23,16 +24,23 @@ def gate(
     policy: Annotated[Path | None, typer.Option(help="What is tolerated (YAML); without, the built-in policy.")] = None,
     aa: Annotated[
         list[str] | None,
-        typer.Option(metavar="A.json,B.json", help="Reports of one and the same, to learn noise from; may be given again."),
+        typer.Option(
+            metavar="A.json,B.json", help="Reports of the same draft, to learn noise from; may be given again."
+        ),
     ] = None,
     allow_other_machine: Annotated[
         bool, typer.Option("--allow-other-machine", help="Compare across machines; times are left out.")
     ] = False,
-    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write JUnit XML, a case for every rule.")] = None,
-    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write Markdown for a pull request.")] = None,
+    junit: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write JUnit XML, a case for every rule.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write Markdown for a pull request.")
+    ] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """May this draft ship?  Compare its report with a baseline's.  Exit code 0: yes, 1: no, 2: they can't be compared."""
+    """May this draft ship?  Compare its report with a baseline's.  Exit code 0: yes, 1: no, 2: they can't be
+    compared."""
     try:
         place_of_json(json_to)
         for place in (junit, markdown):
@@ -57,7 +65,7 @@ def gate(
 
 
 def _say(outcome: Outcome) -> None:
-    """Table, what it rests on, and the verdict last, where a reader looks."""
+    """Table, notes, and the verdict last, where a reader looks."""
     console.out.print(outcome.table())
     for note in outcome.notes:
         console.out.print(note, markup=False, highlight=False)

@@ -1,4 +1,5 @@
-"""`outrider parity` and `outrider lm-eval`: are the answers the same with a drafter, text by text and score by score?"""
+"""`outrider parity` and `outrider lm-eval`: are the answers the same with a drafter, text by text and score by
+score?"""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from outrider.checkpoint import load_drafter
 from outrider.cli import console
 from outrider.cli.console import JsonTo, Overrides, bar, counted, place_of_json, write_json
 from outrider.config import override
@@ -19,6 +19,7 @@ from outrider.errors import ConfigError
 from outrider.gate.parity import Comparison, compare, compare_samples, prompts_of
 from outrider.gate.texts import compare_texts
 from outrider.gate.two_samples import Samples
+from outrider.loading import load_drafter
 from outrider.runs.baselines import parted
 from outrider.runs.file import load
 from outrider.runs.reporter import Reporter
@@ -31,8 +32,15 @@ if TYPE_CHECKING:
     from outrider.gate.harness import TaskRun
 
 LONGEST = 64
-"""Tokens of a prompt that is sampled from: a distribution can be tested anywhere, and short texts are read fast."""
-STYLES = {"equal": "green", "equivalent": "green", "no difference": "green", "tie": "yellow", "not enough prompts": "yellow"}
+"""Longest prompt that is sampled from, in tokens: a distribution can be tested anywhere, and short texts are read
+fast."""
+STYLES = {
+    "equal": "green",
+    "equivalent": "green",
+    "no difference": "green",
+    "tie": "yellow",
+    "not enough prompts": "yellow",
+}
 
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="A setting of the drafter, key=value; may be given several times.")
@@ -58,24 +66,30 @@ def parity(
     slots: Annotated[int, typer.Option(min=1, help="Prompts side by side.")] = 8,
     seed: int = 0,
     texts: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Compare two files of answers instead (JSONL); give it twice.")
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Compare two files of answers instead (JSONL); give it twice."),
     ] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Are the answers the same?  Exit code 1 where a difference is no rounding: a fault, another distribution, another text."""
+    """Are the answers the same?  Exit code 1 where a difference is not rounding: a fault, another distribution, another
+    text."""
     place_of_json(json_to)
     if texts:
         _texts(texts, json_to)
         return
     if not (recipe or drafter):
-        raise ConfigError("nothing to compare; give a run file, or --drafter NAME with --target NAME, or --texts FILE twice")
+        raise ConfigError(
+            "nothing to compare; give a run file, or --drafter NAME with --target NAME, or --texts FILE twice"
+        )
     if recipe and (target or drafter or settings or dtype):
-        raise ConfigError(f"{recipe} names target and drafter; leave --target, --drafter, --set and --dtype out, or the file")
+        raise ConfigError(
+            f"{recipe} names target and drafter; leave --target, --drafter, --set and --dtype out, or the file"
+        )
     if recipe:
-        loaded, rider, name = _of_recipe(recipe, overrides)
+        loaded, built, name = _of_recipe(recipe, overrides)
     else:
         loaded, name = load_target(target or "demo", dtype=dtype), drafter or ""
-        rider = load_drafter(name, loaded, **override({}, settings or ()))
+        built = load_drafter(name, loaded, **override({}, settings or ()))
     ids, read = prompts_of(loaded, prompts, max(count, sampled_prompts if temperature else 1), max_new_tokens, seed)
     _say(
         f"parity    {name} against plain: {len(read[:count])} prompts of {prompts}, greedy; at most "
@@ -83,7 +97,7 @@ def parity(
     )
     with bar("texts", 2 * len(read[:count])) as update:
         greedy = compare(
-            loaded, read[:count], rider, max_new_tokens=max_new_tokens, slots=slots, ids=ids[:count], on_prompt=update
+            loaded, read[:count], built, max_new_tokens=max_new_tokens, slots=slots, ids=ids[:count], on_prompt=update
         )
     _say_greedy(greedy)
     found: dict[str, Any] = {"target": loaded.spec.name, "drafter": name, "greedy": greedy.as_json(), "sampled": None}
@@ -96,7 +110,7 @@ def parity(
         )
         with bar("texts", 2 * samples * len(short)) as update:
             drawn = compare_samples(
-                loaded, short, rider, sampling=Sampling(temperature), samples=samples, max_new_tokens=sampled_tokens,
+                loaded, short, built, sampling=Sampling(temperature), samples=samples, max_new_tokens=sampled_tokens,
                 slots=max(slots, 32), alpha=alpha, seed=seed, on_text=update,
             )  # fmt: skip
         _say_samples(drawn)
@@ -108,12 +122,16 @@ def parity(
 
 
 def _of_recipe(recipe: Path, overrides: list[str] | None) -> tuple[TransformersTarget, Drafter, str]:
-    """The run's target, and its drafter: trained where it trains one."""
+    """The run's target and its drafter, the trained one where it trains one."""
     run, _ = load(recipe, overrides or [])
     loaded = target_of(run, Reporter())
     kind, own = parted(run.drafter)
     trained = run.train is not None
-    return loaded, load_drafter(run.folder / "checkpoint", loaded) if trained else load_drafter(kind, loaded, **own), kind
+    return (
+        loaded,
+        load_drafter(run.folder / "checkpoint", loaded) if trained else load_drafter(kind, loaded, **own),
+        kind,
+    )
 
 
 def _say(text: str, style: str | None = None) -> None:
@@ -130,10 +148,18 @@ def _table(*columns: str) -> Table:
 def _say_greedy(found: Comparison) -> None:
     table = _table("prompt", "tokens", "shared", "verdict", "margin", "strays")
     for pair in found.pairs:
-        margin = "-" if pair.margin is None else f"{pair.margin.units:.2f}" if pair.margin.units < 1e6 else "beyond rounding"
+        margin = (
+            "-" if pair.margin is None else f"{pair.margin.units:.2f}" if pair.margin.units < 1e6 else "beyond rounding"
+        )
         strays = pair.margin.strays if pair.margin else "-"
         table.add_row(
-            pair.id, str(pair.tokens), str(pair.shared), pair.verdict, margin, strays, style=STYLES.get(pair.verdict, "red")
+            pair.id,
+            str(pair.tokens),
+            str(pair.shared),
+            pair.verdict,
+            margin,
+            strays,
+            style=STYLES.get(pair.verdict, "red"),
         )
     console.out.print(table)
     verdicts = Counter(pair.verdict for pair in found.pairs)
@@ -195,21 +221,26 @@ def lm_eval(
     dtype: Annotated[str | None, typer.Option(help="Of the target: bfloat16 and so on.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each task; all of them unless given.")] = None,
     include_path: Annotated[
-        str | None, typer.Option("--include-path", metavar="FOLDER", help="Tasks of yours; Python that they name is run.")
+        str | None,
+        typer.Option("--include-path", metavar="FOLDER", help="Tasks of yours; Python that they name is run."),
     ] = None,
     slots: Annotated[int, typer.Option(min=1, help="Prompts side by side.")] = 1,
     chat: Annotated[bool, typer.Option("--chat", help="Put prompts through the chat template.")] = False,
-    margin: Annotated[float, typer.Option(min=1e-6, help="Difference of scores that does not matter; 0.01 is a point.")] = 0.01,
+    margin: Annotated[
+        float, typer.Option(min=1e-6, help="Difference of scores that does not matter; 0.01 is a point.")
+    ] = 0.01,
     max_gen_toks: Annotated[int, typer.Option(min=1, help="Longest answer of tasks that say none.")] = 256,
     allow_code_execution: Annotated[
         bool, typer.Option("--allow-code-execution", help="Run tasks that execute what the model wrote.")
     ] = False,
     timeout_s: Annotated[
-        float | None, typer.Option("--timeout-s", min=1, help="Longest run of tasks that execute code; a day unless given.")
+        float | None,
+        typer.Option("--timeout-s", min=1, help="Longest run of tasks that execute code; a day unless given."),
     ] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """Score tasks of lm-evaluation-harness without and with a drafter.  Exit code 1 where greedy answers or scores differ."""
+    """Score tasks of lm-evaluation-harness without and with a drafter.  Exit code 1 where greedy answers or scores
+    differ."""
     if timeout_s is not None and not allow_code_execution:
         console.note.print("--timeout-s has no effect without --allow-code-execution", style="dim", highlight=False)
     # read once, when lm-eval loads it; its bars and ours would write over each other
@@ -236,7 +267,9 @@ def lm_eval(
     with bar("tasks", len(names)) as update:
         found = both(job, lambda stage, done, of: update(0, f"{stage}: {done} of {of}"))
     _say_runs(found, margin)
-    write_json(json_to, {"target": target, "drafter": drafter, "margin": margin, "tasks": [run.as_json() for run in found]})
+    write_json(
+        json_to, {"target": target, "drafter": drafter, "margin": margin, "tasks": [run.as_json() for run in found]}
+    )
     if not all(run.holds for run in found):
         raise typer.Exit(1)
 
@@ -247,7 +280,10 @@ def _say_runs(found: list[TaskRun], margin: float) -> None:
     )
     for run in found:
         for i, score in enumerate(run.scores):
-            speed = (f"{run.speedup:.2f}" if run.speedup else "-", f"{run.tokens_per_step:.2f}" if run.tokens_per_step else "-")
+            speed = (
+                f"{run.speedup:.2f}" if run.speedup else "-",
+                f"{run.tokens_per_step:.2f}" if run.tokens_per_step else "-",
+            )
             shared = ("", "", "", "", "", "") if i else (
                 f"{run.equal} of {run.answers}", f"{run.plain_s:.1f}", f"{run.drafted_s:.1f}", *speed, run.verdict,
             )  # fmt: skip
@@ -265,4 +301,6 @@ def _say_runs(found: list[TaskRun], margin: float) -> None:
             )  # fmt: skip
         needed = max((score.equivalence.needed for score in run.scores if score.equivalence), default=0)
         if run.verdict == "not enough prompts":
-            _say(f"          {run.task}: {run.prompts} prompts can't show scores within {margin:g}; about {needed:,} could")
+            _say(
+                f"          {run.task}: {run.prompts} prompts can't show scores within {margin:g}; about {needed:,} could"
+            )

@@ -1,11 +1,12 @@
-"""`outrider replay`: recorded traffic, sent again to one server or to several side by side."""
+"""`outrider replay`: recorded traffic, sent again to one server or to several."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Column, Table
@@ -17,7 +18,7 @@ from outrider.report.bootstrap import Interval
 from outrider.traffic import traces
 from outrider.traffic.address import address_of
 from outrider.traffic.compared import Compared
-from outrider.traffic.folder import check_places
+from outrider.traffic.folder import check_paths
 from outrider.traffic.plan import Plan, limits
 from outrider.traffic.replay import Replayed
 from outrider.traffic.replay import replay as send
@@ -27,25 +28,37 @@ from outrider.traffic.traces import Trace
 
 def replay(
     context: typer.Context,
-    log: Annotated[Path, typer.Argument(help="Recorded requests; docs/replay.md lists the formats.", show_default=False)],
+    log: Annotated[
+        Path, typer.Argument(help="Recorded requests; docs/replay.md lists the formats.", show_default=False)
+    ],
     against: Annotated[
         str | None, typer.Option(metavar="URL[,URL…]", help="A server, or several to compare on the same requests.")
     ] = None,
     format: Annotated[str | None, typer.Option(help="Of the log; recognised by its first row without it.")] = None,
     speed: Annotated[float, typer.Option(help="Times of the log are divided by it.")] = 1.0,
-    rate: Annotated[float | None, typer.Option(help="Calls a second at random times, instead of the log's times.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Calls a second at random times, instead of the log's times.")
+    ] = None,
     concurrency: Annotated[int | None, typer.Option(help="Callers that each wait for their answer, instead.")] = None,
     calls: Annotated[int | None, typer.Option(help="Only the first so many.")] = None,
     warmup: Annotated[int, typer.Option(help="First calls that are not timed.")] = 0,
-    split: Annotated[bool, typer.Option("--split", help="Each session to one of the servers instead of to all.")] = False,
-    slo: Annotated[str | None, typer.Option(metavar="ttft=500,tpot=50", help="Limits in ms; answers within all count.")] = None,
+    split: Annotated[
+        bool, typer.Option("--split", help="Each session to one of the servers instead of to all.")
+    ] = False,
+    slo: Annotated[
+        str | None, typer.Option(metavar="ttft=500,tpot=50", help="Limits in ms; answers within all count.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Instead of the log's.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="The most tokens of an answer.")] = None,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Ask at temperature 0, so that answers can be compared.")] = False,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Ask at temperature 0, so that answers can be compared.")
+    ] = False,
     completions: Annotated[
         bool, typer.Option("--completions", help="Send messages as a prompt, for targets without a chat template.")
     ] = False,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Synthetic calls get answers in full length.")] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Synthetic calls get answers in full length.")
+    ] = False,
     retries: Annotated[int, typer.Option(help="How often a call that failed is sent again.")] = 3,
     timeout: Annotated[float, typer.Option(help="The longest silence, in seconds.")] = 120.0,
     seed: Annotated[int, typer.Option(help="Of the random times.")] = 0,
@@ -55,11 +68,13 @@ def replay(
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Gets calls.jsonl and replay.json.")] = None,
     over: Annotated[bool, typer.Option("--over", help="Write over what is there.")] = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the log in Outrider's format.")] = None,
-    redact: Annotated[bool, typer.Option("--redact", help="What is written holds hashes and lengths, no text.")] = False,
+    redact: Annotated[
+        bool, typer.Option("--redact", help="What is written holds hashes and lengths, no text.")
+    ] = False,
     skip_bad: SkipBad = False,
     json_to: JsonTo = None,
 ) -> None:
-    """Send recorded traffic to a server, or to several side by side, and time the answers."""
+    """Send recorded traffic to one server or several, and time the answers."""
     place_of_json(json_to)
 
     urls = [url.strip() for url in (against or "").split(",") if url.strip()]
@@ -75,7 +90,7 @@ def replay(
     else:
         _refuse_idle(context)
     result = None if json_to in (None, "-") else Path(json_to)
-    check_places(log, save=save, out=out, result=result, over=over)
+    check_paths(log, save=save, out=out, result=result, over=over)
     key = key_of(key_from)
     trace = traces.read(log, format, skip_bad)
     _describe(trace)
@@ -91,7 +106,7 @@ def replay(
 def _send(
     trace: Trace, urls: list[str], plan: Plan, out: Path | None, over: bool, key: str | None, json_to: str | None
 ) -> None:  # fmt: skip
-    """Send the calls, say what came of them, and write it where it was asked for."""
+    """Send the calls, print the results, and write them where asked."""
     total, seconds = plan.count(trace), plan.seconds(trace)
     about = "" if seconds is None else f", about {seconds:.0f} s"
     _say(f"{total} calls by {plan.mode}, to {' and '.join(address_of(url).shown for url in urls)}{about}")
@@ -105,11 +120,11 @@ def _send(
         _say(f"stopped; {result.not_sent} calls were not sent")
         raise SystemExit(130)
     if not any(endpoint.answered for endpoint in result.endpoints):
-        raise DataError("no call was answered; the table says why, and --out FOLDER keeps what each was told")
+        raise DataError("no call was answered; the table shows why, and --out FOLDER stores each server's message")
 
 
 SAVING = {"log", "format", "calls", "over", "save", "redact", "skip_bad"}
-"""What has an effect where nothing is sent."""
+"""Options that have an effect where nothing is sent."""
 
 
 def _refuse_idle(context: typer.Context) -> None:
@@ -128,20 +143,22 @@ def _say(text: str) -> None:
 
 def _describe(trace: Trace) -> None:
     times = f" over {trace.span_s:.0f} s" if trace.has_times else ", without times"
-    console.out.print(f"replay    {trace.path}: {trace.size} calls{times} ({trace.format})", highlight=False, soft_wrap=True)
+    console.out.print(
+        f"replay    {trace.path}: {trace.size} calls{times} ({trace.format})", highlight=False, soft_wrap=True
+    )
     for reason, count in trace.left_out.items():
         _say(f"{count} rows left out: {reason}")
     if trace.num_synthetic:
-        _say(f"{trace.num_synthetic} calls are synthetic text of the log's lengths: acceptance means nothing")
+        _say(f"{trace.num_synthetic} calls have synthetic text of the log's lengths: acceptance means nothing")
 
 
-# ── what is said at the end ───────────────────────────────────────────────────────────────────────────────────────────
+# ── the report ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def report(result: Replayed) -> None:
-    """One table: a column a server, and how each compares with the first."""
+    """One table: a column for each server, and the ratios to the first."""
     names = ["first", "second", "third", *(f"{place}th" for place in range(4, len(result.endpoints) + 1))]
-    names = names[: len(result.endpoints)] if result.beside else ["server"]
+    names = names[: len(result.endpoints)] if result.comparisons else ["server"]
     for name, endpoint in zip(names, result.endpoints, strict=True):
         model = "" if endpoint.model is None else f", {endpoint.model}"
         console.out.print(f"{name:<10}{endpoint.url}{model}", highlight=False, markup=False, soft_wrap=True)
@@ -152,23 +169,23 @@ def report(result: Replayed) -> None:
     console.out.print(table, highlight=False)
     if result.schedule_error_s is not None:
         late = result.schedule_error_s._asdict()
-        said = ", ".join(f"{late[name] * 1e3:.1f} ms {name}" for name in ("p50", "p95", "p99", "most"))
-        _say(f"sent after the time due: {said}")
-    for name, one in zip(names[1:], result.beside, strict=True):
+        message = ", ".join(f"{late[name] * 1e3:.1f} ms {name}" for name in ("p50", "p95", "p99", "most"))
+        _say(f"sent after the time due: {message}")
+    for name, one in zip(names[1:], result.comparisons, strict=True):
         if one.answers is not None:
             _say(_compared(f"answers of the {name} and of the first", one.answers))
     for url, compared in result.log_answers.items():
         _say(_compared(f"answers of {url} and of the log", compared))
     for endpoint in result.endpoints:
-        for reason, said in endpoint.first_said.items():
-            if said != reason:
-                _say(f"{endpoint.url}, first: {said}")
+        for reason, message in endpoint.first_messages.items():
+            if message != reason:
+                _say(f"{endpoint.url}, first: {message}")
     for note in result.notes:
         _say(note)
 
 
 def rows(result: Replayed) -> list[list[str]]:
-    """A title and a cell for every server; means have their ratios to the first server's behind them."""
+    """A title and a cell for every server; after means, the ratios to the first server's."""
     ends = result.endpoints
     found = [["calls sent", *(str(one.sent) for one in ends)], ["answered", *(str(one.answered) for one in ends)]]
     for kind, counts in (("failed", [one.failed for one in ends]), ("cut off", [one.cut_off for one in ends])):
@@ -177,21 +194,25 @@ def rows(result: Replayed) -> list[list[str]]:
     if any(one.retried for one in ends):
         found.append(["sent more than once", *(str(one.retried) for one in ends)])
     found.append(["answers/s", *(f"{one.answers_per_s:.2f}" for one in ends)])
-    found.append(["tokens/s", *(counted(one.tokens_per_s) if one.tokens else "not said" for one in ends)])
+    found.append(["tokens/s", *(counted(one.tokens_per_s) if one.tokens else "unknown" for one in ends)])
     for name, title in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("gap_s", "gap"), ("e2e_s", "E2E")):
         spreads = [spread._asdict() if (spread := getattr(one, name)) else {} for one in ends]
         for share in ("mean", "p50", "p95", "p99"):
             cells = [f"{spread[share] * 1e3:.1f}" if spread else "-" for spread in spreads]
-            ratios = [_ratio(one.ratios.get(name)) for one in result.beside] if share == "mean" else []
+            ratios = [_ratio(one.ratios.get(name)) for one in result.comparisons] if share == "mean" else []
             found.append([f"{title if share == 'mean' else ' ' * len(title)} ms, {share}", *cells, *ratios])
     if result.slo:
         within = ", ".join(f"{name} {limit * 1e3:g} ms" for name, limit in result.slo.items())
         found.append([f"answers/s within {within}", *(f"{one.goodput_per_s or 0:.2f}" for one in ends)])
-    for name, title in (("tokens_per_step", "tokens per step"), ("drafted", "drafted"), ("accepted", "kept")):
-        for who, said in (("counters", [one.acceptance for one in ends]), ("answers", [one.acceptance_said for one in ends])):
-            values = [None if own is None else own.get(name) for own in said]
+    reported: dict[str, list[Mapping[str, Any] | None]] = {
+        "counters": [one.acceptance for one in ends],
+        "answers": [one.reported_acceptance for one in ends],
+    }
+    for name, title in (("tokens_per_step", "tokens per step"), ("drafted", "drafted"), ("accepted", "accepted")):
+        for source, given in reported.items():
+            values = [None if own is None else own.get(name) for own in given]
             if any(value is not None for value in values):
-                found.append([f"{title}, {who}", *map(_count, values)])
+                found.append([f"{title}, {source}", *map(_count, values)])
     return found
 
 
@@ -204,8 +225,8 @@ def _count(value: float | None) -> str:
 
 
 def _compared(what: str, compared: Compared) -> str:
-    said = f"{what}: {compared.equal} of {compared.compared} equal"
+    text = f"{what}: {compared.equal} of {compared.compared} equal"
     if compared.first_differences:
         name, at = compared.first_differences[0]
-        said += f"; call {name} is the first to differ, at character {at}"
-    return said
+        text += f"; call {name} is the first to differ, at character {at}"
+    return text

@@ -1,4 +1,4 @@
-"""What the stages of a run print: before they begin, how far they are, and what came of them."""
+"""What the stages of a run print: plans, progress and results."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -8,7 +8,7 @@ from outrider.cli import console
 from outrider.cli.console import bar, counted, restarted, say, sized
 from outrider.compiled import NotCompiled
 from outrider.data.contamination import Found
-from outrider.report import summary
+from outrider.report import summary, tables
 from outrider.runs import reporter as events
 from outrider.runs.file import TargetConfig
 from outrider.runs.reporter import Plan, Reporter, Result, Update
@@ -84,8 +84,9 @@ def _note(loss: float = 0.0, tokens_per_step: float | None = None, left_out: int
 def _planned(plan: Plan) -> str:
     match plan:
         case events.Preparing():
+            of = "" if plan.available in (None, plan.total) else f" of {plan.available}"
             return (
-                f"prepare   {plan.total} prompts from {plan.conversations}, {plan.done} answered before; at most "
+                f"prepare   {plan.total}{of} prompts from {plan.conversations}, {plan.done} answered before; at most "
                 f"{counted(plan.tokens)} tokens to write, {sized(plan.size_bytes)} in {plan.folder}"
             )
         case events.Training(model=model, source=source):
@@ -117,7 +118,7 @@ def _say_prepared(found: events.Prepared) -> None:
         why = "refused by the template, no room for an answer, or none given"
         say(f"          {found.unanswered} prompts without an answer: {why}")
     if found.others:
-        why = "not asked here (edited since, or another run's); they train too: name another prepare.folder to leave them out"
+        why = "not asked here (edited since, or another run's); they do not train"
         say(f"          {found.others} answers to prompts that are {why}")
 
 
@@ -137,7 +138,7 @@ def _say_calibrated(found: Calibration) -> None:
 
 def _say_evaluated(found: events.Evaluated) -> None:
     report, folder = found.report, found.folder
-    console.out.print(summary.table(report))
+    console.out.print(tables.SummaryTable(report))
     say(f"          {summary.headline(report)}")
     tried = sum({row.task: row.prompts for row in report.rows}.values()) + len(report.left_out)
     say(f"          {len(report.left_out)} of {tried} prompts left out, {summary.left_out_because(report)}")

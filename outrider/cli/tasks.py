@@ -1,4 +1,4 @@
-"""The prompt sets that drafters are measured on: where each comes from, how much of it is used, what scores it."""
+"""`outrider tasks`: the prompt sets to measure on, where each comes from, how much of it is used, how it is scored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from outrider.cli.console import JsonTo, place_of_json, quiet, write_json
 from outrider.measure.tasks import listed
 
 Data = Annotated[
-    Path | None, typer.Option("--data", metavar="FOLDER", help="Folder with gsm8k.jsonl and so on, taken instead of the hub.")
+    Path | None,
+    typer.Option("--data", metavar="FOLDER", help="Folder with gsm8k.jsonl and so on, taken instead of the hub."),
 ]
 SCORED = {"answer": "the answer", "tests": "tests", None: "-"}
 

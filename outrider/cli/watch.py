@@ -1,4 +1,4 @@
-"""The verb that looks at a server while it serves: is the drafter still as good as when it was released?"""
+"""`outrider watch`: is a server's drafter still as good as when it was released?"""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from outrider.errors import ConfigError, DataError
 from outrider.report.schema import Report
 from outrider.traffic.address import address_of
 from outrider.traffic.release import Release, release_of
-from outrider.traffic.watch import VERDICTS, View, Window, glance, standing, watching
+from outrider.traffic.watch import SIDES, View, Window, glance, standing, watching
 
-NOT_SAID = "–"
+MISSING = "–"
 INCOMPARABLE = (
-    "can't be compared: the server counts steps with a draft only, and the report does not say that its drafter drafts at "
+    "can't be compared: the server counts only steps with a draft, and the report does not show that its drafter drafts at "
     "every step; watch a server that counts all steps, or release a report with accepted_histogram"
 )
 
@@ -34,20 +34,24 @@ def watch(
     release: Annotated[
         Path | None, typer.Option(help="report.json, or its folder, that the drafter was released with.")
     ] = None,
-    drafter: Annotated[str | None, typer.Option(help="Whose rows of the report; without it those it speaks of first.")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Rows of the report to compare with; the lead rows unless given.")
+    ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="Of the traffic: which rows of the report; without it those it speaks of first.")
+        float | None, typer.Option(help="Of the traffic, so of the rows to compare with; the lead rows' unless given.")
     ] = None,
     every: Annotated[float, typer.Option(help="Seconds between two readings.")] = 5.0,
     for_s: Annotated[float | None, typer.Option("--for", help="Stop after so many seconds.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="One reading: since the server started, or over --for seconds.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="One reading: since the server started, or over --for seconds.")
+    ] = False,
     log: Annotated[Path | None, typer.Option(help="Add one JSON line a reading to this file.")] = None,
     json_to: JsonTo = None,
 ) -> None:
     """Watch a server's acceptance; warn, and exit with 1, when it leaves the interval of its release."""
     if every < 0.1 or (for_s is not None and for_s <= 0):
         raise ConfigError(
-            f"--every {every:g}{'' if for_s is None else f' --for {for_s:g}'}: wanted at least 0.1 s, and above 0"
+            f"--every must be at least 0.1 s and --for above 0 s, got {every:g}{'' if for_s is None else f' and {for_s:g}'}"
         )
     if once and log is not None:
         raise ConfigError("--log has no effect with --once; --json FILE writes the reading")
@@ -58,7 +62,9 @@ def watch(
     elif drafter is not None:
         raise ConfigError(f"--drafter {drafter} has no effect without --release; name the report that holds it")
     elif temperature is not None:
-        raise ConfigError(f"--temperature {temperature:g} has no effect without --release; name the report that holds it")
+        raise ConfigError(
+            f"--temperature {temperature:g} has no effect without --release; name the report that holds it"
+        )
     found, is_outside = _once(url, promised, for_s) if once else _live(url, promised, every, for_s, log)
     write_json(json_to, found)
     if is_outside:
@@ -72,25 +78,25 @@ def _once(url: str, promised: Release | None, for_s: float | None) -> tuple[dict
     _say_head(f"{counters.server} at {address_of(url).shown}, {over}", promised)
     console.out.print(_table([(over, window)], promised))
     side = None if promised is None else standing(window, promised)
-    console.out.print(_standing_said(side, window, promised))
-    found = {"server": counters.server, "running": counters.running, "waiting": counters.waiting, "verdict": VERDICTS[side]}
+    console.out.print(_standing_text(side, window, promised))
+    found = {"server": counters.server, "running": counters.running, "waiting": counters.waiting, "side": SIDES[side]}
     return found | {"window": window.json(), "release": promised and promised.json()}, side in (-1, 1)
 
 
 def _say_head(what: str, promised: Release | None) -> None:
     console.out.print(f"watch     {what}", highlight=False, soft_wrap=True)
     if promised is not None:
-        console.out.print(f"release   {promised.said}", highlight=False, markup=False, soft_wrap=True)
+        console.out.print(f"release   {promised.description}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _standing_said(side: int | None, window: Window, promised: Release | None) -> Text:
+def _standing_text(side: int | None, window: Window, promised: Release | None) -> Text:
     if promised is not None and (window.found.tokens_per_step is None or window.steps <= 0):
-        return Text("nothing was decoded, so nothing can be said")
-    return _side_said(side, promised, f"inside the release's interval, as far as {window.steps:,} steps can tell")
+        return Text("nothing was decoded, so nothing can be compared")
+    return _side_text(side, promised, f"inside the release's interval, as far as {window.steps:,} steps can tell")
 
 
-def _side_said(side: int | None, promised: Release | None, inside: str, since: str = "") -> Text:
-    """On which side of the release's interval the server is; `inside` where it is on neither."""
+def _side_text(side: int | None, promised: Release | None, inside: str, since: str = "") -> Text:
+    """On which side of the release's interval the server is.  inside: the text where it is on neither."""
     if promised is None:
         return Text("no release to compare with; --release report.json names it", overflow="fold")
     if side is None:
@@ -107,12 +113,14 @@ def _live(
     """Readings until --for is over or Ctrl-C; the last as JSON, and whether an alarm was raised on the way."""
     alarmed, view, views = False, None, watching(url, promised, every, for_s)
     with _opened(log) as lines:
-        _say_head(f"{next(views).counters.server} at {address_of(url).shown}, every {every:g} s; Ctrl-C ends it", promised)
+        _say_head(
+            f"{next(views).counters.server} at {address_of(url).shown}, every {every:g} s; Ctrl-C ends it", promised
+        )
         with Live(console=console.out, auto_refresh=False, transient=False) as screen, suppress(KeyboardInterrupt):
             for view in views:
                 alarmed |= view.alarmed
                 screen.update(_screen(view, promised), refresh=True)
-                if lines is not None:  # behind the screen: what the log holds was seen, whenever Ctrl-C comes
+                if lines is not None:  # after the screen: whenever Ctrl-C comes, what the log holds was shown
                     lines.write(json.dumps(view.json()) + "\n")
     if not console.out.is_terminal:
         console.out.print()
@@ -121,7 +129,7 @@ def _live(
 
 
 def _opened(log: Path | None) -> AbstractContextManager[IO[str] | None]:
-    """The file that gets a line a reading, each line written at once."""
+    """The file that gets a line per reading, written at once."""
     try:
         return nullcontext() if log is None else log.open("a", encoding="utf-8", buffering=1)
     except OSError as error:
@@ -136,12 +144,12 @@ def _screen(view: View, promised: Release | None) -> Group:
     busy = ""
     if counters.running is not None:
         busy = f"requests  {counters.running} running, {counters.waiting or 0} waiting"
-        busy += f"; the server began anew {view.restarts} times" if view.restarts else ""
-    return Group(_table(columns, promised), Text(busy), _verdict(view, promised))
+        busy += f"; the server restarted {view.restarts} times" if view.restarts else ""
+    return Group(_table(columns, promised), Text(busy), _status_text(view, promised))
 
 
-def _verdict(view: View, promised: Release | None) -> Text:
-    """What a human must know now."""
+def _status_text(view: View, promised: Release | None) -> Text:
+    """The state of the server in one line."""
     if view.away is not None:
         return Text(f"AWAY      {view.away}", "bold white on red", overflow="fold")
     inside = f"inside    {100 * view.evidence:.0f} % of the evidence for an alarm"
@@ -151,11 +159,11 @@ def _verdict(view: View, promised: Release | None) -> Text:
         wait_s = view.steps_to_notice * view.ten_minutes.seconds / view.ten_minutes.steps
         inside += f"; at this traffic a drop of 10 % is noticed in about {lasting(wait_s)}"
     since = time.strftime("%H:%M:%S", time.localtime(view.side_since_s))
-    return _side_said(view.side, promised, inside, f", found at {since}")
+    return _side_text(view.side, promised, inside, f", found at {since}")
 
 
 def _table(columns: list[tuple[str, Window]], promised: Release | None) -> Table:
-    """Figures in rows, stretches of time in columns, the release's interval last."""
+    """Figures in rows, periods in columns, the release's interval last."""
     heads = [Column(name, justify="right", min_width=8) for name, _ in columns]
     heads += [Column("release", justify="right")] if promised else []
     table = Table("", *heads, box=None, pad_edge=False)
@@ -169,17 +177,18 @@ def _table(columns: list[tuple[str, Window]], promised: Release | None) -> Table
     limits = f"{interval.low:.2f} … {interval.high:.2f}" if interval else ""
     row(f"tokens per step{own}", [_figure(found.tokens_per_step, ".2f") for found in founds], limits)
     row("tokens per step with a draft", [_figure(found.tokens_per_draft, ".2f") for found in founds])
-    row("drafted tokens kept", [_figure(found.draft_acceptance, ".1%") for found in founds])
+    row("drafted tokens accepted", [_figure(found.draft_acceptance, ".1%") for found in founds])
     of_steps = any(found.drafts_are_steps for found in founds)
     depths = () if promised is None else promised.by_step if of_steps else promised.by_depth
     for k in range(max([len(found.rates) for found in founds], default=0)):
         limits = f"{100 * depths[k].low:.0f} … {100 * depths[k].high:.0f} %" if k < len(depths) else ""
         rates = [found.rates[k] if k < len(found.rates) else None for found in founds]
-        row(f"  kept at depth {k + 1}{', of all steps' if of_steps else ''}", [_figure(rate, ".1%") for rate in rates], limits)
+        name = f"  accepted at depth {k + 1}{', of all steps' if of_steps else ''}"
+        row(name, [_figure(rate, ".1%") for rate in rates], limits)
     row("steps", [f"{window.steps:,}" for _, window in columns])
     row("tokens/s", [_figure(window.tokens_per_s, ".1f") for _, window in columns])
     return table
 
 
 def _figure(value: float | None, spec: str) -> str:
-    return NOT_SAID if value is None else f"{value:{spec}}".replace("%", " %")
+    return MISSING if value is None else f"{value:{spec}}".replace("%", " %")

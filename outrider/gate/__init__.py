@@ -1,1 +1,2 @@
-"""Was anything lost?  Reports, texts, distributions and task scores of old and new, and a verdict with its reasons."""
+"""Did anything get worse?  Compares reports, texts, distributions and task scores, and gives a verdict with its
+reasons."""

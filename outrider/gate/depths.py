@@ -1,4 +1,5 @@
-"""Rules over drafts by depth: what was accepted of those that reach it, beside the baseline and beside training.  No torch."""
+"""Rules by depth: what was accepted of the drafts that reach it, against the baseline and against training.  No
+torch."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from outrider.report.bootstrap import Floats, normal
 from outrider.report.schema import Row
 
 FEWEST_DRAFTS = 30
-"""That reach a depth, for its acceptance to be tested."""
+"""A depth is tested where at least this many drafts reach it."""
 
 
 def acceptance(comparison: Comparison) -> Iterator[Test | Part]:
@@ -42,7 +43,7 @@ def acceptance(comparison: Comparison) -> Iterator[Test | Part]:
 
 
 def skew(comparison: Comparison) -> Iterator[Test | Part]:
-    """Acceptance as served, less what training predicted, at each depth."""
+    """Measured acceptance minus what training predicted, at each depth."""
     for group in comparison.groups:
         pairs = list(group.pairs.values())
         found, predicted = summed([pair.new for pair in pairs]), _predicted([pair.new for pair in pairs])
@@ -72,9 +73,11 @@ def _predicted(rows: Sequence[Row]) -> Sequence[float | None]:
 
 
 def _skews(found: Depths | None, predicted: Sequence[float | None]) -> dict[int, float]:
-    """Acceptance less its prediction, by depth."""
+    """Acceptance minus its prediction, by depth."""
     sides = enumerate(zip(predicted, *found, strict=False)) if found else ()
-    return {depth: n / reached - expected for depth, (expected, reached, n) in sides if expected is not None and reached}
+    return {
+        depth: n / reached - expected for depth, (expected, reached, n) in sides if expected is not None and reached
+    }
 
 
 class Depths(NamedTuple):
@@ -82,11 +85,11 @@ class Depths(NamedTuple):
 
     reached: Floats
     accepted: Floats
-    """That depth, and all before it."""
+    """At that depth and at all depths before it."""
 
 
 def depths_of(row: Row) -> Depths | None:
-    """From the histogram; in reports without one, from the shares and the rejections by depth.  None where neither is."""
+    """From the histogram, or else from the shares and rejections by depth.  None where the row has neither."""
     if row.accepted_histogram:
         most = max(len(row.accepted_histogram) - 1, 0)
         found = Depths(np.zeros(most), np.zeros(most))
@@ -109,27 +112,27 @@ def depths_of(row: Row) -> Depths | None:
 
 
 def _clustering(pairs: Iterable[Pair], new: Depths, old: Depths | None = None) -> float:
-    """How many times the variance of tokens per step, over prompts, exceeds that of as many independent steps; 1 at least.
+    """Variance of tokens per step over prompts, divided by that of as many independent steps; at least 1.
 
-    With `old`, of the difference between the two over the same prompts.
+    With `old`: of the difference between the two over the same prompts.
     """
     table = np.array([values for pair in pairs for both in pair.prompts if (values := counts(*both)) is not None])
     if len(table) < 2:
         return 1.0
-    seen, alone = np.zeros(len(table)), 0.0
+    influence, alone = np.zeros(len(table)), 0.0
     for side, depths in ((0, new), (2, old)):
         if depths is not None:
             tokens, steps = table[:, side], table[:, side + 1]
-            strayed = (tokens - tokens.sum() / steps.sum() * steps) / steps.sum()
-            seen = seen + (strayed if side == 0 else -strayed)
+            residuals = (tokens - tokens.sum() / steps.sum() * steps) / steps.sum()
+            influence = influence + (residuals if side == 0 else -residuals)
             share = np.minimum(1.0, depths.accepted / steps.sum())
             weights = 2 * np.arange(len(share)) + 1
             alone += max(0.0, float((weights * share).sum() - share.sum() ** 2)) / float(steps.sum())
-    return max(1.0, float((seen**2).sum()) * len(table) / (len(table) - 1) / alone) if alone else 1.0
+    return max(1.0, float((influence**2).sum()) * len(table) / (len(table) - 1) / alone) if alone else 1.0
 
 
 def summed(rows: Sequence[Row]) -> Depths | None:
-    """Of all tasks, as deep as the deepest."""
+    """The sum over all tasks, as deep as the deepest of them."""
     found = [depths for row in rows if (depths := depths_of(row)) is not None]
     if not found or len(found) < len(rows):
         return None

@@ -1,6 +1,6 @@
-"""Rules over figures of prompts, new beside old: speeds, tokens per step, the slowest prompts, scores.  No torch.
+"""Rules over figures of prompts, new against old: speeds, tokens per step, the slowest prompts, scores.  No torch.
 
-Prompts are drawn within their tasks.  An estimate is oriented so that below 0 is a loss.
+Prompts are resampled within their tasks.  An estimate below 0 is a loss.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def speed(comparison: Comparison, policy: Policy) -> Found:
 
 
 def speed_log(new: PromptResult, old: PromptResult, policy: Policy) -> tuple[float, ...] | None:
-    """Log of new/old speed, and 1, whose sums make the mean; None where a speed is missing."""
+    """(log of new/old speed, 1): their sums give the mean.  None where a speed is missing."""
     a, b = (p.speedup if policy.speed.by == "speedup" else p.tokens_per_s for p in (new, old))
     return (math.log(a / b), 1.0) if a and b and a > 0 and b > 0 else None
 
@@ -38,19 +38,19 @@ def tokens_per_step(comparison: Comparison, policy: Policy) -> Found:
 
 
 def clean_figure(comparison: Comparison, policy: Policy) -> Found:
-    """Tokens per step again without the prompts that were found in a drafter's text, or could not be looked for."""
+    """Tokens per step without the prompts that were found in a drafter's text, or could not be searched for."""
     matched = [(task, pair) for group in comparison.groups for task, pair in group.pairs.items()]
-    by_prompt = any(prompt.overlaps is not None for _, pair in matched for prompt in pair.new.per_prompt)
+    by_prompt = any(prompt.contaminated is not None for _, pair in matched for prompt in pair.new.per_prompt)
     if not by_prompt and all(pair.new.clean is None for _, pair in matched):
         yield silent("", "the candidate was not checked for overlap")
         return
     strange: set[tuple[str, str]] = set()
     for task, pair in matched:
         for row in (pair.new, pair.old):
-            strange |= {(task, name) for name in (row.clean.overlapping if row.clean else ())}
-            strange |= {(task, prompt.id) for prompt in row.per_prompt if prompt.overlaps}
+            strange |= {(task, name) for name in (row.clean.contaminated if row.clean else ())}
+            strange |= {(task, prompt.id) for prompt in row.per_prompt if prompt.contaminated}
         if by_prompt:
-            strange |= {(task, prompt.id) for prompt in pair.new.per_prompt if prompt.overlaps is None}
+            strange |= {(task, prompt.id) for prompt in pair.new.per_prompt if prompt.contaminated is None}
     yield from _paired(comparison, counts, _pace, policy, "tokens and steps", without=strange)
 
 
@@ -66,8 +66,9 @@ def _paired(
 ) -> Found:  # fmt: skip
     """Tests over all tasks and on each, from figures of pairs of prompts.
 
-    columns: the figures, or None where one is missing; statistic takes sums of them over prompts [..., K] and gives a log ratio
-    [...].  without: (task, prompt) that are left out; then there is one test over all tasks, and few prompts are no fault.
+    columns: the figures, or None where one is missing; statistic takes sums of them over prompts [..., K] and gives a
+    log ratio [...].  without: (task, prompt) that are left out; then there is one test over all tasks, and few prompts
+    are no fault.
     """
     for index, group in enumerate(comparison.groups):
         tables: dict[str, Floats] = {}
@@ -93,16 +94,16 @@ def _paired(
 def _bootstrapped(
     where: str, tables: Mapping[str, Floats], statistic: Callable[[Floats], Floats], policy: Policy, seed: int
 ) -> tuple[Test | Part, dict[str, Estimate]]:
-    """Over all tasks, drawn within each; and the own estimate of each task that is large enough.
+    """The test over all tasks, resampled within each, and an estimate for each task that is large enough.
 
-    Small tasks are drawn as one, since a prompt that is alone would never vary.
+    Small tasks are resampled together: a task of one prompt would never vary.
     """
     large = {task: table for task, table in tables.items() if len(table) >= policy.min_prompts}
     small = [table for task, table in tables.items() if task not in large]
     own: dict[str, Estimate] = {}
     drawn: list[Floats] = []
-    for place, (task, table) in enumerate(large.items()):
-        drawn.append(sums(table, policy.draws, seed + place))
+    for i, (task, table) in enumerate(large.items()):
+        drawn.append(sums(table, policy.draws, seed + i))
         own[task] = estimate_of(float(statistic(table.sum(axis=0))), statistic(drawn[-1]), len(table))
     if small:
         drawn.append(sums(np.concatenate(small), policy.draws, seed + len(large)))
@@ -130,10 +131,11 @@ def _pace(table: Floats) -> Floats:
 
 
 def slowest(comparison: Comparison, policy: Policy) -> Found:
-    """The 99th percentile over prompts depends on two or three of them, so a plain bootstrap believes their luck.
+    """99th percentile of time per output token over prompts, by a smoothed bootstrap.
 
-    Every drawn prompt is shaken by the noise between the reports, as most prompts or the target alone show it: a smoothed
-    bootstrap.  The target alone also tells how much the machine as a whole was slower, which is taken out.
+    It depends on two or three prompts, and a plain bootstrap takes their luck for a fact.  So every drawn prompt gets
+    the noise between the reports added, as most prompts or the target alone show it.  The target alone also shows by
+    how much the machine as a whole was slower; that is taken out.
     """
     for index, group in enumerate(comparison.groups):
         where = group.named("all tasks" if len(group.pairs) > 1 else next(iter(group.pairs)))
@@ -155,13 +157,13 @@ def slowest(comparison: Comparison, policy: Policy) -> Found:
 
 
 def _scatter(values: Floats) -> float:
-    """Standard deviation by the middle half: a tail that got slower is what is looked for, not noise."""
+    """Standard deviation from the middle half of the values: a slower tail is the effect, not noise."""
     low, high = np.quantile(values, [0.25, 0.75])
     return float(high - low) / 1.349
 
 
 def _tail_estimate(logs: Floats, scatter: float, policy: Policy, index: int) -> Estimate:
-    """Of minus the log of new/old 99th percentile.  logs [P, 2]: new, old; scatter: of their difference, without a cause."""
+    """Minus the log of new/old 99th percentile.  logs [P, 2]: new, old.  scatter: noise of their difference."""
     shake = np.float32(scatter / math.sqrt(2))
     noise = np.random.default_rng(policy.seed + index)
 
@@ -181,7 +183,7 @@ def _tail_estimate(logs: Floats, scatter: float, policy: Policy, index: int) -> 
 
 
 def score(comparison: Comparison, policy: Policy) -> Found:
-    """Drafted answers beside the target's own in the candidate's run: any loss is the drafter's."""
+    """Drafted answers against the target's own, in the candidate's run: any loss is the drafter's."""
     for index, group in enumerate(comparison.groups):
         tables: dict[str, Floats] = {}
         lonely: list[tuple[float, float, int]] = []
@@ -213,6 +215,6 @@ def score(comparison: Comparison, policy: Policy) -> Found:
 
 
 def _can_score(task: str) -> bool:
-    """False for tasks that want a judge: nobody can be asked for their score."""
+    """False for tasks that are scored by a judge model: they have no score here."""
     known = TASKS.get(task)
     return known is None or known.score is not None

@@ -1,8 +1,7 @@
 """lm-evaluation-harness on our targets, speculating or not: the same prompts, the same stops, the same scores.
 
 `import outrider.gate.harness` registers the model `outrider` with lm-eval (arguments: target, drafter, and those of
-`OutriderLM`).  `both` runs tasks twice, plain and drafted, and says whether it made a difference.  Needs lm-eval, the extra
-`eval`.
+`OutriderLM`).  `both` runs tasks twice, plain and drafted, and compares the results.  Needs lm-eval, the extra `eval`.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from lm_eval import evaluator
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
-from outrider.checkpoint import load_drafter
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError, DataError
 from outrider.gate.equivalence import Equivalence, equivalence
 from outrider.gate.language_model import OutriderLM
 from outrider.generation import serve
+from outrider.loading import load_drafter
 from outrider.measure import sandbox
 from outrider.sampling.settings import Sampling
 from outrider.targets.load import load_target
@@ -35,7 +34,7 @@ Load = Callable[..., Drafter]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is run, in plain values: it may go to another process."""
+    """What is run, in plain values: it may be sent to another process."""
 
     tasks: tuple[str, ...]
     target: str = "demo"
@@ -52,7 +51,7 @@ class Job:
     max_gen_toks: int = 256
     allow_code: bool = False
     timeout_s: float = 86_400.0
-    """Longest run of tasks that execute code, models loaded and all."""
+    """Longest run of tasks that execute code, loading included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,31 +75,31 @@ class TaskRun:
     equal: int
     """Answers, or log-likelihoods, that are the same both ways."""
     first_different: dict[str, Any] | None
-    """The first that is not: number, plain, drafted."""
+    """The first that differs: number, plain, drafted."""
     scores: tuple[Score, ...]
     plain_s: float
     drafted_s: float
     tokens_per_step: float | None
     """Of the drafted run; None where nothing was generated."""
     is_sampled: bool = False
-    """Whether any answer was drawn.  Greedy answers, and log-likelihoods, have one right text and no luck."""
+    """Whether any answer was sampled.  Greedy answers and log-likelihoods have one right value."""
 
     @property
     def holds(self) -> bool:
-        """Every answer is the same; where answers were drawn, no score is proven different.
+        """Every answer is the same; for sampled answers: no score is shown to differ.
 
-        Texts alone are known here, and no tokens: a rounding tie can't be told from a fault, and none is excused.
+        Only texts are known here, not tokens: a rounding tie can't be told from a fault, so none is excused.
         """
         return self.verdict != "different" if self.is_sampled else self.equal == self.answers
 
     @property
     def speedup(self) -> float | None:
-        """Plain seconds over drafted ones; None where nothing was generated, and so nothing drafted."""
+        """Plain seconds over drafted ones; None where nothing was generated."""
         return self.plain_s / self.drafted_s if self.tokens_per_step and self.drafted_s else None
 
     @property
     def verdict(self) -> str:
-        """`equal` where every answer is; else what the scores say, the worst first."""
+        """`equal` where every answer is; else the worst verdict of the scores."""
         if self.equal == self.answers:
             return "equal"
         found = {score.equivalence.verdict for score in self.scores if score.equivalence is not None}
@@ -112,21 +111,23 @@ class TaskRun:
         return asdict(self) | {"speedup": self.speedup, "verdict": self.verdict, "holds": self.holds, "scores": scores}
 
 
-def both(job: Job, on_request: Callable[[str, int, int], None] | None = None, load: Load = load_drafter) -> list[TaskRun]:
+def both(
+    job: Job, on_request: Callable[[str, int, int], None] | None = None, load: Load = load_drafter
+) -> list[TaskRun]:
     """Run every task plain, then drafted.  load(name, target, **settings) makes the drafter.
 
-    Tasks that run code which the model wrote are refused by name, before anything of them is loaded, unless job.allow_code;
-    then all happens in a process of its own, under the limits of `sandbox.confine` and for at most job.timeout_s seconds, and
-    only there is HF_ALLOW_CODE_EVAL set.  on_request(stage, done, of).  Raises ConfigError for such a task or one that does
-    not exist, DataError where a task's data can't be had or that process comes to no result.
+    Tasks that run code which the model wrote are refused by name before anything of them is loaded, unless
+    job.allow_code. With it, everything runs in a process of its own, under the limits of `sandbox.confine`, for at most
+    job.timeout_s seconds; HF_ALLOW_CODE_EVAL is set only there.  on_request(stage, done, of).  Raises ConfigError for
+    such a task or an unknown one, DataError where a task's data can't be loaded or the process gives no result.
     """
     unsafe = unsafe_tasks(manager_of(job), job.tasks)
     if not unsafe:
         return _both(job, on_request, load)
     if not job.allow_code:
         raise ConfigError(
-            f"{', '.join(unsafe)}: runs code that the model wrote; give --allow-code-execution on a machine where that can do "
-            "no harm, or leave it out"
+            f"{', '.join(unsafe)} runs code that the model wrote; give --allow-code-execution on a machine where that can do "
+            "no harm, or leave the task out"
         )
     return sandbox.run_in_subprocess(functools.partial(_both, job, None, load, runs_code=True), job.timeout_s)
 
@@ -134,30 +135,30 @@ def both(job: Job, on_request: Callable[[str, int, int], None] | None = None, lo
 def _both(
     job: Job, on_request: Callable[[str, int, int], None] | None, load: Load, runs_code: bool = False
 ) -> list[TaskRun]:  # fmt: skip
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it says what our table says again
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it repeats what our table shows
     if runs_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     manager = manager_of(job)
     target = load_target(job.target, dtype=job.dtype)
     drafter = load(job.drafter, target, **job.settings)
-    for rider in (None, drafter):  # the first passes of a process pay for what is allocated once
-        for _ in serve(target, [Request([0], 16, Sampling())], rider):
+    for arm in (None, drafter):  # warm up: the first passes of a process pay for allocations
+        for _ in serve(target, [Request([0], 16, Sampling())], arm):
             pass
-    if runs_code:  # not before: a model that comes from the hub is larger than any file that is written from here on
+    if runs_code:  # not earlier: a model from the hub is larger than any file that may be written from here on
         sandbox.confine(job.timeout_s)
     found: list[TaskRun] = []
     for task in job.tasks:
         pair = []
-        for stage, rider in (("plain", None), ("drafted", drafter)):
-            heard = None if on_request is None else functools.partial(on_request, f"{task}, {stage}")
-            model = OutriderLM(target, rider, slots=job.slots, max_gen_toks=job.max_gen_toks, on_request=heard)
+        for stage, arm in (("plain", None), ("drafted", drafter)):
+            on_answer = None if on_request is None else functools.partial(on_request, f"{task}, {stage}")
+            model = OutriderLM(target, arm, slots=job.slots, max_gen_toks=job.max_gen_toks, on_request=on_answer)
             pair.append((_evaluated(model, task, manager, job), model))
         found += _runs(pair, job)
     return found
 
 
 def manager_of(job: Job) -> TaskManager:
-    """Of the tasks in the included folder; of lm-eval's own too where a name is not among them, which takes seconds."""
+    """Tasks of the included folder; lm-eval's own too where a name is not among them, which takes seconds."""
     if job.include_path is not None:
         if not Path(job.include_path).is_dir():
             raise ConfigError(f"--include-path {job.include_path}: no such folder; name one with task files (YAML)")
@@ -167,12 +168,14 @@ def manager_of(job: Job) -> TaskManager:
     manager = TaskManager(include_path=job.include_path)
     for task in job.tasks:
         if task not in manager.all_tasks:
-            raise ConfigError(f"lm-eval has no task {task!r}; `lm-eval ls tasks` lists them, --include-path FOLDER adds yours")
+            raise ConfigError(
+                f"lm-eval has no task {task!r}; list them with `lm-eval ls tasks`, or add yours: --include-path FOLDER"
+            )
     return manager
 
 
 def unsafe_tasks(manager: TaskManager, names: Iterable[str]) -> list[str]:
-    """Those of these tasks, of groups' members too, whose files say `unsafe_code`.  Loads nothing of them."""
+    """The tasks, group members included, whose files say `unsafe_code`.  Loads none of them."""
     index = manager.task_index
     found: list[str] = []
 
@@ -207,13 +210,15 @@ def _evaluated(model: OutriderLM, task: str, manager: TaskManager, job: Job) -> 
         )  # fmt: skip
     except (OSError, ConnectionError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"task {task}: its data can't be had: {first}; with no network use --include-path and files") from error
+        raise DataError(
+            f"can't load the data of task {task}: {first}; without a network, use --include-path and files"
+        ) from error
     assert results is not None, "one process, so this one has the results"
     return dict(results)
 
 
 def _runs(pair: Sequence[tuple[dict[str, Any], OutriderLM]], job: Job) -> Iterator[TaskRun]:
-    """One for each task with samples: a group has several, and they share its times."""
+    """One for each task with samples.  A group has several, which share its times."""
     (plain, one), (drafted, other) = pair
     for task, samples in plain["samples"].items():
         others = drafted["samples"][task]
@@ -232,7 +237,7 @@ def _runs(pair: Sequence[tuple[dict[str, Any], OutriderLM]], job: Job) -> Iterat
 
 
 def _is_drawn(asked: Sequence[Any]) -> bool:
-    """Whether a request's settings ask for a draw; one for log-likelihoods has none."""
+    """Whether a request's settings ask for sampling; a request for log-likelihoods has no settings."""
     settings = asked[1] if len(asked) > 1 else None
     if not isinstance(settings, Mapping):
         return False
@@ -241,7 +246,7 @@ def _is_drawn(asked: Sequence[Any]) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Texts to the letter; log-likelihoods up to rounding, since both runs read the very same way."""
+    """Texts must be equal; log-likelihoods equal up to rounding, since both runs read alike."""
     if isinstance(one, str):
         return bool(one == other)
     return bool(abs(float(one[0]) - float(other[0])) <= 1e-4 * max(1.0, abs(float(one[0]))) and one[1:] == other[1:])
@@ -253,7 +258,8 @@ def _scores(task: str, plain: dict[str, Any], drafted: dict[str, Any], margin: f
         if not name or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
         values = [
-            [sample.get(metric) for sample in run["samples"][task] if sample["filter"] == name] for run in (plain, drafted)
+            [sample.get(metric) for sample in run["samples"][task] if sample["filter"] == name]
+            for run in (plain, drafted)
         ]
         has_numbers = all(isinstance(own, int | float) for run in values for own in run) and len(values[0])
         span = max([1.0, *(abs(float(own)) for run in values for own in run)]) if has_numbers else 1.0

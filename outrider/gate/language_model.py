@@ -1,7 +1,7 @@
-"""A target, and a drafter where one is given, as a model of lm-evaluation-harness.  Needs lm-eval, the extra `eval`.
+"""A target, with or without a drafter, as a model of lm-evaluation-harness.  Needs lm-eval, the extra `eval`.
 
-How a prompt is cut, what ends an answer and what is left of it are those of lm-eval's own `hf` model.  Log-likelihoods are the
-target's alone; nothing is drafted there.
+Prompts are cut, answers ended and post-processed as lm-eval's own `hf` model does.  Log-likelihoods come from the
+target alone; nothing is drafted there.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from outrider.checkpoint import load_drafter
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError
 from outrider.generation import batch, serve
+from outrider.loading import load_drafter
 from outrider.sampling.settings import Sampling
 from outrider.sampling.text import Detokenizer
 from outrider.targets.detokenizer import detokenizer
@@ -36,14 +36,14 @@ from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
 DRAWN = ("top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
-"""Settings of a draw that a task, or else the target's generation config, may give; Sampling has its own names for none."""
+"""Sampling settings that a task, or else the target's generation config, may give.  Sampling uses the same names."""
 IDLE = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
 """Settings of transformers' `generate` that change nothing with these values."""
 
 
 @register_model("outrider")
 class OutriderLM(TemplateLM):
-    """A target, and a drafter where one is given, as lm-eval's language model."""
+    """A target, with or without a drafter, as lm-eval's language model."""
 
     def __init__(
         self, target: str | TransformersTarget = "demo", drafter: Drafter | str | None = None, *, slots: int = 8,
@@ -51,15 +51,17 @@ class OutriderLM(TemplateLM):
         think_end_token: str | None = None, seed: int = 0, batch_size: int | str | None = None, device: str | None = None,
         dtype: str | None = None, max_batch_size: int | None = None, on_request: Callable[[int, int], None] | None = None,
     ):  # fmt: skip
-        """drafter: one that is built, a kind, or a checkpoint folder.  batch_size, where it is a number, stands for slots.
-        seed: of tasks that sample; texts hang on it alone.
+        """drafter: an object, a kind, or a checkpoint folder.  batch_size: replaces slots where it is a number.
+        seed: of tasks that sample; texts depend on nothing else.
 
         on_request(done, of) is called after each answer.
         """
         super().__init__()
         self.target = load_target(target, device=device, dtype=dtype) if isinstance(target, str) else target
         if self.target.tokenizer is None:
-            raise ConfigError(f"{self.target.spec.name} has no tokenizer, and tasks are texts; take a target that has one")
+            raise ConfigError(
+                f"{self.target.spec.name} has no tokenizer, and tasks are texts; take a target that has one"
+            )
         self.drafter = load_drafter(drafter, self.target) if isinstance(drafter, str) else drafter
         self.tokenizer: Any = self.target.tokenizer
         self.slots = int(batch_size) if batch_size is not None and str(batch_size).isdigit() else slots
@@ -70,9 +72,9 @@ class OutriderLM(TemplateLM):
         self.seed = seed
         self.on_request = on_request
         self.seconds = 0.0
-        """In the model."""
+        """Spent in the model."""
         self.tokens = self.steps = 0
-        """Of answers, which log-likelihoods have none of."""
+        """Of answers; log-likelihoods add none."""
 
     @property
     def device(self) -> torch.device:
@@ -95,14 +97,14 @@ class OutriderLM(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if self.tokenizer.chat_template is None:
             raise ConfigError(f"{self.target.spec.name} has no chat template; leave --apply-chat-template out")
-        said: str = self.tokenizer.apply_chat_template(
+        text: str = self.tokenizer.apply_chat_template(
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )  # fmt: skip
-        return said
+        return text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """With the tokenizer's own special tokens, unless told otherwise, or the text has its beginning already."""
+        """With the tokenizer's special tokens, unless turned off or the text already begins with them."""
         if add_special_tokens is None:
             add_special_tokens = self.add_bos_token
             if has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
@@ -114,9 +116,9 @@ class OutriderLM(TemplateLM):
     # ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answers to (context, generation settings), in the order asked, batched over slots whatever their settings."""
+        """Answers to (context, generation settings), in the order given, batched over slots whatever their settings."""
         asked = [self._request(request.args[0], request.args[1], number) for number, request in enumerate(requests)]
-        # the longest first: what does not fit in memory says so at once
+        # the longest first: what does not fit into memory fails at once
         order = sorted(range(len(asked)), key=lambda i: -len(asked[i][0].prompt))
         tokens: list[list[int]] = [[] for _ in asked]
         state = batch(self.target, self.slots, ends=self.target.ends | {self.eot_token_id})
@@ -139,54 +141,54 @@ class OutriderLM(TemplateLM):
         return answers
 
     def _request(self, context: str, settings: Mapping[str, Any], number: int) -> tuple[Request, list[str]]:
-        """The request, and what ends its answer."""
+        """The request, and the strings that end its answer."""
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), self.max_gen_toks))
         until = handle_stop_sequences(
             kwargs.pop("until", None), eos=self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
         )
-        most, sampled = int(kwargs.pop("max_gen_toks")), kwargs.pop("do_sample", False)
-        (temperature, given), room = self._given(kwargs), self.max_length - most
+        longest, sampled = int(kwargs.pop("max_gen_toks")), kwargs.pop("do_sample", False)
+        (temperature, given), room = self._given(kwargs), self.max_length - longest
         if room <= 0:
             raise ConfigError(
-                f"a task asks for {most} new tokens, and the context is {self.max_length}; set max_gen_toks lower"
+                f"a task asks for {longest} new tokens, but the context has {self.max_length}; set max_gen_toks lower"
             )
         prompt = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
-        sampling = self._sampled(temperature, given, number) if sampled else self._greedy(given, prompt, most)
+        sampling = self._sampled(temperature, given, number) if sampled else self._greedy(given, prompt, longest)
         # as the `hf` model looks for a stop: in the text with its special tokens
-        return Request(prompt, most, sampling, tuple(filter(None, until)), self._with_specials), until
+        return Request(prompt, longest, sampling, tuple(filter(None, until)), self._with_specials), until
 
     @functools.cached_property
     def _with_specials(self) -> Detokenizer:
         return detokenizer(self.tokenizer, self.target.spec.vocabulary, skip_special_tokens=False)
 
     def _sampled(self, temperature: float, given: dict[str, Any], number: int) -> Sampling:
-        """What is not given is the target's generation config's, as it is for transformers' `generate`."""
+        """What is not given comes from the target's generation config, as in transformers' `generate`."""
         own = getattr(self.target.model, "generation_config", None)
         values = {key: getattr(own, key, None) if value is None else value for key, value in given.items()}
         named: dict[str, Any] = {key: value for key, value in values.items() if value is not None}
         return Sampling(temperature, seed=self.seed + number if temperature else None, **named)
 
     def _greedy(self, given: dict[str, Any], prompt: list[int], most: int) -> Sampling:
-        """As `generate(do_sample=False)` does by the target's generation config, but for a penalty that the task names."""
+        """As `generate(do_sample=False)` with the target's generation config; the task may name another penalty."""
         found = self.target.default_sampling(prompt, most)
         penalty = given["repetition_penalty"]
         if penalty is None:
             return found
         if found.processors:
             raise ConfigError(
-                "a task asks for a repetition_penalty beside keys of the target's generation_config that have an order of "
-                "their own; set model.generation_config.repetition_penalty, and leave it out of the task"
+                "a task sets repetition_penalty, and the target's generation_config has other processors in an order of its "
+                "own; set model.generation_config.repetition_penalty instead, and leave it out of the task"
             )
         return replace(found, repetition_penalty=penalty)
 
     def _given(self, kwargs: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-        """The temperature and the settings of DRAWN that a task names.  Raises ConfigError for one that is not known."""
+        """The temperature and the settings of DRAWN that a task names.  Raises ConfigError for an unknown one."""
         temperature = float(kwargs.pop("temperature", 0.0) or 0.0)
         given = {key: kwargs.pop(key, None) for key in DRAWN}
         unknown = sorted(key for key, value in kwargs.items() if key not in IDLE or IDLE[key] != value)
         if unknown:
             raise ConfigError(
-                f"a task's generation_kwargs ask for {', '.join(unknown)}, which this model does not know; it knows until, "
+                f"a task's generation_kwargs have {', '.join(unknown)}, which are not supported; leave them out, or use until, "
                 f"max_gen_toks, do_sample, temperature, {', '.join(DRAWN)}"
             )
         return temperature, given
@@ -194,7 +196,7 @@ class OutriderLM(TemplateLM):
     # ── log-likelihoods ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Log probability of each continuation, and whether it is the greedy one."""
+        """Log probability of each continuation, and whether it is the greedy continuation."""
         return list(super().loglikelihood(list(requests), disable_tqdm=True))
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[float]:
@@ -214,7 +216,9 @@ class OutriderLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
-    def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
         """Of (text, context ids, continuation ids), read in batches of about equal length."""
         began = time.perf_counter()
         texts = [(context + own)[-(self.max_length + 1) :][:-1] for _, context, own in requests]
@@ -240,7 +244,7 @@ class OutriderLM(TemplateLM):
         results = []
         for states, text, tokens in zip(hidden, texts, own, strict=True):
             wanted = torch.tensor(tokens, device=self.device)
-            laws = self.target.head(states[len(text) - len(tokens) : len(text)]).float().log_softmax(-1)
-            total = laws.gather(-1, wanted[:, None]).sum()
-            results.append((float(total), bool((laws.argmax(-1) == wanted).all())))
+            log_probs = self.target.head(states[len(text) - len(tokens) : len(text)]).float().log_softmax(-1)
+            total = log_probs.gather(-1, wanted[:, None]).sum()
+            results.append((float(total), bool((log_probs.argmax(-1) == wanted).all())))
         return results

@@ -1,4 +1,5 @@
-"""How noisy speeds are, learnt from pairs of reports of one and the same thing (A/A), and how many prompts show a loss."""
+"""How noisy speeds are, learnt from reports of one and the same draft (A/A), and how many prompts are needed to show a
+loss."""
 
 from __future__ import annotations
 
@@ -23,26 +24,28 @@ POWER = 0.8
 
 
 class Noise(NamedTuple):
-    """What reports of the same thing say of each other."""
+    """How far reports of the same draft differ."""
 
     sigma: float
     """Of the log of new/old speed, over prompts."""
     between: float | None
-    """How many times as far apart whole runs are as their prompts let expect; null below three pairs."""
+    """Distance between whole runs, divided by what their prompts predict; None below three pairs."""
     pairs: int
 
 
 def neighbours(paths: str) -> list[tuple[Report, Report]]:
-    """The reports of `A.json,B.json,…`, each with the one before it.  ConfigError for fewer than two."""
+    """The reports of `A.json,B.json,…`, each paired with the one before it.  ConfigError for fewer than two."""
     named = [path.strip() for path in paths.split(",") if path.strip()]
     if len(named) < 2:
-        raise ConfigError(f"--aa {paths!r} names {len(named)} report; give two or more of the same thing, as A.json,B.json")
+        raise ConfigError(
+            f"--aa {paths!r} names {len(named)} report; give two or more of the same draft, as A.json,B.json"
+        )
     found = [Report.load(path) for path in named]
     return list(zip(found[1:], found[:-1], strict=True))
 
 
 def alike_pair(one: Report, other: Report, new: Report, policy: Policy, allow_other_machine: bool) -> Comparison:
-    """An A/A pair, matched.  DataError where it is of another target or machine than the candidate, or of two drafters."""
+    """An A/A pair, matched.  DataError where it has another target or machine than the candidate, or two drafters."""
     for report in (one, other):
         same = bare_name(report.target) == bare_name(new.target)
         strange = [] if same else [f"target {new.target} against {report.target}"]
@@ -50,15 +53,17 @@ def alike_pair(one: Report, other: Report, new: Report, policy: Policy, allow_ot
             strange += differences(new.fingerprint, report.fingerprint)
         if strange:
             raise DataError(
-                f"a report of --aa tells nothing of the candidate's noise ({'; '.join(strange)}); measure it on the same "
+                f"a report of --aa does not show the candidate's noise ({'; '.join(strange)}); measure it with the same "
                 "target and machine, or leave it out"
             )
     comparison = compare(one, other, policy.shared)
-    mixed = [pair for group in comparison.groups for pair in group.pairs.values() if pair.new.drafter != pair.old.drafter]
+    mixed = [
+        pair for group in comparison.groups for pair in group.pairs.values() if pair.new.drafter != pair.old.drafter
+    ]
     if mixed:
         raise DataError(
-            f"a pair of --aa is of two drafters, {mixed[0].new.drafter} and {mixed[0].old.drafter}; give two reports of "
-            "one and the same"
+            f"a pair of --aa has two drafters, {mixed[0].new.drafter} and {mixed[0].old.drafter}; give two reports of "
+            "the same one"
         )
     return comparison
 
@@ -74,19 +79,19 @@ def noise_of(comparisons: Sequence[Comparison], policy: Policy) -> Noise | None:
             strays.append(float(every.mean()) * math.sqrt(len(every)) / sigma if sigma else 0.0)
     if not sigmas:
         return None
-    # one or two pairs say nothing of how far apart runs lie
+    # one or two pairs don't show how far runs differ
     between = math.sqrt(float(np.mean(np.square(strays)))) if len(strays) >= 3 else None
     return Noise(math.sqrt(float(np.mean(np.square(sigmas)))), between, len(sigmas))
 
 
 def spread(logs: Sequence[Floats]) -> float | None:
-    """Standard deviation within arrays, each around its own mean; None where there are not values enough."""
+    """Standard deviation within arrays, each around its own mean; None where there are too few values."""
     freedom = sum(map(len, logs)) - len(logs)
     return math.sqrt(sum(float(((own - own.mean()) ** 2).sum()) for own in logs) / freedom) if freedom > 0 else None
 
 
 def prompts_needed(sigma: float, loss: float, tail: float) -> int:
-    """Prompts at which a loss is shown four times in five by an interval with `tail` beyond either end."""
+    """Prompts with which a loss is shown in four of five runs, by an interval with `tail` beyond either end."""
     reach = float(ndtri(1 - tail) + ndtri(POWER))
     return max(2, math.ceil((reach * sigma / -math.log1p(-loss)) ** 2))
 
@@ -99,24 +104,24 @@ def speed_logs(comparison: Comparison, policy: Policy) -> list[Floats]:
 
 
 def widening(noise: Noise | None, sigma: float | None) -> float:
-    """By how much A/A runs are noisier than this comparison's own prompts say."""
+    """How many times as noisy A/A runs are as this comparison's own prompts."""
     if noise is None:
         return 1.0
     return max(1.0, noise.sigma / sigma if sigma else 1.0) * max(1.0, noise.between or 1.0)
 
 
 def widen(rule: Finding, times: float) -> Finding:
-    """The rule with the intervals of its tests so many times as wide."""
+    """The rule with the intervals of its tests made `times` as wide."""
     tests = [replace(test, estimate=replace(test.estimate, widening=times)) for test in rule.tests]
     return replace(rule, tests=tuple(tests))
 
 
-def noise_said(noise: Noise | None, sigma: float | None, widened: float) -> list[str]:
-    """What was learnt, in a sentence; nothing where no A/A was given."""
+def noise_notes(noise: Noise | None, sigma: float | None, widened: float) -> list[str]:
+    """What A/A reports showed, in a sentence; empty where none were given."""
     if noise is None:
         return []
     here = "" if sigma is None else f", {sigma:.3f} here"
-    between = "" if noise.between is None else f"; whole runs lie {noise.between:.1f} times as far apart as that lets expect"
+    between = "" if noise.between is None else f"; whole runs differ {noise.between:.1f} times as much as that predicts"
     done = f"intervals of times are {widened:.2f} times as wide" if widened > 1 else "no interval is widened"
     pairs = f"{noise.pairs} pair{'s' if noise.pairs != 1 else ''} of runs"
     return [f"A/A: {pairs}, standard deviation {noise.sigma:.3f} per prompt{here}{between}; {done}."]

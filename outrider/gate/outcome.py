@@ -1,7 +1,8 @@
-"""What a gate found, rule by rule: for a terminal, a program, a pull request and a CI server.  Judges nothing, knows no torch.
+"""What a gate found, rule by rule: for a terminal, a program, a pull request and a CI server.  Judges nothing.  No
+torch.
 
-Every rule has a verdict and its reason in one sentence; "not measured" is a verdict of its own and never reads as a pass.
-Before the verdict a rule has noisy figures, which wait for each other, beside parts that are judged at once.
+Every rule has a verdict and a reason in one sentence.  "not measured" is a verdict of its own; it never reads as a
+pass. Before the verdict, a rule has noisy figures (`Test`), judged together, and parts that were judged at once.
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ class Part:
     interval: Interval | None = None
     """95 %, of this part alone."""
     corrected: Interval | None = None
-    """Wider by the number of tests that were made beside it; what decides."""
+    """Widened for the number of tests made at the same time; this one decides."""
     prompts: int | None = None
     is_hole: bool = False
-    """Figures were wanted here, and are missing."""
+    """Figures were expected here and are missing."""
 
 
 def silent(where: str, reason: str, is_hole: bool = False) -> Part:
-    """A part of which nothing is known, and why."""
+    """A part that was not measured, and why."""
     return Part(where, "not measured", reason, is_hole=is_hole)
 
 
 def too_few(where: str, count: int, policy: Policy) -> Part:
-    """A part that has prompts, and not enough of them."""
+    """A part with too few prompts."""
     return silent(where, f"{count} prompt{'s are' if count != 1 else ' is'} too few, {policy.min_prompts} are needed")
 
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """One noisy figure.  Its estimate is oriented so that below 0 is a loss: a log ratio, or a difference."""
+    """One noisy figure.  Its estimate is a log ratio or a difference; below 0 is a loss."""
 
-    __test__ = False  # for pytest, which takes a class of this name for its own
+    __test__ = False  # tells pytest that this class is not a test
 
     where: str
     estimate: Estimate
@@ -70,7 +71,7 @@ class Test:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One rule.  Its verdict is that of its worst part; a rule of which no part was measured is not measured."""
+    """One rule.  Its verdict is that of its worst part; where no part was measured, it is "not measured"."""
 
     rule: Rule
     measures: str
@@ -78,11 +79,11 @@ class Finding:
     limit: Limit
     parts: tuple[Part, ...]
     tests: tuple[Test, ...] = ()
-    """Not judged yet: how many there are in all rules decides what a test may say."""
+    """Not judged yet: the limit of each depends on how many there are in all rules."""
     rises: bool = False
     """More is worse."""
     what: str = ""
-    """What the reason calls its figure."""
+    """The name of its figure in the reason."""
 
     @property
     def lead(self) -> Part:
@@ -95,7 +96,7 @@ class Finding:
 
     @property
     def reason(self) -> str:
-        """One sentence, of the worst part; how many others say the same, and how many say nothing."""
+        """One sentence about the worst part; how many others have the same verdict, and how many were not measured."""
         lead = self.lead
         same = sum(part.verdict == lead.verdict for part in self.parts) - 1 if lead.verdict in ("stop", "warn") else 0
         silent = sum(part.verdict == "not measured" for part in self.parts) if lead.verdict != "not measured" else 0
@@ -104,25 +105,25 @@ class Finding:
         return f"{lead.where}: {lead.reason}{more}" if lead.where else lead.reason + more
 
     def eased(self) -> Finding:
-        """The same with every stop a warning."""
+        """The same, with every stop turned into a warning."""
         return replace(self, parts=tuple(replace(p, verdict="warn") if p.verdict == "stop" else p for p in self.parts))
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """All rules, and what they say together."""
+    """All rules, and the verdict over all of them."""
 
     verdict: Verdict
     findings: tuple[Finding, ...]
     headline: str
     notes: tuple[str, ...] = ()
     tests: int = 0
-    """Noisy tests that share one chance of a false alarm."""
+    """Noisy tests that share one probability of a false alarm."""
     sigma: float | None = None
     """Standard deviation of the log of new/old speed over prompts."""
     widened: float = 1.0
     prompts_needed: tuple[tuple[float, int], ...] = ()
-    """(loss, prompts that would show it four times in five)."""
+    """(loss, prompts that would show it in four of five runs)."""
 
     @property
     def stops(self) -> bool:
@@ -132,7 +133,7 @@ class Outcome:
         return next(finding for finding in self.findings if finding.rule == rule)
 
     def as_json(self) -> dict[str, Any]:
-        """For `json.dumps`; numbers that are not finite are null."""
+        """For `json.dumps`.  Numbers that are not finite become null."""
         findings = [
             {
                 "rule": f.rule, "measures": f.measures, "unit": f.unit, "verdict": f.verdict, "reason": f.reason,
@@ -150,7 +151,7 @@ class Outcome:
         return found
 
     def table(self) -> Table:
-        """A line for every rule, and one for every part that warns or stops beside the one that leads."""
+        """A line for every rule, and one for every further part that warns or stops."""
         table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
         for name in ("rule", "figure", "95 % interval", "verdict"):
             table.add_column(name, no_wrap=name in ("figure", "verdict"), overflow="fold")
@@ -183,10 +184,14 @@ class Outcome:
             errors="0", skipped=str(verdicts.count("not measured")),
         )  # fmt: skip
         for found in self.findings:
-            case = ElementTree.SubElement(suite, "testcase", classname="outrider.gate", name=printable(found.rule), time="0")
+            case = ElementTree.SubElement(
+                suite, "testcase", classname="outrider.gate", name=printable(found.rule), time="0"
+            )
             parts = "\n".join(f"{p.verdict}: {p.where or found.rule}: {p.reason}" for p in found.parts)
             if found.verdict == "stop":
-                ElementTree.SubElement(case, "failure", message=printable(found.reason), type="stop").text = printable(parts)
+                ElementTree.SubElement(case, "failure", message=printable(found.reason), type="stop").text = printable(
+                    parts
+                )
             elif found.verdict == "not measured":
                 ElementTree.SubElement(case, "skipped", message=printable(found.reason))
             else:
@@ -197,17 +202,17 @@ class Outcome:
 
 
 def cell(text: str) -> str:
-    """Text that can't end a Markdown cell, start markup in it, or call anyone."""
+    """Text that can't end a Markdown cell, start markup, or mention anyone."""
     return re.sub(r"[\\`*_\[\]<>|]", r"\\\g<0>", " ".join(text.split())).replace("@", "@\N{ZERO WIDTH SPACE}")
 
 
 def printable(text: str) -> str:
-    """Text without the characters that XML 1.0 can't hold, not even escaped."""
+    """Text without the characters that XML 1.0 can't hold even when escaped."""
     return re.sub("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text)
 
 
 def say_figure(unit: Unit, value: float) -> str:
-    """A ratio with three decimals, a difference or a share in per cent."""
+    """A ratio with three decimals; a difference or a share in per cent."""
     if unit == "new/old":
         return f"{value:.3f}"
     return f"{value:.0f}" if unit == "count" else f"{100 * value:{'+' if unit == 'difference' else ''}.1f} %"

@@ -1,4 +1,4 @@
-"""Two reports side by side: rows by drafter, task and temperature, prompts by id.  Judges nothing, knows no torch."""
+"""Match two reports: rows by drafter, task and temperature, prompts by id.  Judges nothing.  No torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.errors import DataError
-from outrider.report.compare import by_turn
+from outrider.report.compare import by_occurrence
 from outrider.report.fingerprint import differences
 from outrider.report.schema import PromptResult, Report, Row
 
 
 class Pair(NamedTuple):
-    """A row, its counterpart, and the prompts of both."""
+    """A row of the candidate, the matching row of the baseline, and the prompts of both."""
 
     new: Row
     old: Row
@@ -26,11 +26,11 @@ class Matched:
     """The rows of one drafter at one temperature, by task."""
 
     name: str
-    """What tells it from others of the report; empty where it is alone."""
+    """Distinguishes it from others of the report; empty where it is the only one."""
     pairs: Mapping[str, Pair]
 
     def named(self, where: str) -> str:
-        """A place in these rows, such as a task."""
+        """`where`, such as a task, with this name before it."""
         return " ".join(filter(None, (self.name, where)))
 
 
@@ -43,13 +43,14 @@ class Comparison:
     groups: tuple[Matched, ...]
     notes: tuple[str, ...]
     differences: tuple[str, ...]
-    """Between their machines and settings; none where one does not say."""
+    """Between their machines and settings; empty where a report has no fingerprint."""
 
 
 def compare(new: Report, old: Report, shared: float = 0.8) -> Comparison:
-    """Match rows by drafter, task and temperature, prompts by id; `shared` is the least share of prompts that both must have.
+    """Match rows by drafter, task and temperature, prompts by id.  shared: smallest share of prompts that both must
+    have.
 
-    DataError where targets, or the prompts of a row, are not the same.
+    DataError where the targets, or the prompts of a row, differ.
     """
     if bare_name(new.target) != bare_name(old.target):
         raise DataError(f"candidate drafts for {new.target}, baseline for {old.target}; measure both on one target")
@@ -62,18 +63,22 @@ def compare(new: Report, old: Report, shared: float = 0.8) -> Comparison:
         where = f"{task or 'prompts'} at temperature {temperature:g}"
         mine = ours.get((names[drafter], task, temperature))
         if mine is None:
-            raise DataError(f"the candidate lacks the baseline's row of {names[drafter]} on {where}; measure the same tasks")
+            raise DataError(
+                f"the candidate lacks the baseline's row of {names[drafter]} on {where}; measure that task too"
+            )
         if temperature > 0 and mine.noise != row.noise:
             raise DataError(
-                f"{where}, drafts of one report drew from noise of their own and those of the other from the target's, which "
-                "keeps fewer; measure the older one again"
+                f"{where}, drafts of one report used their own noise and those of the other the target's, which accepts fewer "
+                "tokens; measure the older one again"
             )
         found[drafter, temperature][task] = Pair(mine, row, _shared(mine, row, where, shared))
     matched = {(names[d], task, t) for (d, t), pairs in found.items() for task in pairs}
     lost = [f"{d} on {task} at temperature {t:g}" for d, task, t in ours if (d, task, t) not in matched]
-    notes += [f"Not in the baseline, so only looked at for exactness: {', '.join(lost)}."] if lost else []
+    notes += [f"Not in the baseline, so only checked for exactness: {', '.join(lost)}."] if lost else []
     if not found:
-        raise DataError("no row of the candidate has a counterpart in the baseline; measure the same drafter on the same tasks")
+        raise DataError(
+            "no row of the candidate matches one of the baseline; measure the same drafter on the same tasks"
+        )
     several, temperatures = len(names) > 1, len({t for _, t in found}) > 1
     groups = [
         Matched(" ".join(filter(None, (names[d] if several else "", f"T {t:g}" if temperatures else ""))), pairs)
@@ -89,13 +94,16 @@ def bare_name(target: str) -> str:
 
 
 def _names(new: Report, old: Report) -> tuple[dict[str, str], list[str]]:
-    """Drafters of the baseline to those of the candidate: by name, and one that was replaced to the one in its place."""
+    """Drafters of the baseline mapped to those of the candidate: by name; a single one that was replaced, to its
+    successor."""
     ours, theirs = (list(dict.fromkeys(row.drafter for row in report.rows)) for report in (new, old))
     names = {name: name for name in theirs if name in ours}
     added, gone = [n for n in ours if n not in names], [n for n in theirs if n not in names]
     if len(added) == len(gone) == 1:
         return names | {gone[0]: added[0]}, [f"{added[0]} takes the place of {gone[0]}."]
-    return names, [f"Drafters of the baseline that the candidate lacks, not compared: {', '.join(gone)}."] if gone else []
+    return names, [
+        f"Drafters of the baseline that the candidate lacks, not compared: {', '.join(gone)}."
+    ] if gone else []
 
 
 def _by_key(report: Report, which: str) -> dict[tuple[str, str, float], Row]:
@@ -103,24 +111,27 @@ def _by_key(report: Report, which: str) -> dict[tuple[str, str, float], Row]:
     for row in report.rows:
         key = (row.drafter, row.task, row.temperature)
         if key in found:
-            raise DataError(f"{which} has two rows of {row.drafter} on {row.task} at temperature {row.temperature:g}; keep one")
+            raise DataError(
+                f"{which} has two rows of {row.drafter} on {row.task} at temperature {row.temperature:g}; delete one"
+            )
         found[key] = row
     return found
 
 
-def _shared(new: Row, old: Row, where: str, least: float) -> tuple[tuple[PromptResult, PromptResult], ...]:
-    """Prompts of both, by id and, where an id stands twice, by its turn; none where a row does not list its prompts."""
+def _shared(new: Row, old: Row, where: str, minimum: float) -> tuple[tuple[PromptResult, PromptResult], ...]:
+    """Prompts of both, matched by id and, where an id occurs twice, by its number; () where a row does not list
+    them."""
     if not new.per_prompt or not old.per_prompt:
         return ()
-    ours, theirs = by_turn(new.per_prompt), by_turn(old.per_prompt)
+    ours, theirs = by_occurrence(new.per_prompt), by_occurrence(old.per_prompt)
     pairs = tuple((ours[key], theirs[key]) for key in theirs if key in ours)
     # the same greedy text has the same length, unless the limit or the target is another
     same = tuple((a, b) for a, b in pairs if not (a.exact and b.exact and a.tokens != b.tokens))
     most = max(len(ours), len(theirs))
-    if len(same) < least * most:
+    if len(same) < minimum * most:
         why = f", of {len(pairs) - len(same)} the length differs" if len(same) < len(pairs) else ""
         raise DataError(
-            f"{where}: candidate and baseline share {len(same)} of {most} prompts{why}, {least:.0%} are wanted; "
+            f"{where}: candidate and baseline share {len(same)} of {most} prompts{why}, {minimum:.0%} are wanted; "
             "measure both on the same prompts with the same limits"
         )
     return same

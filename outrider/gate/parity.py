@@ -1,10 +1,11 @@
-"""Are the answers the same?  Greedy texts token for token; and where two part, whether rounding parted them or a fault did.
+"""Are the answers the same?  Compares greedy texts token by token, and tells rounding ties from faults where they
+differ.
 
-A pass over eight rows rounds otherwise than a pass over one, so two likeliest tokens that are nearly equal may change places: a
-tie.  A fault has no such excuse.  What tells them apart is the margin: the model itself, with no cache and no draft, reads the
-text that both share in one pass, in its own precision and again in float64, and says how far below its likeliest token each
-candidate stands, in units of its rounding.  The same is asked of every token of the drafted text, so that a fault of both texts
-is found too.  At temperatures above 0 it is distributions that are compared, see `two_samples`; of scores see `equivalence`.
+A pass over eight rows rounds differently from a pass over one, so two nearly equal likeliest tokens may change places:
+a tie. The margin tells ties from faults.  The model itself, without cache and draft, reads the text that both share in
+one pass, in its own precision and again in float64.  It gives how far each of the two tokens lies below the likeliest
+one, in units of rounding. The same is checked for every token of the drafted text, so that a fault of both texts is
+found too.  Above temperature 0, distributions are compared (`two_samples`); scores are compared by `equivalence`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from outrider.errors import DataError
 from outrider.gate.two_samples import Samples, two_samples
 from outrider.generation import serve
 from outrider.measure import tasks
-from outrider.measure.run import as_tokens
+from outrider.measure.prompts import as_tokens
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
 from outrider.targets.transformers import TransformersTarget
@@ -35,33 +36,34 @@ Verdict = Literal["equal", "tie", "bug"]
 Prompts = Sequence[Sequence[int]]
 OnText = Callable[[int], None]
 ALLOWED = 4.0
-"""Units of rounding that a tie may span.  The demo target moves by up to 2.3 between passes of other shapes and precisions."""
+"""Units of rounding that a tie may span.  The demo target differs by up to 2.3 between passes of other shapes and
+precisions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """What the model itself says at the first place where two texts part, or where one strays from it."""
+    """The model's own logits at the first position where two texts differ, or where one leaves the model's choice."""
 
-    place: int
+    position: int
     """Tokens of the answer before it."""
     tokens: tuple[int | None, int | None]
-    """What the plain text and the drafted text say there; None where one had ended."""
+    """Of the plain and of the drafted text there; None where one had ended."""
     shortfall: tuple[float | None, float | None]
-    """How far below the model's largest logit each of them stands."""
+    """How far each of them lies below the model's largest logit."""
     exact_shortfall: tuple[float | None, float | None] | None
-    """The same in float64; None where that was not possible, or is not needed."""
+    """The same in float64; None where that is not possible or not needed."""
     unit: float
     """One unit of rounding there; see `unit_of`."""
     verdict: Verdict
 
     @property
     def units(self) -> float:
-        """The margin: the larger shortfall in units of rounding, by whichever precision is the more lenient."""
+        """The margin: the larger shortfall in units of rounding, in the more lenient of the two precisions."""
         return min(_largest(found) for found in (self.shortfall, self.exact_shortfall) if found is not None) / self.unit
 
     @property
     def strays(self) -> str:
-        """Which text left the model's distribution here."""
+        """Which text left the model's choice here: plain, drafted, both or neither."""
         plain, drafted = (value is None or value > ALLOWED * self.unit for value in self.shortfall)
         return "both" if plain and drafted else "plain" if plain else "drafted" if drafted else "neither"
 
@@ -74,11 +76,11 @@ class Pair:
     tokens: int
     """Of the longer text."""
     shared: int
-    """Tokens before the two part."""
+    """Tokens before the first difference."""
     worst: float
     """Largest shortfall of a drafted token in the model's own pass over the whole text, in units of rounding."""
     margin: Margin | None
-    """Where they part, or where the drafted text strays; None where nothing is to be explained."""
+    """Where the two differ, or where the drafted text leaves the model's choice; None where neither happens."""
     verdict: Verdict
 
 
@@ -100,14 +102,19 @@ class Comparison:
         return max((pair.worst for pair in self.pairs), default=0.0)
 
     def as_json(self) -> dict[str, Any]:
-        """With numbers that JSON has: a text that ended too early has a margin of null."""
+        """For JSON: an infinite margin, of a text that ended too early, is null."""
         pairs = [asdict(pair) for pair in self.pairs]
         for row, pair in zip(pairs, self.pairs, strict=True):
             if pair.margin is not None:
                 units = pair.margin.units
                 row["margin"] |= {"units": units if math.isfinite(units) else None, "strays": pair.margin.strays}
         equal = sum(pair.verdict == "equal" for pair in self.pairs)
-        head = {"verdict": self.verdict, "prompts": len(pairs), "equal": equal, "tokens": sum(p.tokens for p in self.pairs)}
+        head = {
+            "verdict": self.verdict,
+            "prompts": len(pairs),
+            "equal": equal,
+            "tokens": sum(p.tokens for p in self.pairs),
+        }
         return head | {"dtype": self.dtype, "allowed": self.allowed, "worst": self.worst, "pairs": pairs}
 
 
@@ -118,9 +125,10 @@ def compare(
     target: TransformersTarget, prompts: Prompts, drafter: Drafter, *, max_new_tokens: int = 96, slots: int = 8,
     judge: SamplingJudge | None = None, ids: Sequence[str] | None = None, on_prompt: OnText | None = None,
 ) -> Comparison:  # fmt: skip
-    """Continue every prompt (token ids) greedily with and without the drafter and judge each pair.
+    """Continue every prompt (token ids) greedily with and without the drafter, and judge each pair.
 
-    on_prompt(done) counts texts finished, two for every prompt.  Raises DataError for no prompts, or one that does not fit.
+    on_prompt(done) counts finished texts, two for every prompt.  Raises DataError for no prompts, or one that does not
+    fit.
     """
     _fits(target, prompts, max_new_tokens)
     requests = [Request(list(prompt), max_new_tokens, Sampling()) for prompt in prompts]
@@ -134,7 +142,7 @@ def compare(
 def prompts_of(
     target: TransformersTarget, task: str, count: int, max_new_tokens: int, seed: int = 0
 ) -> tuple[list[str], list[list[int]]]:
-    """Names and token ids of `count` prompts of a task, cut at the left so that `max_new_tokens` have room behind them."""
+    """Names and token ids of `count` prompts of a task, cut at the left to leave room for `max_new_tokens`."""
     asked = list(tasks.prompts(task, count, seed))
     room = target.spec.context - max_new_tokens
     return [prompt.id for prompt in asked], [as_tokens(target, prompt)[-room:] for prompt in asked]
@@ -146,8 +154,8 @@ def _fits(target: TransformersTarget, prompts: Prompts, max_new_tokens: int) -> 
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= target.spec.context - max_new_tokens:
             raise DataError(
-                f"prompt {i} has {len(prompt)} tokens; with {max_new_tokens} new ones the context of {target.spec.context} "
-                f"takes 1 to {target.spec.context - max_new_tokens}"
+                f"prompt {i} has {len(prompt)} tokens; with {max_new_tokens} new ones, the context of {target.spec.context} "
+                f"has room for 1 to {target.spec.context - max_new_tokens}; cut it, or ask for fewer new tokens"
             )
 
 
@@ -155,12 +163,12 @@ def _both(
     target: TransformersTarget, requests: Sequence[Sequence[Request]], drafter: Drafter, slots: int,
     judge: SamplingJudge | None, on_text: OnText | None, shared_noise: bool = True,
 ) -> list[list[list[int]]]:  # fmt: skip
-    """The new tokens of every request of the first list, written plainly, and of the second, with the drafter."""
+    """New tokens of every request of the first list, without the drafter, and of the second, with it."""
     found: list[list[list[int]]] = []
     done = 0
-    for own, rider in zip(requests, (None, drafter), strict=True):
+    for own, arm in zip(requests, (None, drafter), strict=True):
         texts: list[list[int]] = [[] for _ in own]
-        for progress in serve(target, own, rider, slots=slots, judge=judge or "standard", shared_noise=shared_noise):
+        for progress in serve(target, own, arm, slots=slots, judge=judge or "standard", shared_noise=shared_noise):
             texts[progress.request] += progress.tokens
             if progress.finish_reason is not None:
                 done += 1
@@ -177,40 +185,44 @@ class Audit:
         self.target = target
 
     def pair(self, name: str, prompt: Sequence[int], plain: Sequence[int], drafted: Sequence[int]) -> Pair:
-        """Judge two texts of one prompt.  The worst of what was found is the pair's verdict."""
+        """Judge two texts of one prompt.  The worst finding is the pair's verdict."""
         longer = max(len(plain), len(drafted))
         shared = next((i for i, (a, b) in enumerate(zip_longest(plain, drafted)) if a != b), longer)
         worst, strays = self._worst(prompt, drafted)
         margin = self.margin(prompt, plain, drafted, shared) if shared < longer else None
         if worst > ALLOWED and (margin is None or margin.verdict != "bug"):
-            # the whole text's pass rounds in its own way too: ask at that very place
+            # the pass over the whole text rounds in its own way too: ask again at that position
             both = plain if plain[: strays + 1] == drafted[: strays + 1] else drafted
             stray = self.margin(prompt, both, drafted, strays)
             margin = stray if margin is None or stray.verdict == "bug" else margin
         is_bug = margin is not None and margin.verdict == "bug"
         return Pair(name, longer, shared, worst, margin, "bug" if is_bug else "equal" if shared == longer else "tie")
 
-    def margin(self, prompt: Sequence[int], plain: Sequence[int], drafted: Sequence[int], place: int) -> Margin:
-        """What the model says behind the prompt and the first `place` tokens of the answer."""
-        text = [*prompt, *drafted[:place]]
-        tokens = (plain[place] if place < len(plain) else None, drafted[place] if place < len(drafted) else None)
+    def margin(self, prompt: Sequence[int], plain: Sequence[int], drafted: Sequence[int], position: int) -> Margin:
+        """The model's logits after the prompt and the first `position` tokens of the answer, compared with both
+        texts."""
+        text = [*prompt, *drafted[:position]]
+        tokens = (
+            plain[position] if position < len(plain) else None,
+            drafted[position] if position < len(drafted) else None,
+        )
         logits = self._logits(self.target.model, text)[-1]
         own, unit = _shortfalls(logits, tokens), float(unit_of(logits, self.target))
         exact = None
         if _largest(own) > ALLOWED * unit and None not in tokens and (model := self._double) is not None:
             exact = _shortfalls(self._logits(model, text)[-1], tokens)
-        margin = Margin(place, tokens, own, exact, unit, "tie")
+        margin = Margin(position, tokens, own, exact, unit, "tie")
         return margin if margin.units <= ALLOWED else replace(margin, verdict="bug")
 
     def _worst(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[float, int]:
-        """The largest shortfall among the answer's tokens, in units, and its place."""
+        """The largest shortfall among the answer's tokens, in units, and its position."""
         if not answer:
             return 0.0, 0
         logits = self._logits(self.target.model, [*prompt, *answer[:-1]])[len(prompt) - 1 :]
         own = logits.gather(-1, torch.tensor(answer, device=logits.device)[:, None])[:, 0]
         units = (logits.amax(-1) - own) / unit_of(logits, self.target)
-        place = int(units.argmax())
-        return float(units[place]), place
+        position = int(units.argmax())
+        return float(units[position]), position
 
     @torch.inference_mode()
     def _logits(self, model: Any, text: Sequence[int]) -> Tensor:
@@ -221,9 +233,9 @@ class Audit:
 
     @cached_property
     def _double(self) -> Any:
-        """The model in float64, made once; None where it is quantised or would not fit into half of what memory is free.
+        """The model in float64, made once; None where it is quantised or would not fit into half of the free memory.
 
-        Parts that a family computes in float32 whatever its weights are, such as norms, stay what they are.
+        Parts that a family always computes in float32, such as norms, stay in float32.
         """
         model: Any = self.target.model
         if self.target.spec.quantised is not None:
@@ -240,9 +252,10 @@ class Audit:
 def unit_of(logits: Tensor, target: TransformersTarget) -> Tensor:
     """One unit of rounding of these logits [..., V].  Returns [...].
 
-    ulp(z) · sqrt(2 L + 1), with z the largest logit or, where that is larger, their root mean square.  The residual stream is
-    rounded once behind each of the two sublayers of L layers and the logits once more; errors of one size and either sign add
-    up as a root.  A unit is an order of magnitude, not a bound: roundings inside a sublayer make it a few units.
+    ulp(z) · sqrt(2 L + 1), with z the largest logit or, where that is larger, their root mean square.  The residual
+    stream is rounded once after each of the two sublayers of L layers, the logits once more; errors of equal size and
+    random sign add up as a root.  A unit is an order of magnitude, not a bound: roundings inside a sublayer add up to a
+    few units.
     """
     size = torch.maximum(logits.amax(-1).abs(), logits.pow(2).mean(-1).sqrt()).clamp(min=1e-30)
     spacing = torch.finfo(getattr(torch, target.spec.dtype)).eps * 2 ** size.log2().floor()
@@ -256,7 +269,7 @@ def _shortfalls(logits: Tensor, tokens: tuple[int | None, int | None]) -> tuple[
 
 
 def _largest(shortfall: tuple[float | None, float | None]) -> float:
-    """Infinite where a text ended and the other did not: no logit explains that."""
+    """Infinite where one text ended and the other did not: no logit explains that."""
     return max(math.inf if value is None else value for value in shortfall)
 
 
@@ -265,7 +278,7 @@ def _free_bytes(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # not every system says
+    except (ValueError, OSError):  # not known on every system
         return 0
 
 
@@ -277,10 +290,11 @@ def compare_samples(
     max_new_tokens: int = 16, slots: int = 32, judge: SamplingJudge | None = None, alpha: float = 0.01, seed: int = 0,
     on_text: OnText | None = None,
 ) -> Samples:  # fmt: skip
-    """Draw `samples` texts of every prompt with and without the drafter, from noise of their own, and test the two sets.
+    """Sample `samples` texts of every prompt with and without the drafter, with independent noise, and test the two
+    sets.
 
-    With one seed for both the texts would be equal token for token, which says nothing of the ratio test that unseeded
-    requests go through; here they do not share their noise, and a run can be repeated.  on_text(done) counts the texts of both
+    With one seed for both, the texts would be equal token by token, which does not test the acceptance rule of unseeded
+    requests.  Here the noise is not shared, and a run can still be repeated.  on_text(done) counts the texts of both
     sets.
     """
     _fits(target, prompts, max_new_tokens)
@@ -295,4 +309,4 @@ def compare_samples(
         [texts[start : start + samples] for start in range(0, len(texts), samples)]
         for texts in _both(target, requests, drafter, slots, judge, on_text, shared_noise=False)
     ]
-    return two_samples(found[0], found[1], places=min(8, max_new_tokens), alpha=alpha, seed=seed)
+    return two_samples(found[0], found[1], positions=min(8, max_new_tokens), alpha=alpha, seed=seed)

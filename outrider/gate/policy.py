@@ -1,4 +1,4 @@
-"""What a gate tolerates: a limit for every rule, and the chance of a false alarm that all of them share.  No torch."""
+"""What a gate tolerates: a limit for every rule, and the probability of a false alarm that all share.  No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rule = Literal[
     "contamination", "clean figure", "score", "left out",
 ]  # fmt: skip
 TIMED: tuple[Rule, ...] = ("speed", "p99 TPOT")
-"""Those that mean nothing on another machine."""
+"""Rules whose figures can't be compared between machines."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -34,11 +34,11 @@ class Speed(Limit):
     """Speed, prompt by prompt."""
 
     by: Literal["speedup", "tokens_per_s"] = "speedup"
-    """`speedup` is over the target alone in the same run, which takes the machine's drift out."""
+    """`speedup` is relative to the target alone in the same run, so drift of the machine cancels."""
 
 
 class Policy(Base):
-    """What the gate tolerates.  An exactness break always stops; there is no setting for it."""
+    """What the gate tolerates.  Inexact text always stops; there is no setting for that."""
 
     speed: Speed = Speed()
     tokens_per_step: Limit = Limit()
@@ -46,32 +46,32 @@ class Policy(Base):
     """Time per output token of the slowest prompts."""
     acceptance_by_depth: Limit = Limit(tolerated=0.05)
     train_serve_skew: Limit = Limit(tolerated=0.05)
-    """Points of acceptance below what training predicted."""
+    """Points of acceptance below training's prediction."""
     contamination: Limit = Limit(tolerated=0.05)
-    """Share of prompts that stand in what the drafter was trained on, or draws from."""
+    """Share of prompts that occur in what the drafter was trained on or drafts from."""
     clean_figure: Limit = Limit()
-    """Tokens per step over prompts that stand in neither."""
+    """Tokens per step over prompts that occur in neither."""
     score: Limit = Limit()
     """Points that drafted answers may score below the target's own."""
     left_out: Limit = Limit(tolerated=0.05)
     """Points by which the share of prompts left out may grow."""
     lossy_rule: Literal["stop", "allow"] = "stop"
-    """What becomes of a candidate whose acceptance rule changes the output on purpose."""
+    """What happens to a candidate whose acceptance rule changes the output on purpose."""
     level: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
-    """Of the intervals that are shown, and that warn."""
+    """Of the intervals that are shown and that warn."""
     false_stops: Annotated[float, Field(gt=0, lt=0.5)] = 0.01
-    """Chance that any noisy test stops a draft that is as good as the old one; all tests share it."""
+    """Probability that any noisy test stops a draft that is as good as the old one; all tests share it."""
     draws: Annotated[int, Field(ge=1000)] = 10_000
     seed: int = 0
     min_prompts: Annotated[int, Field(ge=5)] = 5
-    """Fewer can't be tested."""
+    """Fewer are not tested."""
     shared: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Share of prompts that both reports must have, and of these that must have a figure."""
+    """Share of prompts that both reports must have, and share of those that must have a figure."""
     required: tuple[Rule, ...] = ("exactness", "speed", "tokens per step")
-    """Rules that stop where they could not be measured."""
+    """Rules without which there is no pass: where one was not measured the gate is UNDERPOWERED or stops."""
     warnings_stop: bool = False
 
 
 def policy_of(path: str | Path | None) -> Policy:
-    """The built-in policy, with what a YAML file says laid over it.  Unknown keys are a ConfigError."""
+    """The built-in policy, changed by a YAML file where one is given.  ConfigError for unknown keys."""
     return Policy() if path is None else build(Policy, read(path), str(path))

@@ -1,7 +1,7 @@
-"""What a gate looks at: every rule with what it measures, and those that need no test.  No torch.
+"""The rules of the gate: what each measures, and those that need no statistical test.  No torch.
 
-Noisy figures are tests (`figures`, `depths`); what is plain becomes a part at once.  Whether a test's loss counts is for
-`verdict` to say, which knows how many tests there are.
+Noisy figures become tests (`figures`, `depths`); everything else becomes a part at once.  `verdict` decides whether a
+test's loss counts, since that depends on the number of tests.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ MEASURES: dict[Rule, tuple[Unit, str]] = {
     "speed": ("new/old", "geometric mean over prompts of new/old {speed}"),
     "tokens per step": ("new/old", "new/old tokens committed per target pass, over the same prompts"),
     "p99 TPOT": (
-        "new/old", "new/old 99th percentile over prompts of time per output token, the target's own drift taken out",
+        "new/old", "new/old 99th percentile over prompts of time per output token, without the target's own drift",
     ),
-    "acceptance by depth": ("new/old", "new/old share of the drafts reaching a depth that were kept up to it"),
-    "train-serve skew": ("difference", "acceptance as served, less what training predicted, at each depth"),
+    "acceptance by depth": ("new/old", "new/old share of the drafts reaching a depth that were accepted up to it"),
+    "train-serve skew": ("difference", "measured acceptance minus what training predicted, at each depth"),
     "contamination": ("share", "share of prompts that the drafter may know"),
     "clean figure": ("new/old", "new/old tokens per step over prompts that no drafter knew"),
-    "score": ("difference", "share of right answers, drafted less the target alone"),
-    "left out": ("difference", "share of prompts left out, less that of the baseline"),
+    "score": ("difference", "share of right answers, drafted minus the target alone"),
+    "left out": ("difference", "share of prompts left out, minus that of the baseline"),
 }  # fmt: skip
-"""Every rule, in the order they are told."""
+"""Every rule, in the order in which they are shown."""
 SPEEDS = {"speedup": "speed-up over the target alone", "tokens_per_s": "tokens per second"}
 NAMES = {"acceptance by depth": "acceptance", "train-serve skew": "acceptance against training's prediction"}
-"""What a reason calls a rule's figure, where it is not the rule's own name."""
+"""The name of a rule's figure in a reason, where it is not the rule's own."""
 
 
 def findings(comparison: Comparison, policy: Policy) -> list[Finding]:
-    """Every rule with its figures; what the policy turned off, or another machine makes void, is not measured."""
+    """Every rule with its figures.  What the policy turns off, or another machine makes meaningless, is not
+    measured."""
     both = (comparison, policy)
     looks: dict[Rule, tuple[Limit, Iterable[Test | Part]]] = {
         "exactness": (Limit(), exactness(*both)), "lossy rule": (Limit(), lossy(*both)),
@@ -64,22 +65,22 @@ def findings(comparison: Comparison, policy: Policy) -> list[Finding]:
 
 
 def exactness(comparison: Comparison, policy: Policy) -> Iterator[Part]:
-    """Every row of the candidate, also those that the baseline lacks.  A lossy row that the policy allows is another rule's."""
+    """Every row of the candidate, also those that the baseline lacks; not lossy rows that the policy allows."""
     rows = [row for row in comparison.new.rows if row.lossless is not False or policy.lossy_rule == "stop"]
     for row in rows:
         where = _place(row)
         if row.is_inexact:
             first = next(iter(row.different), None)
             at = "" if first is None or first.first_difference is None else f", first at token {first.first_difference}"
-            said = f": {len(row.different)} of {row.prompts} texts{at} of {first.id}" if first else ""
-            yield Part(where, "stop", f"the text is not the target's own{said}", float(len(row.different) or 1))
+            reason = f": {len(row.different)} of {row.prompts} texts{at} of {first.id}" if first else ""
+            yield Part(where, "stop", f"the text is not the target's own{reason}", float(len(row.different) or 1))
         elif row.plain_exact is False:
             yield Part(where, "stop", "the target alone, through the same loop, does not write its own text")
         elif row.exact and row.compared_tokens != 0:
             equal = f"{row.prompts} texts" if row.compared_tokens is None else f"{row.compared_tokens:,} tokens"
             yield Part(where, "pass", f"{equal} equal to the target's own", 0.0, prompts=row.prompts)
         else:
-            why = "drawn by chance, so not compared" if row.temperature > 0 else "the text was not compared"
+            why = "sampled, so not compared" if row.temperature > 0 else "the text was not compared"
             yield silent(where, why, is_hole=row.temperature == 0)
     if not rows:
         yield silent("", "every row is under a lossy rule")
@@ -95,8 +96,10 @@ def lossy(comparison: Comparison, policy: Policy) -> Iterator[Part]:
         where = _place(row)
         if row.lossless is False or (row.rule is not None and row.lossless is not True):
             allowed = policy.lossy_rule == "allow"
-            said = f"{loss(row) or f'rule {row.rule} changes the output'}{', which the policy allows' if allowed else ''}"
-            yield Part(where, "warn" if allowed else "stop", said, row.distance)
+            reason = (
+                f"{loss(row) or f'rule {row.rule} changes the output'}{', which the policy allows' if allowed else ''}"
+            )
+            yield Part(where, "warn" if allowed else "stop", reason, row.distance)
         elif row.lossless is None:
             yield silent(where, "the report does not say by which rule it was measured")
         else:
@@ -104,27 +107,27 @@ def lossy(comparison: Comparison, policy: Policy) -> Iterator[Part]:
 
 
 def contamination(comparison: Comparison, policy: Policy) -> Iterator[Part]:
-    """Prompts that stand in what the drafter was trained on, or draws from."""
+    """Prompts that occur in what the drafter was trained on or drafts from."""
     tolerated = policy.contamination.tolerated
     for group in comparison.groups:
         rows = [(pair.new, pair.old) for pair in group.pairs.values()]
         new, old = ([row.clean for row in side if row.clean is not None] for side in zip(*rows, strict=True))
-        checked, known = sum(c.checked for c in new), sum(len(c.overlapping) for c in new)
+        checked, known = sum(c.checked for c in new), sum(len(c.contaminated) for c in new)
         every = sum(row.prompts for row, _ in rows)
         is_whole = len(new) == len(rows) and checked >= policy.shared * every
         share = known / max(1, checked if is_whole else every)
         if share <= tolerated and not is_whole:
-            unsaid = f"{every - checked} of {every} prompts could not be looked for in all that is behind the candidate"
-            yield silent(group.name, unsaid)
+            why = f"{every - checked} of {every} prompts could not be searched for in all of the candidate's texts"
+            yield silent(group.name, why)
             continue
-        said = f"{'' if is_whole else 'at least '}{known} of {checked if is_whole else every} prompts"
-        said += " stand in what the drafter was trained on or draws from"
+        reason = f"{'' if is_whole else 'at least '}{known} of {checked if is_whole else every} prompts"
+        reason += " occur in what the drafter was trained on or drafts from"
         verdict: Verdict = "pass"
         if share > tolerated:
-            before = sum(len(c.overlapping) for c in old) / max(1, sum(c.checked for c in old)) if old else -1.0
+            before = sum(len(c.contaminated) for c in old) / max(1, sum(c.checked for c in old)) if old else -1.0
             verdict = "warn" if share <= before else "stop"
-            said += f", {tolerated:.1%} tolerated{', as many as in the baseline' if verdict == 'warn' else ''}"
-        yield Part(group.name, verdict, said, share, prompts=checked)
+            reason += f", {tolerated:.1%} tolerated{', as many as in the baseline' if verdict == 'warn' else ''}"
+        yield Part(group.name, verdict, reason, share, prompts=checked)
 
 
 def left_out(comparison: Comparison, policy: Policy) -> Iterator[Part]:
@@ -133,8 +136,8 @@ def left_out(comparison: Comparison, policy: Policy) -> Iterator[Part]:
     if new is None or old is None:
         yield silent("", f"the {'candidate' if new is None else 'baseline'} does not say what it left out")
         return
-    said = f"{new:.1%} of the prompts tried were left out, {old:.1%} in the baseline"
-    yield Part("", "stop" if new - old > policy.left_out.tolerated + 1e-9 else "pass", said, new - old)
+    reason = f"{new:.1%} of the prompts tried were left out, {old:.1%} in the baseline"
+    yield Part("", "stop" if new - old > policy.left_out.tolerated + 1e-9 else "pass", reason, new - old)
 
 
 def machine(comparison: Comparison) -> Iterator[Part]:
@@ -142,8 +145,8 @@ def machine(comparison: Comparison) -> Iterator[Part]:
     others = comparison.differences
     missing = [name for name, r in (("candidate", comparison.new), ("baseline", comparison.old)) if not r.fingerprint]
     if missing:
-        yield silent("", f"no fingerprint in the {' and the '.join(missing)}: nobody knows whether it was the same machine")
+        yield silent("", f"no fingerprint in the {' and the '.join(missing)}, so it may have been another machine")
     elif others:
-        yield Part("", "warn", f"other machine, times left out: {'; '.join(others)}", float(len(others)))
+        yield Part("", "warn", f"another machine, so times are left out: {'; '.join(others)}", float(len(others)))
     else:
         yield Part("", "pass", "the same machine, libraries and settings", 0.0)

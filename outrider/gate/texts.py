@@ -22,7 +22,7 @@ class TextPair:
     first_character: int | None
     """Index of the first character that differs."""
     excerpts: tuple[str, str] | None
-    """What stands there."""
+    """The texts from there on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class Texts:
 
 
 def compare_texts(ours: str | Path, theirs: str | Path) -> Texts:
-    """Compare two JSONL files of answers, row by row, by `id` where rows have one.
+    """Compare two JSONL files of answers, matched by `id` where rows have one, else by row.
 
-    The answer stands under text, answer, output or completion.  Raises DataError with file and line.
+    The answer is in text, answer, output or completion.  Raises DataError with file and line.
     """
     one, other = _answers(Path(ours)), _answers(Path(theirs))
     if set(one) != set(other):
@@ -73,14 +73,14 @@ def _answers(path: Path) -> dict[str, str]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{path}, line {number} is not JSON: {error}; mend the line or take it out") from None
+            raise DataError(f"{path}, line {number} is not JSON: {error}; correct the line or delete it") from None
         values = [row[key] for key in TEXT_KEYS if isinstance(row.get(key), str)] if isinstance(row, dict) else []
         if not values:
-            raise DataError(f"{path}, line {number} has no answer; wanted a text under one of {', '.join(TEXT_KEYS)}")
+            raise DataError(f"{path}, line {number} has no answer; put a text under one of {', '.join(TEXT_KEYS)}")
         name = str(row.get("id", len(found)))
         if name in found:
-            raise DataError(f"{path}, line {number}: id {name!r} stands there twice; keep one answer a prompt")
+            raise DataError(f"{path}, line {number}: id {name!r} occurs a second time; give one answer a prompt")
         found[name] = values[0]
     if not found:
-        raise DataError(f"{path} holds no answer; give a JSONL file with one a line")
+        raise DataError(f"{path} has no answer in it; give a JSONL file with one answer a line")
     return found

@@ -1,11 +1,11 @@
-"""Do two sets of sampled texts follow one distribution?  Permutation tests within prompts, corrected for their number, with
-their power.
+"""Do two sets of sampled texts follow one distribution?  Permutation tests within prompts, corrected for their number,
+with their power.
 
 Three questions: which token stands at each place (chi-square over tokens, rare ones pooled), how long texts are
-(Kolmogorov-Smirnov), which 3-grams they are made of (energy distance of hashed counts: Székely and Rizzo, 2013).  All three
-share the same relabelled sets: under one distribution a text's label says nothing, so every test has exactly the chance of a
-false alarm that it claims, however few the texts and whatever their ties; Holm's rule shares that chance among them.  Knows
-no torch.
+(Kolmogorov-Smirnov), which 3-grams they are made of (energy distance of hashed counts: Székely and Rizzo, 2013).  All
+three share the same relabelled sets: under one distribution a text's label says nothing, so every test has exactly the
+chance of a false alarm that it claims, however few the texts and whatever their ties; Holm's rule shares that chance
+among them.  Knows no torch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from outrider.report.bootstrap import holm
 Floats = NDArray[np.float32]
 Text = Sequence[int]
 ENDED = -1
-"""Stands for the token of a text that ended before."""
-LEAST = 10
-"""Texts of both sets together that a token needs for a cell of its own: five expected in each."""
+"""The token of a text that has already ended."""
+MIN_TEXTS = 10
+"""Texts, of both sets together, that a token needs for a cell of its own: five expected in each set."""
 SHARED = 8
 """Most cells that rare tokens share."""
 BUCKETS = 512
@@ -42,9 +42,9 @@ class Test(NamedTuple):
     name: str
     statistic: float
     chance: float
-    """Of a statistic as large or larger under one distribution."""
+    """Probability of a statistic as large or larger if both sets have one distribution."""
     allowed: float
-    """What Holm's rule lets this test use of the chance of a false alarm."""
+    """This test's share of the probability of a false alarm, by Holm's rule."""
 
     @property
     def differs(self) -> bool:
@@ -53,17 +53,18 @@ class Test(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What was found, and what would have been."""
+    """The tests, and how large a difference they would have found."""
 
     tests: tuple[Test, ...]
     prompts: int
     samples: int
     """Texts of each prompt in each set."""
     alpha: float
-    """Chance of a false alarm of all tests together."""
+    """Probability of a false alarm of all tests together."""
     draws: int
     detectable: float
-    """Total variation of the tokens at one place, as a root mean square over prompts, that is found four times in five."""
+    """Total variation of the tokens at one position (root mean square over prompts) that is found in four of five
+    runs."""
 
     @property
     def verdict(self) -> Literal["no difference", "different"]:
@@ -75,35 +76,43 @@ class Samples:
 
 
 def two_samples(
-    ours: Sequence[Sequence[Text]], theirs: Sequence[Sequence[Text]], *, places: int = 8, alpha: float = 0.01,
+    ours: Sequence[Sequence[Text]], theirs: Sequence[Sequence[Text]], *, positions: int = 8, alpha: float = 0.01,
     draws: int = 4999, seed: int = 0,
 ) -> Samples:  # fmt: skip
-    """Test two sets of texts, by prompt, as many of a prompt in one as in the other.  places: tokens from the first on.
+    """Test two sets of texts, by prompt, equally many of a prompt in both.  positions: tested tokens, from the first
+    on.
 
-    Raises DataError where the sets do not match, or where so few draws could never tell a difference at `alpha`.
+    Raises DataError where the sets do not match, or where so few draws could never show a difference at `alpha`.
     """
-    _refuse(ours, theirs, places + 2, alpha, draws)
-    places = min(places, max(len(text) for own in (*ours, *theirs) for text in own) + 1)
-    names = [*(f"token {place + 1}" for place in range(places)), "lengths", "3-grams"]
+    _refuse(ours, theirs, positions + 2, alpha, draws)
+    positions = min(positions, max(len(text) for own in (*ours, *theirs) for text in own) + 1)
+    names = [*(f"token {position + 1}" for position in range(positions)), "lengths", "3-grams"]
     both = [[*one, *other] for one, other in zip(ours, theirs, strict=True)]
-    cells = [[_cells(texts, place) for place in range(places)] for texts in both]
+    cells = [[_cells(texts, position) for position in range(positions)] for texts in both]
     thresholds = sorted({len(text) for texts in both for text in texts})
-    shorter = [np.array([[len(text) <= most for most in thresholds] for text in texts], dtype=np.float32) for texts in both]
-    apart = [_distances(texts) for texts in both]
+    shorter = [
+        np.array([[len(text) <= most for most in thresholds] for text in texts], dtype=np.float32) for texts in both
+    ]
+    distances = [_distances(texts) for texts in both]
     rows = []
     for signs in _labels([len(own) for own in ours], draws, seed):
         columns = [
-            sum(_chi_square(labels, own[place]) for labels, own in zip(signs, cells, strict=True)) for place in range(places)
+            sum(_chi_square(labels, own[at]) for labels, own in zip(signs, cells, strict=True))
+            for at in range(positions)
         ]
-        columns.append(np.abs(sum(labels @ own / len(own) for labels, own in zip(signs, shorter, strict=True))).max(1) * 2)
-        columns.append(-sum(((labels @ own) * labels).sum(1) / len(own) for labels, own in zip(signs, apart, strict=True)))
+        columns.append(
+            np.abs(sum(labels @ own / len(own) for labels, own in zip(signs, shorter, strict=True))).max(1) * 2
+        )
+        columns.append(
+            -sum(((labels @ own) * labels).sum(1) / len(own) for labels, own in zip(signs, distances, strict=True))
+        )
         rows.append(np.stack(columns, 1))
     table = np.concatenate(rows)
     # equal statistics may differ in the last digit by the order of their sums
     reached = table >= table[0] - 1e-5 * np.abs(table[0]) - 1e-9
     chances = [float(chance) for chance in reached.mean(0)]
     count = min(map(len, ours))
-    freedom = max(sum(own[place].shape[1] - 1 for own in cells) for place in range(places))
+    freedom = max(sum(own[position].shape[1] - 1 for own in cells) for position in range(positions))
     return Samples(
         tests=tuple(map(Test, names, map(float, table[0]), chances, holm(chances, alpha))),
         prompts=len(ours), samples=count, alpha=alpha, draws=draws,
@@ -111,21 +120,24 @@ def two_samples(
     )  # fmt: skip
 
 
-def _refuse(ours: Sequence[Sequence[Text]], theirs: Sequence[Sequence[Text]], tests: int, alpha: float, draws: int) -> None:
+def _refuse(
+    ours: Sequence[Sequence[Text]], theirs: Sequence[Sequence[Text]], tests: int, alpha: float, draws: int
+) -> None:
     counts = [len(own) for own in ours], [len(own) for own in theirs]
     if counts[0] != counts[1] or not all(counts[0]) or not counts[0]:
         raise DataError(
-            f"samples by prompt: {counts[0]} and {counts[1]}; give each prompt equally many in both sets, 1 or more"
+            f"got {counts[0]} and {counts[1]} texts by prompt; give each prompt equally many in both sets, at least 1"
         )
     if draws + 1 < tests / alpha:
         raise DataError(
-            f"{draws} draws can't show a chance below {1 / (draws + 1):.1e}, and {tests} tests at {alpha:g} need "
-            f"{alpha / tests:.1e}; take {math.ceil(tests / alpha)} draws or more"
+            f"{draws} draws can't show a probability below {1 / (draws + 1):.1e}, and {tests} tests at {alpha:g} need "
+            f"{alpha / tests:.1e}; take at least {math.ceil(tests / alpha)} draws"
         )
 
 
 def _labels(counts: Sequence[int], draws: int, seed: int) -> Iterator[list[Floats]]:
-    """Signs [draws, 2n] of each prompt, in pieces, +1 for ours and -1 for theirs; the very first row is as things are."""
+    """Signs [draws, 2n] of each prompt, in pieces, +1 for ours and -1 for theirs.  The first row is the true
+    labelling."""
     noise = np.random.default_rng(seed)
     truth = [np.repeat(np.array([1, -1], dtype=np.float32), count) for count in counts]
     yield [own[None] for own in truth]
@@ -135,13 +147,14 @@ def _labels(counts: Sequence[int], draws: int, seed: int) -> Iterator[list[Float
         yield [noise.permuted(np.broadcast_to(own, (rows, len(own))).copy(), axis=1) for own in truth]
 
 
-def _cells(texts: Sequence[Text], place: int) -> Floats:
-    """One-hot [texts, cells] of the token at a place; tokens too rare for a cell of their own share a few, by their ids."""
-    tokens = [text[place] if place < len(text) else ENDED for text in texts]
+def _cells(texts: Sequence[Text], position: int) -> Floats:
+    """One-hot [texts, cells] of the token at a position.  Tokens too rare for a cell of their own share a few, by
+    id."""
+    tokens = [text[position] if position < len(text) else ENDED for text in texts]
     counts = Counter(tokens)
-    often = {token: i for i, token in enumerate(token for token, count in counts.most_common() if count >= LEAST)}
+    often = {token: i for i, token in enumerate(token for token, count in counts.most_common() if count >= MIN_TEXTS)}
     rare = sum(count for token, count in counts.items() if token not in often)
-    shared = max(1, min(SHARED, rare // (2 * LEAST)))
+    shared = max(1, min(SHARED, rare // (2 * MIN_TEXTS)))
     column = [often.get(token, len(often) + token % shared) for token in tokens]
     hot = np.zeros((len(texts), max(column) + 1), dtype=np.float32)
     hot[np.arange(len(texts)), column] = 1
@@ -149,12 +162,12 @@ def _cells(texts: Sequence[Text], place: int) -> Floats:
 
 
 def _chi_square(signs: Floats, cells: Floats) -> Floats:
-    """Of two sets of equal size: sum (a - b)² / (a + b) over cells.  [draws]."""
+    """Statistic of two sets of equal size: sum (a - b)² / (a + b) over cells.  Returns [draws]."""
     return ((signs @ cells) ** 2 / cells.sum(0)).sum(1)
 
 
 def _distances(texts: Sequence[Text]) -> Floats:
-    """Euclidean distances [texts, texts] of counts of hashed 3-grams; beginning and end are part of them."""
+    """Euclidean distances [texts, texts] between counts of hashed 3-grams, beginning and end included."""
     counts = np.zeros((len(texts), BUCKETS), dtype=np.float32)
     for row, text in zip(counts, texts, strict=True):
         padded = (-3, -2, *text, ENDED)
@@ -169,10 +182,12 @@ def _distances(texts: Sequence[Text]) -> Floats:
 
 
 def detectable(freedom: int, samples: int, tail: float, power: float = 0.8) -> float:
-    """Total variation that a chi-square test of two sets of `samples` texts finds with chance `power` at level `tail`.
+    """Total variation that a chi-square test of two sets of `samples` texts finds with probability `power` at level
+    `tail`.
 
-    In whatever direction it lies: sum (p - q)² / (p + q) >= 2 TV² by Cauchy and Schwarz, so the noncentrality is at least
-    2 · samples · TV².  Differences among tokens that share a cell do not count; where all share one, nothing can be found: 1.
+    For any direction of the difference: sum (p - q)² / (p + q) >= 2 TV² (Cauchy-Schwarz), so the noncentrality is at
+    least 2 · samples · TV².  Differences among tokens that share a cell do not count; where all tokens share one,
+    returns 1.
     """
     if not freedom:
         return 1.0

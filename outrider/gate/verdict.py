@@ -1,9 +1,9 @@
-"""May this draft ship?  Two reports of the same prompts in, one verdict with its reasons out.  No torch.
+"""May this draft ship?  Compares two reports of the same prompts and gives one verdict with its reasons.  No torch.
 
-A gate must stop what got worse and nothing else.  So figures are compared prompt by prompt, a prompt is the unit that is
-resampled, all noisy tests of all rules share one chance of a false alarm (Holm), and over all tasks together there is a test of
-its own: nine tasks of 22 prompts show a loss of 3 % only together.  A loss stops where the corrected interval of new/old lies
-below 1 and its center below what is tolerated; it warns where the interval of that test alone does.
+A gate must stop what got worse and nothing else.  Figures are compared prompt by prompt, and prompts are resampled.
+All noisy tests of all rules share one probability of a false alarm (Holm).  One more test covers all tasks together:
+nine tasks of 22 prompts show a loss of 3 % only together.  A loss stops where the corrected interval of new/old lies
+below 1 and its center below what is tolerated; it warns where the uncorrected interval does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from outrider.errors import DataError
-from outrider.gate.noise import alike_pair, noise_of, noise_said, prompts_needed, speed_logs, spread, widen, widening
+from outrider.gate.noise import alike_pair, noise_notes, noise_of, prompts_needed, speed_logs, spread, widen, widening
 from outrider.gate.outcome import Finding, Outcome, Part, Test, Verdict, silent
 from outrider.gate.pairing import compare
 from outrider.gate.policy import TIMED, Policy
@@ -28,9 +28,10 @@ def gate(
     new: Report, old: Report, policy: Policy | None = None, *, alike: Sequence[tuple[Report, Report]] = (),
     allow_other_machine: bool = False,
 ) -> Outcome:  # fmt: skip
-    """Judge a candidate's report beside a baseline's.  alike: pairs of reports of one and the same thing, to learn noise from.
+    """Judge a candidate's report against a baseline's.  alike: pairs of reports of the same draft, which show the
+    noise.
 
-    DataError where the two can't be compared: other targets, prompts or machines.
+    DataError where the two can't be compared: they have other targets, prompts or machines.
     """
     policy = policy or Policy()
     comparison = compare(new, old, policy.shared)
@@ -47,23 +48,26 @@ def gate(
     tail = (1 - policy.level) / 2
     chances = [test.estimate.chance_of(0.0) for rule in rules for test in rule.tests]
     allowed = iter(holm(chances, policy.false_stops))
-    # acceptance falls where drafts get deeper; where tokens per step surely rose, that is no loss
+    # acceptance falls where drafts get deeper; where tokens per step surely rose, that is not a loss
     paces = [test for rule in rules if rule.rule == "tokens per step" for test in rule.tests if test.is_whole]
     is_faster_paced = bool(paces) and all(test.estimate.bound(tail) > 0 for test in paces)
     judged = [_judged(rule, [next(allowed) for _ in rule.tests], tail) for rule in rules]
     judged = [
-        found.eased() if found.limit.action == "warn" or (is_faster_paced and found.rule == "acceptance by depth") else found
+        found.eased()
+        if found.limit.action == "warn" or (is_faster_paced and found.rule == "acceptance by depth")
+        else found
         for found in judged
     ]
     verdict, headline = _together(judged, policy, [*_set_aside(new, rules, policy), *(TIMED if others else ())])
-    seen = max(filter(None, (sigma, noise.sigma if noise else None)), default=None)
-    needed = [(loss, prompts_needed(seen, loss, policy.false_stops / max(1, len(chances)))) for loss in LOSSES] if seen else []
-    notes = (*comparison.notes, *noise_said(noise, sigma, widened))
-    return Outcome(verdict, tuple(judged), headline, notes, len(chances), seen, widened, tuple(needed))
+    largest_sigma = max(filter(None, (sigma, noise.sigma if noise else None)), default=None)
+    tail_of_one = policy.false_stops / max(1, len(chances))
+    needed = [(loss, prompts_needed(largest_sigma, loss, tail_of_one)) for loss in LOSSES] if largest_sigma else []
+    notes = (*comparison.notes, *noise_notes(noise, sigma, widened))
+    return Outcome(verdict, tuple(judged), headline, notes, len(chances), largest_sigma, widened, tuple(needed))
 
 
 def _judged(rule: Finding, allowed: Sequence[float], tail: float) -> Finding:
-    """The rule with a part in the place of each test."""
+    """The rule, each test replaced by a part."""
     parts = [_part(rule, test, own, tail) for test, own in zip(rule.tests, allowed, strict=True)]
     return replace(rule, tests=(), parts=(*parts, *rule.parts) or (silent("", "nothing to compare"),))
 
@@ -71,18 +75,18 @@ def _judged(rule: Finding, allowed: Sequence[float], tail: float) -> Finding:
 def _part(rule: Finding, test: Test, allowed: float, tail: float) -> Part:
     """A loss is one where the interval lies below 0 and its center below what is tolerated."""
     estimate, is_ratio, limit = test.estimate, rule.unit == "new/old", rule.limit.tolerated
-    least = -limit if not is_ratio else -math.log1p(limit) if rule.rises else math.log1p(-limit)
+    lowest = -limit if not is_ratio else -math.log1p(limit) if rule.rises else math.log1p(-limit)
     alone, corrected = estimate.interval(tail), estimate.interval(allowed)
-    is_past = estimate.center < least
+    is_past = estimate.center < lowest
     is_sure, is_likely = is_past and corrected.high < 0, is_past and alone.high < 0
     verdict: Verdict = "stop" if is_sure and not test.eased else "warn" if is_likely else "pass"
 
     def shown(interval: Interval) -> Interval:
-        """As new/old, the greater end last."""
+        """As new/old, the larger end last."""
         if not is_ratio:
             return interval
-        turned = [math.exp(-value if rule.rises else value) for value in interval]
-        return Interval(turned[0], min(turned[1:]), max(turned[1:]))
+        ratios = [math.exp(-value if rule.rises else value) for value in interval]
+        return Interval(ratios[0], min(ratios[1:]), max(ratios[1:]))
 
     found = shown(alone)
     text = f"{rule.what} {_change(rule, found.center)}"
@@ -99,8 +103,10 @@ def _change(rule: Finding, value: float) -> str:
 
 
 def _together(findings: Sequence[Finding], policy: Policy, excused: Sequence[str]) -> tuple[Verdict, str]:
-    """The verdict on the whole, and why, in one sentence."""
-    stops, warnings, silent = ([f for f in findings if f.verdict == which] for which in ("stop", "warn", "not measured"))
+    """The overall verdict, and its reason in one sentence."""
+    stops, warnings, silent = (
+        [f for f in findings if f.verdict == which] for which in ("stop", "warn", "not measured")
+    )
     holes = [(found, part) for found in findings for part in found.parts if part.is_hole]
     missing = [(found.rule, found.reason) for found in silent] + [(f.rule, f"{p.where}: {p.reason}") for f, p in holes]
     missing = [(rule, why) for rule, why in missing if rule in policy.required and rule not in excused]
@@ -117,7 +123,7 @@ def _together(findings: Sequence[Finding], policy: Policy, excused: Sequence[str
 
 
 def _set_aside(new: Report, rules: Sequence[Finding], policy: Policy) -> list[str]:
-    """Rules that the policy itself asks nothing of, so that their silence is no hole."""
+    """Rules that the policy turns off: they need not be measured."""
     off: list[str] = [rule.rule for rule in rules if rule.limit.action == "off"]
     is_lossy = policy.lossy_rule == "allow" and all(row.lossless is False for row in new.rows)
     return [*off, "exactness"] if is_lossy else off

@@ -1,4 +1,4 @@
-"""What a run tells while it works: a plan before each stage, its progress, and what came of it."""
+"""What a run reports while it works: a plan before each stage, its progress, and its result."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,10 +20,10 @@ class Plan:
     """What a stage is about to do."""
 
     unit: str = "prompts"
-    """Of which progress is counted: answers, steps, prompts."""
+    """What is counted: answers, steps or prompts."""
     total: int
     done: int = 0
-    """By an earlier run."""
+    """Units that an earlier run has done."""
     usual_minutes: float | None = None
     """What the stage takes where the run file was tried."""
 
@@ -32,6 +32,8 @@ class Plan:
 class Preparing(Plan):
     unit: str = "answers"
     conversations: str
+    available: int | None = None
+    """Rows of the source, used or not; None where it is not counted."""
     tokens: int
     """At most, to write."""
     size_bytes: int
@@ -66,14 +68,14 @@ class Evaluating(Plan):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The answers there are."""
+    """The result of `prepare`."""
 
     path: Path
     answers: int
     tokens: int
-    """That train."""
+    """To learn from."""
     left_out: tuple[str, ...]
-    """Why, a reason for each row that was left out."""
+    """A reason for each row that was left out."""
     unanswered: int
     """Prompts without an answer: refused by the template, no room for one, or none given."""
     others: int
@@ -108,24 +110,24 @@ facts: `loss` and `tokens_per_step` (expected, where it is known) of a training,
 
 
 class Reporter:
-    """Hears of a run; as it is, it tells nobody.  A subclass overrides what it wants to hear."""
+    """Receives the events of a run and ignores them.  A subclass overrides the methods it needs."""
 
     def loading(self, target: TargetConfig) -> None:
-        """Before the target is loaded, threads and types of this machine are settled."""
+        """The target is about to be loaded; threads and number types of this machine are chosen."""
 
     def loaded(self, target: TransformersTarget) -> None:
-        """The target is there."""
+        """The target is loaded."""
 
     def not_compiled(self, reason: NotCompiled) -> None:
-        """A drafter whose passes can't be compiled; it works without."""
+        """A drafter's passes can't be compiled; it works without."""
 
     def looked(self, drafter: str, found: Found) -> None:
-        """How many prompts stand in what a drafter was trained on, or drafts from."""
+        """How many prompts occur in what a drafter was trained on or drafts from."""
 
     @contextmanager
     def working(self, plan: Plan) -> Iterator[Update]:
-        """Around the work of a stage; gives what is called with its progress."""
+        """Context of a stage's work; gives the function that is called with its progress."""
         yield lambda done, **facts: None
 
     def finished(self, result: Result) -> None:
-        """What came of a stage."""
+        """A stage has ended with this result."""

@@ -1,1 +1,1 @@
-"""Traffic: recorded calls sent again to a running server, what came back and how fast, and acceptance in production."""
+"""Traffic: recorded calls sent again to a running server, the answers and their times, and acceptance in production."""

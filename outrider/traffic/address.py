@@ -21,7 +21,7 @@ class Address(NamedTuple):
     basic: str | None
     """user:password, in base64."""
     query: str
-    """Of metrics behind a key; mostly empty."""
+    """Part after `?`, for metrics that need a key; mostly empty."""
 
     @property
     def shown(self) -> str:
@@ -44,7 +44,7 @@ class Address(NamedTuple):
 
 
 def address_of(url: str) -> Address:
-    """The server at `url`, which may end in /v1, /metrics, or the path of one of its answers.  ConfigError: not an address."""
+    """The server at `url`, which may end in /v1, /metrics, or the path of an endpoint.  ConfigError: not an address."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -53,7 +53,7 @@ def address_of(url: str) -> Address:
     if parts.scheme not in ("http", "https") or not parts.hostname or not port:
         raise ConfigError(f"{url!r} is not the address of a server; give one such as http://127.0.0.1:8000")
     if not re.fullmatch(r"[\x21-\x7e]*", parts.path):
-        raise ConfigError(f"the path of {url!r} can't be sent; write other characters than ASCII as %xx")
+        raise ConfigError(f"the path of {url!r} has characters that can't be sent; write all but ASCII as %xx")
     basic = None
     if parts.username is not None:
         secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}"

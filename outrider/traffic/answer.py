@@ -1,9 +1,9 @@
-"""One answer of a server: the text that came, when each piece of it came, how it ended, whether to ask again.  No torch.
+"""One answer of a server: its text, when each piece arrived, how it ended, whether to retry.  No torch.
 
-TTFT: from the moment the call was first sent to its first text; E2E: to the end of its answer, waiting and asking again
-included.  TPOT = (E2E - TTFT) / (tokens - 1), which speculation shortens.
+TTFT: from the moment the call was first sent to its first text.  E2E: to the end of its answer, waiting and retries
+included. TPOT = (E2E - TTFT) / (tokens - 1), which speculation shortens.
 
-Source of the reader of events: the HTML standard, 9.2.6, server-sent events.
+Events are read as in the HTML standard, 9.2.6, server-sent events.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from typing import Any
 
 PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
-"""A Retry-After beyond it is a refusal."""
+"""A longer Retry-After counts as a refusal."""
 
 
 class Events:
-    """Bytes, cut anywhere, to the data of server-sent events."""
+    """Turns bytes, cut anywhere, into the data of server-sent events."""
 
     def __init__(self) -> None:
-        self.decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")("replace"), translate=True)
+        self.decoder = io.IncrementalNewlineDecoder(
+            codecs.getincrementaldecoder("utf-8-sig")("replace"), translate=True
+        )
         self.rest = ""
         self.lines: list[str] = []
 
@@ -41,7 +43,7 @@ class Events:
                 yield event
 
     def end(self) -> Iterator[str]:
-        """What was not closed by an empty line: servers that die, and some that don't, leave it out."""
+        """The last event where no empty line closed it: servers that die leave that out, and some others too."""
         return self.feed(b"\n\n", is_last=True)
 
 
@@ -57,11 +59,11 @@ class Answer:
     last_s: float | None = None
     """When the last text came."""
     gaps_s: list[float] = field(default_factory=list)
-    """Between its pieces."""
+    """Between its pieces, in seconds."""
     status: int | None = None
-    """None where not a byte came."""
+    """None where no byte arrived."""
     failure: str | None = None
-    """Why nothing, or not all of it, came; None: it is whole."""
+    """Why the answer is missing or incomplete; None: it is complete."""
     retry_after_s: float | None = None
     pieces: list[str] = field(default_factory=list)
     """Text of the first choice."""
@@ -72,9 +74,9 @@ class Answer:
     prompt_tokens: int | None = None
     finish: str | None = None
     acceptance: dict[str, int] | None = None
-    """Of this request, where the server says: drafts, drafted, accepted; whichever it says."""
+    """Of this request: drafts, drafted, accepted, as far as the server reports them."""
     is_done: bool = False
-    """It said that it was."""
+    """The server sent [DONE]."""
     attempts: int = 1
     """How often the call was sent."""
     due_s: float | None = None
@@ -86,7 +88,7 @@ class Answer:
 
     @property
     def kind(self) -> str:
-        """answered, failed (nothing came) or cut off (something did): each call is one of them."""
+        """answered, failed (no text arrived) or cut off (some did): each call is one of them."""
         return "answered" if self.failure is None else "failed" if self.first_s is None else "cut off"
 
     @property
@@ -99,21 +101,21 @@ class Answer:
 
     @property
     def tpot_s(self) -> float | None:
-        """None for an answer of one token, or one whose tokens nobody counted."""
+        """None for an answer of one token, or of an unknown number of tokens."""
         if self.tokens is None or self.tokens < 2 or self.first_s is None:
             return None
         return (self.ended_s - self.first_s) / (self.tokens - 1)
 
     def meets(self, slo: Mapping[str, float]) -> bool:
         """Whether the call was answered within all limits, in seconds."""
-        if "tpot" in slo and self.tpot_s is None and (self.tokens is None or self.tokens > 1):  # nobody knows
+        if "tpot" in slo and self.tpot_s is None and (self.tokens is None or self.tokens > 1):  # not known
             return False
         found = {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2e": self.e2e_s}
         return self.failure is None and all((found[name] or 0.0) <= limit for name, limit in slo.items())
 
     @property
     def is_worth_another(self) -> bool:
-        """Whether the call may succeed when it is sent again.  One that was silent too long only makes the queue longer."""
+        """Whether the call may succeed when it is sent again.  After a timeout it would only make the queue longer."""
         if self.kind != "failed" or (self.failure or "").startswith(("timeout", "stopped", "not understood")):
             return False
         return self.status is None or self.status in (200, 408, 429, 500, 502, 503, 504)
@@ -126,12 +128,13 @@ class Answer:
 
     @property
     def reason(self) -> str:
-        """The failure without what the server said of this one call."""
+        """The failure without the server's message about this one call."""
         failure = self.failure or ""
         return failure.split(":")[0] if failure.startswith(("HTTP", "error in", "not understood")) else failure
 
     def take(self, event: str | bytes, at_s: float) -> None:
-        """Add one event, that came at `at_s`.  An error in it becomes the failure; ValueError and the like where it is none."""
+        """Add one event that arrived at `at_s`.  An error in it becomes the failure.  Raises ValueError where it is not
+        an event."""
         if event == "[DONE]":
             self.is_done = True
             return
@@ -139,8 +142,8 @@ class Answer:
         if not isinstance(found, dict):
             raise ValueError(f"an event that is a {type(found).__name__}")
         if (error := found.get("error")) is not None or found.get("object") == "error":
-            said = error.get("message", error) if isinstance(error, dict) else error or found.get("message")
-            self.failure = f"error in the stream: {str(said)[:200]}"
+            message = error.get("message", error) if isinstance(error, dict) else error or found.get("message")
+            self.failure = f"error in the stream: {str(message)[:200]}"
             return
         has_text = False
         for choice in found.get("choices") or ():
@@ -160,26 +163,26 @@ class Answer:
         if usage := found.get("usage"):
             self.tokens = _whole(usage.get("completion_tokens"))
             self.prompt_tokens = _whole(usage.get("prompt_tokens"))
-        self.acceptance = acceptance_said(found) or self.acceptance
+        self.acceptance = reported_acceptance(found) or self.acceptance
 
     def refuse(self, body: bytes) -> None:
-        """The failure of an answer whose status is not 200, by what stands in its body."""
+        """Set the failure of an answer whose status is not 200, from its body."""
         try:
             found = json.loads(body)
             error = found.get("error", found)
-            said = error.get("message", error.get("detail")) if isinstance(error, dict) else error
+            message = error.get("message", error.get("detail")) if isinstance(error, dict) else error
         except (ValueError, AttributeError):
-            said = body[:120].decode("utf-8", "replace")
-        self.failure = f"HTTP {self.status}: {str(said)[:200]}" if said else f"HTTP {self.status}"
+            message = body[:120].decode("utf-8", "replace")
+        self.failure = f"HTTP {self.status}: {str(message)[:200]}" if message else f"HTTP {self.status}"
 
     def end(self, at_s: float, failure: str | None) -> None:
-        """It is over; one that said all there is may lose its connection afterwards."""
+        """The answer is over.  A complete one may lose its connection afterwards."""
         self.failure = None if self.is_done else failure
         self.ended_s = at_s
 
 
 def _text_of(part: Mapping[str, Any]) -> str:
-    """Whatever a model wrote: text, thoughts, arguments of a call."""
+    """What the model wrote: text, reasoning, arguments of a tool call."""
     text = part.get("content") or part.get("text") or part.get("reasoning_content") or part.get("reasoning") or ""
     for call in part.get("tool_calls") or ():
         function = call.get("function") or {}
@@ -191,7 +194,7 @@ def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
-SAID: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
+ACCEPTANCE_FIELDS: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
     (
         ("metrics", "speculative_decoding"),
         {"drafts": "num_spec_steps", "drafted": "num_draft_tokens", "accepted": "num_accepted_draft_tokens"},
@@ -202,19 +205,21 @@ SAID: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
     ),
     (("timings",), {"drafted": "draft_n", "accepted": "draft_n_accepted"}),
 )
-"""Where vLLM, SGLang and llama-server say what one request's drafts came to, and under which names."""
+"""Where vLLM, SGLang and llama-server report one request's drafts, and under which names."""
 
 
-def acceptance_said(found: Mapping[str, Any]) -> dict[str, int] | None:
-    """What an event says of the request's own drafts; None where it says nothing."""
-    for places, names in SAID:
+def reported_acceptance(found: Mapping[str, Any]) -> dict[str, int] | None:
+    """Counts of the request's own drafts in an event; None where it has none."""
+    for path, names in ACCEPTANCE_FIELDS:
         inner: Any = found
-        for place in places:
-            inner = inner.get(place) if isinstance(inner, dict) else None
+        for step in path:
+            inner = inner.get(step) if isinstance(inner, dict) else None
         if isinstance(inner, dict):
-            # SGLang has had its names with and without their beginning
-            counts = {ours: _whole(inner.get(name, inner.get(name.removeprefix("spec_")))) for ours, name in names.items()}
-            said = {ours: count for ours, count in counts.items() if count is not None}
-            if said:
-                return said
+            # SGLang has used its names with and without their prefix
+            counts = {
+                ours: _whole(inner.get(name, inner.get(name.removeprefix("spec_")))) for ours, name in names.items()
+            }
+            known = {ours: count for ours, count in counts.items() if count is not None}
+            if known:
+                return known
     return None

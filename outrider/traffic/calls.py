@@ -1,6 +1,6 @@
-"""One recorded request: what was asked, when, and what is known of its answer.  No torch.
+"""One recorded request: what was asked, when, and what is known about its answer.  No torch.
 
-Where a log holds no text, calls get words of our own.
+Where a log has no text, calls get generated words.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ class Call:
     expected_tokens: int | None = None
     """Length of the answer in the log."""
     synthetic: bool = False
-    """The text is ours; only its length and what it shares with other calls are the log's."""
+    """The text is generated; only its length and what it shares with other calls come from the log."""
     answer: str | None = None
     """What the log's own server answered."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.answer, str | None):
-            raise ValueError("an answer that is no text")
+            raise ValueError("the answer is not a text")
 
 
 class Unanswered(Exception):
-    """The log's own server failed here: there is nothing to repeat."""
+    """The log's own server failed here, so there is nothing to repeat."""
 
 
 SECRETS = {"api_key", "apikey", "api-key", "authorization", "headers", "extra_headers", "extra_query"}
-"""Never carried on from a log, redacted or not."""
+"""Keys that are never taken from a log, redacted or not."""
 
 
 def checked_body(body: Any) -> dict[str, Any]:
-    """A body that can be sent, without its secrets.  ValueError where it can not."""
+    """A body that can be sent, without its secrets.  ValueError where it can't be sent."""
     if not isinstance(body, dict):
-        raise ValueError(f"a body that is a {type(body).__name__}; wanted an object with messages or prompt")
+        raise ValueError(f"the body is a {type(body).__name__}; wanted an object with messages or prompt")
     messages, prompt = body.get("messages"), body.get("prompt")
     if messages is None and not prompt:
-        raise ValueError("a body without messages or prompt")
+        raise ValueError("the body has neither messages nor prompt")
     if messages is not None and not (isinstance(messages, list) and messages and all(map(_has_role, messages))):
-        raise ValueError("messages that are no list of objects with a role")
+        raise ValueError("messages is not a list of objects with a role")
     if messages is None and not isinstance(prompt, str | list):
-        raise ValueError("a prompt that is neither text nor a list")
+        raise ValueError("prompt is neither a text nor a list")
     for name in ("max_tokens", "max_completion_tokens"):
         if not isinstance(body.get(name), int | None) or isinstance(body.get(name), bool):
-            raise ValueError(f"{name} {body[name]!r}; wanted a count of tokens")
+            raise ValueError(f"{name} must be a number of tokens, got {body[name]!r}")
     return {key: value for key, value in body.items() if key.lower() not in SECRETS}
 
 
@@ -73,49 +73,49 @@ def seconds_of(value: Any) -> float | None:
         return datetime.fromisoformat(value).timestamp()
     found = float(value)
     if not math.isfinite(found) or isinstance(value, bool):
-        raise ValueError(f"a time of {value}; wanted seconds")
+        raise ValueError(f"a time must be a number of seconds, got {value}")
     return found / 1000 if found > 1e11 else found
 
 
 def length_of(value: Any) -> int:
-    """A count of tokens.  ValueError where it is none."""
+    """A count of tokens.  ValueError where `value` is not one."""
     count = int(value)
     if count < 0 or count != float(value):
-        raise ValueError(f"a length of {value}; wanted a count of tokens")
+        raise ValueError(f"a length must be a number of tokens, got {value}")
     return count
 
 
-# ── text of our own ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── generated text ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 VOCABULARY = (
     "time year people way day man thing woman life child world school state family student group country problem hand part "
     "place case week company system program question work government number night point home water room mother area money "
     "story fact month lot right study book eye job word business issue side kind head house service friend father power hour"
 )
-"""Each about one token to most tokenizers."""
+"""Words of about one token each in most tokenizers."""
 WORDS = VOCABULARY.split()
 LONGEST = 4_000_000
-"""Tokens; a length beyond it is a mistake."""
+"""Tokens; a greater length is taken for a mistake."""
 
 
 @functools.lru_cache(maxsize=4096)
 def words(seed: str, count: int) -> str:
-    """`count` words that follow from `seed`."""
+    """`count` words, determined by `seed`."""
     return " ".join(random.Random(seed).choices(WORDS, k=count)) + " "
 
 
 def synthesised(row: Mapping[str, Any], name: str, at_s: float, session: str | None, block: int) -> Call:
-    """A call of the right lengths whose text begins as that of other calls with the same hash ids does."""
+    """A call of the given lengths.  Calls that share hash ids share the beginning of their text."""
     length, answer = length_of(row["input_length"]), length_of(row["output_length"])
     if answer == 0:
         raise Unanswered
     if not 0 < length <= LONGEST:
-        raise ValueError(f"an input_length of {length}")
+        raise ValueError(f"input_length must be 1 to {LONGEST}, got {length}")
     blocks = [str(entry) for entry in row.get("hash_ids") or ()]
     if blocks and len(blocks) != math.ceil(length / block):
         raise ValueError(f"{len(blocks)} hash_ids don't fit {length} tokens in blocks of {block}")
-    # where there are no hashes each call's text is its own from the first word on
-    blocks = blocks or [f"{row.get('salt', name)}/{place}" for place in range(math.ceil(length / block))]
-    text = "".join(words(entry, min(block, length - block * place)) for place, entry in enumerate(blocks)).rstrip()
+    # without hashes, each call's text differs from the first word on
+    blocks = blocks or [f"{row.get('salt', name)}/{i}" for i in range(math.ceil(length / block))]
+    text = "".join(words(entry, min(block, length - block * i)) for i, entry in enumerate(blocks)).rstrip()
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": answer}
     return Call(body, name, seconds_of(at_s), session, answer, synthetic=True)

@@ -1,9 +1,9 @@
 """Connections to one server over HTTP/1.1, each carrying one streamed answer at a time.  No torch.
 
-HTTP is h11's; what is here is when bytes came, and how an answer ended.  httpx would take three times the CPU of a call:
-two thirds of a core at 200 calls a second, and what it measures then is in part itself (benchmarks/traffic.py).
+h11 does the HTTP; this file notes when bytes arrive and how an answer ends.  httpx would take three times the CPU per
+call: two thirds of a core at 200 calls a second, which would distort the times (benchmarks/traffic.py).
 
-Nothing here raises for what a server does: every way in which an answer can end is an `Answer`.
+Nothing here raises for what a server does: every way in which an answer can end gives an `Answer`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LARGEST_EVENT_BYTES = 16 * 2**20
 LARGEST_ERROR_BYTES = 16 * 2**10
 CONNECT_S = 10.0
 NOT_UNDERSTOOD = (h11.RemoteProtocolError, ValueError, AttributeError, TypeError)
-"""What comes of bytes that are not HTTP, and of events that are not an answer's."""
+"""Raised for bytes that are not HTTP, and for events that do not belong to an answer."""
 
 
 class _Connection(asyncio.Protocol):
@@ -40,7 +40,7 @@ class _Connection(asyncio.Protocol):
         self.answer: Answer | None = None
         """The one that is under way."""
         self.over = asyncio.Event()
-        self.heard_s = 0.0
+        self.received_s = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -51,11 +51,12 @@ class _Connection(asyncio.Protocol):
         self.transport = transport
 
     async def carry(self, answer: Answer, request: h11.Request, body: bytes) -> None:
-        """Send a request and fill its answer until it is over.  Cancelled, it closes the connection; what came is kept."""
+        """Send a request and fill its answer until it is over.  When cancelled, closes the connection; the answer so
+        far stays."""
         assert self.transport is not None and self.answer is None
         self.answer, self.events, self.body, self.is_stream = answer, Events(), bytearray(), False
         self.over.clear()
-        self.heard_s = time.perf_counter()
+        self.received_s = time.perf_counter()
         events = (request, h11.Data(data=body), h11.EndOfMessage())
         self.transport.write(b"".join(self.http.send(event) or b"" for event in events))
         try:
@@ -66,10 +67,10 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.answer is None:
-            # a server that speaks unasked; nothing it says can be told from the next answer
+            # the server sent bytes without a request: they could not be told from the next answer
             self.drop()
             return
-        self.heard_s = time.perf_counter()
+        self.received_s = time.perf_counter()
         try:
             self._read(data)
         except NOT_UNDERSTOOD as error:
@@ -85,7 +86,7 @@ class _Connection(asyncio.Protocol):
         self.end(f"connection closed ({type(error).__name__})" if error else "connection closed")
 
     def _read(self, data: bytes) -> None:
-        """Take what the bytes bring; none are the end of the connection."""
+        """Handle the events in the bytes; no bytes mean the end of the connection."""
         self.http.receive_data(data)
         while (answer := self.answer) is not None:
             event = self.http.next_event()
@@ -104,37 +105,37 @@ class _Connection(asyncio.Protocol):
         answer.retry_after_s = _retry_after(headers.get("retry-after"))
         self.is_stream = head.status_code == 200 and headers.get("content-type", "").startswith("text/event-stream")
         if headers.get("content-encoding", "identity") != "identity":
-            raise ValueError(f"an answer packed with {headers['content-encoding']}, which was not asked for")
+            raise ValueError(f"the answer is compressed with {headers['content-encoding']}, which was not asked for")
 
     def _take_body(self, answer: Answer, part: bytes) -> None:
         if self.is_stream:
             self._take_events(answer, self.events.feed(part))
             if len(self.events.rest) > LARGEST_EVENT_BYTES:
-                raise ValueError("an event without an end")
+                raise ValueError(f"an event is longer than {LARGEST_EVENT_BYTES >> 20} MiB")
         elif len(self.body) < (LARGEST_EVENT_BYTES if answer.status == 200 else LARGEST_ERROR_BYTES):
             self.body += part
 
     def _take_events(self, answer: Answer, events: Iterator[str]) -> None:
         for event in events:
-            answer.take(event, self.heard_s)
+            answer.take(event, self.received_s)
             if answer.failure is not None:
                 self.end(answer.failure)
                 return
 
     def _take_end(self, answer: Answer) -> None:
-        """All of the body came."""
+        """All of the body has arrived."""
         if answer.status != 200:
             answer.refuse(bytes(self.body))
         elif self.is_stream:
             self._take_events(answer, self.events.end())
-        else:  # it does not stream: all comes at once
-            answer.take(bytes(self.body), self.heard_s)
+        else:  # not a stream: the whole answer at once
+            answer.take(bytes(self.body), self.received_s)
             answer.is_done = answer.failure is None
-        said = answer.is_done or answer.finish is not None
-        self.end(answer.failure or (None if said else "the stream ended without a word"), keep=True)
+        is_complete = answer.is_done or answer.finish is not None
+        self.end(answer.failure or (None if is_complete else "the stream ended before the answer did"), keep=True)
 
     def end(self, failure: str | None, keep: bool = False) -> None:
-        """The answer is over; `keep` where the connection can carry another."""
+        """The answer is over.  keep: the connection can carry another."""
         if self.answer is None:
             return
         self.answer.end(time.perf_counter(), failure)
@@ -163,7 +164,7 @@ def _retry_after(value: str | None) -> float | None:
 
 
 class Client:
-    """Connections to one server.  As many as there are answers under way; a new call takes the one that was used last."""
+    """Connections to one server, one for each answer under way.  A new call takes the one that was used last."""
 
     def __init__(self, address: Address, timeout_s: float = 120.0, key: str | None = None) -> None:
         self.address = address
@@ -179,9 +180,9 @@ class Client:
         self.watch: asyncio.TimerHandle | None = None
 
     async def ask(self, path: str, body: bytes, name: str, answer: Answer | None = None) -> Answer:
-        """Post `body`; `name` goes along as X-Request-Id.  Fills `answer`, or a new one.
+        """Post `body`, with `name` as X-Request-Id.  Fills `answer`, or a new one.
 
-        Cancelled, it leaves no connection behind, and `answer` holds what came until then.
+        When cancelled, it closes the connection, and `answer` holds what arrived until then.
         """
         self._watch()
         own = {"X-Request-Id": re.sub(r"[^\x21-\x7e]", "_", name)[:200], "Content-Length": str(len(body))}
@@ -194,7 +195,7 @@ class Client:
                 await self._carry(used, answer, request, body)
                 if answer.status is not None or not (answer.failure or "").startswith("connection closed"):
                     return answer
-                # the server had closed it while it lay idle, which says nothing of the server
+                # the server had closed it while it was idle, which is not a failure
                 answer.failure = None
                 break
         connection = await self._connected(answer)
@@ -203,7 +204,7 @@ class Client:
         return answer
 
     async def _connected(self, answer: Answer) -> _Connection | None:
-        """A new connection.  Where there is none the answer says why, and None is returned."""
+        """A new connection; None where there is none, with the reason in the answer."""
         try:
             async with asyncio.timeout(min(CONNECT_S, self.timeout_s)):
                 _, connection = await asyncio.get_running_loop().create_connection(
@@ -211,14 +212,20 @@ class Client:
                 )
             return connection
         except TimeoutError:
-            said = "timeout"
+            reason = "timeout"
         except ssl.SSLError as error:
-            said = error.reason or "TLS"
+            reason = error.reason or "TLS"
         except OSError as error:
-            # several addresses that all fail are one error without a number; a name that has none has numbers of its own
-            known = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno) if error.errno else None
-            said = known or "none of its addresses answers"
-        answer.end(time.perf_counter(), f"no connection: {said}")
+            # several addresses that all fail give one error without a number; an unknown name has numbers of its own
+            known = (
+                error.strerror
+                if isinstance(error, socket.gaierror)
+                else os.strerror(error.errno)
+                if error.errno
+                else None
+            )
+            reason = known or "none of its addresses answers"
+        answer.end(time.perf_counter(), f"no connection: {reason}")
         return None
 
     async def _carry(self, connection: _Connection, answer: Answer, request: h11.Request, body: bytes) -> None:
@@ -231,7 +238,7 @@ class Client:
             self.free.append(connection)
 
     def _watch(self) -> None:
-        """Look for silent connections now and then: a timer for each would cost more than all else."""
+        """Check for silent connections now and then: a timer for each would cost more than everything else."""
         if self.watch is None:
             every_s = min(1.0, self.timeout_s / 10)
             self.watch = asyncio.get_running_loop().call_later(every_s, self._look)
@@ -239,7 +246,7 @@ class Client:
     def _look(self) -> None:
         self.watch = None
         now = time.perf_counter()
-        for connection in [one for one in self.busy if now - one.heard_s > self.timeout_s]:
+        for connection in [one for one in self.busy if now - one.received_s > self.timeout_s]:
             connection.end(f"timeout: silent for {self.timeout_s:g} s")
         if self.busy:
             self._watch()

@@ -1,13 +1,13 @@
-"""What a server says of its drafts: counters read from its /metrics, and what happened between two readings.  No torch.
+"""A server's counters of drafts, read from its /metrics, and the difference between two readings.  No torch.
 
-Understood are vLLM and llama-server (counters), SGLang (gauges of its last logging interval, which can't be differenced) and
-Outrider's own names.  Samples of several engines and models are summed.  The `_created` twin that Python servers put beside
-each counter is a time stamp, not a count: names are matched whole, never by their beginning.
+Supported are vLLM and llama-server (counters), SGLang (gauges of its last logging interval, which can't be subtracted)
+and Outrider's own names.  Samples of several engines and models are summed.  The `_created` series that Python servers
+add to each counter is a time stamp, not a count: names are matched whole, never by prefix.
 
-`tokens_per_step` is what Outrider means everywhere: tokens committed per step, bonus token included, steps without a draft
-too, tokens that prefills wrote not.  Servers report 1 + accepted / drafts instead, per step *with a draft* and before the last
-step is cut at the end of an answer; that is `tokens_per_draft`.  vLLM has no counter of steps, but its histogram of gaps
-between tokens gets one entry a step and request (seen in 0.32).
+`tokens_per_step` has the meaning it has everywhere in Outrider: tokens committed per step, bonus token included, steps
+without a draft included, tokens written by prefills not.  Servers report 1 + accepted / drafts instead: per step *with
+a draft*, before the last step is cut at the end of an answer.  That is `tokens_per_draft`.  vLLM has no counter of
+steps, but its histogram of gaps between tokens gets one entry per step and request (as of 0.32).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LARGEST_BYTES = 32 * 2**20
 
 
 class Names(NamedTuple):
-    """What one kind of server calls things; None where it has no such thing."""
+    """The names of one kind of server's metrics; None where it has no such metric."""
 
     server: str
     drafts: str
@@ -40,14 +40,14 @@ class Names(NamedTuple):
     accepted: str | None = None
     by_position: str | None = None
     position: str = "position"
-    """Label that holds the place in the draft, from 0."""
+    """Label that holds the position in the draft, from 0."""
     tokens_per_step: str | None = None
     """A gauge; only where there are no counters."""
     steps: str | None = None
-    """Steps, with a draft or without, one a request and target pass."""
+    """Steps with or without a draft, one per request and target pass."""
     generated: str | None = None
     first_tokens: str | None = None
-    """Requests whose prefill wrote their first token: no step stands behind it."""
+    """Requests whose first token was written by the prefill, not by a step."""
     running: str | None = None
     waiting: str | None = None
 
@@ -78,12 +78,12 @@ NAMES = (
         running="sglang:num_running_reqs", waiting="sglang:num_queue_reqs",
     ),
 )  # fmt: skip
-"""In the order tried: the first whose drafts are found is the server."""
+"""In the order tried: the first whose drafts are found names the server."""
 STARTED = "process_start_time_seconds"
 
 
 COUNTED = ("drafts", "drafted", "accepted", "steps", "generated", "first_tokens")
-"""What only grows while a server runs."""
+"""Counts that only grow while a server runs."""
 IN_JSON = (
     "drafts", "drafted", "accepted", "by_position", "tokens_per_step", "tokens_per_draft", "steps", "generated",
     "first_tokens", "restarted", "is_interval", "drafts_are_steps",
@@ -92,32 +92,33 @@ IN_JSON = (
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What was drafted and accepted over a stretch of time.  None is "this server doesn't say"."""
+    """What was drafted and accepted over a period.  None: the server doesn't report it."""
 
     drafts: int = 0
-    """Steps that the server counts in its figures of drafts: with a draft, or all of them (Outrider)."""
+    """Steps that the server counts as drafts: those with a draft, or all of them (Outrider)."""
     drafted: int | None = None
     accepted: int | None = None
     by_position: tuple[int, ...] = ()
-    """[k]: drafts of which at least k + 1 tokens were accepted; empty where the server doesn't say."""
+    """[k]: drafts of which at least k + 1 tokens were accepted; empty where the server doesn't report it."""
     steps: int | None = None
-    """With a draft or without."""
+    """With or without a draft."""
     generated: int | None = None
     """Tokens written."""
     first_tokens: int | None = None
-    """Of which by a prefill, one a request."""
+    """Those written by a prefill, one per request."""
     restarted: bool = False
-    """The server began anew between the readings: what it counts since then, and what came before is lost."""
+    """The server restarted between the readings; only what it counted since then is known."""
     is_interval: bool = False
-    """`tokens_per_step` is the server's own mean over its last logging interval, whatever lies between the readings."""
+    """`tokens_per_step` is the server's own mean over its last logging interval, not over the time between the
+    readings."""
     drafts_are_steps: bool = False
-    """`drafts` counts steps without a draft too."""
+    """`drafts` includes steps without a draft."""
     gauge: float | None = None
     """The server's own mean; None where it has none, or nothing was drafted."""
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Of all steps where the server counts them, else of those with a draft; None where there was no step."""
+        """Over all steps where the server counts them, else over those with a draft; None where there was no step."""
         if self.is_interval:
             return self.gauge
         if self.steps is None or self.generated is None:
@@ -126,7 +127,8 @@ class Acceptance:
 
     @property
     def tokens_per_draft(self) -> float | None:
-        """1 + accepted / drafts, what servers call mean acceptance length; None where steps without a draft are counted in."""
+        """1 + accepted / drafts, which servers call mean acceptance length; None where `drafts` includes other
+        steps."""
         return None if self.drafts_are_steps else self._per_draft
 
     @property
@@ -135,12 +137,12 @@ class Acceptance:
 
     @property
     def is_of_every_step(self) -> bool:
-        """Whether `tokens_per_step` is of steps without a draft too, as a report's is."""
+        """Whether `tokens_per_step` includes steps without a draft, as a report's does."""
         return self.is_interval or self.drafts_are_steps or (self.steps is not None and self.generated is not None)
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """[k]: share of the drafts (of all steps, where those are counted) of which at least k + 1 tokens were accepted."""
+        """[k]: share of the drafts (of all steps, where `drafts` counts those) with at least k + 1 accepted tokens."""
         return tuple(count / self.drafts for count in self.by_position) if self.drafts else ()
 
     @property
@@ -149,20 +151,20 @@ class Acceptance:
         return self.accepted / self.drafted if self.drafted and self.accepted is not None else None
 
     def json(self) -> dict[str, Any]:
-        """Counts, and what follows from them."""
+        """Counts, and the figures derived from them."""
         return {name: getattr(self, name) for name in IN_JSON}
 
 
 def added(parts: Sequence[Acceptance]) -> Acceptance:
-    """Several stretches of time as one: counts are added, gauges weighed by their drafts."""
+    """Several periods as one: counts are added, gauges weighted by their drafts."""
     if not parts:
         return Acceptance()
     columns = {name: [getattr(part, name) for part in parts] for name in COUNTED}
     counts: dict[str, Any] = {name: None if None in column else sum(column) for name, column in columns.items()}
-    places = itertools.zip_longest(*(part.by_position for part in parts), fillvalue=0)
+    positions = itertools.zip_longest(*(part.by_position for part in parts), fillvalue=0)
     gauges = [(part.gauge, max(part.drafts, 1)) for part in parts if part.gauge is not None]
     return Acceptance(
-        **counts, by_position=tuple(map(sum, places)), restarted=any(part.restarted for part in parts),
+        **counts, by_position=tuple(map(sum, positions)), restarted=any(part.restarted for part in parts),
         is_interval=any(part.is_interval for part in parts), drafts_are_steps=any(part.drafts_are_steps for part in parts),
         gauge=sum(value * n for value, n in gauges) / sum(n for _, n in gauges) if gauges else None,
     )  # fmt: skip
@@ -173,7 +175,7 @@ class Counters:
     """One reading of a server's counters."""
 
     server: str | None
-    """Whose names they are; None: nothing about drafts was found."""
+    """The kind of server, by its names; None: nothing about drafts was found."""
     total: Acceptance = Acceptance()
     """Since the server started."""
     running: int | None = None
@@ -182,11 +184,11 @@ class Counters:
     """When the process began, seconds since 1970."""
 
     def age_s(self, at_s: float) -> float:
-        """Seconds since the process began; 0 where it does not say."""
+        """Seconds since the process began; 0 where that is not known."""
         return at_s - self.started if self.started else 0.0
 
     def has_restarted(self, before: Counters) -> bool:
-        """Whether the server began anew after `before`: another start time, or a count that fell."""
+        """Whether the server restarted after `before`: another start time, or a count that fell."""
         if self.started is not None and before.started is not None and abs(self.started - before.started) > 1:
             return True
         pairs = [(getattr(self.total, name), getattr(before.total, name)) for name in COUNTED]
@@ -194,44 +196,50 @@ class Counters:
         return any(now is not None and then is not None and now < then for now, then in pairs)
 
     def since(self, before: Counters | None = None) -> Acceptance:
-        """What happened after `before`; without it, since the server started.  DataError where it says nothing of drafts."""
+        """What happened after `before`, or since the server started.  DataError where it has no metrics of drafts."""
         if self.server is None:
             raise DataError(
-                "the server's metrics say nothing of drafts; it must be vLLM, SGLang (--enable-metrics), llama-server "
-                "(--metrics) or Outrider, started with a drafter"
+                "the server's metrics have nothing about drafts; start vLLM, SGLang (--enable-metrics), llama-server "
+                "(--metrics) or Outrider with a drafter"
             )
         restarted = before is not None and self.has_restarted(before)
         total, then = self.total, Acceptance() if before is None or restarted else before.total
         pairs = {name: (getattr(total, name), getattr(then, name)) for name in COUNTED}
         gained: dict[str, Any] = {name: None if now is None else now - (was or 0) for name, (now, was) in pairs.items()}
-        places = itertools.zip_longest(total.by_position, then.by_position, fillvalue=0)
-        # the gauge keeps the last value of a server that stands idle
+        positions = itertools.zip_longest(total.by_position, then.by_position, fillvalue=0)
+        # the gauge of an idle server keeps its last value
         gauge = None if total.drafts and not gained["drafts"] else total.gauge or None
-        return replace(total, **gained, by_position=tuple(now - was for now, was in places), restarted=restarted, gauge=gauge)
+        by_position = tuple(now - was for now, was in positions)
+        return replace(total, **gained, by_position=by_position, restarted=restarted, gauge=gauge)
 
 
 def scrape(url: str, client: httpx.Client | None = None) -> Counters:
     """Read the counters of the server at `url`.
 
-    `url` may be the server's root, its /v1 or its /metrics.  DataError: no server there, or no metrics in its answer.
+    `url` may be the server's root, its /v1 or its /metrics.  DataError: there is no server, or no metrics in its
+    answer.
     """
     address = address_of(url)
-    place = f"{address.shown}/metrics"
+    page = f"{address.shown}/metrics"
     query = f"?{address.query}" if address.query else ""
     with nullcontext(client) if client else httpx.Client(timeout=TIMEOUT_S) as own:
         try:
-            with own.stream("GET", place + query, headers=address.authorization()) as answer:
+            with own.stream("GET", page + query, headers=address.authorization()) as answer:
                 if answer.status_code != 200:
-                    raise DataError(f"{place} answered {answer.status_code}; wanted metrics; {_advice(answer.status_code)}")
+                    raise DataError(
+                        f"{page} answered {answer.status_code} instead of metrics; {_advice(answer.status_code)}"
+                    )
                 body = bytearray()
                 for piece in answer.iter_bytes():
                     body += piece
                     if len(body) > LARGEST_BYTES:
-                        raise DataError(f"{place} answered more than {LARGEST_BYTES >> 20} MiB; is that /metrics?")
+                        raise DataError(
+                            f"{page} answered more than {LARGEST_BYTES >> 20} MiB; give the address of a server with /metrics"
+                        )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            said = str(error) or type(error).__name__
-            raise DataError(f"can't read {place}: {said}; is the server running, and at this address?") from None
-    return read(body.decode("utf-8", "replace"), place)
+            reason = str(error) or type(error).__name__
+            raise DataError(f"can't read {page}: {reason}; start the server, or correct the address") from None
+    return read(body.decode("utf-8", "replace"), page)
 
 
 def _advice(status: int) -> str:
@@ -241,9 +249,9 @@ def _advice(status: int) -> str:
 
 
 def read(text: str, source: str = "the metrics") -> Counters:
-    """Counters from a text in Prometheus' format.  DataError where it is none."""
+    """Counters from a text in Prometheus' format.  DataError where it is not in that format."""
     known = {name for names in NAMES for name in names if name} | {STARTED}
-    # of the thousands of lines of a server a few dozen are ours; the parser takes 20 µs a line
+    # of a server's thousands of lines a few dozen are needed; the parser takes 20 µs a line
     lines = [line for line in text.splitlines() if re.split(r"[{\s]", line, maxsplit=1)[0] in known]
     found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     try:
@@ -252,31 +260,35 @@ def read(text: str, source: str = "the metrics") -> Counters:
                 if math.isfinite(sample.value):
                     found.setdefault(sample.name, []).append((sample.labels, sample.value))
     except ValueError as error:
-        raise DataError(f"{source}: not in Prometheus' text format ({error}); is that a server's /metrics?") from None
+        raise DataError(
+            f"{source}: not in Prometheus' text format ({error}); give the address of a server's /metrics"
+        ) from None
     if not found and not re.search(r"^# (TYPE|HELP) |^[A-Za-z_:][\w:]*(\{.*\})? [-+\dNI]", text, flags=re.MULTILINE):
-        raise DataError(f"{source}: no metrics in the answer; is that a server's /metrics?")
+        raise DataError(f"{source}: no metrics in the answer; give the address of a server's /metrics")
     names = next((names for names in NAMES if names.drafts in found or names.tokens_per_step in found), None)
     started = max([value for _, value in found.get(STARTED, [])], default=None)
     return Counters(None, started=started) if names is None else _counters(names, found, started)
 
 
-def _counters(names: Names, found: Mapping[str, list[tuple[Mapping[str, str], float]]], started: float | None) -> Counters:
+def _counters(
+    names: Names, found: Mapping[str, list[tuple[Mapping[str, str], float]]], started: float | None
+) -> Counters:
     """Counts under the names of one kind of server, over all its engines and models."""
 
     def total(name: str | None) -> int | None:
         return round(sum(value for _, value in found[name])) if name is not None and name in found else None
 
-    places: Counter[int] = Counter()
+    positions: Counter[int] = Counter()
     for labels, value in found.get(names.by_position or "", []):
-        place = labels.get(names.position, "")
-        if place.isdecimal() and int(place) < 10_000:
-            places[int(place)] += round(value)
-    # engines that stand idle show 0, which is no mean of anything
+        position = labels.get(names.position, "")
+        if position.isdecimal() and int(position) < 10_000:
+            positions[int(position)] += round(value)
+    # idle engines show 0, which is not a mean
     gauges = [value for _, value in found.get(names.tokens_per_step or "", []) if value > 0]
     counts: dict[str, Any] = {name: total(getattr(names, name)) for name in COUNTED}
     whole = Acceptance(
         **counts | {"drafts": counts["drafts"] or 0},
-        by_position=tuple(places[place] for place in range(max(places, default=-1) + 1)),
+        by_position=tuple(positions[position] for position in range(max(positions, default=-1) + 1)),
         is_interval=names.tokens_per_step is not None, drafts_are_steps=names.drafts == names.steps,
         gauge=sum(gauges) / len(gauges) if gauges else None,
     )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Has the rate of a running server left the release's interval?  A test that may be looked at after every reading.  No torch.
+"""Has a running server left the release's interval?  A sequential test that may be read after every sample.  No torch.
 
-Of traffic like the release's, tokens minus `tokens_per_step` × steps wanders around 0 with the variance that prompts give it:
-steps of one answer depend on each other.  `Drift` bets against "the traffic lies within the release's interval" at several
-stakes at once and starts again whenever it has lost (an e-detector: Shin, Ramdas and Rinaldo, arXiv 2203.03532).  However often
-one looks, the mean time to a false alarm is at least what was asked for.  A smoothed average with limits of three sigma would
-raise one every half hour at one look in 5 s.
+For traffic like the release's, tokens minus `tokens_per_step` × steps varies around 0 with the variance over prompts:
+steps of one answer depend on each other.  `Drift` bets against "the traffic lies within the release's interval" with
+several stakes at once and starts again whenever it has lost (an e-detector: Shin, Ramdas and Rinaldo, arXiv
+2203.03532).  However often it is read, the mean time to a false alarm is at least what was asked for.  A smoothed
+average with limits of three sigma would raise one every half hour at one reading in 5 s.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.traffic.release import Release
 
 DAYS_PER_FALSE_ALARM = 1000
 SHIFTS = (0.02, 0.05, 0.1, 0.2, 0.4)
-"""Changes that the bets are placed for, as shares of the release's tokens per step."""
+"""Changes that the bets are made for, as shares of the release's tokens per step."""
 
 
 class Drift:
@@ -30,7 +30,7 @@ class Drift:
         self.release = release
         center = release.tokens_per_step.center
         stakes = np.array([shift * center / release.spread for shift in SHIFTS])
-        # beyond that single prompts decide, and of their tail a release knows little
+        # larger stakes would let single prompts decide, and a release knows little about their tail
         self.stakes: NDArray[np.float64] = np.minimum(stakes, 0.5 / release.prompt_spread)
         self.limit = math.log(2 * len(SHIFTS) * days * 86_400 / every_s)  # two sides; a mean over the bets
         self.won = np.zeros((2, series, len(SHIFTS)))
@@ -38,7 +38,7 @@ class Drift:
     def add(self, tokens: Any, steps: Any) -> NDArray[np.int64]:
         """After one reading: -1 where tokens per step fell out of the interval, 1 where they rose out of it, else 0.
 
-        tokens, steps [series].  A bet that has won begins anew.
+        tokens, steps [series].  A bet that has won starts again.
         """
         tokens, steps = np.atleast_1d(np.asarray(tokens, float)), np.atleast_1d(np.asarray(steps, float))
         _, low, high = self.release.tokens_per_step
@@ -57,7 +57,7 @@ class Drift:
         return total
 
     def steps_to_notice(self, drop: float = 0.1) -> float | None:
-        """About how many steps pass until a drop by this share is noticed; None where it lies within the interval."""
+        """About how many steps pass until a drop by this share is detected; None where it lies within the interval."""
         center, low, _ = self.release.tokens_per_step
         gap = low - (1 - drop) * center
         growth = float(np.max(self.stakes * gap - self.stakes**2 * self.release.spread / 2))

@@ -1,4 +1,4 @@
-"""Where a replay writes: never onto the log that it reads, and onto what is there only when told so.  No torch."""
+"""Where a replay writes: never over the log that it reads, and over existing files only when asked to.  No torch."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import IO
 from outrider.errors import ConfigError, DataError
 
 FILES = ("calls.jsonl", "calls.jsonl.part", "replay.json")
-"""In the folder of a replay."""
+"""The files in the folder of a replay."""
 
 
-def check_places(
+def check_paths(
     log: Path, *, save: Path | None = None, out: Path | None = None, result: Path | None = None, over: bool = False
 ) -> None:
-    """ConfigError where a copy, a folder or a result would be written onto the log, DataError where onto what is there."""
-    places = [] if result is None else [("--json", result)]
+    """ConfigError where a copy, a folder or a result would overwrite the log, DataError where it would overwrite other
+    files."""
+    paths = [] if result is None else [("--json", result)]
     if save is not None:
-        places += [("--save", save), ("--save", save.with_name(save.name + ".part"))]
+        paths += [("--save", save), ("--save", save.with_name(save.name + ".part"))]
     if out is not None:
-        places += [("--out", out / name) for name in (*FILES, "replay.json.part")]
-    for option, place in places:
-        if place.exists() and log.exists() and place.samefile(log):
-            raise ConfigError(f"{option} would write {place}, which is the log that is read; name another place")
+        paths += [("--out", out / name) for name in (*FILES, "replay.json.part")]
+    for option, path in paths:
+        if path.exists() and log.exists() and path.samefile(log):
+            raise ConfigError(f"{option} would overwrite {path}, the log that is read; name another path")
     for kind, wanted in (("file", save), ("folder", out)):
         if wanted is not None:
             _check_free(kind, wanted, over)
@@ -30,11 +31,11 @@ def check_places(
 
 def _check_free(kind: str, wanted: Path, over: bool) -> None:
     if wanted.exists() and not over:
-        raise DataError(f"{wanted} is there already; name another {kind}, or write over it with --over")
+        raise DataError(f"{wanted} exists already; name another {kind}, or overwrite it with --over")
 
 
 def opened(folder: Path, over: bool) -> IO[str]:
-    """The file of calls in a new folder.  DataError where one is there and `over` is not given."""
+    """The file of calls in a new folder.  DataError where one exists and `over` is not given."""
     _check_free("folder", folder, over)
     try:
         folder.mkdir(parents=True, exist_ok=True)

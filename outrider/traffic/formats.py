@@ -1,8 +1,8 @@
-"""The formats of logs there are: a row of each to the calls in it.  No torch.
+"""The formats of logs: for each, a function from a row to its calls.  No torch.
 
-Logs that hold lengths and no text (Mooncake, BurstGPT, Bailian, timed traces) get words of our own of about that many tokens.
-Equal hash ids become equal text, so shared prefixes stay shared, but what a drafter guesses of such text says nothing of what
-it guesses of real text; these calls are marked `synthetic`.
+Logs with lengths and no text (Mooncake, BurstGPT, Bailian, timed traces) get generated words of about that many tokens.
+Equal hash ids become equal text, so shared prefixes stay shared.  Acceptance on such text does not tell acceptance on
+real text; these calls are marked `synthetic`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from outrider.traffic.calls import Call, checked_body, length_of, seconds_of, sy
 from outrider.traffic.redaction import shown_again
 
 Parse = Callable[[Any, str], list[Call]]
-"""A row and the id for it where it has none -> its calls, times as they stand there."""
+"""(row, id to use where it has none) -> its calls, with the times of the row."""
 UNREADABLE = (csv.Error, DataError, LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""What comes of a row that is not as its format says."""
+"""Raised by a row that is not in its format."""
 
 
 def format_of(row: Mapping[str, Any]) -> str | None:
-    """The format of a log by one of its rows; None where it is none that is known."""
+    """The format of a log, by one of its rows; None where it is unknown."""
     if "hash_ids" in row or "input_length" in row:
         if "chat_id" in row:
             return "bailian"
@@ -81,7 +81,7 @@ def _raw(row: Any, name: str) -> list[Call]:
 
 
 def _gateway(row: Any, name: str) -> list[Call]:
-    """What proxies write: the request beside the answer and a time."""
+    """Logs of proxies: the request, the answer and a time."""
     asked = row.get("request", row.get("body"))
     body = asked.get("body", asked)
     answered = row.get("response") or {}
@@ -94,7 +94,7 @@ def _gateway(row: Any, name: str) -> list[Call]:
 
 
 def _lengths(row: Any, name: str, block: int, per_second: float) -> list[Call]:
-    """Mooncake and its relatives: a length, and a hash of every block of tokens with all that came before it."""
+    """Mooncake and similar: a length, and for every block of tokens a hash of it and of all before it."""
     return [synthesised(row, name, row["timestamp"] / per_second, _session(row), block)]
 
 
@@ -127,7 +127,9 @@ def _sharegpt(row: Any, name: str) -> list[Call]:
         role = ROLES.get(str(turn.get("from", turn.get("role"))))
         text = turn.get("value", turn.get("content"))
         if role is None or not isinstance(text, str):
-            raise ValueError(f"a turn from {turn.get('from')!r}; wanted human, gpt or system, and a text")
+            raise ValueError(
+                f"a turn must be from human, gpt or system and have a text, got one from {turn.get('from')!r}"
+            )
         if role == "assistant" and calls and messages[-1]["role"] == "user":
             calls[-1] = replace(calls[-1], answer=text)
         messages.append({"role": role, "content": text})
@@ -137,12 +139,14 @@ def _sharegpt(row: Any, name: str) -> list[Call]:
 
 
 def _custom(row: Any, name: str) -> list[Call]:
-    """vLLM's own: a prompt that its chat template is laid around."""
+    """vLLM's own: a prompt that is put through the chat template."""
     tokens = row.get("output_tokens")
     body: dict[str, Any] = {"messages": [{"role": "user", "content": row["prompt"]}]}
     if tokens is not None:
         body["max_tokens"] = length_of(tokens)
-    return [Call(checked_body(body), str(row.get("id", name)), seconds_of(row.get("timestamp")), expected_tokens=tokens)]
+    return [
+        Call(checked_body(body), str(row.get("id", name)), seconds_of(row.get("timestamp")), expected_tokens=tokens)
+    ]
 
 
 FORMATS: dict[str, Callable[[], Parse]] = {
@@ -157,10 +161,10 @@ FORMATS: dict[str, Callable[[], Parse]] = {
     "sharegpt": lambda: _sharegpt,
     "vllm-custom": lambda: _custom,
 }
-"""In `docs/replay.md` with what each holds."""
+"""docs/replay.md says what each holds."""
 TIMES = ("timestamp", "t", "time", "created_at", "created")
 OURS = {*TIMES, "session_id", "id", "delay"}
-"""Beside a raw request body, and not sent."""
+"""Keys next to a raw request body that are not sent."""
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bing": "assistant",
     "bard": "assistant", "system": "system",

@@ -1,7 +1,7 @@
-"""What one server did with the calls it was given: counts that add up, times as numbers, no text.  No torch.
+"""What one server did with its calls: counts that add up, and times; no text.  No torch.
 
-Times are in seconds; `Answer` says what TTFT, TPOT and E2E are.  The gaps between pieces of an answer are reported beside them,
-since a step that keeps several tokens sends them in one piece.
+Times are in seconds; `Answer` defines TTFT, TPOT and E2E.  Gaps between pieces of an answer are reported too, since a
+step that accepts several tokens sends them in one piece.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from outrider.traffic.compared import Compared
 
 Table = np.ndarray[Any, np.dtype[Any]]
 BLOCKS = 500
-"""Pairs are drawn in as many blocks at most, each of neighbours in time: drawing a million one by one would take an hour."""
+"""Pairs are resampled in at most this many blocks, each of neighbours in time: a million single draws would take an
+hour."""
 
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 IN_JSON = (
-    "url", "model", "sent", "answered", "failed", "cut_off", "first_said", "retried", "attempts", "seconds", "answers_per_s",
-    "tokens", "tokens_per_s", "ttft_s", "tpot_s", "gap_s", "e2e_s", "goodput_per_s", "within_limits", "acceptance",
-    "acceptance_said",
+    "url", "model", "sent", "answered", "failed", "cut_off", "first_messages", "retried", "attempts", "seconds",
+    "answers_per_s", "tokens", "tokens_per_s", "ttft_s", "tpot_s", "gap_s", "e2e_s", "goodput_per_s", "within_limits",
+    "acceptance", "reported_acceptance",
 )  # fmt: skip
 
 
 class Spread(NamedTuple):
-    """Of `samples` values."""
+    """Mean and percentiles of `samples` values."""
 
     mean: float
     p50: float
@@ -52,7 +53,7 @@ def spread(values: Sequence[float] | Table) -> Spread | None:
 
 
 class Gaps:
-    """Gaps between pieces, counted in bins 1 % apart: there are hundreds a call, and memory stays as it is."""
+    """Gaps between pieces, counted in bins 1 % apart: there are hundreds per call, and memory stays constant."""
 
     SHORTEST_S = 1e-6
     STEP = math.log(1.01)
@@ -80,7 +81,7 @@ class Gaps:
 
 @dataclass
 class Endpoint:
-    """What one server did: counted while it is asked, and at the end what follows from that."""
+    """What one server did: counts while it is asked, and figures derived from them at the end."""
 
     url: str
     model: str | None = None
@@ -88,11 +89,11 @@ class Endpoint:
     sent: int = 0
     answered: int = 0
     failed: Counter[str] = field(default_factory=Counter)
-    """By reason; nothing came."""
+    """By reason; no text arrived."""
     cut_off: Counter[str] = field(default_factory=Counter)
-    """By reason; something of the answer came."""
-    first_said: dict[str, str] = field(default_factory=dict)
-    """By reason: what the first such call was told."""
+    """By reason; a part of the answer arrived."""
+    first_messages: dict[str, str] = field(default_factory=dict)
+    """By reason: the message that the first such call got."""
     retried: int = 0
     """Calls that were sent more than once."""
     attempts: int = 0
@@ -106,12 +107,12 @@ class Endpoint:
     gap_s: Spread | None = None
     e2e_s: Spread | None = None
     goodput_per_s: float | None = None
-    """Answers a second within all limits, over the time of the calls that are timed."""
+    """Answers per second within all limits, over the time of the timed calls."""
     within_limits: int | None = None
     acceptance: Mapping[str, Any] | None = None
-    """What the server's counters say of the time in between; None where there are none."""
-    acceptance_said: Counter[str] | None = None
-    """What answers said of their own drafts, added up; `answers` is how many did."""
+    """The server's counters over the replay; None where it has none."""
+    reported_acceptance: Counter[str] | None = None
+    """What answers reported about their own drafts, summed; `answers` is how many reported it."""
     warmed: int = 0
     """Calls that were not timed."""
     timed_from_s: float = math.inf
@@ -119,20 +120,20 @@ class Endpoint:
     """From the sending of the first timed call to the end of the last."""
     ended_s: float = 0.0
     uncounted: int = 0
-    """Answers whose tokens the server did not count."""
+    """Answers for which the server gave no number of tokens."""
     met: int = 0
     gaps: Gaps = field(default_factory=Gaps)
     numbers: array[int] = field(default_factory=lambda: array("q"))
-    """Of each answered call in the log; the columns go with it.  NaN is "there is none"."""
+    """Number in the log of each answered call; `columns` has the same order.  NaN: there is no such time."""
     columns: Mapping[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in LATENCIES})
     late_s: array[float] = field(default_factory=lambda: array("d"))
     """Of all calls that had a time: sent - due."""
     with_first: Compared = field(default_factory=Compared)
-    """Its answers beside those of the first server."""
+    """Its answers compared with those of the first server."""
     with_log: Compared = field(default_factory=Compared)
 
     def take(self, number: int, answer: Answer, counts: bool = True) -> None:
-        """Add one call.  Without `counts` it is accounted for, and its times are not: it warmed the server up."""
+        """Add one call.  counts: False for warm-up calls, which are counted but not timed."""
         self.attempts += answer.attempts
         self.retried += answer.attempts > 1
         self.ended_s = max(self.ended_s, answer.ended_s)
@@ -141,10 +142,10 @@ class Endpoint:
             self.answered += 1
         else:
             (self.cut_off if answer.kind == "cut off" else self.failed)[answer.reason] += 1
-            self.first_said.setdefault(answer.reason, answer.failure or "")
+            self.first_messages.setdefault(answer.reason, answer.failure or "")
         if answer.acceptance:
-            self.acceptance_said = self.acceptance_said or Counter()
-            self.acceptance_said.update(answer.acceptance, answers=1)
+            self.reported_acceptance = self.reported_acceptance or Counter()
+            self.reported_acceptance.update(answer.acceptance, answers=1)
         self.tokens += answer.tokens or 0
         if not counts:
             self.warmed += 1
@@ -163,7 +164,7 @@ class Endpoint:
                 self.columns[name].append(math.nan if value is None else value)
 
     def end(self, start_s: float) -> None:
-        """Say what follows from the counts of a replay that began at `start_s`."""
+        """Derive the figures of a replay that began at `start_s`."""
         if self.sent:
             self.seconds = max(self.ended_s - start_s, 1e-9)
             self.answers_per_s, self.tokens_per_s = self.answered / self.seconds, self.tokens / self.seconds
@@ -175,7 +176,7 @@ class Endpoint:
 
     @property
     def lost(self) -> int:
-        """Calls of which nobody knows what became; 0, or there is a fault in here."""
+        """Calls that are not accounted for; anything but 0 is a fault of this code."""
         return self.sent - self.answered - self.cut_off.total() - self.failed.total()
 
     def json(self) -> dict[str, Any]:
@@ -188,16 +189,17 @@ def _known(values: Sequence[float] | Table) -> Table:
 
 
 def ratios(first: Endpoint, second: Endpoint, paired: bool) -> dict[str, Interval]:
-    """second / first of the mean TTFT, TPOT and E2E, below 1 where the second is faster.
+    """second / first of the mean TTFT, TPOT and E2E; below 1 where the second is faster.
 
-    `paired`: over the calls that both answered; else each server answered calls of its own, and both are drawn by themselves.
+    paired: over the calls that both answered; else each server answered calls of its own, and each is resampled
+    separately.
     """
     found = {}
     for name in LATENCIES:
         columns = [np.asarray(one.columns[name], dtype=np.float64) for one in (first, second)]
         if paired:
             _, *both = np.intersect1d(first.numbers, second.numbers, return_indices=True)
-            table = np.stack([column[places] for column, places in zip(columns, both, strict=True)])
+            table = np.stack([column[indices] for column, indices in zip(columns, both, strict=True)])
             columns = [_in_blocks(row) for row in table[:, ~np.isnan(table).any(axis=0)]]
         else:
             columns = [_in_blocks(_known(column), mean=True) for column in columns]
@@ -206,7 +208,9 @@ def ratios(first: Endpoint, second: Endpoint, paired: bool) -> dict[str, Interva
         if paired:
             found[name] = bootstrap.ratio_of_totals(columns[1].tolist(), columns[0].tolist())
         else:
-            drawn = [bootstrap.resampled(column, lambda t: t.mean(axis=1), seed=seed) for seed, column in enumerate(columns)]
+            drawn = [
+                bootstrap.resampled(column, lambda t: t.mean(axis=1), seed=seed) for seed, column in enumerate(columns)
+            ]
             found[name] = bootstrap.interval_of(drawn[1] / drawn[0], float(columns[1].mean() / columns[0].mean()))
     return found
 

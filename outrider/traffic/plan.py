@@ -1,4 +1,4 @@
-"""How the calls of a log are sent: when each is due, and what it says to a server.  No torch."""
+"""How the calls of a log are sent: when each is due, and the body that a server gets.  No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS = {
     "speed": "--speed", "rate": "--rate", "concurrency": "--concurrency", "limit": "--calls", "max_tokens": "--max-tokens",
     "timeout_s": "--timeout",
 }  # fmt: skip
-"""Numbers of a plan that are above 0, and what they are called on the command line."""
+"""Numbers of a plan that must be above 0, and their options on the command line."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Plan:
     speed: float = 1.0
     """Times of the log are divided by it."""
     rate: float | None = None
-    """Calls a second, at random times (Poisson), instead of the log's times."""
+    """Calls per second, at random times (Poisson), instead of the log's times."""
     concurrency: int | None = None
     """Callers that each send a call when the one before is answered, instead of the log's times."""
     split: bool = False
@@ -38,7 +38,7 @@ class Plan:
     limit: int | None = None
     """Calls; all of the log where None."""
     warmup: int = 0
-    """First calls that are sent and accounted for, and not timed."""
+    """First calls that are sent and counted but not timed."""
     model: str | None = None
     """Instead of the log's; without it a model that a server does not have is replaced by the first that it has."""
     max_tokens: int | None = None
@@ -46,7 +46,7 @@ class Plan:
     greedy: bool = False
     """Every call at temperature 0, so that answers can be compared."""
     ignore_eos: bool = False
-    """Synthetic calls are answered in full length.  What comes after the end of a text is not what anybody reads."""
+    """Synthetic calls get answers of full length; what comes after the end of a text is not real output."""
     completions: bool = False
     """Messages are joined and sent to /v1/completions, for targets without a chat template."""
     slo: Mapping[str, float] = field(default_factory=dict)
@@ -56,27 +56,29 @@ class Plan:
     """The longest silence."""
     seed: int = 0
     redact: bool = False
-    """What is written of answers: a keyed hash and a length."""
+    """Write a keyed hash and a length instead of answers."""
 
     def check(self, trace: Trace | None = None) -> None:
         """ConfigError where the plan can't be followed; without `trace`, with any log at all."""
         for name, option in OPTIONS.items():
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{option} {value}; wanted a number above 0")
+                raise ConfigError(f"{option} must be above 0, got {value}")
         if self.warmup < 0 or self.retries < 0:
-            raise ConfigError(f"--warmup {self.warmup}, --retries {self.retries}; wanted 0 or more")
+            raise ConfigError(f"--warmup and --retries must be at least 0, got {self.warmup} and {self.retries}")
         if self.rate is not None and self.concurrency is not None:
-            raise ConfigError("a rate and a concurrency were both given; a rate sends whatever is under way, choose one")
+            raise ConfigError("--rate and --concurrency were both given; choose one")
         if self.speed != 1 and (self.rate is not None or self.concurrency is not None):
-            raise ConfigError("a speed was given beside a rate or a concurrency, which leave no time of the log; choose one")
+            raise ConfigError(
+                "--speed has no effect with --rate or --concurrency, which do not use the log's times; choose one"
+            )
         for name, limit in self.slo.items():
             if name not in LIMITS:
-                raise ConfigError(f"no limit {name!r}; choose from {', '.join(LIMITS)}")
+                raise ConfigError(f"--slo has no limit {name!r}; choose from {', '.join(LIMITS)}")
             if not 0 < limit < math.inf:
-                raise ConfigError(f"--slo {name}={limit * 1e3:g}; wanted a number of milliseconds above 0")
+                raise ConfigError(f"--slo {name} must be above 0 ms, got {limit * 1e3:g}")
         if trace is not None and self.rate is None and self.concurrency is None and not trace.has_times:
-            raise ConfigError(f"{trace.path} has no times ({trace.format}); give a --rate or a --concurrency")
+            raise ConfigError(f"{trace.path} has no times ({trace.format}); give --rate or --concurrency")
 
     @property
     def mode(self) -> str:
@@ -98,14 +100,14 @@ class Plan:
 
 
 def limits(text: str | None) -> dict[str, float]:
-    """`ttft=500,tpot=50` in ms, to seconds by name.  ConfigError where it is written otherwise."""
+    """`ttft=500,tpot=50` in ms, to seconds by name.  ConfigError for another form."""
     found = {}
     for part in filter(None, map(str.strip, (text or "").split(","))):
         name, _, value = part.partition("=")
         try:
             found[name] = float(value.removesuffix("ms")) / 1000
         except ValueError:
-            raise ConfigError(f"--slo {part!r}; wanted name=milliseconds, such as ttft=500,tpot=50") from None
+            raise ConfigError(f"--slo {part!r} is not name=milliseconds; write it as ttft=500,tpot=50") from None
     return found
 
 

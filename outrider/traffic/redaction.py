@@ -1,4 +1,4 @@
-"""Calls without a word of anybody's: lengths, settings, and hashes with a key that is thrown away.  No torch."""
+"""Calls without their text: lengths, settings, and hashes with a key that is thrown away.  No torch."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ SETTINGS = {
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "top_logprobs", "ignore_eos", "stream",
     "stream_options", "parallel_tool_calls",
 }  # fmt: skip
-"""What a redacted body keeps beside the lengths; all else, known or not, goes."""
+"""What a redacted body keeps besides the lengths; everything else is removed."""
 
 
 def redacted(call: Call, key: bytes) -> Call:
-    """The call without a word of anybody's."""
+    """The call without its text."""
     body: dict[str, Any] = {
-        name: value for name, value in call.body.items() if name in SETTINGS and isinstance(value, int | float | bool | None)
+        name: value
+        for name, value in call.body.items()
+        if name in SETTINGS and isinstance(value, int | float | bool | None)
     }
     if isinstance(call.body.get("model"), str):
         body["model"] = call.body["model"]
     if "messages" in call.body:
         body["messages"] = [
-            {"role": message["role"] if message["role"] in KNOWN_ROLES else "user", "content": hidden(_said(message), key)}
-            for message in call.body["messages"]
+            {"role": one["role"] if one["role"] in KNOWN_ROLES else "user", "content": hidden(_content_of(one), key)}
+            for one in call.body["messages"]
         ]
     else:
         body["prompt"] = hidden(call.body["prompt"], key)
@@ -40,25 +42,25 @@ def redacted(call: Call, key: bytes) -> Call:
 KNOWN_ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 
 
-def _said(message: Mapping[str, Any]) -> Any:
+def _content_of(message: Mapping[str, Any]) -> Any:
     rest = {key: value for key, value in message.items() if key not in ("role", "content", "name")}
     content = message.get("content")
     return [content, rest] if rest else content or ""
 
 
 def hidden(value: Any, key: bytes) -> dict[str, Any]:
-    """What stands in the place of a text, or of what is written as JSON: a keyed hash and the length."""
+    """Replaces a text, or a value in JSON: a keyed hash and the length."""
     text = value if isinstance(value, str) else json.dumps(value)
     return {HIDDEN: keyed(text, key), "characters": len(text)}
 
 
 def keyed(text: str, key: bytes) -> str:
-    """A hash that can't be found by trying texts, without the key."""
+    """A hash that can't be found by trying texts without the key."""
     return hmac.new(key, text.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()[:16]
 
 
 def shown_again(body: Any) -> tuple[Any, bool]:
-    """A redacted body with words in the place of what was hidden, and whether there was any."""
+    """A redacted body with generated words for hidden texts, and whether it had hidden ones."""
     found = False
 
     def shown(value: Any) -> Any:
@@ -71,10 +73,10 @@ def shown_again(body: Any) -> tuple[Any, bool]:
 
     if not isinstance(body, dict):
         return body, False
-    copy = {key: shown(value) for key, value in body.items()}
-    if isinstance(copy.get("messages"), list):
-        copy["messages"] = [
+    filled = {key: shown(value) for key, value in body.items()}
+    if isinstance(filled.get("messages"), list):
+        filled["messages"] = [
             message | {"content": shown(message.get("content"))} if isinstance(message, dict) else message
-            for message in copy["messages"]
+            for message in filled["messages"]
         ]
-    return copy, found
+    return filled, found

@@ -1,4 +1,4 @@
-"""What a report promises of a drafter in service: tokens per step, and how sure that is.  No torch."""
+"""What a report promises about a drafter in service: tokens per step, with an interval.  No torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from outrider.report.bootstrap import Interval
 from outrider.report.schema import Report, Row
 
 LEVEL, SIGMAS = 0.99, 2.576
-"""Of the release's interval, wider than the report's 95 %: a release that stands beside its own interval alarms for ever."""
+"""Of the release's interval.  Wider than the report's 95 %: a release outside its own interval would alarm forever."""
 FEWEST_PROMPTS = 8
 SELDOM = 0.02
-"""Share of steps without a draft that a drafter which always drafts may have."""
+"""Largest share of steps without a draft for a drafter that counts as always drafting."""
 
 
 class Release(NamedTuple):
-    """What a report promises of a drafter in service."""
+    """What a report promises about a drafter in service."""
 
     drafter: str
     temperature: float
@@ -34,20 +34,22 @@ class Release(NamedTuple):
     by_depth: tuple[Interval, ...] = ()
     """[k]: share of the drafts of which at least k + 1 tokens were accepted."""
     by_step: tuple[Interval, ...] = ()
-    """[k]: the same as a share of all steps, with a draft or without."""
+    """[k]: the same as a share of all steps, with or without a draft."""
     always_drafts: bool = False
-    """All but a few steps had a draft; False where the report does not say."""
+    """All but a few steps had a draft; False where the report does not show it."""
     other_temperatures: tuple[float, ...] = ()
-    """At which the report has rows of the drafter too."""
+    """Further temperatures at which the report has rows of the drafter."""
 
     @property
-    def said(self) -> str:
-        """Whose promise it is, in half a sentence."""
-        others = f"; the report also has temperature {_listed(self.other_temperatures)}" if self.other_temperatures else ""
+    def description(self) -> str:
+        """Drafter, temperature and prompts, in half a sentence."""
+        others = (
+            f"; the report also has temperature {_listed(self.other_temperatures)}" if self.other_temperatures else ""
+        )
         return f"{self.drafter} at temperature {self.temperature:g}, {self.prompts} prompts{others}"
 
     def json(self) -> dict[str, Any]:
-        """The promise, to be kept beside what was seen."""
+        """The promise, to be stored with what was measured."""
         return {
             "drafter": self.drafter, "temperature": self.temperature, "prompts": self.prompts,
             "tokens_per_step": self.tokens_per_step._asdict(), "by_depth": [interval._asdict() for interval in self.by_depth],
@@ -55,8 +57,8 @@ class Release(NamedTuple):
 
 
 def release_of(report: Report, drafter: str | None = None, temperature: float | None = None) -> Release:
-    """What `report` says of `drafter` at `temperature`, over all its tasks; by default of the row it speaks of first, which is
-    one shown exact, so of temperature 0 wherever that was measured.
+    """What `report` promises about `drafter` at `temperature`, over all its tasks.  Default: its lead row, which is one
+    shown to be exact, so at temperature 0 wherever that was measured.
 
     DataError where the report has no such drafter, no row at that temperature, or too few prompts for an interval.
     """
@@ -67,16 +69,16 @@ def release_of(report: Report, drafter: str | None = None, temperature: float | 
     if len(pairs) < FEWEST_PROMPTS:
         raise DataError(
             f"the report measured {lead.drafter} at temperature {lead.temperature:g} on {len(pairs)} prompts; an interval "
-            f"wants at least {FEWEST_PROMPTS}, and one narrow enough to notice a drop of 10 % a few hundred; measure again "
-            "with evaluate.prompts=400"
+            f"needs at least {FEWEST_PROMPTS}, and a few hundred to notice a drop of 10 %; measure again with "
+            "evaluate.prompts=400"
         )
     tokens, steps = np.array(pairs).T
     center = bootstrap.ratio_of_totals(list(tokens), list(steps), level=LEVEL)
     variance = float(np.mean((tokens - center.center * steps) ** 2))
-    # twice the standard error of a variance; prompts that are all alike are a few that happen to be
+    # plus twice the standard error of a variance, and a floor: a few prompts may be alike by chance
     spread = max(variance / float(steps.mean()) * (1 + 2 * math.sqrt(2 / len(pairs))), (center.center - 1) / 4, 0.05)
     prompt_spread = math.sqrt(spread * float(steps.mean()))
-    # resampling a hundred prompts of which few are extreme gives intervals that hold 96 times in 100, not 99
+    # resampling a hundred prompts, few of them extreme, gives intervals that hold in 96 of 100 cases, not 99
     half = SIGMAS * math.sqrt(spread / float(steps.sum()))
     middle, low, high = center
     wide = Interval(middle, min(low, middle - half), max(high, middle + half))
@@ -87,18 +89,20 @@ def release_of(report: Report, drafter: str | None = None, temperature: float | 
 
 
 def _rows_at(report: Report, drafter: str | None, temperature: float | None) -> tuple[list[Row], Row]:
-    """The measured rows of `drafter`, at every temperature, and the one at `temperature` to speak of first."""
+    """The measured rows of `drafter` at every temperature, and the lead row at `temperature`."""
     rows = [row for row in report.rows if drafter in (None, row.drafter) and row.tokens_per_step is not None]
     if not rows:
-        known = ", ".join(sorted({row.drafter for row in report.rows})) or "none"
-        raise DataError(f"the report has no measured drafter {drafter or ''}; it has: {known}".replace("  ", " "))
+        known = ", ".join(sorted({row.drafter for row in report.rows}))
+        if not known:
+            raise DataError("the report has no rows; name the report of a measured drafter")
+        raise DataError(f"the report has no measured rows of {drafter or known}; choose from {known}, or name another report")
     asked = tuple(row for row in rows if temperature in (None, row.temperature))
     lead = report.model_copy(update={"rows": asked}).lead
     if lead is None:
         of = "" if drafter is None else f" of {drafter}"
         raise DataError(
-            f"the report has no row{of} at temperature {temperature:g}; it has: {_listed({row.temperature for row in rows})}; "
-            "choose one of them, or measure again with that evaluate.temperatures"
+            f"the report has no row{of} at temperature {temperature:g}; choose from "
+            f"{_listed({row.temperature for row in rows})}, or measure again with that evaluate.temperatures"
         )
     return rows, lead
 
@@ -115,10 +119,11 @@ def _always_drafts(rows: Sequence[Row]) -> bool:
 
 
 def _depths(rows: Sequence[Row], spread: float, of_steps: bool = False) -> tuple[Interval, ...]:
-    """Intervals of what is accepted at each depth, as servers count it: of all drafts, short ones too; or of all steps.
+    """Intervals of acceptance at each depth, as servers count it: a share of all drafts, short ones too, or of all
+    steps.
 
-    A report has no depths of single prompts; intervals are as much wider than those of independent drafts as the interval of
-    tokens per step is.
+    A report has no depths of single prompts.  So these intervals are widened over those of independent drafts as much
+    as the interval of tokens per step is.
     """
     counts: dict[int, int] = {}
     for row in rows:

@@ -1,14 +1,14 @@
-"""Recorded traffic, sent again to one server or to several side by side, when it came or at a rate of one's own.  No torch.
+"""Recorded traffic, sent again to one or several servers, at the log's times or at a given rate.  No torch.
 
-Every call goes to every server (or, split, each session to one of them), so all answer the same requests under the same load.
-At a call's time it is sent to all, the first place going round; in a closed loop each of the callers asks one server after the
-other, the first place going round again.  Texts go to a file as they come and are held no longer than the slowest server's
-answer takes; of every call only numbers stay.
+Every call goes to every server (with `split`, each session to one of them), so all answer the same requests under the
+same load. When a call is due it is sent to all, in an order that rotates from call to call; in a closed loop each
+caller asks the servers one after the other, in that order.  Texts are written to a file as they arrive and held only
+until the slowest server has answered; of every call only numbers stay in memory.
 
-What was sent is always `answered + failed + cut off`, by server and by reason.  A call fails when nothing of its answer came,
-and is cut off when something did.  A failed call is sent again where that may help (no connection, 408, 429, 500, 502, 503,
-504, a stream that ended before its first text), up to `retries` times, after what Retry-After says or after a pause that
-doubles; one that was cut off, timed out or is told to wait longer than `LONGEST_PAUSE_S` is not.
+Calls sent are always `answered + failed + cut off`, by server and by reason.  A call has failed when nothing of its
+answer arrived, and is cut off when a part did.  A failed call is sent again where that may help (no connection, 408,
+429, 500, 502, 503, 504, a stream that ended before its first text), up to `retries` times, after Retry-After or a pause
+that doubles.  A call is not sent again if it was cut off, timed out, or is to wait longer than `LONGEST_PAUSE_S`.
 """
 
 from __future__ import annotations
@@ -51,41 +51,41 @@ LATE_S = 0.01
 
 
 @dataclass(frozen=True)
-class Beside:
-    """A server, compared with the first one."""
+class ServerComparison:
+    """A further server, compared with the first one."""
 
     url: str
     ratios: Mapping[str, Interval]
     """Of the mean TTFT, TPOT and E2E, this server / the first, with 95 % intervals."""
     answers: Compared | None
-    """Of the calls that both answered."""
+    """Over the calls that both answered."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """A replay, to keep."""
+    """The result of a replay."""
 
     log: str
     format: str
     mode: str
     measured: str
     calls: int
-    """That were to be sent."""
+    """Planned, sent or not."""
     not_sent: int
-    """Stopped before their time came; 0 for a whole run."""
+    """Calls not sent because the replay was stopped; 0 for a whole run."""
     left_out: Mapping[str, int]
-    """Rows of the log that are no calls, by reason."""
+    """Rows of the log that are not calls, by reason."""
     synthetic: int
-    """Calls whose text is ours: of them acceptance means nothing."""
+    """Calls with generated text: their acceptance means nothing."""
     is_whole: bool
     seconds: float
     schedule_error_s: Spread | None
     """sent - due of all calls; None in a closed loop."""
     endpoints: tuple[Endpoint, ...]
-    beside: tuple[Beside, ...]
+    comparisons: tuple[ServerComparison, ...]
     """Every further server, compared with the first."""
     log_answers: Mapping[str, Compared]
-    """By server: with the answers of the log."""
+    """By server: its answers compared with those of the log."""
     slo: Mapping[str, float]
     notes: tuple[str, ...]
 
@@ -113,12 +113,13 @@ def replay(
     trace: Trace, urls: Sequence[str], plan: Plan | None = None, *, folder: Path | None = None, over: bool = False,
     key: str | None = None, progress: Progress | None = None,
 ) -> Replayed:  # fmt: skip
-    """Send the calls of `trace` to each server of `urls`.  Ctrl-C stops it: what came until then is the result.
+    """Send the calls of `trace` to each server of `urls`.  Ctrl-C stops it; the result then covers the calls up to
+    there.
 
-    So does a fault, such as a log that changed meanwhile; it is raised once the result is written.
+    A fault, such as a log that changed meanwhile, stops it too, and is raised once the result is written.
 
-    `folder` gets calls.jsonl, a line a call as it ends, and replay.json.  `key` goes along as a bearer token and is written
-    nowhere.  ConfigError, DataError: before anything is sent.
+    folder: gets calls.jsonl, with a line for each finished call, and replay.json.  key: sent as a bearer token and
+    never written. ConfigError, DataError: before anything is sent.
     """
     plan = plan or Plan()
     plan.check(trace)
@@ -128,7 +129,7 @@ def replay(
     with nullcontext() if folder is None else opened(folder, over) as file:
         run = _Run(trace, servers, plan, file, key, progress)
         gc.collect()
-        gc.freeze()  # a collection of all that torch-free Python holds takes 20 ms, in which nothing is sent
+        gc.freeze()  # a full collection would take 20 ms, in which nothing is sent
         try:
             asyncio.run(run.go())
         except Exception:
@@ -149,7 +150,7 @@ def replay(
 
 
 def _allow_connections() -> None:
-    """A call under way is an open file, of which a process may have few unless it asks."""
+    """Raise the limit of open files to what is allowed: each call under way is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard and hard != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -159,10 +160,16 @@ def _allow_connections() -> None:
 
 
 class _Run:
-    """One replay while it goes on."""
+    """A replay in progress."""
 
     def __init__(
-        self, trace: Trace, servers: list[Server], plan: Plan, file: IO[str] | None, key: str | None, progress: Progress | None
+        self,
+        trace: Trace,
+        servers: list[Server],
+        plan: Plan,
+        file: IO[str] | None,
+        key: str | None,
+        progress: Progress | None,
     ) -> None:
         self.trace, self.servers, self.plan, self.file, self.progress = trace, servers, plan, file, progress
         self.endpoints = [Endpoint(one.url, plan.model or one.model_for(None), plan.slo) for one in servers]
@@ -210,7 +217,7 @@ class _Run:
             assert not endpoint.lost, f"{endpoint.lost} calls are not accounted for"
 
     async def _stop(self) -> None:
-        """Nothing more is sent, and what is under way ends."""
+        """Stop sending, and end what is under way."""
         self.is_stopped = True
         for task in tuple(self.asked):
             task.cancel()
@@ -228,13 +235,13 @@ class _Run:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self.under_way.discard(task)
         if not task.cancelled() and (fault := task.exception()) is not None and self.fault is None:
-            # such as a full disk: nothing more is sent, and what became of the others does not matter
+            # such as a full disk: nothing more is sent, whatever happened to the other calls
             self.fault = fault
             if self.main is not None:
                 self.main.cancel()
 
     async def _by_the_clock(self) -> None:
-        """Send each call when it is due, whatever is under way."""
+        """Send each call when it is due, without waiting for answers."""
         for number, (call, at_s) in enumerate(dues(self.trace, self.plan)):
             bodies = self._bodies(number, call)
             due_s = self.start_s + at_s
@@ -249,13 +256,13 @@ class _Run:
                 return
 
     def _bodies(self, number: int, call: Call) -> list[tuple[int, str, bytes]]:
-        """(server, path, body) of each server that gets the call, in the order in which they get it."""
+        """(server, path, body) for each server that gets the call, in the order of sending."""
         count = len(self.servers)
         if self.plan.split:
             session = None if call.session is None else call.session.encode("utf-8", "surrogatepass")
             order = [(number if session is None else zlib.crc32(session)) % count]
         else:
-            order = [(place + number) % count for place in range(count)]
+            order = [(i + number) % count for i in range(count)]
         if not self.plan.greedy and call.body.get("temperature", 1) != 0:
             self.num_sampled += 1
         asked = call.body.get("model")
@@ -265,7 +272,7 @@ class _Run:
         return [(server, *prepared(call, self.servers[server], self.plan)) for server in order]
 
     async def _deal(self, number: int, call: Call, bodies: list[tuple[int, str, bytes]], due_s: float | None) -> None:
-        """One call at every server that gets it, and what became of it."""
+        """Send one call to every server that gets it, and record the answers."""
         if self.is_stopped:
             return
         self.dealt += 1
@@ -284,7 +291,7 @@ class _Run:
         for server, task in tasks:
             try:
                 answers[server] = await task
-            except asyncio.CancelledError:  # before its first line ran
+            except asyncio.CancelledError:  # before it started
                 now = time.perf_counter()
                 answers[server] = Answer(now, ended_s=now, failure="stopped", attempts=0, due_s=due_s)
             self.endpoints[server].take(number, answers[server], number >= self.plan.warmup)
@@ -292,7 +299,7 @@ class _Run:
         self.done += 1
 
     async def _ask(self, server: int, number: int, path: str, body: bytes, due_s: float | None) -> Answer:
-        """Send one call to one server until it is answered or there is no use in it."""
+        """Send one call to one server until it is answered or another attempt is useless."""
         answer = Answer(time.perf_counter(), due_s=due_s)
         try:
             while True:
@@ -302,7 +309,7 @@ class _Run:
                     break
                 await asyncio.sleep(wait_s)
                 answer = Answer(answer.began_s, attempts=answer.attempts + 1, due_s=due_s)
-        except asyncio.CancelledError:  # while it was answered, or between two attempts
+        except asyncio.CancelledError:  # during an answer, or between two attempts
             if not answer.ended_s or answer.failure is not None:
                 answer.end(time.perf_counter(), "stopped")
         if self.plan.redact and answer.failure is not None:
@@ -310,10 +317,12 @@ class _Run:
         return answer
 
     def _note(self, number: int, call: Call, answers: dict[int, Answer]) -> None:
-        """Compare the answers, write them, forget them."""
+        """Compare the answers and write them; they are not held in memory."""
         name = keyed(call.id, self.secret) if self.plan.redact else call.id
         texts = {server: answer.text for server, answer in answers.items() if answer.kind == "answered"}
-        differs = {s: self.endpoints[s].with_first.take(name, texts[0], text) for s, text in texts.items() if s and 0 in texts}
+        differs = {
+            s: self.endpoints[s].with_first.take(name, texts[0], text) for s, text in texts.items() if s and 0 in texts
+        }
         if call.answer is not None:
             for server, text in texts.items():
                 self.endpoints[server].with_log.take(name, text, call.answer)
@@ -347,53 +356,56 @@ class _Run:
                 failed = sum(one.failed.total() + one.cut_off.total() for one in self.endpoints)
                 self.progress(self.done, f"{len(self.asked)} under way" + (f", {failed} failed" if failed else ""))
 
-    # ── what comes out ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the result ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def result(self, key: str | None) -> Replayed:
         plan, trace, first = self.plan, self.trace, self.endpoints[0]
         notes = self._notes()
         for server, endpoint in zip(self.servers, self.endpoints, strict=True):
-            endpoint.acceptance, said = self._acceptance(server, key)
-            notes += [f"{server.url}: {said}"] if said else []
+            endpoint.acceptance, note = self._acceptance(server, key)
+            notes += [f"{server.url}: {note}"] if note else []
             endpoint.end(self.start_s)
         late = latencies.spread([value for one in self.endpoints for value in one.late_s])
         if late is not None and late.p99 > LATE_S:
             share = f"1 call in 100 was sent {late.p99 * 1e3:.0f} ms late or more"
-            notes.append(f"{share}: this machine is too busy, and latencies are partly its own")
-        beside = [
-            Beside(one.url, latencies.ratios(first, one, not plan.split), one.with_first if one.with_first.compared else None)
-            for one in self.endpoints[1:]
+            notes.append(f"{share}: this machine is too busy, which adds to the latencies")
+        answers = [one.with_first if one.with_first.compared else None for one in self.endpoints[1:]]
+        comparisons = [
+            ServerComparison(one.url, latencies.ratios(first, one, not plan.split), own)
+            for one, own in zip(self.endpoints[1:], answers, strict=True)
         ]
         return Replayed(
             str(trace.path), trace.format, plan.mode, datetime.now(UTC).isoformat(timespec="seconds"), self.calls,
             self.calls - self.dealt, trace.left_out, trace.num_synthetic, not self.is_stopped, self.seconds,
-            late, tuple(self.endpoints), tuple(beside),
+            late, tuple(self.endpoints), tuple(comparisons),
             {one.url: one.with_log for one in self.endpoints if one.with_log.compared}, plan.slo, tuple(notes),
         )  # fmt: skip
 
     def _notes(self) -> list[str]:
         notes = []
         if self.trace.num_synthetic:
-            notes.append("synthetic text: acceptance means nothing, and neither do answers")
+            notes.append("synthetic text: acceptance and answers mean nothing")
         if self.num_sampled and any(one.with_first.compared or one.with_log.compared for one in self.endpoints):
-            notes.append(f"{self.num_sampled} calls sample, so their answers may differ; --greedy asks at temperature 0")
-        for (model, place), count in self.renamed.most_common(5):
-            server = self.servers[place]
+            notes.append(
+                f"{self.num_sampled} calls sample, so their answers may differ; --greedy sends them at temperature 0"
+            )
+        for (model, i), count in self.renamed.most_common(5):
+            server = self.servers[i]
             notes.append(f"{server.url} has no {model}: {count} calls went to {server.model_for(model)}")
         for one in self.endpoints:
             if one.uncounted:
-                notes.append(f"{one.url}: {one.uncounted} answers came without a count of tokens, so without TPOT")
+                notes.append(f"{one.url}: {one.uncounted} answers had no count of tokens, so they have no TPOT")
         return notes
 
     def _acceptance(self, server: Server, key: str | None) -> tuple[dict[str, Any] | None, str | None]:
-        """What the counters say of this run, and what is to be known about it."""
+        """The server's counters over this run, and a note about them."""
         if server.before is None:
             return None, server.silence
         try:
             since = server.acceptance(key)
         except DataError as error:
             return None, str(error)
-        said = "it was started anew in between: acceptance is of what came after" if since.restarted else None
+        note = "it restarted during the run: acceptance covers the time after that" if since.restarted else None
         if since.is_interval:
-            said = "tokens per step are of its last logging interval, not of this run"
-        return since.json(), said
+            note = "tokens per step are of its last logging interval, not of this run"
+        return since.json(), note

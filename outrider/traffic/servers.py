@@ -1,4 +1,4 @@
-"""The servers that a replay asks: which models each has, and what its counters say.  No torch."""
+"""The servers of a replay: which models each has, and its counters.  No torch."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ from outrider.errors import ConfigError, DataError
 from outrider.traffic.address import Address, address_of
 from outrider.traffic.counters import Acceptance, Counters, scrape
 
-SETTLE_S, SETTLES = 0.1, 10
-"""Servers may count a step after they sent its tokens: counters are read until they stand still, or so often."""
+RECHECK_S, RECHECKS = 0.1, 10
+"""Servers may count a step after sending its tokens: counters are read until they no longer change, or RECHECKS
+times."""
 
 
 class Server(NamedTuple):
-    """One server, as it was found."""
+    """One server, as it was before the replay."""
 
     address: Address
     models: tuple[str, ...]
-    """That it has; empty where it doesn't say."""
+    """Of the server; empty where it doesn't list them."""
     before: Counters | None
     silence: str | None
-    """Why it says nothing of its drafts."""
+    """Why it has no counters of drafts; None where it has."""
 
     @property
     def url(self) -> str:
         return self.address.shown
 
     def model_for(self, asked: str | None) -> str | None:
-        """The model that is asked for; where the server does not have it, the first that it has."""
+        """The model asked for; where the server does not have it, its first one."""
         return asked if asked in self.models or not self.models else self.models[0]
 
     def acceptance(self, key: str | None = None) -> Acceptance:
-        """What its counters say of the time since it was found, once they stand still.  DataError where they say nothing."""
+        """Its counters since the start of the replay, once they no longer change.  DataError where it has none."""
         assert self.before is not None
         with _client(self.address, key) as client:
             now = scrape(self.url, client)
-            for _ in range(SETTLES):
-                time.sleep(SETTLE_S)
+            for _ in range(RECHECKS):
+                time.sleep(RECHECK_S)
                 former, now = now, scrape(self.url, client)
                 if former == now:
                     break
@@ -49,27 +50,30 @@ class Server(NamedTuple):
 
 
 def check_servers(urls: Sequence[str]) -> None:
-    """ConfigError unless they are addresses of servers, each another."""
+    """ConfigError unless all are addresses of servers and all differ."""
     if not urls:
-        raise ConfigError("no server; wanted the address of one, or of several to compare")
+        raise ConfigError("no server is named; give the address of one, or of several to compare")
     shown = [address_of(url).shown for url in urls]
     for url in shown:
         if shown.count(url) > 1:
             raise ConfigError(
-                f"{url} twice; its counters would hold both: name every server once, and replay twice to see noise"
+                f"{url} is named twice, and its counters would mix both; name every server once, and replay twice to see noise"
             )
 
 
 def server_at(url: str, key: str | None = None) -> Server:
-    """The server at `url`: its models and its counters.  DataError where nobody answers."""
+    """The server at `url`: its models and its counters.  DataError where nothing answers."""
     address = address_of(url)
     with _client(address, key) as client:
         try:
             answer = client.get(address.shown + "/v1/models")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise DataError(f"no server at {address.shown}: {error or type(error).__name__}; is it running?") from None
+            reason = str(error) or type(error).__name__
+            raise DataError(f"no server at {address.shown}: {reason}; start it, or correct the address") from None
         if answer.status_code in (401, 403):
-            raise DataError(f"{address.shown} refuses the key ({answer.status_code}); name one with --key-from VARIABLE")
+            raise DataError(
+                f"{address.shown} refuses the key ({answer.status_code}); name one with --key-from VARIABLE"
+            )
         try:
             models = tuple(str(entry["id"]) for entry in answer.json()["data"]) if answer.status_code == 200 else ()
         except (ValueError, KeyError, TypeError):

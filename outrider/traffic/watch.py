@@ -1,6 +1,7 @@
-"""Is the drafter in service still the one that was released?  Windows over a server's counters, beside its release's promise.
+"""Is the drafter in service still as good as when it was released?  Compares a server's counters with the release's
+interval.
 
-Knows no torch.
+No torch.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from outrider.traffic.release import Release
 
 MINUTE_S, TEN_MINUTES_S = 60.0, 600.0
 ONCE_SIGMAS = 3.29
-"""Of a single look: 1 false alarm in 1000."""
-VERDICTS = {None: None, -1: "below", 0: "inside", 1: "above"}
-"""What a side is called in JSON."""
+"""Of a single reading: 1 false alarm in 1000."""
+SIDES = {None: None, -1: "below", 0: "inside", 1: "above"}
+"""The name of a side in JSON."""
 COUNTS = ("tokens_per_step", "tokens_per_draft", "steps", "drafts", "drafted", "accepted", "by_position", "generated")
-"""Of a window in JSON."""
+"""The fields of a window in JSON."""
 
 
 class Window(NamedTuple):
-    """What happened over a stretch of time."""
+    """What happened over a period."""
 
     seconds: float
     found: Acceptance
@@ -39,7 +40,7 @@ class Window(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """All of them where the server counts them, else those with a draft."""
+        """All steps where the server counts them, else those with a draft."""
         return self.found.drafts if self.found.steps is None else self.found.steps
 
     def json(self) -> dict[str, Any]:
@@ -48,41 +49,42 @@ class Window(NamedTuple):
 
 
 def together(parts: Sequence[Window]) -> Window:
-    """Several stretches as one: counts are added, gauges weighed by their drafts."""
+    """Several periods as one: counts are added, gauges weighted by their drafts."""
     return Window(sum(part.seconds for part in parts), added([part.found for part in parts]))
 
 
 def is_comparable(found: Acceptance, release: Release) -> bool:
-    """Whether the server's tokens per step are what the release's are: of all steps, or of drafts where no step lacks one."""
+    """Whether the server's tokens per step mean the same as the release's: over all steps, or every step has a
+    draft."""
     return found.is_of_every_step or release.always_drafts
 
 
 class View(NamedTuple):
-    """What a watch shows after a look."""
+    """What a watch shows after a reading."""
 
     at_s: float
     counters: Counters
-    """The last that were read."""
+    """The last ones read."""
     minute: Window
     ten_minutes: Window
     away: str | None
     """Why the server could not be read; None where it could."""
     side: int | None
-    """-1: tokens per step lie below the release's interval, 1: above, 0: no sign of either; None without a release that can be
-    compared."""
+    """-1: tokens per step are below the release's interval, 1: above, 0: neither is shown; None without a release that
+    can be compared."""
     side_since_s: float
     evidence: float
     """How near an alarm is; 1 is an alarm."""
     alarmed: bool
-    """This very look raised an alarm."""
+    """This reading raised an alarm."""
     restarts: int
     steps_to_notice: float | None
-    """About how many steps pass until a drop of 10 % is noticed; None where it lies within the release's interval."""
+    """About how many steps pass until a drop of 10 % is detected; None where it lies within the release's interval."""
 
     def json(self) -> dict[str, Any]:
         """One line of a log."""
         return {
-            "at": self.at_s, "server": self.counters.server, "away": self.away, "verdict": VERDICTS[self.side],
+            "at": self.at_s, "server": self.counters.server, "away": self.away, "side": SIDES[self.side],
             "alarm": self.alarmed, "evidence": round(self.evidence, 4), "restarts": self.restarts,
             "running": self.counters.running, "waiting": self.counters.waiting,
             "minute": self.minute.json(), "ten_minutes": self.ten_minutes.json(),
@@ -90,7 +92,7 @@ class View(NamedTuple):
 
 
 class Watch:
-    """Readings in, views out.  Holds ten minutes of differences, never more."""
+    """Turns readings into views.  Holds ten minutes of differences, never more."""
 
     def __init__(self, release: Release | None, every_s: float) -> None:
         self.drift = Drift(release, every_s) if release else None
@@ -101,7 +103,7 @@ class Watch:
         self._restarts = 0
 
     def add(self, at_s: float, counters: Counters) -> View:
-        """The server was read.  DataError where it says nothing of drafts."""
+        """Add a reading of the server.  DataError where it has no counters of drafts."""
         alarmed = False
         if self._read_at_s is None:
             counters.since()
@@ -114,7 +116,7 @@ class Watch:
         while self._parts and self._parts[0][0] <= at_s - TEN_MINUTES_S:
             self._parts.popleft()
         if self._side and at_s - self._side_since_s >= TEN_MINUTES_S:
-            # ten minutes after the alarm: one minute of little traffic may lie within the interval by chance
+            # not before ten minutes after the alarm: a minute of little traffic may lie within the interval by chance
             assert self.drift is not None
             if standing(self.window(at_s, TEN_MINUTES_S), self.drift.release, sigmas=0) == 0:
                 self._side = 0
@@ -128,7 +130,7 @@ class Watch:
         return together([part for read_at_s, part in self._parts if read_at_s > at_s - seconds])
 
     def _judge(self, at_s: float, part: Window) -> bool:
-        """Whether this stretch raised an alarm."""
+        """Whether this period raised an alarm."""
         reached = part.found.tokens_per_step
         if self.drift is None or reached is None or not is_comparable(part.found, self.drift.release):
             return False
@@ -149,8 +151,8 @@ class Watch:
 
 
 def standing(window: Window, release: Release, sigmas: float = ONCE_SIGMAS) -> int | None:
-    """-1 where a single reading lies below the release's interval beyond its own noise, 1 above, 0 neither; None: no steps, or
-    the server counts others than the release."""
+    """-1 where a single reading lies below the release's interval by more than its own noise, 1 above, 0 neither; None
+    where there are no steps, or the server counts other steps than the release."""
     reached = window.found.tokens_per_step
     if reached is None or window.steps <= 0 or not is_comparable(window.found, release):
         return None
@@ -160,9 +162,9 @@ def standing(window: Window, release: Release, sigmas: float = ONCE_SIGMAS) -> i
 
 
 def glance(url: str, seconds: float | None = None) -> tuple[Counters, Window]:
-    """What the server at `url` does over the next `seconds`; without them, what it did since it started.
+    """What the server at `url` does over the next `seconds`; where that is None, what it did since it started.
 
-    DataError where it can't be read, or says nothing of drafts.
+    DataError where it can't be read, or has no counters of drafts.
     """
     began, before = time.monotonic(), scrape(url)
     if seconds is None:
@@ -175,7 +177,7 @@ def glance(url: str, seconds: float | None = None) -> tuple[Counters, Window]:
 def watching(url: str, release: Release | None, every_s: float, for_s: float | None = None) -> Iterator[View]:
     """A view of the server at once and after every `every_s` seconds, until `for_s` seconds are over.
 
-    DataError where it can't be read at first; later it is waited for.
+    DataError where the first reading fails; later ones are repeated.
     """
     watch = Watch(release, every_s)
     with httpx.Client(timeout=max(2.0, min(every_s, 10.0))) as client:

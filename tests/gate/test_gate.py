@@ -103,7 +103,7 @@ def skewed(new: Made) -> None:
 
 def known(new: Made) -> None:
     for row in new["rows"]:
-        row["clean"] |= {"overlapping": [prompt["id"] for prompt in row["per_prompt"][:8]]}
+        row["clean"] |= {"contaminated": [prompt["id"] for prompt in row["per_prompt"][:8]]}
 
 
 def known_ones_only(new: Made) -> None:
@@ -183,8 +183,8 @@ def test_what_is_sure_alone_but_not_among_all_tests_only_warns() -> None:
 
 
 def test_a_small_loss_everywhere_shows_over_all_tasks_together_and_on_none_alone() -> None:
-    """Catches a gate without a test over all tasks: 3 % with a noise of 8 % hides in nine tasks of 22.  No chance of a false
-    alarm: the noise is the same in every run."""
+    """Catches a gate without a test over all tasks: 3 % with a noise of 8 % hides in nine tasks of 22.  No chance of a
+    false alarm: the noise is the same in every run."""
     draw = np.random.default_rng(5)
     new, old = reports(draw, draw.normal(0, 0.08 / math.sqrt(2), (400, 2)), slower=0.03)
     found = judge(new, old).finding("speed")
@@ -208,7 +208,7 @@ def without(new: Made, fields: tuple[str, ...]) -> None:
     [
         ("speed", ("speedup",)), ("tokens per step", ("steps",)), ("p99 TPOT", ("tpot_ms",)),
         ("acceptance by depth", ("accepted_histogram",)), ("train-serve skew", ("predicted_by_depth",)),
-        ("contamination", ("clean",)), ("clean figure", ("clean", "overlaps")), ("score", ("score",)),
+        ("contamination", ("clean",)), ("clean figure", ("clean", "contaminated")), ("score", ("score",)),
         ("left out", ("share_left_out",)), ("machine", ("fingerprint",)), ("lossy rule", ("lossless",)),
     ],
 )  # fmt: skip
@@ -329,7 +329,7 @@ def test_reports_of_the_first_schema_are_judged_by_what_they_have() -> None:
         "plain_score",
         "tpot_ms",
         "plain_tpot_ms",
-        "overlaps",
+        "contaminated",
     )
     for report in (own, old):
         for row in report["rows"]:
@@ -350,8 +350,8 @@ def test_reports_of_the_first_schema_are_judged_by_what_they_have() -> None:
 
 
 def test_acceptance_by_depth_is_the_same_from_the_histogram_and_from_older_fields() -> None:
-    """Catches an older report read as if its drafts were all of one depth.  By hand: 10 steps drafted 1 deep, 6 of them kept;
-    20 drafted 2 deep, 5 kept none, 5 kept one, 10 kept both."""
+    """Catches an older report read as if its drafts were all of one depth.  By hand: 10 steps drafted 1 deep, 6 of them
+    kept; 20 drafted 2 deep, 5 kept none, 5 kept one, 10 kept both."""
     _, old = made(tasks={"math": 5})
     row = old["rows"][0] | {"accepted_histogram": [[], [4, 6], [5, 5, 10]]}
     new = depths_of(Report.model_validate(old | {"rows": [row]}).rows[0])
@@ -371,7 +371,9 @@ def test_reports_of_other_machines_are_refused_or_judged_without_times() -> None
     new, old = twins()
     slower(new)
     new["fingerprint"] = {"cpu": "another", "threads": 4}
-    with pytest.raises(DataError, match=r"cpu simulated against another.*threads unknown against 4.*allow-other-machine"):
+    with pytest.raises(
+        DataError, match=r"cpu simulated against another.*threads unknown against 4.*allow-other-machine"
+    ):
         judge(new, old)
     outcome = judge(new, old, allow_other_machine=True)
     assert outcome.verdict == "warn"
@@ -486,17 +488,17 @@ def test_what_could_not_be_looked_for_is_neither_found_nor_clean() -> None:
     new, old = twins()
     for row in new["rows"]:
         for prompt in row["per_prompt"]:
-            prompt["overlaps"] = None
-        row["clean"] |= {"overlapping": [], "checked": 0}
+            prompt["contaminated"] = None
+        row["clean"] |= {"contaminated": [], "checked": 0}
     first = new["rows"][0]
-    first["per_prompt"][0]["overlaps"] = True
-    first["clean"] |= {"overlapping": [first["per_prompt"][0]["id"]], "checked": 1}
+    first["per_prompt"][0]["contaminated"] = True
+    first["clean"] |= {"contaminated": [first["per_prompt"][0]["id"]], "checked": 1}
     found = judge(new, old)
     assert found.finding("contamination").verdict == "not measured"
-    assert "could not be looked for" in found.finding("contamination").reason
+    assert "could not be searched for" in found.finding("contamination").reason
     assert found.finding("clean figure").verdict == "not measured"
     for row in new["rows"]:
-        row["clean"] |= {"overlapping": [prompt["id"] for prompt in row["per_prompt"][:12]], "checked": 12}
+        row["clean"] |= {"contaminated": [prompt["id"] for prompt in row["per_prompt"][:12]], "checked": 12}
     assert "at least 36 of" in judge(new, old).finding("contamination").reason
 
 
@@ -599,8 +601,8 @@ def test_runs_that_lie_farther_apart_than_their_prompts_say_widen_too() -> None:
 
 
 def test_prompts_needed_fall_with_the_square_of_the_loss_and_give_that_power() -> None:
-    """Catches a formula for one side of the interval only, or without power.  2,000 trials of 80 +- 1 in 100: odds of a false
-    alarm below 1e-4."""
+    """Catches a formula for one side of the interval only, or without power.  2,000 trials of 80 +- 1 in 100: odds of a
+    false alarm below 1e-4."""
     count = prompts_needed(0.08, 0.03, 0.025)
     assert count == math.ceil((2.8016 * 0.08 / -math.log(0.97)) ** 2) == 55
     assert prompts_needed(0.08, 0.01, 0.025) / count == pytest.approx(9, rel=0.06)
@@ -610,7 +612,8 @@ def test_prompts_needed_fall_with_the_square_of_the_loss_and_give_that_power() -
 
 @pytest.mark.slow
 def test_two_runs_of_the_same_thing_are_seldom_stopped() -> None:
-    """Catches intervals too narrow for few prompts or many tests.  1 in 100 by design; with 2 in 100, 8 have odds of 1e-3."""
+    """Catches intervals too narrow for few prompts or many tests.  1 in 100 by design; with 2 in 100, 8 have odds of
+    1e-3."""
     stopped = 0
     for seed in range(100):
         stopped += judge(*made(seed, 0.08 / math.sqrt(2), tasks={f"t{i}": 8 for i in range(6)})).stops
@@ -677,7 +680,9 @@ def test_the_command_answers_with_its_exit_code_and_writes_what_was_asked(comman
     assert fine.returncode == 0 and "PASS" in fine.stdout and fine.stderr.endswith("False\n")
     files = ("--junit", "gate.xml", "--markdown", "gate.md", "--json", "gate.json")
     stopped = command("new.json", "--baseline", "old.json", "--aa", "old.json,old.json", *files)
-    assert stopped.returncode == 1 and "STOP by speed" in stopped.stdout and "prompts that show a loss" in stopped.stdout
+    assert (
+        stopped.returncode == 1 and "STOP by speed" in stopped.stdout and "prompts that show a loss" in stopped.stdout
+    )
     assert "STOP by speed" in (tmp_path / "gate.md").read_text()
     assert ElementTree.parse(tmp_path / "gate.xml").getroot().tag == "testsuites"
     assert json.loads((tmp_path / "gate.json").read_text())["verdict"] == "stop"

@@ -15,9 +15,9 @@ from tiny import make_folder
 from transformers import GenerationConfig
 from verbs import outrider_with
 
-from outrider.checkpoint import load_drafter
 from outrider.decoding.protocols import Drafter
 from outrider.errors import ConfigError
+from outrider.loading import load_drafter
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
 
@@ -64,27 +64,39 @@ def test_it_is_known_to_lm_eval_by_name() -> None:
     assert (made.slots, type(made.drafter).__name__) == (4, "NGram")
 
 
-def test_answers_are_cut_and_stopped_as_by_the_hf_model(ours: TransformersTarget, drafter: Drafter, theirs: Any) -> None:
-    """Catches a stop that is kept, found too late or not at all, a limit that is off by one, a prompt cut at the wrong end.
+def test_answers_are_cut_and_stopped_as_by_the_hf_model(
+    ours: TransformersTarget, drafter: Drafter, theirs: Any
+) -> None:
+    """Catches a stop that is kept, found too late or not at all, a limit that is off by one, a prompt cut at the wrong
+    end.
 
-    Stops are taken from what the model writes: one letter, several that end in the middle, two of which the second comes
-    first, one that never comes, and the end of text by its name.
+    Stops are taken from what the model writes: one letter, several that end in the middle, two of which the second
+    comes first, one that never comes, and the end of text by its name.
     """
-    whole = theirs.generate_until(asked("generate_until", (CONTEXTS[0], {"until": [], "max_gen_toks": 24})), disable_tqdm=True)
+    whole = theirs.generate_until(
+        asked("generate_until", (CONTEXTS[0], {"until": [], "max_gen_toks": 24})), disable_tqdm=True
+    )
     text = whole[0]
     assert len(text) > 12
     untils: list[Any] = [text[5], [text[4:9]], [text[10:13], text[3:6]], ["never there"], ["<|end|>"], text[:2], []]
     requests = asked(
         "generate_until",
-        *((context, {"until": until, "max_gen_toks": most}) for context in CONTEXTS for until in untils for most in (1, 24)),
+        *(
+            (context, {"until": until, "max_gen_toks": most})
+            for context in CONTEXTS
+            for until in untils
+            for most in (1, 24)
+        ),
     )
     wanted = theirs.generate_until(requests, disable_tqdm=True)
     assert len(set(wanted)) > 10
-    for rider in (None, drafter):
-        assert OutriderLM(ours, rider, slots=5).generate_until(requests) == wanted
+    for arm in (None, drafter):
+        assert OutriderLM(ours, arm, slots=5).generate_until(requests) == wanted
 
 
-def test_greedy_answers_obey_the_generation_config_as_the_hf_model(ours: TransformersTarget, theirs: Any, monkeypatch) -> None:
+def test_greedy_answers_obey_the_generation_config_as_the_hf_model(
+    ours: TransformersTarget, theirs: Any, monkeypatch
+) -> None:
     """Catches keys that greedy tasks read past, and a penalty of the task that is lost beside them."""
     requests = asked("generate_until", *((context, {"until": [], "max_gen_toks": 20}) for context in CONTEXTS))
     before, own = OutriderLM(ours).generate_until(requests), ours.model.generation_config.to_dict()
@@ -100,7 +112,8 @@ def test_greedy_answers_obey_the_generation_config_as_the_hf_model(ours: Transfo
 
 
 def test_log_likelihoods_are_those_of_the_hf_model(ours: TransformersTarget, theirs: Any) -> None:
-    """Catches a row that is off by one, padding that is read, a context cut at the wrong end, and spaces on the wrong side."""
+    """Catches a row that is off by one, padding that is read, a context cut at the wrong end, and spaces on the wrong
+    side."""
     text = theirs.generate_until(asked("generate_until", (CONTEXTS[0], {"max_gen_toks": 8})), disable_tqdm=True)[0]
     pairs = [("one", " two"), ("one ", "two"), ("", "alone"), ("x" * 300, "yz"), (CONTEXTS[0], text), ("a", "b" * 50)]
     model = OutriderLM(ours, slots=4)
@@ -131,7 +144,7 @@ def test_settings_that_are_not_known_are_refused(ours: TransformersTarget) -> No
     for settings in ({"num_beams": 4}, {"no_such_thing": 1}):
         with pytest.raises(ConfigError, match=next(iter(settings))):
             OutriderLM(ours).generate_until(asked("generate_until", ("a", settings)))
-    with pytest.raises(ConfigError, match="context is 256"):
+    with pytest.raises(ConfigError, match="the context has 256"):
         OutriderLM(ours).generate_until(asked("generate_until", ("a", {"max_gen_toks": 256})))
     OutriderLM(ours).generate_until(asked("generate_until", ("a", {"num_beams": 1, "max_gen_toks": 1})))
 
@@ -166,7 +179,8 @@ def score(doc, results):
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tasks of our own: greedy answers, choices, drawn answers, answers that name a temperature and draw none, and code."""
+    """Tasks of our own: greedy answers, choices, drawn answers, answers that name a temperature and draw none, and
+    code."""
     place = tmp_path_factory.mktemp("tasks")
     rows = [{"text": f"tell {i} {'xy' * i}", "wanted": "x", "choices": ["ab", "xy"], "label": i % 2} for i in range(6)]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -260,7 +274,8 @@ def test_greedy_answers_that_differ_end_in_code_1(
 
 
 def test_drawn_answers_are_judged_by_their_scores(tasks: Path, folder: Path) -> None:
-    """Catches luck taken for a fault, and a fault of greedy text taken for luck because its settings name a temperature."""
+    """Catches luck taken for a fault, and a fault of greedy text taken for luck because its settings name a
+    temperature."""
     for name, is_sampled in (("tiny_drawn", True), ("tiny_cold", False)):
         job = Job(tasks=(name,), target=str(folder), include_path=str(tasks), limit=3)
         (found,) = both(job, load=other_drafter)
@@ -271,14 +286,14 @@ def test_drawn_answers_are_judged_by_their_scores(tasks: Path, folder: Path) -> 
 def test_code_is_run_only_where_that_is_allowed(tasks: Path, folder: Path) -> None:
     """Catches code of the model's that runs unasked, as a group's member too."""
     for name in ("tiny_code", "tiny_group"):
-        with pytest.raises(ConfigError, match="tiny_code: runs code that the model wrote"):
+        with pytest.raises(ConfigError, match="tiny_code runs code that the model wrote"):
             both(Job(tasks=(name,), target=str(folder), include_path=str(tasks)))
 
 
 @pytest.mark.slow
 def test_code_that_is_allowed_runs_in_a_process_of_its_own(tasks: Path, folder: Path) -> None:
-    """Catches leave to run code that stays behind, and code that runs without limits, in that process or in one that it forks.
-    Slow: a process that loads everything anew."""
+    """Catches leave to run code that stays behind, and code that runs without limits, in that process or in one that it
+    forks. Slow: a process that loads everything anew."""
     job = Job(tasks=("tiny_code",), target=str(folder), include_path=str(tasks), limit=2, allow_code=True)
     (found,) = both(job)
     assert found.scores[0].drafted == 1.0, "the task saw HF_ALLOW_CODE_EVAL and its limits"

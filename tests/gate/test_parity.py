@@ -62,12 +62,13 @@ def test_a_rule_that_keeps_a_wrong_token_is_a_bug(
         assert pair.margin is not None
         assert pair.margin.strays == "drafted"
         assert pair.margin.units > 1000
-        assert pair.margin.place == pair.shared
+        assert pair.margin.position == pair.shared
     assert json.loads(json.dumps(found.as_json(), allow_nan=False))["verdict"] == "bug"
 
 
 def twins(gap: float = 0.0) -> tuple[TransformersTarget, list[int], list[int], list[int]]:
-    """A bfloat16 target whose two likeliest first tokens have the same row of the head, up to a factor; and both texts."""
+    """A bfloat16 target whose two likeliest first tokens have the same row of the head, up to a factor; and both
+    texts."""
     model = tiny_model().bfloat16()
     prompt = [5, 9, 3]
     with torch.no_grad():
@@ -115,7 +116,7 @@ def test_the_side_that_strays_is_named(target: TransformersTarget, prompts: list
         pair = audit.pair("", prompts[0], plain, drafted)
         assert pair.verdict == "bug"
         assert pair.margin is not None
-        assert (pair.margin.strays, pair.margin.place) == (strays, 3)
+        assert (pair.margin.strays, pair.margin.position) == (strays, 3)
 
 
 def test_a_text_that_ends_too_early_is_a_bug(target: TransformersTarget, prompts: list[list[int]]) -> None:
@@ -129,7 +130,7 @@ def test_a_text_that_ends_too_early_is_a_bug(target: TransformersTarget, prompts
 
 def test_prompts_that_leave_no_room_are_refused(target: TransformersTarget, drafter_of: DrafterOf) -> None:
     """Catches texts of unequal length that only the context's end made so."""
-    with pytest.raises(DataError, match="takes 1 to 246"):
+    with pytest.raises(DataError, match="room for 1 to 246"):
         compare(target, [[1] * 250], drafter_of(Case("ngram")), max_new_tokens=10)
 
 
@@ -151,7 +152,8 @@ def cool(prompts: list[list[int]]) -> dict[str, Any]:
 def test_sampled_texts_of_an_honest_drafter_follow_the_law(
     target: TransformersTarget, drafter_of: DrafterOf, cool: dict[str, Any]
 ) -> None:
-    """Catches two sets that share their noise, or a rule of comparison that is not the law; false alarms: 1 %, seeds fixed."""
+    """Catches two sets that share their noise, or a rule of comparison that is not the law; false alarms: 1 %, seeds
+    fixed."""
     found = compare_samples(target, drafter=drafter_of(Case("small_model")), **cool)
     assert found.verdict == "no difference"
     assert (found.prompts, found.samples) == (2, 100)
@@ -162,7 +164,9 @@ def test_a_sampled_draft_that_is_always_kept_is_caught(
     target: TransformersTarget, drafter_of: DrafterOf, cool: dict[str, Any]
 ) -> None:
     """Catches a comparison that runs the law whatever rule it was given, or one that is blind."""
-    found = compare_samples(target, drafter=drafter_of(Case("small_model")), judge=SamplingJudge(keeps_the_first), **cool)
+    found = compare_samples(
+        target, drafter=drafter_of(Case("small_model")), judge=SamplingJudge(keeps_the_first), **cool
+    )
     assert found.verdict == "different"
 
 
@@ -201,8 +205,8 @@ def test_files_of_answers_that_can_not_be_compared_are_refused(tmp_path: Path) -
     for rows, message in (
         ([{"id": "z", "text": "one"}], "answers 'x' and"),
         ([{"id": "x", "prompt": "one"}], "line 1 has no answer"),
-        ([{"id": "x", "text": "a"}, {"id": "x", "text": "b"}], "line 2: id 'x' stands there twice"),
-        ([], "holds no answer"),
+        ([{"id": "x", "text": "a"}, {"id": "x", "text": "b"}], "line 2: id 'x' occurs a second time"),
+        ([], "has no answer in it"),
     ):
         with pytest.raises(DataError, match=message):
             compare_texts(ours, answers(tmp_path / "b.jsonl", *rows))
@@ -217,10 +221,21 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_command_compares_greedy_and_sampled_texts(folder: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compares_greedy_and_sampled_texts(
+    folder: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Catches a verb whose parts do not fit together, and a JSON that lacks what the table says."""
     recipe = write_recipe(here / "tiny.yaml", folder, drafter={"kind": "ngram"}, train=None, evaluate=None)
-    common = ["--prompts", str(here / "held_out.jsonl"), "--count", "2", "--max-new-tokens", "8", "--json", "found.json"]
+    common = [
+        "--prompts",
+        str(here / "held_out.jsonl"),
+        "--count",
+        "2",
+        "--max-new-tokens",
+        "8",
+        "--json",
+        "found.json",
+    ]
     sampled = ["--temperature", "1", "--samples", "20", "--sampled-tokens", "3"]
     assert outrider_with("parity", str(recipe), *common, *sampled) == 0
     found = json.loads((here / "found.json").read_text())
@@ -233,13 +248,18 @@ def test_the_command_compares_greedy_and_sampled_texts(folder: Path, here: Path,
     assert json.loads((here / "found.json").read_text())["sampled"] is None
 
 
-def test_a_run_file_is_compared_on_the_target_that_it_names(folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a setting of the target that the run obeys and the comparison does not, such as whether steps are compiled."""
+def test_a_run_file_is_compared_on_the_target_that_it_names(
+    folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a setting of the target that the run obeys and the comparison does not, such as whether steps are
+    compiled."""
     from outrider.runs import stages
 
     given: list[dict[str, Any]] = []
     load = stages.load_target
-    monkeypatch.setattr(stages, "load_target", lambda name, **options: (given.append(options), load(name, **options))[1])
+    monkeypatch.setattr(
+        stages, "load_target", lambda name, **options: (given.append(options), load(name, **options))[1]
+    )
     recipe = write_recipe(here / "tiny.yaml", folder, drafter={"kind": "ngram"}, train=None, evaluate=None)
     target = f"target: {{name: {folder}, dtype: float32, compile: false}}"
     recipe.write_text(recipe.read_text().replace(f"target: {folder}", target))
@@ -263,11 +283,14 @@ def test_the_command_ends_with_1_where_texts_differ_and_2_where_it_is_used_wrong
 
 
 def test_the_command_ends_with_1_on_a_bug(folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an exit code that hangs on the table alone.  The rule is broken beneath the command, which offers none."""
+    """Catches an exit code that hangs on the table alone.  The rule is broken beneath the command, which offers
+    none."""
     from outrider.cli import parity
 
     whole = parity.compare
-    monkeypatch.setattr(parity, "compare", lambda *given, **more: whole(*given, **more, judge=SamplingJudge(keeps_the_first)))
+    monkeypatch.setattr(
+        parity, "compare", lambda *given, **more: whole(*given, **more, judge=SamplingJudge(keeps_the_first))
+    )
     write_recipe(here / "tiny.yaml", folder)
     options = ["--prompts", str(here / "held_out.jsonl"), "--count", "2", "--max-new-tokens", "16"]
     assert outrider_with("parity", "--target", str(folder), "--drafter", "recycle", *options) == 1

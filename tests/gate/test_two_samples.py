@@ -18,7 +18,8 @@ Q = torch.tensor([0.25, 0.05, 0.3, 0.1, 0.1, 0.1, 0.05, 0.05], dtype=torch.float
 
 
 def speculated(count: int, seed: int, draft_argmax: bool = False) -> list[list[int]]:
-    """Texts of four tokens under P, drafted from Q by the law's own code; or the classic fault, Q's argmax under soft Q."""
+    """Texts of four tokens under P, drafted from Q by the law's own code; or the classic fault, Q's argmax under soft
+    Q."""
     noise = torch.Generator().manual_seed(seed)
     drawn = torch.multinomial(Q.expand(count * DEPTH, -1), 1, generator=noise).view(count, DEPTH)
     tokens = torch.full_like(drawn, int(Q.argmax())) if draft_argmax else drawn
@@ -38,7 +39,8 @@ def plain(count: int, seed: int) -> list[list[int]]:
 
 
 def test_the_exact_law_raises_as_few_alarms_as_promised() -> None:
-    """Catches a chance that is too small: marginals that share cells across prompts, labels drawn over prompts, no Holm.
+    """Catches a chance that is too small: marginals that share cells across prompts, labels drawn over prompts, no
+    Holm.
 
     200 seeds at 5 %: at most 10 alarms expected, more than 21 by chance once in 2000; none at all is a blind test.
     """
@@ -50,7 +52,8 @@ def test_the_exact_law_raises_as_few_alarms_as_promised() -> None:
 
 
 def test_an_argmax_tested_against_a_soft_q_is_caught_with_400_texts() -> None:
-    """Catches tests that look where such a fault does not show.  It moves the first token by a total variation of 0.2."""
+    """Catches tests that look where such a fault does not show.  It moves the first token by a total variation of
+    0.2."""
     for seed in range(10):
         found = two_samples([plain(400, seed)], [speculated(400, seed + 100, draft_argmax=True)], draws=999, seed=seed)
         assert found.verdict == "different"
@@ -58,7 +61,8 @@ def test_an_argmax_tested_against_a_soft_q_is_caught_with_400_texts() -> None:
 
 
 def test_what_is_said_to_be_detectable_is_detected_four_times_in_five() -> None:
-    """Catches a power that is promised and not there: in 100 trials 80 are expected, fewer than 65 by chance once in 2000."""
+    """Catches a power that is promised and not there: in 100 trials 80 are expected, fewer than 65 by chance once in
+    2000."""
     samples, cells, tests, alpha = 300, 4, 3, 0.05
     moved = detectable(cells - 1, samples, alpha / tests)
     law = np.full(cells, 1 / cells)
@@ -66,26 +70,28 @@ def test_what_is_said_to_be_detectable_is_detected_four_times_in_five() -> None:
     noise, found = np.random.default_rng(5), 0
     for seed in range(100):
         ours, theirs = (noise.choice(cells, (samples, 1), p=law).tolist() for law in (law, other))
-        result = two_samples([ours], [theirs], places=1, alpha=alpha, draws=299, seed=seed)
+        result = two_samples([ours], [theirs], positions=1, alpha=alpha, draws=299, seed=seed)
         assert result.detectable == pytest.approx(moved)
         found += result.tests[0].differs
     assert 65 <= found <= 98
 
 
 def test_each_question_sees_what_the_others_can_not() -> None:
-    """Catches a test that is wired to the wrong statistic: lengths alone differ, or pairs alone, and only that is said."""
+    """Catches a test that is wired to the wrong statistic: lengths alone differ, or pairs alone, and only that is
+    said."""
     noise = np.random.default_rng(3)
     bits = noise.integers(0, 2, (300, 6))
     repeated = np.repeat(noise.integers(0, 2, (300, 3)), 2, axis=1)
     found = two_samples([bits.tolist()], [repeated.tolist()], draws=999)
     assert [test.name for test in found.tests if test.differs] == ["3-grams"]
     lengths = [[0] * int(n) for n in noise.integers(12, 16, 300)], [[0] * int(n) for n in noise.integers(13, 20, 300)]
-    found = two_samples([lengths[0]], [lengths[1]], places=4, draws=999)
+    found = two_samples([lengths[0]], [lengths[1]], positions=4, draws=999)
     assert {test.name for test in found.tests if test.differs} == {"lengths", "3-grams"}
 
 
 def test_prompts_of_unlike_laws_are_compared_each_with_its_own() -> None:
-    """Catches labels that change places between prompts, which hides a difference behind what prompts differ in anyway."""
+    """Catches labels that change places between prompts, which hides a difference behind what prompts differ in
+    anyway."""
     noise = np.random.default_rng(4)
     easy, hard = noise.integers(0, 2, (2, 200, 2)), noise.integers(50, 90, (2, 200, 2))
     found = two_samples([easy[0].tolist(), hard[0].tolist()], [easy[1].tolist(), hard[1].tolist()], draws=999)
@@ -100,7 +106,7 @@ def test_laws_of_many_rare_tokens_are_told_apart_too() -> None:
     """Catches a pool of all rare tokens, which is blind; and a power that is claimed where nothing can be seen."""
     noise = np.random.default_rng(6)
     one, other = noise.integers(0, 2000, (400, 1)), 4 * noise.integers(0, 500, (400, 1))
-    found = two_samples([one.tolist()], [other.tolist()], places=1, draws=999)
+    found = two_samples([one.tolist()], [other.tolist()], positions=1, draws=999)
     assert found.tests[0].differs
     assert found.detectable < 0.3
     same = two_samples([[[1]] * 50], [[[1]] * 50], draws=999)
@@ -111,5 +117,5 @@ def test_sets_that_do_not_match_are_refused() -> None:
     """Catches a comparison of two sets of unequal size, for which the statistics do not hold."""
     with pytest.raises(DataError, match="equally many"):
         two_samples([[[1]]], [[[1], [2]]])
-    with pytest.raises(DataError, match="draws or more"):
+    with pytest.raises(DataError, match="take at least"):
         two_samples([[[1]]], [[[1]]], draws=99)

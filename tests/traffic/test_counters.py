@@ -41,7 +41,8 @@ class Engine:
         self.written.labels(**self.engines[engine]).inc()
 
     def step(self, drafted: int, kept: int, engine: int = 0, cut: int = 0) -> None:
-        """One step: `drafted` tokens, of which `kept` were right, and the target's own; an answer that ends loses `cut`."""
+        """One step: `drafted` tokens, of which `kept` were right, and the target's own; an answer that ends loses
+        `cut`."""
         one = self.engines[engine]
         if drafted:
             self.drafts.labels(**one).inc()
@@ -156,7 +157,8 @@ def test_a_restart_is_noticed_and_counts_are_never_negative() -> None:
 
 
 def test_gauges_of_an_interval_are_not_differenced() -> None:
-    """Catches 3.1 - 2.9 = 0.2 tokens per step, the mean of an engine that stands idle, and the last value of an idle server."""
+    """Catches 3.1 - 2.9 = 0.2 tokens per step, the mean of an engine that stands idle, and the last value of an idle
+    server."""
     text = lambda calls, *lengths: "".join(
         [f"sglang:spec_verify_calls_total {calls}\n"]
         + [f'sglang:spec_accept_length{{engine="{i}"}} {length}\n' for i, length in enumerate(lengths)]
@@ -183,7 +185,7 @@ def test_a_server_without_a_drafter_is_read_and_says_so_when_asked() -> None:
     """Catches 1.00 tokens per step reported for a server that never drafts."""
     found = read("# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 3\n")
     assert found.server is None
-    with pytest.raises(DataError, match="nothing of drafts"):
+    with pytest.raises(DataError, match="nothing about drafts"):
         found.since()
 
 
@@ -222,7 +224,7 @@ def test_nobody_at_home_is_one_clear_sentence_without_the_password() -> None:
     """Catches a password in a message, which ends in logs."""
     with served(lambda _: (200, b"")) as url:
         port = url.rsplit(":", 1)[1]
-    with pytest.raises(DataError, match="is the server running") as raised:
+    with pytest.raises(DataError, match="start the server") as raised:
         scrape(f"http://me:secret@127.0.0.1:{port}")
     assert "secret" not in str(raised.value)
 

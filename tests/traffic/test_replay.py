@@ -1,4 +1,5 @@
-"""Replays against real servers in processes of their own: every call is accounted for, whatever becomes of the servers."""
+"""Replays against real servers in processes of their own: every call is accounted for, whatever becomes of the
+servers."""
 
 from __future__ import annotations
 
@@ -53,7 +54,14 @@ class Stub:
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, str(ROOT / "benchmarks" / "stub_server.py"), "--port", str(self.port), *FAST, *self.options]
+        command = [
+            sys.executable,
+            str(ROOT / "benchmarks" / "stub_server.py"),
+            "--port",
+            str(self.port),
+            *FAST,
+            *self.options,
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
@@ -90,7 +98,9 @@ def twin() -> Iterator[Stub]:
     stub.kill()
 
 
-def log(folder: Path, count: int, per_s: float = 100.0, wishes: dict[int, dict[str, Any]] | None = None) -> traces.Trace:
+def log(
+    folder: Path, count: int, per_s: float = 100.0, wishes: dict[int, dict[str, Any]] | None = None
+) -> traces.Trace:
     """Calls at a steady rate, some of which ask the stub for trouble."""
     rows = []
     for number in range(count):
@@ -150,7 +160,7 @@ def test_every_call_is_accounted_for_when_the_server_is_killed_and_started_again
     (endpoint,) = result.endpoints
     assert endpoint.sent == 240 and endpoint.cut_off and endpoint.answered and endpoint.retried
     assert result.is_whole
-    assert any("started anew" in note for note in result.notes)
+    assert any("restarted" in note for note in result.notes)
 
 
 TROUBLE: dict[int, dict[str, Any]] = {
@@ -177,14 +187,14 @@ def test_each_kind_of_trouble_has_its_name(troubled: tuple[Replayed, Path]) -> N
     assert dict(endpoint.failed) == {
         "HTTP 400": 1, "HTTP 429": 1, "timeout: silent for 0.6 s": 1, "connection closed": 1, "error in the stream": 1,
     }  # fmt: skip
-    assert endpoint.first_said["HTTP 400"] == "HTTP 400: told to answer 400"
+    assert endpoint.first_messages["HTTP 400"] == "HTTP 400: told to answer 400"
     rows = {line["call"]: line["servers"][endpoint.url] for line in map(json.loads, (folder / "calls.jsonl").open())}
     assert {number: rows[number]["attempts"] for number in (0, 1, 2, 3, 4, 5, 7, 8, 13, 14)} == {
         0: 1, 1: 3, 2: 1, 3: 1, 4: 1, 5: 3, 7: 1, 8: 3, 13: 2, 14: 1,
     }  # fmt: skip
     assert rows[9]["answer"].split()[1::2] == list("01234567") and rows[9]["tokens"] == 16
     assert rows[10]["answer"].split()[1::2] == list("01234567")
-    assert "tpot_s" not in rows[11] and any("without a count" in note for note in result.notes)
+    assert "tpot_s" not in rows[11] and any("no count" in note for note in result.notes)
     assert endpoint.within_limits == endpoint.answered == 20 - 8
 
 
@@ -192,10 +202,10 @@ def test_the_servers_counters_agree_with_what_its_answers_say(plain: Stub, tmp_p
     """Catches counters that are read before the last answer ended, and answers that are counted twice."""
     result = replay.replay(log(tmp_path, 30), [plain.url])
     (endpoint,) = result.endpoints
-    assert endpoint.acceptance is not None and endpoint.acceptance_said is not None
-    assert endpoint.acceptance_said["answers"] == 30
+    assert endpoint.acceptance is not None and endpoint.reported_acceptance is not None
+    assert endpoint.reported_acceptance["answers"] == 30
     for name in ("drafts", "drafted", "accepted"):
-        assert endpoint.acceptance[name] == endpoint.acceptance_said[name] > 0
+        assert endpoint.acceptance[name] == endpoint.reported_acceptance[name] > 0
     assert endpoint.acceptance["generated"] == endpoint.tokens == 30 * 16
 
 
@@ -224,7 +234,8 @@ def test_a_call_that_is_dropped_in_the_middle_stops_the_replay(
 
 
 def test_ctrl_c_stops_and_what_came_is_kept(plain: Stub, tmp_path: Path) -> None:
-    """Catches calls that are lost when the user has had enough: those under way are cut off or failed, the rest not sent."""
+    """Catches calls that are lost when the user has had enough: those under way are cut off or failed, the rest not
+    sent."""
     log(tmp_path, 2000, per_s=100, wishes={3: {"hang": True}})
     code = "from outrider.cli.replay import replay; import typer; typer.run(replay)"
     command = [sys.executable, "-c", code, "log.jsonl", "--against", plain.url, "--out", "out"]
@@ -245,7 +256,9 @@ def test_ctrl_c_stops_and_what_came_is_kept(plain: Stub, tmp_path: Path) -> None
     assert not kept["is_whole"] and 0 < kept["not_sent"] < 2000
     assert len(lines) + kept["not_sent"] == 2000
     (endpoint,) = kept["endpoints"]
-    assert endpoint["sent"] == endpoint["answered"] + sum(endpoint["failed"].values()) + sum(endpoint["cut_off"].values())
+    assert endpoint["sent"] == endpoint["answered"] + sum(endpoint["failed"].values()) + sum(
+        endpoint["cut_off"].values()
+    )
     assert endpoint["failed"]["stopped"] >= 1
     assert f"{kept['not_sent']} calls were not sent" in said
 
@@ -348,12 +361,14 @@ def misplaced(result: Replayed, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(concurrency=4)], ids=["clock", "callers"])
-def test_two_servers_get_every_call_and_keep_their_own_answers(plain: Stub, other: Stub, plan: Plan, tmp_path: Path) -> None:
+def test_two_servers_get_every_call_and_keep_their_own_answers(
+    plain: Stub, other: Stub, plan: Plan, tmp_path: Path
+) -> None:
     """Catches servers that are swapped, and a server that always comes first."""
     result = replay.replay(log(tmp_path, 24, per_s=60), [plain.url, other.url], plan, folder=tmp_path / "out")
     assert faults(result, tmp_path / "out") == misplaced(result, tmp_path / "out") == []
     assert [endpoint.sent for endpoint in result.endpoints] == [24, 24]
-    [beside] = result.beside
+    [beside] = result.comparisons
     assert beside.answers is not None and (beside.answers.compared, beside.answers.equal) == (24, 0)
     assert beside.ratios["ttft_s"].low > 1
     firsts = []
@@ -363,7 +378,9 @@ def test_two_servers_get_every_call_and_keep_their_own_answers(plain: Stub, othe
     assert {(number % 2, url) for number, url in firsts} == {(0, plain.url), (1, other.url)}
 
 
-def test_swapped_servers_would_be_found(plain: Stub, other: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapped_servers_would_be_found(
+    plain: Stub, other: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The planted fault: the second server's answers under the first one's name."""
     init = replay._Run.__init__
 
@@ -382,15 +399,16 @@ def test_swapped_servers_would_be_found(plain: Stub, other: Stub, tmp_path: Path
 def test_each_of_several_servers_is_compared_with_the_first(
     plain: Stub, other: Stub, twin: Stub, plan: Plan, tmp_path: Path
 ) -> None:
-    """Catches neighbours compared with one another, a third server that is left out, and differences where there are none."""
+    """Catches neighbours compared with one another, a third server that is left out, and differences where there are
+    none."""
     urls = [plain.url, other.url, twin.url]
     result = replay.replay(log(tmp_path, 21), urls, plan, folder=tmp_path / "out")
     assert faults(result, tmp_path / "out") == misplaced(result, tmp_path / "out") == []
-    assert [(one.url, one.answers and (one.answers.compared, one.answers.equal)) for one in result.beside] == [
+    assert [(one.url, one.answers and (one.answers.compared, one.answers.equal)) for one in result.comparisons] == [
         (other.url, (21, 0)), (twin.url, (21, 21)),
     ]  # fmt: skip
-    assert result.beside[0].ratios["ttft_s"].low > 1 and not result.beside[1].answers.first_differences
-    assert result.beside[1].ratios["ttft_s"].center < result.beside[0].ratios["ttft_s"].center
+    assert result.comparisons[0].ratios["ttft_s"].low > 1 and not result.comparisons[1].answers.first_differences
+    assert result.comparisons[1].ratios["ttft_s"].center < result.comparisons[0].ratios["ttft_s"].center
     lines = [json.loads(line) for line in (tmp_path / "out" / "calls.jsonl").open()]
     assert {(line["call"] % 3, urls.index(next(iter(line["servers"])))) for line in lines} == {(0, 0), (1, 1), (2, 2)}
     assert not any(line["equal"] for line in lines) and not any("sample" in note for note in result.notes)
@@ -404,7 +422,9 @@ def test_split_keeps_a_session_with_one_server(plain: Stub, other: Stub, tmp_pat
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = replay.replay(traces.read(path), [plain.url, other.url], Plan(split=True), folder=tmp_path / "out")
     assert faults(result, tmp_path / "out") == []
-    assert sum(endpoint.sent for endpoint in result.endpoints) == 25 and all(endpoint.sent for endpoint in result.endpoints)
+    assert sum(endpoint.sent for endpoint in result.endpoints) == 25 and all(
+        endpoint.sent for endpoint in result.endpoints
+    )
     places: dict[int, set[str]] = {}
     for line in map(json.loads, (tmp_path / "out" / "calls.jsonl").open()):
         places.setdefault(line["call"] % 5, set()).update(line["servers"])
@@ -412,7 +432,9 @@ def test_split_keeps_a_session_with_one_server(plain: Stub, other: Stub, tmp_pat
 
 
 def test_answers_are_compared_with_the_logs_own(plain: Stub, tmp_path: Path) -> None:
-    said = httpx.post(plain.url + "/v1/completions", json={"model": "stub", "prompt": "p", "stub": {"whole": True}}).json()
+    said = httpx.post(
+        plain.url + "/v1/completions", json={"model": "stub", "prompt": "p", "stub": {"whole": True}}
+    ).json()
     text = said["choices"][0]["text"]
     rows = [
         {"t": 0.0, "body": {"prompt": "p"}, "meta": {"answer": answer, "id": name}}
@@ -465,7 +487,9 @@ def test_nothing_is_sent_before_its_time_and_each_once(plain: Stub, tmp_path: Pa
     assert result.schedule_error_s is not None and result.schedule_error_s.samples == 40
 
 
-def test_callers_of_a_closed_loop_never_have_more_calls_under_way_than_there_are_callers(plain: Stub, tmp_path: Path) -> None:
+def test_callers_of_a_closed_loop_never_have_more_calls_under_way_than_there_are_callers(
+    plain: Stub, tmp_path: Path
+) -> None:
     result = replay.replay(log(tmp_path, 30), [plain.url], Plan(concurrency=3), folder=tmp_path / "out")
     rows = [json.loads(line)["servers"][plain.url] for line in (tmp_path / "out" / "calls.jsonl").open()]
     ends = sorted([(row["sent_s"], 1) for row in rows] + [(row["sent_s"] + row["e2e_s"] - 1e-4, -1) for row in rows])
@@ -487,10 +511,12 @@ def test_a_pause_doubles_and_does_what_the_server_says() -> None:
 def test_what_is_sent_again_is_what_the_page_says() -> None:
     """Catches a page that names other statuses than the code does."""
     page = (ROOT / "docs" / "replay.md").read_text()
-    again = [status for status in range(200, 600) if Answer(0.0, status=status, failure=f"HTTP {status}").is_worth_another]
+    again = [
+        status for status in range(200, 600) if Answer(0.0, status=status, failure=f"HTTP {status}").is_worth_another
+    ]
     assert again == [200, 408, 429, 500, 502, 503, 504]
     assert "408, 429, 500, 502, 503, 504, or a 200 whose stream" in page and "Retry-After above 30 s is not" in page
-    assert Answer(0.0, status=200, failure="the stream ended without a word").is_worth_another
+    assert Answer(0.0, status=200, failure="the stream ended before the answer did").is_worth_another
 
 
 def test_calls_that_warm_up_are_accounted_for_and_not_timed(plain: Stub, tmp_path: Path) -> None:
@@ -503,7 +529,8 @@ def test_calls_that_warm_up_are_accounted_for_and_not_timed(plain: Stub, tmp_pat
 
 
 def test_a_call_is_sent_as_the_plan_says() -> None:
-    """Catches a limit that makes short answers long, a model that a server does not have, and a text that loses its turns."""
+    """Catches a limit that makes short answers long, a model that a server does not have, and a text that loses its
+    turns."""
     said = [{"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "text", "text": "U"}]}]
     call = Call({"messages": said, "model": "gpt", "max_tokens": 5, "temperature": 1, "tools": []}, "1", synthetic=True)
     server = Server(address_of("x"), ("ours", "more"), None, None)
@@ -597,12 +624,12 @@ EVENT = b'data: {"choices":[{"text":"hi","finish_reason":"stop"}]}\n\n'
         (OK + b"\r\ndata: {\n\n", "not understood"),
         (OK + b"\r\ndata: [1]\n\n", "not understood: an event that is a list"),
         (OK + b'\r\ndata: {"choices": [1]}\n\n', "not understood"),
-        (OK + b"\r\n: nothing\n\n", "the stream ended without a word"),
+        (OK + b"\r\n: nothing\n\n", "the stream ended before the answer did"),
         (OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", "not understood: illegal chunk header"),
         (OK + b"Transfer-Encoding: chunked\r\n\r\nfffffff\r\n", "connection closed"),
         (OK + b"Transfer-Encoding: chunked\r\n\r\n1\r\nabc\r\n", "not understood: malformed chunk"),
         (OK + b"Content-Length: -3\r\n\r\n", "not understood: bad Content-Length"),
-        (OK + b"Content-Encoding: gzip\r\n\r\n", "not understood: an answer packed"),
+        (OK + b"Content-Encoding: gzip\r\n\r\n", "not understood: the answer is compressed"),
         (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "not understood: illegal status line"),
         (b"A" * 70_000, "not understood: Receive buffer too long"),
         (b"", "connection closed"),
@@ -645,7 +672,12 @@ def test_a_key_goes_along_and_no_name_ends_a_header() -> None:
 
 
 def test_addresses_are_understood_and_passwords_not_shown() -> None:
-    for url in ("127.0.0.1:80/v1", "http://127.0.0.1/", "http://127.0.0.1/v1/chat/completions", "http://me:pw@127.0.0.1/v1/"):
+    for url in (
+        "127.0.0.1:80/v1",
+        "http://127.0.0.1/",
+        "http://127.0.0.1/v1/chat/completions",
+        "http://me:pw@127.0.0.1/v1/",
+    ):
         assert address_of(url).shown == "http://127.0.0.1:80"
     assert address_of("https://host/team/v1").shown == "https://host:443/team"
     for url in ("ftp://x", "http://", "http://x:99999", "http://x/a b"):
@@ -687,7 +719,8 @@ def test_tpot_and_goodput_are_what_they_are_said_to_be() -> None:
 
 
 def test_goodput_is_of_the_time_of_the_calls_that_are_timed() -> None:
-    """Catches calls of a few seconds divided by the minutes of the warm-up, and a limit that is met by what nobody knows."""
+    """Catches calls of a few seconds divided by the minutes of the warm-up, and a limit that is met by what nobody
+    knows."""
     slo = {"tpot": 0.05}
     kept = Endpoint("u", slo=slo)
     for number, counts in enumerate([False] * 30 + [True] * 10):
@@ -730,7 +763,17 @@ def run(*arguments: object) -> Any:
 
 def test_the_verb_prints_a_table_and_writes_what_it_says(plain: Stub, other: Stub, tmp_path: Path) -> None:
     trace, out, kept = log(tmp_path, 12), tmp_path / "out", tmp_path / "kept.json"
-    arguments = (trace.path, "--against", f"{plain.url},{other.url}", "--slo", "ttft=500,tpot=50", "--out", out, "--json", kept)
+    arguments = (
+        trace.path,
+        "--against",
+        f"{plain.url},{other.url}",
+        "--slo",
+        "ttft=500,tpot=50",
+        "--out",
+        out,
+        "--json",
+        kept,
+    )
     done = run(*arguments)
     assert done.exit_code == 0, done.output
     for word in (
@@ -743,7 +786,7 @@ def test_the_verb_prints_a_table_and_writes_what_it_says(plain: Stub, other: Stu
     ):
         assert word in done.output
     value = json.loads(kept.read_text())
-    assert value == json.loads((out / "replay.json").read_text()) and value["beside"][0]["ratios"]["ttft_s"]["low"] > 1
+    assert value == json.loads((out / "replay.json").read_text()) and value["comparisons"][0]["ratios"]["ttft_s"]["low"] > 1
     again = run(*arguments)
     assert again.exit_code == 1 and isinstance(again.exception, DataError) and "--over" in str(again.exception)
     assert run(*arguments, "--over").exit_code == 0
@@ -769,16 +812,16 @@ def test_a_server_that_answers_nothing_is_an_error_and_its_model_is_said(plain: 
         (("--against", "URL", "--slo", "ttft"), ConfigError, "milliseconds"),
         (("--against", "URL", "--slo", "mood=1"), ConfigError, "no limit 'mood'"),
         (("--against", "URL", "--key-from", "ABSENT_KEY"), ConfigError, "no such environment variable"),
-        (("--against", "URL", "--slo", "ttft=nan,tpot=5"), ConfigError, "--slo ttft=nan; wanted"),
-        (("--against", "URL", "--slo", "ttft=5,tpot=-1"), ConfigError, "--slo tpot=-1; wanted"),
+        (("--against", "URL", "--slo", "ttft=nan,tpot=5"), ConfigError, "--slo ttft must be above 0 ms, got nan"),
+        (("--against", "URL", "--slo", "ttft=5,tpot=-1"), ConfigError, "--slo tpot must be above 0 ms, got -1"),
         (("--against", "URL", "--slo", "e2e=inf"), ConfigError, "above 0"),
-        (("--against", "URL", "--calls", "-3"), ConfigError, "--calls -3; wanted"),
-        (("--against", "URL", "--timeout", "0"), ConfigError, "--timeout 0"),
-        (("--against", "URL", "--retries", "-1"), ConfigError, "--retries -1"),
-        (("--against", "URL,URL/v1", "--save", "SAVED"), ConfigError, "URL twice; its counters"),
+        (("--against", "URL", "--calls", "-3"), ConfigError, "--calls must be above 0, got -3"),
+        (("--against", "URL", "--timeout", "0"), ConfigError, "--timeout must be above 0, got 0"),
+        (("--against", "URL", "--retries", "-1"), ConfigError, "at least 0, got 0 and -1"),
+        (("--against", "URL,URL/v1", "--save", "SAVED"), ConfigError, "URL is named twice, and its counters"),
         (("--against", "URL", "--rate", "0", "--save", "SAVED"), ConfigError, "above 0"),
-        (("--against", "URL", "--json", "LOG"), ConfigError, "--json would write LOG, which is the log"),
-        (("--against", "127.0.0.1:9"), DataError, "is it running"),
+        (("--against", "URL", "--json", "LOG"), ConfigError, "--json would overwrite LOG, the log"),
+        (("--against", "127.0.0.1:9"), DataError, "start it"),
         (("--against", "URL", "--json", "absent/x.json"), DataError, "no such folder"),
     ],
 )
@@ -806,7 +849,8 @@ def test_a_file_that_is_there_is_written_over_only_with_over(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["log.jsonl", "link.jsonl", "twin.jsonl", "part"])
 def test_the_log_that_is_read_is_never_written_onto(name: str, tmp_path: Path) -> None:
-    """Catches a log that its own copy replaces, redacted and cut to one call: by its name, by another, or on the way."""
+    """Catches a log that its own copy replaces, redacted and cut to one call: by its name, by another, or on the
+    way."""
     path = log(tmp_path, 3).path
     (tmp_path / "link.jsonl").symlink_to(path)
     os.link(path, tmp_path / "twin.jsonl")
@@ -834,7 +878,8 @@ def test_saving_takes_as_many_calls_as_were_asked_for(tmp_path: Path) -> None:
 
 
 def test_options_that_saving_alone_ignores_are_refused_by_name(tmp_path: Path) -> None:
-    """Catches a copy that is taken for greedy, cut or reported, and is none of it; --redact and --format do have an effect."""
+    """Catches a copy that is taken for greedy, cut or reported, and is none of it; --redact and --format do have an
+    effect."""
     path, saved = log(tmp_path, 2).path, tmp_path / "saved.jsonl"
     idle = {
         "--max-tokens": ["5"], "--greedy": [], "--out": [str(tmp_path / "out")], "--json": [str(saved)], "--speed": ["1"],
@@ -891,7 +936,11 @@ def test_redacted_no_name_of_a_call_is_written_either(plain: Stub, other: Stub, 
     for redact in (True, False):
         folder = tmp_path / f"out {redact}"
         result = replay.replay(trace, [plain.url, other.url], Plan(redact=redact), folder=folder)
-        assert result.beside[0].answers is not None and result.beside[0].answers.first_differences and result.log_answers
+        assert (
+            result.comparisons[0].answers is not None
+            and result.comparisons[0].answers.first_differences
+            and result.log_answers
+        )
         assert any("call1" in path.read_text() for path in folder.iterdir()) != redact
 
 
@@ -902,7 +951,8 @@ def test_no_torch_is_loaded() -> None:
 
 
 def test_the_benchmark_fails_when_a_promise_is_false(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a benchmark that prints "false" and exits 0; planted: a call that is lost, lateness, memory that grows."""
+    """Catches a benchmark that prints "false" and exits 0; planted: a call that is lost, lateness, memory that
+    grows."""
     kept = json.loads((ROOT / "benchmarks" / "results" / "replay.json").read_text())
     assert all(traffic.promises(kept).values())
     for part, name, value in (

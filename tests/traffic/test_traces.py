@@ -76,7 +76,8 @@ def test_every_format_has_a_sample_here() -> None:
 
 
 def test_calls_come_in_the_order_of_their_times_and_the_first_at_0(tmp_path: Path) -> None:
-    """Catches a log that its server wrote as answers ended: replayed in that order, the second call waits for the third."""
+    """Catches a log that its server wrote as answers ended: replayed in that order, the second call waits for the
+    third."""
     rows = [CHAT | {"timestamp": at, "id": str(at)} for at in (130.0, 110.5, 120.0, 110.5)]
     trace = read(log(tmp_path, rows))
     assert [call.at_s for call in trace.calls()] == [0, 0, 9.5, 19.5]
@@ -94,7 +95,9 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     st.lists(
         st.builds(
             Call,
-            body=st.fixed_dictionaries({"messages": st.just(CHAT["messages"])}, optional={"temperature": st.floats(0, 2)}),
+            body=st.fixed_dictionaries(
+                {"messages": st.just(CHAT["messages"])}, optional={"temperature": st.floats(0, 2)}
+            ),
             id=st.text(max_size=5),
             at_s=st.floats(0, 1e6),
             session=st.none() | st.text(max_size=5),
@@ -124,8 +127,12 @@ def test_equal_hashes_are_equal_text_and_others_differ_from_the_first_word_of_th
 ) -> None:
     """Catches text that does not share its beginning, so that a prefix cache sees nothing of the log's own sharing."""
     more = {"chat_id": 1, "parent_chat_id": -1} if name == "bailian" else {}
-    rows = [lengths(at, 3 * block - 5, blocks, **more) for at, blocks in ((0, [1, 2, 3]), (1, [1, 2, 4]), (2, [8, 2, 3]))]
-    first, second, third = (call.body["messages"][0]["content"].split() for call in read(log(tmp_path, rows), name).calls())
+    rows = [
+        lengths(at, 3 * block - 5, blocks, **more) for at, blocks in ((0, [1, 2, 3]), (1, [1, 2, 4]), (2, [8, 2, 3]))
+    ]
+    first, second, third = (
+        call.body["messages"][0]["content"].split() for call in read(log(tmp_path, rows), name).calls()
+    )
     assert first[: 2 * block] == second[: 2 * block] and first[2 * block :] != second[2 * block :]
     assert first[:block] != third[:block]
 
@@ -160,15 +167,15 @@ def test_each_turn_of_a_conversation_is_a_call_with_the_logs_own_answers_before_
 BAD = {
     "not JSON": "{",
     "JSON list": "[1]",
-    "without messages": json.dumps({"t": 1, "body": {"model": "m"}}),
-    "no list of objects": json.dumps({"t": 1, "body": {"messages": ["x"]}}),
-    "wanted seconds": json.dumps({"t": True, "body": CHAT}),
+    "neither messages": json.dumps({"t": 1, "body": {"model": "m"}}),
+    "not a list of objects": json.dumps({"t": 1, "body": {"messages": ["x"]}}),
+    "number of seconds": json.dumps({"t": True, "body": CHAT}),
     "no 'body'": json.dumps({"t": 1}),
-    "neither text": json.dumps({"t": 1, "body": {"prompt": {"a": 1}}}),
-    "count of tokens": json.dumps({"t": 1, "body": CHAT, "expected_output_tokens": -1}),
-    "max_tokens '256'; wanted": json.dumps({"t": 1, "body": CHAT | {"max_tokens": "256"}}),
-    "max_completion_tokens True": json.dumps({"t": 1, "body": CHAT | {"max_completion_tokens": True}}),
-    "an answer that is no text": json.dumps({"t": 1, "body": CHAT, "meta": {"answer": {"content": "x"}}}),
+    "neither a text": json.dumps({"t": 1, "body": {"prompt": {"a": 1}}}),
+    "number of tokens": json.dumps({"t": 1, "body": CHAT, "expected_output_tokens": -1}),
+    "max_tokens must be": json.dumps({"t": 1, "body": CHAT | {"max_tokens": "256"}}),
+    "max_completion_tokens must be": json.dumps({"t": 1, "body": CHAT | {"max_completion_tokens": True}}),
+    "the answer is not a text": json.dumps({"t": 1, "body": CHAT, "meta": {"answer": {"content": "x"}}}),
     "objects with a role": json.dumps({"t": 1, "body": {"messages": [{"role": ["user"], "content": "x"}]}}),
     "cannot convert float infinity": '{"t": 1, "body": {"prompt": "x"}, "expected_output_tokens": 1e400}',
     "too large": '{"t": 1' + "0" * 400 + ', "body": {"prompt": "x"}}',
@@ -191,22 +198,23 @@ def test_a_bad_row_is_named_by_its_line_or_counted(said: str, tmp_path: Path) ->
 
 
 CHANGES = {
-    "not JSON": "{", "not JSON ": "", "without messages": json.dumps({"t": 1, "body": {}}), "no 'body'": json.dumps({"t": 1}),
-    "no call with a time": json.dumps({"body": CHAT}), "not UTF-8": '{"t": 1, "body": "\udcff"}',
-    "an answer that is no text": json.dumps({"t": 1, "body": CHAT, "meta": {"answer": 1}}),
+    "not JSON": "{", "not JSON ": "", "neither messages": json.dumps({"t": 1, "body": {}}), "no 'body'": json.dumps({"t": 1}),
+    "its call has no time": json.dumps({"body": CHAT}), "not UTF-8": '{"t": 1, "body": "\udcff"}',
+    "the answer is not a text": json.dumps({"t": 1, "body": CHAT, "meta": {"answer": 1}}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("said", CHANGES)
 def test_a_row_that_changed_since_the_first_reading_is_named_by_its_line(said: str, tmp_path: Path) -> None:
-    """Catches a traceback in the middle of a replay, and a row that is sent though the first reading would have refused it."""
+    """Catches a traceback in the middle of a replay, and a row that is sent though the first reading would have refused
+    it."""
     path = log(tmp_path, [{"t": 0, "body": CHAT}, {"t": 1, "body": CHAT}])
     trace = read(path)
     first = path.read_bytes().splitlines()[0]
     path.write_bytes(first + b"\n" + CHANGES[said].encode("utf-8", "surrogateescape"))
     calls = trace.calls()
     assert next(calls).at_s == 0
-    with pytest.raises(DataError, match=rf"log\.jsonl:2: .*{said.strip()}.*changed meanwhile; use a copy"):
+    with pytest.raises(DataError, match=rf"log\.jsonl:2: .*{said.strip()}.*so it has changed; use a copy"):
         next(calls)
 
 
@@ -255,7 +263,7 @@ def test_half_a_character_is_written_and_read_back(redact: bool, tmp_path: Path)
 
 
 def test_a_log_that_holds_no_calls_is_refused_with_what_was_wanted(tmp_path: Path) -> None:
-    for text, said in [("", "nothing that is JSON"), ('{"a": 1}\n', "a row holds a"), ("[]", "nothing that is JSON")]:
+    for text, said in [("", "no JSON object"), ('{"a": 1}\n', "a row has a"), ("[]", "no JSON object")]:
         (tmp_path / "log").write_text(text)
         with pytest.raises(DataError, match=said):
             read(tmp_path / "log")
@@ -351,8 +359,11 @@ def test_a_file_that_can_not_be_written_leaves_nothing_behind(tmp_path: Path) ->
 
 
 def test_words_of_a_seed_are_the_same_in_every_process() -> None:
-    """Catches text that follows from hash(), which differs between processes: the two servers would be sent other texts."""
-    code = "import sys; from outrider.traffic.calls import words; print(words('x', 5)); sys.exit('torch' in sys.modules)"
+    """Catches text that follows from hash(), which differs between processes: the two servers would be sent other
+    texts."""
+    code = (
+        "import sys; from outrider.traffic.calls import words; print(words('x', 5)); sys.exit('torch' in sys.modules)"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == words("x", 5).strip()
     assert math.isclose(len(words("x", 100).split()), 100)
