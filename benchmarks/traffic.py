@@ -142,8 +142,8 @@ def schedule(rate: float, count: int) -> dict[str, Any]:
         "ttft_ms": shares([row["ttft_s"] for row in rows]),
         "memory_mib": memory(peaks),
         "acceptance_agrees": bool(
-            endpoint.acceptance and endpoint.acceptance_said
-            and all(endpoint.acceptance[name] == endpoint.acceptance_said[name] for name in ("drafts", "drafted", "accepted"))
+            endpoint.acceptance and endpoint.reported_acceptance
+            and all(endpoint.acceptance[name] == endpoint.reported_acceptance[name] for name in ("drafts", "drafted", "accepted"))
         ),
     }  # fmt: skip
 

@@ -127,7 +127,7 @@ def replayed(
         calls = [json.loads(line) for line in (Path(folder) / "out" / "calls.jsonl").read_text().splitlines()]
     (end,) = result.endpoints
     answers = {call["call"]: next(iter(call["servers"].values()))["answer"] for call in calls}
-    said, counted = end.acceptance_said or {}, end.acceptance or {}
+    said, counted = end.reported_acceptance or {}, end.acceptance or {}
     cut = counted["first_tokens"] + counted["steps"] + counted["accepted"] - counted["generated"]
     holds = {
         "every request is accounted for": end.sent == end.answered == len(bodies),
