@@ -27,9 +27,9 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from outrider import demo  # noqa: E402
-from outrider.checkpoint import load_drafter  # noqa: E402
 from outrider.gate.harness import Job, both  # noqa: E402
 from outrider.gate.language_model import OutriderLM  # noqa: E402
+from outrider.loading import load_drafter  # noqa: E402
 from outrider.runs.provenance import version_of  # noqa: E402
 from outrider.targets.load import load_target  # noqa: E402
 

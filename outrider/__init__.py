@@ -6,12 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outrider.checkpoint import load_drafter
     from outrider.config import Config
     from outrider.decoding.accept import Accepted, accept, overlap
     from outrider.decoding.draft import Draft
     from outrider.decoding.protocols import Drafter
     from outrider.generation import Generation, generate, stream
+    from outrider.loading import load_drafter
     from outrider.measure.run import evaluate
     from outrider.report.schema import Report
     from outrider.runs.stages import run
@@ -32,7 +32,7 @@ _HOMES = {
     "accept": "decoding.accept",
     "evaluate": "measure.run",
     "generate": "generation",
-    "load_drafter": "checkpoint",
+    "load_drafter": "loading",
     "load_target": "targets.load",
     "overlap": "decoding.accept",
     "run": "runs.stages",

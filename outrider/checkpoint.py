@@ -12,11 +12,9 @@ also after a crash or a power cut.
 """
 
 import errno
-import inspect
 import json
-import logging
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,17 +25,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from outrider.atomic import replacing, sync
-from outrider.compiled import Compiled
-from outrider.config import build, nearest, read_object
-from outrider.decoding.protocols import Drafter
-from outrider.drafters import find, kinds
-from outrider.errors import CheckpointError, ConfigError, TrainingError
-from outrider.hub import missing_path
+from outrider.config import build, read_object
+from outrider.drafters import find
+from outrider.errors import CheckpointError, TrainingError
 from outrider.nn.draft_model import LEARNT, DraftModel, binding
-from outrider.nn.remote import RemoteDrafter
 from outrider.nn.shape import FORMER, LayerConfig
 from outrider.targets.protocol import Target
-from outrider.targets.quantised import library, quantise
 from outrider.weights import defaults, mistyped, not_finite, rounded, stale_map, weights_of
 
 VERSION = 1
@@ -263,46 +256,6 @@ def load_state(folder: str | Path) -> dict[str, Tensor] | None:
         ) from None
 
 
-def load_drafter(
-    kind_or_path: str | Path, target: Target, *, device: str | torch.device | None = None, quantize: str | None = None,
-    **config: Any,
-) -> Drafter:  # fmt: skip
-    """A drafter for `target`: a kind such as `ngram` with its settings, a checkpoint folder, or a Hugging Face id of
-    one.
-
-    A trainable kind by its name alone has new, random weights.  device: where it runs, if not where its config says,
-    which is the target's own device unless given.  quantize: `int8` rounds the linear layers of the draft model,
-    whatever the target's are; what it borrows of the target stays.  A checkpoint trained with the weights that a target
-    was quantised from fits it, and the log reports it.  Raises ConfigError for an unknown name or setting,
-    CheckpointError for a checkpoint that is damaged or was made for another target.
-    """
-    name = str(kind_or_path)
-    if name in kinds():
-        module, given = find(name), {} if quantize is None else {"quantize": quantize}
-        settings = build(module.Config, {"kind": name, **config, **given}, "drafter")
-        # a drafter made of others opens checkpoints by this function, which is on a higher floor
-        opens = {"load": load_drafter} if "load" in inspect.signature(module.build).parameters else {}
-        place = device or getattr(settings, "device", None)
-        return _placed(lambda target: module.build(settings, target, **opens), target, place)
-    folder = _folder(name)
-    if config:
-        raise ConfigError(f"{name} is a checkpoint and brings its own settings; leave out {', '.join(config)}")
-    manifest = manifest_of(folder)
-    quantize = quantize or manifest["config"].get("quantize")
-    if quantize is not None:
-        library(quantize)
-    check_binding(manifest, target, folder, quantised=True)
-    _tell_precision(manifest, target, name)
-
-    def filled(target: Target) -> Drafter:
-        model = load_model(folder, target)
-        if quantize is not None:
-            quantise(model, quantize)
-        return model.drafter()
-
-    return _placed(filled, target, device or manifest["config"].get("device"))
-
-
 def load_model(folder: str | Path, target: Target) -> DraftModel:
     """The draft model of a checkpoint, frozen, on the target's device and in its precision.
 
@@ -348,41 +301,3 @@ def _has_own_mask(path: Path) -> bool:
             return any(name.split(".")[-1] == "mask" for name in file.keys())  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} can't be read: {error}; copy or train it again") from None
-
-
-def _tell_precision(manifest: Mapping[str, Any], target: Target, name: str) -> None:
-    trained, served = trained_on(manifest, target), target.spec.precision
-    if trained not in (None, served):
-        is_other = manifest["target"].get("weights_hash") != target.spec.weights_hash
-        note = "; the text stays this target's own, but fewer tokens may be accepted" * is_other
-        level = logging.WARNING if is_other else logging.INFO
-        logging.getLogger(__name__).log(level, "%s: trained on %s, served on %s%s", name, trained, served, note)
-
-
-def _placed(make: Callable[[Target], Drafter], target: Target, device: str | torch.device | None) -> Drafter:
-    """A drafter for `target`, made on `device`.  With a compiled target its compiled steps come from the disk."""
-    place = target.device if device is None else torch.empty(0, device=device).device  # cuda is cuda:0
-    if place != target.device:
-        return RemoteDrafter(make(target.copy_to(place)), place)
-    drafter = make(target)
-    theirs = getattr(target, "step", None)
-    if isinstance(theirs, Compiled) and theirs.graph is not None:
-        for own in drafter.steps:
-            own.look()
-    return drafter
-
-
-def _folder(name: str) -> Path:
-    path = Path(name)
-    if path.exists() or whole(path).exists():
-        return path
-    if "/" not in name or missing_path(name) is not None:
-        what = missing_path(name) or repr(name)
-        raise ConfigError(f"{what} is neither a checkpoint folder nor a drafter{nearest(name, kinds())}")
-    import huggingface_hub  # comes with transformers; a second to import, and only needed here
-
-    try:
-        return Path(huggingface_hub.snapshot_download(name))
-    except (OSError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{name!r} is no folder here and can't be fetched from the hub: {first}") from None

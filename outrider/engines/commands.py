@@ -83,7 +83,7 @@ def draft_of(place: str | Path, target: str | None = None, kind: str | None = No
     manifest = folders.read_manifest(folder)
     if manifest and "format" not in manifest:
         raise ConfigError(f"{folder} is a checkpoint, which engines don't read; {_export_first(folder, manifest['kind'])}")
-    config = folders.config(folder)
+    config = folders.read_config(folder)
     if manifest:
         kind, format = manifest["kind"], manifest["format"]
     elif kind is None or format is None:

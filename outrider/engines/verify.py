@@ -14,7 +14,7 @@ from outrider.engines.parity import Parity, Side
 from outrider.errors import ConfigError
 from outrider.export.formats import imported
 from outrider.export.manifest import read_manifest
-from outrider.measure.run import as_tokens
+from outrider.measure.prompts import as_tokens
 from outrider.measure.tasks import prompts
 from outrider.nn.draft_model import DraftModel
 from outrider.targets.load import load_target

@@ -35,7 +35,7 @@ from outrider.drafters import find as find_drafter
 from outrider.errors import ConfigError, ExportError
 from outrider.export import folder as folders
 from outrider.export.layout import Config, Format, Layout, Source, first
-from outrider.export.manifest import CONFIG, MANIFEST, read_json, read_manifest
+from outrider.export.manifest import CONFIG, MANIFEST, at, read_config, read_json, read_manifest
 from outrider.nn.draft_model import DraftModel, binding
 from outrider.targets.transformers import TransformersTarget
 from outrider.weights import mistyped, not_finite, stale_map, weights_of
@@ -97,12 +97,12 @@ def export(
     names = renamed(own, layout.names)
     weights = {theirs: own[ours] for ours, theirs in names.items()}
     weights |= {name: borrowed(target, name) for name in layout.duplicates(source) if name not in weights}
-    unsaid = {name: weight.tolist() for name, weight in own.items() if name not in names}
+    unmapped = {name: weight.tolist() for name, weight in own.items() if name not in names}
     assert layout.config is not None
     with new_folder(Path(out), ExportError, (OSError, SafetensorError)) as part:
         format.writes(part, layout.config(source), weights, source)
         layout.files(source, part)
-        manifest = {**about, "format": to, "tap_shift": layout.shift, "unsaid": unsaid}
+        manifest = {**about, "format": to, "tap_shift": layout.shift, "unmapped": unmapped}
         (part / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         _compare(own, part, to, layout, target)
     if note := first(layout.notes, source):
@@ -174,15 +174,8 @@ def import_folder(
 def imported(folder: Path, target: TransformersTarget, format: str | None = None, kind: str | None = None) -> DraftModel:
     """The draft model of such a folder, frozen."""
     manifest = read_manifest(folder)
-    format = format or manifest.get("format")
-    if format is not None and all(layout.settings is None for layout in find(format).layouts.values()):
-        raise ExportError(
-            f"{folder} is of format {format}, which is written here and not read; "
-            "import what it was made from"
-        )
-    config = read_json(folder / CONFIG)
-    format, kind = _recognised(folder, config, folders.read_names(folder), format, kind)
-    layout = _layout(format, kind, writes=False)
+    format, kind = identify(folder, format or manifest.get("format"), kind)
+    config, layout = read_json(folder / CONFIG), _layout(format, kind, writes=False)
     assert layout.settings is not None
     _check_target(folder, manifest, target)
     weights = folders.read_weights(folder)
@@ -204,8 +197,8 @@ def imported(folder: Path, target: TransformersTarget, format: str | None = None
             f"{folder} can't be read as {kind}: {message}; "
             "name the --kind that it is, or bring another folder"
         ) from error
-    fill(model, weights, layout, folder, target, manifest.get("unsaid", {}).keys())
-    _fill_unsaid(model, manifest, layout, folder)
+    fill(model, weights, layout, folder, target, manifest.get("unmapped", {}).keys())
+    _fill_unmapped(model, manifest, layout, folder)
     model.to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False)
     if lost := not_finite(weights_of(model)):
         raise ExportError(f"{folder} has values in {', '.join(lost[:4])} that {target.spec.dtype} can't hold; bring others")
@@ -244,17 +237,38 @@ def candidates(config: Config, format: str | None, kind: str | None, weights: Co
     return found
 
 
-def _recognised(
-    folder: Path, config: Config, weights: Collection[str], format: str | None, kind: str | None
-) -> tuple[str, str]:
+def identify(folder: Path, format: str | None = None, kind: str | None = None) -> tuple[str, str]:
+    """(format, kind) of a folder of others, by its config.json and the names of its weights.
+
+    format, kind: what is known of it.  Raises ExportError for a folder that is none, or could be several.
+    """
+    if format is not None and all(layout.settings is None for layout in find(format).layouts.values()):
+        raise ExportError(
+            f"{folder} is of format {format}, which is written here and not read; use the checkpoint it was made from"
+        )
+    if not (folder / CONFIG).exists():
+        raise ExportError(f"{folder} has no {CONFIG}; name the folder of a draft model as it was published")
     if kind is not None and format is None:
         raise ExportError(f"{kind} exists in several formats; name that of {folder} with --format")
-    found = candidates(config, format, kind, weights)
-    if len(found) != 1:
-        name_given = config.get("speculators_model_type") or config.get("architectures") or sorted(config)[:8]
-        guesses = ", ".join(f"{name} ({known})" for name, known in found) or "none of " + (format or ", ".join(formats()))
-        raise ExportError(f"{folder} has {name_given} and could be {guesses}; name its --format and --kind")
-    return found[0]
+    config = read_json(folder / CONFIG)
+    found = candidates(config, format, kind, folders.read_names(folder))
+    if len(found) == 1:
+        return found[0]
+    key = next((key for key in ("speculators_model_type", "architectures") if config.get(key)), None)
+    given = f"has no architectures in {CONFIG}" if key is None else f"has {key} {config[key]} in {CONFIG}"
+    guesses = ", ".join(f"{name} ({known})" for name, known in found)
+    readable = [name for name in formats() if any(layout.settings is not None for layout in find(name).layouts.values())]
+    which = f"it may be {guesses}" if found else f"none of {format or ', '.join(readable)} has such a drafter"
+    raise ExportError(f"{folder} {given}, and {which}; bring another, or import it with --format and --kind")
+
+
+def target_of(folder: Path) -> str | None:
+    """The target that a folder of others names; None where it names none."""
+    config = read_config(folder)
+    own = at(config, "speculators_config.verifier") or {}
+    name = own.get("name_or_path") if isinstance(own, Mapping) else None
+    name = name or config.get("target_model_name_or_path")
+    return name if isinstance(name, str) and name else None
 
 
 def _check_target(folder: Path, manifest: Config, target: TransformersTarget) -> None:
@@ -270,17 +284,17 @@ def _check_target(folder: Path, manifest: Config, target: TransformersTarget) ->
 
 def fill(
     model: DraftModel, weights: Mapping[str, Tensor], layout: Layout, folder: Path, target: TransformersTarget,
-    unsaid: Collection[str],
+    unmapped: Collection[str],
 ) -> None:  # fmt: skip
     """Copy their weights into our model.  Raises ExportError unless every key of both sides has its place.
 
-    unsaid: names of ours that get their values from elsewhere.
+    unmapped: names of ours that get their values from elsewhere.
     """
     own = weights_of(model)
     names = renamed(own, layout.names)
     if missing := [theirs for theirs in names.values() if theirs not in weights]:
         raise ExportError(f"{folder} lacks {', '.join(missing[:4])}; it is not whole, or not of this format")
-    if random := sorted(own.keys() - names.keys() - set(unsaid) - set(BEGINNINGS)):
+    if random := sorted(own.keys() - names.keys() - set(unmapped) - set(BEGINNINGS)):
         raise ExportError(f"{folder} has no values for {', '.join(random[:4])}, which would stay random; export it again")
     for name in sorted(weights.keys() - set(names.values())):
         _account_for(name, weights[name], folder, target)
@@ -333,9 +347,9 @@ def _is_copy(weight: Tensor, theirs: Tensor, rounded: bool) -> bool:
     return torch.equal(weight.to(coarser), theirs.to(coarser))
 
 
-def _fill_unsaid(model: DraftModel, manifest: Config, layout: Layout, folder: Path) -> None:
+def _fill_unmapped(model: DraftModel, manifest: Config, layout: Layout, folder: Path) -> None:
     """Set small weights that the format has no key for, such as a confidence head's temperatures; others stay as they are."""
-    own, stored = model.state_dict(), manifest.get("unsaid", {})
+    own, stored = model.state_dict(), manifest.get("unmapped", {})
     try:
         found = {name: torch.tensor(value, dtype=own[name].dtype) for name, value in stored.items()}
         fits = all(value.shape == own[name].shape for name, value in found.items()) and not renamed(found, layout.names)

@@ -37,7 +37,7 @@ LAYERS: Mapping[tuple[str, str], tuple[str, int]] = {
 TYPES: Mapping[str, Mapping[str, Any]] = {
     MANIFEST: {
         "kind": str, "format": str, "config": dict, "target": dict, "target.name": str, "target.precision": str,
-        "taps": list[int], "unsaid": dict, "training": dict,
+        "taps": list[int], "unmapped": dict, "training": dict,
     },
     CONFIG: {
         "eagle_config": dict, "dflash_config": dict, "speculators_config": dict, "block_size": int, "num_heads": int,
@@ -67,7 +67,7 @@ def read_manifest(folder: Path) -> Found:
     return found
 
 
-def config(folder: Path) -> Found:
+def read_config(folder: Path) -> Found:
     """config.json of a draft; empty where there is none.  Raises ExportError for values of a wrong type."""
     path = folder / CONFIG
     found = read_json(path) if path.exists() else {}

@@ -19,6 +19,7 @@ from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.errors import CheckpointError, DataError
 from outrider.generation import serve
+from outrider.loading import load_drafter
 from outrider.nn.heads import ConfidenceHead
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
@@ -109,7 +110,7 @@ def calibrate(
     The checkpoint is rewritten whole or not at all, and only its scaling and `calibration` in its manifest change.
     Raises CheckpointError where it has no confidence head, DataError where the prompts give too few drafts.
     """
-    drafter = checkpoint.load_drafter(folder, target)
+    drafter = load_drafter(folder, target)
     name, head = head_of(drafter, folder)
     outcomes = watch(
         target, drafter, prompts, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, slots=slots,

@@ -14,13 +14,13 @@ from tiny import talker as writer
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from outrider.checkpoint import load_drafter
 from outrider.decoding.draft import Draft
 from outrider.decoding.generate import prefill
 from outrider.decoding.loop import step
 from outrider.decoding.state import DecodeState, Request
 from outrider.errors import ConfigError, DataError, DrafterError
 from outrider.generation import batch, generate, serve, stream
+from outrider.loading import load_drafter
 from outrider.policies.fixed import Fixed
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
@@ -110,7 +110,7 @@ def test_a_stop_string_that_can_never_match_is_refused(target, talker):
     with pytest.raises(ConfigError, match=r"stop strings \['END'\] need a tokenizer"):
         generate(target, [1], max_new_tokens=3, stop=["END"])
     for stop in ("<s>", "a<s>"):
-        with pytest.raises(ConfigError, match="holds the special token '<s>', which is left out of the text"):
+        with pytest.raises(ConfigError, match="contains the special token '<s>', which is left out of the text"):
             stream(talker, [1], max_new_tokens=3, stop=stop)
     assert generate(talker, [1], max_new_tokens=3, stop=["<think>", "</s>"])[0].finish_reason == "length"
 

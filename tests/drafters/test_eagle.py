@@ -9,11 +9,12 @@ import torch
 from conftest import Case, batch_of
 
 from outrider import drafters
-from outrider.checkpoint import load_drafter, load_weights, save
+from outrider.checkpoint import load_weights, save
 from outrider.decoding.state import Request
 from outrider.drafters import eagle, eagle3
 from outrider.errors import DrafterError
 from outrider.generation import batch, generate, serve
+from outrider.loading import load_drafter
 from outrider.sampling.settings import Sampling
 from outrider.training import losses
 from outrider.training.config import Config as TrainConfig

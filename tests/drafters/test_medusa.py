@@ -21,6 +21,7 @@ from outrider.decoding.state import DecodeState, Request, Scores
 from outrider.drafters import medusa
 from outrider.errors import ConfigError, DrafterError
 from outrider.generation import batch, generate, serve
+from outrider.loading import load_drafter
 from outrider.nn import trees
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.settings import Sampling
@@ -335,7 +336,7 @@ def test_a_checkpoint_brings_its_tree(target, tmp_path):
     model.accuracies.copy_(torch.tensor([[0.2, 0.19, 0.16] + [0.01] * 7, [0.9, 0.05, 0.04] + [0.001] * 7]))
     checkpoint.save(tmp_path / "checkpoint", model)
     wanted = ((0,), (1,), (0, 0), (1, 0), (2,))
-    assert checkpoint.load_drafter(tmp_path / "checkpoint", target).tree.paths == wanted
+    assert load_drafter(tmp_path / "checkpoint", target).tree.paths == wanted
     assert model.drafter().tree.paths == wanted
     model.config = config.model_copy(update={"tree": BUSHY[:3]})
     assert model.drafter().tree.paths == BUSHY[:3]
@@ -378,10 +379,10 @@ def test_under_a_target_that_verifies_no_trees_a_chain_is_drafted(drawn, target,
     ("tree", "message"),
     [
         ([[0, 0], [0]], "before its parent"),
-        ([[0], [0]], "stands twice"),
+        ([[0], [0]], "is empty, repeated, or before its parent"),
         ([[]], "is empty"),
         ([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], "deeper than 3 heads"),
-        ([], "no node"),
+        ([], "at least one node"),
     ],
 )
 def test_a_tree_that_is_none_is_refused(tree, message):

@@ -15,10 +15,11 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from benchmarks.families import BASE, DELTA, EXPERTS
-from outrider.checkpoint import load_drafter, save
+from outrider.checkpoint import save
 from outrider.drafters import mtp
 from outrider.errors import DrafterError
 from outrider.generation import generate
+from outrider.loading import load_drafter
 from outrider.nn import recurrent
 from outrider.policies.fixed import Fixed
 from outrider.sampling.settings import Sampling
@@ -136,7 +137,7 @@ def shipping(tmp_path_factory, tiny_layer_numbers):
             torch.manual_seed(5)
             config = AutoConfig.for_model(family.kind, **(sizes | family.sizes))
             whole = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double()
-            with shipped.told(whole.config, family.modules):
+            with shipped.filled_in(whole.config, family.modules):
                 own = MtpModel(whole, family.modules).double()
             noise = torch.Generator().manual_seed(6)
             with torch.no_grad():
@@ -191,7 +192,7 @@ def test_native_modules_are_those_of_the_checkpoint(name, shipping):
 def reference(target, weights, name, texts: list[list[int]]) -> list[list[torch.Tensor]]:
     """What transformers' MtpModel guesses behind each text, one logits [V] a module, its own greedy tokens read on."""
     count = FAMILIES[name].modules
-    with shipped.told(target.model.config, count):
+    with shipped.filled_in(target.model.config, count):
         own = MtpModel(target.model, count).double().eval()
     own.load_state_dict(weights)
     found = []
@@ -333,11 +334,11 @@ def test_own_modules_are_served_as_they_are_trained(modules, target, workshop, p
 
 
 def forgets_what_was_said(memory, row):
-    memory.said[row] = 0
+    memory.outputs[row] = 0
 
 
 def keeps_the_first(memory, row):
-    memory.said[row] = memory.said[row].flip(0)
+    memory.outputs[row] = memory.outputs[row].flip(0)
 
 
 @pytest.mark.parametrize("spoil", [forgets_what_was_said, keeps_the_first])
@@ -420,7 +421,7 @@ def test_modules_that_do_something_unknown_are_refused(shipping, monkeypatch):
         return own(*args, attend=lambda *states: attend(*states).tanh(), **given)
 
     monkeypatch.setattr(shipped, "attention", capped)
-    with pytest.raises(DrafterError, match="module 0 .* say something else"):
+    with pytest.raises(DrafterError, match="module 0 .* its logits differ"):
         native(target)
 
 

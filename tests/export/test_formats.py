@@ -18,12 +18,13 @@ from tiny import make_folder, randomise
 from transformers import LlamaConfig, Qwen3Config
 
 from outrider import generate, load_target
-from outrider.checkpoint import load_drafter, load_model, manifest_of, save
+from outrider.checkpoint import load_model, manifest_of, save
 from outrider.config import build
 from outrider.drafters import find as find_drafter
 from outrider.errors import ExportError
 from outrider.export import formats, released
 from outrider.export.formats import export, import_folder
+from outrider.loading import load_drafter
 from outrider.weights import weights_of
 
 LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
@@ -114,11 +115,11 @@ def test_a_folder_from_elsewhere_needs_nothing_of_ours(format, kind, target, mad
     before, after = load_model(made(format, kind), target), load_model(tmp_path / "back", target)
     assert before.taps == after.taps
     old, new = weights_of(before), weights_of(after)
-    unsaid = {"accuracies", "confidence_head.temperatures", "confidence_head.shifts"}
+    unmapped = {"accuracies", "confidence_head.temperatures", "confidence_head.shifts"}
     # a head that is the target's own in every copy is taken for one of Medusa's own
     own_heads = {name for name in new.keys() - old.keys() if kind == "medusa" and name.endswith(".1.weight")}
     assert old.keys() == new.keys() - own_heads
-    assert [name for name in old.keys() - unsaid if not torch.equal(old[name], new[name])] == []
+    assert [name for name in old.keys() - unmapped if not torch.equal(old[name], new[name])] == []
 
 
 BOTH = {"embed_tokens.weight", "lm_head.weight"}
@@ -284,7 +285,7 @@ def test_a_folder_that_an_engine_will_not_load_is_written_with_a_word(format, ki
     assert [said in note for note in notes] == [True] if said else notes == []
 
 
-# ── what a folder leaves unsaid ────────────────────────────────────────────────────────────────────────────────────────
+# ── what a folder leaves unmapped ────────────────────────────────────────────────────────────────────────────────────────
 
 MASKS = [("speculators", "peagle"), ("speculators", "dflash"), ("speculators", "dspark"), ("sglang", "dflash"),
          ("sglang", "dspark"), ("sglang", "domino"), ("deepspec", "dflash"), ("deepspec", "dspark")]  # fmt: skip
@@ -553,7 +554,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "wrong shape": (_edit(lambda w: w.update({"norm.weight": torch.ones(7)})), r"norm.weight \(7,\) where \(32,\) belongs"),
     "extra key": (_edit(lambda w: w.update({"midlayer.extra": torch.ones(7)})), "midlayer.extra .* nothing here reads"),
     "pickle": (_pickled, "a pickle, which can run code"),
-    "unknown release": (_config(speculators_model_type="eagle9"), "could be none of"),
+    "unknown release": (_config(speculators_model_type="eagle9"), "none of"),
     "path in an index": (_sharded("../elsewhere.safetensors"), "no safetensors file of this folder"),
     "d2t out of range": (_edit(_far), "outside the target's"),
     "stale t2d": (_edit(_stale), "different tokens"),

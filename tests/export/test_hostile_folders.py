@@ -187,9 +187,9 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     "a name that moves the cursor": ("dflash", _unicode, r"has \\xfc\\u202e\\x1b\[31m"),
     "notes of another type": ("dflash", _manifest(target=[1]), r"\[1\] as target, wanted a mapping"),
     "notes whose version is a truth": ("dflash", _manifest(version=True), "is of version True"),
-    "notes with weights of another draft": ("dflash", _manifest(unsaid={"nope": [1]}), "not this draft's"),
+    "notes with weights of another draft": ("dflash", _manifest(unmapped={"nope": [1]}), "not this draft's"),
     "notes with weights over the real ones": (
-        "dflash", _manifest(unsaid={"backbone.norm.weight": [float("nan")] * 32}), "not this draft's",
+        "dflash", _manifest(unmapped={"backbone.norm.weight": [float("nan")] * 32}), "not this draft's",
     ),
     "notes with a format that is a list": ("dflash", _manifest(format=["sglang"]), "as format, wanted a text"),
     "notes with a history that is a list": ("dflash", _manifest(training=[1]), "as training, wanted a mapping"),

@@ -18,13 +18,13 @@ from decoding.drafts import numbers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.checkpoint import load_drafter
 from outrider.decoding.draft import Draft
 from outrider.decoding.noise import Purpose
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState, Request
 from outrider.errors import ConfigError
 from outrider.generation import generate, serve
+from outrider.loading import load_drafter
 from outrider.policies.fixed import Fixed
 from outrider.sampling import grammar as grammars
 from outrider.sampling import prefix as prefixes

@@ -336,7 +336,7 @@ def spoil(weights: dict[str, torch.Tensor]) -> None:
 
 
 DAMAGES = {
-    "no manifest": (lambda folder: (folder / checkpoint.MANIFEST).unlink(), "is not a checkpoint manifest"),
+    "no manifest": (lambda folder: (folder / checkpoint.MANIFEST).unlink(), "has neither outrider.json nor config.json"),
     "no JSON": (lambda folder: (folder / checkpoint.MANIFEST).write_text('{"version": 1, '), "is not a checkpoint manifest"),
     "no text": (lambda folder: (folder / checkpoint.MANIFEST).write_bytes(b"\xff\xfe\x00"), "is not a checkpoint manifest"),
     "a list": (change_manifest(lambda m: [m]), "is not a checkpoint manifest"),
@@ -477,8 +477,8 @@ def test_a_kind_takes_its_settings(talker: TransformersTarget) -> None:
     ("name", "settings", "error", "said"),
     [
         ("ngarm", {}, ConfigError, "neither a checkpoint folder nor a drafter; did you mean 'ngram'?"),
-        ("./nowhere", {}, ConfigError, "neither a checkpoint folder nor a drafter"),
-        ("/no/where/at/all", {}, ConfigError, "neither a checkpoint folder nor a drafter"),
+        ("./nowhere", {}, ConfigError, "no such folder"),
+        ("/no/where/at/all", {}, ConfigError, "no such folder"),
         ("ngram", {"lenght": 3}, ConfigError, "drafter: unknown key 'lenght'; did you mean 'length'?"),
         ("dspark", {"block": 0}, ConfigError, "drafter.block"),
         ("dspark", {"markov": "elman"}, ConfigError, "drafter.markov"),

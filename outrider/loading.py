@@ -1,0 +1,162 @@
+"""A drafter by its name: a kind, a checkpoint, a draft model as others publish it, or a Hugging Face id of one of these."""
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider import checkpoint
+from outrider.compiled import Compiled
+from outrider.config import build, nearest
+from outrider.decoding.protocols import Drafter
+from outrider.drafters import find, kinds
+from outrider.errors import CheckpointError, ConfigError, first_line
+from outrider.export import formats
+from outrider.export.manifest import CONFIG, MANIFEST, read_manifest
+from outrider.hub import missing_path
+from outrider.nn.draft_model import DraftModel
+from outrider.nn.remote import RemoteDrafter
+from outrider.targets.protocol import Target
+from outrider.targets.quantised import library, quantise
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The folder of a trained drafter."""
+
+    name: str
+    """As it was given."""
+    folder: Path
+    kind: str
+    format: str | None
+    """Of others, as in `outrider.export`; None for a checkpoint."""
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    """A checkpoint's or our own export's; empty for a folder of others."""
+
+    @property
+    def target(self) -> str | None:
+        """The target that it was made for; None where the folder does not name it."""
+        name = (self.manifest.get("target") or {}).get("name")
+        return name if name or self.format is None else formats.target_of(self.folder)
+
+
+def load_drafter(
+    kind_or_path: str | Path, target: Target, *, device: str | torch.device | None = None, quantize: str | None = None,
+    **config: Any,
+) -> Drafter:  # fmt: skip
+    """A drafter for `target`: a kind such as `ngram` with its settings, or a trained one by its folder or Hugging Face id.
+
+    A folder is a checkpoint, or a draft model as its authors publish it: speculators, EAGLE, EAGLE-3, DFlash, DSpark,
+    Medusa and the others of `outrider formats`.  A trainable kind by its name alone has new, random weights.  device:
+    where it runs, if not where its config says, which is the target's own device unless given.  quantize: `int8` rounds
+    the linear layers of the draft model, whatever the target's are; what it borrows of the target stays.  A checkpoint
+    trained with the weights that a target was quantised from fits it, and the log reports it.
+
+    Raises ConfigError for an unknown name or setting, CheckpointError for a checkpoint that is damaged or was made for
+    another target, ExportError for a folder of others that can't be read or does not fit.
+    """
+    name = str(kind_or_path)
+    if name in kinds():
+        module, given = find(name), {} if quantize is None else {"quantize": quantize}
+        settings = build(module.Config, {"kind": name, **config, **given}, "drafter")
+        # a drafter made of others opens checkpoints by this function, which is on a higher floor
+        opens = {"load": load_drafter} if "load" in inspect.signature(module.build).parameters else {}
+        place = device or getattr(settings, "device", None)
+        return _placed(lambda target: module.build(settings, target, **opens), target, place)
+    source = describe(name)
+    if config:
+        raise ConfigError(f"{name} is a trained drafter and brings its own settings; leave out {', '.join(config)}")
+    own = source.manifest.get("config") or {}
+    quantize = quantize or own.get("quantize")
+    if quantize is not None:
+        library(quantize)
+    if source.manifest.get("target"):
+        checkpoint.check_binding(source.manifest, target, source.folder, quantised=True)
+        _tell_precision(source.manifest, target, name)
+
+    def filled(target: Target) -> Drafter:
+        model = draft_model(source, target)
+        if quantize is not None:
+            quantise(model, quantize)
+        return model.drafter()
+
+    return _placed(filled, target, device or own.get("device"))
+
+
+def draft_model(source: str | Path | Source, target: Any) -> DraftModel:
+    """The draft model of a checkpoint or of a folder of others, frozen, on the target's device and in its precision.
+
+    Raises as `load_drafter` does.
+    """
+    source = source if isinstance(source, Source) else describe(source)
+    if source.format is None:
+        return checkpoint.load_model(source.folder, target)
+    return formats.imported(source.folder, target, source.format, source.kind)
+
+
+def describe(name: str | Path, format: str | None = None, kind: str | None = None) -> Source:
+    """Find a trained drafter by its folder or Hugging Face id, without reading its weights.
+
+    format, kind: of a folder of others; recognised by its config.json unless given.
+    Raises ConfigError for a name that is neither, CheckpointError for an id that can't be fetched, ExportError for a folder
+    that holds no drafter, or none that is known here.
+    """
+    folder = find_folder(name)
+    if not any((place / name).exists() for place, name in ((checkpoint.whole(folder), MANIFEST), (folder, CONFIG))):
+        raise CheckpointError(f"{folder} has neither {MANIFEST} nor {CONFIG}; name the folder of a trained drafter")
+    is_ours = (checkpoint.whole(folder) / MANIFEST).exists() and not (folder / CONFIG).exists()
+    manifest = checkpoint.manifest_of(folder) if is_ours else read_manifest(folder)
+    if manifest and "format" not in manifest:
+        return Source(str(name), folder, manifest["kind"], None, manifest)
+    format, kind = formats.identify(folder, format or manifest.get("format"), kind)
+    return Source(str(name), folder, kind, format, manifest)
+
+
+def find_folder(name: str | Path) -> Path:
+    """A folder here, or what the hub's repository of this name holds, fetched where it is not there yet.
+
+    Raises ConfigError for a missing folder or a name that is neither, CheckpointError for what can't be fetched.
+    """
+    path = Path(name).expanduser()
+    if path.exists() or checkpoint.whole(path).exists():
+        return path
+    name = str(name)
+    if (problem := missing_path(name)) is not None:
+        raise ConfigError(f"{problem}; name the folder of a trained drafter, its Hugging Face id, or a drafter's kind")
+    if "/" not in name:
+        raise ConfigError(f"{name!r} is neither a checkpoint folder nor a drafter{nearest(name, kinds())}")
+    import huggingface_hub  # comes with transformers; a second to import, and only needed here
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name))
+    except (OSError, ValueError) as error:
+        reason = first_line(error) or type(error).__name__
+        raise CheckpointError(
+            f"{name!r} is no folder here and can't be fetched from the hub: {reason}; check the name, or download it"
+        ) from None
+
+
+def _tell_precision(manifest: Mapping[str, Any], target: Target, name: str) -> None:
+    trained, served = checkpoint.trained_on(manifest, target), target.spec.precision
+    if trained not in (None, served):
+        is_other = manifest["target"].get("weights_hash") != target.spec.weights_hash
+        note = "; the text stays this target's own, but fewer tokens may be accepted" * is_other
+        level = logging.WARNING if is_other else logging.INFO
+        logging.getLogger(__name__).log(level, "%s: trained on %s, served on %s%s", name, trained, served, note)
+
+
+def _placed(make: Callable[[Target], Drafter], target: Target, device: str | torch.device | None) -> Drafter:
+    """A drafter for `target`, made on `device`.  With a compiled target its compiled steps come from the disk."""
+    place = target.device if device is None else torch.empty(0, device=device).device  # cuda is cuda:0
+    if place != target.device:
+        return RemoteDrafter(make(target.copy_to(place)), place)
+    drafter = make(target)
+    theirs = getattr(target, "step", None)
+    if isinstance(theirs, Compiled) and theirs.graph is not None:
+        for own in drafter.steps:
+            own.look()
+    return drafter
