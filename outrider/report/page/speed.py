@@ -18,7 +18,7 @@ def speedup(report: Report, *, is_narrow: bool = False) -> Rows:
     """A bar for each row.  is_narrow: for a phone, where names are above the bars."""
     axis = Axis(TIMES, 0, max([1.2, *map(reach, report.rows)]) * 1.02, lambda value: f"{value:.3g}×")
     chart = Rows("bars", report.rows, axis, 1.0, "target alone")
-    return replace(chart, row=62, width=charts.PHONE, left=0, right=8) if is_narrow else chart
+    return replace(chart, row=62, width=charts.PHONE, left=10, right=8) if is_narrow else chart
 
 
 def generate_speedup(row: Row) -> float | None:
@@ -109,6 +109,8 @@ def training(report: Report, colours: Colours) -> list[Panel]:
     """The loss while each drafter learned."""
     panels = []
     for name, training in report.training.items():
+        if training.seconds == 0:  # nothing to train
+            continue
         curve = training.loss_curve[:: 1 + len(training.loss_curve) // 400]
         values = [loss for _, loss in curve if loss is not None]
         x = Axis("training step", 0, max((step for step, _ in curve), default=1), lambda value: f"{value:,.0f}")

@@ -31,7 +31,7 @@ def tiles(report: Report) -> list[Tile]:
         Tile("Equal texts", _equal(row), _quality_detail(row), row.is_inexact),
         Tile("Cost of a million tokens", MISSING if cost is None else cost.texts["after"], "", cost=cost),
         Tile("Time per token, median", say(row.tpot_ms.p50, ".1f", " ms"), _alone(row.plain_tpot_ms, ".1f")),
-        Tile("First token after, median", say(row.ttft_ms.p50, ".0f", " ms"), _alone(row.plain_ttft_ms, ".0f")),
+        Tile("First token, median", say(row.ttft_ms.p50, ".0f", " ms"), _alone(row.plain_ttft_ms, ".0f")),
     ]
 
 
