@@ -83,8 +83,7 @@ class Opened:
 
 def unfold(page: Any) -> None:
     """Open all that is folded."""
-    for summary in page.locator("details:not([open]) > summary").all():
-        summary.click()
+    page.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
 
 
 NAMES = ["full", "null", "hostile", "empty", "compared", pytest.param("large", marks=pytest.mark.slow)]
@@ -162,6 +161,23 @@ def test_nothing_sticks_out_at_the_side(browser, pages, name):
             opened.page.set_viewport_size({"width": width, "height": 900})
             unfold(opened.page)
             assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+FIRST_SCREEN = """() => ['h1', ...Array.from({length: 5}, (_, i) => `.tiles div:nth-child(${i + 1})`)].map(name => {
+  const box = document.querySelector(name).getBoundingClientRect();
+  return [box.top, box.bottom];
+})"""
+
+
+@pytest.mark.parametrize(("width", "height"), [(1400, 900), (800, 900), (400, 800)])
+def test_headline_speed_quality_cost_and_latency_are_in_the_first_screen(browser, pages, width, height):
+    """Catches a page whose answer is below the fold, or out of order on a phone."""
+    with Opened(browser, pages["full"], width) as opened:
+        found = opened.page.evaluate(FIRST_SCREEN)
+        assert [top for top, _ in found] == sorted(top for top, _ in found)
+        assert all(0 <= top < bottom <= height for top, bottom in found)
+        names = opened.page.locator(".tiles span").all_inner_texts()
+        assert [name.split()[0] for name in names] == ["Speed-up", "Equal", "Cost", "Time", "First"]
 
 
 def test_what_sticks_out_is_caught(browser, pages):
@@ -252,6 +268,15 @@ def test_the_keyboard_reads_the_text_too(browser, pages):
         assert page.locator(".tokens .at").count() == 1
         page.keyboard.press("Escape")
         assert page.locator("#tip").is_hidden()
+
+
+def test_the_texts_are_folded_until_they_are_asked_for(browser, pages):
+    """Catches pages of tokens between a reader and the figures."""
+    with Opened(browser, pages["full"]) as opened:
+        tokens = opened.page.locator(".tokens >> nth=0")
+        assert not tokens.is_visible()
+        opened.page.click("#text summary")
+        assert tokens.is_visible()
 
 
 def test_rejected_tokens_show_on_request(browser, pages):
