@@ -99,7 +99,9 @@ def _elsewhere(key: str, known: Iterable[str]) -> str:
 def _meant(annotation: Any, value: Any) -> Any:
     """A value as it was meant: one thing or `a,b` for a list, 1e4 (which YAML reads as text) for a whole number."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    wanted = {typing.get_origin(kind) or kind for kind in (typing.get_args(annotation) if is_union else (annotation,))}
+    options = typing.get_args(annotation) if is_union else (annotation,)
+    plain = [typing.get_args(option)[0] if typing.get_origin(option) is typing.Annotated else option for option in options]
+    wanted = {typing.get_origin(option) or option for option in plain}
     if value is None or type(value) in wanted or isinstance(value, list | tuple):
         return value
     if tuple in wanted and typing.Literal not in wanted:
@@ -160,7 +162,8 @@ def located(path: str | Path, overrides: Iterable[str] = ()) -> Iterator[None]:
 
 
 def _located(message: str, path: str | Path, lines: Mapping[str, int], overrides: Iterable[str]) -> str:
-    found = re.match(r"([a-z_]\w*(?:\.\w+)*)?(?:: )?(?:unknown key '([^']+)')?", message)
+    unknown = re.match(r"(?:([\w.]+): )?unknown key '([^']+)'", message)
+    found = unknown or re.match(r"([a-z_]\w*(?:\.\w+)*)", message)
     key = ".".join(filter(None, found.groups())) if found else ""
     while key and key not in lines:
         key = key.rpartition(".")[0]

@@ -8,13 +8,14 @@ import pytest
 from pydantic import PositiveFloat, PositiveInt, ValidationError
 
 from outrider import config as configs
-from outrider.config import RENAMED, build
+from outrider.config import ELSEWHERE, RENAMED, build
 from outrider.data.config import Config as PrepareConfig
 from outrider.drafters import find, kinds
 from outrider.errors import ConfigError
 from outrider.gate.policy import Policy as GatePolicy
 from outrider.measure.config import Config as EvaluateConfig
-from outrider.runs.file import RunConfig, load
+from outrider.runs.file import RunConfig, TargetConfig, load
+from outrider.training.config import Config as TrainConfig
 
 
 class Inner(configs.Config):
@@ -258,6 +259,81 @@ def test_every_method_that_trains_has_a_recipe_for_the_demo_and_its_paper_s() ->
         of: {load(path, [])[0].drafter["kind"] for path in RECIPES if path.parent.name == of} for of in ("recipes", "paper")
     }
     assert kinds["recipes"] == kinds["paper"] and len(kinds["paper"]) == 11
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("evaluate: {tasks: gsm8k}", "evaluate.tasks", ["gsm8k"]),
+        ("evaluate: {tasks: 'gsm8k, mt-bench'}", "evaluate.tasks", ["gsm8k", "mt-bench"]),
+        ("evaluate: {temperatures: 0}", "evaluate.temperatures", [0.0]),
+        ("evaluate: {temperatures: '0,1'}", "evaluate.temperatures", [0.0, 1.0]),
+        ("evaluate: {baselines: ngram}", "evaluate.baselines", ["ngram"]),
+        ("evaluate: {baselines: {kind: ngram, nodes: 8}}", "evaluate.baselines", [{"kind": "ngram", "nodes": 8}]),
+        ("train: {loss: kl}", "train.loss.kl", 1.0), ("train: {steps: 1e4}", "train.steps", 10_000),
+        ("train: {steps: 2.5e3}", "train.steps", 2500), ("train: {epochs: 2}", "train.epochs", 2.0),
+        ("train: {epochs: 2}", "train.steps", None), ("prepare: {count: 1E3}", "prepare.count", 1000),
+    ],
+)  # fmt: skip
+def test_what_is_meant_is_taken(text: str, key: str, value: object, tmp_path: Path) -> None:
+    """Catches `tasks=gsm8k`, `loss=kl` and `steps=1e4` being refused, from a file and from an override."""
+    base = "target: demo\ndrafter: dspark\n"
+    run, _ = load(write(tmp_path / "a.yaml", base + text + "\n"))
+    assert configs.flatten(run.model_dump(mode="json"))[key] == value
+    section, _, rest = text.partition(": {")
+    name, _, written = rest.removesuffix("}").partition(": ")
+    again, _ = load(write(tmp_path / "b.yaml", base), [f"{section}.{name}={written}"])
+    assert again.model_copy(update={"name": "a"}) == run
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("target: demo\ndrafter: EAGLE3\n", "a.yaml, line 2: drafter.kind: unknown drafter 'EAGLE3'; did you mean 'eagle3'?"),
+        ("target: demo\ndrafter: layer-skip\n", "did you mean 'layer_skip'?"),
+        ("model: demo\ndrafter: ngram\n", "a.yaml, line 1: unknown key 'model'; it is called 'target' here"),
+        (
+            "target: demo\ndrafter: dspark\ntrain:\n  lr: 1\n  learning_rate: 2\n",
+            "line 5: train: unknown key 'learning_rate'; it is called 'lr' here",
+        ),
+        ("target: demo\ndrafter: dspark\ntrain: {per_device_batch: 2}\n", "it is called 'batch' here"),
+        ("target: demo\ndrafter: dspark\ntrain: {num_train_epochs: 2}\n", "it is called 'epochs' here"),
+        ("target: demo\ndrafter: dspark\ntrain: {max_length: 2}\n", "it is called 'prepare.length' here"),
+        ("target: demo\ndrafter: ngram\nlearning_rate: 1e-4\n", "it is called 'train.lr' here"),
+        ("target: demo\ndrafter: {kind: dspark, num_hidden_layers: 2}\n", "it is called 'layers' here"),
+        ("target: demo\ndrafter: {kind: eagle3, num_speculative_tokens: 2}\n", "it is called 'length' here"),
+        ("target: demo\ndrafter: {kind: dspark, num_speculative_tokens: 2}\n", "it is called 'block' here"),
+        ("target: demo\ndrafter: ngram\nevaluate: {temperature: 0}\n", "it is called 'temperatures' here"),
+        ("target: demo\ndrafter: dspark\ntrain:\n  clip: 1\n  steps: -3\n", "a.yaml, line 5: train.steps: "),
+        ("target: demo\ndrafter: dspark\ntrain:\n  loss:\n    klt: 1\n", "a.yaml, line 4: train.loss: unknown loss 'klt'"),
+        ("target: demo\ndrafter: dspark\ntrain: {steps: 2, epochs: 2}\n", "give one of them"),
+        ("target: demo\ndrafter:\n  kind: ngram\n bad: 1\n", "a.yaml, line 4, column 2, is not YAML: "),
+        ("target: demo\ndrafter: ngram\ntarget: other\n", "a.yaml, line 3: target is there twice, in line 1 too"),
+    ],
+)  # fmt: skip
+def test_a_wrong_name_or_value_is_an_error_with_its_line_and_the_right_name(text: str, said: str, tmp_path: Path) -> None:
+    """Catches an error that only lists what is known, and one without a line."""
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path / "a.yaml", text))
+    assert said in str(caught.value)
+
+
+def test_an_override_that_is_wrong_is_not_blamed_on_a_line_of_the_file(tmp_path: Path) -> None:
+    """Catches the line of a setting that is right in the file and wrong on the command line."""
+    path = write(tmp_path / "a.yaml", "target: demo\ndrafter: dspark\ntrain: {steps: 3}\n")
+    with pytest.raises(ConfigError, match=r"^train\.steps: "):
+        load(path, ["train.steps=-1"])
+
+
+def test_what_others_call_a_setting_is_a_setting_here() -> None:
+    """Catches an advice to use a setting that there is not."""
+    sections: dict[str, type[configs.Config]] = {
+        "": RunConfig, "prepare": PrepareConfig, "train": TrainConfig, "evaluate": EvaluateConfig, "target": TargetConfig,
+    }  # fmt: skip
+    every = {field for kind in kinds() for field in find(kind).Config.model_fields}
+    for path in ELSEWHERE:
+        section, _, name = path.rpartition(".")
+        assert name in (every if section == "drafter" else sections[section].model_fields), path
 
 
 @pytest.mark.parametrize(("before", "now"), RENAMED.items())

@@ -9,11 +9,11 @@ class Config(Base):
     """Where prompts come from, and how the target answers them."""
 
     conversations: str = "stdlib:train"
-    """`stdlib:train`, FILE.jsonl, FILE.txt, or a Hugging Face data set."""
+    """`stdlib:train`, FILE.jsonl, FILE.json, FILE.txt, or a Hugging Face data set."""
     split: str = "train"
     """Split of a Hugging Face data set."""
-    count: PositiveInt = 1000
-    """Most conversations used."""
+    count: PositiveInt | None = None
+    """Conversations used, the first ones; all unless given, of `stdlib` 1,000."""
     length: PositiveInt = 4096
     """Most tokens of one text; what is beyond is cut off."""
     regenerate: bool = True

@@ -1,13 +1,14 @@
 """Rows of prompts as conversations of a user, an assistant and other roles.
 
-Sources: `stdlib:train` and `stdlib:held_out` (the demo's prompts), FILE.jsonl, FILE.txt (a prompt a line), or a data set's
-name on the Hugging Face hub.  A row of JSON has one of `messages`, `conversations`, `turns`, `prompt` (with `response`),
-`instruction` (with `input` and `output`), `text`.
+Sources: `stdlib:train` and `stdlib:held_out` (the demo's prompts), FILE.jsonl, FILE.json (a list of rows), FILE.txt (a prompt
+a line), or a data set's name on the Hugging Face hub.  A row of JSON has one of `messages`, `conversations`, `turns`, `prompt`
+(with `response`), `instruction` (with `input` and `output`), `text`.
 """
 
 import codecs
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,11 +18,14 @@ from typing import Any, TypeVar, cast, get_args
 from outrider import demo
 from outrider.data.config import Config
 from outrider.errors import DataError
+from outrider.hub import missing_path
 
 T = TypeVar("T")
 U = TypeVar("U")
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
          "assistant": "assistant", "model": "assistant", "system": "system", "tool": "tool"}  # fmt: skip
+LIBRARY_COUNT = 1000
+"""Pieces of the standard library, where no count is given."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a character: JSON can hold it, no tokenizer can read it."""
 
@@ -142,18 +146,29 @@ def rows(config: Config, skipped: Skipped) -> Iterator[tuple[str, Any]]:
     """(file and line, row) of every row of `config.conversations`; with skip_bad, lines that can't be read are counted."""
     source = config.conversations
     if source.startswith("stdlib:"):
-        return _library(source.removeprefix("stdlib:"), config)
+        return _library(source.removeprefix("stdlib:"), config.count or LIBRARY_COUNT, config.seed)
     if source.endswith(".jsonl"):
         return _jsonl(Path(source), config.skip_bad, skipped)
+    if source.endswith(".json"):
+        return _json(Path(source), config.skip_bad, skipped)
     return _text_file(Path(source)) if source.endswith(".txt") else _hub(source, config.split)
 
 
-def _library(split: str, config: Config) -> Iterator[tuple[str, Any]]:
+def available(config: Config) -> int | None:
+    """Rows of the source, used or not; None for a data set of the hub, which is not read to its end."""
+    source = config.conversations
+    if not source.startswith("stdlib:") and not source.endswith((".jsonl", ".json", ".txt")):
+        return None
+    everything = config.model_copy(update={"count": sys.maxsize, "skip_bad": True})
+    return sum(1 for _ in rows(everything, Skipped()))
+
+
+def _library(split: str, count: int, seed: int) -> Iterator[tuple[str, Any]]:
     if split not in get_args(demo.Split):
         raise DataError(f"stdlib:{split} is unknown; use stdlib:train or stdlib:held_out")
     # short prompts to train on: reading a prompt costs as much as writing an answer, and trains nothing
     characters = 240 if split == "train" else 600
-    for name, text in demo.prompts(cast(demo.Split, split), config.count, config.seed, characters):
+    for name, text in demo.prompts(cast(demo.Split, split), count, seed, characters):
         yield name, {"id": name, "prompt": text}
 
 
@@ -194,7 +209,24 @@ def _jsonl(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[tuple[str, 
     return skipped.usable(((number, line) for number, line in _lines(path) if line.strip()), row, skip_bad)
 
 
+def _json(path: Path, skip_bad: bool, skipped: Skipped) -> Iterator[tuple[str, Any]]:
+    """Rows of a list, as ShareGPT's file has them; lines of JSON under this name are read too."""
+    try:
+        found = json.loads(b"".join(line for _, line in _lines(path)))
+    except (ValueError, RecursionError) as error:
+        if "Extra data" in str(error):
+            yield from _jsonl(path, skip_bad, skipped)
+            return
+        raise DataError(f"{path} is not JSON: {error}; mend it, or give FILE.jsonl with a row a line") from None
+    if not isinstance(found, list):
+        raise DataError(f"{path} must hold a list of rows, not a {type(found).__name__}; or give FILE.jsonl with a row a line")
+    for number, row in enumerate(found):
+        yield f"{path.name}[{number}]", row
+
+
 def _hub(name: str, split: str) -> Iterator[tuple[str, Any]]:
+    if (problem := missing_path(name)) is not None:
+        raise DataError(f"{problem}; name a file of prompts, a data set of the hub, or stdlib:train")
     import datasets  # a second to import, and only needed here
 
     try:

@@ -25,7 +25,7 @@ from outrider.measure import layouts
 from outrider.measure.layouts import Prompt, Row, has, word
 from outrider.measure.published import CONTENT, Lazy, Task, content_of, of_paths, published
 
-FILES = (".jsonl", ".txt")
+FILES = (".jsonl", ".json", ".txt")
 FOLDER_FILES = (".jsonl", ".json", ".parquet")
 LIBRARY = "the interpreter's standard library"
 

@@ -66,7 +66,11 @@ def drafter_config(values: dict[str, Any], where: str = "drafter") -> Base:
     """`kind` and settings to that drafter's Config.  Raises ConfigError for an unknown kind or key."""
     if not isinstance(values.get("kind"), str):
         raise ConfigError(f"{where}: kind is missing, or is not a word; write one such as kind: dspark")
-    return configs.build(find(values["kind"]).Config, values, where)
+    try:
+        module = find(values["kind"])
+    except ConfigError as error:
+        raise ConfigError(f"{where}.kind: {error}") from None
+    return configs.build(module.Config, values, where)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[str, str]]:
@@ -77,9 +81,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, di
     given = _expand(configs.read(path))
     merged = _expand(configs.override(given, overrides))
     merged.setdefault("name", Path(path).stem)
-    run = configs.build(RunConfig, merged)
-    settings = run.drafter_config.model_dump(mode="json")
-    _check_stages(run)
+    with configs.located(path, overrides):
+        run = configs.build(RunConfig, merged)
+        settings = run.drafter_config.model_dump(mode="json")
+        _check_stages(run)
     run = run.model_copy(update={"drafter": settings})
     in_file, asked = configs.flatten(given), {item.partition("=")[0] for item in overrides}
     origins = {key: "file" if key in in_file else "default" for key in configs.flatten(run.model_dump(mode="json"))}

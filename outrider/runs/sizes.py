@@ -13,7 +13,7 @@ from outrider.nn.draft_model import DraftModel
 from outrider.nn.shape import LayerConfig, left_out, resolved
 from outrider.runs.file import RunConfig, load
 from outrider.targets.load import default_device
-from outrider.targets.sketch import sketch
+from outrider.targets.sketch import Sketch, sketch
 from outrider.training.trainer import with_dtype
 
 
@@ -28,6 +28,8 @@ class OnPaper(NamedTuple):
     """Of the target's checkpoint."""
     notes: tuple[str, ...] = ()
     """What is unknown, or does not fit, and why."""
+    problem: DrafterError | None = None
+    """Why the drafter does not fit its target."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -38,13 +40,13 @@ class OnPaper(NamedTuple):
         return {"sizes.parameters": self.parameters, "sizes.serving_bytes": serving, "sizes.training_bytes": training}
 
 
-def on_paper(run: RunConfig) -> OnPaper:
-    """The sizes of a run's drafter.  Reads the target's config and no weights."""
+def on_paper(run: RunConfig, target: Sketch | None = None) -> OnPaper:
+    """The sizes of a run's drafter.  Reads the target's config, unless `target` is given, and no weights."""
     config, module = run.drafter_config, find(run.drafter["kind"])
     if not hasattr(module, "Model") or "model" in module.Config.model_fields:  # a language model has its own sizes
         return OnPaper({})
     try:
-        target = sketch(run.target.name, run.target.revision, run.target.trust_remote_code)
+        target = target or sketch(run.target.name, run.target.revision, run.target.trust_remote_code)
     except TargetError as error:
         return OnPaper({}, notes=(f"sizes that are null will be the target's, and are unknown here: {error}",))
     values, notes, dtype = {}, [], getattr(torch, target.spec.dtype)
@@ -58,7 +60,7 @@ def on_paper(run: RunConfig) -> OnPaper:
         with torch.device("meta"):
             model: DraftModel = module.Model(config, target)
     except DrafterError as error:
-        return OnPaper(values, None, dtype, (*notes, str(error)))
+        return OnPaper(values, None, dtype, (*notes, str(error)), error)
     if model.taps and getattr(config, "taps", ()) is None:
         values["drafter.taps"] = list(model.taps)
     if getattr(config, "mask_token", 0) is None:

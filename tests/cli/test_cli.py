@@ -27,6 +27,7 @@ from outrider.decoding.draft import Draft
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import DecodeState
 from outrider.runs import baselines, stages
+from outrider.runs.checks import check
 from outrider.runs.file import load
 from outrider.targets.load import load_target
 from outrider.targets.transformers import TransformersTarget
@@ -127,7 +128,7 @@ def test_the_probe_asks_for_whole_drafts(folder: Path, talker: TransformersTarge
             return Draft.empty(len(state.rows), state.device)
 
     settings, _ = load(write_recipe(tmp_path / "tiny.yaml", folder))
-    probe = stages._probe(settings, talker)
+    probe = stages._probe(settings, talker, check(settings, ["train"]))
     assert probe(SimpleNamespace(drafter=Asked)) == {"probe_tokens_per_step": 1.0}
     assert max(asked) == 3
 
@@ -503,7 +504,7 @@ def test_what_is_wrong_is_one_sentence_and_an_exit_code(folder: Path, outrider: 
         (("show", "tiny.yaml", "train.lr=[1"), 2, "is not YAML"),
         (("show", "nowhere.yaml"), 2, "can't read run file nowhere.yaml"),
         (("show", "list.yaml"), 2, "must hold a mapping such as `target: demo`, not list"),
-        (("show", "torn.yaml"), 2, "torn.yaml is not YAML"),
+        (("show", "torn.yaml"), 2, "torn.yaml, line 2, column 1, is not YAML: expected ',' or ']'"),
         (("train", "bare.yaml"), 2, "bare.yaml has no `train:` section; add one, if only `train: {}`"),
         (("evaluate", "bare.yaml"), 2, "bare.yaml has no `evaluate:` section"),
         (("train", "counting.yaml"), 2, "'ngram' has nothing to train"),
@@ -516,7 +517,7 @@ def test_what_is_wrong_is_one_sentence_and_an_exit_code(folder: Path, outrider: 
         ((*decode, ""), 1, "the prompt is empty"),
         ((*decode, "x" * 300), 1, "has 300 tokens and leaves no room in the target's context of 256"),
         ((*decode, "x", "--drafter", "ngarm"), 2, "did you mean 'ngram'"),
-        ((*decode, "x", "--top-p", "2"), 2, "top_p 2.0 lies outside"),
+        ((*decode, "x", "--top-p", "2"), 2, "top_p must be above 0 and at most 1"),
         ((*decode, "x", "--stop", ""), 2, "an empty stop string"),
         ((*decode, "x", "--policy", "adaptve"), 2, "unknown policy 'adaptve'"),
         ((*decode, "x", "--verification", "blok"), 2, "did you mean 'block'"),

@@ -1,0 +1,128 @@
+"""Everything wrong with a run is found before its target loads: inputs are read, and what the stages need is looked for."""
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider import loading
+from outrider.checkpoint import MANIFEST, whole
+from outrider.data import conversations
+from outrider.data.answers import ANSWERS, Answer, read_answers
+from outrider.data.conversations import Conversation, Skipped
+from outrider.data.regenerate import as_asked
+from outrider.drafters import kinds
+from outrider.errors import ConfigError, DataError, TargetError
+from outrider.hub import missing_path
+from outrider.measure.config import Config as EvaluateConfig
+from outrider.measure.prompts import draw
+from outrider.measure.tasks import PromptSet
+from outrider.retrieval import corpora
+from outrider.runs.file import RunConfig
+from outrider.runs.sizes import OnPaper, on_paper
+from outrider.targets.quantised import library
+from outrider.targets.sketch import Sketch, sketch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What the stages of a run read, and what its target's config tells."""
+
+    asked: tuple[Conversation, ...] = ()
+    """The prompts of `prepare`."""
+    skipped: Skipped = field(default_factory=Skipped)
+    drawn: Mapping[str, PromptSet] = field(default_factory=dict)
+    """The prompts of `evaluate`, by task."""
+    target: Sketch | None = None
+    """None where its config can't be reached."""
+    paper: OnPaper = field(default_factory=lambda: OnPaper({}))
+
+    def chosen(self, answers: list[Answer], settings: RunConfig) -> list[Answer]:
+        """The answers to this run's prompts; all of them where the prompts can't be read any more."""
+        if not self.asked:
+            source = settings.prepare.conversations
+            log.warning("%s can't be read: all %d answers in %s train", source, len(answers), settings.answers)
+            return answers
+        hashes = {one.prompt_hash for one in as_asked(self.asked, settings.prepare)}
+        return [answer for answer in answers if answer.prompt_hash in hashes]
+
+
+def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
+    """Read what these stages read, but for weights.  Raises an OutriderError for the first thing that is wrong."""
+    if (problem := missing_path(settings.target.name)) is not None and settings.target.name != "demo":
+        raise TargetError(f"can't load target {settings.target.name!r}: {problem}; give `demo`, a folder or a Hugging Face id")
+    for mode in (settings.target.quantize, settings.drafter.get("quantize")):
+        if mode is not None:
+            library(mode)
+    _check_parts(settings.drafter, "drafter")
+    drawn = {} if settings.evaluate is None else _check_evaluation(settings, settings.evaluate, stages)
+    asked, skipped = _asked(settings, stages)
+    target = _sketch(settings)
+    paper = OnPaper({})
+    if target is not None:
+        paper = on_paper(settings, target)
+        if "train" in stages and paper.problem is not None:
+            raise paper.problem
+        room = target.spec.context
+        if "evaluate" in stages and settings.evaluate and 0 < room < settings.evaluate.max_new_tokens + 2:
+            given = f"evaluate.max_new_tokens {settings.evaluate.max_new_tokens} leaves no room for a prompt"
+            raise ConfigError(f"{given} in the target's context of {room}; choose at most {room - 2}")
+    return Inputs(asked, skipped, drawn, target, paper)
+
+
+def _asked(settings: RunConfig, stages: Collection[str]) -> tuple[tuple[Conversation, ...], Skipped]:
+    """The run's prompts; none where only training needs them and they can't be read any more."""
+    skipped = Skipped()
+    if "prepare" in stages:
+        return tuple(conversations.read(settings.prepare, skipped)), skipped
+    if "train" not in stages:
+        return (), skipped
+    if not (settings.answers / ANSWERS).exists():
+        read_answers(settings.answers / ANSWERS)  # says what is missing
+    try:
+        return tuple(conversations.read(settings.prepare, skipped)), skipped
+    except DataError:
+        return (), skipped
+
+
+def _check_evaluation(settings: RunConfig, config: EvaluateConfig, stages: Collection[str]) -> dict[str, PromptSet]:
+    if "evaluate" not in stages:  # training ends with a few prompts of the first task
+        return {task: draw(task, config) for task in config.tasks[:1]} if "train" in stages else {}
+    if config.quantize is not None:
+        library(config.quantize)
+    own = settings.folder / "checkpoint"
+    if settings.train is not None and "train" not in stages and not (whole(own) / MANIFEST).exists():
+        raise ConfigError(f"no checkpoint in {own}; run `outrider train` first, or leave the `train:` section out")
+    for choice in config.baselines:
+        if isinstance(choice, dict):
+            _check_parts(choice, "evaluate.baselines")
+        elif choice not in kinds():
+            try:
+                loading.describe(choice)
+            except ConfigError as error:
+                raise ConfigError(f"evaluate.baselines: {error}") from None
+    return {task: draw(task, config) for task in config.tasks}
+
+
+def _check_parts(drafter: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError or DataError for a model or a corpus that is missing."""
+    model = drafter.get("model")
+    if isinstance(model, str) and not drafter.get("new") and (problem := missing_path(model)) is not None:
+        raise ConfigError(f"{where}.model: {problem}; give a folder or a Hugging Face id")
+    for name in drafter.get("corpora") or ():
+        corpora.find(name)
+    for part in (drafter.get("base"), drafter.get("retriever"), *(drafter.get("members") or ())):
+        if isinstance(part, dict):
+            _check_parts(part, where)
+        elif isinstance(part, str) and part not in kinds():
+            loading.find_folder(part)
+
+
+def _sketch(settings: RunConfig) -> Sketch | None:
+    chosen = settings.target
+    try:
+        return sketch(chosen.name, chosen.revision, chosen.trust_remote_code)
+    except TargetError:  # `load_target` says why
+        return None
