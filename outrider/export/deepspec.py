@@ -72,7 +72,7 @@ def _kind(config: Config, names: Collection[str]) -> str | None:
     if name in EAGLE3:
         return "eagle3"
     if name.startswith("Gemma4"):
-        raise ExportError(f"{name} has Gemma's layers (norms around each part, a scale a layer), which no draft here has")
+        raise ExportError(f"{name} has Gemma's layers, with more norms and a scale, which no draft here has; train one instead")
     if name not in DSPARK or "dflash_config" in config:
         return None
     return "dspark" if config.get("markov_rank") else "dflash"

@@ -67,6 +67,8 @@ def _files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
+    if len(others := list(folder.glob("*.safetensors"))) == 1:  # such as medusa_lm_head.safetensors
+        return others
     if pickled := [path.name for pattern in PICKLED for path in folder.glob(pattern)]:
         raise ExportError(
             f"{folder} has its weights in {pickled[0]}, a pickle, which can run code when it is opened; convert it to "

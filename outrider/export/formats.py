@@ -246,6 +246,8 @@ def identify(folder: Path, format: str | None = None, kind: str | None = None) -
         raise ExportError(
             f"{folder} is of format {format}, which is written here and not read; use the checkpoint it was made from"
         )
+    if not (folder / CONFIG).exists() and "format" not in read_manifest(folder) and (folder / MANIFEST).exists():
+        raise ExportError(f"{folder} is a checkpoint already; use it as it is")
     if not (folder / CONFIG).exists():
         raise ExportError(f"{folder} has no {CONFIG}; name the folder of a draft model as it was published")
     if kind is not None and format is None:
@@ -267,7 +269,7 @@ def target_of(folder: Path) -> str | None:
     config = read_config(folder)
     own = at(config, "speculators_config.verifier") or {}
     name = own.get("name_or_path") if isinstance(own, Mapping) else None
-    name = name or config.get("target_model_name_or_path")
+    name = name or config.get("target_model_name_or_path") or config.get("base_model_name_or_path")
     return name if isinstance(name, str) and name else None
 
 
@@ -304,7 +306,7 @@ def fill(
         for ours, weight in theirs.items() if weight.shape != own[ours].shape
     ]  # fmt: skip
     if shapes:
-        raise ExportError(f"{folder} does not fit its config: {', '.join(shapes[:3])}")
+        raise ExportError(f"{folder} does not fit its config: {', '.join(shapes[:3])}; copy the folder again")
     if types := [f"{names[ours]} is {theirs[ours].dtype}".replace("torch.", "") for ours in mistyped(theirs, own)]:
         raise ExportError(f"{folder} has numbers of the wrong type: {', '.join(types[:3])}; copy the folder again")
     model.load_state_dict({ours: weight.to(own[ours].dtype) for ours, weight in theirs.items()}, strict=False)

@@ -1,0 +1,195 @@
+"""A drafter by its name: kinds, checkpoints, published folders and Hugging Face ids."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from published import LAYOUTS, Published, Sizes
+from tiny import make_folder
+
+from outrider import generate, load_drafter, load_target
+from outrider.errors import CheckpointError, ConfigError, ExportError, OutriderError
+from outrider.export.formats import import_folder
+from outrider.loading import describe, draft_model
+from outrider.targets.transformers import TransformersTarget
+from outrider.weights import weights_of
+
+PROMPTS = ("a text of some words", "and one more")
+
+
+@pytest.fixture(scope="module")
+def verifier(tmp_path_factory: pytest.TempPathFactory) -> TransformersTarget:
+    """Eight layers, so that EAGLE-3's usual taps are three."""
+    return load_target(make_folder(tmp_path_factory.mktemp("target") / "deep", num_hidden_layers=8), dtype="float64")
+
+
+def texts(target: TransformersTarget, drafter: Any) -> list[tuple[list[int], list[int]]]:
+    prompts = [target.tokenizer.encode(prompt) for prompt in PROMPTS]
+    found = generate(target, prompts, drafter, max_new_tokens=16)
+    return [(one.tokens, list(one.accepted)) for one in found]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_published_folder_drafts_as_it_is(name: str, verifier: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a layout that only `outrider import` reads, one that is read otherwise there, and a text that is changed."""
+    made = LAYOUTS[name](Sizes(verifier))
+    folder = made.write(tmp_path / "published")
+    source = describe(folder)
+    assert (source.kind, source.format) == (made.kind, made.format)
+    plain = [tokens for tokens, _ in texts(verifier, None)]
+    drafted = texts(verifier, load_drafter(folder, verifier))
+    assert [tokens for tokens, _ in drafted] == plain
+    import_folder(folder, tmp_path / "checkpoint", verifier)
+    assert texts(verifier, load_drafter(tmp_path / "checkpoint", verifier)) == drafted
+    read, imported = (weights_of(draft_model(place, verifier)) for place in (folder, tmp_path / "checkpoint"))
+    assert read.keys() == imported.keys() and all(torch.equal(read[key], imported[key]) for key in read)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_published_weight_is_read(name: str, verifier: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a weight of a layout that stays as it began: each one, changed, changes the model that is read."""
+    made = LAYOUTS[name](Sizes(verifier))
+    own = weights_of(draft_model(made.write(tmp_path / "published"), verifier))
+    values = {weight.double().sum().item() for weight in own.values() if weight.is_floating_point()}
+    ignored = ("embed_tokens.weight", "lm_head.weight") if "d2t" not in made.weights else ("embed_tokens.weight",)
+    for key, weight in made.weights.items():
+        if weight.is_floating_point() and key not in ignored:
+            assert weight.double().sum().item() in values, key
+
+
+def _config(**changed: Any) -> Callable[[Path, Published], None]:
+    def edit(folder: Path, made: Published) -> None:
+        (folder / "config.json").write_text(json.dumps(made.config | changed))
+
+    return edit
+
+
+def _layers(**changed: Any) -> Callable[[Path, Published], None]:
+    def edit(folder: Path, made: Published) -> None:
+        layers = made.config["transformer_layer_config"] | changed
+        (folder / "config.json").write_text(json.dumps(made.config | {"transformer_layer_config": layers}))
+
+    return edit
+
+
+def _without(key: str) -> Callable[[Path, Published], None]:
+    def edit(folder: Path, made: Published) -> None:
+        shutil.rmtree(folder)
+        made._replace(weights={name: weight for name, weight in made.weights.items() if name != key}).write(folder)
+
+    return edit
+
+
+def _pickled(folder: Path, made: Published) -> None:
+    (folder / made.file).unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+
+
+REFUSED: dict[str, tuple[str, Callable[[Path, Published], None], str]] = {
+    "a hidden size": ("speculators_dflash", _layers(hidden_size=48), "hidden_size is 48, .* has 32; load the target it was"),
+    "a vocabulary": ("zlab_dflash", _config(vocab_size=300), "vocab_size is 300, .* has 261; load the target it was trained"),
+    "a vocabulary without a map": ("speculators_eagle3", _without("d2t"), "lacks d2t"),
+    "an architecture": (
+        "zlab_dflash", _config(architectures=["HydraModel"], dflash_config=None),
+        r"has architectures \['HydraModel'\] in config.json, and none of .* has such a drafter; bring another",
+    ),
+    "a pickle": ("safeailab_eagle", _pickled, "pytorch_model.bin, a pickle, .*; convert it to safetensors"),
+    "a missing weight": ("deepspec_dspark", _without("layers.1.mlp.up_proj.weight"), "lacks layers.1.mlp.up_proj.weight"),
+    "no config.json": (
+        "medusa_heads", lambda folder, made: (folder / "config.json").unlink(), "neither outrider.json nor config.json",
+    ),
+    "no taps": ("speculators_dspark", _config(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids is missing"),
+    "Gemma's layers": ("deepspec_dflash", _config(architectures=["Gemma4DSparkModel"]), "Gemma's layers"),
+    "a sliding window": ("zlab_dflash", _config(layer_types=["full_attention", "sliding_attention"]), "full attention only"),
+    "shapes": ("zlab_dflash", _config(head_dim=16), r"does not fit its config: .*q_proj.weight \(16, 32\) where \(32, 32\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_published_folder_is_refused_with_the_reason(case: str, verifier: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a drafter that loads and drafts nonsense, and a message without the field, what is wanted and what to do."""
+    name, spoil, reason = REFUSED[case]
+    made = LAYOUTS[name](Sizes(verifier))
+    folder = made.write(tmp_path / "published")
+    spoil(folder, made)
+    with pytest.raises(OutriderError, match=reason) as caught:
+        load_drafter(folder, verifier)
+    assert ";" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def in_the_cache(home: Path, name: str, made: Published) -> None:
+    """A repository as huggingface_hub keeps it after a download."""
+    place = home / f"models--{name.replace('/', '--')}"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("0123abc")
+    made.write(place / "snapshots" / "0123abc")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the hub's, without a network."""
+    import huggingface_hub.constants
+
+    home = tmp_path / "hub"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(home))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return home
+
+
+def test_a_drafter_comes_from_the_hub_by_its_id(
+    verifier: TransformersTarget, tmp_path: Path, hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an id that needs `outrider import` first, or that is taken for a folder."""
+    monkeypatch.chdir(tmp_path)
+    made = LAYOUTS["zlab_dflash"](Sizes(verifier))
+    in_the_cache(hub, "org/tiny-dflash", made)
+    folder = made.write(tmp_path / "published")
+    assert texts(verifier, load_drafter("org/tiny-dflash", verifier)) == texts(verifier, load_drafter(folder, verifier))
+    assert describe("org/tiny-dflash").kind == "dflash"
+
+
+def test_an_id_that_can_not_be_fetched_is_refused(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="'org/none' .* can't be fetched from the hub: .*; check the name"):
+        describe("org/none")
+
+
+@pytest.mark.parametrize("name", ["./x", "runs/x", "/no/such/folder", "x/drafter.safetensors", "~/none"])
+def test_a_missing_folder_is_never_asked_of_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a minute of waiting for the network over a misspelt path."""
+    import huggingface_hub
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name: pytest.fail("asked the hub"))
+    with pytest.raises(ConfigError, match="no such (folder|file): "):
+        describe(name)
+
+
+def test_a_published_folder_takes_no_settings(verifier: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a setting that is given and ignored."""
+    folder = LAYOUTS["zlab_dflash"](Sizes(verifier)).write(tmp_path / "published")
+    with pytest.raises(ConfigError, match="brings its own settings; leave out block"):
+        load_drafter(folder, verifier, block=2)
+
+
+def test_the_target_is_named_where_the_folder_names_it(verifier: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a verb that asks for --target although the folder says which it is."""
+    for name, wanted in {"speculators_mtp": "org/target", "deepspec_eagle3": "org/target", "zlab_dflash": None}.items():
+        folder = LAYOUTS[name](Sizes(verifier)).write(tmp_path / name)
+        assert describe(folder).target == wanted
+    assert describe(LAYOUTS["medusa_heads"](Sizes(verifier)).write(tmp_path / "medusa")).target == "org/target"
+
+
+def test_an_import_of_a_checkpoint_says_that_it_is_one(verifier: TransformersTarget, tmp_path: Path) -> None:
+    """Catches a complaint about a missing config.json."""
+    folder = LAYOUTS["zlab_dflash"](Sizes(verifier)).write(tmp_path / "published")
+    import_folder(folder, tmp_path / "checkpoint", verifier)
+    with pytest.raises(ExportError, match="is a checkpoint already"):
+        import_folder(tmp_path / "checkpoint", tmp_path / "again", verifier)
