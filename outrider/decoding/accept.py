@@ -1,10 +1,10 @@
-"""The acceptance rule: which drafted tokens stay, so that what is emitted follows the target's own distribution exactly.
+"""The acceptance rule: which drafted tokens stay, so that the output follows the target's own distribution exactly.
 
 Walk down from the anchor with r = p(.|node).  For each child in order, drawn from q given that its elder siblings were
-rejected: accept with probability min(1, r[x] / q[x]); otherwise r becomes norm(max(r - q, 0)).  When no child is left, emit
-a token from r.  Chain or tree, sampled with or without replacement or deterministic, greedy or not: this one rule gives
-back p.  (Leviathan 2211.17192; several siblings: SpecInfer 2305.09781, Sequoia 2402.12374.)  B live slots, N drafted nodes, V
-vocabulary.
+rejected: accept with probability min(1, r[x] / q[x]); otherwise r becomes norm(max(r - q, 0)).  When no child is left,
+emit a token from r.  Chain or tree, sampled with or without replacement or deterministic, greedy or not: this one rule
+gives back p.  (Leviathan 2211.17192; several siblings: SpecInfer 2305.09781, Sequoia 2402.12374.)  B live slots, N
+drafted nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from outrider.errors import DrafterError
 
 
 class Accepted(NamedTuple):
-    """What a verified step keeps, slot by slot.  Lists, since whoever reads it goes from token to token."""
+    """What a verified step accepts, slot by slot.  Lists, since readers go from token to token."""
 
     paths: list[list[int]]
     """Drafted nodes that stay, from the anchor down."""
     next_tokens: list[int]
     """Correction or bonus; -1 where the slot ended before it."""
     invalid: list[int]
-    """How many nodes had an id outside the vocabulary or a q that is no distribution; they were verified as deterministic."""
+    """How many nodes had an id outside the vocabulary or a q that is not a distribution; verified as deterministic."""
 
     @property
     def counts(self) -> list[int]:
         return [len(path) for path in self.paths]
 
     def rows(self, b: int) -> list[int]:
-        """The rows of the verified pass that stay in slot b: the anchor's, 0, and n + 1 for every node n on the path."""
+        """The rows of the verified pass that stay in slot b: 0 for the anchor, and n + 1 for every node n on the
+        path."""
         return [0, *(node + 1 for node in self.paths[b])]
 
     @classmethod
@@ -45,14 +46,14 @@ class Accepted(NamedTuple):
 
 
 Rule = Callable[[Draft, Tensor, Streams], Accepted]
-"""A way to judge a draft by p [B, N+1, V]: `accept`, a fast path of it, or one that is lossy on purpose."""
+"""A way to judge a draft by p [B, N+1, V]: `accept`, a fast path of it, or a lossy rule."""
 
 
 def accept(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
-    """Keep what the acceptance rule keeps.  p [B, N+1, V], column 0 follows the anchor, column n + 1 follows node n.
+    """Apply the acceptance rule.  p [B, N+1, V]; column 0 follows the anchor, column n + 1 follows node n.
 
-    Exact for every draft whose q is true.  All noise comes from `streams`; in a slot with a seed every node is deterministic.
-    Raises DrafterError for a q over another vocabulary.
+    Exact for every draft whose q is true.  All noise comes from `streams`; in a seeded slot every node is
+    deterministic. Raises DrafterError for a q over another vocabulary.
     """
     (slots, nodes), device = draft.tokens.shape, p.device
     if draft.q is None:
@@ -80,9 +81,9 @@ def accept(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
 
 
 def accept_top1(draft: Draft, vocabulary: int, choose: Callable[[Tensor, int], Tensor]) -> Accepted:
-    """The acceptance rule for q = None: go on while a child is the token that the target chooses itself.
+    """The acceptance rule for q = None: continue while a child is the token that the target chooses itself.
 
-    choose: rows [B] of the pass and their depth to the target's tokens [B]; asked only for rows that are walked through.
+    choose: rows [B] of the pass and their depth to the target's tokens [B]; called only for rows on the path.
     """
     slots, nodes = draft.tokens.shape
     order = torch.arange(nodes, device=draft.tokens.device)
@@ -103,7 +104,7 @@ def accept_top1(draft: Draft, vocabulary: int, choose: Callable[[Tensor, int], T
 
 
 def judged_nodes(draft: Draft, q: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens (0 for an id outside the vocabulary), whether each id is inside, whether its q could have given it; [B, N]."""
+    """Tokens (0 for an id outside the vocabulary), whether each id is inside, whether its q is valid; each [B, N]."""
     refuse_other_vocabulary(q, vocabulary)
     known = (draft.tokens >= 0) & (draft.tokens < vocabulary)
     tokens = draft.tokens.where(known, 0)
@@ -113,11 +114,11 @@ def judged_nodes(draft: Draft, q: Tensor, vocabulary: int) -> tuple[Tensor, Tens
 
 
 def refuse_other_vocabulary(q: Tensor, vocabulary: int) -> None:
-    """Raises DrafterError for a q [..., V] over another vocabulary; of width 1 it would broadcast in silence."""
+    """Raises DrafterError for a q [..., V] over another vocabulary; one of width 1 would broadcast in silence."""
     if q.shape[-1] != vocabulary:
         raise DrafterError(
-            f"a draft's q is over {q.shape[-1]} tokens, the target's vocabulary has {vocabulary}; "
-            "give the tokens that the drafter can't propose a q of 0"
+            f"a draft's q must be over the target's vocabulary of {vocabulary} tokens, got {q.shape[-1]}; "
+            "set q to 0 for tokens that the drafter can't propose"
         )
 
 
@@ -128,7 +129,7 @@ def judged_q(q: Tensor, tokens: Tensor, known: Tensor, valid: Tensor) -> Tensor:
 
 
 def residual(left: Tensor, q: Tensor) -> Tensor:
-    """norm(max(left - q, 0)) [B, V]; `left` itself where nothing remains, which has probability 0 but for rounding."""
+    """norm(max(left - q, 0)) [B, V]; `left` itself where nothing remains, which only rounding can cause."""
     rest = (left - q).clamp(min=0)
     mass = rest.sum(-1, keepdim=True)
     return torch.where(mass > 1e-12, rest / mass.clamp(min=1e-12), left)

@@ -19,9 +19,10 @@ from outrider.errors import DrafterError
 class Draft:
     """Tokens proposed under each slot's anchor (the last committed token, not yet in the target's cache).
 
-    Parents stand before their children (-1 is the anchor), the most promising nodes first: every prefix is a draft.  Siblings
-    are tried in order.  `q[b, n]` is the distribution node n was drawn from, given that its elder siblings were rejected; over
-    a reduced vocabulary it is 0 elsewhere; a one-hot row marks a deterministic node among sampled ones.
+    Parents come before their children (-1 is the anchor), the most promising nodes first, so every prefix is a draft.
+    Siblings are tried in order.  `q[b, n]` is the distribution node n was drawn from, given that its elder siblings
+    were rejected; over a reduced vocabulary it is 0 elsewhere; a one-hot row marks a deterministic node among sampled
+    ones.
     """
 
     tokens: Tensor
@@ -29,15 +30,15 @@ class Draft:
     parents: Tensor
     """[B, N] int64, on the tokens' device."""
     sizes: Tensor
-    """[B] int64 on the CPU, live nodes; the rest is padding."""
+    """[B] int64 on the CPU, number of live nodes; the rest is padding."""
     q: Tensor | None = None
     """[B, N, V] float; None = every proposal deterministic, always so at temperature 0."""
     confidence: Tensor | None = None
-    """[B, N] float32 in [0, 1]: the chance that a node is kept, given that its parent is; see `Policy`."""
+    """[B, N] float32 in [0, 1]: probability that a node is accepted, given that its parent is; see `Policy`."""
     branches: bool = True
-    """False promises parents[b, n] = n - 1, so that masks and walks take the short way."""
+    """False promises parents[b, n] = n - 1, so that masks and walks have a fast path."""
     origin: Tensor | None = None
-    """[B, N] int64, each node's number in the drafter's own proposal, however it was cut; None where it still has that."""
+    """[B, N] int64, each node's number in the drafter's own proposal, however it was cut; None where unchanged."""
 
     @classmethod
     def chain(cls, tokens: Tensor, sizes: Tensor, q: Tensor | None = None, confidence: Tensor | None = None) -> Draft:
@@ -47,12 +48,14 @@ class Draft:
     @classmethod
     @functools.lru_cache(1024)
     def empty(cls, slots: int, device: torch.device | str = "cpu") -> Draft:
-        """Nothing proposed: the step is plain decoding."""
+        """No nodes: the step is plain decoding."""
         nothing = torch.empty(slots, 0, dtype=torch.int64, device=device)
         return cls(nothing, nothing, torch.zeros(slots, dtype=torch.int64), branches=False)
 
     @functools.cached_property
-    def ids(self) -> list[list[int]]:  # of `tokens`, as `tree` of `parents` and `live` of `sizes`: read from the device once
+    def ids(
+        self,
+    ) -> list[list[int]]:  # `tokens`, as `tree` is `parents` and `live` is `sizes`: read from the device once
         return self.tokens.tolist()
 
     @functools.cached_property
@@ -66,31 +69,33 @@ class Draft:
         return self.sizes.tolist()
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Draft:
-        """The same change to every tensor [B, N, ...] of the draft."""
+        """Apply a change to every tensor [B, N, ...] of the draft."""
         q, confidence, origin = (None if x is None else change(x) for x in (self.q, self.confidence, self.origin))
         tokens, parents = change(self.tokens), change(self.parents)
         return replace(self, tokens=tokens, parents=parents, q=q, confidence=confidence, origin=origin)
 
     def checked(self, slots: int) -> Draft:
-        """This draft with its shape made sure of: sizes within the columns, every parent before its child, a chain a chain.
-        Raises DrafterError for what is no draft, and for tensors whose types or shapes don't belong together."""
+        """This draft, made valid: sizes within the columns, every parent before its child, a chain a chain.
+        Raises DrafterError for what is not a Draft, and for tensors whose types or shapes don't fit together."""
         if not isinstance(self, Draft):  # what `propose` returned is checked by `Draft.checked(returned, slots)`
-            raise DrafterError(f"propose returned {type(self).__name__}, not a Draft of {slots} slots; for none, Draft.empty")
+            raise DrafterError(
+                f"propose must return a Draft of {slots} slots, got {type(self).__name__}; for no tokens return Draft.empty"
+            )
         ids, others = (self.tokens, self.parents, self.sizes), (x for x in (self.q, self.confidence) if x is not None)
         shapes = [x.shape if isinstance(x, Tensor) and x.dtype == torch.int64 else () for x in ids]
         shape = (slots, *shapes[0][1:2])
         if len(shape) != 2 or shapes != [shape, shape, (slots,)] or any(x.shape[:2] != shape for x in others):
             given = [f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in ids]
             raise DrafterError(
-                f"a draft of {slots} slots came with tokens {given[0]}, parents {given[1]}, sizes {given[2]}; tokens and "
-                "parents must be int64 tensors [slots, nodes], sizes one [slots], q and confidence [slots, nodes, ...]"
+                f"a draft of {slots} slots has tokens {given[0]}, parents {given[1]}, sizes {given[2]}; tokens and parents "
+                "must be int64 tensors [slots, nodes], sizes int64 [slots], q and confidence [slots, nodes, ...]"
             )
-        # of a chain the mask will be a chain's, so the walk must be one too
+        # a chain gets a chain's mask, so its parents must be a chain too
         parents = self.parents if self.branches else _chain(*shape, self.parents.device)
         sound = [_sound(tree) for tree in self.tree] if self.branches else [shape[1]] * slots
         sizes = [max(0, min(pair)) for pair in zip(self.live, sound, strict=True)]
         if min(sound, default=shape[1]) < shape[1]:
-            # from an unsound parent on all is padding, which must not index outside the tree either
+            # everything from an unsound parent on is padding, which must not index outside the tree either
             is_sound = torch.arange(shape[1]) < torch.tensor(sound)[:, None]
             parents = parents.where(is_sound.to(parents.device), -1)
         if sizes == self.live and parents is self.parents:
@@ -98,10 +103,10 @@ class Draft:
         return replace(self, parents=parents, sizes=torch.tensor(sizes, dtype=torch.int64))
 
     def first(self, keep: Tensor) -> Draft:
-        """The first keep[b] nodes of every slot.  keep [B] int64 on the CPU; columns that no slot keeps are cut off."""
+        """The first keep[b] nodes of every slot.  keep [B] int64 on the CPU; columns that no slot needs are cut off."""
         if keep is self.sizes:
             return self
-        # on small lists, which is several times faster than on small tensors
+        # small lists are several times faster than small tensors
         sizes = [max(0, min(own, wanted)) for own, wanted in zip(self.live, keep.tolist(), strict=True)]
         width = max(sizes, default=0)
         if sizes == self.live and width == self.tokens.shape[1]:
@@ -109,17 +114,19 @@ class Draft:
         return replace(self.each(lambda x: x[:, :width]), sizes=torch.tensor(sizes, dtype=torch.int64))
 
     def trunk(self) -> Draft:
-        """The chain of eldest children, for a target that verifies no trees: their q knows of no siblings, so stays true."""
+        """The chain of eldest children, for a target that verifies no trees; their q depends on no siblings, so it
+        stays true."""
         if not self.branches:
             return self
         return self.only([_eldest(parents[:size]) for parents, size in zip(self.tree, self.live, strict=True)])
 
-    def only(self, kept: Sequence[Sequence[int]]) -> Draft:
-        """These nodes of every slot, ascending and closed under parents, close together.  A chain keeps its beginning."""
+    def only(self, remaining: Sequence[Sequence[int]]) -> Draft:
+        """Only these nodes of every slot, which are ascending and closed under parents.  A chain must retain its
+        beginning."""
         if not self.branches:
-            return self.first(torch.tensor([len(nodes) for nodes in kept]))
-        place = [{-1: -1} | {n: at for at, n in enumerate(nodes)} for nodes in kept]
-        return self.taken(kept, [[place[b][above[n]] for n in kept[b]] for b, above in enumerate(self.tree)])
+            return self.first(torch.tensor([len(nodes) for nodes in remaining]))
+        place = [{-1: -1} | {n: at for at, n in enumerate(nodes)} for nodes in remaining]
+        return self.taken(remaining, [[place[b][above[n]] for n in remaining[b]] for b, above in enumerate(self.tree)])
 
     def taken(self, nodes: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> Draft:
         """These nodes of every slot, in this order, under these parents."""
@@ -139,8 +146,8 @@ class Draft:
         return [max(_ancestry(parents)[1][:size], default=-1) + 1 for parents, size in trees]
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Attention mask [B, N+1, N+1] bool and depth [B, N+1] of the rows of the verified pass: row 0 is the anchor, at depth
-        0; row n + 1 is node n, which sees the anchor, its ancestors and itself."""
+        """Attention mask [B, N+1, N+1] bool and depth [B, N+1] of the rows of the verified pass: row 0 is the anchor,
+        at depth 0; row n + 1 is node n, which attends to the anchor, its ancestors and itself."""
         slots, nodes = self.tokens.shape
         if self.branches:
             return _rows(self.tree, self.tokens.device)
@@ -186,7 +193,7 @@ def _eldest(parents: tuple[int, ...]) -> list[int]:
 
 @functools.lru_cache(1024)
 def _ancestry(parents: tuple[int, ...]) -> tuple[Tensor, list[int]]:
-    """Mask [N+1, N+1] of one tree's rows, and every node's depth.  Most drafters grow the same tree again and again."""
+    """Mask [N+1, N+1] of one tree's rows, and every node's depth.  Cached, since most drafters repeat the same tree."""
     sees = torch.eye(len(parents) + 1, dtype=torch.bool)
     depths: list[int] = []
     for n, parent in enumerate(parents):

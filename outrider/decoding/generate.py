@@ -1,4 +1,4 @@
-"""Requests over slots: a few slots serve any number of them, and one that ends gives its slot to the next."""
+"""Requests over slots: a few slots serve any number of requests; one that ends gives its slot to the next."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,8 @@ PREFILL_CHUNK = 512  # prompt tokens read in one pass
 
 
 class Progress(NamedTuple):
-    """One slot's share of one step: number of its request, slot, new tokens, how many of them were drafted (the first ones),
-    and how deep the draft went."""
+    """One slot's part of one step: its request's number, the slot, new tokens, how many of them were drafted (the first
+    ones), and the draft's depth."""
 
     request: int
     row: int
@@ -27,19 +27,19 @@ class Progress(NamedTuple):
 def advance(
     target: Target, requests: Sequence[Request], drafter: Drafter, policy: Policy, state: DecodeState
 ) -> Iterator[Progress]:
-    """Serve requests over the slots of `state`, a step at a time; `state` can be watched between the steps."""
+    """Serve requests over the slots of `state`, one step at a time; `state` can be read between steps."""
     slots = len(state.tokens)
-    waiting = deque((i, request) for i, request in enumerate(requests) if request.max_new_tokens > 0)
-    if not waiting:
+    queue = deque((i, request) for i, request in enumerate(requests) if request.max_new_tokens > 0)
+    if not queue:
         return
-    longest = min(max(len(request.prompt) + request.max_new_tokens for _, request in waiting), state.context)
+    longest = min(max(len(request.prompt) + request.max_new_tokens for _, request in queue), state.context)
     cache = target.allocate(slots, longest + max(drafter.limit, 1) + 1 + drafter.probe_rows)
     memory: Any = drafter.allocate(cache)
     serving: dict[int, int] = {}
-    while waiting or serving:
-        free = [row for row in range(slots) if row not in serving][: len(waiting)]
+    while queue or serving:
+        free = [row for row in range(slots) if row not in serving][: len(queue)]
         for row in free:
-            serving[row], request = waiting.popleft()
+            serving[row], request = queue.popleft()
             state.admit(row, request)
         prefill(target, drafter, cache, memory, state, free)
         rows, before = state.rows, [len(state.tokens[row]) for row in state.rows]
@@ -57,7 +57,7 @@ def advance(
 
 
 def prefill(target: Target, drafter: Drafter, cache: Any, memory: Any, state: DecodeState, rows: Sequence[int]) -> None:
-    """Read these slots' prompts up to the last token, which is the anchor, in chunks; the drafter sees each chunk."""
+    """Read these slots' prompts up to the last token, which is the anchor, in chunks; the drafter reads each chunk."""
     while rows := [row for row in rows if state.prefilled[row] < len(state.tokens[row]) - 1]:
         pieces = [state.tokens[row][state.prefilled[row] : -1][:PREFILL_CHUNK] for row in rows]
         lengths = [len(piece) for piece in pieces]

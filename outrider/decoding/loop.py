@@ -1,4 +1,5 @@
-"""The loop: draft, verify, accept, commit, observe.  One prompt, a benchmark, a hundred users: it is the same `step`."""
+"""The loop: draft, verify, accept, commit, observe.  One prompt, a benchmark and a hundred users use the same
+`step`."""
 
 from typing import Any
 
@@ -21,7 +22,7 @@ def step(target: Target, drafter: Drafter, policy: Policy, cache: Cache, memory:
     timing.lap("verify")
     accepted = state.commit(draft, state.judge(draft, scores, state))
     state.judge.observe(accepted, [state.tokens[row] for row in rows], scores)
-    # where a slot was cut its last node is the anchor again, not yet in the cache
+    # where a slot was cut, its last node is the anchor again, which is not in the cache
     ended = zip(accepted.paths, accepted.next_tokens, strict=True)
     cache.keep([path if following >= 0 else path[:-1] for path, following in ended])
     timing.lap("other")
@@ -33,14 +34,14 @@ def step(target: Target, drafter: Drafter, policy: Policy, cache: Cache, memory:
 
 
 def propose(target: Target, drafter: Drafter, policy: Policy, memory: Any, state: DecodeState) -> Draft:
-    """What the drafter offers, within the policy's budget, the room that is left and what the target can verify.
+    """The draft, within the policy's budget, the remaining room and what the target can verify.
 
-    Pruning is last: what it leaves depends on the tokens drawn, by which no policy may decide."""
+    Pruning is last: its result depends on the drawn tokens, and no policy may depend on them."""
     nothing = Draft.empty(len(state.rows), state.device)
     if not drafter.limit or target.spec.mode == "off":
         return nothing
     wanted = zip(policy.budget(state).tolist(), state.left, strict=True)
-    # the step itself adds one token more
+    # the step itself adds one more token
     if not any(most := [max(0, min(own, left - 1, drafter.limit)) for own, left in wanted]):
         return nothing
     draft = Draft.checked(drafter.propose(memory, state, budget := torch.tensor(most)), len(state.rows))

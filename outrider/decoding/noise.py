@@ -1,5 +1,6 @@
 """Counter-based noise: a number is a hash of (seed, output index, purpose, salt) and of nothing else.
-So a slot's text does not depend on who shares its batch, and a step that is repeated draws the same.  B slots, V vocabulary.
+
+So a slot's text does not depend on the rest of its batch, and a repeated step draws the same.  B slots, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from torch import Tensor
 
 # SplitMix64's increment and finaliser (Steele, Lea and Flood, 2014), as int64, which wraps.
 _STEP, _FIRST, _SECOND = (value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-MANY = 8192  # vocabulary from which on it pays to draw noise only for tokens that can win
+MANY = 8192  # from this vocabulary on, noise is drawn only for tokens that can win
 
 
 class Purpose(IntEnum):
@@ -24,27 +25,27 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The noise of every live slot, from the token that is committed next on."""
+    """The noise of every live slot, from its next token on."""
 
     seeds: Tensor
     """[B] int64."""
     index: Tensor
     """[B] int64, output index of the next token; depth d of a draft has index + d."""
     seeded: Tensor | None = None
-    """[B] bool, slots that draft with the target's own noise; None where none does.  Their nodes are deterministic to the
-    acceptance rule, which emits the target's own draw, whatever was drafted.  Daliri, Musco and Suresh 2024."""
+    """[B] bool, slots that draft with the target's own noise, or None.  Their nodes are deterministic to the acceptance
+    rule, which emits the target's own draw, whatever was drafted.  (Daliri, Musco and Suresh 2024.)"""
 
     def uniform(self, depth: Tensor | int, purpose: Purpose, salt: Tensor | int = 0) -> Tensor:
         """[B] float64 in (0, 1)."""
         return _to_unit(_mix(self.key(depth, purpose) + torch.as_tensor(salt, device=self.seeds.device) * _STEP))
 
     def draw(self, weights: Tensor, depth: Tensor | int, purpose: Purpose, salt: Tensor | None = None) -> Tensor:
-        """One token a row with probability in proportion to its weight.  weights [B, V], or [B, W, V] with a salt [W] that
-        tells a slot's rows apart (a seeded slot drafts without); returns [B] or [B, W] int64.
+        """One token per row with probability proportional to its weight.  weights [B, V], or [B, W, V] with a salt [W]
+        that differs between a slot's rows (a seeded slot drafts without); returns [B] or [B, W] int64.
 
-        An exponential race: token x wins with the largest weights[x] / E[x], where E[x] depends on (seed, index, purpose,
-        salt, x) alone.  So two distributions that are close mostly draw the same token from the same noise, and with the
-        winner's weight at 0 the same noise draws the runner-up as a fresh draw would.
+        An exponential race: token x wins with the largest weights[x] / E[x], where E[x] depends on (seed, index,
+        purpose, salt, x) alone.  So two similar distributions mostly draw the same token from the same noise, and with
+        the winner's weight set to 0 the same noise draws the second as a new draw would.
         """
         key = self.key(depth, purpose, salt)
         if weights.shape[-1] > MANY and weights.device.type == "cpu":
@@ -56,7 +57,7 @@ class Streams:
         return race(weights, key, torch.arange(weights.shape[-1], device=weights.device))
 
     def key(self, depth: Tensor | int, purpose: Purpose, salt: Tensor | None = None) -> Tensor:
-        """What a race is run by: [B] int64, or [B, W] for a salt [W]."""
+        """Key of the race: [B] int64, or [B, W] for a salt [W]."""
         own = self._hash(depth, purpose, salt)
         if purpose is not Purpose.DRAFT or self.seeded is None:
             return own
@@ -67,11 +68,11 @@ class Streams:
     def _hash(self, depth: Tensor | int, purpose: Purpose, salt: Tensor | None = None) -> Tensor:
         counter = (self.index + depth) * (3 * _STEP + 2**64) + int(purpose)
         if purpose is Purpose.DRAFT:
-            # Fresh in every step: a policy may have seen what an earlier draft held here, after its rejected token.
+            # New in every step: a policy may know what an earlier draft had here, after its rejected token.
             counter = counter + _mix(self.index + 1)
         seeds = _mix(self.seeds + _STEP)
         if salt is not None:
-            # salt 0 adds nothing: it is the noise that a draw without salt has
+            # salt 0 adds nothing: it gives the noise of a draw without salt
             counter, seeds = counter.unsqueeze(-1) + _mix(salt * _STEP), seeds.unsqueeze(-1)
         return _mix(seeds ^ _mix(counter))
 
@@ -79,7 +80,7 @@ class Streams:
 def race(weights: Tensor, key: Tensor, tokens: Tensor) -> Tensor:
     """The token with the largest weight / E, where E is exponential noise of this key.  weights [..., V], key [...].
 
-    tokens: 0 to V - 1; made while being traced, torch 2.13 would compile them into code that crashes.
+    tokens: 0 to V - 1; if made during tracing, torch 2.13 would compile them into code that crashes.
     """
     return (weights / _exponential(key.unsqueeze(-1), tokens)).argmax(-1)
 

@@ -1,4 +1,4 @@
-"""What a batch of requests has become so far, where each must end, and the judge that says what stays of a draft.
+"""The state of a batch of requests: their tokens, where each must end, and the judge of drafts.
 
 B live slots, in the order of `rows`; N drafted nodes, V vocabulary, T taps, H hidden size, P rows of a probe.
 """
@@ -31,17 +31,17 @@ class Request:
     sampling: Any
     """`sampling.Sampling`: temperature and seed, and what more the judge knows."""
     stop: tuple[str, ...] = ()
-    """The text ends before the first of these; needs `detokenizer`."""
+    """Stop strings: the text ends before the first of these; needs `detokenizer`."""
     detokenizer: Any = None
-    """How its tokens become text (`sampling.text.Detokenizer`); None for a request that wants none."""
+    """How its tokens become text (`sampling.text.Detokenizer`); None for a request without text."""
     tenant: str = ""
-    """Whose text it is: what a drafter remembers across requests stays within one tenant's."""
+    """Owner of the text: what a drafter stores across requests stays within one tenant."""
     drafter: str = ""
-    """Which of several drafters it wants, where they take requests whole (see `mix`); any unless given."""
+    """Name of the member it wants, where a `mix` gives requests to one member; any unless given."""
 
 
 class Scores(NamedTuple):
-    """What the target says of the rows it was given."""
+    """The target's outputs for the rows of one pass."""
 
     logits: Tensor
     """[B, N+1, V]."""
@@ -50,21 +50,22 @@ class Scores(NamedTuple):
     taps: Tensor | None
     """[B, N+1, T, H]; tap i is the residual stream after decoder layer i, 0-based."""
     choice: Tensor | None = None
-    """[B, N+1], the likeliest ids, where the pass found them on its way; -1 where the largest logit is no finite number."""
+    """[B, N+1], the likeliest ids, where the pass computed them; -1 where the largest logit is not finite."""
     probe: Tensor | None = None
     """[B, P, H], hidden states of the probe's rows after the final norm, where there was one."""
 
     def first(self, rows: int) -> Scores:
-        """Without the padding after so many rows."""
+        """Without the padding after this many rows."""
         logits, hidden, taps, choice = (None if x is None else x[:, :rows] for x in self[:4])
         return Scores(logits, hidden, taps, choice, self.probe)  # type: ignore[arg-type]
 
 
 class Judge:
-    """From what the target says to what stays.  This one knows temperature alone; `sampling.judge` has the full one."""
+    """Decides what is accepted, from the target's scores.  This one knows temperature alone; `sampling.judge` has the
+    rest."""
 
     bans = False
-    """Some live slot makes tokens impossible by what stands before them."""
+    """Some live slot makes tokens impossible because of the tokens before them."""
     temperature: Tensor | None = None
     """[B], 0 where a slot is greedy; None where every slot is."""
 
@@ -72,12 +73,13 @@ class Judge:
     def free(self, row: int) -> None: ...
 
     def select(self, requests: dict[int, Request], rows: list[int], device: torch.device) -> None:
-        """From now on these slots are live, in this order."""
+        """These slots are live from now on, in this order."""
         temperatures = [float(requests[row].sampling.temperature) for row in rows]
         self.temperature = torch.tensor(temperatures, device=device) if any(temperatures) else None
 
     def distribution(self, logits: Tensor) -> Tensor:
-        """What each slot's next token is drawn from, by the target's logits or a drafter's.  [B, ..., V], the same shape."""
+        """Distribution of each slot's next token, from the target's logits or a drafter's.  [B, ..., V], the same
+        shape."""
         greedy = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         if self.temperature is None:
             return greedy
@@ -85,22 +87,24 @@ class Judge:
         return torch.where(temperature == 0, greedy, (logits / temperature.where(temperature > 0, 1.0)).softmax(-1))
 
     def masked(self, logits: Tensor, drafted: Sequence[Tensor] = ()) -> Tensor:
-        """A drafter's logits [B, V] with -inf where no token may follow a slot's text and these drafted tokens, each [B]."""
+        """A drafter's logits [B, V] with -inf where no token may follow a slot's text and these drafted tokens, each
+        [B]."""
         return logits
 
     def prune(self, draft: Draft, seeded: Tensor | None, vocabulary: int) -> Draft:
-        """The draft without nodes that can't be kept.  seeded [B]: slots whose every node is deterministic."""
+        """The draft without nodes that can't be accepted.  seeded [B]: slots whose every node is deterministic."""
         return draft
 
     def __call__(self, draft: Draft, scores: Scores, state: DecodeState) -> Accepted:
         return accept(draft, self.distribution(scores.logits), state.streams)
 
     def read(self, row: int, tokens: list[int], is_last: bool) -> tuple[int, bool]:
-        """These are to be committed: how many of them belong to the text, and whether it stops there."""
+        """Of these tokens, which are about to be committed: how many belong to the text, and whether it stops there."""
         return len(tokens), False
 
     def observe(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> None:
-        """After the commit; texts: all tokens of each live slot.  Raises where a token was committed that must not be."""
+        """Called after the commit; texts: all tokens of each live slot.  Raises where an impossible token was
+        committed."""
 
     def on(self, device: torch.device) -> Judge:  # for a drafter on another device
         return self
@@ -108,7 +112,7 @@ class Judge:
 
 @dataclass(slots=True)
 class Timing:
-    """Seconds of the last step, by what they went into."""
+    """Seconds of the last step, by part."""
 
     draft: float = 0.0
     verify: float = 0.0
@@ -123,14 +127,15 @@ class Timing:
 class DecodeState:
     """Slots of one batch.  A slot is admitted, advances by `commit`, is finished, and is freed for the next request.
 
-    Drafters and policies read, and change nothing:
+    Drafters and policies read these, and change none:
     `rows` list[int], the live slots, ascending; a finished one stays until it is freed, before the next step
     `tokens[row]` list[int], prompt and committed tokens, the last one the anchor; between admit and free it only grows
-    `requests[row]` the slot's `Request`, not there where the slot is free; `prefilled[row]` prompt tokens the target has read
-    `judge` what requests allow; `device` the target's; `noise_seeds` [B] int64; `seeded` [B] bool, or None, of shared noise
+    `requests[row]` the slot's `Request`, absent where the slot is free; `prefilled[row]` prompt tokens the target has
+    read `judge` what requests allow; `device` the target's; `noise_seeds` [B] int64; `seeded` [B] bool, or None, of
+    shared noise
 
-    shared_noise: a slot with a seed drafts with the target's noise and emits the target's own draws, whatever was drafted;
-    without, its seed fixes the noise and no more, and its drafts are judged by their q as other slots' are."""
+    shared_noise: a slot with a seed drafts with the target's noise and emits the target's own draws, whatever was
+    drafted. Without it, a seed only fixes the noise, and drafts are judged by their q as in other slots."""
 
     def __init__(
         self, slots: int, context: int, ends: frozenset[int] = frozenset(), device: torch.device | str = "cpu",
@@ -144,7 +149,7 @@ class DecodeState:
         self.finished: list[FinishReason | None] = [None] * slots
         self.seeds = [0] * slots
         self.reached: list[int] = []  # depth of each live slot's draft in the last step
-        self.invalid = 0  # nodes so far whose id or q was no valid proposal
+        self.invalid = 0  # nodes so far whose id or q was not valid
         self.timing = Timing()
         self._select()
 
@@ -175,15 +180,15 @@ class DecodeState:
         """[B] the last committed token of every live slot, not yet in the target's cache."""
         return torch.tensor([self.tokens[row][-1] for row in self.rows], dtype=torch.int64, device=self.device)
 
-    def seen(self, **changed: Any) -> DecodeState:
-        """This state for reading, with other values of some attributes."""
+    def replaced(self, **changed: Any) -> DecodeState:
+        """A copy of this state for reading, with other values of some attributes."""
         there = copy.copy(self)
         vars(there).update(changed)
         return there
 
     @property
     def streams(self) -> Streams:
-        """Noise of the live slots from their next token on."""
+        """Noise of the live slots, from their next token on."""
         index = [len(self.tokens[row]) - len(self.requests[row].prompt) for row in self.rows]
         return Streams(self.noise_seeds, torch.tensor(index, device=self.device), self.seeded)
 
@@ -196,7 +201,7 @@ class DecodeState:
         return min(len(self.requests[row].prompt) + self.requests[row].max_new_tokens, self.context)
 
     def commit(self, draft: Draft, accepted: Accepted) -> Accepted:
-        """Append what is kept, token by token, and stop at an end id, a stop string, the limit or the context.  Returns what
+        """Append accepted tokens one by one; stop at an end id, a stop string, the limit or the context.  Returns what
         was committed: a slot that ended inside its block has the shorter path and -1 for its next token."""
         self.invalid += sum(accepted.invalid)
         self.reached = draft.reach()

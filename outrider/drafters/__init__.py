@@ -1,7 +1,7 @@
-"""One file a method, and the file's name is its kind.  `find` is the registry: a folder's listing, and entry points for others.
+"""One file per method; the file's name is its kind.  `find` is the registry: this folder, and entry points of others.
 
-A drafter file offers `Config` (its `kind` a Literal of the file's name) and `build(config, target) -> Drafter`; one that trains
-also `Model`, a `DraftModel` made by `Model(config, target)`.
+A drafter file offers `Config` (its `kind` is a Literal of the file's name) and `build(config, target) -> Drafter`.  One
+that trains also offers `Model`, a `DraftModel` made by `Model(config, target)`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ def kinds() -> dict[str, str]:
 
 
 def find(kind: str) -> ModuleType:
-    """The module of a drafter.  Raises ConfigError with the nearest name for an unknown one, and for one that can't be used."""
-    # The name is looked up before the import: a missing dependency inside a drafter must not read as an unknown drafter.
+    """The module of a drafter.  Raises ConfigError for an unknown kind, with the nearest name, and for one that can't
+    be used."""
+    # The name is looked up before the import: a missing dependency inside a drafter must not read as an unknown
+    # drafter.
     known = kinds()
     if kind not in known:
         raise ConfigError(f"unknown drafter {kind!r}{nearest(kind, known)}")
@@ -44,13 +46,15 @@ def find(kind: str) -> ModuleType:
     try:
         module = importlib.import_module(known[kind])
     except Exception as error:  # whatever others' code raises
-        raise ConfigError(f"{place}: can't be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{place} can't be imported ({type(error).__name__}: {error}); mend it or uninstall it"
+        ) from error
     _refuse_incomplete(module, kind, place, "file" if is_own else "entry point")
     return module
 
 
 def _refuse_incomplete(module: ModuleType, kind: str, place: str, named: str) -> None:
-    """Raises ConfigError for a module that is no drafter, or says another kind than its name."""
+    """Raises ConfigError for a module that is not a drafter, or whose kind differs from its name."""
     offered = vars(module)
     config = offered.get("Config")
     if not (isinstance(config, type) and issubclass(config, Config)):
@@ -58,10 +62,10 @@ def _refuse_incomplete(module: ModuleType, kind: str, place: str, named: str) ->
     if not callable(offered.get("build")):
         raise ConfigError(f"{place} has no `build(config, target)`; see docs/write-a-drafter.md")
     field = config.model_fields.get("kind")
-    said = [] if field is None or field.is_required() else [*get_args(field.annotation), field.default]
-    if said and set(said) == {kind}:
+    declared = [] if field is None or field.is_required() else [*get_args(field.annotation), field.default]
+    if declared and set(declared) == {kind}:
         return
-    given = next((repr(own) for own in said if own != kind), "missing, or has no default")
+    given = next((repr(own) for own in declared if own != kind), "missing, or has no default")
     raise ConfigError(f"{place}: Config.kind is {given}; it must be the {named}'s name, {kind!r}")
 
 
@@ -69,30 +73,30 @@ def _refuse_incomplete(module: ModuleType, kind: str, place: str, named: str) ->
 
 
 def _checked(choice: str | dict[str, Any]) -> str | dict[str, Any]:
-    """The choice with every setting of its kind.  Raises ConfigError for an unknown kind or setting."""
+    """The choice with all settings of its kind.  Raises ConfigError for an unknown kind or setting."""
     if isinstance(choice, str):
         if "/" in choice or Path(choice).exists():
             return choice
         choice = {"kind": choice}
     if not isinstance(choice.get("kind"), str):
-        raise ConfigError(f"a part {choice!r} has no kind; write one such as {{kind: ngram}}, or the folder of a checkpoint")
+        raise ConfigError(f"member {choice!r} has no kind; write {{kind: ngram}}, or the folder of a checkpoint")
     return configs.build(find(choice["kind"]).Config, choice).model_dump()
 
 
 Choice = Annotated[str | dict[str, Any], AfterValidator(_checked)]
 """A kind, a kind with its settings, or the folder of a checkpoint."""
 Load = Callable[..., "Drafter"]
-"""(folder, target) to the drafter of a checkpoint, as `load_drafter`; it stands above the drafters and is passed in."""
+"""(folder, target) to the drafter of a checkpoint, as `load_drafter` does.  A room above the drafters passes it in."""
 
 
 def built(choice: Choice, target: Target, load: Load | None) -> Drafter:
-    """The drafter that is meant.  Raises ConfigError for a checkpoint where nothing can open it."""
+    """The chosen drafter.  Raises ConfigError for a checkpoint where `load` is None."""
     if not isinstance(choice, str):
         module = find(choice["kind"])
         return module.build(configs.build(module.Config, choice), target)
     if load is None:
         raise ConfigError(
-            f"a part {choice!r} is a checkpoint, which this way of building can't open; use outrider.load_drafter, or pass "
-            "build(config, target, load=outrider.load_drafter)"
+            f"member {choice!r} is a checkpoint, and this build was given nothing to open one with; "
+            "call build(config, target, load=outrider.load_drafter)"
         )
     return load(choice, target)

@@ -1,8 +1,9 @@
 """A small language model of another vocabulary drafts; exact all the same.  (Timor et al. 2502.05202.)
 
-It reads the committed text in tokens of its own and drafts one of two ways.  `intersection`: it draws among the tokens that
-both have, from its distribution given that; this is q, over the target's ids.  `text`: it goes on in its own tokens, and what
-they say is encoded with the target's; a deterministic draft, so best at low temperatures.
+It reads the committed text in its own tokens and drafts in one of two ways.  `intersection`: it draws among the tokens
+that both vocabularies have, from its distribution given that; this is q, over the target's ids.  `text`: it continues
+in its own tokens, and their text is encoded with the target's tokenizer.  That draft is deterministic, so it is best at
+low temperatures.
 
 B live slots, V the target's vocabulary, U the model's.
 """
@@ -32,9 +33,10 @@ from outrider.targets.vocabulary import SharedVocabulary, Transcript, Vocabulary
 class Config(ModelConfig):
     kind: Literal["cross_vocabulary"] = "cross_vocabulary"
     vocabulary: Literal["intersection", "text"] = "intersection"
-    """`intersection` drafts the tokens that both have, `text` drafts text and encodes it with the target's tokenizer."""
+    """`intersection` drafts tokens that both vocabularies have; `text` drafts text and encodes it for the target."""
     min_overlap: Annotated[float, Field(ge=0, le=1)] = 0.8
-    """`intersection` drafts nothing where the tokens in common hold less than this share of the target's probability."""
+    """Share of the target's probability, 0 to 1, that shared tokens must hold; below it `intersection` drafts
+    nothing."""
     length: PositiveInt = 4
     """Tokens drafted per step."""
 
@@ -45,9 +47,9 @@ class Reading:
 
     transcript: Transcript
     held: list[int] = field(default_factory=list)
-    """Ids that stand in its cache."""
+    """Ids in its cache."""
     skipped: int = 0
-    """Ids at the beginning of the text that are read no longer: there were more than the cache takes."""
+    """Ids at the beginning of the text that are no longer read, since the text is longer than the cache."""
 
 
 @dataclass
@@ -59,17 +61,17 @@ class Readings:
 
 
 REWRITTEN = 8
-"""Tokens at the end of a text that may read otherwise in this vocabulary once the text goes on; more are read from the start
-where layers keep states."""
+"""Tokens at the end of a text that may change in this vocabulary once the text goes on.  Where layers hold states, a
+larger change is read again from the start."""
 
 
 class CrossVocabulary(Drafter):
     """Drafts a chain with a language model of another vocabulary.
 
-    What was rejected is forgotten with the next reading, which begins where the texts part."""
+    Rejected tokens are forgotten at the next reading, which begins where the texts differ."""
 
     def __init__(self, model: TransformersTarget, config: Config, own: Vocabulary, target: Vocabulary, p: Tensor):
-        """p [..., V]: the target's distributions at the places of a sample text."""
+        """p [..., V]: the target's distributions at the positions of a sample text."""
         self.model, self.config, self.steps = model, config, (model.step,)
         self.own, self.target = own, target
         self.shared = SharedVocabulary(own, target, model.device)
@@ -85,7 +87,9 @@ class CrossVocabulary(Drafter):
         cache_of_own = self.model.allocate(cache.slots, length, undo=self.limit + REWRITTEN)
         return Readings(cache_of_own, [self._blank() for _ in range(cache.slots)])
 
-    def admit(self, memory: Readings, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
+    def admit(
+        self, memory: Readings, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
+    ) -> None:
         if self.limit:
             self._follow(memory, rows, [state.tokens[row][: state.prefilled[row]] for row in rows])
 
@@ -99,23 +103,24 @@ class CrossVocabulary(Drafter):
     def _in_common(self, memory: Readings, state: DecodeState, budget: Tensor, logits: Tensor) -> Draft:
         """Tokens that both vocabularies have, each drawn from the model's distribution given that it is one of them."""
         rows = state.rows
-        # where a text's end has no twin, the model can't be told where it stands
-        is_told = [self.shared.of(memory.slots[row].transcript.waiting) is not None for row in rows]
+        # the end of a text may have no tokens in the shared vocabulary: then the model can't read it
+        is_known = [self.shared.of(memory.slots[row].transcript.incomplete) is not None for row in rows]
 
         def read_one(tokens: Tensor) -> Tensor:
             return self.shared.spread(self._read_one(memory, rows, self.shared.own(tokens)))
 
-        draft = serving.chain(self.shared.spread(logits), read_one, budget * torch.tensor(is_told), state)
+        draft = serving.chain(self.shared.spread(logits), read_one, budget * torch.tensor(is_known), state)
         return serving.possible(draft, state)
 
     def _in_text(self, memory: Readings, state: DecodeState, budget: Tensor, logits: Tensor) -> Draft:
-        """The model's likeliest text, in the target's tokens: as many of its own are read as the target's are wanted."""
+        """The model's likeliest text, in the target's tokens.  It drafts as many of its own as are wanted of the
+        target's."""
         rows, own = state.rows, [logits.masked_fill(self._mute, -torch.inf).argmax(-1)]
         while len(own) < int(budget.max()):
             logits = self._read_one(memory, rows, own[-1])
             own.append(logits.masked_fill(self._mute, -torch.inf).argmax(-1))
-        said = zip(rows, torch.stack(own, 1).tolist(), budget.tolist(), strict=True)
-        found = [memory.slots[row].transcript.continued(ids)[:most] for row, ids, most in said]
+        drafted = zip(rows, torch.stack(own, 1).tolist(), budget.tolist(), strict=True)
+        found = [memory.slots[row].transcript.continued(ids)[:most] for row, ids, most in drafted]
         return Draft.chain(padded(found, 0, state.device), torch.tensor([len(tokens) for tokens in found]))
 
     def free(self, memory: Readings, rows: Sequence[int]) -> None:
@@ -127,7 +132,8 @@ class CrossVocabulary(Drafter):
         return Reading(Transcript(self.target, self.own))
 
     def _follow(self, memory: Readings, rows: Sequence[int], texts: Sequence[list[int]]) -> Tensor:
-        """Read these texts of the target's tokens, as far as they changed; logits [R, U] after each."""
+        """Read these texts, given in the target's tokens, from where they changed.  Returns logits [R, U] after
+        each."""
         wanted = []
         for row, text in zip(rows, texts, strict=True):
             reading = memory.slots[row]
@@ -139,13 +145,13 @@ class CrossVocabulary(Drafter):
         return read_texts(self.model, memory.cache, rows, wanted, self.limit + 1)
 
     def _ids(self, reading: Reading, room: int) -> list[int]:
-        """What the model is to read: the text's end where all of it takes more than `room`."""
+        """The ids that the model reads: the end of the text, where all of it is longer than `room`."""
         transcript = reading.transcript
-        behind = [] if self.config.vocabulary == "text" else self.shared.of(transcript.waiting) or []
-        if len(transcript.ids) + len(behind) - reading.skipped > room - len(self.own.begin):
-            # half of the room, so that all is read anew only once in a while
+        rest = [] if self.config.vocabulary == "text" else self.shared.of(transcript.incomplete) or []
+        if len(transcript.ids) + len(rest) - reading.skipped > room - len(self.own.begin):
+            # half of the room, so that everything is read again only now and then
             reading.skipped = max(0, len(transcript.ids) - room // 2)
-        ids = [*transcript.ids[reading.skipped :], *behind]
+        ids = [*transcript.ids[reading.skipped :], *rest]
         if ids[: len(self.own.begin)] != self.own.begin:
             ids = self.own.begin + ids
         return ids or [self.own.filler]
@@ -157,24 +163,24 @@ class CrossVocabulary(Drafter):
 
 
 def _agreement(held: list[int], wanted: list[int]) -> int:
-    """How many ids both begin with."""
-    least = min(len(held), len(wanted))
-    near = max(0, least - 64)
-    begin = near if held[:near] == wanted[:near] else 0  # texts mostly part near their end
-    return next((n for n in range(begin, least) if held[n] != wanted[n]), least)
+    """How many leading ids are equal."""
+    shorter = min(len(held), len(wanted))
+    near = max(0, shorter - 64)
+    begin = near if held[:near] == wanted[:near] else 0  # texts mostly differ near their end
+    return next((n for n in range(begin, shorter) if held[n] != wanted[n]), shorter)
 
 
 def build(config: Config, target: Target) -> CrossVocabulary:
     model, log = loaded(config, target), logging.getLogger(__name__)
-    room(model, config.kind, config.length)  # raises where there is none
+    room(model, config.kind, config.length)  # raises where there is not any
     own = Vocabulary(model.tokenizer, model.spec.vocabulary, config.model)
     theirs = Vocabulary(getattr(target, "tokenizer", None), target.spec.vocabulary, target.spec.name)
     drafter = CrossVocabulary(model, config, own, theirs, sample_distributions(theirs, target))
-    log.info("cross_vocabulary %s beside %s: %s", config.model, target.spec.name, drafter.overlap)
+    log.info("cross_vocabulary %s with %s: %s", config.model, target.spec.name, drafter.overlap)
     if not drafter.limit:
         log.warning(
-            "cross_vocabulary %s drafts nothing for %s: %s, and less than cross_vocabulary.min_overlap %s does not pay; "
-            "set cross_vocabulary.vocabulary to text, choose a model of a nearer tokenizer, or lower min_overlap",
+            "cross_vocabulary %s drafts nothing for %s: %s, below cross_vocabulary.min_overlap %s; set "
+            "cross_vocabulary.vocabulary to text, choose a model with a closer tokenizer, or lower min_overlap",
             config.model, target.spec.name, drafter.overlap, config.min_overlap,
         )  # fmt: skip
     return drafter

@@ -1,18 +1,19 @@
-"""DEER: one denoising step of a small masked-diffusion model drafts a whole block, from the text alone.  (arXiv 2512.15176.)
+"""DEER: one denoising step of a small masked-diffusion model drafts a whole block, from the text alone.  (arXiv
+2512.15176.)
 
-A small transformer reads the committed tokens, whose keys and values it keeps, and behind them K masks that see each other both
-ways.  The logits of mask i are those of the i-th token to come, given the committed text and nothing else: positions are
-independent, so one pass is the draft, and q at each place is the distribution that its token was drawn from.  No state of
-the target is looked at; its embedding and head are borrowed.
+A small transformer reads the committed tokens, whose keys and values it caches, and then K masks that attend to each
+other in both directions.  The logits of mask i are those of the i-th next token, given the committed text alone.
+Positions are independent, so one pass is the draft, and q at each position is the distribution that its token was drawn
+from.  It reads no state of the target; it borrows the target's embedding and head.
 
-Training in two stages, each over texts cut behind random tokens.  I: all K masks behind a cut are learnt and weigh the same.
-II, from `refine` on: of a suffix of random length R up to K, the token at distance i from the cut weighs alpha^(R - i), so
-those next to the committed text matter most.
+Training has two stages, each over texts cut after random tokens.  I: all K masks after a cut are learnt and weigh the
+same. II, from `refine` on: of a suffix of random length R up to K, the token at distance i from the cut weighs alpha^(R
+- i), so that tokens next to the committed text matter most.
 
-Differs from the paper: its drafter is a pretrained diffusion language model of half a billion weights, this one is trained from
-scratch, or from layers of the target (`init_from_layers`).  The text is read causally, so that its keys stay.  The masks
-themselves mark the cut, without a separator.
-A block has all its masks in stage II too, as at serving: R says which of them are learnt.
+Differs from the paper: its drafter is a pretrained diffusion language model of half a billion weights; this one is
+trained from scratch, or from layers of the target (`init_from_layers`).  The text is read causally, so that its keys
+stay valid. The masks themselves mark the cut, without a separator.  A block has all its masks in stage II too, as in
+serving: R says which of them are learnt.
 """
 
 from __future__ import annotations
@@ -41,24 +42,25 @@ from outrider.targets.protocol import Target
 class Config(LayerConfig):
     kind: Literal["deer"] = "deer"
     block: PositiveInt = 32
-    """Tokens drafted per step, one behind the other."""
+    """Tokens drafted per step, one after the other."""
     layers: PositiveInt = 5
     """Decoder layers of the draft model."""
     init_from_layers: tuple[NonNegativeInt, ...] | None = None
-    """Target layers, one a draft layer and counted from 0, whose weights training begins with; random unless given."""
+    """Target layers, one per draft layer and counted from 0, whose weights training begins with; random unless
+    given."""
     anchors: PositiveInt = 512
     """Most blocks trained per text and step."""
     mask_token: MaskToken = None
-    """The target's token whose embedding stands in masked slots, or learnt for a vector of its own.  Unless given, the
-    tokenizer's mask token, else the first row of the embedding that is no token, else learnt."""
+    """Id of the target's token whose embedding fills masked slots, or `learnt` for a trained vector.  Unless given: the
+    tokenizer's mask token, else the first unused row of the embedding, else learnt."""
     refine: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of the training behind which stage II begins."""
+    """Share of the training, 0 to 1, after which stage II begins."""
     alpha: PositiveFloat = 1.02
-    """In stage II a token weighs alpha times what the one behind it weighs."""
+    """In stage II a token weighs this many times as much as the token after it."""
 
 
 class Model(DraftModel, MaskedModule):
-    """Layers of its own over text and masks, the target's embedding before and its head behind them."""
+    """Layers of its own over text and masks, between the target's embedding and its head."""
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
@@ -71,31 +73,33 @@ class Model(DraftModel, MaskedModule):
         if config.init_from_layers is not None:
             copy_layers(self.layers, config.init_from_layers, target)
 
-    def forward(self, tokens: Tensor, places: Tensor, blocks: int, mask: Tensor, kept: SlotCache | None = None) -> Tensor:
-        """States [B, blocks, K, H] of masks behind tokens [B, C].
+    def forward(
+        self, tokens: Tensor, positions: Tensor, blocks: int, mask: Tensor, cache: SlotCache | None = None
+    ) -> Tensor:
+        """States [B, blocks, K, H] of masks after tokens [B, C].
 
-        places [B or 1, C + blocks * K], of tokens and then of masks; mask over as many columns, or over all that `kept` holds.
+        places [B or 1, C + blocks * K], of tokens and then of masks; mask has as many columns, or all of `cache`.
         """
         x = self.words(tokens, blocks * self.config.block, self.norm.weight.dtype)
-        turn, attend = rotary(places.expand(len(x), -1), self.shape), attending(mask, kept)
+        cos_sin, attend = rotary(positions.expand(len(x), -1), self.shape), attending(mask, cache)
         for i, layer in enumerate(self.layers):
-            x = layer(x, turn, attend, i)
+            x = layer(x, cos_sin, attend, i)
         return self.norm(x[:, tokens.shape[1] :]).unflatten(1, (blocks, self.config.block))
 
     def predict(self, batch: Batch) -> BlockRows:
         return BlockRows(self, self, batch)
 
     def drafted(self, batch: Batch, at: Tensor, live: Tensor) -> Tensor:
-        """States [B, A, K, H] of blocks behind the tokens at places `at` [B, A], which they see."""
+        """States [B, A, K, H] of blocks after the tokens at positions `at` [B, A], which they attend to."""
         length, block = batch.tokens.shape[1], self.config.block
         line = torch.arange(length, device=at.device)
         masks_at = at[..., None] + 1 + torch.arange(block, device=at.device)
-        places = torch.cat([line.expand(len(at), -1), masks_at.flatten(1)], 1)
+        positions = torch.cat([line.expand(len(at), -1), masks_at.flatten(1)], 1)
         own = batch.documents[:, None, :, None] == batch.documents[:, None, None]
         text = nn.functional.pad((line <= line[:, None]) & own, (0, at.shape[1] * block))
-        # a mask block begins one behind its anchor, and sees what stands before
+        # a mask block begins one position after its anchor and attends to all before
         mask = torch.cat([text, block_mask(at + 1, length, block, batch.documents, live)], 2)
-        return self(batch.tokens, places, at.shape[1], mask)
+        return self(batch.tokens, positions, at.shape[1], mask)
 
     def weights(self, at: Tensor) -> Tensor:
         """What a learnt row weighs in this stage, [K] or [B, A, K]."""
@@ -110,7 +114,8 @@ class Model(DraftModel, MaskedModule):
 
 
 def suffix_weights(lengths: Tensor, block: int, alpha: float) -> Tensor:
-    """[..., K] alpha^(R - i) for the token at distance i = 1 ... R from the cut, 0 behind it.  lengths [...], the R."""
+    """[..., K] alpha^(R - i) for the token at distance i = 1 ... R from the cut, 0 after that.  lengths [...], the
+    R."""
     left = lengths[..., None] - 1 - torch.arange(block)
     return torch.where(left >= 0, alpha ** left.float(), 0.0)
 
@@ -119,7 +124,8 @@ build = Model.build
 
 
 class MaskDrafter(Drafter):
-    """Drafts a block in one pass over what is new of the text and a block of masks.  Its memory: the text's keys and values."""
+    """Drafts a block in one pass over the new tokens and a block of masks.  Its memory is the text's keys and
+    values."""
 
     def __init__(self, model: Model):
         prepacked.pack(model)
@@ -127,11 +133,13 @@ class MaskDrafter(Drafter):
         self.limit = model.config.block
 
     def allocate(self, cache: Cache) -> SlotCache:
-        # besides the text: the masks, and as many columns again where slots bring unequal numbers of new tokens
+        # besides the text: the masks, and as many columns again, since slots bring unequal numbers of new tokens
         length = cache.length + 2 * (self.limit + 1)
         return SlotCache(cache.slots, length, self.model.target.device, len(self.model.layers))
 
-    def admit(self, memory: SlotCache, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
+    def admit(
+        self, memory: SlotCache, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
+    ) -> None:
         for row in rows:
             self._pass(memory, [row], [state.tokens[row][: state.prefilled[row]]])
 
@@ -139,7 +147,7 @@ class MaskDrafter(Drafter):
     def propose(self, memory: SlotCache, state: DecodeState, budget: Tensor) -> Draft:
         texts = [state.tokens[row] for row in state.rows]
         for row, text in zip(state.rows, texts, strict=True):
-            if len(text) - memory.lengths[row] > self.limit + 1:  # more than a step brings would pad all others
+            if len(text) - memory.lengths[row] > self.limit + 1:  # more than one step brings would pad all other slots
                 self._pass(memory, [row], [text[:-1]])
         states = self._pass(memory, state.rows, texts)
         logits = self.model.target.head(states[:, : int(budget.max())])
@@ -150,24 +158,24 @@ class MaskDrafter(Drafter):
 
     @torch.inference_mode()
     def _pass(self, memory: SlotCache, rows: Sequence[int], texts: Sequence[list[int]]) -> Tensor:
-        """Read what the cache lacks of these texts, and a block of masks behind each: states [R, K, H]."""
+        """Read what the cache lacks of these texts, and a block of masks after each: states [R, K, H]."""
         device, block = self.model.target.device, self.limit
         pieces = [text[memory.lengths[row] :] for row, text in zip(rows, texts, strict=True)]
         tokens, counts = padded(pieces, 0, device), torch.tensor([len(piece) for piece in pieces], device=device)
         new, masks = tokens.shape[1], counts[:, None] + torch.arange(block, device=device)
         memory.open(rows, new + block)
         depths = torch.cat([torch.arange(new, device=device).expand(len(rows), -1), masks], 1)
-        mask = memory.mask(sight(counts, new, block), self.model.norm.weight.dtype)
-        with prepacked.products():
+        mask = memory.mask(pass_mask(counts, new, block), self.model.norm.weight.dtype)
+        with prepacked.enabled():
             states = self.model(tokens, memory.positions(depths), 1, mask, memory)[:, 0]
         memory.append([len(piece) for piece in pieces])
         return states
 
 
-def sight(counts: Tensor, new: int, block: int) -> Tensor:
-    """Which rows a row may look at: [B, new + K, new + K] bool for `new` tokens, of which counts[b] are real, and K masks.
+def pass_mask(counts: Tensor, new: int, block: int) -> Tensor:
+    """Attention mask [B, new + K, new + K] bool of `new` tokens, of which counts[b] are real, and K masks.
 
-    Tokens see those before them; masks see the real tokens and one another.
+    Tokens attend to those before them; masks attend to the real tokens and to one another.
     """
     order = torch.arange(new + block, device=counts.device)
     tokens = (order <= order[:new, None]).expand(len(counts), -1, -1)

@@ -1,13 +1,14 @@
 """DFlash: draft a whole block in one pass, from the target's own hidden states.  (arXiv 2602.06036.)
 
-States of a few target layers, fused, stand as extra keys and values in every layer of a small transformer.  A block is the
-anchor and masks; its tokens see each other both ways and all context before the anchor.  Every slot predicts by itself.
+States of a few target layers, fused, are extra keys and values in every layer of a small transformer.  A block is the
+anchor and masks; its tokens attend to each other in both directions and to all context before the anchor.  Every slot
+of the block predicts by itself.
 
-Two layouts, with the same weights.  DSpark's, the default: the anchor's slot predicts the first token, so K inputs give K
-drafts.  The paper's (`anchor_predicts: no`): every mask predicts what stands in its own place and the anchor's slot predicts
-nothing, so K drafts take K masks.
+Two layouts have the same weights.  DSpark's, the default: the anchor's slot predicts the first token, so K inputs give
+K drafts.  The paper's (`anchor_predicts: no`): every mask predicts the token at its own position and the anchor's slot
+predicts nothing, so K drafts take K masks.
 
-Differs from the paper: the default layout; training samples anchors anew in every batch.
+Differs from the paper: the default layout; training samples new anchors in every batch.
 """
 
 from __future__ import annotations
@@ -46,45 +47,46 @@ Decoded = tuple[Tensor, Tensor, Tensor | None]
 
 
 class BackboneConfig(LayerConfig):
-    """What every drafter with this backbone can set."""
+    """Settings of every drafter with this backbone."""
 
     block: PositiveInt = 7
-    """Tokens drafted per step, one behind the other."""
+    """Tokens drafted per step, one after the other."""
     anchor_predicts: bool = True
-    """The anchor's slot predicts the first token and masks the next ones; else each mask predicts its own place, one more."""
+    """The anchor's slot predicts the first token, and masks the next ones; no: each mask predicts its own position."""
     siblings: tuple[NonNegativeInt, ...] = ()
-    """Next best tokens verified beside slot 0, 1, … of a greedy request's block: leaves, so that the draft is a tree."""
+    """Next best tokens also verified at slot 0, 1, … of a greedy request's block, as leaves of a tree."""
     layers: PositiveInt = 5
     """Decoder layers of the draft model."""
     taps: tuple[int, ...] | None = None
-    """Target layers it sees, counted from 0; five spread over the depth unless given."""
+    """Target layers it reads, counted from 0; five spread over the depth unless given."""
     init_from_layers: tuple[NonNegativeInt, ...] | None = None
-    """Target layers, one a draft layer and counted from 0, whose weights training begins with; random unless given."""
+    """Target layers, one per draft layer and counted from 0, whose weights training begins with; random unless
+    given."""
     mask_token: MaskToken = None
-    """The target's token whose embedding stands in masked slots, or learnt for a vector of its own.  Unless given, the
-    tokenizer's mask token, else the first row of the embedding that is no token, else learnt."""
+    """Id of the target's token whose embedding fills masked slots, or `learnt` for a trained vector.  Unless given: the
+    tokenizer's mask token, else the first unused row of the embedding, else learnt."""
     anchors: PositiveInt = 512
     """Most blocks trained per text and step."""
     decay: PositiveFloat = 4.0
-    """Draft k weighs exp(-k / decay) in training."""
+    """Tokens of a block after which the weight in training has fallen to 1/e: token k weighs exp(-k / decay)."""
 
 
 class Config(BackboneConfig):
     kind: Literal["dflash"] = "dflash"
     block: PositiveInt = 16
-    """Tokens drafted per step, one behind the other."""
+    """Tokens drafted per step, one after the other."""
     decay: PositiveFloat = 7.0
-    """Draft k weighs exp(-k / decay) in training."""
+    """Tokens of a block after which the weight in training has fallen to 1/e: token k weighs exp(-k / decay)."""
 
 
 class Backbone(MaskedModule, FusedTaps):
-    """Context states and a block of anchor and masks in, one state a drafted token out."""
+    """Takes context states and a block of anchor and masks; returns one state per drafted token."""
 
     def __init__(self, config: BackboneConfig, target: Target):
         if len(config.siblings) > config.block or 1 + max(config.siblings, default=0) > target.spec.vocabulary:
             raise DrafterError(
-                f"siblings {config.siblings} asks for more than a block of {config.block} slots and a vocabulary of "
-                f"{target.spec.vocabulary} have; give at most one number a slot"
+                f"siblings {config.siblings} needs at most {config.block} numbers, one per slot of the block, each below "
+                f"the vocabulary of {target.spec.vocabulary}; give fewer"
             )
         super().__init__(with_mask(config, target), target, resolve_taps(config.taps, target.spec))
         self.width = config.block if config.anchor_predicts else config.block + 1
@@ -99,43 +101,44 @@ class Backbone(MaskedModule, FusedTaps):
 
     def forward(
         self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None,
-        kept: SlotCache | None = None,
+        cache: SlotCache | None = None,
     ) -> Tensor:  # fmt: skip
         """States of drafted blocks, [B, A, K, H].
 
         taps [B, C, T, H] at positions taps_at [B, C]; anchors [B, A] ids at positions anchors_at [B, A]; mask over C +
-        A * width columns, or over all that `kept` holds.
+        A * width columns, or over all of `cache`.
         """
         context = self.hidden_norm(self.fused(taps))
         x = self.words(anchors[..., None], self.width - 1).flatten(1, 2).to(context.dtype)
         x_at = (anchors_at[..., None] + torch.arange(self.width, device=anchors.device)).flatten(1)
         k_rotary = rotary(torch.cat([taps_at.expand(x_at.shape[0], -1), x_at], 1), self.shape)
-        angle, attend = k_rotary[..., taps_at.shape[1] :, :], attending(mask, kept)
+        angle, attend = k_rotary[..., taps_at.shape[1] :, :], attending(mask, cache)
         for i, layer in enumerate(self.layers):
             x = layer(x, angle, attend, i, context, k_rotary)
         return self.norm(x).unflatten(1, (*anchors.shape[1:], self.width))[:, :, self.width - self.config.block :]
 
     def drafted(self, batch: Batch, at: Tensor, live: Tensor) -> Tensor:
-        """The same for blocks under the tokens at places `at` [B, A] of a batch's texts, as `BlockRows` asks for them."""
-        places = torch.arange(batch.tokens.shape[1], device=at.device)[None]
+        """The same for blocks under the tokens at positions `at` [B, A] of a batch's texts, as `BlockRows` wants
+        them."""
+        positions = torch.arange(batch.tokens.shape[1], device=at.device)[None]
         mask = block_mask(at, batch.tokens.shape[1], self.width, batch.documents, live)
-        return self(batch.taps, places, batch.tokens.gather(1, at), at, mask)
+        return self(batch.taps, positions, batch.tokens.gather(1, at), at, mask)
 
     def weights(self, at: Tensor) -> Tensor:
-        """[K] what a learnt row of each depth weighs."""
+        """[K] weight of a learnt row of each depth."""
         return torch.exp(-torch.arange(self.config.block, device=at.device) / self.config.decay)
 
-    def remember(self, taps: Tensor, taps_at: Tensor, kept: SlotCache) -> None:
-        """Take context in without drafting: every layer's keys and values of it go into `kept`'s open pass."""
+    def remember(self, taps: Tensor, taps_at: Tensor, cache: SlotCache) -> None:
+        """Read context without drafting: every layer's keys and values of it go into the cache's open pass."""
         context = self.hidden_norm(self.fused(taps))
         k_rotary = rotary(taps_at, self.shape)
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, ContextLayer)
-            kept.update(*layer.self_attn.keys_values(context, k_rotary), i)
+            cache.update(*layer.self_attn.keys_values(context, k_rotary), i)
 
 
 class BlockModel(DraftModel):
-    """A backbone, and what makes tokens of its states; `BlockDrafter` serves it."""
+    """A backbone, and what turns its states into tokens; `BlockDrafter` serves it."""
 
     has_confidence = False
 
@@ -145,16 +148,16 @@ class BlockModel(DraftModel):
         self.config, self.target, self.taps = self.backbone.config, target, self.backbone.taps
 
     def forward(
-        self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None, kept: SlotCache,
+        self, taps: Tensor, taps_at: Tensor, anchors: Tensor, anchors_at: Tensor, mask: Tensor | None, cache: SlotCache,
         pick: Pick | None,
     ) -> Decoded:  # fmt: skip
         """Draft one block a slot; as the backbone, with anchors [B], and as `decode`."""
-        states = self.backbone(taps, taps_at, anchors[:, None], anchors_at[:, None], mask, kept)[:, 0]
+        states = self.backbone(taps, taps_at, anchors[:, None], anchors_at[:, None], mask, cache)[:, 0]
         return self.decode(states, anchors, pick)
 
     @abstractmethod
     def decode(self, states: Tensor, anchors: Tensor, pick: Pick | None) -> Decoded:
-        """The block of states [B, K, H] behind anchors [B]; pick None takes the likeliest tokens."""
+        """The block of states [B, K, H] after anchors [B]; pick None takes the likeliest tokens."""
 
     def predict(self, batch: Batch) -> BlockRows:
         return BlockRows(self, self.backbone, batch)
@@ -180,67 +183,72 @@ build = Model.build
 
 
 class BlockDrafter(FeatureDrafter):
-    """Drafts a block a slot in one pass, which takes in the committed taps that wait, too."""
+    """Drafts one block per slot in one pass, which also reads the buffered taps of committed tokens."""
 
     def __init__(self, model: BlockModel):
         self.backbone, self.block = model.backbone, model.config.block
         self.tree = sibling_tree(self.block, model.config.siblings)
         super().__init__(model, len(self.tree.paths), self.block + 1)
-        # a greedy request's tree has runners-up, of which the head says nothing
+        # a greedy request's tree has siblings, for which the head has no confidence
         self.confidence_before_draw = model.has_confidence and self.limit == self.block
         own = (blocks, draft_model, heads, sys.modules[__name__], sys.modules[type(model).__module__])
-        self.greedy, self.drawn = self.steps = CompiledBlock(Greedy(model, self.tree), own), CompiledBlock(Drawn(model), own)
+        self.greedy, self.drawn = self.steps = (
+            CompiledBlock(Greedy(model, self.tree), own),
+            CompiledBlock(Drawn(model), own),
+        )
 
     def allocate(self, cache: Cache) -> FeatureMemory:
-        # besides the context: the block, and as many columns again where slots bring unequal numbers of new taps
+        # besides the context: the block, and as many columns again, since slots bring unequal numbers of new taps
         length = cache.length + 2 * self.backbone.width
         return FeatureMemory(cache.slots, length, len(self.backbone.layers), self.model)
 
     @torch.inference_mode()
     def propose(self, memory: FeatureMemory, state: DecodeState, budget: Tensor) -> Draft:
-        rows, kept = state.rows, memory.kept
+        rows, cache = state.rows, memory.kv_cache
         self.catch_up(memory, rows, state)
-        taps, counts = memory.waiting.take(rows)
+        taps, counts = memory.features.take(rows)
         step = self._compiled(state)
-        if step is not None and step.fits(kept, rows, max(2, taps.shape[1]) + self.backbone.width):
-            tokens, q, confidence = step.run(taps, state, counts, kept)
+        if step is not None and step.fits(cache, rows, max(2, taps.shape[1]) + self.backbone.width):
+            tokens, q, confidence = step.run(taps, state, counts, cache)
         else:
-            kept.open(rows, taps.shape[1] + self.backbone.width)
-            tokens, q, confidence = self._run(taps, state, counts, kept)
-        kept.append(counts)
+            cache.open(rows, taps.shape[1] + self.backbone.width)
+            tokens, q, confidence = self._run(taps, state, counts, cache)
+        cache.append(counts)
         if _is_greedy(state) and self.limit > self.block:
             return self.tree.draft(tokens, budget)
         return Draft.chain(tokens, budget.clamp(max=self.block), q, confidence)
 
     def _run(
-        self, taps: Tensor, state: DecodeState, counts: list[int], kept: SlotCache
+        self, taps: Tensor, state: DecodeState, counts: list[int], cache: SlotCache
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """As `CompiledBlock.run`."""
         new, real_taps, sampler = taps.shape[1], torch.tensor(counts, device=state.device), Sampler(state)
         pick: Pick | None = None if _is_greedy(state) else lambda logits, _slot: sampler.next(logits)
-        mask = None  # where no slot has padding among its new taps and all stand at the same place, all is visible
-        if not kept.is_even or min(counts) < new:
-            mask = kept.mask(real(new, real_taps, self.backbone.width), self.backbone.fc.weight.dtype)
-        with prepacked.products():
-            taps_at, anchors_at = kept.positions()[:, :new], kept.starts + real_taps
-            tokens, logits, confidence = self.model(taps, taps_at, state.anchor, anchors_at, mask, kept, pick)
+        mask = None  # where no slot has padding and all are equally long, every row attends to everything
+        if not cache.is_even or min(counts) < new:
+            mask = cache.mask(real(new, real_taps, self.backbone.width), self.backbone.fc.weight.dtype)
+        with prepacked.enabled():
+            taps_at, anchors_at = cache.positions()[:, :new], cache.starts + real_taps
+            tokens, logits, confidence = self.model(taps, taps_at, state.anchor, anchors_at, mask, cache, pick)
         if pick is None and not self.tree.is_chain:
             tokens = self.tree.choices(logits)
         return tokens, torch.stack(sampler.q, 1) if sampler.q else None, confidence
 
     def _compiled(self, state: DecodeState) -> CompiledBlock | None:
-        """What drafts for these requests in one graph, where it is there."""
+        """The compiled step that drafts for these requests, or None."""
         if _is_greedy(state):
             return self.greedy
-        # all slots draw from all tokens; asked last: on a GPU, where there is no graph, it would wait for the device
-        is_drawn = self.drawn.graph is not None and isinstance(state.judge, SamplingJudge) and state.judge.settings.is_tempered
+        # all slots draw from all tokens; checked last: on a GPU, where there is no graph, it would wait for the device
+        is_drawn = (
+            self.drawn.graph is not None and isinstance(state.judge, SamplingJudge) and state.judge.settings.is_tempered
+        )
         return self.drawn if is_drawn and not state.judge.bans else None
 
     def read(self, memory: FeatureMemory, row: int, state: DecodeState) -> None:
-        taps, [count] = memory.waiting.take([row])
-        memory.kept.open([row], count)
-        self.backbone.remember(taps, memory.kept.positions(), memory.kept)
-        memory.kept.append([count])
+        taps, [count] = memory.features.take([row])
+        memory.kv_cache.open([row], count)
+        self.backbone.remember(taps, memory.kv_cache.positions(), memory.kv_cache)
+        memory.kv_cache.append([count])
 
 
 def _is_greedy(state: DecodeState) -> bool:
@@ -249,9 +257,9 @@ def _is_greedy(state: DecodeState) -> bool:
 
 
 def sibling_tree(block: int, siblings: Sequence[int]) -> RankTree:
-    """A block's chain with runners-up beside its first slots.
+    """A block's chain with siblings at its first slots.
 
-    The runner-up of rank r beside slot k stands where the chain's slot k + 2 r does: about as likely, by experience.
+    The sibling of rank r at slot k is ordered as the chain's slot k + 2 r, which is about as likely by measurement.
     """
     nodes = [(k, 0) for k in range(block)]
     nodes += [(k, rank + 1) for k, count in enumerate(siblings) for rank in range(count)]
@@ -263,9 +271,9 @@ def sibling_tree(block: int, siblings: Sequence[int]) -> RankTree:
 
 
 class BlockRows(DetachedRows):
-    """Predictions of blocks drawn under random anchors of a batch: K rows a block, row k labelled with token a + 1 + k.
+    """Predictions of blocks drawn under random anchors of a batch: K rows per block, row k has label token a + 1 + k.
 
-    blocks: what drafts them, the model or a part of it such as `Backbone`, with its `drafted` and `weights`.
+    blocks: the module that drafts them, such as `Backbone`; it has `drafted` and `weights`.
     """
 
     def __init__(self, model: DraftModel, blocks: Any, batch: Batch):
@@ -274,7 +282,7 @@ class BlockRows(DetachedRows):
         states = blocks.drafted(batch, at, live)
         text = torch.arange(len(at), device=at.device).repeat_interleave(at.shape[1])
         self.previous = batch.tokens[text[:, None], labels_at.flatten(0, 1) - 1].flatten()
-        """[M], the token before each row's."""
+        """[M], the token before each row's label."""
         rows = Labelled.blocks(batch, text, labels_at.flatten(0, 1), (learnt * blocks.weights(at)).flatten(0, 1))
         super().__init__(model, states.flatten(0, 2), batch.hidden, rows)
 
@@ -282,5 +290,5 @@ class BlockRows(DetachedRows):
         return self.model.taught(*self.whole(states, rows)).flatten(0, 1)
 
     def whole(self, states: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """These rows by blocks: states [n, K, H] and the token before each, [n, K]."""
+        """These rows by block: states [n, K, H] and the token before each, [n, K]."""
         return states.unflatten(0, (-1, self.slots)), self.previous[rows].unflatten(0, (-1, self.slots))

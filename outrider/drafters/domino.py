@@ -1,15 +1,15 @@
 """Domino: a block drafted in parallel, then corrected by what a GRU read of its own tokens so far.  (arXiv 2605.29707.)
 
 A DFlash backbone gives a state z_k and base logits for every slot at once.  From the second slot on a causal head adds
-U2 SiLU(U1 [z_k; s_k]) of low rank, where s_k is the state of a GRU behind the embeddings of the anchor and the tokens drafted
-before slot k.  A Markov head knows one token back, this one the whole block.
+the low-rank U2 SiLU(U1 [z_k; s_k]), where s_k is the state of a GRU that has read the embeddings of the anchor and of
+the tokens drafted before slot k.  A Markov head knows the previous token, this one the whole block so far.
 
-Base-anchored curriculum: the loss is (1 - lam) of the corrected logits' and lam of the base logits', lam falling from 1 to 0
-over the first part of training, so that the backbone learns to draft by itself before the head leans on it.  U2 begins at
-zero: with it all logits are the base's.
+Base-anchored curriculum: the loss is (1 - lam) of the corrected logits' and lam of the base logits', lam falling from 1
+to 0 over the first part of training, so that the backbone learns to draft by itself before the head relies on it.  U2
+begins at zero: then all logits are the base's.
 
-Differs from the paper: each block trains by its base logits with chance lam, else by the corrected ones.  This is the paper's
-loss in expectation, with any loss and any weights of rows and one head a row in place of two.
+Differs from the paper: each block trains by its base logits with probability lam, else by the corrected ones.  This is
+the paper's loss in expectation, for any loss and any weights of rows, with one head per row instead of two.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from outrider.targets.protocol import Target
 class Config(BackboneConfig):
     kind: Literal["domino"] = "domino"
     block: PositiveInt = 16
-    """Tokens drafted per step, one behind the other."""
+    """Tokens drafted per step, one after the other."""
     gru: PositiveInt = 1024
-    """Size of the state that reads the block's tokens."""
+    """Width of the GRU's state, which reads the block's tokens."""
     rank: PositiveInt = 256
-    """Rank of the correction."""
+    """Rank of the low-rank correction."""
     pure_prefix: NonNegativeInt = 1
-    """Slots at a block's beginning that keep their base logits."""
+    """Slots at a block's beginning whose base logits are not corrected."""
     curriculum: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of the training over which the base logits' part of the loss falls from 1 to 0."""
+    """Share of the training, 0 to 1, over which the base logits' part of the loss falls from 1 to 0."""
     decay: PositiveFloat = 7.0
-    """Draft k weighs exp(-k / decay) in training."""
+    """Tokens of a block after which the weight in training has fallen to 1/e: token k weighs exp(-k / decay)."""
 
 
 class Model(BlockModel):
-    """Backbone, GRU and low-rank correction.  While the curriculum lasts, logged acceptance is that of base blocks too."""
+    """Backbone, GRU and low-rank correction.  While the curriculum lasts, logged acceptance is that of base blocks
+    too."""
 
     def __init__(self, config: Config, target: Target):
         if config.pure_prefix >= config.block:
             raise DrafterError(
-                f"pure_prefix {config.pure_prefix} leaves none of a block's {config.block} slots to correct; choose fewer, "
-                "or take dflash"
+                f"pure_prefix must be below block, got {config.pure_prefix} and {config.block}: no slot is left to "
+                "correct; lower it, or use dflash"
             )
         super().__init__(config, target)
         hidden = target.spec.hidden
@@ -67,12 +68,15 @@ class Model(BlockModel):
         tokens, corrected = [anchors], []
         for k in range(base.shape[1]):
             read = self.prefix_gru(self._words(tokens[-1]), read)
-            corrected.append(base[:, k] if k < self.config.pure_prefix else base[:, k] + self._delta(states[:, k], read))
+            corrected.append(
+                base[:, k] if k < self.config.pure_prefix else base[:, k] + self._delta(states[:, k], read)
+            )
             tokens.append(corrected[-1].argmax(-1) if pick is None else pick(corrected[-1], k))
         return torch.stack(tokens[1:], 1), torch.stack(corrected, 1), None
 
     def corrections(self, states: Tensor, previous: Tensor) -> Tensor:
-        """What is added to the base logits of whole blocks: states [..., K, H] and the token before each slot [..., K]."""
+        """What is added to the base logits of whole blocks: states [..., K, H] and the token before each slot [...,
+        K]."""
         first = self.config.pure_prefix
         read = self.prefix_gru.along(self._words(previous))
         return nn.functional.pad(self._delta(states[..., first:, :], read[..., first:, :]), (0, 0, first, 0))
@@ -88,11 +92,11 @@ class Model(BlockModel):
 
 
 class DominoRows(BlockRows):
-    """Block rows with the correction on them, but for the blocks that the curriculum leaves to the backbone."""
+    """Block rows with the correction, except for blocks that the curriculum leaves to the backbone."""
 
     def __init__(self, model: Model, batch: Batch):
         super().__init__(model, model.backbone, batch)
-        # on the CPU, whose random state a checkpoint keeps
+        # on the CPU, whose random state a checkpoint stores
         is_base = torch.rand(len(self.labels) // self.slots) < base_share(model.progress, model.config.curriculum)
         self.is_base = is_base.to(self.labels.device).repeat_interleave(self.slots)
         """[M], which rows train by their base logits."""
@@ -103,7 +107,7 @@ class DominoRows(BlockRows):
 
 
 def base_share(progress: float, curriculum: float) -> float:
-    """lam: the base logits' part of the loss, 1 at the beginning and 0 from `curriculum` on."""
+    """lam, the base logits' part of the loss: 1 at the beginning, 0 from `curriculum` on."""
     return max(0.0, 1 - progress / curriculum) if curriculum else 0.0
 
 

@@ -1,11 +1,11 @@
 """DSpark: a block drafted in parallel, then corrected left to right by a small head.  (arXiv 2607.05147.)
 
-A DFlash backbone gives logits for every slot at once; a low-rank Markov head adds what the token before implies, so that
-later slots no longer guess alone, and a confidence head says how likely each slot is kept.  The loss of the paper:
+A DFlash backbone gives logits for every slot at once.  A low-rank Markov head adds what the previous token implies, so
+that later slots do not guess alone, and a confidence head predicts how likely each slot is accepted.  The paper's loss:
 0.1 CE + 0.9 L1 (twice TV) + binary cross-entropy of the confidence against the expected acceptance.
 
-Differs from the paper: the last token of a prompt is an anchor too, since serving drafts from there; W1 begins as a projection
-of the target's embedding.  Its load-aware scheduler is a policy, not part of the drafter.
+Differs from the paper: the last token of a prompt is an anchor too, since serving drafts from there; W1 begins as a
+projection of the target's embedding.  Its load-aware scheduler is a policy, not part of the drafter.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from outrider.targets.protocol import Target
 class Config(BackboneConfig):
     kind: Literal["dspark"] = "dspark"
     markov: MarkovKind = "vanilla"
-    """Head that corrects each slot from the token before it."""
+    """Kind of the head that corrects each slot by the token before it."""
     rank: PositiveInt = 256
-    """Rank of that correction."""
+    """Rank of that low-rank correction."""
     confidence: bool = True
     """Train a head that predicts each slot's acceptance."""
 
@@ -42,7 +42,9 @@ class Model(BlockModel):
         self.has_confidence = config.confidence
         self.markov_head = MarkovHead(config.markov, target.spec.vocabulary, target.spec.hidden, config.rank)
         self.markov_head.begin(target.embed(torch.arange(target.spec.vocabulary, device=target.device)))
-        self.confidence_head = ConfidenceHead(target.spec.hidden + config.rank, config.block) if config.confidence else None
+        self.confidence_head = (
+            ConfidenceHead(target.spec.hidden + config.rank, config.block) if config.confidence else None
+        )
 
     def decode(self, states: Tensor, anchors: Tensor, pick: Pick | None) -> Decoded:
         base, state = self.target.head(states), self.markov_head.start(states[:, 0])
@@ -57,7 +59,7 @@ class Model(BlockModel):
         return drafted[:, 1:], logits, self.confidence_head.served(self.confidence(states, drafted[:, :-1]))
 
     def confidence(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Logits [...] that a slot is kept, from its state [..., H] and the token before it [...]."""
+        """Logits [...] that a slot is accepted, from its state [..., H] and the token before it [...]."""
         assert self.confidence_head is not None
         return self.confidence_head(torch.cat([states, self.markov_head.markov_w1(previous)], -1))
 
@@ -68,9 +70,9 @@ class Model(BlockModel):
         if self.confidence_head is None:
             return {}
         with torch.no_grad():
-            kept = overlap(target.float().softmax(-1), draft.float().softmax(-1)).clamp(0, 1)
+            acceptance = overlap(target.float().softmax(-1), draft.float().softmax(-1)).clamp(0, 1)
         confidence = self.confidence(rows.states[part], rows.previous[part]).float()
-        return {"confidence": F.binary_cross_entropy_with_logits(confidence, kept, reduction="none")}
+        return {"confidence": F.binary_cross_entropy_with_logits(confidence, acceptance, reduction="none")}
 
 
 build = Model.build

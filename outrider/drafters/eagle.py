@@ -1,15 +1,16 @@
-"""EAGLE: predict the target's next feature from its features so far, and let the target's head read it.  (arXiv 2401.15077.)
+"""EAGLE: predict the target's next feature from its features so far, and let the target's head read it.  (arXiv
+2401.15077.)
 
-The feature is the state that the target's head reads.  fc fuses [embedding of token i + 1; feature i], one decoder layer
-without an input norm makes of it a guess at feature i + 1, whose logits are the target's own head's; the next step reads the
-guess in the feature's place.  Loss of the paper: 1.0 smooth-L1 of the feature + 0.1 cross entropy against the target's
-distribution (KL, but for a constant), on true features with uniform noise, which stands for the errors that guesses bring.
-Trees, with `width` above 1, are EAGLE-2's (arXiv 2406.16858).
+The feature is the state that the target's head reads.  fc fuses [embedding of token i + 1; feature i].  One decoder
+layer without an input norm turns that into a guess of feature i + 1, from which the target's own head gives logits.
+The next step reads the guess as its feature.  The paper's loss: 1.0 smooth-L1 of the feature + 0.1 cross entropy
+against the target's distribution (KL, but for a constant), on true features with uniform noise, which stands for the
+errors of guesses. Trees, with `width` above 1, are EAGLE-2's (arXiv 2406.16858).
 
-Assumes that features go on more regularly than tokens do.
+Assumes that features continue more regularly than tokens do.
 
-Differs from the paper: the feature is taken after the target's final norm, where the head reads it, in every family; the
-noise is drawn anew in every step; `ttt` above 1 unrolls further steps, which the paper does not.
+Differs from the paper: the feature is taken after the target's final norm, where the head reads it, in every family;
+the noise is drawn again in every step; `ttt` above 1 unrolls further steps, which the paper does not.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from outrider.targets.protocol import Target
 class Config(RecurrentConfig):
     kind: Literal["eagle"] = "eagle"
     ttt: PositiveInt = 1
-    """Steps unrolled in training; the paper trains on true features alone."""
+    """Steps unrolled in training; 1 trains on true features alone, as the paper does."""
     noise: NonNegativeFloat = 0.1
-    """True features are moved by up to so much, uniformly, in training."""
+    """Largest change of a true feature in training, in the feature's units: uniform noise in [-noise, noise]."""
     bias: bool = True
-    """fc adds a vector of its own, as the paper's does; some released heads have none."""
+    """fc has a bias vector, as in the paper; some released heads have none."""
 
 
 class Model(RecurrentModel):
@@ -53,9 +54,10 @@ class Model(RecurrentModel):
         return self.layers[0](self.fc(torch.cat([words.to(features.dtype), features], -1)), angle, attend)
 
     def predict(self, batch: Batch) -> UnrolledRows:
-        features = self.features(self.seen(batch))
+        features = self.features(self.target_states(batch))
         if self.config.noise:
-            # on the CPU, whose random state a checkpoint keeps; drawn in any case: what is drawn behind it stays the same
+            # on the CPU, whose random state a checkpoint stores; always drawn, so that what is drawn after it stays the
+            # same
             noise = torch.rand(features.shape, dtype=torch.float32).to(features.device, features.dtype)
             features = features + self.config.noise * (2 * noise - 1) * self.training
         return UnrolledRows(self, batch, features)

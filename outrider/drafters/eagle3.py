@@ -1,19 +1,19 @@
 """EAGLE-3: one decoder layer on fused states of a few target layers, trained on its own output.  (arXiv 2503.01840.)
 
-States of low, middle and high layers become one feature g = fc([low; mid; high]).  A layer reads [norm(embedding of token
-i + 1); norm(g_i)] and adds to g_i; what comes out goes to the head and, in the next step, takes g's place.  Training unrolls
-`ttt` such steps, so that drafting meets nothing new.  Loss of the paper: cross entropy against the target's distribution
-(KL, but for a constant), step s weighted 0.8 ** s.  Trees are EAGLE-2's (arXiv 2406.16858).
+States of low, middle and high layers become one feature g = fc([low; mid; high]).  A layer reads [norm(embedding of
+token i + 1); norm(g_i)] and adds to g_i; its output goes to the head and is the next step's g.  Training unrolls `ttt`
+such steps, so that drafting sees the same inputs as training.  The paper's loss: cross entropy against the target's
+distribution (KL, but for a constant), step s weighted 0.8 ** s.  Trees are EAGLE-2's (arXiv 2406.16858).
 
-Assumes that the target's layers fuse linearly and that one layer suffices to go on for a few tokens.
+Assumes that the target's layers fuse linearly and that one layer is enough for a few tokens.
 
-Options from later work: `fc_norm` and `norm_output` (EAGLE-3.1); `gated` attention as in Baichuan-M3 (arXiv 2602.06570), whose
-formula is not public: ours scales the attention's output by sigmoid(W x + b) before o_proj; `aggregate: metaquery`
-(Hyper-Bagel, arXiv 2509.18824): learned queries attend to a token's taps, added to fc from zero.
+Options from later work: `fc_norm` and `norm_output` (EAGLE-3.1); `gated` attention as in Baichuan-M3 (arXiv
+2602.06570), whose formula is not public: ours scales the attention's output by sigmoid(W x + b) before o_proj;
+`aggregate: metaquery` (Hyper-Bagel, arXiv 2509.18824): learned queries attend to a token's taps, added to fc from zero.
 
-Differs from the paper: the head is the target's own, over all tokens, unless `vocabulary` asks for one of fewer; the target's
-law is not renormalised over those, so what the draft can't say counts as lost; rollouts end with their text or mask instead
-of going on over padding.
+Differs from the paper: the head is the target's own, over all tokens, unless `vocabulary` asks for fewer.  The target's
+distribution is not renormalised over those, so tokens outside count as rejected.  Rollouts end with their text or mask
+instead of going on over padding.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ from outrider.targets.protocol import LayerSizes, Target
 class Config(RecurrentConfig):
     kind: Literal["eagle3"] = "eagle3"
     taps: tuple[int, ...] | None = None
-    """Target layers it sees, counted from 0; unless given, three: the second, the one before the middle, the fourth last."""
+    """Target layers it reads, counted from 0; unless given, three: the second, the one before the middle, the fourth
+    last."""
     vocabulary: PositiveInt | None = None
-    """Draft this many tokens, the most frequent learnt, by a head of its own; all, by the target's, unless given."""
+    """Number of tokens it can draft, the most frequent ones, by a trained head; all, by the target's head, unless
+    given."""
     qk_norm: bool = False
-    """Norm queries and keys, as Qwen3's layers do; Llama's do not."""
+    """Normalise queries and keys, as Qwen3's layers do and Llama's do not."""
     fc_norm: bool = False
-    """Norm each tap before they are fused."""
+    """Normalise each tap before they are fused (EAGLE-3.1)."""
     norm_output: bool = False
-    """Feed the final norm's output back, not its input."""
+    """Feed back the final norm's output, not its input (EAGLE-3.1)."""
     norm_before_residual: bool = False
     """The layer adds to the normed feature, not to the feature itself, as some released heads do."""
     gated: bool = False
@@ -55,7 +57,8 @@ class Config(RecurrentConfig):
 
 
 class MetaQuery(nn.Module):
-    """Learned queries attend to the taps of one token; what they find, side by side, is projected.  Begins as nothing."""
+    """Learned queries attend to the taps of one token; what they find, side by side, is projected.  Begins as
+    nothing."""
 
     def __init__(self, hidden: int, taps: int, queries: int, shape: LayerSizes):
         super().__init__()
@@ -87,18 +90,20 @@ class Model(VocabularyModel, RecurrentModel, FusedTaps):
         super().__init__(config, target, resolve_taps(taps, target.spec))
         hidden, shape = target.spec.hidden, self.shape
         self.fc_norm = nn.ModuleList(RMSNorm(hidden, shape.rms_norm_eps) for _ in self.taps) if config.fc_norm else None
-        self.metaquery = MetaQuery(hidden, len(self.taps), config.queries, shape) if config.aggregate == "metaquery" else None
+        self.metaquery = (
+            MetaQuery(hidden, len(self.taps), config.queries, shape) if config.aggregate == "metaquery" else None
+        )
         layer = PairLayer(hidden, shape, config.norm_before_residual, config.qk_norm, config.gated)
         self.layers = nn.ModuleList([layer])
         self.norm = RMSNorm(hidden, shape.rms_norm_eps)
         self.head = None if config.vocabulary is None else ReducedHead(target, config.vocabulary)
 
-    def features(self, seen: Tensor) -> Tensor:
-        seen = seen.to(self.fc.weight.dtype)
+    def features(self, taps: Tensor) -> Tensor:
+        taps = taps.to(self.fc.weight.dtype)
         if self.fc_norm is not None:
-            seen = torch.stack([norm(seen[..., i, :]) for i, norm in enumerate(self.fc_norm)], -2)
-        fused = self.fused(seen)
-        return fused if self.metaquery is None else fused + self.metaquery(seen)
+            taps = torch.stack([norm(taps[..., i, :]) for i, norm in enumerate(self.fc_norm)], -2)
+        fused = self.fused(taps)
+        return fused if self.metaquery is None else fused + self.metaquery(taps)
 
     def step(self, module: int, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
         found = self.layers[0](words.to(features.dtype), features, angle, attend)

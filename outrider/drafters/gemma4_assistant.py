@@ -1,13 +1,14 @@
-"""Gemma 4's assistant: a few layers without keys of their own look at the target's.  (Released beside Gemma 4, 2026.)
+"""Gemma 4's assistant: a few layers without keys of their own attend to the target's.  (Released with Gemma 4, 2026.)
 
-pre_projection reads [embedding of the last token; state], each layer attends to the keys and values of the last target layer of
-its kind, post_projection gives the next step's state.  All steps stand at the anchor's position, so a draft writes no key
-anywhere.  A large vocabulary is read through centroids: the likeliest of them name the tokens that can be drafted.
+pre_projection reads [embedding of the last token; state], each layer attends to the keys and values of the last target
+layer of its kind, post_projection gives the next step's state.  All steps stand at the anchor's position, so a draft
+writes no key anywhere.  A large vocabulary is read through centroids: the likeliest of them name the tokens that can be
+drafted.
 
 Assumes that the target's keys hold what the next few tokens need.
 
-Differs from transformers' generation: in its steps a stale key may stand at the anchor's place, here none does; tokens of other
-centroids can't be drafted at all, where transformers gives them the least logit found, which hangs on the batch.
+Differs from transformers' generation: there a stale key may stand at the anchor's position, here never.  Tokens of
+other centroids can't be drafted at all; transformers gives them the smallest logit found, which depends on the batch.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ class Config(Base):
 
 
 class Gemma4Assistant(StateDrafter):
-    """Drafts a chain, looking at the keys and values of the target."""
+    """Drafts a chain that attends to the keys and values of the target."""
 
     def __init__(self, model: Any, target: Target, config: Config):
         super().__init__(target, getattr(torch, target.spec.dtype), config.length)
         self.model, self.text = model, model.config.get_text_config()
         self.layers = shared_layers(model, target)
-        """Of every kind of layer, the target layer whose keys and values are looked at."""
+        """By kind of layer: the target layer whose keys and values are attended to."""
 
     def draft(self, memory: LastStates, state: DecodeState, sizes: Tensor) -> Draft:
         steps = Steps(self, memory.cache, state.rows, memory.hidden[state.rows])
@@ -54,34 +55,34 @@ class Gemma4Assistant(StateDrafter):
 
 
 class Steps:
-    """One draft of some slots: what the target holds of them, and the state that goes from step to step."""
+    """One draft of some slots: the target's keys and values of them, and the state that goes from step to step."""
 
     def __init__(self, drafter: Gemma4Assistant, cache: SlotCache, rows: Sequence[int], states: Tensor):
         """states [B, H]."""
         self.drafter, self.states = drafter, states
-        self.shared = {kind: cache.kept(layer, rows) for kind, layer in drafter.layers.items()}
+        self.shared = {kind: cache.cached(layer, rows) for kind, layer in drafter.layers.items()}
         lengths = torch.tensor([cache.lengths[row] for row in rows], device=states.device)
         self.positions = lengths[:, None]
         self.masks = {kind: self._mask(kind, keys, lengths) for kind, (keys, _) in self.shared.items()}
 
     def read_one(self, tokens: Tensor) -> Tensor:
-        """Logits [B, V] behind one more token a slot, [B]."""
+        """Logits [B, V] after one more token per slot, [B]."""
         model, target = self.drafter.model, self.drafter.target
-        pairs = torch.cat([target.embed(tokens), self.states], -1)
+        inputs = torch.cat([target.embed(tokens), self.states], -1)
         found = model.model(
-            inputs_embeds=model.pre_projection(pairs)[:, None], attention_mask=self.masks, position_ids=self.positions,
+            inputs_embeds=model.pre_projection(inputs)[:, None], attention_mask=self.masks, position_ids=self.positions,
             shared_kv_states=self.shared, use_cache=False,
         ).last_hidden_state[:, 0]  # fmt: skip
         self.states = model.post_projection(found)
         return model.lm_head(found) if model.masked_embedding is None else by_centroids(model, found)
 
     def _mask(self, kind: str, keys: Tensor, lengths: Tensor) -> Tensor:
-        """[B, 1, 1, n], additive.  What a sliding layer sees ends with the last token read, its window before that."""
-        places = torch.arange(keys.shape[2], device=lengths.device)
-        seen = places < lengths[:, None]
+        """[B, 1, 1, n], additive.  A sliding layer attends to its window up to the last token read."""
+        columns = torch.arange(keys.shape[2], device=lengths.device)
+        attended = columns < lengths[:, None]
         if kind == "sliding_attention":
-            seen = seen & (places >= lengths[:, None] - 1 - self.drafter.text.sliding_window)
-        return additive(seen[:, None], keys.dtype)
+            attended = attended & (columns >= lengths[:, None] - 1 - self.drafter.text.sliding_window)
+        return additive(attended[:, None], keys.dtype)
 
 
 def by_centroids(model: Any, states: Tensor) -> Tensor:
@@ -94,7 +95,7 @@ def by_centroids(model: Any, states: Tensor) -> Tensor:
 
 
 def build(config: Config, target: Target) -> Gemma4Assistant:
-    """Raises DrafterError where there is no assistant, or that of another target."""
+    """Raises DrafterError for a missing assistant, or one of another target."""
     if not config.model:
         raise DrafterError("gemma4_assistant.model is empty; name the assistant, a folder or a Hugging Face id")
     return Gemma4Assistant(load_assistant(config.model, target), target, config)

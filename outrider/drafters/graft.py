@@ -1,17 +1,17 @@
-"""Graft: cut what another drafter does not believe in, and verify what a memory of text says in its place.  (2605.20104.)
+"""Graft: cut the unlikely nodes of a drafter, and verify nodes of a text index instead.  (arXiv 2605.20104.)
 
-A node's score is the product of confidences along its path.  Nodes below a threshold leave with what hangs under them; a
-retriever fills the room, so that as many nodes are verified as before.  The threshold of every depth is measured while
-decoding: the largest below which nodes were kept at most `risk` of the time.  Every 16th step nothing is cut, so that it
-stays known.
+A node's score is the product of confidences along its path.  Nodes below a threshold are cut together with their
+descendants; a retriever fills the room, so that as many nodes are verified as before.  The threshold of every depth is
+measured while decoding: the largest below which nodes were accepted at most `risk` of the time.  Every 16th step cuts
+nothing, so that this stays known.
 
-It is exact since a confidence is known before its node's token is drawn: whether a node stays hangs on the tokens above
-it and on earlier steps, never on its own token.  A drawn node is never cut for its probability.  Where a draft has no
-confidences, a drawn node's is the probability of its q's likeliest token, whichever was drawn; deterministic nodes without
-confidences are told apart by their place in the draft alone.
+It is exact since a confidence is known before its node's token is drawn: whether a node stays depends on the tokens
+above it and on earlier steps, never on its own token.  A drawn node is never cut for its probability.  Where a draft
+has no confidences, a drawn node's is the probability of its q's likeliest token, whichever was drawn; deterministic
+nodes without confidences differ by their position in the draft alone.
 
-Differs from the paper: the base drafts all its nodes before they are cut, so passes of the target are spared and passes of
-the drafter are not.
+Differs from the paper: the base drafts all its nodes before they are cut, so passes of the target are saved and passes
+of the drafter are not.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ class Config(Base):
     base: Choice = Field(default={"kind": "ngram"}, validate_default=True)
     """The drafter whose draft is cut: a kind with its settings, or the folder of a checkpoint."""
     retriever: Choice = Field(default={"kind": "recycle"}, validate_default=True)
-    """Who fills the room: a kind with its settings."""
+    """The drafter that fills the room: a kind with its settings."""
     risk: Annotated[float, Field(ge=0, lt=1)] = 0.02
-    """Nodes are cut whose like were kept at most this often; 0 cuts nothing and fills unused room alone."""
+    """Nodes are cut where such nodes were accepted at most this often, 0 to 1; 0 cuts nothing and only fills unused
+    room."""
     nodes: PositiveInt | None = None
     """Most nodes verified; as many as the base proposes unless given."""
 
 
 @dataclass(kw_only=True)
 class Memory(EnsembleMemory):
-    """What base and retriever remember, and what scores have been worth in all slots."""
+    """The memories of base and retriever, and how often nodes of each score were accepted, over all slots."""
 
     worth: Worth
     marks: list[list[Mark]] = field(default_factory=list)
@@ -73,17 +74,19 @@ class Graft(Ensemble):
         limits = [budget.clamp(max=own) for own in self.limits]
         whole = self.ask(memory, BASE, state, limits[BASE])
         memory.marks = marks_of(whole)
-        kept = [memory.worth.staying(marks, above) for marks, above in zip(memory.marks, whole.tree, strict=True)]
-        draft = self.join(memory, BASE, Draft.empty(len(state.rows), state.device), whole.only(kept), budget, state.seeded)
+        remaining = [memory.worth.staying(marks, above) for marks, above in zip(memory.marks, whole.tree, strict=True)]
+        draft = self.join(
+            memory, BASE, Draft.empty(len(state.rows), state.device), whole.only(remaining), budget, state.seeded
+        )
         has_room = torch.tensor([size < most for size, most in zip(draft.live, budget.tolist(), strict=True)])
         found = self.ask(memory, RETRIEVER, state, limits[RETRIEVER] * has_room)
         return self.join(memory, RETRIEVER, draft, found, budget, state.seeded)
 
-    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
-        (places, paths), _ = self.tell(memory, state, draft, kept, scores)
-        # a slot that ended in mid-block did not show what it would have kept
-        slots = [b for b, token in enumerate(kept.next_tokens) if token >= 0 and places[b]]
-        memory.worth.learn([(memory.marks[b][n], n in paths[b]) for b in slots for n in places[b]])
+    def observe(self, memory: Memory, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
+        (nodes, paths), _ = self.tell(memory, state, draft, accepted, scores)
+        # a slot that ended inside its block did not show what it would have accepted
+        slots = [b for b, token in enumerate(accepted.next_tokens) if token >= 0 and nodes[b]]
+        memory.worth.learn([(memory.marks[b][n], n in paths[b]) for b in slots for n in nodes[b]])
         memory.marks = []
 
 
@@ -93,7 +96,8 @@ BINS = 25
 
 
 def marks_of(draft: Draft) -> list[list[Mark]]:
-    """Marks of a draft's live nodes, known before they are drawn; with the place for the depth where no score is."""
+    """Marks of a draft's live nodes, known before they are drawn; where there is no score, the depth is the node's
+    number."""
     known = draft.confidence
     if known is None:
         if draft.q is None:
@@ -113,7 +117,7 @@ def marks_of(draft: Draft) -> list[list[Mark]]:
 
 
 class Worth:
-    """How often nodes of each depth and score were kept, and the scores below which they are cut."""
+    """How often nodes of each depth and score were accepted, and the scores below which they are cut."""
 
     EXPLORE = 16
     """Steps between two that cut nothing."""
@@ -122,14 +126,14 @@ class Worth:
 
     def __init__(self, risk: float):
         self.risk = risk
-        self.turn = 0
-        self.tests, self.kept = (defaultdict[int, list[float]](lambda: [0.0] * BINS) for _ in range(2))
+        self.num_steps = 0
+        self.tests, self.accepted = (defaultdict[int, list[float]](lambda: [0.0] * BINS) for _ in range(2))
         self.first_cut: dict[int, int] = {}
         """By depth: the first bin that is cut."""
 
     def staying(self, marks: Sequence[Mark], parents: Sequence[int]) -> list[int]:
         """The nodes that are verified, with all nodes above them."""
-        if self.turn % self.EXPLORE == 0:
+        if self.num_steps % self.EXPLORE == 0:
             return list(range(len(marks)))
         staying = [-1]
         for n, (depth, score) in enumerate(marks):
@@ -138,19 +142,20 @@ class Worth:
         return staying[1:]
 
     def learn(self, nodes: Sequence[tuple[Mark, bool]]) -> None:
-        """Marks of verified nodes, and whether each was kept."""
-        self.turn += 1
+        """Marks of verified nodes, and whether each was accepted."""
+        self.num_steps += 1
         fade = 1 - 1 / self.WINDOW
-        for (depth, score), was_kept in nodes:
+        for (depth, score), was_accepted in nodes:
             self.tests[depth][score] = fade * self.tests[depth][score] + 1
-            self.kept[depth][score] = fade * self.kept[depth][score] + was_kept
+            self.accepted[depth][score] = fade * self.accepted[depth][score] + was_accepted
         for depth in {depth for (depth, _), _ in nodes}:
-            self.first_cut[depth] = self._least(depth)
+            self.first_cut[depth] = self._lowest_cut(depth)
 
-    def _least(self, depth: int) -> int:
-        """The first bin from which on nodes are kept at most `risk` of the time; one more that was kept is thought of."""
-        behind = (accumulate(reversed(counts[depth])) for counts in (self.tests, self.kept))
-        shares = [(kept + 1) / (tests + 1) for tests, kept in zip(*behind, strict=True)]
+    def _lowest_cut(self, depth: int) -> int:
+        """The first bin from which on nodes are accepted at most `risk` of the time; one more accepted node is
+        assumed."""
+        cumulative = (accumulate(reversed(counts[depth])) for counts in (self.tests, self.accepted))
+        shares = [(accepted + 1) / (tests + 1) for tests, accepted in zip(*cumulative, strict=True)]
         return min((BINS - 1 - n for n, share in enumerate(shares) if share <= self.risk), default=BINS)
 
 

@@ -1,15 +1,16 @@
-"""Jacobi decoding: the target's own passes refine a window of guesses.  (Santilli et al. 2305.10427; sampled: 2410.01699.)
+"""Jacobi decoding: the target's own passes refine a window of guesses.  (Santilli et al. 2305.10427; sampled:
+2410.01699.)
 
-Behind the first rejection a verified pass still says what would follow each guess.  Moved on by what was kept, those rows are
-the next window: its likeliest tokens at temperature 0, above it draws from them.  Fresh guesses at the window's end, and
-further branches, come from a pool of n-grams of the text and of earlier windows (lookahead decoding, Fu et al. 2402.02057).
-Rows behind a wrong guess are wrong themselves: where the pool knows the text's end, the whole window is its own.  Needs no
-model and no training.
+After the first rejection a verified pass still predicts what would follow each guess.  Shifted by the accepted tokens,
+those rows are the next window: their likeliest tokens at temperature 0, draws from them above it.  New guesses at the
+window's end, and further branches, come from a pool of n-grams of the text and of earlier windows (lookahead decoding,
+Fu et al. 2402.02057).  Rows after a wrong guess are wrong themselves: where the pool knows the text's end, the whole
+window comes from the pool.  Needs no model and no training.
 
-Differs from both: the window is one chain, without lookahead's second dimension.  Guesses are drawn anew in every step, also
-those that nobody judged: they decided what q is, and a policy may have seen what became of them.
+Differs from both: the window is one chain, without lookahead's second dimension.  Guesses are drawn again in every
+step, also those that were not verified: they decided what q is, and a policy may know what became of them.
 
-B live slots, N drafted nodes, V vocabulary, m rows of the last pass that are still of use.
+B live slots, N drafted nodes, V vocabulary, m rows of the last pass that can still be used.
 """
 
 from __future__ import annotations
@@ -38,42 +39,43 @@ from outrider.targets.protocol import Target
 class Config(Base):
     kind: Literal["jacobi"] = "jacobi"
     window: PositiveInt = 8
-    """Guesses per step, one behind the other."""
+    """Guesses per step, one after the other."""
     init: Literal["ngram", "repeat"] = "ngram"
-    """Fresh guesses: what the pool says followed the last tokens, or the last token again, which is also the way out.  Where
-    the pool knows the text's last `ngram` - 1 tokens, all of its guesses are taken before the rows'."""
+    """New guesses: `ngram` takes what followed the last tokens in the pool, or repeats the last token where it knows
+    nothing; `repeat` always repeats it.  Where the pool knows the text's last `ngram` - 1 tokens, it gives all
+    guesses."""
     ngram: Annotated[int, Field(ge=2)] = 4
     """Tokens of the longest n-gram in the pool, the one that follows included."""
     pool: PositiveInt = 8192
-    """Beginnings of n-grams that a slot's pool holds; the oldest goes first."""
+    """Beginnings of n-grams in a slot's pool; the oldest is removed first."""
     branches: NonNegativeInt = 0
-    """N-grams of the pool that are verified beside the window, so that the draft is a tree."""
+    """N-grams of the pool that are verified besides the window, as branches of a tree."""
 
 
 class Slot:
-    """What the last pass says of the tokens to come, and the pool."""
+    """The last pass's predictions of the next tokens, and the pool."""
 
     def __init__(self, config: Config):
         self.pool = Pool(config.ngram - 1, config.pool, config.branches + 1)
         self.logits: Tensor | None = None
-        """[m, V]; row i speaks of the token i places behind the anchor."""
+        """[m, V]; row i predicts the token i positions after the anchor."""
         self.best: list[int] = []
         """The likeliest ids of these rows."""
 
     def forget(self) -> None:
-        """Begin a fresh window."""
+        """Begin a new window."""
         self.logits, self.best = None, []
 
 
 class Jacobi(RequestDrafter[Slot]):
-    """Proposes what the target said of the places behind the one it refused."""
+    """Proposes what the target predicted for the positions after the rejected one."""
 
     def __init__(self, config: Config, vocabulary: int):
         self.config, self.vocabulary = config, vocabulary
         self.uses_pool = config.init == "ngram" or config.branches > 0
         self.limit = config.window + config.branches * (config.ngram - 1)
 
-    def fresh(self, tenant: str) -> Slot:
+    def new_request(self, tenant: str) -> Slot:
         return Slot(self.config)
 
     @torch.inference_mode()
@@ -96,37 +98,48 @@ class Jacobi(RequestDrafter[Slot]):
         draft = trees.of_lists(nodes, parents, state.device)
         return draft if q is None else replace(draft, q=_full_q(draft, q, list(map(len, guesses))))
 
-    def observe(self, memory: list[Slot | None], state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
+    def observe(
+        self, memory: list[Slot | None], state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores
+    ) -> None:
         best = []
         if draft.tokens.shape[1]:
             best = (scores.logits.argmax(-1) if scores.choice is None else scores.choice).tolist()
         for b, row in enumerate(state.rows):
-            slot, accepted, trunk = self.of(memory, state, row), len(kept.paths[b]), _trunk(draft.tree[b][: draft.live[b]])
+            slot, count, trunk = (
+                self.of(memory, state, row),
+                len(accepted.paths[b]),
+                _trunk(draft.tree[b][: draft.live[b]]),
+            )
             slot.forget()
-            if kept.next_tokens[b] < 0 or trunk <= accepted:
+            if accepted.next_tokens[b] < 0 or trunk <= count:
                 continue
             if self.uses_pool:
-                # what the target would say behind guesses; behind those that were kept the text says it
-                text, end = state.tokens[row], len(state.tokens[row]) - accepted - 1
+                # what the target would emit after guesses; after accepted ones the text has it
+                text, end = state.tokens[row], len(state.tokens[row]) - count - 1
                 before = text[max(0, end - self.config.ngram) : end]
-                for n in range(accepted, trunk):
+                for n in range(count, trunk):
                     slot.pool.add([*before, *draft.ids[b][: n + 1]], best[b][n + 1])
-            # the next token took the place of the first of these nodes; the row behind it speaks of the place after
-            slot.logits, slot.best = scores.logits[b, accepted + 1 : trunk + 1], best[b][accepted + 1 : trunk + 1]
+            # the next token replaced the first of these nodes; the row after it predicts the next position
+            slot.logits, slot.best = scores.logits[b, count + 1 : trunk + 1], best[b][count + 1 : trunk + 1]
 
-    def _carried(self, slots: list[Slot], state: DecodeState, sizes: list[int]) -> tuple[list[list[int]], Tensor | None]:
-        """Each slot's guesses from the rows of its last pass, and what they were drawn from, [B, m, V]; None where certain."""
+    def _carried(
+        self, slots: list[Slot], state: DecodeState, sizes: list[int]
+    ) -> tuple[list[list[int]], Tensor | None]:
+        """Each slot's guesses from the rows of its last pass, and their q [B, m, V]; None where they are
+        deterministic."""
         counts = [min(len(slot.best), size) for slot, size in zip(slots, sizes, strict=True)]
         deepest = max(counts)
         if not deepest or (state.judge.temperature is None and not state.judge.bans):
             return [slot.best[:count] for slot, count in zip(slots, counts, strict=True)], None
         some = next(slot.logits for slot in slots if slot.logits is not None)
-        rows = [(some if slot.logits is None else slot.logits)[:count] for slot, count in zip(slots, counts, strict=True)]
+        rows = [
+            (some if slot.logits is None else slot.logits)[:count] for slot, count in zip(slots, counts, strict=True)
+        ]
         drawn = serving.side_by_side(pad_sequence(rows, batch_first=True), torch.tensor(counts), state)
         return [own[:count] for own, count in zip(drawn.ids, counts, strict=True)], drawn.q
 
     def _filled(self, slot: Slot, text: list[int], guesses: list[int], size: int, prefix: Prefix | None) -> list[int]:
-        """The guesses with fresh ones behind them.  prefix: of a slot that makes tokens impossible."""
+        """The guesses, followed by new ones.  prefix: of a slot that makes tokens impossible."""
         before = text[-self.config.ngram :]
         found = list(guesses)
         while len(found) < size:
@@ -159,7 +172,8 @@ class Jacobi(RequestDrafter[Slot]):
 
 
 def _full_q(draft: Draft, q: Tensor, drawn: list[int]) -> Tensor:
-    """q [B, m, V] over all nodes of the draft: the first drawn[b] of slot b came from it, the others are certain."""
+    """q [B, m, V] over all nodes of the draft: the first drawn[b] of slot b came from it, the others are
+    deterministic."""
     width, device = draft.tokens.shape[1], q.device
     is_drawn = torch.arange(width, device=device) < torch.tensor(drawn, device=device)[:, None]
     known = torch.nn.functional.pad(q, (0, 0, 0, width - q.shape[1]))
@@ -167,7 +181,7 @@ def _full_q(draft: Draft, q: Tensor, drawn: list[int]) -> Tensor:
 
 
 def _trunk(parents: Sequence[int]) -> int:
-    """Nodes of the window in a verified draft, where it stands before its branches."""
+    """Nodes of the window in a verified draft; its branches come after them."""
     return next((n for n, parent in enumerate(parents) if parent != n - 1), len(parents))
 
 
@@ -175,5 +189,6 @@ def build(config: Config, target: Target) -> Jacobi:
     if config.branches and not serving.verifies_trees(target, "jacobi", "its window alone"):
         config = config.model_copy(update={"branches": 0})
     has_pool = config.init != "repeat" or bool(config.branches)
-    serving.warn_idle("jacobi", config, {"ngram": has_pool, "pool": has_pool}, "without a pool; set init to ngram, or branches")
+    because = "without a pool; set init to ngram, or branches"
+    serving.warn_idle("jacobi", config, {"ngram": has_pool, "pool": has_pool}, because)
     return Jacobi(config, target.spec.vocabulary)

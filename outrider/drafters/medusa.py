@@ -1,16 +1,18 @@
-"""Medusa: heads on the target's last hidden state, each for one token further ahead, drafted as a tree.  (arXiv 2401.10774.)
+"""Medusa: heads on the target's last hidden state, each for one token further ahead, drafted as a tree.  (arXiv
+2401.10774.)
 
-Head k, counted from 0, sees the state before the anchor and predicts the token k + 1 places behind it: x + SiLU(W x), then an
-output matrix.  Heads know nothing of each other's tokens, so a chain of first choices is a poor draft; a tree of the likely
-combinations is a good one.  How often the choice of each rank is right is counted while the heads learn, and the nodes with
-the largest products of these accuracies are drafted: what that assumes is that heads err independently.
+Head k, counted from 0, reads the state before the anchor and predicts the token k + 1 positions after it: x + SiLU(W
+x), then an output matrix.  Heads do not know each other's tokens, so a chain of first choices is a poor draft; a tree
+of likely combinations is a good one.  How often the choice of each rank is right is counted while the heads learn, and
+the nodes with the largest products of these accuracies are drafted.  This assumes that heads err independently.
 
-`sequential` lets head k see the words before its own too, the anchor first: y = [x; words], R y + SiLU(W y).  (Hydra, arXiv
-2402.05109; its prefix attention is left out.)
+With `sequential`, head k also reads the words before its own, the anchor first: y = [x; words], R y + SiLU(W y).
+(Hydra, arXiv 2402.05109; its prefix attention is left out.)
 
-Differs from the paper: the output matrix is the target's own unless `head` is own, so that a head has H * H weights and is
-soon trained; accuracies are counted in training, not on texts kept aside; every draft is verified by the exact distribution,
-not by typical acceptance; under a temperature nodes are drawn, which keeps more than the likeliest do.
+Differs from the paper: the output matrix is the target's own unless `head` is own, so that a head has H * H weights and
+trains fast; accuracies are counted in training, not on held-out texts; every draft is verified by the exact
+distribution, not by typical acceptance; above temperature 0 nodes are drawn, of which more are accepted than of the
+likeliest.
 
 B slots, S tokens, H hidden size, V vocabulary, K heads, R ranks, N nodes, W nodes of one level, P positions trained.
 """
@@ -40,53 +42,58 @@ from outrider.nn.trees import Path, RankTree
 from outrider.targets.protocol import Target
 
 RANKS = 10
-"""Choices of a head whose accuracies are counted."""
+"""Ranks of a head whose accuracies are counted."""
 KEEP = 0.95
-"""What one batch leaves of the accuracies that were counted before."""
+"""Weight of the earlier accuracies when a batch is added; the batch has the rest."""
 
 
 class Config(Base):
     kind: Literal["medusa"] = "medusa"
     heads: PositiveInt = 5
-    """Heads, and so tokens that a draft reaches ahead."""
+    """Heads, each for one token further ahead: the depth of a draft in tokens."""
     layers: PositiveInt = 1
-    """Residual blocks of a head."""
+    """Residual blocks per head."""
     head: Literal["target", "own"] = "target"
-    """Output matrix: the target's, frozen; or each head's own, begun as the target's, of V * H weights."""
+    """Output matrix: the target's, frozen, or each head's own, which begins as the target's and has V * H weights."""
     sequential: bool = False
-    """Heads see the words before their own (Hydra): better deep down, and drafted level by level."""
+    """Heads read the drafted tokens before their own (Hydra): better at depth, and drafted level by level."""
     nodes: PositiveInt = 16
-    """Nodes of the tree: those that are most often right, as counted in training."""
+    """Nodes of the tree: those that were most often right in training."""
     tree: tuple[tuple[NonNegativeInt, ...], ...] | None = None
     """The tree itself, as paths of ranks such as [[0], [0, 0], [1]], parents first, the most promising first."""
     drawn: bool = True
-    """Draw the nodes of sampled requests, siblings without replacement; else they are the heads' likeliest there too, as they
-    always are at temperature 0."""
+    """Draw the nodes of sampled requests, siblings without replacement; no: take the heads' likeliest tokens, as at
+    temperature 0."""
     anchors: PositiveInt | None = None
     """Most positions trained per text and step; all unless given."""
     device: str | None = None
-    """Where it drafts, such as cuda:1; the target's device unless given."""
+    """Device that drafts, such as cuda:1; the target's unless given."""
 
     @model_validator(mode="after")
     def _is_a_tree(self) -> Config:
-        seen: set[Path] = {()}
+        known: set[Path] = {()}
         for path in self.tree or ():
-            if path in seen or path[:-1] not in seen:
-                raise ValueError(f"tree: {list(path)} is empty, stands twice, or stands before its parent {list(path[:-1])}")
+            if path in known or path[:-1] not in known:
+                raise ValueError(
+                    f"tree: path {list(path)} is empty, repeated, or before its parent {list(path[:-1])}; "
+                    "list parents first, each once"
+                )
             if len(path) > self.heads:
-                raise ValueError(f"tree: {list(path)} is deeper than {self.heads} heads reach; raise heads, or cut the path")
-            seen.add(path)
+                raise ValueError(
+                    f"tree: path {list(path)} is deeper than {self.heads} heads; raise heads, or shorten the path"
+                )
+            known.add(path)
         if self.tree == ():
-            raise ValueError("tree has no node; leave it out for the best by experience")
+            raise ValueError("tree must have at least one node; leave it out for the best tree by measurement")
         return self
 
 
 class Model(DraftModel):
-    """The heads, and how often the choices of each were right."""
+    """The heads, and how often each head's choices were right."""
 
     taps = ()
     accuracies: Tensor
-    """[K, R]: how often head k's choice of rank r was the target's, where all before it was the text."""
+    """[K, R]: how often head k's choice of rank r was the target's token, after true text."""
 
     def __init__(self, config: Config, target: Target):
         super().__init__()
@@ -94,12 +101,16 @@ class Model(DraftModel):
         hidden, vocabulary = target.spec.hidden, target.spec.vocabulary
         most = max((max(path) for path in config.tree or ()), default=0)
         if most >= vocabulary:
-            raise DrafterError(f"tree asks for a choice of rank {most}, {target.spec.name} has {vocabulary} tokens; lower it")
-        rows = target.head_rows(torch.arange(vocabulary, device=target.device)).detach() if config.head == "own" else None
+            raise DrafterError(
+                f"tree: rank {most} must be below the {vocabulary} tokens of {target.spec.name}; lower it"
+            )
+        rows = (
+            target.head_rows(torch.arange(vocabulary, device=target.device)).detach() if config.head == "own" else None
+        )
         self.medusa_head = nn.ModuleList()
         for k in range(config.heads):
-            beside = k + 1 if config.sequential else 0
-            head = nn.ModuleList(ResidualBlock(hidden, 0 if layer else beside) for layer in range(config.layers))
+            num_words = k + 1 if config.sequential else 0
+            head = nn.ModuleList(ResidualBlock(hidden, 0 if layer else num_words) for layer in range(config.layers))
             if rows is not None:
                 head.append(nn.Linear(hidden, vocabulary, bias=False))
                 head[-1].weight = nn.Parameter(rows.clone())
@@ -121,11 +132,12 @@ class Model(DraftModel):
         return torch.stack(outputs, -2)
 
     def words(self, tokens: Tensor) -> Tensor | None:
-        """What the heads see of these tokens [...]: their embeddings [..., H], or nothing."""
+        """What the heads read of these tokens [...]: their embeddings [..., H], or nothing."""
         return self.target.embed(tokens).to(self.accuracies.dtype) if self.config.sequential else None
 
     def along(self, hidden: Tensor, words: Tensor | None, heads: int) -> Tensor:
-        """Logits [..., k, V] of the first `heads` heads on known text: hidden [..., H], words [..., K, H], the anchor first."""
+        """Logits [..., k, V] of the first `heads` heads on known text: hidden [..., H], words [..., K, H], the anchor
+        first."""
         return self.logits(torch.stack([self.state(k, hidden, words) for k in range(heads)], -2))
 
     def predict(self, batch: Batch) -> Rows:
@@ -142,25 +154,26 @@ build = Model.build
 
 
 def assumed(heads: int, ranks: int) -> Tensor:
-    """Accuracies [K, R] before anything was counted: 0.6 for the first choice of head 0, 0.8 times that a head further on,
-    and falling with the square of the rank.
+    """Accuracies [K, R] before anything was counted: 0.6 for the first choice of head 0, 0.8 times that a head further
+    on, and falling with the square of the rank.
     """
     return 0.6 * 0.8 ** torch.arange(heads)[:, None] / torch.arange(1, ranks + 1) ** 2
 
 
 def search(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...]:
-    """The `nodes` paths with the largest products of accuracies [K, R] along them, the largest first: the tree that keeps most.
+    """The `nodes` paths with the largest products of accuracies [K, R] along them, largest first: the tree with most
+    accepted.
 
-    A child's product is never above its parent's and on equal terms the shallower stands first, so every prefix is the best
-    tree of its size.  Fewer paths where the heads have no more to offer.
+    A child's product is never above its parent's and of equals the shallower comes first, so every prefix is the best
+    tree of its size.  Returns fewer paths where the heads have no more.
     """
     found: list[Path] = []
-    waiting: list[tuple[float, int, Path]] = [(-1.0, 0, ())]
-    while waiting and len(found) <= nodes:
-        product, depth, path = heapq.heappop(waiting)
+    candidates: list[tuple[float, int, Path]] = [(-1.0, 0, ())]
+    while candidates and len(found) <= nodes:
+        product, depth, path = heapq.heappop(candidates)
         found.append(path)
         for rank, chance in enumerate(accuracies[depth] if depth < len(accuracies) else ()):
-            heapq.heappush(waiting, (product * chance, depth + 1, (*path, rank)))
+            heapq.heappush(candidates, (product * chance, depth + 1, (*path, rank)))
     return tuple(found[1:])  # without the anchor
 
 
@@ -168,7 +181,7 @@ def search(accuracies: Sequence[Sequence[float]], nodes: int) -> tuple[Path, ...
 
 
 class MedusaDrafter(StateDrafter):
-    """Drafts a tree of the heads' choices behind one state a slot."""
+    """Drafts a tree of the heads' choices after one state per slot."""
 
     def __init__(self, model: Model):
         prepacked.pack(model)
@@ -187,28 +200,28 @@ class MedusaDrafter(StateDrafter):
 
 
 class _Step:
-    """What the heads say in one step.  hidden [B, H], of each slot's last verified token."""
+    """The heads' logits in one step.  hidden [B, H], of each slot's last verified token."""
 
     def __init__(self, model: Model, hidden: Tensor, state: DecodeState, depth: int):
         self.model, self.hidden, self.state = model, hidden, state
         self.all = None if model.config.sequential else model.along(hidden, None, depth)
-        """[B, depth, V], where no head needs to know a drafted token."""
+        """[B, depth, V], where no head depends on a drafted token; else None."""
 
     def first(self) -> Tensor:
-        """Logits [B, V] behind the anchor, of what may stand there."""
-        return self.state.judge.masked(self._behind([], 1)[:, 0])
+        """Logits [B, V] after the anchor, -inf for tokens that may not follow."""
+        return self.state.judge.masked(self._logits_after([], 1)[:, 0])
 
-    def expand(self, tree: Draft, fresh: int) -> Tensor:
-        """Logits [B, fresh, V] behind the last nodes of the tree, as `trees.Expand`."""
-        return serving.masked(self._behind(trees.path(tree, fresh), fresh), tree, self.state)
+    def expand(self, tree: Draft, new: int) -> Tensor:
+        """Logits [B, new, V] after the last nodes of the tree, as `trees.Expand`."""
+        return serving.masked(self._logits_after(trees.path(tree, new), new), tree, self.state)
 
-    def _behind(self, path: list[Tensor], fresh: int) -> Tensor:
-        """Logits [B, fresh, V] behind drafted tokens, [B, fresh] of each depth."""
+    def _logits_after(self, path: list[Tensor], new: int) -> Tensor:
+        """Logits [B, new, V] after drafted tokens, [B, new] of each depth."""
         k = len(path)
         if self.all is not None:
-            return self.all[:, k, None].expand(-1, fresh, -1)
-        words = self.model.words(torch.stack([self.state.anchor[:, None].expand(-1, fresh), *path], -1))
-        state = self.model.state(k, self.hidden[:, None].expand(-1, fresh, -1), words)
+            return self.all[:, k, None].expand(-1, new, -1)
+        words = self.model.words(torch.stack([self.state.anchor[:, None].expand(-1, new), *path], -1))
+        state = self.model.state(k, self.hidden[:, None].expand(-1, new, -1), words)
         return self.model.logits(state[..., None, :], k)[..., 0, :]
 
 
@@ -220,7 +233,9 @@ def _paths(model: Model) -> tuple[Path, ...]:
         return chain
     if config.tree is None:
         return search(model.accuracies.tolist(), config.nodes)
-    serving.warn_idle("medusa", config, {"nodes": False}, f"beside medusa.tree, whose {len(config.tree)} nodes are drafted")
+    serving.warn_idle(
+        "medusa", config, {"nodes": False}, f"with medusa.tree, whose {len(config.tree)} nodes are drafted"
+    )
     return config.tree
 
 
@@ -228,9 +243,9 @@ def _paths(model: Model) -> tuple[Path, ...]:
 
 
 class Rows(SharedLabels):
-    """Predictions of every head behind every anchor whose next token is one to learn: K rows an anchor, row k of head k.
+    """Predictions of every head after every anchor whose next token is learnt: K rows per anchor, row k of head k.
 
-    The hidden states are the target's and learn nothing, so a chunk's gradient goes to the weights at once.
+    The hidden states are the target's and are not trained, so a chunk's gradient goes to the weights at once.
     """
 
     def __init__(self, model: Model, batch: Batch):
@@ -239,16 +254,17 @@ class Rows(SharedLabels):
         text, before = live.nonzero().unbind(-1)
         super().__init__(model, batch.hidden[text, before], batch.hidden, rows)
         self._before = batch.tokens[text[:, None], labels_at - 1]
-        """[P, K], the anchor and the tokens behind it, of which head k may see the first k + 1."""
+        """[P, K], the anchor and the tokens after it, of which head k may read the first k + 1."""
         self.hits = torch.zeros(heads, model.accuracies.shape[1] + 1, device=device)
-        """[K, R + 1]: how often the target's likeliest token was head k's choice of rank r, in the last column a later one."""
+        """[K, R + 1]: how often the target's likeliest token was head k's choice of rank r, in the last column of a
+        later rank."""
 
     def chunks(self, rows: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
         heads = self.model.config.heads
         for part in whole_blocks(self.block, rows):
             anchors = slice(part.start // heads, part.stop // heads)
             with torch.no_grad():
-                target = self.said(part)
+                target = self.target_logits(part)
             hidden = self._states[anchors].to(self.model.accuracies.dtype)
             draft = self.model.along(hidden, self.model.words(self._before[anchors]), heads)
             yield draft.flatten(0, 1), target, part
@@ -260,19 +276,19 @@ class Rows(SharedLabels):
 
     @torch.no_grad()
     def count(self, rows: slice, draft: Tensor, target: Tensor) -> None:
-        """See which choice of its head the target's likeliest token was, in each of these rows."""
+        """Count at which rank of its head the target's likeliest token was, in each of these rows."""
         best, ids = target.argmax(-1, keepdim=True), torch.arange(draft.shape[-1], device=draft.device)
         own = draft.gather(-1, best)
-        # in bf16 the best are often equals, of which only one can be the first choice
+        # in bf16 the best logits are often equal, and only one can be the first choice
         rank = (draft > own).sum(-1) + ((draft == own) & (ids < best)).sum(-1)
         ranks, learnt = self.hits.shape[1], self.weight[rows] > 0
         at = self.depth[rows] * ranks + rank.clamp(max=ranks - 1)
         self.hits += torch.bincount(at[learnt], minlength=self.hits.numel()).view_as(self.hits)
 
     def backward(self) -> None:
-        """Take what was counted into the model's accuracies; the heads have their gradients already."""
-        seen, accuracies = self.hits.sum(1), self.model.accuracies
-        counted = seen > 0
-        found = self.hits[counted, :-1] / seen[counted, None]
+        """Add the counts to the model's accuracies; the heads have their gradients already."""
+        counts, accuracies = self.hits.sum(1), self.model.accuracies
+        counted = counts > 0
+        found = self.hits[counted, :-1] / counts[counted, None]
         accuracies[counted] = KEEP * accuracies[counted] + (1 - KEEP) * found.to(accuracies.dtype)
         self.hits.zero_()

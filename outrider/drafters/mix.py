@@ -1,17 +1,19 @@
-"""Mix: several drafters, one draft.  Their trees are joined, and how many nodes each may offer follows what is kept.
+"""Mix: several drafters, one draft.  Their trees are joined; how many nodes each may offer depends on what was
+accepted.
 
-`share: bandit` splits every slot's nodes anew in each step.  An arm is the n-th node of a part, its reward 1 where the node
-is kept; the arms with the highest upper confidence bounds are played, of each part the first ones.  That is CombUCB1 with
-semi-bandit feedback, whose regret after T steps is O(sqrt(nodes * arms * T log T)) nodes kept (Kveton et al. 1410.0949) at
-`explore` 1, while chances stay as they are and do not hang on what others offer.  Here counts fade, since texts change
-(discounted UCB, Garivier and Moulines 0805.3415: sqrt(T log T) becomes sqrt(T changes) log T for an arm), and `explore` is
-smaller by default, for which no bound is shown: requests are short.
+`share: bandit` splits every slot's nodes again in each step.  An arm is the n-th node of a member, its reward 1 where
+the node is accepted; the arms with the highest upper confidence bounds are played, of each member the first ones.  That
+is CombUCB1 with semi-bandit feedback, whose regret after T steps is O(sqrt(nodes * arms * T log T)) accepted nodes
+(Kveton et al. 1410.0949) at `explore` 1, while probabilities are constant and do not depend on what others offer.  Here
+counts fade, since texts change (discounted UCB, Garivier and Moulines 0805.3415: sqrt(T log T) becomes sqrt(T changes)
+log T for an arm), and `explore` is smaller by default, for which no bound is shown: requests are short.
 
-`share: request` gives a request's nodes to one part, from its first step to its last: the one it names, or the one that has
-kept most for its tenant and its kind of text (code, math or chat), by UCB1 over steps (regret O(log T / gap), Auer,
-Cesa-Bianchi and Fischer 2002).
+`share: request` gives a request's nodes to one member, from its first step to its last: the one it names, or the one
+with most accepted for its tenant and its kind of text (code, math or chat), by UCB1 over steps (regret O(log T / gap),
+Auer, Cesa-Bianchi and Fischer 2002).
 
-All of this hangs on earlier steps alone, each part keeps its own q, and parts draw independently: the output is exact.
+All of this depends on earlier steps alone, each member has its own q, and members draw independently: the output is
+exact.
 """
 
 from __future__ import annotations
@@ -39,41 +41,45 @@ from outrider.targets.protocol import Target
 
 class Config(Base):
     kind: Literal["mix"] = "mix"
-    members: tuple[Choice, ...] = Field(default=({"kind": "ngram"}, {"kind": "recycle"}), min_length=1, validate_default=True)
-    """Kinds with their settings, or folders of checkpoints.  Nodes that one does not use go to those behind it."""
+    members: tuple[Choice, ...] = Field(
+        default=({"kind": "ngram"}, {"kind": "recycle"}), min_length=1, validate_default=True
+    )
+    """Drafters: kinds with their settings, or folders of checkpoints.  Nodes that one leaves unused go to the next."""
     share: Literal["bandit", "request"] = "bandit"
-    """Who may offer how many nodes: `bandit` all, by what was kept so far; `request` one part for each request."""
+    """Who may draft how many nodes: `bandit`, all members, by what was accepted so far; `request`, one member per
+    request."""
     nodes: PositiveInt = 16
-    """Most nodes of all parts together."""
+    """Most nodes per step, of all members together."""
     explore: NonNegativeFloat = 0.1
-    """Weight of doubt; 0 trusts what was kept so far."""
+    """Weight of the confidence bound; 0 trusts what was accepted so far, 1 explores most."""
 
 
 @dataclass(kw_only=True)
 class Memory(EnsembleMemory):
-    """What the parts remember, and who kept how much."""
+    """The members' memories, and how much of each was accepted."""
 
     shares: list[Shares]
-    """A bandit a slot; it goes with its request."""
+    """One bandit per slot; it ends with its request."""
     serving: dict[int, int] = field(default_factory=dict)
-    """Slot to the part that its request was given to."""
+    """Slot to the member that its request was given to."""
     alike: dict[int, str] = field(default_factory=dict)
-    """Slot to what requests are alike by: tenant and kind of text."""
+    """Slot to its request's group: tenant and kind of text."""
     asked: list[int] = field(default_factory=list)
     """Nodes that each live slot may have in the step that is open; none where no draft was asked for."""
 
 
 class Mix(Ensemble):
-    """Asks its parts one after another and joins what they propose."""
+    """Asks its members one after another and joins what they propose."""
 
     def __init__(self, drafters: Sequence[Drafter], names: Sequence[str], config: Config):
         super().__init__(drafters, min(config.nodes, sum(drafter.limit for drafter in drafters)))
+        self.learns = self.learns or config.share == "request"
         self.names, self.config = list(names), config
         self.tallies = ByTenant(lambda: Tally(len(self.names), config.explore), TENANTS)
-        """By tenant and kind of text: what each part has kept."""
+        """By tenant and kind of text: how much of each member was accepted."""
 
     def allocate(self, cache: Cache) -> Memory:
-        return Memory(**vars(super().allocate(cache)), shares=[self._fresh() for _ in range(cache.slots)])
+        return Memory(**vars(super().allocate(cache)), shares=[self._new_shares() for _ in range(cache.slots)])
 
     def propose(self, memory: Memory, state: DecodeState, budget: Tensor) -> Draft:
         memory.asked = budget.tolist()
@@ -88,30 +94,32 @@ class Mix(Ensemble):
             draft = self.join(memory, part, draft, found, torch.tensor(most), state.seeded)
         return draft
 
-    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
-        found = self.tell(memory, state, draft, kept, scores)
+    def observe(self, memory: Memory, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
+        found = self.tell(memory, state, draft, accepted, scores)
         for b, (row, asked) in enumerate(zip(state.rows, memory.asked, strict=False)):
-            # a slot that ended in mid-block did not show what it would have kept
-            if not asked or kept.next_tokens[b] < 0:
+            # a slot that ended inside its block did not show what it would have accepted
+            if not asked or accepted.next_tokens[b] < 0:
                 continue
             if self.config.share == "request":
-                self.tallies.of(memory.alike[row]).learn(memory.serving[row], len(kept.paths[b]) / self.limit)
+                self.tallies.of(memory.alike[row]).learn(memory.serving[row], len(accepted.paths[b]) / self.limit)
             else:
-                memory.shares[row].learn([list(places[b]) for places, _ in found], [paths[b] for _, paths in found])
+                memory.shares[row].learn(
+                    [list(positions[b]) for positions, _ in found], [paths[b] for _, paths in found]
+                )
         memory.asked = []
 
     def free(self, memory: Any, rows: Sequence[int]) -> None:
         super().free(memory, rows)
         for row in rows:
-            memory.shares[row] = self._fresh()
+            memory.shares[row] = self._new_shares()
             memory.serving.pop(row, None)
             memory.alike.pop(row, None)
 
-    def _fresh(self) -> Shares:
+    def _new_shares(self) -> Shares:
         return Shares(self.limits, self.config.explore)
 
     def _split(self, memory: Memory, state: DecodeState, row: int, most: int) -> list[int]:
-        """How many nodes each part may offer."""
+        """How many nodes each member may offer."""
         if self.config.share == "bandit":
             return memory.shares[row].split(most)
         if row not in memory.serving:
@@ -121,36 +129,39 @@ class Mix(Ensemble):
         return [most if part == memory.serving[row] else 0 for part in range(len(self.names))]
 
     def _chosen(self, memory: Memory, state: DecodeState, row: int) -> int:
-        """The part that a request names, or else the most promising for those like it."""
+        """The member that a request names, or else the most promising for its group."""
         name = state.requests[row].drafter
         if name in self.names:
             return self.names.index(name)
         if name:
             known = ", ".join(self.names)
-            logging.getLogger(__name__).warning("a request asks for drafter %r, of which mix has none (%s)", name, known)
+            logging.getLogger(__name__).warning(
+                "a request asks for drafter %r, which mix does not have; it has %s", name, known
+            )
         same = [part for other, part in memory.serving.items() if memory.alike[other] == memory.alike[row]]
         return self.tallies.of(memory.alike[row]).best([same.count(part) for part in range(len(self.names))])
 
 
 TENANTS = 1024
-"""Tallies that are kept; the one asked for least recently goes."""
+"""Most tallies; the least recently used is removed first."""
 
 
 class Shares:
-    """One slot's bandit: how often each part's n-th node was offered and kept."""
+    """One slot's bandit: how often each member's n-th node was offered and accepted."""
 
     WINDOW = 64.0
     """Steps after which a count has faded to 1/e."""
     GUESS, DOUBT = 0.5, 2.0
-    """What a part's first node is taken for, and every other for the one before it: for so many tests."""
+    """Prior of a member's first node, and how many tests it counts as; every other node's prior is the node before
+    it."""
 
     def __init__(self, limits: Sequence[int], explore: float):
         self.explore, self.steps = explore, 0.0
         self.offered = [[0.0] * limit for limit in limits]
-        self.kept = [[0.0] * limit for limit in limits]
+        self.accepted = [[0.0] * limit for limit in limits]
 
     def split(self, most: int) -> list[int]:
-        """Nodes a part: the highest bounds, of each part the first nodes.  Of equals the first part's."""
+        """Nodes per member: the highest bounds, of each member the first nodes.  Of equals the first member's."""
         bounds = [self._bounds(part, most) for part in range(len(self.offered))]
         shares = [0] * len(bounds)
         for _ in range(most):
@@ -161,44 +172,45 @@ class Shares:
         return shares
 
     def _bounds(self, part: int, most: int) -> list[float]:
-        """Upper confidence bounds of a part's nodes, never rising, and -1 behind the last."""
+        """Upper confidence bounds of a member's nodes, never rising, and -1 after the last."""
         doubt = self.explore * math.sqrt(1.5 * math.log(1 + self.steps))
-        guess, least, bounds = self.GUESS, math.inf, []
-        for offered, kept in zip(self.offered[part][:most], self.kept[part], strict=False):
-            guess = (kept + self.DOUBT * guess) / (offered + self.DOUBT)
-            least = min(least, guess + doubt / math.sqrt(offered + self.DOUBT))
-            bounds.append(least)
+        guess, lowest, bounds = self.GUESS, math.inf, []
+        for offered, accepted in zip(self.offered[part][:most], self.accepted[part], strict=False):
+            guess = (accepted + self.DOUBT * guess) / (offered + self.DOUBT)
+            lowest = min(lowest, guess + doubt / math.sqrt(offered + self.DOUBT))
+            bounds.append(lowest)
         return [*bounds, -1.0]
 
-    def learn(self, offered: Sequence[Sequence[int]], kept: Sequence[Sequence[int]]) -> None:
-        """Places in each part's draft that were verified, and those that were kept."""
+    def learn(self, offered: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]]) -> None:
+        """Nodes of each member's draft that were verified, and those that were accepted."""
         fade = 1 - 1 / self.WINDOW
         self.steps = fade * self.steps + 1
-        for counts, nodes in ((self.offered, offered), (self.kept, kept)):
-            for part, places in enumerate(nodes):
-                counts[part] = [fade * count + (n in places) for n, count in enumerate(counts[part])]
+        for counts, nodes in ((self.offered, offered), (self.accepted, accepted)):
+            for part, positions in enumerate(nodes):
+                counts[part] = [fade * count + (n in positions) for n, count in enumerate(counts[part])]
 
 
 class Tally:
-    """What each part kept, as shares of the nodes that a step may have."""
+    """How much of each member was accepted, as a share of the nodes that a step may have."""
 
     def __init__(self, count: int, explore: float):
         self.explore = explore
-        self.kept, self.steps = [0.0] * count, [0] * count
+        self.accepted, self.steps = [0.0] * count, [0] * count
 
-    def learn(self, part: int, kept: float) -> None:
-        self.kept[part] += kept
+    def learn(self, part: int, accepted: float) -> None:
+        self.accepted[part] += accepted
         self.steps[part] += 1
 
     def best(self, serving: Sequence[int]) -> int:
-        """The part with the highest bound.  serving: requests each has now; one counts as a step that kept what is usual."""
+        """The member with the highest bound.  serving: requests each has now; one counts as a step with the mean
+        acceptance."""
         total = sum(self.steps) + sum(serving)
 
         def bound(part: int) -> float:
             tries = self.steps[part] + serving[part]
             if not tries:
                 return math.inf
-            mean = self.kept[part] / max(self.steps[part], 1)
+            mean = self.accepted[part] / max(self.steps[part], 1)
             return mean + self.explore * math.sqrt(2 * math.log(1 + total) / tries)
 
         return max(range(len(self.steps)), key=bound)
@@ -210,7 +222,8 @@ def _kind(request: Request) -> Literal["code", "math", "chat"]:
 
 
 def kind_of(text: str) -> Literal["code", "math", "chat"]:
-    """What a prompt looks like, by its signs: crude, and good enough to tell which requests are likely to be alike."""
+    """What a prompt looks like, by its characters: crude, and good enough to group requests that are likely to be
+    similar."""
     signs = sum(text.count(sign) for sign in "{}[]()=;_")
     digits = sum(character.isdigit() for character in text) + 4 * (text.count("\\") + text.count("$"))
     if signs > max(len(text) / 16, digits):
@@ -219,6 +232,6 @@ def kind_of(text: str) -> Literal["code", "math", "chat"]:
 
 
 def build(config: Config, target: Target, load: Load | None = None) -> Mix:
-    """load: what opens checkpoints among the parts."""
+    """load: what opens checkpoints among the members."""
     names = [choice if isinstance(choice, str) else choice["kind"] for choice in config.members]
     return Mix([built(choice, target, load) for choice in config.members], names, config)

@@ -1,19 +1,21 @@
-"""MTP: modules that predict one token further each, those that the target ships or ones that are trained.  (arXiv 2412.19437.)
+"""MTP: modules that each predict one token further, shipped with the target or trained.  (arXiv 2412.19437.)
 
-Module m reads a token and what module m - 1 said of the token before it, module 0 the target's final hidden state:
-eh_proj [enorm(embedding); hnorm(state)], one decoder layer, a norm; the target's own head reads what comes out.  Step k of a
-draft takes module min(k, modules - 1), so the last one goes on with its own output (FastMTP: one module shared over all steps).
-Training weighs step k by 0.6 ** k, which the trainer normalises; FastMTP's loss is cross entropy of the text's own tokens.
+Module m reads a token and the output of module m - 1 for the token before it; module 0 reads the target's final hidden
+state: eh_proj [enorm(embedding); hnorm(state)], one decoder layer, a norm.  The target's own head reads the output.
+Step k of a draft uses module min(k, modules - 1), so the last one continues with its own output (FastMTP: one module
+for all steps). Training weighs step k by 0.6 ** k, which the trainer normalises; FastMTP's loss is cross entropy of the
+text's own tokens.
 
 `native` takes DeepSeek-V3's, GLM's, Qwen3-Next's, MiMo-V2's and others' modules from the target's own checkpoint, as
-transformers builds them, and may tune them.  Otherwise they begin at random, with a dense layer, their weights named as
-DeepSeek-V3's: layers.m.{enorm, hnorm, eh_proj, input_layernorm, self_attn, post_attention_layernorm, mlp, shared_head.norm},
-counted from 0; native ones as transformers does, layers.m.{enorm, hnorm, eh_proj, mtp_block, post_norm}.
+transformers builds them, and may tune them.  Other modules begin at random, with a dense layer, and their weights have
+DeepSeek-V3's names: layers.m.{enorm, hnorm, eh_proj, input_layernorm, self_attn, post_attention_layernorm, mlp,
+shared_head.norm}, counted from 0; native ones have transformers' names, layers.m.{enorm, hnorm, eh_proj, mtp_block,
+post_norm}.
 
-Assumes that the state from which one token is read knows something of the next ones.
+Assumes that the state which predicts one token also holds something of the next ones.
 
-Differs from the paper: [embedding; state] is the order of the released weights, not the paper's; the next module reads the
-state after the norm, as in transformers; the target is frozen.  A draft may be a tree.
+Differs from the paper: [embedding; state] is the order of the released weights, not the paper's; the next module reads
+the state after the norm, as in transformers; the target is frozen.  A draft may be a tree.
 """
 
 from __future__ import annotations
@@ -39,11 +41,11 @@ class Config(RecurrentConfig):
     length: PositiveInt = 3
     """Tokens drafted per step; levels of a tree."""
     native: bool | None = None
-    """Take the modules that the target ships; unless given, where it ships any."""
+    """Use the modules shipped with the target; unless given, yes where it has any."""
     modules: PositiveInt = 1
-    """Modules with weights of their own; of native ones the target says how many."""
+    """Modules with weights of their own; the target decides for native ones."""
     qk_norm: bool = False
-    """Norm queries and keys, as Qwen3's layers do; DeepSeek's do not."""
+    """Normalise queries and keys, as Qwen3's layers do and DeepSeek's do not."""
     ttt: PositiveInt = 3
     """Steps unrolled in training."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.6
@@ -82,7 +84,9 @@ class Model(RecurrentModel):
         self.config, self.target = config.model_copy(update={"native": self.native}), target
         if self.shipped is None:
             self.config, self.shape = resolved(self.config, target.spec)
-            self.layers = nn.ModuleList(Module(target.spec.hidden, self.shape, config.qk_norm) for _ in range(config.modules))
+            self.layers = nn.ModuleList(
+                Module(target.spec.hidden, self.shape, config.qk_norm) for _ in range(config.modules)
+            )
             self.limits = (None,) * config.modules
         else:
             _warn_of_idle(config)
@@ -90,8 +94,8 @@ class Model(RecurrentModel):
             self.limits = self.shipped.limits
         self.num_modules = len(self.layers)
 
-    def turn(self, positions: Tensor) -> Tensor:
-        """A pair stands where its token does, one behind the target's state; the target's own modules turn by themselves."""
+    def cos_sin(self, positions: Tensor) -> Tensor:
+        """A pair has its token's position, one after the target's state; native modules rotate by themselves."""
         return rotary(positions + 1, self.shape) if self.shipped is None else positions + 1
 
     def step(self, module: int, words: Tensor, features: Tensor, angle: Tensor, attend: Attend) -> Tensor:
@@ -111,7 +115,7 @@ def _causal(positions: Tensor, limits: Sequence[Limit | None]) -> Attend:
 def _warn_of_idle(config: Config) -> None:
     names = ("modules", "qk_norm", *(name for name in LayerConfig.model_fields if name != "device"))
     is_usual = {name: getattr(config, name) == FORMER.get(name) for name in names}
-    because = "on modules that the target ships; set native to no for modules of your own"
+    because = "on modules shipped with the target; set native to no for modules of your own"
     serving.warn_idle("mtp", config, is_usual, because)
 
 

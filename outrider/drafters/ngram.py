@@ -1,8 +1,8 @@
 """Prompt lookup: propose what followed the last time these tokens stood here.  (Saxena 2023; Yang et al. 2304.04487.)
 
-The longest match wins, among equals the most recent.  Needs no training and no pass of any model; strong where text repeats
-itself, such as code and summaries.  `tree` proposes several continuations at once, `shared` looks them up in the texts of
-other requests too; both from a trie of n-grams (see `retrieval.trie`).
+The longest match wins, of equals the most recent.  Needs no training and no pass of any model; strong where text
+repeats itself, such as code and summaries.  `tree` proposes several continuations at once, and `shared` also looks them
+up in the texts of other requests; both use a trie of n-grams (see `retrieval.trie`).
 """
 
 from __future__ import annotations
@@ -23,38 +23,42 @@ class Config(Base):
     length: PositiveInt = 7
     """Most tokens proposed per step; levels of a tree."""
     longest: PositiveInt = 4
-    """Tokens of the longest match looked for."""
+    """Tokens of the longest match that is looked up."""
     shortest: PositiveInt = 2
-    """Tokens of the shortest match that is believed."""
+    """Tokens of the shortest match that is used."""
     tree: Literal["chain", "recency", "frequency"] = "chain"
     """One continuation, or a tree of them: the most recent first, or the most frequent."""
     nodes: PositiveInt = 16
     """Nodes of a tree; a chain has `length`."""
     shared: Literal[False, "tenant", "all"] = False
-    """Look up in the texts of other requests too, those before and those beside: of the same tenant's, or of all."""
+    """Also look up in the texts of other requests, earlier and current: those of the same `tenant`, or `all`."""
     capacity: int = Field(default=1_000_000, ge=1000, le=1_000_000_000)
-    """N-grams that a trie remembers (60 to 75 bytes each), a slot's or a tenant's; the least recently seen go."""
+    """Most n-grams in one trie, a slot's or a tenant's, 60 to 75 bytes each; the least recently used are removed."""
     tenants: PositiveInt = 64
-    """Tenants whose texts are remembered; the one that asked least recently goes."""
+    """Most tenants whose texts are stored; the least recently used is removed."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Config:
         if self.shortest > self.longest:
-            raise ValueError(f"shortest {self.shortest} is more than longest {self.longest}")
+            raise ValueError(
+                f"shortest must be at most longest, got {self.shortest} and {self.longest}; lower shortest"
+            )
         if self.capacity < 2 * (self.longest + 1):
-            raise ValueError(f"capacity {self.capacity} holds no matches of {self.longest} tokens; raise it, or lower longest")
+            raise ValueError(
+                f"capacity {self.capacity} is too small for matches of {self.longest} tokens; raise it, or lower longest"
+            )
         return self
 
 
 class NGram(Lookup):
-    """Looks the end of the text up in what was read before."""
+    """Looks up the end of the text in what was read before."""
 
     def __init__(self, config: Config):
         tries = Tries(config.longest, config.capacity, config.tenants, config.shared)
         super().__init__(config.length if config.tree == "chain" else config.nodes, tries)
-        self.config = config
+        self.config, self.learns = config, bool(config.shared)
 
-    def fresh(self, tenant: str) -> Text:
+    def new_request(self, tenant: str) -> Text:
         config = self.config
         if config.tree == "chain" and not config.shared:
             return History(config.shortest, config.longest)
@@ -62,8 +66,10 @@ class NGram(Lookup):
 
 
 def build(config: Config, target: Target) -> NGram:
-    """Says which settings the target can't follow, and which have no effect."""
-    if config.tree != "chain" and not verifies_trees(target, "ngram", f"a chain of {config.length}, as with tree chain"):
+    """Warns of settings that the target can't follow, and of those that have no effect."""
+    if config.tree != "chain" and not verifies_trees(
+        target, "ngram", f"a chain of {config.length}, as with tree chain"
+    ):
         config = config.model_copy(update={"tree": "chain"})
     has_trie = config.tree != "chain" or bool(config.shared)
     needs = {"nodes": config.tree != "chain", "capacity": has_trie, "tenants": config.shared}

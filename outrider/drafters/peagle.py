@@ -1,14 +1,15 @@
-"""P-EAGLE: EAGLE-3's pairs with masks behind the newest, so that one pass drafts all K tokens.  (arXiv 2602.01469.)
+"""P-EAGLE: EAGLE-3's pairs with masks after the newest, so that one pass drafts all K tokens.  (arXiv 2602.01469.)
 
-A pair is a position's fused taps and the token behind it.  Where EAGLE-3 would feed its own state back, depth d >= 1 stands on
-a learnt feature and a mask token, at rotary position i + d; it sees all pairs up to its own, i, and its own masks of smaller
-or equal depth.  Every depth predicts by itself, so q of each is a softmax of its own row.
+A pair is a position's fused taps and the next token.  Where EAGLE-3 feeds its own state back, depth d >= 1 reads a
+learnt feature and a mask token, at rotary position i + d; it attends to all pairs up to its own, i, and to its own
+masks of smaller or equal depth.  Every depth predicts by itself, so its q is a softmax of its own row.
 
-Training drops depths by COD (PARD, An et al. 2504.18583): depth d keeps a share ratio^d of the positions, never below
-`floor`, and a position only where depth d - 1 was kept.  A dropped depth is not there at all.
+Training drops depths by COD (PARD, An et al. 2504.18583): depth d retains a share ratio^d of the positions, never below
+`floor`, and only positions that depth d - 1 retains.  A dropped depth is absent from the pass.
 
-Differs from the paper: layers have q and k norms (the qwen3 form of the released checkpoints), the head is the target's own,
-frozen, unless `vocabulary` is given, and a text is not split to fit a device: `anchors` bounds what is drafted from instead.
+Differs from the paper: layers have q and k norms (the qwen3 form of the released checkpoints), the head is the target's
+own, frozen, unless `vocabulary` is given; and a text is not split to fit a device: `anchors` bounds the positions
+instead.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.nn import serving
 from outrider.nn.blocks import ContextLayer, FusedTaps, PairLayer, RMSNorm, attending, rotary
-from outrider.nn.draft_model import Batch, MaskedModule, MaskToken, copy_layers, draw, resolve_taps, sight, with_mask
+from outrider.nn.draft_model import (
+    Batch,
+    MaskedModule,
+    MaskToken,
+    copy_layers,
+    draw,
+    pair_mask,
+    resolve_taps,
+    with_mask,
+)
 from outrider.nn.heads import ReducedHead, VocabularyModel
 from outrider.nn.memory import FeatureMemory, PairDrafter
 from outrider.nn.rows import DetachedRows, Labelled
@@ -39,28 +49,30 @@ class Config(LayerConfig):
     length: PositiveInt = 8
     """Tokens drafted per step, and depths trained."""
     norm_before_residual: bool = False
-    """The first layer adds to the normed feature, not to the feature itself."""
+    """The first layer adds its output to the normalised feature, not to the feature itself."""
     layers: PositiveInt = 4
-    """Decoder layers of the draft model; the first reads embedding and feature side by side."""
+    """Decoder layers of the draft model; the first reads embedding and feature together."""
     taps: tuple[int, ...] | None = None
-    """Target layers it sees, counted from 0; three, low, middle and high, unless given."""
+    """Target layers it reads, counted from 0; three, low, middle and high, unless given."""
     vocabulary: PositiveInt | None = None
-    """Tokens a draft may hold, the most frequent, with trained rows of their own; all, by the target's head, unless given."""
+    """Number of tokens it can draft, the most frequent ones, by a trained head; all, by the target's head, unless
+    given."""
     init_from_layers: tuple[NonNegativeInt, ...] | None = None
-    """Target layers, one a draft layer but the first and counted from 0, whose weights training begins with."""
+    """Target layers, one per draft layer but the first and counted from 0, whose weights training begins with; random
+    unless given."""
     mask_token: MaskToken = None
-    """The target's token whose embedding stands in masked slots, or learnt for a vector of its own.  Unless given, the
-    tokenizer's mask token, else the first row of the embedding that is no token, else learnt."""
+    """Id of the target's token whose embedding fills masked slots, or `learnt` for a trained vector.  Unless given: the
+    tokenizer's mask token, else the first unused row of the embedding, else learnt."""
     ratio: float = Field(0.7, gt=0, le=1)
-    """Share of the positions kept from one depth to the next in training."""
+    """Share of the positions, above 0 to 1, that each depth retains of the one before in training."""
     floor: float = Field(0.2, ge=0, le=1)
-    """Share that is kept at every depth."""
+    """Smallest share of the positions, 0 to 1, that any depth retains."""
     anchors: PositiveInt = 512
     """Most positions drafted from per text and step in training."""
 
 
 class Model(VocabularyModel, MaskedModule, FusedTaps):
-    """Pairs and masks in, one state a row out, and a head on it."""
+    """Takes pairs and masks; returns one state per row, and a head's logits of it."""
 
     def __init__(self, config: Config, target: Target):
         super().__init__(with_mask(config, target), target, resolve_taps(config.taps, target.spec, 3))
@@ -75,19 +87,20 @@ class Model(VocabularyModel, MaskedModule, FusedTaps):
             copy_layers(list(self.layers)[1:], config.init_from_layers, target)
 
     def forward(
-        self, taps: Tensor, tokens: Tensor, masks: int, at: Tensor, mask: Tensor | None, kept: SlotCache | None = None
+        self, taps: Tensor, tokens: Tensor, masks: int, at: Tensor, mask: Tensor | None, cache: SlotCache | None = None
     ) -> Tensor:
-        """States [B, C + masks, H] of pairs and the masks behind them.
+        """States [B, C + masks, H] of pairs and the masks after them.
 
-        taps [B, C, T, H] and tokens [B, C] of pairs; at [B or 1, C + masks] rotary positions; mask as the layers take it.
+        taps [B, C, T, H] and tokens [B, C] of pairs; at [B or 1, C + masks] rotary positions; mask as the layers take
+        it.
         """
         features = self.fused(taps)
         empty = self.fc(self.mask_hidden).to(features.dtype).expand(len(tokens), masks, -1)
         features = torch.cat([features, empty], 1)
-        turn, attend = rotary(at, self.shape), attending(mask, kept)
-        x = self.layers[0](self.words(tokens, masks, features.dtype), features, turn, attend)
+        cos_sin, attend = rotary(at, self.shape), attending(mask, cache)
+        x = self.layers[0](self.words(tokens, masks, features.dtype), features, cos_sin, attend)
         for i, layer in enumerate(list(self.layers)[1:], 1):
-            x = layer(x, turn, attend, i)
+            x = layer(x, cos_sin, attend, i)
         return self.norm(x)
 
     def predict(self, batch: Batch) -> Rows:
@@ -104,13 +117,13 @@ build = Model.build
 
 
 class PEagle(PairDrafter):
-    """Drafts a chain a slot in one pass over the new pairs and the masks; the masks' keys are forgotten."""
+    """Drafts one chain per slot in one pass over the new pairs and the masks; the masks' keys are forgotten."""
 
     def __init__(self, model: Model):
         super().__init__(model, model.config.length, model.config.length + 1)
 
     def allocate(self, cache: Cache) -> FeatureMemory:
-        # besides the text: masks, and as many columns again where slots bring unequal numbers of new pairs
+        # besides the text: masks, and as many columns again, since slots bring unequal numbers of new pairs
         return FeatureMemory(cache.slots, cache.length + 2 * self.limit, len(self.model.layers), self.model)
 
     def draft(self, memory: FeatureMemory, state: DecodeState, sizes: Tensor) -> Draft:
@@ -120,25 +133,29 @@ class PEagle(PairDrafter):
     def read(self, memory: FeatureMemory, row: int, state: DecodeState) -> None:
         self._pass(memory, [row], state, 0, leave=1)
 
-    def _pass(self, memory: FeatureMemory, rows: Sequence[int], state: DecodeState, masks: int, leave: int = 0) -> Tensor:
-        """Read waiting pairs and `masks` behind them.  States [B, 1 + masks, H] of each slot's last pair and the masks."""
-        kept, (taps, tokens, counts) = memory.kept, memory.waiting.pairs(rows, state, leave)
+    def _pass(
+        self, memory: FeatureMemory, rows: Sequence[int], state: DecodeState, masks: int, leave: int = 0
+    ) -> Tensor:
+        """Read buffered pairs and `masks` after them.  States [B, 1 + masks, H] of each slot's last pair and the
+        masks."""
+        cache, (taps, tokens, counts) = memory.kv_cache, memory.features.take_with_tokens(rows, state, leave)
         new, real = taps.shape[1], torch.tensor(counts, device=taps.device)
-        kept.open(rows, new + masks)
+        cache.open(rows, new + masks)
         order = torch.arange(new + masks, device=taps.device)
-        # masks stand behind the last real pair
-        at = kept.positions(torch.where(order < new, order, real[:, None] + order - new))
-        mask = kept.mask(visible(new, masks, real) if masks else None, self.model.dtype)
-        states = self.model(taps, tokens, masks, at.clamp(min=0), mask, kept)
-        kept.append(counts)
+        # masks come after the last real pair
+        at = cache.positions(torch.where(order < new, order, real[:, None] + order - new))
+        mask = cache.mask(pass_mask(new, masks, real) if masks else None, self.model.dtype)
+        states = self.model(taps, tokens, masks, at.clamp(min=0), mask, cache)
+        cache.append(counts)
         own = torch.cat([(real - 1).clamp(min=0)[:, None], order[new:].expand(len(counts), -1)], 1)
         return states.gather(1, own[..., None].expand(-1, -1, states.shape[-1]))
 
 
-def visible(new: int, masks: int, counts: Tensor) -> Tensor:
-    """What the rows of a pass see of it, [B, n, n] bool: `new` pairs, of which counts [B] are real, and masks behind them.
+def pass_mask(new: int, masks: int, counts: Tensor) -> Tensor:
+    """Attention mask of a pass, [B, n, n] bool: `new` pairs, of which counts [B] are real, and masks after them.
 
-    A pair sees those up to itself, a mask all real pairs and the masks up to itself; padding is seen by padding alone.
+    A pair attends to those up to itself, a mask to all real pairs and the masks up to itself; only padding attends to
+    padding.
     """
     order = torch.arange(new + masks, device=counts.device)
     to_here = order[:, None] >= order
@@ -150,66 +167,73 @@ def visible(new: int, masks: int, counts: Tensor) -> Tensor:
 
 
 class Rows(DetachedRows):
-    """Predictions from the drawn pairs: one row a depth that COD kept, row d of pair i labelled with token i + 2 + d."""
+    """Predictions from the drawn pairs: one row per retained depth; row d of pair i has label token i + 2 + d."""
 
     def __init__(self, model: Model, batch: Batch):
-        config, pairs = model.config, batch.tokens.shape[1] - 1
+        config, count = model.config, batch.tokens.shape[1] - 1
         drawn = draw(batch, config.anchors, 2, config.length)
         there = conditional_drop(drawn.learnt, config.ratio, config.floor)
-        rows = drafting_rows(drawn.at, there, pairs)
-        mask = training_sight(sight(batch.documents), rows)[:, None]
+        rows = drafting_rows(drawn.at, there, count)
+        mask = training_mask(pair_mask(batch.documents), rows)[:, None]
         at = rows.pair + rows.depth
-        states = model(batch.taps[:, :-1], batch.tokens[:, 1:], at.shape[1] - pairs, at, mask)
+        states = model(batch.taps[:, :-1], batch.tokens[:, 1:], at.shape[1] - count, at, mask)
         b, a, depth = there.nonzero().unbind(-1)
         labelled = Labelled.of(
-            batch, b, drawn.labels_at[b, a, depth], torch.ones(len(b), device=b.device), depth, b * drawn.at.shape[1] + a
+            batch,
+            b,
+            drawn.labels_at[b, a, depth],
+            torch.ones(len(b), device=b.device),
+            depth,
+            b * drawn.at.shape[1] + a,
         )
         super().__init__(model, states[b, rows.of[b, a, depth]], batch.hidden, labelled)
 
 
 def conditional_drop(learnt: Tensor, ratio: float, floor: float) -> Tensor:
-    """Which depths of which positions COD keeps, [B, A, D] bool; of those whose depth 0 is learnt.  learnt [B, A, D] bool.
+    """Which depths of which positions COD retains, [B, A, D] bool; of those whose depth 0 is learnt.  learnt [B, A, D]
+    bool.
 
-    The positions of a text are put in a random order; the first max(ratio^d, floor) of them keep depth d, so whoever keeps a
-    depth kept the one before.
+    The positions of a text are put in a random order; the first max(ratio^d, floor) of them retain depth d, so a
+    position that retains a depth retains the one before.
     """
     live = learnt[..., 0]
     chance = torch.rand(live.shape).to(live.device).masked_fill(~live, 2.0)
     place = chance.argsort(1).argsort(1)
     share = (ratio ** torch.arange(learnt.shape[-1], device=live.device)).clamp(min=floor)
-    # half a place: the number kept is rounded, not cut
+    # plus a half: the number retained is rounded, not cut
     return learnt & (place[..., None] + 0.5 < share * live.sum(1)[:, None, None])
 
 
 class DraftingRows(NamedTuple):
-    """The rows of a training pass, [B, C + R]: a text's pairs, then the masks behind some of them, padded at the end."""
+    """The rows of a training pass, [B, C + R]: a text's pairs, then the masks after some of them, padded at the end."""
 
     pair: Tensor
     depth: Tensor
-    """0 of a pair; D, deeper than any mask, of padding."""
+    """0 for a pair; D, deeper than any mask, for padding."""
     of: Tensor
-    """[B, A, D] which row each kept depth has."""
+    """[B, A, D] the row of each retained depth."""
 
 
-def drafting_rows(at: Tensor, there: Tensor, pairs: int) -> DraftingRows:
-    """at [B, A] pairs that are drafted from, there [B, A, D] which depths are kept; `pairs` in a text."""
+def drafting_rows(at: Tensor, there: Tensor, count: int) -> DraftingRows:
+    """at [B, A] pairs that are drafted from, there [B, A, D] which depths are retained; `pairs` in a text."""
     depths = there.shape[-1]
     is_mask = there & (torch.arange(depths, device=at.device) > 0)
-    of = torch.where(is_mask, pairs - 1 + is_mask.flatten(1).cumsum(1).view(there.shape), at[..., None])
+    of = torch.where(is_mask, count - 1 + is_mask.flatten(1).cumsum(1).view(there.shape), at[..., None])
     order = is_mask.flatten(1).long().sort(dim=1, descending=True, stable=True).indices
     order = order[:, : int(is_mask.sum((1, 2)).max())]
     is_real = is_mask.flatten(1).gather(1, order)
-    every = torch.arange(pairs, device=at.device).expand(len(at), -1)
+    every = torch.arange(count, device=at.device).expand(len(at), -1)
     pair = torch.cat([every, at.gather(1, order // depths)], 1)
     return DraftingRows(pair, torch.cat([0 * every, torch.where(is_real, order % depths, depths)], 1), of)
 
 
-def training_sight(pairs: Tensor, rows: DraftingRows) -> Tensor:
-    """What rows may look at, [B, C + R, C + R] bool; pairs [B, C, C] is what pairs see of pairs.
+def training_mask(text_mask: Tensor, rows: DraftingRows) -> Tensor:
+    """Attention mask [B, C + R, C + R] bool of a training pass; text_mask [B, C, C] is the pairs' part of it.
 
-    A mask of depth d sees what its pair sees, and that pair's masks of depths up to d; so nothing sees padding but padding.
+    A mask of depth d attends to what its pair does, and to that pair's masks of depths up to d; only padding attends to
+    padding.
     """
-    count = pairs.shape[-1]
-    of_pairs = pairs.gather(1, rows.pair[..., None].expand(-1, -1, count))
+    count = text_mask.shape[-1]
+    to_text = text_mask.gather(1, rows.pair[..., None].expand(-1, -1, count))
     is_own = rows.pair[..., None] == rows.pair[:, None, count:]
-    return torch.cat([of_pairs, is_own & (rows.depth[..., None] >= rows.depth[:, None, count:])], -1)
+    return torch.cat([to_text, is_own & (rows.depth[..., None] >= rows.depth[:, None, count:])], -1)

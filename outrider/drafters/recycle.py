@@ -1,11 +1,11 @@
-"""Token recycling: propose what the target nearly said the last time a token stood here.  (Luo et al. 2408.08696.)
+"""Token recycling: propose the target's likeliest successors of a token, as of the last time.  (Luo et al. 2408.08696.)
 
-Every verified node leaves its token with the target's likeliest successors; a tree of them hangs under the anchor.  Needs no
-training and no pass of any model, and has something to propose from the second time on that a token is seen.
+For every verified node the target's likeliest successors of its token are stored; a tree of them grows under the
+anchor. Needs no training and no pass of any model, and proposes from the second occurrence of a token on.
 
-Differs from the paper: the table is the request's own and begins empty, so that no text shows in another's drafts; `shared`
-keeps one for all requests of a tenant, as the paper does for all.  The tree is grown best first by how often each rank is
-right, in place of a fixed template, so that unknown tokens cost no nodes.
+Differs from the paper: the table is the request's own and begins empty, so that no text shows in another request's
+drafts; `shared` has one for all requests of a tenant, where the paper has one for all.  The tree is grown best first by
+how often each rank is right, instead of a fixed template, so that unknown tokens cost no nodes.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from outrider.targets.protocol import Target
 class Config(Base):
     kind: Literal["recycle"] = "recycle"
     nodes: PositiveInt = 16
-    """Most nodes of the tree."""
+    """Most nodes of the tree, drafted per step."""
     depth: PositiveInt = 6
-    """Levels of the tree."""
+    """Levels of the tree, in tokens."""
     successors: PositiveInt = 8
-    """Likeliest tokens remembered after each token."""
+    """Successors stored for each token, the likeliest."""
     shared: bool = False
-    """One table for all requests of a tenant, kept when they end; otherwise each request has its own, empty at first."""
+    """One table for all requests of a tenant, which outlives them; no: each request has its own, empty at first."""
 
 
 TENANTS = 64
-"""Tenants whose tables are kept; the one that asked least recently goes."""
+"""Most tenants with a table; the least recently used is removed."""
 
 
 class Recycle(RequestDrafter[Successors]):
@@ -49,9 +49,10 @@ class Recycle(RequestDrafter[Successors]):
 
     def __init__(self, config: Config, vocabulary: int):
         self.config, self.limit, self.vocabulary = config, config.nodes, vocabulary
-        self.by_tenant = ByTenant(self.fresh, TENANTS)
+        self.learns = config.shared
+        self.by_tenant = ByTenant(self.new_request, TENANTS)
 
-    def fresh(self, tenant: str = "") -> Successors:
+    def new_request(self, tenant: str = "") -> Successors:
         return Successors(self.vocabulary, self.config.successors)
 
     def of(self, memory: list[Successors | None], state: DecodeState, row: int) -> Successors:
@@ -59,21 +60,23 @@ class Recycle(RequestDrafter[Successors]):
 
     def propose(self, memory: list[Successors | None], state: DecodeState, budget: Tensor) -> Draft:
         slots = zip(state.rows, budget.tolist(), strict=True)
-        found = [self.of(memory, state, row).grow(state.tokens[row][-1], most, self.config.depth) for row, most in slots]
+        found = [
+            self.of(memory, state, row).grow(state.tokens[row][-1], most, self.config.depth) for row, most in slots
+        ]
         return trees.of_lists([tokens for tokens, _ in found], [parents for _, parents in found], state.device)
 
     def observe(
-        self, memory: list[Successors | None], state: DecodeState, draft: Draft, kept: Accepted, scores: Scores
+        self, memory: list[Successors | None], state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores
     ) -> None:
-        """Learn from every verified node, whoever proposed it."""
+        """Learn from every verified node, of any drafter."""
         best = scores.logits.topk(min(self.config.successors, scores.logits.shape[-1]), -1).indices.cpu()
         for b, row in enumerate(state.rows):
-            path, last = kept.paths[b], kept.next_tokens[b]
+            path, last = accepted.paths[b], accepted.next_tokens[b]
             anchor = state.tokens[row][-1 - len(path) - (last >= 0)]
             size = draft.live[b]
             nodes = [-1, *(n for n in range(size) if n not in path), *path]
             tokens = [anchor if n < 0 else draft.ids[b][n] for n in nodes]
-            # what was kept is written last: it is what the text goes on from
+            # accepted nodes are written last: the text goes on from them
             self.of(memory, state, row).learn(tokens, best[b, [n + 1 for n in nodes]])
 
 

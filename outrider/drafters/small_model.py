@@ -1,12 +1,13 @@
 """A small language model drafts token by token; the classic pair.  (Leviathan 2211.17192, Chen 2302.01318.)
 
-Any causal LM, best with the target's own vocabulary.  Its cache follows the committed text: what was rejected is forgotten
-(recurrent layers go back to a state that was noted), and what it has not read yet (one token, or two after a block that was
-kept whole) it reads before it drafts.  Of a text that is longer than its context it reads the end.  `width` above 1 grows a
-tree (see `nn.trees`): each level is a pass over the nodes read so far, of which the accepted path stays in the cache.
+Any causal LM, best with the target's own vocabulary.  Its cache follows the committed text: rejected tokens are
+forgotten (recurrent layers return to a saved state), and tokens it has not read yet (one, or two after a block that was
+accepted whole) are read before it drafts.  It reads the end of a text that is longer than its context.  `width` above 1
+grows a tree (see `nn.trees`): each level is a pass over the nodes so far, of which the accepted path stays in the
+cache.
 
-It can be trained to say what the target says, all of its weights.  (DistillSpec, Zhou et al. 2310.08461.)  Every token of a
-text is a row: the model's distribution of it against the target's.  Differs from the paper: all texts are the target's, made
+All of its weights can be trained to match the target.  (DistillSpec, Zhou et al. 2310.08461.)  Every token of a text is
+a row: the model's distribution against the target's.  Differs from the paper: all texts are the target's, written
 beforehand; the model writes none itself while it learns.
 """
 
@@ -41,51 +42,57 @@ from outrider.targets.transformers import TransformersTarget
 
 
 class New(Base):
-    """Sizes of a model that training begins from nothing: a Qwen3 of the target's vocabulary and context."""
+    """Sizes of a model that is trained from random weights: a Qwen3 with the target's vocabulary and context."""
 
     layers: PositiveInt = 2
     """Decoder layers."""
     hidden: PositiveInt = 256
-    """Width of its states."""
+    """Width of its hidden states."""
     intermediate: PositiveInt = 704
     """Width of the MLP."""
     heads: PositiveInt = 4
+    """Attention heads."""
     kv_heads: PositiveInt = 4
+    """Heads of keys and values."""
     head_dim: PositiveInt = 64
+    """Width of one head."""
     rope_theta: PositiveFloat = 10_000.0
+    """Base of the rotary frequencies."""
     tied: bool = True
-    """One matrix is embedding and head."""
+    """Embedding and head are the same matrix."""
 
 
 class Config(ModelConfig):
     kind: Literal["small_model"] = "small_model"
     new: New | None = None
-    """Sizes of a fresh model to train, in place of `model`."""
+    """Sizes of a new model to train, instead of `model`."""
     architecture: dict[str, Any] | None = None
-    """What a checkpoint knows of the trained model's shape, as in a config.json: `model` is not needed again."""
+    """Shape of the trained model as in a config.json, written by a checkpoint; not set by hand."""
     length: PositiveInt = 4
     """Tokens drafted per step; levels of a tree."""
     width: PositiveInt = 1
-    """Children a node may have; above 1 the draft is a tree: the likeliest paths at temperature 0, drawn siblings else."""
+    """Most children of a node; above 1 the draft is a tree: the likeliest paths at temperature 0, else drawn
+    siblings."""
     nodes: PositiveInt = 16
     """Nodes of a tree; a chain has `length`."""
     replacement: bool = False
-    """Draw the siblings of a tree independently; by default a younger one is none of its elders, and more are kept."""
+    """Draw the siblings of a tree independently; no: without replacement, and more are accepted."""
 
     @model_validator(mode="after")
     def _one_model(self) -> Config:
         if self.new is not None and "model" in self.model_fields_set and self.model != "demo":
-            raise ValueError(f"`new` asks for a fresh model and `model` for {self.model!r}; give one of them")
+            raise ValueError(f"`new` asks for a new model and `model` for {self.model!r}; give one of them")
         return self
 
 
 @dataclass
 class Memory:
-    """The model's cache, and the tree it read in the pass that is still open."""
+    """The model's cache, and the tree of its pass that is still open."""
 
     cache: SlotCache
     skipped: list[int]
-    """Tokens at the beginning of each slot's text that are read no longer: there were more than the model's context takes."""
+    """Tokens at the beginning of each slot's text that are no longer read, since the text is longer than the
+    context."""
     tree: Draft | None = None
 
 
@@ -102,7 +109,9 @@ class SmallModel(Drafter):
         own = self.model.allocate(cache.slots, cache.length + max(self.limit, read), undo=self.limit)
         return Memory(own, [0] * cache.slots)
 
-    def admit(self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]) -> None:
+    def admit(
+        self, memory: Memory, rows: Sequence[int], state: DecodeState, scores: Scores, lengths: Sequence[int]
+    ) -> None:
         self._read(memory, rows, [state.tokens[row][: state.prefilled[row]] for row in rows])
 
     @torch.inference_mode()
@@ -111,17 +120,17 @@ class SmallModel(Drafter):
         logits = self._read(memory, rows, [state.tokens[row] for row in rows])
         read_one = partial(language_model.read_one, self.model, cache, rows)
 
-        def expand(tree: Draft, fresh: int) -> Tensor:
+        def expand(tree: Draft, new: int) -> Tensor:
             if memory.tree is None:
                 for row in rows:  # the anchor was read with the text; from here on it is the root of every pass
                     cache.lengths[row] -= 1
             memory.tree = tree
-            return self.model.verify(cache, rows, state.anchor, tree).logits[:, -fresh:]
+            return self.model.verify(cache, rows, state.anchor, tree).logits[:, -new:]
 
         return self.branching.draft(logits, read_one, expand, budget, state)
 
-    def observe(self, memory: Memory, state: DecodeState, draft: Draft, kept: Accepted, scores: Scores) -> None:
-        """Forget what was rejected: of the committed tokens all but the last may stand in the cache, and no draft beyond."""
+    def observe(self, memory: Memory, state: DecodeState, draft: Draft, accepted: Accepted, scores: Scores) -> None:
+        """Forget rejected tokens: the cache may hold all committed tokens but the last, and no drafted ones."""
         if memory.tree is not None:
             tree, memory.tree = memory.tree, None
             read = [memory.skipped[row] + memory.cache.lengths[row] for row in state.rows]
@@ -129,7 +138,7 @@ class SmallModel(Drafter):
             memory.cache.keep(trees.paths(tree, texts))
             return
         for b, row in enumerate(state.rows):
-            agreed = len(state.tokens[row]) - memory.skipped[row] - (kept.next_tokens[b] >= 0)
+            agreed = len(state.tokens[row]) - memory.skipped[row] - (accepted.next_tokens[b] >= 0)
             memory.cache.cut(row, agreed)
 
     def free(self, memory: Memory, rows: Sequence[int]) -> None:
@@ -138,10 +147,10 @@ class SmallModel(Drafter):
             memory.skipped[row] = 0
 
     def _read(self, memory: Memory, rows: Sequence[int], texts: Sequence[list[int]]) -> Tensor:
-        """Logits [R, V] behind these texts, or behind the end of one that is more than the model's context takes."""
+        """Logits [R, V] after these texts; of one that is longer than the model's context the end is read."""
         for row, text in zip(rows, texts, strict=True):
             if len(text) - memory.skipped[row] > self.room:
-                # half of the room, so that all is read anew only once in a while
+                # half of the room, so that everything is read again only now and then
                 memory.skipped[row] = len(text) - max(1, self.room // 2)
                 memory.cache.free([row])
         ends = [text[memory.skipped[row] :] for row, text in zip(rows, texts, strict=True)]
@@ -178,13 +187,13 @@ class Model(DraftModel):
         return TokenRows(self, batch)
 
     def drafter(self) -> SmallModel:
-        """Drafts with a copy of the model's modules around the same weights: to serve it freezes and hooks nothing here."""
+        """Drafts with a copy of the modules around the same weights, so that serving freezes and hooks nothing here."""
         shared = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in self.lm.parameters()}
         served = load_target(copy.deepcopy(self.lm, shared))
         return SmallModel(served, _allowed(self.config, served, self.target))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Model:
-        """Weights follow a change of type; what is computed once, such as rotary frequencies, keeps its own."""
+        """Weights follow a change of type; buffers that are computed once, such as rotary frequencies, do not."""
         with causal_lm.keeping_computed(self):
             super()._apply(fn, recurse)
         return self
@@ -195,27 +204,27 @@ class Model(DraftModel):
 
 def build(config: Config, target: Target) -> SmallModel:
     if config.architecture is not None or config.new is not None:
-        fresh = Model(config, target).to(target.device, getattr(torch, target.spec.dtype))
+        trained = Model(config, target).to(target.device, getattr(torch, target.spec.dtype))
         if config.quantize is not None:
-            quantise(fresh, config.quantize)
-        return fresh.drafter()
+            quantise(trained, config.quantize)
+        return trained.drafter()
     model = language_model.loaded(config, target)
     mine, theirs = model.spec, target.spec
     if mine.vocabulary != theirs.vocabulary or theirs.tokenizer_hash not in (None, mine.tokenizer_hash):
         raise DrafterError(
-            f"small_model {config.model!r} has a vocabulary of {mine.vocabulary} (tokenizer {mine.tokenizer_hash}), the target "
-            f"{theirs.name!r} one of {theirs.vocabulary} (tokenizer {theirs.tokenizer_hash}); choose a model with the target's "
-            "tokenizer, or draft with cross_vocabulary"
+            f"small_model {config.model!r} has a vocabulary of {mine.vocabulary} (tokenizer {mine.tokenizer_hash}), the "
+            f"target {theirs.name!r} one of {theirs.vocabulary} (tokenizer {theirs.tokenizer_hash}); choose a model with "
+            "the target's tokenizer, or draft with cross_vocabulary"
         )
     return SmallModel(model, _allowed(config, model, target))
 
 
 def _allowed(config: Config, model: TransformersTarget, target: Target) -> Config:
-    """The config that both models can follow.  Raises ConfigError for a tree that the drafting model can't read."""
+    """The config that both models allow.  Raises ConfigError for a tree that the drafting model can't read."""
     found: Config = allowed(config, target)
     if found.width > 1 and model.spec.mode != "tree":
         raise ConfigError(
-            f"small_model.width {config.width} asks for a tree; the self-test allows {config.model!r} no more than the mode "
-            f"{model.spec.mode!r} ({model.selftest.failed}); set width to 1, or choose a model whose mode is 'tree'"
+            f"small_model.width {config.width} needs a model whose mode is 'tree'; the self-test of {config.model!r} "
+            f"allows mode {model.spec.mode!r} ({model.selftest.failed}); set width to 1, or choose another model"
         )
     return found

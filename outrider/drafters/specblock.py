@@ -1,21 +1,23 @@
-"""SpecBlock: blocks of K slots, one pass each, one behind another; a tree where the draft doubts.  (arXiv 2605.07243.)
+"""SpecBlock: blocks of K slots, one pass each, one after another; a tree where the draft is unsure.  (arXiv
+2605.07243.)
 
-A block stands on a feature and the token behind it: the fused taps of a position for the first, the draft's own state of the
-slot that it goes on from for the next.  Slot k reads feature, token and a learnt query, at rotary position i + 1 + k, and sees
-all slots of earlier positions and its own up to k.  Between two layers each slot takes in its predecessor, h_k <- W [h_k;
-h_{k-1}], so that dependence runs along the block while the pass stays parallel.
+A block reads a feature and the next token.  The feature is a position's fused taps for the first block, and for the
+next the draft's own state of the slot that it continues.  Slot k reads feature, token and a learnt query, at rotary
+position i + 1 + k, and attends to all slots of earlier positions and its own up to k.  Between two layers each slot
+reads its predecessor, h_k <- W [h_k; h_{k-1}], so that slots depend on each other while the pass stays parallel.
 
-A rank head says for each slot how far down the draft's ranking the target's choice will be: 1, 2-4, 5-10 or beyond.  A greedy
-draft is a tree: block 1's likeliest tokens as a chain; at the first slot that is not sure of its first rank the 4 or 10 best
-tokens, each continued by a block of its own, none beyond rank 10; of all that, the likeliest paths.  Drawn drafts are chains
-of two blocks, q of each slot a softmax of its row.
+A rank head predicts for each slot the rank of the target's choice in the draft's order: 1, 2-4, 5-10 or beyond.  A
+greedy draft is a tree: block 1's likeliest tokens as a chain; at the first slot that is not sure of rank 1 the 4 or 10
+best tokens, each continued by a block of its own, none beyond rank 10; of all that, the likeliest paths.  Drawn drafts
+are chains of two blocks; q of each slot is a softmax of its row.
 
-A slot counts in training where the slots of its block before it are right (the likeliest token is the text's), by 0.8^k.
+In training a slot weighs 0.8^k where the earlier slots of its block are right (the likeliest token is the text's), else
+0.
 
-Differs from the paper: serving drafts, and training unrolls, two blocks and not three, M drawn once a batch; later blocks are
-trained from `anchors` positions instead of all; the rank's loss has the row's weight, 0.8^k too, and its class weights are
-scaled to a mean of 1; the head is the target's own, frozen, unless `vocabulary` is given; W begins as the identity on h_k; the
-bandit that learns online is not here.
+Differs from the paper: serving drafts, and training unrolls, two blocks and not three, M drawn once per batch; later
+blocks are trained from `anchors` positions instead of all; the rank's loss has the row's weight, 0.8^k too, and its
+class weights are scaled to a mean of 1; the head is the target's own, frozen, unless `vocabulary` is given; W begins as
+the identity on h_k; the bandit that learns online is left out.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from outrider.decoding.protocols import Cache
 from outrider.decoding.state import DecodeState
 from outrider.nn import serving, trees
 from outrider.nn.blocks import ContextLayer, FusedTaps, RMSNorm, attending, rotary
-from outrider.nn.draft_model import Batch, copy_layers, draw, resolve_taps, sight
+from outrider.nn.draft_model import Batch, copy_layers, draw, pair_mask, resolve_taps
 from outrider.nn.heads import RankHead, ReducedHead, VocabularyModel, class_weights, rank_class, rank_loss
 from outrider.nn.memory import FeatureMemory, PairDrafter
 from outrider.nn.rows import Labelled, SharedLabels, whole_blocks
@@ -45,9 +47,9 @@ from outrider.targets.cache import SlotCache
 from outrider.targets.protocol import Target
 
 WIDTHS = (1, 4, 10, 0)
-"""Tokens that go on into a second block, by the class of the slot they stand in."""
-PAIRS = 64
-"""First blocks that pass together in training: more of them see more of each other's keys in vain."""
+"""Tokens that continue into a second block, by the rank class of their slot."""
+CHUNK = 64
+"""First blocks in one pass of training; with more, more attention between them is masked and wasted."""
 
 
 class Config(LayerConfig):
@@ -55,25 +57,27 @@ class Config(LayerConfig):
     slots: PositiveInt = 4
     """Tokens drafted by one block."""
     blocks: PositiveInt = 2
-    """Blocks trained one behind another; with 1, serving drafts one block too."""
+    """Blocks trained one after another; with 1, serving drafts one block too."""
     nodes: PositiveInt = 60
-    """Most tokens of a draft."""
+    """Most tokens of a draft, per step."""
     layers: PositiveInt = 2
     """Decoder layers of the draft model."""
     taps: tuple[int, ...] | None = None
-    """Target layers it sees, counted from 0; three, low, middle and high, unless given."""
+    """Target layers it reads, counted from 0; three, low, middle and high, unless given."""
     vocabulary: PositiveInt | None = None
-    """Tokens a draft may hold, the most frequent, with trained rows of their own; all, by the target's head, unless given."""
+    """Number of tokens it can draft, the most frequent ones, by a trained head; all, by the target's head, unless
+    given."""
     init_from_layers: tuple[NonNegativeInt, ...] | None = None
-    """Target layers, one a draft layer and counted from 0, whose weights training begins with; random unless given."""
+    """Target layers, one per draft layer and counted from 0, whose weights training begins with; random unless
+    given."""
     anchors: PositiveInt = 512
     """Most positions drafted from per text and step in training."""
     decay: PositiveFloat = 0.8
-    """Slot k weighs decay^k in training."""
+    """Weight of a slot in training relative to the one before it in its block: slot k weighs decay^k."""
 
 
 class Shift(nn.Module):
-    """h_k <- W [h_k; h_{k-1}] within a block; slot 0 stands beside itself."""
+    """h_k <- W [h_k; h_{k-1}] within a block; slot 0 is its own predecessor."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -87,7 +91,7 @@ class Shift(nn.Module):
 
 
 class Model(VocabularyModel, FusedTaps):
-    """A feature and a token in, K states out; heads on them."""
+    """Takes a feature and a token; returns K states, and heads' outputs of them."""
 
     def __init__(self, config: Config, target: Target):
         super().__init__(config, target, resolve_taps(config.taps, target.spec, 3))
@@ -103,51 +107,63 @@ class Model(VocabularyModel, FusedTaps):
         if config.init_from_layers is not None:
             copy_layers(self.layers, config.init_from_layers, target)
 
-    def forward(self, features: Tensor, tokens: Tensor, at: Tensor, mask: Tensor, kept: Any) -> Tensor:
-        """States [B, n, K, H] of blocks on features [B, n, H] and the tokens [B, n] behind them, at positions `at` [B or 1, n].
+    def forward(self, features: Tensor, tokens: Tensor, at: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        """States [B, n, K, H] of blocks on features [B, n, H] and the next tokens [B, n], at positions `at` [B or 1,
+        n].
 
-        mask is over the n * K rows, block by block, behind what `kept` holds.
+        mask is over the n * K rows, block by block, after what `cache` holds.
         """
-        x, turn, attend = self._rows(features, tokens), rotary(self._places(at), self.shape), attending(mask, kept)
+        x, cos_sin, attend = (
+            self._rows(features, tokens),
+            rotary(self._positions(at), self.shape),
+            attending(mask, cache),
+        )
         for i, layer in enumerate(self.layers):
-            x = layer(self._shifted(i, x), turn, attend, i)
+            x = layer(self._shifted(i, x), cos_sin, attend, i)
         return self.norm(x).unflatten(1, (-1, self.config.slots))
 
-    def first(self, features: Tensor, tokens: Tensor, mask: Tensor, asked: Tensor, kept: Any) -> Tensor:
-        """States [B, A, K, H] of first blocks at the places `asked` [B, A], as `forward` gives them for blocks at every place.
+    def first(self, features: Tensor, tokens: Tensor, mask: Tensor, asked: Tensor, cache: Any) -> Tensor:
+        """States [B, A, K, H] of first blocks at positions `asked` [B, A], as `forward` gives them for blocks at all
+        positions.
 
-        The other blocks are seen by these, so they pass too, but for what the last layer does with its keys and values.
-        mask [B, 1, n * K, n * K] sees nothing behind its row.
+        These attend to the other blocks, which pass too, up to the last layer's keys and values.
+        mask [B, 1, n * K, n * K] hides everything after its row.
         """
-        x, every = self._rows(features, tokens), self._places(torch.arange(features.shape[1], device=mask.device)[None])
-        turn, step = rotary(every, self.shape), self.config.slots * PAIRS
+        x, every = (
+            self._rows(features, tokens),
+            self._positions(torch.arange(features.shape[1], device=mask.device)[None]),
+        )
+        cos_sin, step = rotary(every, self.shape), self.config.slots * CHUNK
         *lower, last = self.layers
         assert isinstance(last, ContextLayer)
         for i, layer in enumerate(lower):
-            parts = zip(self._shifted(i, x).split(step, 1), turn.split(step, -2), mask.split(step, 2), strict=True)
-            seen_so_far = [(part, own, attending(seen[..., : n * step], kept)) for n, (part, own, seen) in enumerate(parts, 1)]
-            x = torch.cat([layer(part, own, attend, i) for part, own, attend in seen_so_far], 1)
+            parts = zip(self._shifted(i, x).split(step, 1), cos_sin.split(step, -2), mask.split(step, 2), strict=True)
+            prefixes = [
+                (part, own, attending(rows_mask[..., : n * step], cache))
+                for n, (part, own, rows_mask) in enumerate(parts, 1)
+            ]
+            x = torch.cat([layer(part, own, attend, i) for part, own, attend in prefixes], 1)
         x = self._shifted(len(lower), x)
         rows = (self.config.slots * asked[..., None] + torch.arange(self.config.slots, device=asked.device)).flatten(1)
-        texts, own = torch.arange(len(rows), device=rows.device)[:, None], rotary(self._places(asked), self.shape)
+        texts, own = torch.arange(len(rows), device=rows.device)[:, None], rotary(self._positions(asked), self.shape)
         normed = last.input_layernorm(x)
-        attend = attending(mask[texts, 0, rows][:, None], kept)
-        x = x[texts, rows] + last.self_attn(normed[texts, rows], own, attend, len(lower), normed, turn)
+        attend = attending(mask[texts, 0, rows][:, None], cache)
+        x = x[texts, rows] + last.self_attn(normed[texts, rows], own, attend, len(lower), normed, cos_sin)
         return self.norm(x + last.mlp(last.post_attention_layernorm(x))).unflatten(1, (-1, self.config.slots))
 
     def _rows(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """What enters the first layer, [B, n * K, H]."""
+        """Input of the first layer, [B, n * K, H]."""
         words = self.word_norm(self.target.embed(tokens).to(features.dtype))
         given = torch.cat([self.cond_norm(features), words], -1)[:, :, None].expand(-1, -1, self.config.slots, -1)
         queries = self.query_norm(self.queries.to(features.dtype)).expand(*given.shape[:-1], -1)
         return self.fuse(torch.cat([given, queries], -1)).flatten(1, 2)
 
-    def _places(self, at: Tensor) -> Tensor:
+    def _positions(self, at: Tensor) -> Tensor:
         """Rotary positions [.., n * K] of blocks at `at` [.., n]."""
         return (at[..., None] + 1 + torch.arange(self.config.slots, device=at.device)).flatten(1)
 
     def _shifted(self, layer: int, x: Tensor) -> Tensor:
-        """x [B, n * K, H] as it enters this layer."""
+        """x [B, n * K, H] as input of this layer."""
         return self.shifts[layer - 1](x.unflatten(1, (-1, self.config.slots))).flatten(1, 2) if layer else x
 
     def predict(self, batch: Batch) -> Rows:
@@ -164,16 +180,16 @@ build = Model.build
 
 
 class First:
-    """A first block behind the newest pair of every slot."""
+    """A first block after the newest pair of every slot."""
 
     def __init__(self, rows: Sequence[int], states: Tensor, logits: Tensor, at: Tensor):
         self.rows = rows
         self.states, self.logits, self.at = states, logits, at
-        """[B, K, H], [B, K, V], and where that pair stands, [B]."""
+        """[B, K, H], [B, K, V], and that pair's position, [B]."""
 
 
 class SpecBlock(PairDrafter):
-    """Drafts a tree at temperature 0, where the target verifies trees, and a chain of up to two blocks else."""
+    """Drafts a tree at temperature 0 where the target verifies trees, else a chain of up to two blocks."""
 
     def __init__(self, model: Model):
         self.config = model.config
@@ -183,85 +199,89 @@ class SpecBlock(PairDrafter):
         super().__init__(model, self.config.nodes if self.has_trees else chain, self.longest + 1)
 
     def allocate(self, cache: Cache) -> FeatureMemory:
-        # besides the text: what a step brings, and a second block for each of the most candidates
-        pairs = cache.length + self.longest + 1 + max(WIDTHS)
-        return FeatureMemory(cache.slots, pairs * self.config.slots, self.config.layers, self.model)
+        # besides the text: what a step brings, and a second block for every candidate
+        count = cache.length + self.longest + 1 + max(WIDTHS)
+        return FeatureMemory(cache.slots, count * self.config.slots, self.config.layers, self.model)
 
     def draft(self, memory: FeatureMemory, state: DecodeState, sizes: Tensor) -> Draft:
         first = self._first(memory, state)
         if state.judge.temperature is None and not state.judge.bans and self.has_trees:
-            return self._tree(memory.kept, first, sizes)
-        return self._chain(memory.kept, first, sizes.clamp(max=self.longest), state)
+            return self._tree(memory.kv_cache, first, sizes)
+        return self._chain(memory.kv_cache, first, sizes.clamp(max=self.longest), state)
 
     def read(self, memory: FeatureMemory, row: int, state: DecodeState) -> None:
         self._read(memory, [row], state, leave=1)
 
-    def _read(self, memory: FeatureMemory, rows: Sequence[int], state: DecodeState, leave: int) -> tuple[Tensor, Tensor]:
-        """Read waiting pairs.  Returns the states of each slot's last one, [B, K, H], and where it stands, [B]."""
-        kept, slots = memory.kept, self.config.slots
-        taps, tokens, counts = memory.waiting.pairs(rows, state, leave)
-        kept.open(rows, slots * tokens.shape[1])
-        at = kept.positions()[:, ::slots] // slots
-        states = self.model(self.model.fused(taps), tokens, at, kept.mask(None, self.model.dtype), kept)
+    def _read(
+        self, memory: FeatureMemory, rows: Sequence[int], state: DecodeState, leave: int
+    ) -> tuple[Tensor, Tensor]:
+        """Read buffered pairs.  Returns the states of each slot's last one, [B, K, H], and its position, [B]."""
+        cache, slots = memory.kv_cache, self.config.slots
+        taps, tokens, counts = memory.features.take_with_tokens(rows, state, leave)
+        cache.open(rows, slots * tokens.shape[1])
+        at = cache.positions()[:, ::slots] // slots
+        states = self.model(self.model.fused(taps), tokens, at, cache.mask(None, self.model.dtype), cache)
         last = (torch.tensor(counts, device=at.device) - 1).clamp(min=0)
-        begins = kept.starts // slots
-        kept.append([slots * count for count in counts])
+        begins = cache.starts // slots
+        cache.append([slots * count for count in counts])
         return states[torch.arange(len(counts), device=at.device), last], begins + last
 
     def _first(self, memory: FeatureMemory, state: DecodeState) -> First:
         states, at = self._read(memory, state.rows, state, leave=0)
         return First(state.rows, states, self.model.logits(states), at)
 
-    def _second(self, kept: SlotCache, first: First, slot: Tensor, tokens: Tensor) -> Tensor:
-        """Logits [B, W, K, V] of blocks behind tokens [B, W] in slot `slot` [B] of the first; their keys are forgotten."""
+    def _second(self, cache: SlotCache, first: First, slot: Tensor, tokens: Tensor) -> Tensor:
+        """Logits [B, W, K, V] of blocks after tokens [B, W] in slot `slot` [B] of the first; their keys are
+        forgotten."""
         slots, width = self.config.slots, tokens.shape[1]
-        kept.open(first.rows, slots * width)
+        cache.open(first.rows, slots * width)
         number = torch.arange(slots * width, device=tokens.device)
         own = (number[:, None] // slots == number // slots) & (number[:, None] >= number)
-        mask = kept.mask(own[None], self.model.dtype)
-        # the slots of the first block behind the one that it goes on from; they stand last
-        behind = kept.columns - kept.starts[:, None]
-        hidden = (behind < 0) & (behind >= slot[:, None] + 1 - slots)
+        mask = cache.mask(own[None], self.model.dtype)
+        # the slots of the first block after the one that it continues; they are the last columns
+        offset = cache.columns - cache.starts[:, None]
+        hidden = (offset < 0) & (offset >= slot[:, None] + 1 - slots)
         mask = mask.masked_fill(hidden[:, None, None], -torch.inf)
         features = first.states[torch.arange(len(slot), device=slot.device), slot][:, None].expand(-1, width, -1)
         at = (first.at + slot + 1)[:, None].expand(-1, width)
-        states = self.model(features, tokens, at, mask, kept)
-        kept.append([0] * len(first.rows))
+        states = self.model(features, tokens, at, mask, cache)
+        cache.append([0] * len(first.rows))
         return self.model.logits(states)
 
-    def _chain(self, kept: SlotCache, first: First, sizes: Tensor, state: DecodeState) -> Draft:
-        """The first block, and a second behind its last slot."""
+    def _chain(self, cache: SlotCache, first: First, sizes: Tensor, state: DecodeState) -> Draft:
+        """The first block, and a second after its last slot."""
         slots, rows = self.config.slots, list(first.logits.unbind(1))
 
         def read_one(token: Tensor) -> Tensor:
             rows.pop(0)
             if not rows:
                 last = torch.full_like(token, slots - 1)
-                rows.extend(self._second(kept, first, last, token[:, None])[:, 0].unbind(1))
+                rows.extend(self._second(cache, first, last, token[:, None])[:, 0].unbind(1))
             return rows[0]
 
         return serving.chain(rows[0], read_one, sizes, state)
 
-    def _tree(self, kept: SlotCache, first: First, sizes: Tensor) -> Draft:
-        """The first block's likeliest tokens, and second blocks behind the best of its first slot in doubt."""
+    def _tree(self, cache: SlotCache, first: First, sizes: Tensor) -> Draft:
+        """The first block's likeliest tokens, and second blocks after the best tokens of its first unsure slot."""
         slot, width = doubt(self.model.rank_head(first.states, first.logits).argmax(-1))
         best = log_probs(first.logits).topk(min(max(WIDTHS), first.logits.shape[-1]), -1)
         here, most = torch.arange(len(slot), device=slot.device), min(int(width.max()), best.indices.shape[-1])
         tokens, scores = best.indices[here, slot, :most], best.values[here, slot, :most]
         chains, offers = _listed(best.indices[..., 0], best.values[..., 0]), _listed(tokens, scores)
-        behind: list[Path] = [[]] * tokens.numel()
+        second_chains: list[Path] = [[]] * tokens.numel()
         if most and self.config.blocks > 1 and int(sizes.max()) > 1:
-            second = log_probs(self._second(kept, first, slot, tokens)).max(-1)
-            behind = _listed(second.indices.flatten(0, 1), second.values.flatten(0, 1))
+            second = log_probs(self._second(cache, first, slot, tokens)).max(-1)
+            second_chains = _listed(second.indices.flatten(0, 1), second.values.flatten(0, 1))
         found = []
         for b, (at, wide, size) in enumerate(zip(slot.tolist(), width.tolist(), sizes.tolist(), strict=True)):
-            branches = [[*chains[b][:at], offers[b][w], *behind[b * most + w]] for w in range(min(wide, most))]
+            branches = [[*chains[b][:at], offers[b][w], *second_chains[b * most + w]] for w in range(min(wide, most))]
             found.append(likeliest([chains[b], *branches], size))
         return trees.of_lists([own for own, _ in found], [parents for _, parents in found], first.logits.device)
 
 
 def doubt(ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """The slot where a draft branches, the first whose class is not 0 or else the last, and how many tokens go on there.
+    """The slot where a draft branches, the first whose class is not 0 or else the last, and how many tokens continue
+    there.
 
     ranks [B, K].
     """
@@ -271,11 +291,12 @@ def doubt(ranks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 Path = list[tuple[int, float]]
-"""Tokens from the anchor down, each with its log probability behind the one before."""
+"""Tokens from the anchor down, each with its log probability after the one before."""
 
 
 def likeliest(paths: Sequence[Path], most: int) -> tuple[list[int], list[int]]:
-    """Tokens and parents of the likeliest nodes of these paths, descending.  Equal siblings are one, at the better's chance.
+    """Tokens and parents of the likeliest nodes of these paths, descending.  Equal siblings are one, with the higher
+    probability.
 
     A parent is never less likely than its child, so every prefix is a tree.  A token of probability 0 ends its path.
     """
@@ -286,7 +307,7 @@ def likeliest(paths: Sequence[Path], most: int) -> tuple[list[int], list[int]]:
             if total == -torch.inf:
                 break
             totals[tokens[:n]] = max(total, totals.get(tokens[:n], -torch.inf))
-    # of equals the first found, so parents stand before their children
+    # of equals the first found, so parents come before their children
     nodes = sorted(totals, key=lambda node: -totals[node])[:most]
     place = {(): -1} | {node: n for n, node in enumerate(nodes)}
     return [node[-1] for node in nodes], [place[node[:-1]] for node in nodes]
@@ -301,15 +322,15 @@ def _listed(tokens: Tensor, scores: Tensor) -> list[Path]:
 
 
 class Rows(SharedLabels):
-    """Predictions of blocks behind drawn pairs: block b of pair i goes on after m_1 + ... + m_{b-1} tokens, each m drawn.
+    """Predictions of blocks after drawn pairs: block b of pair i begins after m_1 + ... + m_{b-1} tokens, each m drawn.
 
-    Every block has all rows that have a label, whatever the draft says; those behind a slot that was wrong weigh 0.
+    Every block has all rows that have a label, whatever is drafted; those after a wrong slot weigh 0.
     """
 
     def __init__(self, model: Model, batch: Batch):
         config, device = model.config, batch.tokens.device
         drawn = draw(batch, config.anchors, 2, config.blocks * config.slots)
-        # on the CPU, whose random state a checkpoint keeps
+        # on the CPU, whose random state a checkpoint stores
         taken = torch.randint(1, config.slots + 1, (config.blocks - 1,)).tolist()
         states = rollout(model, batch, drawn.at, taken)
         begins = torch.tensor([sum(taken[:b]) for b in range(config.blocks)], device=device)
@@ -340,42 +361,44 @@ class Rows(SharedLabels):
         for part in whole_blocks(self.block, max(1, 2**22 // self.vocabulary)):
             draft = self.model.logits(self.states[part])
             right.append(draft.argmax(-1) == self.labels[part])
-            ranks.append(rank_class(draft, self.said(part).argmax(-1)))
-        # in older torch the head's weights, as autocast cast them here without a gradient, would be used for the loss too
+            ranks.append(rank_class(draft, self.target_logits(part).argmax(-1)))
+        # older torch would reuse the head's weights, cast here without a gradient, for the loss
         torch.clear_autocast_cache()
         return torch.cat(right), torch.cat(ranks)
 
 
 def rollout(model: Model, batch: Batch, at: Tensor, taken: Sequence[int]) -> Tensor:
-    """States [B, A, blocks, K, H]: every pair's first block, then those behind the drawn pairs.
+    """States [B, A, blocks, K, H]: every pair's first block, then those after the drawn pairs.
 
-    Block b + 2 goes on from slot taken[b] - 1 of the one before, with the text's own token.
+    Block b + 2 continues slot taken[b] - 1 of the one before, with the text's own token.
     """
-    slots, pairs = model.config.slots, batch.tokens.shape[1] - 1
-    seen, kept = sight(batch.documents), DynamicCache()
-    every = torch.arange(pairs, device=seen.device).expand(len(seen), -1)
-    mask = block_sight(seen, every, [], slots)[:, None]
-    found = [model.first(model.fused(batch.taps[:, :-1]), batch.tokens[:, 1:], mask, at, kept)]
+    slots, length = model.config.slots, batch.tokens.shape[1] - 1
+    text_mask, cache = pair_mask(batch.documents), DynamicCache()
+    every = torch.arange(length, device=text_mask.device).expand(len(text_mask), -1)
+    mask = rollout_mask(text_mask, every, [], slots)[:, None]
+    found = [model.first(model.fused(batch.taps[:, :-1]), batch.tokens[:, 1:], mask, at, cache)]
     for b, count in enumerate(taken):
-        places = at + sum(taken[: b + 1])
-        tokens = batch.tokens.gather(1, (places + 1).clamp(max=pairs))
-        mask = block_sight(seen, at, taken[: b + 1], slots)[:, None]
-        found.append(model(found[-1][:, :, count - 1], tokens, places, mask, kept))
+        positions = at + sum(taken[: b + 1])
+        tokens = batch.tokens.gather(1, (positions + 1).clamp(max=length))
+        mask = rollout_mask(text_mask, at, taken[: b + 1], slots)[:, None]
+        found.append(model(found[-1][:, :, count - 1], tokens, positions, mask, cache))
     return torch.stack(found, 2)
 
 
-def block_sight(pairs: Tensor, at: Tensor, taken: Sequence[int], slots: int) -> Tensor:
-    """What rows of block len(taken) + 1 see of all blocks so far and their own, [B, A * K, (P + len(taken) * A) * K] bool.
+def rollout_mask(text_mask: Tensor, at: Tensor, taken: Sequence[int], slots: int) -> Tensor:
+    """Attention mask of the rows of block len(taken) + 1 over all blocks so far, [B, A * K, (P + len(taken) * A) * K]
+    bool.
 
-    First blocks of earlier pairs whole, of their own pair's earlier blocks the slots that were taken, their own up to
-    themselves.  pairs [B, P, P] says which pairs a pair sees; at [B, A], in the first block every pair.
+    Rows attend to whole first blocks of earlier pairs, to the taken slots of their own pair's earlier blocks, and to
+    their own block up to themselves.  text_mask [B, P, P] is the mask of pairs; at [B, A], in the first block every
+    pair.
     """
     order = torch.arange(slots, device=at.device)
     own = [*((order < count).expand(slots, -1) for count in taken), order[:, None] >= order]
-    is_own = torch.arange(pairs.shape[-1], device=at.device) == at[..., None]
-    before = pairs.gather(1, at[..., None].expand(-1, -1, pairs.shape[-1]))
+    is_own = torch.arange(text_mask.shape[-1], device=at.device) == at[..., None]
+    before = text_mask.gather(1, at[..., None].expand(-1, -1, text_mask.shape[-1]))
     # [B, A, K, P, K]
     first = torch.where(is_own[:, :, None, :, None], own[0][:, None], before[:, :, None, :, None])
     same = torch.eye(at.shape[1], dtype=torch.bool, device=at.device)[:, None, :, None]
-    later = [(same & seen[:, None]).expand(len(at), -1, -1, -1, -1) for seen in own[1:]]
+    later = [(same & own_mask[:, None]).expand(len(at), -1, -1, -1, -1) for own_mask in own[1:]]
     return torch.cat([block.flatten(3).flatten(1, 2) for block in (first, *later)], -1)

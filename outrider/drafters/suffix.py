@@ -1,10 +1,11 @@
-"""Suffix decoding: propose what followed the longest suffix of the text wherever it stood before.  (Oliaro et al. 2411.04975.)
+"""Suffix decoding: propose what followed earlier occurrences of the text's longest suffix.  (Oliaro et al. 2411.04975.)
 
-It is looked for in the request's own text, in texts of other requests where `shared` allows it, and in `corpora` on disk.  Each
-gives a tree of what followed, by frequency; the best of all are verified.  The longer the match, the more is proposed.
+The suffix is looked up in the request's own text, in texts of other requests where `shared` allows it, and in `corpora`
+on disk.  Each gives a tree of what followed, by frequency; the best nodes of all are verified.  A longer match proposes
+more.
 
-Differs from the paper: a trie of n-grams in place of a suffix tree, so memory is bounded and old text is forgotten; sources are
-merged node by node (see `retrieval.proposal`) in place of the better of two; corpora.
+Differs from the paper: a trie of n-grams instead of a suffix tree, so memory is bounded and old text is forgotten;
+sources are merged node by node (see `retrieval.proposal`) instead of taking the better of two; corpora.
 """
 
 from __future__ import annotations
@@ -27,37 +28,38 @@ from outrider.targets.protocol import Target
 class Config(Base):
     kind: Literal["suffix"] = "suffix"
     nodes: PositiveInt = 16
-    """Most nodes of the tree."""
+    """Most nodes of the tree, drafted per step."""
     levels: PositiveInt = 16
-    """Levels of the tree; of a chain, where the target verifies no trees, its length."""
+    """Levels of the tree, in tokens; the length of a chain, where the target verifies no trees."""
     factor: NonNegativeFloat = 16.0
-    """Nodes proposed for every token that matches."""
+    """Most nodes proposed per token that matches."""
     min_confidence: Annotated[float, Field(ge=0, lt=1)] = 0.005
-    """Continuations that are less likely, by what was counted, are not proposed."""
+    """Continuations with a lower probability, by the counts so far, are not proposed."""
     shortest: PositiveInt = 1
-    """Tokens of the shortest match that is believed."""
+    """Tokens of the shortest match that is used."""
     longest: Annotated[int, Field(ge=2, le=64)] = 8
-    """Tokens of the longest match looked for in texts of requests; corpora look for more."""
+    """Tokens of the longest match that is looked up in texts of requests; in corpora it is 64."""
     corpora: tuple[str, ...] = ()
     """Names of corpora; see `outrider corpus`."""
     shared: Literal[False, "tenant", "all"] = False
-    """Look up in the texts of other requests too, those before and those beside: of the same tenant's, or of all."""
+    """Also look up in the texts of other requests, earlier and current: those of the same `tenant`, or `all`."""
     capacity: Annotated[int, Field(ge=1000)] = 1_000_000
-    """N-grams that a memory holds (60 to 90 bytes each), a slot's or a shared one; the least recently seen go."""
+    """Most n-grams in one trie, a slot's or a shared one, 60 to 90 bytes each; the least recently used are removed."""
     tenants: PositiveInt = 64
-    """Tenants whose texts are remembered; the one that asked least recently goes."""
+    """Most tenants whose texts are stored; the least recently used is removed."""
 
 
 class Suffix(Lookup):
-    """Looks the end of the text up in everything that may be known."""
+    """Looks up the end of the text in all sources."""
 
     def __init__(self, config: Config, sources: Sequence[Corpus] = ()):
         super().__init__(config.nodes, Tries(config.longest, config.capacity, config.tenants, config.shared))
         self.config, self.sources = config, sources
+        self.learns = True  # which source to trust
         self.trust = Trust()
-        """Of sources, learnt over all requests: how often they were right, nothing of what they said."""
+        """How often each source was right, over all requests; holds no text."""
 
-    def fresh(self, tenant: str) -> InSources:
+    def new_request(self, tenant: str) -> InSources:
         config, cursors = self.config, {"own": self.tries.new().cursor()}
         if config.shared:
             cursors["shared"] = self.tries.of(tenant).cursor()
@@ -67,6 +69,6 @@ class Suffix(Lookup):
 
 
 def build(config: Config, target: Target) -> Suffix:
-    """Raises DataError for a corpus that is not there, is damaged, or is another tokenizer's."""
-    verifies_trees(target, "suffix", "trees of which the first chain is verified")
+    """Raises DataError for a corpus that is missing, damaged, or of another tokenizer."""
+    verifies_trees(target, "suffix", "trees, of which the first chain is verified")
     return Suffix(config, corpora.load(config.corpora, target.spec.tokenizer_hash))

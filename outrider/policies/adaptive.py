@@ -1,7 +1,8 @@
-"""A policy that measures: as many nodes as pay, and none where plain steps are faster.
+"""A policy that measures: it drafts as many nodes as pay, and none where plain steps are faster.
 
-Expected-goodput argmax (SmartSpec 2406.14066, Leviathan 2211.17192).  Differs from SmartSpec: acceptance is counted node by
-node, and seconds are measured while decoding, not fitted beforehand.  Plain lists: at these sizes tensors are ten times slower.
+Argmax of the expected goodput (SmartSpec 2406.14066, Leviathan 2211.17192).  Differs from SmartSpec: acceptance is
+counted node by node, and seconds are measured while decoding, not fitted beforehand.  Plain lists, since tensors of
+these sizes are ten times slower.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from outrider.policies.by_confidence import shares
 
 
 class Adaptive(Policy):
-    """Every step asks for the depth that commits most tokens per second, or for nothing where plain steps commit more:
+    """Every step asks for the depth that commits most tokens per second, or for 0 where plain steps commit more:
 
         B * (1 + s[0] + ... + s[depth - 1]) / seconds(depth)
 
-    with B live slots, s[n] the chance that node n is kept, by recent steps, and the mean seconds of recent steps of that depth.
-    All slots are asked for the same: a pass costs by its widest slot, and the sum over unlike slots is B times their mean's.
+    with B live slots, s[n] the probability that node n is accepted, by recent steps, and the mean seconds of recent
+    steps of that depth.  All slots get the same depth: the widest slot sets the cost of a pass, and the sum over
+    different slots is B times their mean's.
 
-    One step in `EXPLORE` tries another depth, plain steps among them, so that no measure grows old.  While off, a `SHARE` of
-    the time goes into probes, so that it comes back by itself: many where they lose little, few where drafts are dear.
-    What was measured is read every `REST` steps, at once where something is tried or slots change: in between a step costs
-    nothing.  Budgets depend on earlier steps alone, so the output stays exact; equal outcomes and timings give equal budgets.
+    One step in `EXPLORE` tries another depth, or a plain step, so that measurements stay recent.  While off, a `SHARE`
+    of the time goes into probes, so that drafting resumes by itself: many probes where they lose little, few where
+    drafts are slow. Measurements are evaluated every `REST` steps, and at once where something is tried or slots
+    change; in between a step costs nothing.  Budgets depend on earlier steps alone, so the output stays exact; equal
+    outcomes and timings give equal budgets.
     """
 
     EXPLORE = 64
@@ -39,21 +42,22 @@ class Adaptive(Policy):
     REST = 8
     """Steps between two decisions."""
     SHARE, DOUBT, FUND, FEE = 0.015, 3, 3.0, 0.03
-    """Of a plain step: what each step while off puts aside for probes, times the rate that the best draft promises over a plain
-    step's to the power of `DOUBT`; the most that is put aside; and what a probe counts beside what it loses."""
+    """In plain steps: `SHARE` is what each step while off saves for probes, times (best draft's expected rate / plain
+    rate) ** `DOUBT`; `FUND` is the most that is saved; `FEE` is the cost of a probe in addition to what it loses."""
     LOYALTY = 0.98
-    """A depth stays until another is better by more than this leaves, and drafts must bring more than that."""
+    """A depth changes only where another one's rate times this is higher, and drafts must beat plain steps by as
+    much."""
     WINDOW, NEW_TEXT = 256.0, 16.0
-    """Tests after which a count has faded to 1/e, and what counts of other requests weigh at most."""
+    """Tests after which a count has faded to 1/e, and most tests that counts of other requests weigh."""
 
     def __init__(self, limit: int):
         self.limit = self.depth = limit
-        """`depth`: what is asked for; 0 while off."""
+        """`depth`: nodes asked for; 0 while off."""
         few = {*range(1, 13), *(2**n for n in range(4, 20)), *(3 * 2**n for n in range(3, 20)), limit}
         self.depths = sorted(depth for depth in few if 0 < depth <= limit)
-        """What is chosen from."""
-        self.kept, self.tests = [0.0] * limit, [0.0] * limit
-        """How often each node was kept, and tested; fading."""
+        """The depths to choose from."""
+        self.accepted, self.tests = [0.0] * limit, [0.0] * limit
+        """How often each node was accepted, and tested; fading."""
         self.is_tree = False
         self.costs: dict[int, Costs] = {}
         """By the live slots' number in bits: 1, 2, 3-4, 5-8 ..."""
@@ -61,95 +65,97 @@ class Adaptive(Policy):
         self.rows: list[int] = []
         self.wanted, self.asked = list[int](), torch.empty(0, dtype=torch.int64)
         self.unread: list[tuple[float, bool, Accepted]] = []
-        """Of the steps since the last decision: seconds, whether they are no usual step's, and what was kept."""
-        self.turn = self.decided = self.steady = 0
-        """Steps; the last one that was decided about; decisions that left the depth as it was."""
+        """Steps since the last decision: seconds, whether the step was unusual, and what was accepted."""
+        self.step = self.decided = self.steady = 0
+        """Number of steps; the step of the last decision; decisions in a row that left the depth unchanged."""
         self.pause = self.paused = self.since = self.tries = self.probing = 0
-        """Plain steps since the last draft, and before the last step; ones since another depth was tried, such tries, and steps
-        left of a probe."""
+        """Plain steps since the last draft, and the same before the last step; steps since another depth was tried,
+        number of such tries, and steps left of a probe."""
         self.credit, self.late = self.FUND, float("inf")
-        """Plain steps put aside for probes; seconds of the last probe's first step, which reads what was missed."""
+        """Plain steps saved for probes; seconds of the last probe's first step, which reads what the drafter missed."""
         self.gap = self.variance = 0.0
-        """Nodes kept beyond what was expected in the last dozen steps, and the variance of that."""
+        """Accepted nodes minus expected ones in the last dozen steps, and the variance of that."""
 
     def budget(self, state: DecodeState) -> Tensor:
-        self.turn += 1
+        self.step += 1
         has_room = not self.depth or min(state.left) > self.depth
-        if state.rows is self.rows and self.turn < self.decided + self.REST and has_room:
+        if state.rows is self.rows and self.step < self.decided + self.REST and has_room:
             return self.asked
         self._read()
         self._meet(state)
-        room = [left - 1 for left in state.left]  # the step itself adds one token more
+        room = [left - 1 for left in state.left]  # the step itself adds one more token
         live, most, depth = len(room), min(max(room, default=0), self.limit), 0
         if most > 0:
             costs = self.costs.setdefault((live - 1).bit_length(), Costs([self.limit, 0, (self.limit + 1) // 2, 1]))
             depth = costs.todo.pop(0) if costs.todo else self._planned(live, most, costs)
         wanted = [max(0, min(depth, left)) for left in room]
-        # what is tried is tried once, and what is new is looked at step by step
+        # a try lasts one step, and a new depth is evaluated at every step
         self.steady = self.steady + 1 if depth == self.depth and not self.probing and wanted == self.wanted else 0
         self.rows = state.rows if self.steady > self.REST else []
-        self.decided, self.wanted, self.asked = self.turn, wanted, torch.tensor(wanted, dtype=torch.int64)
+        self.decided, self.wanted, self.asked = self.step, wanted, torch.tensor(wanted, dtype=torch.int64)
         return self.asked
 
     def observe(self, state: DecodeState, sizes: Tensor, accepted: Accepted, timing: Timing) -> None:
         asked = max(self.wanted, default=0)
         if asked and not self.is_tree and state.reached != sizes.tolist():
-            self.is_tree, self.kept, self.tests = True, [0.0] * self.limit, [0.0] * self.limit
-        # the first step of all warms caches up, the first plain one finds a draft's weights in them, and the first draft after
-        # a pause reads what it has missed
-        is_odd = self.turn == 1 or (self.pause >= 8 if asked else not self.pause)
+            self.is_tree, self.accepted, self.tests = True, [0.0] * self.limit, [0.0] * self.limit
+        # the very first step warms up caches, the first plain step finds a draft's weights in them, and the first draft
+        # after a pause reads what it has missed
+        is_odd = self.step == 1 or (self.pause >= 8 if asked else not self.pause)
         self.unread.append((timing.draft + timing.verify + timing.other, is_odd, accepted))
         self.paused, self.pause = self.pause, 0 if asked else self.pause + 1
 
     def _read(self) -> None:
-        """Learn from the steps since the last decision, of which all were asked for the same."""
+        """Learn from the steps since the last decision, which all had the same budgets."""
         unread, self.unread = self.unread, []
         live, asked = len(self.wanted), max(self.wanted, default=0)
         costs = self.costs.get((live - 1).bit_length())
         if costs is None or not unread:
             return
         if asked:
-            # a slot that ended in mid-block did not show what it would have kept
+            # a slot that ended inside its block did not show what it would have accepted
             slots = [zip(each.paths, self.wanted, each.next_tokens, strict=True) for _, _, each in unread]
-            kept = [(path, wanted) for step in slots for path, wanted, token in step if token >= 0]
-            self._wonder(kept, len(unread))
-            self._count(kept)
-        costs.add(asked, [seconds for seconds, is_odd, _ in unread if not is_odd], self.turn)
+            steps = [(path, wanted) for step in slots for path, wanted, token in step if token >= 0]
+            self._wonder(steps, len(unread))
+            self._count(steps)
+        costs.add(asked, [seconds for seconds, is_odd, _ in unread if not is_odd], self.step)
         for seconds, _, accepted in unread if self.probing and asked else ():
             self._charge(seconds, sum(accepted.counts) / live, costs)
 
     def _charge(self, seconds: float, accepted: float, costs: Costs) -> None:
-        """Pay for a step of a probe: what it lost against a plain step, and a fee; one that paid brings the next nearer."""
+        """Pay for a step of a probe: what it lost against a plain step, and a fee; a probe that gained adds credit."""
         self.probing -= 1
-        paid = min(seconds, self.late if self.paused else costs.at(max(self.wanted)))  # an outlier comes once
+        paid = min(seconds, self.late if self.paused else costs.at(max(self.wanted)))  # an outlier happens once
         self.late = seconds if self.paused else self.late
         self.credit -= paid / costs.at(0) - 1 - accepted + self.FEE
 
     def shares(self) -> list[float]:
-        """s of every node.  In a chain a node is tested where the one before it was kept, and s is the product of the shares so
-        far; in a tree, whose parents a policy does not see, every node is tested."""
-        found = shares(self.kept, self.tests)
+        """s of every node.  In a chain a node is tested where the one before it was accepted, and s is the product of
+        the shares so far; in a tree, whose parents a policy does not know, every node is tested."""
+        found = shares(self.accepted, self.tests)
         return found if self.is_tree else list(accumulate(found, mul))
 
     def rates(self, live: int, most: int, costs: Costs) -> dict[int, float]:
         """Tokens per second by depth, where no slot has room for more than `most` nodes."""
-        kept = list(accumulate(self.shares(), initial=0.0))
-        return {depth: live * (1 + kept[min(depth, most)]) / costs.at(min(depth, most)) for depth in (0, *self.depths)}
+        expected = list(accumulate(self.shares(), initial=0.0))
+        return {
+            depth: live * (1 + expected[min(depth, most)]) / costs.at(min(depth, most)) for depth in (0, *self.depths)
+        }
 
     def _planned(self, live: int, most: int, costs: Costs) -> int:
-        """The best depth, unless another is due to be tried."""
+        """The best depth, unless it is time to try another."""
         rates = self.rates(live, most, costs)
         best = max(rates, key=rates.__getitem__)
         if self.LOYALTY * rates[best] < rates[0]:
-            best = 0  # so small a gain may be a measure's error
-        # what drafts bring is an estimate, what a plain step brings is not: off needs no margin, on does
+            best = 0  # a gain this small may be a measuring error
+        # a draft's gain is an estimate, a plain step's is not: switching off needs no margin, switching on does
         if rates[self.depth] < self.LOYALTY * rates[best] or (self.depth and not best):
             self.depth = best
         if self.depth:
             at = self.depths.index(self.depth)
             near = self.depths[max(0, at - 1) : at + 2]
             costs.try_first(near)
-            self.since, self.probing = self.since + self.turn - self.decided, 0
+            self.since, self.probing = self.since + self.step - self.decided, 0
             if self.since < self.EXPLORE:
                 return self.depth
             self.since, self.tries, self.credit = 0, self.tries + 1, self.FUND
@@ -158,40 +164,44 @@ class Adaptive(Policy):
                 return 0
             return near[-1 if self.tries % 3 else 0]
         promise = max(rates[depth] for depth in self.depths) / rates[0]
-        self.credit = min(self.credit + self.SHARE * promise**self.DOUBT * (self.turn - self.decided), self.FUND)
+        self.credit = min(self.credit + self.SHARE * promise**self.DOUBT * (self.step - self.decided), self.FUND)
         if not self.probing and self.credit > 0:
-            self.probing = 2  # since the first after a pause says nothing of a draft's seconds
-        # the deepest that is hardly slower than the best draft: a parallel drafter's costs little more
+            self.probing = 2  # since the first after a pause does not show a draft's usual seconds
+        # the deepest depth that is nearly as fast as the best: with a parallel drafter it costs little more
         fast = [depth for depth in self.depths if rates[depth] >= 0.9 * max(rates[other] for other in self.depths)]
         return fast[-1] if self.probing else 0
 
     def _meet(self, state: DecodeState) -> None:
-        """Let old counts weigh less where slots serve other requests than before."""
+        """Reduce the weight of old counts where slots serve other requests than before."""
         known = [row for row in state.rows if self.serving.get(row) is state.requests[row]]
         if len(known) < len(state.rows):
             self.serving = dict(state.requests)
             self._lighten(self.NEW_TEXT, len(known) / len(state.rows))
 
     def _lighten(self, most: float, share: float = 0.0) -> None:
-        """Counts weigh this share of what they did, or `most` tests."""
+        """Reduce every count to this share of its weight, or to `most` tests, whichever is more."""
         for n, tests in enumerate(self.tests):
             left = min(tests, max(most, share * tests))
-            self.kept[n], self.tests[n] = self.kept[n] * left / max(tests, 1e-9), left
+            self.accepted[n], self.tests[n] = self.accepted[n] * left / max(tests, 1e-9), left
 
     def _count(self, steps: list[tuple[list[int], int]]) -> None:
-        """Nodes kept, and how many were wanted.  One that was wanted and not offered counts as rejected."""
+        """Count accepted nodes of steps (path, nodes wanted).  A node that was wanted but not offered counts as
+        rejected."""
         for n in range(self.limit):
             tests = sum(wanted > n and (self.is_tree or len(path) >= n) for path, wanted in steps)
             fade = (1 - 1 / self.WINDOW) ** tests
             self.tests[n] = self.tests[n] * fade + tests
-            self.kept[n] = self.kept[n] * fade + sum(n in path for path, wanted in steps if wanted > n)
+            self.accepted[n] = self.accepted[n] * fade + sum(n in path for path, wanted in steps if wanted > n)
 
-    def _wonder(self, steps: list[tuple[list[int], int]], turns: int) -> None:
-        """Where what a dozen steps kept is 3 standard deviations off, the text has changed: old counts weigh little."""
-        fade = (11 / 12) ** turns
+    def _wonder(self, steps: list[tuple[list[int], int]], num_steps: int) -> None:
+        """Where the accepted nodes of a dozen steps are 3 standard deviations off, the text has changed: old counts
+        weigh little."""
+        fade = (11 / 12) ** num_steps
         shares = self.shares()
         means = list(accumulate(shares, initial=0.0))
-        squares = list(accumulate(((2 * n + 1) * share for n, share in enumerate(shares)), initial=0.0))  # of a chain's length
+        squares = list(
+            accumulate(((2 * n + 1) * share for n, share in enumerate(shares)), initial=0.0)
+        )  # of a chain's length
         self.gap = self.gap * fade + sum(len(path) - means[wanted] for path, wanted in steps)
         self.variance = self.variance * fade + sum(squares[wanted] - means[wanted] ** 2 for _, wanted in steps)
         if self.gap**2 > 9 * (self.variance + 1):
@@ -200,15 +210,15 @@ class Adaptive(Policy):
 
 
 class Costs:
-    """Seconds of a step of about so many slots, by depth, which they never fall with: trimmed means of recent samples."""
+    """Seconds of a step at one batch size, by depth: trimmed means of recent samples, made to rise with depth."""
 
     WINDOW, AGE = 32, 512
-    """Samples of a depth that are kept, and steps until one is too old where there are younger ones."""
+    """Most samples of a depth, and steps after which samples are too old where there are newer ones."""
 
     def __init__(self, todo: list[int]):
         self.todo = [*todo[:1], *(depth for depth in dict.fromkeys(todo) for _ in range(2 if depth else 3))]
-        """Depths still to be tried: twice, since of two samples one may be an outlier, and the very first is not counted; no
-        draft three times, since the first one after a draft is not counted either."""
+        """Depths still to be tried: twice, since one of two samples may be an outlier, and the very first is not
+        counted; depth 0 three times, since the first plain step after a draft is not counted either."""
         self.tried = set(todo)
         self.samples: dict[int, deque[tuple[int, float]]] = {}
         """By depth: step and seconds."""
@@ -220,11 +230,11 @@ class Costs:
         self.todo += [depth for depth in depths if depth not in self.tried for _ in range(2)]
         self.tried.update(depths)
 
-    def add(self, depth: int, seconds: Sequence[float], turn: int) -> None:
+    def add(self, depth: int, seconds: Sequence[float], step: int) -> None:
         if not seconds:
             return
-        self.samples.setdefault(depth, deque(maxlen=self.WINDOW)).extend((turn, each) for each in seconds)
-        stale = [other for other, samples in self.samples.items() if other and samples[-1][0] < turn - self.AGE]
+        self.samples.setdefault(depth, deque(maxlen=self.WINDOW)).extend((step, each) for each in seconds)
+        stale = [other for other, samples in self.samples.items() if other and samples[-1][0] < step - self.AGE]
         for other in stale if depth else ():
             del self.samples[other], self.means[other]
         self.means[depth] = self.mean(depth)
@@ -232,12 +242,13 @@ class Costs:
 
     def mean(self, depth: int) -> float:
         ordered = sorted(seconds for _, seconds in self.samples[depth])
-        trim = len(ordered) // 8  # outliers are slow, and of few samples one may be one
+        trim = len(ordered) // 8  # outliers are slow, and one of few samples may be an outlier
         left = ordered[trim : max(1, len(ordered) - trim - 1)]
         return sum(left) / len(left)
 
     def at(self, depth: int) -> float:
-        """Linear between the depths that were measured, of the whole curve's slope beyond; next to nothing before any was."""
+        """Linear between measured depths, with the whole curve's slope beyond them; nearly 0 before the first
+        measurement."""
         (first, low), (last, high) = self.curve[0], self.curve[-1]
         if depth >= last:
             return high + (high - low) / max(1, last - first) * (depth - last)
@@ -248,7 +259,7 @@ class Costs:
 
 
 def rising(points: list[tuple[int, float, int]]) -> list[tuple[int, float]]:
-    """The nearest curve that never falls, by pooling neighbours: depth, seconds and weight of each point, by depth."""
+    """The nearest curve that never falls (pool adjacent violators).  points: depth, seconds and weight, by depth."""
     pools: list[tuple[float, int, list[int]]] = []
     for depth, seconds, weight in points or [(0, 1e-9, 1)]:
         depths = [depth]

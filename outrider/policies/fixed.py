@@ -1,4 +1,4 @@
-"""The same number of nodes every time, all of them verified."""
+"""The same number of nodes in every step, all of them verified."""
 
 from __future__ import annotations
 

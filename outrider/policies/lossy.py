@@ -1,12 +1,13 @@
-"""Rules that change the output on purpose: they keep drafted tokens that are likely enough, not those that the acceptance
-rule keeps.
+"""Rules that change the output on purpose: they accept drafted tokens that are likely enough, not those of the
+acceptance rule.
 
-Never reached by default: `named.judge` hands one out only to who says allow_lossy, and the judge measures how far it strayed,
-so that a report can say it.  Typical acceptance: Medusa (arXiv 2401.10774); relaxed top-k: a drafted token stays if it is
-among the target's k likeliest.  Of a tree the longest path that passes is kept, the likelier of two as long.  Unlike in
-Medusa's code the token after it is drawn from p, not the likeliest, and the first drafted token is tested as the others are.
+Never used by default: `named.judge` returns one only with allow_lossy, and the judge measures its distance from the
+target's distribution for the report.  Typical acceptance: Medusa (arXiv 2401.10774); relaxed top-k: a drafted token is
+accepted if it is among the target's k likeliest.  In a tree the longest path that passes is accepted, of two as long
+the likelier.  Unlike Medusa's code, the token after it is drawn from p, not the likeliest, and the first drafted token
+is tested like the others.
 
-At temperature 0 p is one-hot, so that neither rule can keep a token that the acceptance rule would not.
+At temperature 0 p is one-hot, so neither rule accepts a token that the acceptance rule would reject.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -32,17 +33,17 @@ from outrider.sampling.prefix import processed
 
 @dataclass(frozen=True, slots=True)
 class Lossy:
-    """A rule for the judge: keep the longest path of tokens that pass, then draw from p.  q is not read."""
+    """A rule for the judge: accept the longest path of tokens that pass, then draw from p.  q is not used."""
 
     name: str
     """With its numbers, for reports."""
     passes: Callable[[Tensor], Tensor]
-    """p [..., V] to which tokens may stay, [..., V] bool."""
+    """p [..., V] to the tokens that may be accepted, [..., V] bool."""
 
     def __call__(self, draft: Draft, p: Tensor, streams: Streams) -> Accepted:
-        """p [B, N+1, V].  Ids outside the vocabulary never pass, and are counted as invalid; a q is not looked at."""
-        known, places = _places(draft, p.shape[-1])
-        paths = _longest(draft, known & self.passes(p)[places], p[places])
+        """p [B, N+1, V].  Ids outside the vocabulary never pass and are counted as invalid; q is not used."""
+        known, index = _probability_index(draft, p.shape[-1])
+        paths = _longest(draft, known & self.passes(p)[index], p[index])
         slots, rows, counts = torch.tensor(
             [(b, path[-1] + 1 if path else 0, len(path)) for b, path in enumerate(paths)], device=p.device
         ).T
@@ -51,9 +52,12 @@ class Lossy:
 
 
 def typical(epsilon: float = 0.09, delta: float = 0.3) -> Lossy:
-    """Keep a token x where p(x) > min(epsilon, delta exp(-H(p))), H in nats: what is likely, and more where little is sure."""
+    """Accept a token x where p(x) > min(epsilon, delta exp(-H(p))), H in nats: a lower threshold where p is spread
+    out."""
     if not (0 < epsilon <= 1 and delta > 0 and math.isfinite(delta)):
-        raise ConfigError(f"typical: epsilon {epsilon} must lie in (0, 1] and delta {delta} above 0")
+        raise ConfigError(
+            f"typical: epsilon must be above 0 and at most 1, and delta above 0, got {epsilon} and {delta}"
+        )
 
     def passes(p: Tensor) -> Tensor:
         entropy = torch.special.entr(p).sum(-1, keepdim=True)
@@ -63,9 +67,9 @@ def typical(epsilon: float = 0.09, delta: float = 0.3) -> Lossy:
 
 
 def relaxed(k: int = 2) -> Lossy:
-    """Keep a token that is among the target's k likeliest; equals of the k-th too, never one of probability 0."""
+    """Accept a token that is among the target's k likeliest or equals the k-th, never one of probability 0."""
     if k < 1:
-        raise ConfigError(f"relaxed: k {k} keeps nothing; give 1 or more")
+        raise ConfigError(f"relaxed: k must be at least 1, got {k}")
 
     def passes(p: Tensor) -> Tensor:
         return (p >= p.topk(min(k, p.shape[-1]), -1).values[..., -1:]) & (p > 0)
@@ -74,11 +78,11 @@ def relaxed(k: int = 2) -> Lossy:
 
 
 RULES: Mapping[str, Callable[..., Lossy]] = {"relaxed": relaxed, "typical": typical}
-"""By name, what makes each rule from its numbers."""
+"""By name, the function that makes each rule from its numbers."""
 
 
 class LossyJudge(SamplingJudge):
-    """Judges by a lossy rule, and keeps account of how far it strays from the acceptance rule."""
+    """Judges by a lossy rule, and measures its distance from the target's distribution."""
 
     rule: Lossy
 
@@ -87,7 +91,8 @@ class LossyJudge(SamplingJudge):
         self.tokens = 0
         """Tokens emitted, over all slots and steps."""
         self.total = 0.0
-        """Sum of their distances; no text's distribution is further from the target's, in total variation, than this sum."""
+        """Sum of their distances: an upper bound of the total variation between a text's distribution and the
+        target's."""
         self.tv_distance: dict[int, float] = {}
         """By slot: sum of the distances of the last step's tokens."""
         self._last = torch.empty(0, 0)
@@ -114,15 +119,16 @@ class LossyJudge(SamplingJudge):
 
 
 def tv_distance(rule: Lossy, draft: Draft, p: Tensor, accepted: Accepted) -> Tensor:
-    """Total variation between what the rule emits and p, at every place this step filled.  [B, D] float64, 0 elsewhere.
+    """Total variation between what the rule emits and p, at every position of this step.  [B, D] float64, 0 elsewhere.
 
-    At each place: between the distribution of the token emitted there, given all text before it, and p.  In closed form for a
-    chain drawn from q, which emits e = q where it passes, and p with what is left of 1: sum |e - p| / 2.  For a deterministic
-    draft e is one-hot at a kept token: 1 - p(x).  Both are exact.  For a tree of sampled nodes the kept tokens are taken as
-    given, which on average is too much, never too little.  A token drawn from p after the draft adds 0.
+    At each position: between the distribution of the token emitted there, given all text before it, and p.  A chain
+    drawn from q has a closed form: it emits e = q where that passes, and p with the rest of the mass: sum |e - p| / 2.
+    For a deterministic draft e is one-hot at an accepted token: 1 - p(x).  Both are exact.  For a tree of sampled nodes
+    the accepted tokens are taken as given, which on average overestimates, never underestimates.  A token drawn from p
+    after the draft adds 0.
 
-    Averaged over texts that the rule wrote, the sum over a text bounds the total variation between the rule's distribution of
-    the whole text and the target's; divided by tokens it is the distance per emitted token.
+    Averaged over texts that the rule wrote, the sum over a text bounds the total variation between the rule's
+    distribution of the whole text and the target's; divided by tokens it is the distance per emitted token.
     """
     if draft.q is None or draft.branches or draft.q.shape[-1] != p.shape[-1]:
         return _taken_as_given(draft, p, accepted)
@@ -135,21 +141,23 @@ def tv_distance(rule: Lossy, draft: Draft, p: Tensor, accepted: Accepted) -> Ten
 
 
 def _taken_as_given(draft: Draft, p: Tensor, accepted: Accepted) -> Tensor:
-    """Distance of the kept tokens from p as if nothing else could have been drafted: 1 - p(x).  [B, D]."""
-    strays = 1 - p[_places(draft, p.shape[-1])[1]].double()
+    """Distance of the accepted tokens from p as if nothing else could have been drafted: 1 - p(x).  [B, D]."""
+    strays = 1 - p[_probability_index(draft, p.shape[-1])[1]].double()
     path = padded(accepted.paths, -1, p.device)
     return strays.gather(1, path.clamp(min=0)) * (path >= 0)
 
 
-def _places(draft: Draft, vocabulary: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Whether each id is inside the vocabulary, [B, N]; where its probability stands in p: slot, parent's row, and token."""
+def _probability_index(draft: Draft, vocabulary: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Whether each id is inside the vocabulary, [B, N]; and the index of its probability in p: slot, parent's row,
+    token."""
     known = (draft.tokens >= 0) & (draft.tokens < vocabulary)
     slots = torch.arange(len(draft.tokens), device=draft.tokens.device)[:, None]
     return known, (slots, (draft.parents + 1).clamp(0, draft.tokens.shape[1]), draft.tokens.where(known, 0))
 
 
 def _longest(draft: Draft, may_stay: Tensor, p_own: Tensor) -> list[list[int]]:
-    """Each slot's longest path of nodes that may stay; of two as long the likelier, then the elder.  Both [B, N]."""
+    """Each slot's longest path of nodes that may stay; of two as long the likelier, then the elder.  may_stay, p_own
+    [B, N]."""
     paths = []
     slots = zip(draft.tree, draft.live, may_stay.tolist(), p_own.double().log().tolist(), strict=True)
     for parents, size, stays, logs in slots:

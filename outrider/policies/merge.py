@@ -14,37 +14,37 @@ from torch import Tensor
 from outrider.decoding.draft import Draft
 from outrider.sampling.prefix import is_one_hot
 
-Places = list[dict[int, int]]
-"""Slot by slot: a node's number in its own draft to its number in the union.  What is not there has none."""
+NodeMaps = list[dict[int, int]]
+"""Slot by slot: a node's number in its own draft to its number in the union; nodes outside the union are absent."""
 
 
-def merged(one: Draft, other: Draft, most: Tensor) -> tuple[Draft, Places]:
-    """The nodes of `one`, then what `other` adds to them; and where the nodes of `other` stand.  Its `origin` starts anew.
+def merged(one: Draft, other: Draft, most: Tensor) -> tuple[Draft, NodeMaps]:
+    """The nodes of `one`, then those that `other` adds, as a new draft; and the numbers of `other`'s nodes in it.
 
-    most [B] int64 on the CPU, nodes a slot.  What is drawn in `other` must be independent of what is drawn in `one`.  A
-    deterministic node of `other` whose token is under the same parent already is that node.  A drawn one is added in any case
-    and tried with its own q: left out for its token, it would make the output inexact.  Of two equal siblings the younger is
-    never kept, so its children become the elder's.  A confidence that its draft does not know is 1: it stops nothing.
+    most [B] int64 on the CPU, nodes per slot.  Draws in `other` must be independent of draws in `one`.  A deterministic
+    node of `other` whose token is already under the same parent becomes that node.  A drawn one is always added and
+    tried with its own q: leaving it out because of its token would make the output inexact.  Of two equal siblings the
+    younger is never accepted, so its children become the elder's.  A missing confidence is 1: it stops nothing.
     """
-    own = _anew(one.first(most))
+    own = _renumbered(one.first(most))
     if not any(own.live):
-        own = _anew(other.first(most))
+        own = _renumbered(other.first(most))
         return own, [dict(enumerate(range(size))) for size in own.live]
     slots = zip(_deterministic(other), most.tolist(), strict=True)
     unions = [_union(own, other, b, fixed, limit) for b, (fixed, limit) in enumerate(slots)]
-    nodes, parents, places = zip(*unions, strict=True)
+    nodes, parents, node_maps = zip(*unions, strict=True)
     if sum(map(len, nodes)) > sum(own.live):
-        own = _anew(_side_by_side(own, other).taken(nodes, parents))
-    return own, list(places)
+        own = _renumbered(_side_by_side(own, other).taken(nodes, parents))
+    return own, list(node_maps)
 
 
-def _anew(draft: Draft) -> Draft:
-    """The draft as a proposal of its own, whose nodes are numbered as they stand."""
+def _renumbered(draft: Draft) -> Draft:
+    """The draft as a proposal of its own, with its nodes numbered in their order."""
     return draft if draft.origin is None else replace(draft, origin=None)
 
 
 def deterministic(draft: Draft, seeded: Tensor | None) -> Draft:
-    """The draft with slots of `seeded` [B] bool as the acceptance rule sees them: nothing in them was drawn."""
+    """The draft with the nodes of `seeded` [B] bool slots made deterministic, as the acceptance rule judges them."""
     if seeded is None or draft.q is None:
         return draft
     if bool(seeded.all()):
@@ -59,24 +59,26 @@ def _deterministic(draft: Draft) -> list[list[bool]]:
     return is_one_hot(draft.q, draft.tokens).tolist()
 
 
-def _union(one: Draft, other: Draft, b: int, fixed: Sequence[bool], most: int) -> tuple[list[int], list[int], dict[int, int]]:
-    """One slot's nodes of both drafts side by side that the union has, their parents, and where the other's nodes stand."""
+def _union(
+    one: Draft, other: Draft, b: int, fixed: Sequence[bool], most: int
+) -> tuple[list[int], list[int], dict[int, int]]:
+    """One slot's nodes of both drafts that the union has, their parents, and the numbers of the other's nodes."""
     size, width = one.live[b], one.tokens.shape[1]
     nodes, above = list(range(size)), list(one.tree[b][:size])
     known = {(above[n], one.ids[b][n]): n for n in reversed(nodes)}
-    place = {-1: -1}
+    node_map = {-1: -1}
     for n, parent in enumerate(other.tree[b][: other.live[b]]):
-        if parent not in place:
+        if parent not in node_map:
             continue
-        here = place[parent], other.ids[b][n]
+        here = node_map[parent], other.ids[b][n]
         if fixed[n] and here in known:
-            place[n] = known[here]
+            node_map[n] = known[here]
         elif len(above) < most:
-            place[n] = known.setdefault(here, len(above))
+            node_map[n] = known.setdefault(here, len(above))
             nodes.append(width + n)
             above.append(here[0])
-    del place[-1]
-    return nodes, above, place
+    del node_map[-1]
+    return nodes, above, node_map
 
 
 def _side_by_side(one: Draft, other: Draft) -> Draft:

@@ -18,26 +18,28 @@ from outrider.policies.fixed import Fixed
 from outrider.sampling.judge import SamplingJudge
 
 EXACT = ("standard", "block")
-"""Ways to verify that leave the output as it is; `lossy.RULES` has those that don't."""
-LEAST = 0.4
-"""Chance of being kept below which `by_confidence` verifies a node no more."""
+"""Exact ways to verify; `lossy.RULES` has the others."""
+MIN_CONFIDENCE = 0.4
+"""Probability of acceptance below which `by_confidence` does not verify a node."""
 POLICIES: Mapping[str, Callable[[int], Policy]] = {
     "fixed": Fixed,
-    "by_confidence": lambda limit: ByConfidence(limit, LEAST),
+    "by_confidence": lambda limit: ByConfidence(limit, MIN_CONFIDENCE),
     "adaptive": Adaptive,
 }
-"""As many nodes as the drafter offers; those likely to be kept; as many as pay, by the seconds measured."""
+"""As many nodes as the drafter offers; those likely to be accepted; as many as pay, by measured seconds."""
 DEFAULT = "adaptive"
-"""What is taken unless another is asked for."""
+"""The policy that is used unless another is named."""
 
 
 def policy(name: str | Policy | None, drafter: Drafter) -> Policy:
-    """The policy of this name, fresh, for this drafter; None goes on with the one that this thread last took for it by default.
+    """A new policy of this name for this drafter; None continues with this thread's default policy for it.
 
     Raises ConfigError for an unknown name.
     """
     if name is None:
-        policies: weakref.WeakKeyDictionary[Drafter, Policy] = vars(_taken).setdefault("policies", weakref.WeakKeyDictionary())
+        policies: weakref.WeakKeyDictionary[Drafter, Policy] = vars(_taken).setdefault(
+            "policies", weakref.WeakKeyDictionary()
+        )
         return policies.setdefault(drafter, POLICIES[DEFAULT](drafter.limit))
     if not isinstance(name, str):
         return name
@@ -46,11 +48,12 @@ def policy(name: str | Policy | None, drafter: Drafter) -> Policy:
 
 
 _taken = threading.local()
-"""`policies`: by drafter, so that what was measured is known to the next request."""
+"""`policies`: by drafter, so that the next request uses earlier measurements."""
 
 
 def judge(name: str | SamplingJudge | None = None, allow_lossy: bool = False) -> SamplingJudge:
-    """What judges by this way to verify.  Raises ConfigError for an unknown name, and for a lossy one unless allow_lossy."""
+    """The judge of this way to verify.  Raises ConfigError for an unknown name, and for a lossy one unless
+    allow_lossy."""
     if isinstance(name, SamplingJudge):
         return name
     name = name or "standard"
@@ -68,7 +71,7 @@ def check_verification(name: str, allow_lossy: bool) -> None:
     if name in lossy.RULES and allow_lossy is not True:
         raise ConfigError(
             f"verification '{name}' changes what the target would write, and allow_lossy is {allow_lossy!r}; "
-            "set allow_lossy: true to have it, or take standard or block for exact output"
+            "set allow_lossy: true to allow that, or use standard or block for exact output"
         )
 
 

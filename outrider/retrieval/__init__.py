@@ -1,1 +1,1 @@
-"""Memories of text that need no training."""
+"""Text indexes that need no training."""

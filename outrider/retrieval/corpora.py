@@ -1,4 +1,4 @@
-"""Corpora by name in one folder: which there are, and what they propose together."""
+"""Corpora by name in one folder: listing them, and what they propose together."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ from outrider.retrieval.corpus_files import read_header, write_header
 from outrider.retrieval.proposal import Found, Proposal, merged
 from outrider.retrieval.suffix_array import Corpus
 
-GRAMS = "texts.grams"
+HASHES = "texts.grams"
 
 
 def home() -> Path:
-    """Where corpora are kept: $OUTRIDER_CORPORA, or the user's data folder."""
+    """The folder of all corpora: $OUTRIDER_CORPORA, or one in the user's data folder."""
     given = os.environ.get("OUTRIDER_CORPORA")
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(given).expanduser() if given else Path(data) / "outrider" / "corpora"
 
 
-def place(name: str, folder: Path | None = None) -> Path:
-    """The folder of one corpus.  Raises ConfigError for a name that is none."""
+def folder_of(name: str, folder: Path | None = None) -> Path:
+    """The folder of one corpus.  Raises ConfigError for an invalid name."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        raise ConfigError(f"{name!r} can't be the name of a corpus; use up to 64 letters, digits, dots, dashes and underscores")
+        raise ConfigError(
+            f"{name!r} is not a valid corpus name; use up to 64 letters, digits, dots, dashes and underscores"
+        )
     return (folder or home()) / name
 
 
 def names(folder: Path | None = None) -> list[str]:
-    """Of the corpora there are, sorted, damaged ones too."""
+    """Names of the existing corpora, sorted, damaged ones too."""
     folder = folder or home()
     return sorted(path.parent.name for path in folder.glob("[!.]*/corpus.json")) if folder.is_dir() else []
 
 
 def find(name: str, folder: Path | None = None) -> Path:
-    """The folder of a corpus that is there.  Raises DataError where it is not."""
-    path = place(name, folder)
+    """The folder of an existing corpus.  Raises DataError where there is none of this name."""
+    path = folder_of(name, folder)
     if not (path / "corpus.json").exists():
         there = ", ".join(names(folder)) or "none yet; make one with `outrider corpus add NAME FILES`"
         raise DataError(f"there is no corpus {name!r} in {folder or home()}; there are: {there}")
@@ -53,7 +55,7 @@ def load(chosen: Sequence[str], tokenizer_hash: str | None = None, folder: Path 
 
 
 def remove(name: str, folder: Path | None = None) -> int:
-    """Delete a corpus; returns its bytes.  Processes that have it open keep it until they close it."""
+    """Delete a corpus; returns its bytes.  Processes that have it open can use it until they close it."""
     path = find(name, folder)
     size_bytes = size_of(path)
     gone = path.with_name(f".{name}.{os.getpid()}.part")
@@ -75,20 +77,21 @@ def sources(path: Path) -> list[tuple[str, int]]:
 
 
 def keep_hashes(path: Path, save: Callable[[Path], Mapping[str, Any]]) -> None:
-    """Put hashes of a corpus's texts beside it and name them in its header, so that it can be asked what it holds.
+    """Store hashes of a corpus's texts next to it and name them in its header, so that its content can be checked.
 
-    save: writes the file and returns what a manifest must say of it; `data.hash_files.Collector.save` is such.
+    save: writes the file and returns its entry in a manifest, as `data.hash_files.Collector.save` does.
     """
     header = read_header(path)
-    write_header(path, header | {"grams": dict(save(path / GRAMS))})
+    write_header(path, header | {"ngram_hashes": dict(save(path / HASHES))})
 
 
-def proposed(corpora: Sequence[Corpus], context: Sequence[int], nodes: int, depth: int, least: int = 1) -> Proposal:
-    """What follows a context in any of some corpora, at most `nodes` tokens; empty where less than `least` tokens match."""
-    return merged([looked_up(corpus, context, nodes, depth, least) for corpus in corpora], nodes)
+def proposed(corpora: Sequence[Corpus], context: Sequence[int], nodes: int, depth: int, min_match: int = 1) -> Proposal:
+    """What follows a context in these corpora, at most `nodes` tokens; empty where fewer than `min_match` tokens
+    match."""
+    return merged([looked_up(corpus, context, nodes, depth, min_match) for corpus in corpora], nodes)
 
 
-def looked_up(corpus: Corpus, context: Sequence[int], nodes: int, depth: int, least: int = 1) -> Found:
+def looked_up(corpus: Corpus, context: Sequence[int], nodes: int, depth: int, min_match: int = 1) -> Found:
     """What follows a context in one corpus."""
-    match = corpus.longest(context, least)
+    match = corpus.longest(context, min_match)
     return Found(corpus.name, match.length, corpus.continuations(match, nodes, depth))

@@ -1,4 +1,4 @@
-"""Make a corpus: write its documents down, sort every place at which something follows by the tokens before it."""
+"""Build a corpus: write its documents, and sort every position that a token follows by the tokens before it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from outrider.retrieval.suffix_array import Corpus
 
 FILES = ("tokens.bin", "suffixes.bin")
 PIECE = 1 << 22
-"""Sorted ends that are looked at together."""
+"""Sorted ends that are processed together."""
 
 
 def build(
@@ -35,20 +35,22 @@ def build(
     sources: Iterable[tuple[str, int]] = (),
     on_stage: Callable[[str, int], object] = lambda stage, tokens: None,
 ) -> Corpus:
-    """Make a corpus of `documents` (token ids below `vocabulary`) and put it at `folder`, in the place of one that was there.
+    """Build a corpus of `documents` (token ids below `vocabulary`) at `folder`, replacing one that is there.
 
-    sources: names and sizes in bytes of the files behind them, read when the documents are.  on_stage is told (`sort`, tokens)
-    and (`write`, tokens).  Takes about 10 bytes of memory for a token below 2**16, 15 for a larger one.
-    The old corpus stays as it was until the new one is whole and on disk.
-    Raises DataError where there is nothing to search, where an id is none, or where the disk is full.
+    sources: names and sizes in bytes of the source files, read when the documents are.  on_stage is called with
+    (`sort`, tokens) and (`write`, tokens).  Needs about 10 bytes of memory per token with a vocabulary up to 2**16,
+    else 15. The old corpus is unchanged until the new one is complete and on disk.
+    Raises DataError for documents without text, for an invalid id, and for a full disk.
     """
     divsufsort = _sorter()
-    with _beside(folder) as part:
+    with _part_folder(folder) as part:
         try:
             token_bytes = 2 if vocabulary < 1 << 16 else 4
             counts = _write_tokens(part / "tokens.bin", documents, vocabulary, token_bytes)
-            if not counts["places"]:
-                raise DataError(f"corpus {folder.name!r} would be empty: no document has two tokens; name files with text")
+            if not counts["positions"]:
+                raise DataError(
+                    f"corpus {folder.name!r} would be empty: no document has two tokens; name files with text"
+                )
             on_stage("sort", counts["tokens"])
             tokens = np.memmap(part / "tokens.bin", dtype=f"<u{token_bytes}", mode="r")
             order = divsufsort(_letters(tokens, vocabulary))
@@ -69,8 +71,8 @@ def build(
             write_header(part, header)
         except OSError as error:
             raise DataError(
-                f"can't write corpus {folder.name!r} into {folder.parent}: {error.strerror or error}; nothing was changed "
-                "there; free some space and add it again"
+                f"can't write corpus {folder.name!r} into {folder.parent}: {error.strerror or error}; nothing was changed; "
+                "free some space and add it again"
             ) from error
         _swap(part, folder)
     return Corpus.open(folder)
@@ -81,14 +83,15 @@ def _sorter() -> Callable[[np.ndarray], np.ndarray]:
         from pydivsufsort import divsufsort
     except ImportError:
         raise DataError(
-            "building a corpus needs pydivsufsort, which sorts it; pip install 'outrider[corpus]' (searching one does not)"
+            "building a corpus needs pydivsufsort (searching one does not): pip install 'outrider[corpus]'"
         ) from None
     return divsufsort
 
 
 def _write_tokens(path: Path, documents: Iterable[Sequence[int]], vocabulary: int, token_bytes: int) -> dict[str, int]:
-    """Documents between separators; returns how many documents, tokens, and places at which a token follows another."""
-    found = {"documents": 0, "tokens": 0, "places": 0}
+    """Write documents between separators; returns the numbers of documents, tokens, and positions that a token
+    follows."""
+    found = {"documents": 0, "tokens": 0, "positions": 0}
     separator = np.array([vocabulary], dtype=f"<u{token_bytes}").tobytes()
     with path.open("wb") as file:
         file.write(separator)
@@ -98,23 +101,25 @@ def _write_tokens(path: Path, documents: Iterable[Sequence[int]], vocabulary: in
             ids = np.asarray(document, dtype=np.int64)
             if ids.min() < 0 or ids.max() >= vocabulary:
                 wrong = ids[(ids < 0) | (ids >= vocabulary)][0]
-                raise DataError(f"token id {wrong} lies outside the vocabulary of {vocabulary}; use the target's own tokenizer")
+                raise DataError(
+                    f"token id {wrong} is outside the vocabulary of {vocabulary}; use the target's own tokenizer"
+                )
             file.write(ids.astype(f"<u{token_bytes}").tobytes() + separator)
             found["documents"] += 1
             found["tokens"] += len(ids)
-            found["places"] += len(ids) - 1
+            found["positions"] += len(ids) - 1
     return found
 
 
 def _letters(tokens: np.ndarray, separator: int) -> np.ndarray:
-    """The text backwards, in bytes: suffixes in the order of their bytes are in that of their tokens, the high byte first."""
-    # the last separator has nothing behind it
+    """The text backwards, as bytes with the high byte first: so sorted bytes are sorted tokens."""
+    # nothing follows the last separator
     letters = tokens[-2::-1].astype(">u4").view(np.uint8).reshape(-1, 4)[:, 4 - _width(separator) :]
     return np.ascontiguousarray(letters).reshape(-1)
 
 
 def _ends(order: np.ndarray, tokens: np.ndarray, separator: int) -> Iterator[np.ndarray]:
-    """Ends of the prefixes that have a token on both sides of their end, from the sorted bytes; in pieces."""
+    """Ends with a token on both sides, in the order of the sorted bytes; in pieces."""
     width = _width(separator)
     for at in range(0, len(order), PIECE):
         starts = order[at : at + PIECE]
@@ -123,22 +128,22 @@ def _ends(order: np.ndarray, tokens: np.ndarray, separator: int) -> Iterator[np.
 
 
 def _width(separator: int) -> int:
-    """Bytes of a token when it is sorted."""
+    """Bytes per token in the sort."""
     return max(1, (separator.bit_length() + 7) // 8)
 
 
 def _write_sources(path: Path, sources: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """One line a file; returns how many, and their bytes."""
+    """Write one line per file; returns the number of files, and their bytes."""
     files = list(sources)
     path.write_text("".join(json.dumps({"name": name, "size_bytes": size}) + "\n" for name, size in files))
     return {"files": len(files), "size_bytes": sum(size for _, size in files)}
 
 
 @contextmanager
-def _beside(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder`, gone at the end if it is still there.  What killed builds left is cleared away.
+def _part_folder(folder: Path) -> Iterator[Path]:
+    """A new folder next to `folder`, removed at the end if it is still there.  Leftovers of killed builds are removed.
 
-    A build holds a lock on its own, which goes with its process: what can be locked is nobody's any more.
+    A build holds a lock on its own folder, which ends with its process: a folder that can be locked is a leftover.
     """
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     for left in folder.parent.glob(f".{folder.name}.*.part"):
@@ -154,7 +159,7 @@ def _beside(folder: Path) -> Iterator[Path]:
 
 
 def _swap(part: Path, folder: Path) -> None:
-    """`part` takes the name of `folder`, whose old content takes that of `part`."""
+    """Exchange the names of `part` and `folder`."""
     sync(part)
     if not folder.exists():
         part.rename(folder)

@@ -1,7 +1,8 @@
-"""A corpus on disk: its header with a seal, its files with checksums.
+"""A corpus on disk: a header with its own checksum (the seal), and files with checksums.
 
-A corpus is a folder: `tokens.bin` (uint16 or uint32, documents between separators), `suffixes.bin` (int32 or int64, the sorted
-ends), `sources.jsonl` (files and sizes) and `corpus.json` (all else, with checksums).  All numbers are little endian.
+A corpus is a folder: `tokens.bin` (uint16 or uint32, documents between separators), `suffixes.bin` (int32 or int64, the
+sorted ends), `sources.jsonl` (files and sizes) and `corpus.json` (all else, with checksums).  All numbers are little
+endian.
 """
 
 from __future__ import annotations
@@ -22,41 +23,43 @@ BLOCK = 1 << 22
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """corpus.json, checked against its own seal.  Raises DataError where it is missing, damaged or of another format."""
+    """corpus.json, checked against its seal.  Raises DataError where it is missing, damaged or of another format."""
     path = folder / "corpus.json"
     try:
         header = json.loads(path.read_bytes())
         seal = header.pop("seal")
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"there is no corpus in {folder}; `outrider corpus list` names those there are") from None
+        raise DataError(f"there is no corpus in {folder}; `outrider corpus list` names the corpora") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DataError(f"{path} is damaged; build the corpus again") from None
     if header.get("format") != FORMAT:
-        raise DataError(f"{path} has format {header.get('format')!r}, this Outrider reads {FORMAT}; build the corpus again")
+        raise DataError(
+            f"{path} has format {header.get('format')!r}, this Outrider reads {FORMAT}; build the corpus again"
+        )
     if seal != _seal(header):
-        raise DataError(f"{path} was changed by hand, or is damaged; build the corpus again")
+        raise DataError(f"{path} was edited or is damaged; build the corpus again")
     return header
 
 
 def checked_header(folder: Path) -> dict[str, Any]:
-    """The header of a corpus whose files have the sizes and times of its build.  Raises DataError where they have not."""
+    """The header of a corpus.  Raises DataError where a file's size or time differs from that of the build."""
     header = read_header(folder)
     for name, wanted in header["files"].items():
         there = _stat(folder / name)
         if there.st_size != wanted["size_bytes"]:
             raise DataError(
-                f"{folder / name} has {there.st_size} bytes, its build wrote {wanted['size_bytes']}; build the corpus again"
+                f"{folder / name} must have {wanted['size_bytes']} bytes, got {there.st_size}; build the corpus again"
             )
         if there.st_mtime_ns != wanted["mtime_ns"]:
             raise DataError(
-                f"{folder / name} was written to, or copied, after its build; `outrider corpus verify {header['name']}` "
-                "reads all of it, and takes it as it is where the checksums hold"
+                f"{folder / name} was written or copied after its build; run `outrider corpus verify {header['name']}`, "
+                "which accepts it where the checksums match"
             )
     return header
 
 
 def write_header(folder: Path, header: dict[str, Any]) -> None:
-    """corpus.json, whole or not at all, with its seal."""
+    """Write corpus.json with its seal, whole or not at all."""
     with replacing(folder / "corpus.json") as part:
         part.write_text(json.dumps(header | {"seal": _seal(header)}))
 
@@ -87,8 +90,8 @@ def verify(folder: Path, on_bytes: Callable[[int], object] = lambda done: None) 
                 block = file.read(BLOCK)
                 if (_checksum(block) if block else None) != right:
                     raise DataError(
-                        f"{path} is damaged: bytes {number * BLOCK} to {number * BLOCK + len(block)} are not those of its "
-                        "build; build the corpus again"
+                        f"{path} is damaged: bytes {number * BLOCK} to {number * BLOCK + len(block)} differ from its build; "
+                        "build the corpus again"
                     )
                 done += len(block)
                 on_bytes(done)
@@ -104,7 +107,7 @@ def _checksum(block: bytes) -> str:
 
 
 def described(path: Path) -> dict[str, Any]:
-    """What a header says of one file."""
+    """One file's entry in the header."""
     with path.open("rb") as file:
         blocks = [_checksum(block) for block in iter(lambda: file.read(BLOCK), b"")]
     there = path.stat()

@@ -1,4 +1,4 @@
-"""The texts that a corpus is made of: documents of files and folders."""
+"""The texts of a corpus: documents from files and folders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple, TextIO
 from outrider.errors import DataError
 
 PIECE = 1 << 18
-"""Characters: longer texts are cut behind a line into documents of at most about so many."""
+"""Characters: longer texts are cut after a line into documents of at most about this length."""
 
 
 class Text(NamedTuple):
@@ -22,7 +22,7 @@ class Text(NamedTuple):
 
 
 def files_of(given: Iterable[Path]) -> list[Path]:
-    """All files given, and those below the folders given, sorted; hidden ones there are left out.
+    """All given files, and those below given folders, sorted; hidden ones there are left out.
 
     Raises DataError for one that does not exist.
     """
@@ -36,12 +36,12 @@ def files_of(given: Iterable[Path]) -> list[Path]:
         elif path.is_file():
             found[path] = None
         else:
-            raise DataError(f"{path} does not exist, or is no file; name text files, .jsonl files or folders")
+            raise DataError(f"{path} does not exist, or is not a file; name text files, .jsonl files or folders")
     return list(found)
 
 
 def readable(files: Iterable[Path], skipped: list[Path] | None = None) -> list[Path]:
-    """Those of the files that are UTF-8 text; all are read to their end.
+    """The files that are UTF-8 text; all are read to their end.
 
     Raises DataError for one that is not, or adds it to `skipped`.
     """
@@ -53,16 +53,16 @@ def readable(files: Iterable[Path], skipped: list[Path] | None = None) -> list[P
         except UnicodeError as error:
             if skipped is None:
                 raise DataError(
-                    f"{file} is not UTF-8 text ({error}); leave it out, or leave all such files out with --skip-binary"
+                    f"{file} is not UTF-8 text ({error}); leave it out, or all such files with --skip-binary"
                 ) from None
             skipped.append(file)
         except OSError as error:
-            raise DataError(f"can't read {file}: {error.strerror}") from None
+            raise DataError(f"can't read {file}: {error.strerror}; leave it out, or change its permissions") from None
     return found
 
 
 def _check(file: Path) -> None:
-    """UnicodeError where a file is not text."""
+    """Raises UnicodeError where a file is not text."""
     with file.open(encoding="utf-8", newline="") as content:
         for block in iter(lambda: content.read(1 << 20), ""):
             if "\0" in block:
@@ -70,13 +70,13 @@ def _check(file: Path) -> None:
 
 
 def texts(files: Iterable[Path]) -> Iterator[Text]:
-    """Documents of these files, in order: a row of `.jsonl` is one, else a file is.
+    """Documents of these files, in order: each row of a `.jsonl` file, or a whole other file.
 
     Raises DataError for a file that can't be read as text, and for a row without `text`.
     """
     for file in files:
         try:
-            with file.open(encoding="utf-8-sig", newline="") as lines:  # ends of lines stay what they are
+            with file.open(encoding="utf-8-sig", newline="") as lines:  # newlines are not changed
                 rows = _rows(file, lines) if file.suffix == ".jsonl" else iter([lines])
                 for row in rows:
                     for piece in _pieces(row):
@@ -94,12 +94,13 @@ def _rows(file: Path, lines: TextIO) -> Iterator[list[str]]:
         except (ValueError, KeyError, TypeError):
             text = None
         if not isinstance(text, str):
-            raise DataError(f'{file}:{number} is no row with a `text`; every line must be like {{"text": "..."}}')
+            raise DataError(f'{file}:{number} has no `text`; every line must be like {{"text": "..."}}')
         yield text.splitlines(keepends=True)
 
 
 def _pieces(lines: Iterable[str]) -> Iterator[str]:
-    """The text of these lines, cut where it has become long enough.  A line that is too long by itself is cut within."""
+    """The text of these lines, cut after a line where it is long enough.  A line that is too long by itself is cut
+    inside."""
     held, length = list[str](), 0
     for line in lines:
         while length + len(line) > PIECE:

@@ -1,8 +1,8 @@
-"""Native twins of slow functions: one source file beside the Python, compiled on first use for this machine and kept on disk.
+"""Native versions of slow functions: one source file next to the Python, compiled on first use and cached on disk.
 
-Plain C or C++ behind `extern "C"`, called through ctypes: no build step, no torch.  A library's name holds the hash of its
-source and of how it was compiled, so another source is never mistaken for it.  Without a compiler, or where
-`OUTRIDER_NATIVE=0`, the Python twin goes on alone.
+Plain C or C++ with `extern "C"`, called through ctypes: no build step, no torch.  A library's name contains the hash of
+its source and of how it was compiled, so it is never confused with another one.  Without a compiler, or with
+`OUTRIDER_NATIVE=0`, the Python version is used.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ FLAGS = ("-O2", "-shared", "-fPIC", "-fvisibility=default", "-ffp-contract=off")
 
 
 class NotNative(OutriderError):
-    """There is no native library, and why; the Python twin goes on."""
+    """There is no native library, and why; the Python version is used."""
 
 
 @functools.cache
 def library(name: str, version: int) -> ctypes.CDLL | None:
-    """The library of this source file in this folder, compiled if need be; None, and one line in the log, without it.
+    """The library of this source file in this folder, compiled if needed; None, and one line in the log, without it.
 
     version: what its `outrider_<stem>_version()` must return; raise both whenever a function's arguments change.
     """
     try:
         return load(Path(__file__).with_name(name), version)
     except NotNative as error:
-        log.info("native %s: %s; its Python twin is used", name, error)
+        log.info("native %s: %s; the Python version is used", name, error)
         return None
 
 
 def load(source: Path, version: int) -> ctypes.CDLL:
-    """Compile this file if need be, and load it.  NotNative says why not."""
+    """Compile this file if needed, and load it.  Raises NotNative with the reason where that fails."""
     if os.environ.get("OUTRIDER_NATIVE") == "0":
-        raise NotNative("OUTRIDER_NATIVE=0 asks for none")
+        raise NotNative("OUTRIDER_NATIVE=0 turns it off")
     path = _built(source)
     try:
         found = ctypes.CDLL(str(path))
@@ -53,28 +53,29 @@ def load(source: Path, version: int) -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise NotNative(f"{path} can't be loaded ({error}); delete it and it is compiled again") from error
     if answer != version:
-        raise NotNative(f"{path} is of version {answer}, version {version} is wanted; delete it")
+        raise NotNative(f"{path} must have version {version}, got {answer}; delete it")
     return found
 
 
 def _built(source: Path) -> Path:
-    """The shared library, compiled where that was not done before."""
+    """The shared library, compiled unless it is cached."""
     command = (*LANGUAGES[source.suffix], *FLAGS)
-    said = repr((command, platform.machine(), platform.system())).encode() + source.read_bytes()
+    key = repr((command, platform.machine(), platform.system())).encode() + source.read_bytes()
     folder = machine.cache_folder() / "native"
     try:
         _make_private(folder)
     except OSError as error:
         raise NotNative(f"{folder} can't be used ({error})") from error
     try:
-        path = folder / f"{source.stem}-{hashlib.sha256(said).hexdigest()[:16]}.so"
+        path = folder / f"{source.stem}-{hashlib.sha256(key).hexdigest()[:16]}.so"
         return kernels.shared_library(path, [[*command, str(source)]])
     except OSError as error:
         raise NotNative(str(error)) from error
 
 
 def _make_private(folder: Path) -> None:
-    """A folder that nobody else can write to: what lies there is run.  NotNative where it belongs to others."""
+    """Make a folder that nobody else can write to, since its files are run.  Raises NotNative where another user owns
+    it."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     about = folder.stat()
     if about.st_uid != os.getuid():

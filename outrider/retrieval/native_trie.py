@@ -1,4 +1,4 @@
-"""The trie in C++: as `trie` node for node, many times as fast."""
+"""The trie in C++: the same nodes as `trie`, many times faster."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from outrider.retrieval.proposal import Proposal
 from outrider.retrieval.trie import Trie
 
 VERSION = 3
-"""Of trie.cpp's functions."""
+"""Version of trie.cpp's functions."""
 
 
 def fastest(depth: int, capacity: int) -> Trie | NativeTrie:
-    """The native trie where it can be had, else the Python one.  They answer alike."""
+    """The native trie where it is available, else the Python one.  Both give the same results."""
     functions = _functions()
     return Trie(depth, capacity) if functions is None else NativeTrie(depth, capacity, functions)
 
@@ -28,7 +28,7 @@ def _functions() -> ctypes.PyDLL | None:
     library = native.library("trie.cpp", VERSION)
     if library is None:
         return None
-    # held across a call, the interpreter's lock keeps other threads out of the trie
+    # PyDLL holds the interpreter's lock during a call, so other threads can't use the trie
     functions = ctypes.PyDLL(library._name, handle=library._handle)
     address, count, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
     for name, result, arguments in (
@@ -104,5 +104,7 @@ class NativeCursor:
     def tree(self, order: Literal["recency", "frequency"], budget: int, levels: int, shortest: int = 1) -> Proposal:
         tokens, parents = (ctypes.c_int32 * budget)(), (ctypes.c_int32 * budget)()
         shares, counts = (ctypes.c_double * budget)(), order == "frequency"
-        size = self.functions.outrider_cursor_tree(self.handle, counts, budget, levels, shortest, tokens, parents, shares)
+        size = self.functions.outrider_cursor_tree(
+            self.handle, counts, budget, levels, shortest, tokens, parents, shares
+        )
         return Proposal(tokens[:size], parents[:size], shares[:size] if counts else [])

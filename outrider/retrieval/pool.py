@@ -1,4 +1,4 @@
-"""What followed short sequences of tokens, in texts or in guesses, the most recent first.  (Fu et al. 2402.02057.)"""
+"""The tokens that followed short sequences in texts or guesses, most recent first.  (Fu et al. 2402.02057.)"""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ class Pool:
     """A bounded table from the beginnings of n-grams to the tokens that followed."""
 
     def __init__(self, longest: int, most: int, siblings: int):
-        """longest: tokens of the longest beginning.  most: beginnings that are held; the oldest goes first.  siblings: tokens
-        that are remembered behind each."""
+        """longest: tokens of the longest beginning.  most: beginnings stored; the oldest is removed first.  siblings:
+        tokens stored for each."""
         self.longest, self.most, self.siblings = longest, most, siblings
         self.read = 0
-        """Tokens of the text that were learnt from."""
+        """Tokens of the text that were learnt."""
         self.follows: dict[tuple[int, ...], list[int]] = {}
 
     def learn(self, text: list[int]) -> None:
-        """Take in what is new of the text."""
+        """Learn the new part of the text."""
         for at in range(max(self.read, 1), len(text)):
             self.add(text[max(0, at - self.longest) : at], text[at])
         self.read = len(text)
 
     def add(self, before: Sequence[int], token: int) -> None:
-        """Remember that this token followed these."""
+        """Store that this token followed these."""
         for n in range(1, min(self.longest, len(before)) + 1):
             key = tuple(before[-n:])
             known = self.follows.pop(key, [])
@@ -32,11 +32,11 @@ class Pool:
             del self.follows[next(iter(self.follows))]
 
     def knows(self, tokens: Sequence[int]) -> bool:
-        """Whether something followed as many of these last tokens as an n-gram can begin with."""
+        """Whether a token is stored for the longest beginning that ends these tokens."""
         return tuple(tokens[-self.longest :]) in self.follows and len(tokens) >= self.longest
 
     def after(self, tokens: Sequence[int]) -> list[int]:
-        """What followed these tokens, each once: by the longest match first, then the most recent."""
+        """The tokens that followed these, each once: longest match first, then most recent."""
         found: dict[int, None] = {}
         for n in range(min(self.longest, len(tokens)), 0, -1):
             found |= dict.fromkeys(self.follows.get(tuple(tokens[-n:]), ()))

@@ -1,9 +1,10 @@
 """A corpus, searched by the longest suffix of a context: a suffix array over reversed prefixes, mapped into memory.
 
-Every place of the text at which something follows is sorted by the tokens before it, read backwards.  One binary search finds
-where a context would stand, its neighbours share its longest suffix, and what follows them is the proposal.  REST (He et al.
-2311.08252) sorts forwards and searches once for every length; SAM-Decoding (Hu et al. 2411.10666) follows a suffix automaton,
-which takes several times the memory and can't be mapped.  Nothing is loaded: processes that map one corpus share its pages.
+Every position of the text that a token follows is sorted by the tokens before it, read backwards.  One binary search
+finds where a context would be in that order; its neighbours share its longest suffix, and what follows them is the
+proposal.  REST (He et al. 2311.08252) sorts forwards and searches once for every length; SAM-Decoding (Hu et al.
+2411.10666) follows a suffix automaton, which needs several times the memory and can't be mapped.  Nothing is loaded:
+processes that map one corpus share its pages.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ from outrider.retrieval.proposal import Proposal
 LONGEST = 64
 """Most tokens of a context that are compared."""
 SAMPLE = 32
-"""Most places whose continuations are read."""
+"""Most positions whose continuations are read."""
 VERSION = 1
-"""Of search.c's functions."""
+"""Version of search.c's functions."""
 
 
 class Match(NamedTuple):
-    """Where the longest suffix of a context stands in a corpus."""
+    """Where the longest suffix of a context occurs in a corpus."""
 
     length: int
-    """Tokens that agree; 0 where there is none."""
-    places: int
-    """How often it stands there with something behind it."""
+    """Tokens that match; 0 for no match."""
+    occurrences: int
+    """How often it occurs there with a token after it."""
     ends: tuple[int, ...]
-    """What follows begins here in the corpus: at most SAMPLE of the places, evenly spread over what stands before them."""
+    """Where the continuations begin in the corpus: at most SAMPLE, evenly spread in the sorted order."""
 
 
 NOTHING = Match(0, 0, ())
 
 
 class Corpus:
-    """One corpus, open for search.  Holds no context: every search is by itself, from any thread."""
+    """One corpus, open for search.  It has no state: every search is independent, from any thread."""
 
     def __init__(self, folder: Path, header: dict[str, Any]):
         """Use `open`."""
@@ -66,48 +67,47 @@ class Corpus:
 
     @classmethod
     def open(cls, folder: str | Path, tokenizer_hash: str | None = None) -> Corpus:
-        """Map a corpus; no data is read, only that sizes and times are those of its build.
+        """Map a corpus; reads no data, only checks that sizes and times are those of its build.
 
-        Raises DataError where there is none, where it is damaged, or where it was made with another tokenizer than that of
-        `tokenizer_hash`.
+        Raises DataError where it is missing, damaged, or made with a tokenizer other than `tokenizer_hash`.
         """
         folder = Path(folder)
         header = checked_header(folder)
         if tokenizer_hash is not None and header["tokenizer_hash"] not in (None, tokenizer_hash):
             raise DataError(
-                f"corpus {header['name']!r} was made with tokenizer {header['tokenizer_hash']}, the target's is "
-                f"{tokenizer_hash}; add it again for this target: outrider corpus add {header['name']} FILES --target TARGET"
+                f"corpus {header['name']!r} must have the target's tokenizer {tokenizer_hash}, got {header['tokenizer_hash']}; "
+                f"add it again for this target: outrider corpus add {header['name']} FILES --target TARGET"
             )
         return cls(folder, header)
 
-    def longest(self, context: Sequence[int], least: int = 1) -> Match:
-        """The longest suffix of `context` that stands in the corpus with something behind it; NOTHING below `least` tokens.
+    def longest(self, context: Sequence[int], min_match: int = 1) -> Match:
+        """The longest suffix of `context` in the corpus with a token after it; NOTHING below `min_match` tokens.
 
-        A token outside the vocabulary matches nothing: only what follows the last such is looked for.
+        A token outside the vocabulary matches nothing: only what follows the last such token is searched.
         """
         window = array("q", context[-LONGEST:])
         if not window:
             return NOTHING
         library = _library()
         if library is None:
-            return self._longest_in_python(window, least)
+            return self._longest_in_python(window, min_match)
         found = (ctypes.c_int64 * (2 + SAMPLE))()
         address, length = window.buffer_info()
-        length = library.outrider_search_longest(self._view, address, length, least, SAMPLE, found)
+        length = library.outrider_search_longest(self._view, address, length, min_match, SAMPLE, found)
         if not length:
             return NOTHING
         _, count, *ends = found
         return Match(length, count, tuple(ends[:count]))
 
-    def _longest_in_python(self, window: Sequence[int], least: int) -> Match:
+    def _longest_in_python(self, window: Sequence[int], min_match: int) -> Match:
         known = next((n for n, token in enumerate(reversed(window)) if not 0 <= token < self.separator), len(window))
         backwards = list(reversed(window))[:known]
         at = bisect.bisect_left(self.order, backwards, key=self._before)
         near = [self._before(end) for end in self.order[max(0, at - 1) : at + 1]]
         length = max((sum(accumulate(map(eq, backwards, found), and_)) for found in near), default=0)
-        if length < max(least, 1):
+        if length < max(min_match, 1):
             return NOTHING
-        # of all places, read as far back as the match goes, those that are it
+        # the range of positions whose preceding tokens are the match
         begin, end = (
             side(self.order, backwards[:length], key=lambda end: self._before(end)[:length])
             for side in (bisect.bisect_left, bisect.bisect_right)
@@ -117,16 +117,17 @@ class Corpus:
         return Match(length, end - begin, ends)
 
     def _before(self, end: Any) -> list[int]:
-        """The tokens before a place, the nearest first; none where it lies outside."""
+        """The tokens before a position, the nearest first; none where it is outside."""
         if not 0 <= end <= len(self.tokens):
             return []
         return self.tokens[max(0, int(end) - LONGEST) : int(end)][::-1].tolist()
 
     def continuations(self, match: Match, nodes: int, depth: int) -> Proposal:
-        """What follows a match, at most `nodes` tokens in a tree of at most `depth` levels: those that most places share.
+        """What follows a match, at most `nodes` tokens in a tree of at most `depth` levels: the most frequent
+        continuations.
 
-        A share is a count over one more than the places looked at: a single place is sure of what follows, and wrong more often
-        than many that agree.  On equal terms the shallower stands first, then the elder parent's child, then the smaller token.
+        A share is count / (positions read + 1): a single position would be certain, and is wrong more often than many
+        that agree.  Of equals the shallower comes first, then the elder parent's child, then the smaller token.
         """
         tree = Proposal([], [], [])
         rows = [self.tokens[end : end + depth].tolist() for end in match.ends if end >= 0]
@@ -151,18 +152,18 @@ class Corpus:
 
 
 class _View(ctypes.Structure):
-    """What search.c calls Corpus."""
+    """The struct Corpus of search.c."""
 
     _fields_ = [
-        ("tokens", ctypes.c_void_p), ("order", ctypes.c_void_p), ("size", ctypes.c_int64), ("places", ctypes.c_int64),
+        ("tokens", ctypes.c_void_p), ("order", ctypes.c_void_p), ("size", ctypes.c_int64), ("positions", ctypes.c_int64),
         ("token_bytes", ctypes.c_int64), ("order_bytes", ctypes.c_int64), ("separator", ctypes.c_int64),
     ]  # fmt: skip
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """search.c, compiled; None where Python searches."""
-    from outrider.retrieval import native  # loads torch, which listing and verifying do without
+    """search.c, compiled; None where Python searches instead."""
+    from outrider.retrieval import native  # loads torch, which listing and verifying do not need
 
     library = native.library("search.c", VERSION)
     if library is None:
@@ -177,6 +178,6 @@ def _library() -> ctypes.CDLL | None:
 
 def _mapped(path: Path, size_bytes: int, kind: str) -> np.ndarray:
     found = np.memmap(path, dtype=f"<{kind}{size_bytes}", mode="r")
-    # a search jumps: what stands beside the page that it wants is not wanted
+    # a search jumps, so neighbouring pages are not needed
     found._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
     return found.view(np.ndarray)

@@ -1,4 +1,4 @@
-"""What is remembered of texts across requests, one memory a tenant: nothing that one wrote shows in another's drafts."""
+"""Text memories across requests, one per tenant: no text of one tenant shows in another's drafts."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ T = TypeVar("T")
 
 
 class ByTenant(Generic[T]):
-    """A memory for each tenant, made when it is first asked for."""
+    """One memory per tenant, made on first use."""
 
     def __init__(self, make: Callable[[], T], most: int):
-        """most: tenants that are remembered; of more, the one that asked least recently goes."""
+        """most: number of memories; beyond it the least recently used is removed."""
         self.make, self.most = make, most
-        self.kept: OrderedDict[str, T] = OrderedDict()
+        self.memories: OrderedDict[str, T] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, tenant: str) -> T:
         with self._lock:
-            if tenant in self.kept:
-                self.kept.move_to_end(tenant)
-                return self.kept[tenant]
-            self.kept[tenant] = made = self.make()
-            if len(self.kept) > self.most:
-                self.kept.popitem(last=False)
+            if tenant in self.memories:
+                self.memories.move_to_end(tenant)
+                return self.memories[tenant]
+            self.memories[tenant] = made = self.make()
+            if len(self.memories) > self.most:
+                self.memories.popitem(last=False)
             return made

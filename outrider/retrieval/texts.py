@@ -1,4 +1,4 @@
-"""What may follow a text, by what stood before: its own n-grams, tries that other texts may share, corpora."""
+"""What may follow a text, looked up in its own n-grams, in tries that other texts may share, and in corpora."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from outrider.retrieval.trie import Cursor, Trie
 
 
 class Text(Protocol):
-    """What the end of one text is looked up in."""
+    """An index in which the end of one text is looked up."""
 
     def read(self, tokens: list[int]) -> None:
-        """Learn what is new of this text, which only ever grows."""
+        """Learn the new tokens of this text, which only grows."""
 
     def propose(self, tokens: list[int], most: int) -> Proposal:
         """What may follow it, at most `most` nodes."""
 
 
 class History:
-    """One text by its n-grams: where the token after each stood most recently."""
+    """One text by its n-grams: the most recent position after each."""
 
     def __init__(self, shortest: int, longest: int):
-        """Tokens of the shortest and the longest match that is looked for."""
+        """Tokens of the shortest and the longest match."""
         self.shortest, self.longest = shortest, longest
         self.known = 0
         self.follows: dict[tuple[int, ...], int] = {}
 
     def read(self, tokens: list[int]) -> None:
-        """Learn the n-grams that new tokens follow.  The text's own end follows nothing yet, so it never finds itself."""
+        """Learn the n-grams that new tokens follow.  Nothing follows the text's own end yet, so it never matches
+        itself."""
         for at in range(max(self.known, 1), len(tokens)):
             for n in range(self.shortest, min(self.longest, at) + 1):
                 self.follows[tuple(tokens[at - n : at])] = at
@@ -48,12 +49,13 @@ class History:
 
 
 class InTrie:
-    """One text by its place in a trie, its own or one that is shared."""
+    """One text by its position in a trie, its own or a shared one."""
 
     def __init__(
         self, cursor: Cursor | NativeCursor, tree: Literal["chain", "recency", "frequency"], levels: int, shortest: int
     ):
-        """tree: one continuation, or a tree of them in this order.  shortest: tokens of the shortest match that is believed."""
+        """tree: one continuation, or a tree of them in this order.  shortest: tokens of the shortest match that is
+        used."""
         self.cursor, self.tree, self.levels, self.shortest = cursor, tree, levels, shortest
         self.known = 0
 
@@ -69,18 +71,20 @@ class InTrie:
 
 
 class InSources:
-    """One text by its places in several tries, its own and one that is shared, and in corpora: the best of what all say."""
+    """One text by its positions in several tries, its own and a shared one, and in corpora: the best of all
+    proposals."""
 
     def __init__(
         self, cursors: Mapping[str, Cursor | NativeCursor], sources: Sequence[Corpus], trust: Trust, levels: int, shortest: int,
-        factor: float, least: float,
+        factor: float, min_share: float,
     ):  # fmt: skip
-        """factor: nodes proposed for every token that matches.  least: continuations that are less likely are not proposed."""
+        """factor: nodes proposed for every token that matches.  least: continuations that are less likely are not
+        proposed."""
         self.cursors, self.sources, self.trust = cursors, sources, trust
-        self.levels, self.shortest, self.factor, self.least = levels, shortest, factor, least
+        self.levels, self.shortest, self.factor, self.min_share = levels, shortest, factor, min_share
         self.known = 0
         self.found: list[Found] = []
-        """What was found behind the text in the last step."""
+        """What was found for the text in the last step."""
 
     def read(self, tokens: list[int]) -> None:
         if len(tokens) > self.known:
@@ -91,7 +95,7 @@ class InSources:
             self.known = len(tokens)
 
     def propose(self, tokens: list[int], most: int) -> Proposal:
-        """The best of what all sources say, as long as the longest match makes worth it."""
+        """The best nodes of all sources; a longer match gives more."""
         if most <= 0:
             return NOTHING
         found = [
@@ -102,21 +106,21 @@ class InSources:
         self.found = [one for one in found if one.proposal.tokens]
         longest = max((one.length for one in self.found), default=0)
         best = merged(found, min(most, int(self.factor * longest)), self.trust)
-        return best.first(sum(share >= self.least for share in best.shares))
+        return best.first(sum(share >= self.min_share for share in best.shares))
 
 
 class Tries:
-    """Tries to look texts up in: a new one for a text alone, or one for the texts of all requests or of a tenant's."""
+    """Tries for texts: a new one for each text, or one for all requests or for a tenant's."""
 
     def __init__(self, longest: int, capacity: int, tenants: int, shared: Literal[False, "tenant", "all"]):
-        """longest: tokens of the longest match.  capacity: n-grams in one trie.  tenants: how many keep theirs."""
+        """longest: tokens of the longest match.  capacity: n-grams in one trie.  tenants: most tenants with a trie."""
         self.longest, self.capacity, self.shared = longest, capacity, shared
         self.by_tenant = ByTenant(self.new, tenants)
 
     def new(self) -> Trie | NativeTrie:
-        # the longest match and the token behind it
+        # the longest match and the token after it
         return native_trie.fastest(self.longest + 1, self.capacity)
 
     def of(self, tenant: str) -> Trie | NativeTrie:
-        """The trie for a text of this tenant: the one that is shared, or else a new one."""
+        """The trie for a text of this tenant: the shared one, or else a new one."""
         return self.by_tenant.of(tenant if self.shared == "tenant" else "") if self.shared else self.new()

@@ -1,7 +1,7 @@
 // The n-gram trie of trie.py, node for node: the same windows, counts, order and evictions, behind plain functions.
 //
-// Nodes lie in one array and children are found in one hash table by (parent, token).  The children of a node hang in a list,
-// the most recent first.  Node 0 is the root.  Whatever trie.py says of why holds here too.
+// Nodes are in one array, and children are found in one hash table by (parent, token).  The children of a node form a list,
+// the most recent first.  Node 0 is the root.  The reasons in trie.py hold here too.
 #include <algorithm>
 #include <cstdint>
 #include <exception>
@@ -17,7 +17,7 @@ constexpr Id ROOT = 0, NONE = UINT32_MAX;
 constexpr int BREADTH = 8;
 
 struct Node {
-    uint64_t seen;
+    uint64_t updated;
     uint32_t count;
     int32_t token;
     Id parent, suffix;
@@ -28,7 +28,7 @@ struct Node {
     bool is_listed;
 };
 
-// Children by parent and token: open addressing, linear probing, what is erased is closed up behind.
+// Children by parent and token: open addressing, linear probing; erasing moves later entries back.
 class Children {
   public:
     explicit Children(const std::vector<Node>& nodes) : nodes(nodes), table(1024) {}
@@ -52,7 +52,7 @@ class Children {
         size_t hole = hashed(parent, token) & mask();
         while (table[hole].node != node) hole = (hole + 1) & mask();
         for (size_t at = (hole + 1) & mask(); table[at].node != ROOT; at = (at + 1) & mask()) {
-            // an entry may move back to the hole unless its own place lies behind it
+            // an entry may move back to the hole unless its own slot comes after it
             const size_t own = table[at].hash & mask();
             if (((at - own) & mask()) >= ((at - hole) & mask())) {
                 table[hole] = table[at];
@@ -73,7 +73,7 @@ class Children {
   private:
     struct Entry {
         uint32_t hash = 0;
-        Id node = ROOT;  // the root is nobody's child: an empty place
+        Id node = ROOT;  // the root is nobody's child: an empty slot
     };
     const std::vector<Node>& nodes;
     std::vector<Entry> table;
@@ -114,7 +114,7 @@ struct Trie {
 
     Trie(int depth, uint64_t capacity) : depth(depth), capacity(capacity), children(nodes) {
         try {
-            nodes.reserve(capacity + 1);  // addresses alone, so that no later token waits until all nodes are copied
+            nodes.reserve(capacity + 1);  // reserves addresses only, so that no later token has to wait for a copy of all nodes
         } catch (const std::exception&) {
         }
         nodes.push_back(made(-1, ROOT, 0));
@@ -134,7 +134,7 @@ struct Trie {
         epoch++;
     }
 
-    Id see(Id parent, int32_t token) {
+    Id count_up(Id parent, int32_t token) {
         Id child = children.find(parent, token);
         const bool is_new = child == NONE;
         if (is_new) {
@@ -144,7 +144,7 @@ struct Trie {
             link(child);
         }
         nodes[child].count++;
-        nodes[child].seen = ++clock;
+        nodes[child].updated = ++clock;
         if (is_new) list(child);
         return child;
     }
@@ -214,7 +214,7 @@ struct Trie {
     void list(Id leaf) {
         if (!lists_leaves || nodes[leaf].is_listed) return;
         nodes[leaf].is_listed = true;
-        leaves.push({nodes[leaf].seen, leaf});
+        leaves.push({nodes[leaf].updated, leaf});
     }
 
     Id oldest() {
@@ -223,7 +223,7 @@ struct Trie {
             leaves.pop();
             nodes[leaf].is_listed = false;
             if (nodes[leaf].newest != NONE) continue;
-            if (nodes[leaf].seen == listed) return leaf;
+            if (nodes[leaf].updated == listed) return leaf;
             list(leaf);
         }
     }
@@ -241,18 +241,18 @@ struct Trie {
 
 constexpr uint64_t MATCH = UINT64_MAX;
 
-// A continuation, or (`seen` is MATCH) a match whose continuations are yet to be offered.
-struct Waiting {
+// A continuation, or (`updated` is MATCH) a match whose continuations are yet to be offered.
+struct Candidate {
     double weight;
-    uint64_t seen;
+    uint64_t updated;
     uint64_t number;
     Id node;
     int32_t at;
     int level;
 
-    bool operator<(const Waiting& other) const {  // the greatest is taken first
+    bool operator<(const Candidate& other) const {  // the greatest is taken first
         if (weight != other.weight) return weight < other.weight;
-        if (seen != other.seen) return seen < other.seen;
+        if (updated != other.updated) return updated < other.updated;
         return number > other.number;
     }
 };
@@ -296,10 +296,10 @@ struct Cursor {
         trie.make_room();
         Id node = found();
         if (trie.nodes[node].length == trie.depth) node = trie.nodes[node].suffix;
-        const Id longest = trie.see(node, token);
+        const Id longest = trie.count_up(node, token);
         for (Id child = longest; node != ROOT;) {
             node = trie.nodes[node].suffix;
-            const Id shorter = trie.see(node, token);
+            const Id shorter = trie.count_up(node, token);
             trie.nodes[child].suffix = shorter;
             child = shorter;
         }
@@ -340,32 +340,32 @@ struct Cursor {
     }
 
     void by_frequency(Tree& tree, int shortest) {
-        waiting.clear();
+        candidates.clear();
         uint64_t number = 0;
-        const auto wait = [&](Id node, double weight, uint64_t seen, int32_t under, int level) {
+        const auto push = [&](Id node, double weight, uint64_t updated, int32_t under, int level) {
             if (node == NONE) return;
-            waiting.push_back({weight, seen, number++, node, under, level});
-            std::push_heap(waiting.begin(), waiting.end());
+            candidates.push_back({weight, updated, number++, node, under, level});
+            std::push_heap(candidates.begin(), candidates.end());
         };
-        wait(followed(found(), shortest), 1.0, MATCH, -1, 0);
-        while (!waiting.empty() && tree.has_room()) {
-            std::pop_heap(waiting.begin(), waiting.end());
-            const Waiting best = waiting.back();
-            waiting.pop_back();
+        push(followed(found(), shortest), 1.0, MATCH, -1, 0);
+        while (!candidates.empty() && tree.has_room()) {
+            std::pop_heap(candidates.begin(), candidates.end());
+            const Candidate best = candidates.back();
+            candidates.pop_back();
             const Node& node = trie.nodes[best.node];
-            if (best.seen == MATCH) {
+            if (best.updated == MATCH) {
                 const double total = double(node.count) + 1;
                 double left = total;
                 int looked = 0;
                 for (Id child = node.newest; child != NONE && looked < BREADTH; child = trie.nodes[child].older, looked++) {
                     left -= trie.nodes[child].count;
-                    wait(child, best.weight * (trie.nodes[child].count / total), trie.nodes[child].seen, best.at, best.level);
+                    push(child, best.weight * (trie.nodes[child].count / total), trie.nodes[child].updated, best.at, best.level);
                 }
-                wait(followed(node.suffix, shortest), best.weight * (left / total), MATCH, best.at, best.level);
+                push(followed(node.suffix, shortest), best.weight * (left / total), MATCH, best.at, best.level);
             } else if (tree.find(node.token, best.at) == tree.size) {
                 const int n = tree.place(node.token, best.at);
                 tree.shares[n] = best.weight;
-                if (best.level + 1 < tree.levels) wait(followed(best.node, shortest), best.weight, MATCH, n, best.level + 1);
+                if (best.level + 1 < tree.levels) push(followed(best.node, shortest), best.weight, MATCH, n, best.level + 1);
             }
         }
     }
@@ -393,7 +393,7 @@ struct Cursor {
     }
 
   private:
-    std::vector<Waiting> waiting;  // a heap, kept for its memory
+    std::vector<Candidate> candidates;  // a heap, a member so that its memory is reused
 
     void remember(int32_t token) {
         if (int(recent.size()) == trie.depth) recent.erase(recent.begin());

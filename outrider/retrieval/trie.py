@@ -1,12 +1,13 @@
-"""Every n-gram of the texts so far, by its tokens: how often and when it was seen, and what followed it.
+"""Every n-gram of the texts so far, by its tokens: how often and when it occurred, and what followed it.
 
-The place of a text is its longest end that was seen, its longest match; all shorter matches are ends of that.  A token costs as
-many steps as windows are long, whatever is stored.  A text's own end has no continuation yet, so it never finds itself.
+A text's position is its longest end that the trie has, its longest match; all shorter matches are ends of that.  A
+token costs as many steps as windows are long, however much is stored.  A text's own end has no continuation yet, so it
+never matches itself.
 
-After the n-gram trie of SGLang (pull request 21243).  What differs: all match lengths stand in one queue ordered by
-probability, and a match that was missed is found as soon as the trie has grown.
+After the n-gram trie of SGLang (pull request 21243).  What differs: all match lengths are in one queue ordered by
+probability, and a missing match is found as soon as the trie has grown.
 
-This is the reference in Python; `native_trie` does the same in C++, with suffix links, and agrees with it node for node.
+This is the reference in Python; `native_trie` does the same in C++, with suffix links, and equals it node for node.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from typing import Literal
 from outrider.retrieval.proposal import Proposal
 
 BREADTH = 8
-"""Continuations of one n-gram that a proposal looks at, the most recent; in trees of 16 nodes more of them keep no more."""
+"""Continuations of one n-gram that a proposal considers, the most recent; more do not help in trees of 16 nodes."""
 
 
 class Node:
-    """An n-gram that was seen."""
+    """One n-gram."""
 
-    __slots__ = ("children", "count", "gram", "seen")
+    __slots__ = ("children", "count", "gram", "updated")
 
     def __init__(self, gram: tuple[int, ...]):
         self.gram = gram
         self.children: dict[int, Node] = {}
         """By token, the most recent last."""
-        self.count = self.seen = 0
-        """How often it was seen, and the trie's clock when it was last seen."""
+        self.count = self.updated = 0
+        """How often it occurred, and the trie's clock at the last time."""
 
     def latest(self) -> list[Node]:
         """Its continuations, the most recent first."""
@@ -44,13 +45,14 @@ class Node:
 
 
 class Trie:
-    """Windows of at most `depth` tokens, in at most `capacity` nodes: beyond it the leaves that were seen least recently go."""
+    """Windows of at most `depth` tokens, in at most `capacity` nodes; beyond it the least recently updated leaves are
+    removed."""
 
     def __init__(self, depth: int, capacity: int):
         assert depth >= 2 and capacity >= 2 * depth, f"a trie of depth {depth} needs more than {capacity} nodes"
         self.depth, self.capacity = depth, capacity
         self.lock = threading.Lock()
-        """Held by a cursor while it reads or learns: texts of several threads may grow in one trie."""
+        """Held by a cursor while it reads or learns, since texts of several threads may share one trie."""
         self.clear()
 
     def __len__(self) -> int:
@@ -58,35 +60,36 @@ class Trie:
         return len(self.nodes) - 1
 
     def clear(self) -> None:
-        """Forget all texts.  Cursors stay valid, and match nothing until something is read again."""
+        """Forget all texts.  Cursors stay valid and match nothing until more is read."""
         self.nodes: OrderedDict[tuple[int, ...], Node] = OrderedDict({(): Node(())})
-        """By n-gram, the most recent last; the empty one, the root, never leaves."""
+        """By n-gram, the most recent last; the empty one, the root, is never removed."""
         self.clock = 0
 
     @property
     def size_bytes(self) -> int:
-        """Memory in use, about: a node with its table of children."""
+        """Memory in use, estimated from a node and its table of children."""
         return len(self) * (sys.getsizeof(self.nodes[()]) + sys.getsizeof({0: None}))
 
     def cursor(self) -> Cursor:
-        """A place at the beginning of a new text."""
+        """A cursor at the beginning of a new text."""
         return Cursor(self)
 
-    def _see(self, gram: tuple[int, ...]) -> None:
-        """Count this n-gram, made if need be, and the most recent from now on."""
+    def _count_up(self, gram: tuple[int, ...]) -> None:
+        """Count this n-gram, which is added if needed and becomes the most recent."""
         node = self.nodes.setdefault(gram, Node(gram))
         self.nodes.move_to_end(gram)
         siblings = self.nodes[gram[:-1]].children
         siblings.pop(gram[-1], None)
         siblings[gram[-1]] = node
         self.clock += 1
-        node.count, node.seen = node.count + 1, self.clock
+        node.count, node.updated = node.count + 1, self.clock
 
     def _make_room(self) -> None:
-        """Let leaves go until the windows that one token ends have room.
+        """Remove leaves until the windows that end in one more token have room.
 
-        An n-gram is seen after every longer one that it ends, so its own leaf is never older than theirs: every end of
-        a node is there.  What is older than the oldest leaf is above it, or above the end of a text that waits.
+        An n-gram is updated after every longer one that it ends, so its own leaf is never older than theirs: every end
+        of a node is in the trie.  Only ancestors of a leaf, or of the end of an open text, are older than the oldest
+        leaf.
         """
         while len(self) + self.depth > self.capacity:
             oldest = next(gram for gram, node in self.nodes.items() if not node.children)
@@ -94,7 +97,7 @@ class Trie:
 
 
 class Cursor:
-    """Where one text stands in a trie."""
+    """One text's position in a trie."""
 
     def __init__(self, trie: Trie):
         self.trie = trie
@@ -102,13 +105,13 @@ class Cursor:
 
     @property
     def match(self) -> int:
-        """Tokens of the text's end that the trie holds, at most `depth`."""
+        """Tokens of the text's end that are in the trie, at most `depth`."""
         with self.trie.lock:
             return len(self._longest())
 
     @property
     def followed(self) -> int:
-        """Tokens of the longest match that something follows; 0 where there is none."""
+        """Tokens of the longest match with a continuation; 0 for no match."""
         with self.trie.lock:
             node = self._followed(self._longest(), 1)
         return 0 if node is None else len(node.gram)
@@ -120,7 +123,7 @@ class Cursor:
                 self.trie._make_room()
                 window = (*self._longest(), token)[-self.trie.depth :]
                 for begin in range(len(window)):
-                    self.trie._see(window[begin:])
+                    self.trie._count_up(window[begin:])
                 self.recent.append(token)
 
     def follow(self, tokens: Sequence[int]) -> None:
@@ -128,7 +131,8 @@ class Cursor:
         self.recent.extend(tokens)
 
     def chain(self, most: int, shortest: int = 1) -> list[int]:
-        """What followed the longest match most recently, and so on.  No match below `shortest` tokens is believed."""
+        """What followed the longest match most recently, token by token.  Matches below `shortest` tokens are
+        ignored."""
         tokens: list[int] = []
         with self.trie.lock:
             node = self._followed(self._longest(), shortest)
@@ -140,45 +144,46 @@ class Cursor:
     def tree(self, order: Literal["recency", "frequency"], budget: int, levels: int, shortest: int = 1) -> Proposal:
         """A tree of at most `budget` nodes and `levels` levels from all matches of at least `shortest` tokens.
 
-        frequency: the likeliest paths.  A token's share is its count over one more than the match's; what is left goes to the
-        next shorter match, and so on down (the escape of PPM, method A, Cleary and Witten 1984).
-        recency: what followed most recently, the longest match first and each match level by level.  The longest offers one
-        token a node, the shortest `BREADTH`, and every level one fewer than the one above.
+        frequency: the likeliest paths.  A token's share is its count / (the match's count + 1); the rest goes to the
+        next shorter match, and so on (the escape of PPM, method A, Cleary and Witten 1984).
+        recency: what followed most recently, the longest match first and each match level by level.  The longest offers
+        one token per node, the shortest `BREADTH`, and every level one fewer than the level above.
         """
-        places: dict[tuple[int, int], int] = {}
+        found: dict[tuple[int, int], int] = {}
         grow = self._by_frequency if order == "frequency" else self._by_recency
         with self.trie.lock:
-            shares = grow(places, budget, levels, shortest)
-        return Proposal([token for _, token in places], [parent for parent, _ in places], shares)
+            shares = grow(found, budget, levels, shortest)
+        return Proposal([token for _, token in found], [parent for parent, _ in found], shares)
 
-    def _by_frequency(self, places: dict[tuple[int, int], int], budget: int, levels: int, shortest: int) -> list[float]:
-        """Fill `places`, parent and token to a node's number; returns the nodes' shares."""
-        waiting: list[tuple[float, float, int, Node, int, int]] = []
+    def _by_frequency(self, found: dict[tuple[int, int], int], budget: int, levels: int, shortest: int) -> list[float]:
+        """Fill `found`, (parent, token) to a node's number; returns the nodes' shares."""
+        candidates: list[tuple[float, float, int, Node, int, int]] = []
         numbers, shares = itertools.count(), list[float]()
 
-        def wait(node: Node | None, weight: float, seen: float, at: int, level: int) -> None:
-            """The likeliest is taken first, of equals the most recent, then the one that waits longest."""
+        def push(node: Node | None, weight: float, updated: float, at: int, level: int) -> None:
+            """The likeliest is popped first, of equals the most recent, then the first pushed."""
             if node is not None:
-                heapq.heappush(waiting, (-weight, -seen, next(numbers), node, at, level))
+                heapq.heappush(candidates, (-weight, -updated, next(numbers), node, at, level))
 
-        # a match waits before all of its weight: what it offers is no likelier, and pushed only where its turn comes
-        wait(self._followed(self._longest(), shortest), 1.0, math.inf, -1, 0)
-        while waiting and len(places) < budget:
-            weight, seen, _, node, at, level = heapq.heappop(waiting)
-            if seen == -math.inf:
+        # a match comes before all nodes of its weight: its continuations are no likelier, and are pushed when it is
+        # popped
+        push(self._followed(self._longest(), shortest), 1.0, math.inf, -1, 0)
+        while candidates and len(found) < budget:
+            weight, updated, _, node, at, level = heapq.heappop(candidates)
+            if updated == -math.inf:
                 total = left = node.count + 1
                 for child in node.latest():
                     left -= child.count
-                    wait(child, -weight * (child.count / total), child.seen, at, level)
-                wait(self._followed(node.gram[1:], shortest), -weight * (left / total), math.inf, at, level)
-            elif (at, node.gram[-1]) not in places:
+                    push(child, -weight * (child.count / total), child.updated, at, level)
+                push(self._followed(node.gram[1:], shortest), -weight * (left / total), math.inf, at, level)
+            elif (at, node.gram[-1]) not in found:
                 shares.append(-weight)
-                n = places[at, node.gram[-1]] = len(places)
+                n = found[at, node.gram[-1]] = len(found)
                 if level + 1 < levels:
-                    wait(self._followed(node.gram, shortest), -weight, math.inf, n, level + 1)
+                    push(self._followed(node.gram, shortest), -weight, math.inf, n, level + 1)
         return shares
 
-    def _by_recency(self, places: dict[tuple[int, int], int], budget: int, levels: int, shortest: int) -> list[float]:
+    def _by_recency(self, found: dict[tuple[int, int], int], budget: int, levels: int, shortest: int) -> list[float]:
         """As `_by_frequency`; without shares."""
         longest, match = self.trie.depth - 1, self._followed(self._longest(), shortest)
         while match is not None:
@@ -188,9 +193,9 @@ class Cursor:
                 below: list[tuple[Node, int]] = []
                 for node, at in level:
                     for child in node.latest()[: max(breadth - number, 1)]:
-                        if len(places) >= budget:
+                        if len(found) >= budget:
                             return []
-                        n = places.setdefault((at, child.gram[-1]), len(places))
+                        n = found.setdefault((at, child.gram[-1]), len(found))
                         if following := self._followed(child.gram, shortest):
                             below.append((following, n))
                 level = below
@@ -198,7 +203,7 @@ class Cursor:
         return []
 
     def _followed(self, gram: tuple[int, ...], shortest: int) -> Node | None:
-        """The longest end of this n-gram, itself included, that something follows."""
+        """The longest end of this n-gram, itself included, that has a continuation."""
         ends = (self.trie.nodes[gram[begin:]] for begin in range(len(gram) - shortest + 1))
         return next((node for node in ends if node.children), None)
 

@@ -1,7 +1,7 @@
 """From logits to the distribution that drafter and target both mean; temperature 0 is one-hot.
 
-The order is part of the definition.  What depends on a node's own prefix comes first and is `prefix.processed`.  Then, here:
-temperature, top-k, top-p, min-p, typical-p, in the order of transformers.  B live slots, V vocabulary.
+The order is part of the definition.  Settings that depend on a node's own prefix come first, in `prefix.processed`.
+Then come, here: temperature, top-k, top-p, min-p, typical-p, in the order of transformers.  B live slots, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from outrider.sampling.settings import Sampling
 
 FEW, SPARE = 1024, 64
-"""Most tokens of a top-k that are cut out before the rest is done, and how many equals of the last are looked for."""
+"""Largest top-k that is cut out before the rest is computed, and how many equals of the last are looked for."""
 IDLE = Sampling()
-"""Its settings change nothing."""
+"""Settings that change nothing."""
 
 
 class Settings(NamedTuple):
-    """The `Sampling` of every live slot, as tensors [B]; None where no slot asks for it."""
+    """The `Sampling` of every live slot, as tensors [B]; None where no slot sets it."""
 
     temperature: Tensor | None
     top_k: Tensor | None
@@ -42,7 +42,7 @@ class Settings(NamedTuple):
         return Settings(*(None if column is None else change(column) for column in self))
 
     def of_slots(self, slots: Tensor | slice) -> Settings:
-        """Those of some slots, [B] bool or a slice."""
+        """The settings of some slots, [B] bool or a slice."""
         return self.each(lambda column: column[slots])
 
     @property
@@ -58,16 +58,15 @@ def wide(logits: Tensor) -> Tensor:
 
 
 def log_probs(logits: Tensor) -> Tensor:
-    """Of the distribution that logits [..., V] are by themselves, at temperature 1."""
+    """Log probabilities of logits [..., V] at temperature 1."""
     return wide(logits).log_softmax(-1)
 
 
 def distribution(logits: Tensor, settings: Settings) -> Tensor:
     """The distribution of the next token.  logits [B, ..., V]; returns the same shape, each row summing to 1.
 
-    The target's logits come from `prefix.processed`; a drafter may give its own as they are, and need not be right.
-    As `wide` as they.  Ties at temperature 0 go to the lowest token id.  A slot's distribution is computed the same way
-    whoever shares the batch.
+    The target's logits come from `prefix.processed`; a drafter may give its own unprocessed.  Returns `wide` values.
+    Ties at temperature 0 go to the lowest token id.  A slot's distribution is computed the same way in every batch.
     """
     logits = wide(logits)
     if settings.temperature is None:
@@ -89,10 +88,14 @@ def _distribution(logits: Tensor, settings: Settings) -> Tensor:
     shape = (-1,) + (1,) * (logits.dim() - 1)
     is_cold = settings.temperature == 0
     p = tempered(logits, torch.where(is_cold, 1.0, settings.temperature))
-    for column, keep in ((settings.top_p, _keep_top_p), (settings.min_p, _keep_min_p), (settings.typical_p, _keep_typical)):
+    for column, keep in (
+        (settings.top_p, _keep_top_p),
+        (settings.min_p, _keep_min_p),
+        (settings.typical_p, _keep_typical),
+    ):
         if column is not None:
-            kept = keep(p, column.to(p.dtype).view(shape))
-            p = kept / kept.sum(-1, keepdim=True)
+            remaining = keep(p, column.to(p.dtype).view(shape))
+            p = remaining / remaining.sum(-1, keepdim=True)
     if not is_cold.any():
         return p
     cold = torch.zeros_like(p).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
@@ -107,19 +110,20 @@ def tempered(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _distribution_of_few(logits: Tensor, settings: Settings, k: int) -> Tensor:
-    """The distribution of slots that all keep the k most likely tokens and equals of the k-th; 0 keeps all.
+    """The distribution of slots with the same top-k: the k most likely tokens and equals of the k-th; 0 means all.
 
-    Few candidates are cut out first, in the order of their ids, and all else is done on them: of 150k tokens one pass is read.
+    Few candidates are cut out first, in the order of their ids, and the rest is computed on them: 150k tokens are read
+    once.
     """
     if not 0 < k < logits.shape[-1]:
         return _distribution(logits, settings)
     best = logits.topk(min(k + SPARE, logits.shape[-1]), -1)
-    least = best.values[..., k - 1 : k]
-    if k > FEW or bool((best.values[..., -1:] == least).any()):
-        return _distribution(logits.masked_fill(logits < least, -torch.inf), settings)
+    threshold = best.values[..., k - 1 : k]
+    if k > FEW or bool((best.values[..., -1:] == threshold).any()):
+        return _distribution(logits.masked_fill(logits < threshold, -torch.inf), settings)
     ids, order = best.indices.sort(-1)
     few = best.values.gather(-1, order)
-    p = _distribution(few.masked_fill(few < least, -torch.inf), settings)
+    p = _distribution(few.masked_fill(few < threshold, -torch.inf), settings)
     return torch.zeros_like(logits).scatter_(-1, ids, p)
 
 
@@ -127,7 +131,7 @@ def _keep_top_p(p: Tensor, top_p: Tensor) -> Tensor:
     """The most likely tokens until their sum reaches top_p, at least one; 1 keeps all."""
     ranked, order = p.sort(dim=-1, descending=True, stable=True)
     before = ranked.cumsum(-1) - ranked
-    top_p = top_p.clamp(min=torch.finfo(top_p.dtype).tiny)  # what float32 rounds to 0 keeps one all the same
+    top_p = top_p.clamp(min=torch.finfo(top_p.dtype).tiny)  # a top_p that float32 rounds to 0 still leaves one token
     return torch.zeros_like(p).scatter_(-1, order, ranked.masked_fill((before >= top_p) & (top_p < 1), 0.0))
 
 
@@ -137,7 +141,8 @@ def _keep_min_p(p: Tensor, min_p: Tensor) -> Tensor:
 
 
 def _keep_typical(p: Tensor, typical_p: Tensor) -> Tensor:
-    """The tokens whose surprise -log p is nearest to the entropy until their sum reaches typical_p; equals of the last stay.
+    """The tokens whose surprise -log p is nearest to the entropy until their sum reaches typical_p, and equals of the
+    last.
 
     typical_p 1 keeps all.
     """

@@ -1,4 +1,4 @@
-"""Fast paths of the acceptance rule: the same output token for token, for drafts of one kind.
+"""Fast paths of the acceptance rule for some drafts, with the same output token for token.
 
     accept_greedy    every slot at temperature 0        from the likeliest ids alone, no distribution
     accept_chain     chains drawn from q                all nodes at once, no loop over them
@@ -20,7 +20,7 @@ from outrider.decoding.noise import Purpose, Streams
 
 
 def accept_greedy(draft: Draft, choice: list[list[int]], vocabulary: int) -> Accepted:
-    """Where every slot is greedy: follow the child that is the target's choice.  choice [B, N+1], as lists.
+    """For greedy slots: follow the child that is the target's choice.  choice [B, N+1], as lists.
 
     Equals `accept` with p one-hot at `choice`.
     """
@@ -44,7 +44,8 @@ def outside(draft: Draft, vocabulary: int) -> list[int]:
 
 
 def accept_chain(draft: Draft, p: Tensor, streams: Streams) -> Accepted:
-    """Chains with dense q.  p [B, N+1, V]; the coins are those of `accept`.  Other drafts go to `accept` itself."""
+    """For chains with dense q.  p [B, N+1, V]; the random numbers are those of `accept`.  Other drafts go to
+    `accept`."""
     return of_chain(_passed, draft, p, streams)
 
 
@@ -100,7 +101,7 @@ class Chain:
         assert draft.q is not None
         tokens, known, valid = judged_nodes(draft, draft.q, p.shape[-1])
         own, sizes = tokens[..., None], draft.sizes.to(tokens.device)
-        # as nearly always: a copy would be as large as q
+        # all valid is the usual case, and a copy would be as large as q
         q = draft.q if bool(valid.all()) else judged_q(draft.q, tokens, known, valid)
         q = q.to(p.dtype)
         live = torch.arange(tokens.shape[1], device=tokens.device) < sizes[:, None]
@@ -109,7 +110,8 @@ class Chain:
         return cls(p, q, live, p_own, q_own, sizes, (~valid & live).sum(-1))
 
     def accepted(self, counts: Tensor, weight: Tensor | None, streams: Streams) -> Accepted:
-        """Keep the first `counts` [B] nodes; the next token comes from norm(max(weight p - q, 0)), or p after the last."""
+        """Accept the first `counts` [B] nodes; the next token comes from norm(max(weight p - q, 0)), or p after the
+        last."""
         slots, at = torch.arange(len(counts), device=counts.device), counts.clamp(max=self.live.shape[1] - 1)
         left = self.p[slots, counts]
         held = left if weight is None else left * weight[slots, at, None].to(left.dtype)
@@ -119,6 +121,6 @@ class Chain:
 
 
 def coins(streams: Streams, nodes: int) -> Tensor:
-    """[B, N] float64: column n is the coin that `accept` throws at node n of a chain."""
+    """[B, N] float64: column n is the random number of `accept` at node n of a chain."""
     n = torch.arange(nodes, device=streams.index.device)
     return Streams(streams.seeds[:, None], streams.index[:, None]).uniform(n, Purpose.ACCEPT, salt=n)

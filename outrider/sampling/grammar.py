@@ -1,8 +1,9 @@
-"""Structured output: which tokens may follow, so that the text fits a JSON schema, a regular expression or a Lark grammar.
+"""Structured output: which tokens may follow, so that the text fits a JSON schema, a regular expression or a Lark
+grammar.
 
-A grammar is text until it meets a target; compiled for the target's tokenizer it becomes `Rules` over token ids, and every
-request walks its own `Automaton`.  End tokens may stand exactly where the grammar may end; behind a complete text that can't
-go on nothing else may.  The rules are llguidance's (an extra); anything else that offers `start` serves as well.
+A grammar is text; compiled for a target's tokenizer it becomes `Rules` over token ids, and every request walks its own
+`Automaton`.  End tokens are allowed exactly where the grammar may end; after a complete text that can't continue
+nothing else is.  The rules are llguidance's (an extra); any other object with `start` works too.
 
 V vocabulary.
 """
@@ -27,27 +28,27 @@ Kind = Literal["json", "regex", "lark"]
 
 
 class Automaton(Protocol):
-    """One request's place in its grammar."""
+    """One request's position in its grammar."""
 
     def push(self, tokens: Sequence[int]) -> None:
-        """These were committed."""
+        """These tokens were committed."""
 
     def allowed(self, path: tuple[int, ...]) -> Tensor:
-        """Which tokens may follow what was committed and this path, [V] bool on the CPU; none behind one that may not."""
+        """Which tokens may follow the committed text and this path, [V] bool on the CPU; none after an invalid path."""
 
 
 class Rules(Protocol):
     """A grammar over one target's token ids."""
 
     def start(self) -> Automaton:
-        """The place before the first new token."""
+        """The position before the first new token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a whole output must look like.  Made by `json`, `regex` or `lark`; the prompt is no part of it.
+    """Form of a whole output, without the prompt.  Made by `json`, `regex` or `lark`.
 
-    Raises ConfigError for a grammar that can't be read, or where the extra is missing.
+    Raises ConfigError for a grammar that can't be read, or a missing extra.
     """
 
     kind: Kind
@@ -62,7 +63,9 @@ class Grammar:
         try:
             text = json.dumps(json.loads(schema) if isinstance(schema, str) else dict(schema))
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"the JSON schema {_short(schema)} can't be read ({error}); give a dict or its JSON") from error
+            raise ConfigError(
+                f"the JSON schema {_short(schema)} can't be read ({error}); give a dict or its JSON"
+            ) from error
         return cls("json", text)
 
     @classmethod
@@ -83,7 +86,7 @@ class Grammar:
         return compilers[target.ends](self)
 
     def start(self) -> Automaton:
-        raise ConfigError(f"{self} speaks of text, not of tokens; a Request takes `grammar.compiled(target)`")
+        raise ConfigError(f"{self} is not compiled for a target; give a Request `grammar.compiled(target)`")
 
     def __str__(self) -> str:
         return f"the {'JSON schema' if self.kind == 'json' else self.kind} {_short(self.text)}"
@@ -101,7 +104,9 @@ def _matcher() -> Any:
     try:
         from llguidance import LLMatcher
     except ImportError as error:
-        raise ConfigError("a grammar needs llguidance, which is not installed: pip install 'outrider[grammar]'") from error
+        raise ConfigError(
+            "a grammar needs llguidance, which is not installed: pip install 'outrider[grammar]'"
+        ) from error
     return LLMatcher
 
 
@@ -110,7 +115,7 @@ def _source(kind: Kind, text: str) -> str:
     """The grammar as llguidance reads it, checked."""
     matcher = _matcher()
     makers: dict[Kind, tuple[Callable[[str], str], str]] = {
-        "json": (matcher.grammar_from_json_schema, "JSON schema that can be followed"),
+        "json": (matcher.grammar_from_json_schema, "JSON schema that llguidance supports"),
         "regex": (matcher.grammar_from_regex, "regular expression of Rust's syntax"),
         "lark": (matcher.grammar_from_lark, "Lark grammar"),
     }
@@ -121,7 +126,7 @@ def _source(kind: Kind, text: str) -> str:
     except (TypeError, ValueError) as error:
         is_wrong, messages = True, [str(error)]
     if is_wrong:
-        raise ConfigError(f"the grammar {_short(text)} is no {wanted}: {_first_line(messages[0])}")
+        raise ConfigError(f"the grammar {_short(text)} is not a {wanted}: {_first_line(messages[0])}")
     for message in messages:
         logging.getLogger(__name__).warning("grammar %s: %s", _short(text), message)
     return source
@@ -132,12 +137,14 @@ def _first_line(message: str) -> str:
 
 
 def _compiler(target: Any) -> Callable[[Grammar], Rules]:
-    """What compiles grammars for this target's tokenizer, each once.  Holds no target, so that one can be forgotten."""
+    """Compiles grammars for this target's tokenizer, each once.  Holds no target, so that one can be freed."""
     name, tokenizer, size = target.spec.name, getattr(target, "tokenizer", None), target.spec.vocabulary
     if tokenizer is None:
-        raise ConfigError(f"target {name!r} has no tokenizer, and a grammar speaks of text; load it by name or folder")
+        raise ConfigError(f"target {name!r} has no tokenizer, which a grammar needs; load the target by name or folder")
     if not target.ends:
-        raise ConfigError(f"target {name!r} has no end token, so a text that fits its grammar could not end")
+        raise ConfigError(
+            f"target {name!r} has no end token, so a text of a grammar could not end; set eos_token_id in its config"
+        )
     matcher_of = _matcher()
     from llguidance.hf import from_tokenizer
 
@@ -145,13 +152,15 @@ def _compiler(target: Any) -> Callable[[Grammar], Rules]:
         # a tokenizer may know more tokens than the target has rows for, or fewer
         vocabulary = from_tokenizer(tokenizer, n_vocab=max(size, len(tokenizer)), eos_token=sorted(target.ends))
     except Exception as error:  # of a Rust library: no narrower type is promised
-        raise ConfigError(f"llguidance can't read the tokenizer of {name!r}: {_first_line(str(error))}") from error
+        raise ConfigError(
+            f"llguidance can't read the tokenizer of {name!r}: {_first_line(str(error))}; leave out the grammar"
+        ) from error
 
     @functools.lru_cache(256)
     def compiled(grammar: Grammar) -> Rules:
         matcher = matcher_of(vocabulary, _source(grammar.kind, grammar.text), log_level=0)
         if matcher.is_error():
-            raise ConfigError(f"{grammar} can't be compiled: {_first_line(matcher.get_error())}")
+            raise ConfigError(f"{grammar} can't be compiled: {_first_line(matcher.get_error())}; simplify it")
         return _Walk(matcher, size, grammar)
 
     return compiled
@@ -160,13 +169,13 @@ def _compiler(target: Any) -> Callable[[Grammar], Rules]:
 _COMPILERS: WeakKeyDictionary[Any, dict[frozenset[int], Callable[[Grammar], Rules]]] = WeakKeyDictionary()
 """By target and its end tokens."""
 _BITS = (torch.arange(256)[:, None] >> torch.arange(8)) & 1 == 1
-"""[256, 8], a byte to its bits, the lowest first."""
+"""[256, 8], the bits of each byte, lowest first."""
 
 
 class _Walk:
-    """A matcher that has read what was committed and the path asked for last; it goes back only as far as it must.
+    """A matcher that has read the committed text and the last path; it rolls back only as far as it must.
 
-    Rules too: the first one of a grammar reads nothing itself, and is copied for every request.
+    It is `Rules` too: the first one of a grammar reads nothing itself and is copied for every request.
     """
 
     def __init__(self, matcher: Any, vocabulary: int, grammar: Grammar):
@@ -200,4 +209,6 @@ class _Walk:
 
     def _refuse_errors(self) -> None:
         if self.matcher.is_error():
-            raise ConfigError(f"{self.grammar} became too complex for llguidance: {_first_line(self.matcher.get_error())}")
+            raise ConfigError(
+                f"{self.grammar} became too complex for llguidance: {_first_line(self.matcher.get_error())}; simplify it"
+            )

@@ -1,4 +1,4 @@
-"""The full judge: every node on its own prefix, by all that a request asks for; text, stop strings and log probabilities.
+"""The full judge: every node on its own prefix, by all settings of a request; text, stop strings, log probabilities.
 
 B live slots, N drafted nodes, V vocabulary.
 """
@@ -26,27 +26,27 @@ from outrider.sampling.text import TextStream
 
 
 class SamplingJudge(Judge):
-    """Judges by `rule`, or by the acceptance rule and its fast paths where none is given."""
+    """Judges by `rule`, or by the acceptance rule and its fast paths without one."""
 
     def __init__(self, rule: Rule | None = None):
         self.rule = rule
         self.serves: Callable[[], DecodeState | None] | None = None
-        """The batch whose texts it keeps, as a weak reference; None before the first."""
+        """Weak reference to the batch whose texts it holds; None before the first."""
         self.new_text: dict[int, str] = {}
-        """By slot: text that the last commit made certain, where the request has a detokenizer; see `text`."""
+        """By slot: text that became final with the last commit, where the request has a detokenizer; see `text`."""
         self.logprobs: dict[int, list[TokenLogprob]] = {}
-        """By slot: of the committed tokens, where the request asks for them."""
+        """By slot: log probabilities of the committed tokens, where the request asks for them."""
         self._prefixes: dict[int, Prefix] = {}
         self._texts: dict[int, TextStream] = {}
         self._logits = torch.empty(0)
         """[B, N+1, V] of the last pass, after penalties, bans and processors."""
         self._are_numbers = False
-        """Whether the pass has looked at them for NaN and found none."""
+        """Whether the pass has checked them for NaN and found none."""
         self.select({}, [], torch.device("cpu"))
 
     def admit(self, row: int, request: Request, ends: frozenset[int], device: torch.device) -> None:
         """Raises ConfigError for a stop string that can never match."""
-        self.free(row)  # what was left off here, where this judge served before
+        self.free(row)  # left over where this judge served before
         self.logprobs[row], self.new_text[row] = [], ""
         if request.detokenizer is not None or request.stop:
             self._texts[row] = TextStream(request.detokenizer, request.stop)
@@ -63,18 +63,19 @@ class SamplingJudge(Judge):
         """Of the live slots."""
         self.temperature = self.settings.temperature
         self.prefixes = [(b, self._prefixes[row]) for b, row in enumerate(rows) if row in self._prefixes]
-        """Place in the batch and text of each live slot whose logits change by what stands before; none by default."""
+        """Index in the batch and prefix of each live slot whose logits depend on earlier tokens; none by default."""
         self.banning = [(b, prefix) for b, prefix in self.prefixes if prefix.sampling.bans]
-        """Those of them that make tokens impossible."""
+        """Those that make tokens impossible."""
         self.bans = bool(self.banning)
 
     def distribution(self, logits: Tensor) -> Tensor:
         return distribution(logits, self.settings)
 
     def masked(self, logits: Tensor, drafted: Sequence[Tensor] = ()) -> Tensor:
-        """As the target is masked by bad words, least length and grammar: what is drawn from the result has it as q.
+        """Logits masked as the target's are, by bad words, minimum length and grammar; a draw from the result has it as
+        q.
 
-        The same tensor where no slot bans anything.
+        Returns the same tensor where no slot bans anything.
         """
         if not self.bans:
             return logits
@@ -82,7 +83,7 @@ class SamplingJudge(Judge):
         out = logits.clone()
         for b, prefix in self.banning:
             possible = prefix.possible(tuple(paths[b]), logits.shape[-1])
-            if possible.any():  # after a token that can't be kept nothing may follow, and a row of -inf is no distribution
+            if possible.any():  # nothing may follow an impossible token, and a row of -inf is not a distribution
                 out[b].masked_fill_(~possible.to(out.device), -torch.inf)
         return out
 
@@ -119,7 +120,8 @@ class SamplingJudge(Judge):
         return count, is_stopped
 
     def observe(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> None:
-        """Raises TargetError or ConfigError where a token was committed by logits that are no numbers, or all impossible."""
+        """Raises TargetError or ConfigError where a token was committed by logits that are NaN, infinite or all
+        impossible."""
         self._refuse_no_numbers(accepted, texts, scores)
         for b, (row, request) in enumerate(self._requests):
             if request.sampling.logprobs is not None:
@@ -131,14 +133,14 @@ class SamplingJudge(Judge):
                 self.logprobs[row] += logprobs.read(found[0], texts[b][-len(rows) :], request.sampling.logprobs)
 
     def _refuse_no_numbers(self, accepted: Accepted, texts: list[list[int]], scores: Scores) -> None:
-        """Looks at the largest logit of every row, which is NaN where any is."""
+        """Checks the largest logit of every row, which is NaN where any is."""
         if self._are_numbers:
             return
         best = self._logits.amax(-1)
         if all(math.isfinite(value) for row in best.tolist() for value in row):
             return
         for b, text in enumerate(texts):
-            rows = _emitting_rows(accepted, b)  # what stands after a rejected token may be anything
+            rows = _emitting_rows(accepted, b)  # rows after a rejected token may be anything
             wrong = next((at for at in rows if not math.isfinite(best[b, at])), None)
             if wrong is None:
                 continue
@@ -149,7 +151,9 @@ class SamplingJudge(Judge):
                     "follow every prefix"
                 )
             if bool(scores.logits[b, wrong].amax().isfinite()):
-                raise ConfigError(f"a penalty, logit_bias or processor makes a logit {value} {where}; choose a smaller one")
+                raise ConfigError(
+                    f"a penalty, logit_bias or processor makes a logit {value} {where}; choose a smaller one"
+                )
             raise TargetError(
                 f"the target's logits are {value} {where}, so no token follows; load it in float32 or bfloat16, since "
                 "float16 overflows, and look for weights that are not finite"
@@ -157,6 +161,6 @@ class SamplingJudge(Judge):
 
 
 def _emitting_rows(accepted: Accepted, b: int) -> list[int]:
-    """The rows that predicted a slot's committed tokens: each token's is its predecessor's."""
+    """The rows that predicted a slot's committed tokens: the row of each token's predecessor."""
     rows = accepted.rows(b)
     return rows if accepted.next_tokens[b] >= 0 else rows[:-1]

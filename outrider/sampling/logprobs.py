@@ -1,8 +1,7 @@
-"""Log probabilities of what was emitted, under the target's own distribution: never a draft's q, a residual or a chance of
-acceptance.
+"""Log probabilities of emitted tokens under the target's own distribution, never under q or a residual.
 
 The distribution is the one that is drawn from, after every setting.  At temperature 0, where that is one-hot, it is the
-softmax of the processed logits, so that runners-up can be told apart.
+softmax of the processed logits, so that other tokens can be ranked.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 
 class TokenLogprob(NamedTuple):
-    """One emitted token and what else could have stood there."""
+    """One emitted token and its alternatives."""
 
     token: int
     logprob: float
@@ -23,7 +22,7 @@ class TokenLogprob(NamedTuple):
 
 
 def read(distribution: Tensor, tokens: list[int], alternatives: int) -> list[TokenLogprob]:
-    """law [R, V], log probabilities of the rows that predicted these R tokens."""
+    """distribution [R, V]: log probabilities of the rows that predicted these R tokens."""
     own = distribution.gather(-1, torch.tensor(tokens, device=distribution.device)[:, None])[:, 0].tolist()
     best = distribution.topk(min(alternatives, distribution.shape[-1]), -1)
     found = []

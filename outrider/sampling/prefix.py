@@ -1,10 +1,10 @@
-"""Every node is judged on its own prefix: logits are changed by what stands before a token, row by row of a drafted block.
+"""Every node is judged on its own prefix: logits depend on the tokens before them, row by row of a drafted block.
 
-A row's prefix is the prompt, the committed tokens, and the drafted tokens down to its node.  One penalty vector for all rows
-of a block would be cheaper, and would not be the target's distribution.  In this order: logit bias, repetition penalty
+A row's prefix is the prompt, the committed tokens, and the drafted tokens down to its node.  One penalty vector for all
+rows of a block would be cheaper, but not the target's distribution.  In this order: logit bias, repetition penalty
 (prompt and output, as transformers), frequency and presence penalty (output alone, as OpenAI and vLLM), bad words, end
-tokens before `min_new_tokens`, the grammar, the request's processors.  What depends on no prefix follows in
-`sampling.distribution`.
+tokens before `min_new_tokens`, the grammar, the request's processors.  Settings that do not depend on a prefix follow
+in `sampling.distribution`.
 
 B live slots, N drafted nodes, V vocabulary; a row of a slot is 0 for the anchor, n + 1 for node n.
 """
@@ -26,9 +26,11 @@ Path = tuple[int, ...]
 
 
 class Prefix:
-    """One request's text so far, for the settings that look at it."""
+    """One request's text so far, for the settings that depend on it."""
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int], ends: Iterable[int], device: torch.device | str = "cpu"):
+    def __init__(
+        self, sampling: Sampling, prompt: Sequence[int], ends: Iterable[int], device: torch.device | str = "cpu"
+    ):
         self.sampling = sampling
         self.tokens = list(prompt)
         self.start = len(prompt)
@@ -43,13 +45,13 @@ class Prefix:
         bias = dict(sampling.biases) | dict.fromkeys(self._single, -math.inf)
         self.biased = torch.tensor(list(bias), dtype=torch.int64, device=device)
         self.bias = torch.tensor(list(bias.values()), dtype=torch.float64, device=device)
-        """What is added to the logits of `biased`, whatever stands before them; -inf for bad words of one token."""
+        """Added to the logits of `biased` after any prefix; -inf for bad words of one token."""
         self.automaton = None if sampling.grammar is None else sampling.grammar.start()
         self._possible: dict[Path, Tensor] = {}
-        """What `possible` found since the last commit: drafter, pruning and judgement ask for the same paths."""
+        """Results of `possible` since the last commit: drafter, pruning and judge ask for the same paths."""
 
     def push(self, tokens: Sequence[int]) -> None:
-        """These were committed."""
+        """These tokens were committed."""
         self.tokens += tokens
         self._possible.clear()
         if self.automaton is not None:
@@ -58,7 +60,8 @@ class Prefix:
             self.penalties.push(tokens)
 
     def possible(self, path: Path, vocabulary: int) -> Tensor:
-        """Which tokens may follow this path by bad words, least length and grammar: [V] bool on the CPU, not to be changed."""
+        """Which tokens may follow this path by bad words, minimum length and grammar: [V] bool on the CPU,
+        read-only."""
         if path not in self._possible:
             mask = torch.ones(vocabulary, dtype=torch.bool) if self.automaton is None else self.automaton.allowed(path)
             assert mask.shape == (vocabulary,), f"a grammar's mask is {tuple(mask.shape)}, the vocabulary {vocabulary}"
@@ -67,13 +70,13 @@ class Prefix:
         return self._possible[path]
 
     def permits(self, path: Path, token: int, vocabulary: int) -> bool:
-        """Whether `possible` has this token; where no grammar asks, no mask is made."""
+        """Whether `possible` has this token; without a grammar no mask is made."""
         if self.automaton is not None:
             return bool(self.possible(path, vocabulary)[token])
         return token not in self._single and token not in self.forbidden(path, vocabulary)
 
     def forbidden(self, path: Path, vocabulary: int) -> list[int]:
-        """Tokens that can't follow this path: the last of bad words of several tokens, and end tokens that come too early."""
+        """Tokens that can't follow this path: the last token of bad words, and end tokens that come too early."""
         words = self._words.get(path[-1] if path else self.tokens[-1], ()) if self._words else ()
         found = [word[-1] for word in words if self._ends_with(path, word[:-1])]
         if len(self.tokens) - self.start + len(path) < self.sampling.min_new_tokens:
@@ -85,7 +88,7 @@ class Prefix:
 
 
 class Penalties:
-    """How often each token of prompt or output stands in the output, and how much less likely that makes it."""
+    """How often each token of prompt or output occurs in the output, and the penalties for it."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], device: torch.device | str = "cpu"):
         self.strength = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
@@ -94,27 +97,27 @@ class Penalties:
         self.ids = torch.tensor(list(self._place), dtype=torch.int64, device=device)
         """[U] every token once."""
         self.times = torch.zeros_like(self.ids)
-        """[U] how often each stands in the output."""
+        """[U] how often each occurs in the output."""
 
     def push(self, tokens: Sequence[int]) -> None:
         self.output.update(tokens)
-        fresh = [token for token in dict.fromkeys(tokens) if token not in self._place]
-        self._place |= {token: n for n, token in enumerate(fresh, len(self._place))}
-        self.ids = torch.cat([self.ids, self.ids.new_tensor(fresh)])
-        self.times = torch.cat([self.times, self.times.new_zeros(len(fresh))])
+        new = [token for token in dict.fromkeys(tokens) if token not in self._place]
+        self._place |= {token: n for n, token in enumerate(new, len(self._place))}
+        self.ids = torch.cat([self.ids, self.ids.new_tensor(new)])
+        self.times = torch.cat([self.times, self.times.new_zeros(len(new))])
         at = self.ids.new_tensor([self._place[token] for token in tokens])
         self.times.index_add_(0, at, torch.ones_like(at))
 
 
 Row = tuple[int, Prefix, int, Path]
-"""A row that can be reached: place in the batch and text of its slot, its number there, the drafted tokens down to it."""
+"""A row that can be reached: its slot's index and prefix, its number there, the drafted tokens down to it."""
 
 
 def processed(logits: Tensor, draft: Draft, prefixes: Sequence[tuple[int, Prefix]]) -> Tensor:
-    """Logits [B, N+1, V] with every row's own prefix taken into account, in one copy; the same tensor where no slot asks.
+    """Logits [B, N+1, V] after the settings of every row's own prefix, in one copy; the same tensor without such slots.
 
-    prefixes: place in the batch and prefix of each slot that asks.  Rows that can't be reached are processed in part, and no
-    processor is asked about them.
+    prefixes: index in the batch and prefix of each such slot.  Rows that can't be reached are processed only in part,
+    and processors are not called for them.
     """
     if not prefixes:
         return logits
@@ -134,28 +137,32 @@ def processed(logits: Tensor, draft: Draft, prefixes: Sequence[tuple[int, Prefix
 
 
 def pruned(draft: Draft, banning: Sequence[tuple[int, Prefix]], seeded: Tensor | None, vocabulary: int) -> Draft:
-    """The draft without what can't be kept; the same one where no slot bans anything.
+    """The draft without nodes that can't be accepted; the same one where no slot bans anything.
 
-    A token outside the grammar, the last of a bad word, an end token that comes too early: what stands under it is never
-    reached, nor is what stands under an end token, and both go.  The impossible node itself goes where it is deterministic.  A
-    drawn one stays, the last of its branch: its sure rejection turns p into the residual, and without it the next token would
-    come from p, though it was drawn from q already (a total variation of 0.24 in the tests).
+    Impossible tokens are one outside the grammar, the last of a bad word, and an end token that comes too early.  Nodes
+    under them, or under any end token, are never reached and are removed.  The impossible node itself is removed where
+    it is deterministic.  A drawn one stays as the last of its branch: its sure rejection turns p into the residual;
+    without it the next token would come from p, though it was drawn from q already (a total variation of 0.24 in the
+    tests).
 
-    banning: place in the batch and prefix of each slot that bans.  seeded [B] bool: slots whose every node is deterministic.
+    banning: index in the batch and prefix of each slot that bans.  seeded [B] bool: slots whose every node is
+    deterministic.
     """
     if not banning or not draft.tokens.shape[1]:
         return draft
-    kept = [list(range(size)) for size in draft.live]
+    remaining = [list(range(size)) for size in draft.live]
     for b, prefix in banning:
         q = None if seeded is not None and bool(seeded[b]) else draft.q
         nodes = _reached(draft, b, prefix, vocabulary)
-        kept[b] = [n for n, _, stays in nodes if stays or not (q is None or is_one_hot(q[b, n], draft.tokens[b, n]))]
-    return draft if list(map(len, kept)) == draft.live else draft.only(kept)
+        remaining[b] = [
+            n for n, _, stays in nodes if stays or not (q is None or is_one_hot(q[b, n], draft.tokens[b, n]))
+        ]
+    return draft if list(map(len, remaining)) == draft.live else draft.only(remaining)
 
 
 def _reached(draft: Draft, b: int, prefix: Prefix, vocabulary: int) -> Iterator[tuple[int, Path | None, bool]]:
-    """One slot's nodes under none that is impossible or an end token, parents first: the number of each, the tokens down to
-    it, and whether it may stay as it is.  An id outside the vocabulary has None, and may: the acceptance rule counts it."""
+    """One slot's nodes that are not under an impossible or end token, parents first: number, the tokens down to it, and
+    whether it may stay.  An id outside the vocabulary has None and may stay: the acceptance rule counts it."""
     paths: dict[int, Path] = {-1: ()}
     for n, token in enumerate(draft.ids[b][: draft.live[b]]):
         above = paths.get(draft.tree[b][n])
@@ -177,7 +184,7 @@ def is_one_hot(q: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _joined(columns: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
-    """(place in the batch, value), one entry for each value of every slot's column."""
+    """(index in the batch, value), one entry for each value of every slot's column."""
     slots, values = zip(*columns, strict=True)
     where = torch.tensor(slots).repeat_interleave(torch.tensor([len(own) for own in values]))
     return where.to(values[0].device), torch.cat(values)
@@ -187,12 +194,12 @@ def _add_bias(out: Tensor, prefixes: Sequence[tuple[int, Prefix]]) -> None:
     where, ids = _joined([(b, prefix.biased) for b, prefix in prefixes])
     if len(ids):
         bias = torch.cat([prefix.bias for _, prefix in prefixes])[:, None]
-        # not the sum where a token is banned: of +inf it would be NaN
+        # not the sum where a token is banned: with +inf it would be NaN
         out[where, :, ids] = torch.where(bias.isinf(), bias, out[where, :, ids] + bias).to(out.dtype)
 
 
 def _penalise(out: Tensor, penalties: dict[int, Penalties], rows: list[Row]) -> None:
-    """Sparse: the tokens of each text once for all its rows, then those of each path, whose counts are that row's own."""
+    """Sparse: the tokens of each text once for all its rows, then those of each path, with that row's own counts."""
     if not penalties:
         return
     where, ids = _joined([(b, own.ids) for b, own in penalties.items()])
@@ -212,27 +219,27 @@ def _penalise(out: Tensor, penalties: dict[int, Penalties], rows: list[Row]) -> 
 
 
 def _penalised(scores: Tensor, times: Tensor, strength: Tensor) -> Tensor:
-    """Scores of tokens that stand in the text.  strength [..., 3]: repetition, presence, frequency."""
+    """Scores of tokens that occur in the text.  strength [..., 3]: repetition, presence, frequency."""
     repetition, presence, frequency = strength.unbind(-1)
     damped = torch.where(scores < 0, scores * repetition, scores / repetition)
     return (damped - frequency * times - presence * (times > 0)).to(scores.dtype)
 
 
 def _ban(out: Tensor, rows: list[Row]) -> None:
-    """-inf where bad words of several tokens, the least length or the grammar allow no token."""
+    """-inf for tokens forbidden by bad words of several tokens, the minimum length or the grammar."""
     entries = [(b, row, token) for b, prefix, row, path in rows for token in prefix.forbidden(path, out.shape[-1])]
     if entries:
         b, at, token = torch.tensor(entries, device=out.device).unbind(-1)
         out[b, at, token] = -torch.inf
     ruled = [(b, prefix, row, path) for b, prefix, row, path in rows if prefix.automaton is not None]
-    if ruled:  # the masks of all rows go to the device at once
+    if ruled:  # all rows' masks go to the device at once
         b, at = torch.tensor([(b, row) for b, _, row, _ in ruled], device=out.device).unbind(-1)
         possible = torch.stack([prefix.possible(path, out.shape[-1]) for _, prefix, _, path in ruled])
         out[b, at] = out[b, at].masked_fill(~possible.to(out.device), -torch.inf)
 
 
 def _call_processors(out: Tensor, draft: Draft, rows: list[Row]) -> None:
-    """Each row on its own prefix, parents first; not where the token before is already impossible."""
+    """Call processors for each row on its own prefix, parents first; not after an impossible token."""
     for b, prefix, row, path in rows:
         processors = prefix.sampling.processors
         if not processors or (path and float(out[b, draft.tree[b][row - 1] + 1, path[-1]]) == -torch.inf):

@@ -1,7 +1,7 @@
 """How a request wants its tokens drawn.
 
-What depends on the text before a token is applied first, in the order of `prefix`, then what is in `distribution`.  It is the
-order of transformers, which has no frequency and presence penalty.
+Settings that depend on the text before a token are applied first, in the order of `prefix`, then those of
+`distribution`. This is the order of transformers, which has no frequency and presence penalty.
 """
 
 from __future__ import annotations
@@ -19,43 +19,45 @@ from outrider.errors import ConfigError
 from outrider.sampling.grammar import Rules
 
 Processor = Callable[[Tensor, Tensor], Tensor]
-"""(input_ids [1, n], scores [1, V]) to scores [1, V], as transformers' LogitsProcessor.  It must hang on its arguments alone:
-it is called once for every path of a draft, and again for what was rejected."""
+"""(input_ids [1, n], scores [1, V]) to scores [1, V], as transformers' LogitsProcessor.  It must depend on its
+arguments alone: it is called once for every path of a draft, and again after a rejection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a request wants its tokens drawn.  The default is greedy; greedy with any other setting is the argmax after it."""
+    """How a request wants its tokens drawn.  The default is greedy; greedy with any other setting is the argmax after
+    it."""
 
     temperature: float = 0.0
+    """Logits are divided by this; 0 is greedy."""
     top_k: int = 0
     """Keep this many most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the fewest most likely tokens whose probabilities reach this sum."""
+    """Keep the fewest most likely tokens whose probabilities sum to this; 1 keeps all."""
     seed: int | None = None
-    """Same seed, same text, whatever drafts for it; None draws a fresh one and accepts more of a sampled draft."""
+    """Same seed, same text, with any drafter; None draws a new seed and accepts more of a sampled draft."""
     min_p: float = 0.0
-    """Keep the tokens at least this share as likely as the likeliest; 0 keeps all."""
+    """Keep tokens whose probability is at least this share of the likeliest token's; 0 keeps all."""
     typical_p: float = 1.0
-    """Keep the tokens whose surprise is nearest to the entropy, until their probabilities reach this sum."""
+    """Keep the tokens whose surprise is nearest to the entropy, until their probabilities sum to this; 1 keeps all."""
     repetition_penalty: float = 1.0
-    """Logits of tokens in prompt or output are divided by this, negative ones multiplied, as transformers does."""
+    """Logits of tokens in prompt or output are divided by this, negative ones multiplied, as in transformers."""
     presence_penalty: float = 0.0
-    """Taken from the logit of every token in the output; the prompt does not count, as OpenAI and vLLM do."""
+    """Subtracted from the logit of every token in the output; the prompt does not count, as in OpenAI and vLLM."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit as often as it stands in the output."""
+    """Subtracted from a token's logit once per occurrence in the output."""
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    """Token id to what is added to its logit; kept as sorted pairs."""
+    """Token id to what is added to its logit; stored as sorted (id, bias)."""
     bad_words: Sequence[tuple[int, ...]] = ()
-    """Sequences of token ids of which none is completed in the output; its beginning may stand in the prompt."""
+    """Sequences of token ids that are never completed in the output; they may begin in the prompt."""
     min_new_tokens: int = 0
-    """End tokens are impossible before so many tokens; stop strings are not."""
+    """End tokens are impossible before this many tokens; stop strings are not."""
     logprobs: int | None = None
-    """Log probabilities of the emitted tokens, and of this many likeliest at their places; None reports none."""
+    """Report log probabilities of emitted tokens, and of this many likeliest at each position; None reports none."""
     processors: Sequence[Processor] = ()
-    """Called in order on each node's own prefix."""
+    """Functions that change logits, called in order on each node's own prefix."""
     grammar: Rules | None = None
-    """What the output must look like: `Grammar.json(schema)`, `Grammar.regex(pattern)`, `Grammar.lark(text)`."""
+    """Form of the output: `Grammar.json(schema)`, `Grammar.regex(pattern)` or `Grammar.lark(text)`."""
 
     def __post_init__(self) -> None:
         for name, (read, is_right, wanted) in NUMBERS.items():
@@ -65,10 +67,12 @@ class Sampling:
             value = read(name, value)
             object.__setattr__(self, name, value)
             if not is_right(value):
-                raise ConfigError(f"{name} {value} {wanted}")
+                raise ConfigError(f"{name} {wanted}, got {value}")
         try:
-            pairs = dict(self.logit_bias).items()
-            bias = tuple(sorted((whole("a token of logit_bias", token), _real("logit_bias", value)) for token, value in pairs))
+            items = dict(self.logit_bias).items()
+            bias = tuple(
+                sorted((whole("a token of logit_bias", token), _real("logit_bias", value)) for token, value in items)
+            )
             words = tuple(tuple(whole("a token of bad_words", token) for token in word) for word in self.bad_words)
             processors = tuple(self.processors)
         except TypeError as error:
@@ -80,43 +84,45 @@ class Sampling:
             object.__setattr__(self, name, value)
         for token, value in bias:
             if not math.isfinite(value):
-                raise ConfigError(f"logit_bias {value} of token {token} is not a finite number; bad_words forbids a token")
+                raise ConfigError(
+                    f"logit_bias must be a finite number, got {value} for token {token}; bad_words forbids a token"
+                )
         if not all(words):
-            raise ConfigError("bad_words holds an empty sequence, which every text completes; leave it out")
+            raise ConfigError("bad_words holds an empty sequence; leave it out")
         if self.grammar is not None and not callable(getattr(self.grammar, "start", None)):
             grammars = "Grammar.json(schema), Grammar.regex(pattern) or Grammar.lark(text)"
-            raise ConfigError(f"grammar {self.grammar!r} is none; give {grammars}")
+            raise ConfigError(f"grammar must be a grammar, got {self.grammar!r}; give {grammars}")
         for each in processors:
             if not callable(each):
-                raise ConfigError(f"processors holds {each!r}; wanted functions (input_ids, scores) -> scores")
+                raise ConfigError(f"processors must be functions (input_ids, scores) -> scores, got {each!r}")
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as it is kept."""
+        """`logit_bias` as stored."""
         return self.logit_bias  # type: ignore[return-value]
 
     @property
     def penalises(self) -> bool:
-        """A penalty looks at the tokens so far."""
+        """A penalty depends on the tokens so far."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @property
     def is_processed(self) -> bool:
-        """Logits change before the draw, by what stands before a token."""
+        """Logits change before the draw, depending on the tokens before."""
         return bool(self.penalises or self.logit_bias or self.forbids)
 
     @property
     def forbids(self) -> bool:
-        """Some tokens may become impossible by what stands before them."""
+        """Some tokens may become impossible because of the tokens before them."""
         return bool(self.bans or self.processors)
 
     @property
     def bans(self) -> bool:
-        """Of some tokens that is known without their logits."""
+        """Some tokens are impossible whatever their logits."""
         return bool(self.bad_words or self.min_new_tokens or self.grammar is not None)
 
     def check(self, vocabulary: int) -> None:
-        """Refuse token ids that a target of this vocabulary does not have, and bans that leave it nothing to say."""
+        """Raises ConfigError for token ids outside this vocabulary, and for bans that leave no token."""
         ids = [token for token, _ in self.biases] + [token for word in self.bad_words for token in word]
         wrong = sorted({token for token in ids if not 0 <= token < vocabulary})
         if wrong:
@@ -129,34 +135,33 @@ class Sampling:
 
 
 def whole(name: str, value: Any) -> int:
-    """`value` as an int.  Raises ConfigError where it is no whole number, as True is none."""
+    """`value` as an int.  Raises ConfigError where it is not a whole number; True is not one."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ConfigError(f"{name} must be a whole number, got {value!r}")
     return int(value)
 
 
 def _real(name: str, value: Any) -> float:
-    """`value` as a float that is no infinity in float32, in which most distributions are computed; NaN is left to the
-    caller."""
+    """`value` as a float that is finite in float32, in which most distributions are computed; the caller checks NaN."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ConfigError(f"{name} must be a number, got {value!r}")
     most = torch.finfo(torch.float32).max
     if value != math.inf and abs(value) > most:  # type: ignore[operator]
-        raise ConfigError(f"{name} must be at most {most:.2g} in size, which float32 holds, got {value}")
+        raise ConfigError(f"{name} must be at most {most:.2g} in size, the limit of float32, got {value}")
     return float(value)
 
 
 NUMBERS: Mapping[str, tuple[Callable[[str, Any], float], Callable[[float], bool], str]] = {
-    "temperature": (_real, lambda x: 0 <= x < math.inf, "is not a number of 0 or more; 0 is greedy"),
-    "top_k": (whole, lambda x: x >= 0, "is negative; 0 keeps every token"),
-    "top_p": (_real, lambda x: 0 < x <= 1, "lies outside (0, 1]; 1 keeps every token"),
-    "seed": (whole, lambda x: -(2**63) <= x < 2**63, "does not fit in 64 bits"),
-    "min_p": (_real, lambda x: 0 <= x <= 1, "lies outside [0, 1]; 0 keeps every token"),
-    "typical_p": (_real, lambda x: 0 < x <= 1, "lies outside (0, 1]; 1 keeps every token"),
-    "repetition_penalty": (_real, lambda x: 0 < x < math.inf, "is not a number above 0; 1 changes nothing"),
-    "presence_penalty": (_real, math.isfinite, "is not a finite number; 0 changes nothing"),
-    "frequency_penalty": (_real, math.isfinite, "is not a finite number; 0 changes nothing"),
-    "min_new_tokens": (whole, lambda x: x >= 0, "is negative; 0 lets a text end at once"),
-    "logprobs": (whole, lambda x: x >= 0, "is negative; 0 reports the emitted tokens alone, None nothing"),
+    "temperature": (_real, lambda x: 0 <= x < math.inf, "must be a number of at least 0 (0 is greedy)"),
+    "top_k": (whole, lambda x: x >= 0, "must be at least 0 (0 keeps every token)"),
+    "top_p": (_real, lambda x: 0 < x <= 1, "must be above 0 and at most 1 (1 keeps every token)"),
+    "seed": (whole, lambda x: -(2**63) <= x < 2**63, "must fit in 64 bits"),
+    "min_p": (_real, lambda x: 0 <= x <= 1, "must be from 0 to 1 (0 keeps every token)"),
+    "typical_p": (_real, lambda x: 0 < x <= 1, "must be above 0 and at most 1 (1 keeps every token)"),
+    "repetition_penalty": (_real, lambda x: 0 < x < math.inf, "must be a number above 0 (1 changes nothing)"),
+    "presence_penalty": (_real, math.isfinite, "must be a finite number (0 changes nothing)"),
+    "frequency_penalty": (_real, math.isfinite, "must be a finite number (0 changes nothing)"),
+    "min_new_tokens": (whole, lambda x: x >= 0, "must be at least 0 (0 lets a text end at once)"),
+    "logprobs": (whole, lambda x: x >= 0, "must be at least 0 (0 reports the emitted tokens alone, None nothing)"),
 }
-"""How each is read, what must hold of it, and what is said where it does not; NaN is in no range."""
+"""By setting: how it is read, what must hold of it, and that in words; NaN is in no range."""

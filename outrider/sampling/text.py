@@ -1,16 +1,16 @@
-"""Tokens to text as they come: nothing is given out that a later token could change, or that may begin a stop string.
+"""Tokens to text as they arrive: text is given out when no later token can change it and it begins no stop string.
 
-Joined, the pieces are what the tokenizer makes of all tokens at once.  Only a window of them is decoded, and that is safe where
-the tokenizer is *local*: its text of X Y is the text of X, up to its last settled character, and then what depends on Y and the
-end of X alone.  What is not settled is named by `Detokenizer`:
+Joined, the pieces equal the text of all tokens decoded at once.  Only a window of tokens is decoded.  That is safe
+where the tokenizer is *local*: its text of X Y is the text of X up to X's last final character, followed by text that
+depends on Y and the end of X alone.  `Detokenizer` names what is not final:
 
-- the last U+FFFD, which may be half a character of which the rest follows;
-- a run of byte tokens (byte fallback: Llama 2, Mistral).  A run is text only as a whole: one byte more can turn all of it into
-  U+FFFD.  A run therefore waits for the token that ends it, and no window begins behind a run that is still open;
-- letters and spaces that the clean-up of spaces still looks at (`loose`).
+- the last U+FFFD, which may be half a character whose rest follows;
+- a run of byte tokens (byte fallback: Llama 2, Mistral).  A run is text only as a whole: one more byte can turn all of
+  it into U+FFFD.  So a run is held back until the token that ends it, and no window begins inside an open run;
+- letters and spaces that the clean-up of spaces may still change (`loose`).
 
-A window keeps tokens whose settled text has four characters or more.  So no token behind them is the first of its text, four
-bytes or more stand before what is decoded again (no character of UTF-8 has more), and no clean-up reaches across.
+The tokens that stay in a window have at least four final characters.  So no token after them is the first of its text,
+at least four bytes precede what is decoded again (no UTF-8 character has more), and no clean-up reaches across.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from typing import NamedTuple
 from outrider.errors import ConfigError
 
 WINDOW = 32
-"""Most tokens decoded at once, where the text can be cut there at all."""
+"""Most tokens decoded at once, where the text can be cut."""
 CONTEXT = 16
-"""Tokens that stay in the window when older ones leave; 16 bytes of any kind make four settled characters."""
-SETTLED = 4
-"""Fewest settled characters of the tokens that stay."""
+"""Tokens that stay in the window when older ones leave; 16 bytes of any kind make four final characters."""
+MIN_FINAL = 4
+"""Fewest final characters of the tokens that stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Detokenizer:
-    """How token ids become text, and what of a text later tokens may change.
+    """How token ids become text, and which text later tokens may change.
 
-    By default nothing is known of `decode`: texts are decoded whole, and given out at their end.
+    By default nothing is known about `decode`: texts are decoded whole and given out at their end.
     """
 
     decode: Callable[[Sequence[int]], str]
     is_local: bool = False
-    """Later tokens change no text but what the fields below name, and at most the last U+FFFD."""
+    """Later tokens change only what the fields below name, and the last U+FFFD."""
     byte_tokens: Mapping[int, int] = field(default_factory=dict)
-    """Bytes by id, of the tokens whose runs are text only as a whole."""
+    """Id to byte, of the tokens whose runs are text only as a whole."""
     skipped: Mapping[int, str] = field(default_factory=dict)
-    """Ids that `decode` leaves out, and the name of each; "" where it has none."""
+    """Ids that `decode` leaves out, and their names; "" for one without a name."""
     loose: str = ""
-    """Characters that may still change, or go, while no other character stands behind them."""
+    """Characters at the end of a text that may still change or disappear."""
 
-    def settled(self, text: str) -> str:
-        """The part of a text that later tokens leave as it is, where no run of byte tokens is open."""
+    def final(self, text: str) -> str:
+        """The part of a text that later tokens don't change, where no run of byte tokens is open."""
         return text.removesuffix("\ufffd").rstrip(self.loose)
 
 
@@ -55,25 +55,25 @@ class Pushed(NamedTuple):
     """What some tokens added to a text."""
 
     text: str
-    """What has become certain, up to the first stop string."""
+    """What has become final, up to the first stop string."""
     tokens: int
-    """How many of them belong to the text: all, or those up to the one that completed a stop string."""
+    """How many of the tokens belong to the text: all, or those up to the one that completed a stop string."""
     is_stopped: bool = False
 
 
 def refuse_unmatchable(detokenizer: Detokenizer | None, stops: Sequence[str]) -> Detokenizer:
-    """The detokenizer.  Raises ConfigError where there is none, or for a stop string that can never match."""
+    """Returns the detokenizer.  Raises ConfigError for a missing one, or a stop string that can never match."""
     if detokenizer is None:
         raise ConfigError(
-            f"stop strings {list(stops)} need a tokenizer, and this target was loaded without one; load it by a "
-            "name or a folder that has one, or leave them out"
+            f"stop strings {list(stops)} need a tokenizer, and this target was loaded without one; load the target by a "
+            "name or folder that has one, or leave the stop strings out"
         )
     for stop in stops:
         held = next((name for name in detokenizer.skipped.values() if name and name in stop), None)
         if held is not None:
             raise ConfigError(
-                f"stop string {stop!r} holds the special token {held!r}, which is left out of the text, so it can never "
-                "match; give a string of plain text (a text ends at the target's end tokens without one)"
+                f"stop string {stop!r} contains the special token {held!r}, which is left out of the text, so it can never "
+                "match; use plain text (a text ends at the target's end tokens anyway)"
             )
     return detokenizer
 
@@ -86,22 +86,22 @@ class TextStream:
         self._detokenizer = refuse_unmatchable(detokenizer, stops)
         self._stops = tuple(stops)
         self._window: list[int] = []
-        """The tokens that are decoded together: some whose text is settled, and all behind them."""
+        """The tokens that are decoded together: some whose text is final, and all after them."""
         self._run = bytearray()
         """The bytes of the open run of byte tokens at the end of the window."""
         self._read = 0
-        """Tokens of the window that were decoded; those of an open run are not."""
-        self._settled = 0
-        """Characters of the window's text that are settled: they are in `_held`, or were given out."""
+        """Number of tokens of the window that were decoded; those of an open run are not."""
+        self._final_length = 0
+        """Number of final characters of the window's text: they are in `_held`, or were given out."""
         self._rest = ""
-        """Text behind them, of the tokens that were decoded."""
+        """Decoded text after them."""
         self._held = ""
-        """Settled text that was not given out, as it may begin a stop string."""
+        """Final text that was not given out, since it may begin a stop string."""
 
     def push(self, tokens: Sequence[int], is_last: bool = False) -> Pushed:
-        """Add tokens, up to the one with which their text first holds a stop string.
+        """Add tokens, up to the one that first completes a stop string.
 
-        Gives out what has become certain; with `is_last`, and at a stop string, everything that is left.
+        Returns text that has become final; with `is_last`, and at a stop string, all the rest.
         """
         for count, token in enumerate(tokens, 1):
             self._append(token)
@@ -114,8 +114,8 @@ class TextStream:
             self._decode_window()
         begins = (stop[:n] for stop in self._stops for n in range(1, len(stop) + 1))
         cut = len(self._held) - max((len(begin) for begin in begins if self._held.endswith(begin)), default=0)
-        certain, self._held = self._held[:cut], self._held[cut:]
-        return Pushed(certain, len(tokens))
+        ready, self._held = self._held[:cut], self._held[cut:]
+        return Pushed(ready, len(tokens))
 
     def _append(self, token: int) -> None:
         if token in self._detokenizer.skipped:
@@ -127,37 +127,38 @@ class TextStream:
             self._run.clear()
 
     def _find_stop(self) -> int:
-        """Where the first stop string begins in what is left of the text, as it stands; -1 where there is none."""
+        """Where the first stop string begins in the text not given out yet; -1 for none."""
         self._decode_window()
-        # A run may be long, and is decoded once, when it is closed.  Until then its bytes tell whether a look is worth it.
+        # A run may be long and is decoded once, when it is closed.  Until then its bytes show whether a stop is
+        # possible.
         found = _first(self._stops, self._held + self._rest + _text_of_run(self._run))
         return _first(self._stops, self._left()) if found >= 0 and self._run else found
 
     def _left(self) -> str:
-        """All text that was not given out, as it stands."""
+        """All text that was not given out yet."""
         self._decode_window()
         if not self._run:
             return self._held + self._rest
-        return self._held + self._detokenizer.decode(self._window)[self._settled :]
+        return self._held + self._detokenizer.decode(self._window)[self._final_length :]
 
     def _decode_window(self) -> None:
-        """Settle the text of all tokens before the open run."""
+        """Decode all tokens before the open run."""
         closed = len(self._window) - len(self._run)
         if closed == self._read:
             return
         text = self._detokenizer.decode(self._window[:closed])
-        settled = self._detokenizer.settled(text) if self._detokenizer.is_local else ""
-        self._held += settled[self._settled :]
-        self._read, self._settled, self._rest = closed, len(settled), text[len(settled) :]
+        final = self._detokenizer.final(text) if self._detokenizer.is_local else ""
+        self._held += final[self._final_length :]
+        self._read, self._final_length, self._rest = closed, len(final), text[len(final) :]
         if closed > WINDOW and not self._run and self._detokenizer.is_local:
             self._forget()
 
     def _forget(self) -> None:
-        """Let old tokens go, where the text behind them depends on those that stay alone."""
+        """Drop old tokens, where later text depends only on those that stay."""
         context = self._window[-CONTEXT:]
-        settled = self._detokenizer.settled(self._detokenizer.decode(context))
-        if len(settled) >= SETTLED:
-            self._window, self._read, self._settled = context, len(context), len(settled)
+        final = self._detokenizer.final(self._detokenizer.decode(context))
+        if len(final) >= MIN_FINAL:
+            self._window, self._read, self._final_length = context, len(context), len(final)
 
 
 def _text_of_run(run: bytearray) -> str:
@@ -169,5 +170,5 @@ def _text_of_run(run: bytearray) -> str:
 
 
 def _first(stops: Iterable[str], text: str) -> int:
-    """Where the first of the stop strings begins, -1 where the text holds none."""
+    """Where the first of the stop strings begins in the text; -1 for none."""
     return min((at for stop in stops if (at := text.find(stop)) >= 0), default=-1)

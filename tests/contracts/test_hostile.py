@@ -139,9 +139,9 @@ def test_a_draft_of_the_wrong_shape_is_refused(wrong, target, prompts):
 
 
 NO_DRAFTS = {
-    "nothing": (lambda s: None, "NoneType, not a Draft"),
-    "a list": (lambda s: [[1]] * s, "list, not a Draft"),
-    "a tensor": (lambda s: torch.zeros(s, 2, dtype=torch.int64), "Tensor, not a Draft"),
+    "nothing": (lambda s: None, "must return a Draft of .*, got NoneType"),
+    "a list": (lambda s: [[1]] * s, "must return a Draft of .*, got list"),
+    "a tensor": (lambda s: torch.zeros(s, 2, dtype=torch.int64), "must return a Draft of .*, got Tensor"),
     "sizes of a list": (lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int64), [1] * s), "sizes list"),
     "sizes of float32": (lambda s: Draft.chain(torch.zeros(s, 2, dtype=torch.int64), torch.ones(s)), "sizes torch.float32"),
     "tokens of int32": (

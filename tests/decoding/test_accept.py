@@ -197,5 +197,5 @@ def test_a_q_over_another_vocabulary_is_refused(width):
     draft = Draft(
         torch.zeros(1, 2, dtype=torch.int64), torch.full((1, 2), -1), torch.tensor([2]), torch.ones(1, 2, width) / width
     )
-    with pytest.raises(DrafterError, match=f"over {width} tokens"):
+    with pytest.raises(DrafterError, match=f"tokens, got {width}"):
         accept(draft, torch.full((1, 3, 4), 0.25), streams_of(1, 0))

@@ -173,7 +173,7 @@ def test_a_slot_used_again_tells_no_text_of_the_request_before():
 def test_what_is_seen_otherwise_is_changed_for_nobody_else():
     """Catches a copy for a drafter that writes into the state itself, and one that has forgotten its text."""
     state = one_slot()
-    there = state.seen(seeded=torch.tensor([True]), context=7)
+    there = state.replaced(seeded=torch.tensor([True]), context=7)
     assert (there.context, there.left, there.tokens is state.tokens) == (7, [5], True)
     assert there.streams.seeded.tolist() == [True]
     assert (state.context, state.seeded) == (1000, None)

@@ -25,7 +25,7 @@ from outrider.nn.serving import Sampler
 from outrider.targets.protocol import Target
 
 
-class Config(outrider.Config):
+class Config(outrider.DrafterConfig):
     kind: Literal["contemplate"] = "contemplate"
     rows: PositiveInt = 3
     """Contemplate rows behind every row of the pass, and tokens drafted per step."""

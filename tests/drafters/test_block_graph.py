@@ -86,7 +86,7 @@ def test_a_block_is_not_drafted_by_a_graph_of_former_weights(workshop: Workshop)
 
     def fits() -> bool:
         """Asked of a new batch's memory: within one batch weights stay."""
-        kept = drafter.allocate(target.allocate(1, 40)).kept
+        kept = drafter.allocate(target.allocate(1, 40)).kv_cache
         kept.open([0], 3)
         with torch.inference_mode():
             taps = torch.zeros(1, 3, len(drafter.taps), target.spec.hidden, dtype=torch.float64)

@@ -65,10 +65,10 @@ def test_a_probe_that_drafted_rows_see_is_caught(target, prompts, monkeypatch):
     scores = target._scores
 
     def leaking(tokens, cache, tree, taps):
-        if tree is not None and tree.visible.shape[1] > 4:
-            visible = tree.visible.clone()
-            visible[:, : visible.shape[1] // 4, -1] = True
-            tree = tree._replace(visible=visible)
+        if tree is not None and tree.mask.shape[1] > 4:
+            mask = tree.mask.clone()
+            mask[:, : mask.shape[1] // 4, -1] = True
+            tree = tree._replace(mask=mask)
         return scores(tokens, cache, tree, taps)
 
     monkeypatch.setattr(target, "_scores", leaking)

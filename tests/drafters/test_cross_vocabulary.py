@@ -218,8 +218,8 @@ def test_a_transcript_is_the_text(parts, random):
         transcript.push(tokens[at : at + count])
         at += count
         done = tokens[:at]
-        whole = done[: len(done) - len(transcript.waiting)]
-        assert transcript.taken == len(done) and len(transcript.waiting) <= 3
+        whole = done[: len(done) - len(transcript.incomplete)]
+        assert transcript.taken == len(done) and len(transcript.incomplete) <= 3
         assert transcript.text == b"".join(SOURCE.pieces[token] for token in whole).decode(errors="replace")
         assert b"".join(READER.pieces[token] for token in transcript.ids) == transcript.text.encode()
 
@@ -488,7 +488,7 @@ def test_the_end_of_a_text_is_drafted_as_text(wide, made):
     assert found[-1] == target.end
     assert b"".join(target.pieces[token] for token in found[:-1]) == b" river"
     transcript.push(target.encode("🙂").ids[:1])  # half a character: no end can follow
-    assert transcript.waiting and transcript.continued([own.end]) == []
+    assert transcript.incomplete and transcript.continued([own.end]) == []
 
 
 def test_where_no_common_token_may_follow_nothing_is_drafted(wide, made):
@@ -513,7 +513,7 @@ def test_little_in_common_drafts_nothing_and_says_so(folder, wide, caplog):
         drafter = MODULE.build(MODULE.Config(model=str(folder), vocabulary="intersection"), wide)
     assert 0 < drafter.overlap.mass < 0.8 and 0 < drafter.overlap.share < 0.8
     assert drafter.limit == 0
-    assert "drafts nothing" in caplog.text and "min_overlap" in caplog.text and "tokens in common" in caplog.text
+    assert "drafts nothing" in caplog.text and "min_overlap" in caplog.text and "shared tokens" in caplog.text
     prompts = texts(wide, 3)
     wanted = [each.tokens for each in generate(wide, prompts, max_new_tokens=5)]
     assert [each.tokens for each in generate(wide, prompts, drafter, max_new_tokens=5)] == wanted

@@ -88,15 +88,15 @@ def test_a_whole_block_is_served_as_it_was_trained(target, monkeypatch):
     """Catches places, padding or a mask that differ in later slots; planted: masks that see only those before them."""
     model = made(target).eval()
     assert apart(model, target) < 1e-10
-    sight = deer.sight
-    monkeypatch.setattr(deer, "sight", lambda *given: sight(*given).tril())
+    sight = deer.pass_mask
+    monkeypatch.setattr(deer, "pass_mask", lambda *given: sight(*given).tril())
     assert apart(model, target) > 1e-3
 
 
 def test_tokens_see_those_before_them_and_masks_all_that_is_real():
     """Catches padding that is looked at, and a token that sees a mask: its keys would change with every block."""
     counts, new, block = torch.tensor([3, 1, 0]), 3, 2
-    seen = deer.sight(counts, new, block)
+    seen = deer.pass_mask(counts, new, block)
     for b, count in enumerate(counts.tolist()):
         for row in range(new + block):
             for column in range(new + block):

@@ -32,7 +32,7 @@ class Cutting(graft.Worth):
     least = 2
 
     def staying(self, marks, parents):
-        self.turn, self.first_cut = 1, dict.fromkeys(range(9), self.least)
+        self.num_steps, self.first_cut = 1, dict.fromkeys(range(9), self.least)
         return super().staying(marks, parents)
 
 

@@ -237,7 +237,7 @@ def test_targets_that_cannot_skip_are_refused(target, monkeypatch):
     [
         ({"skip_attention": (4,)}, "skip_attention names layer 4.*it can 0, 1, 2, 3"),
         ({"skip_mlp": (1, 9)}, "skip_mlp names layer 9"),
-        ({"exit_layer": 4}, "choose one below 4"),
+        ({"exit_layer": 4}, "below the target's 4 layers, got 4"),
     ],
     ids=str,
 )

@@ -62,7 +62,7 @@ def test_by_default_a_slot_used_again_carries_nothing_over(tree):
     first, beside = drafts(drafter, memory, {0: asking([1, 2, 3, 1, 2]), 1: asking([5, 1, 2])})
     assert first[0] == 3 and beside == []
     assert drafts(drafter, memory, {0: asking([7, 1, 2])}) == [[]]
-    assert not drafter.tries.by_tenant.kept
+    assert not drafter.tries.by_tenant.memories
 
 
 @pytest.mark.usefixtures("either")
@@ -107,7 +107,7 @@ def test_of_many_tenants_those_away_longest_are_forgotten():
     memory = drafter.allocate(Slots())
     for tenant in "abac":
         drafts(drafter, memory, {0: asking([1, 2, 3], tenant)})
-    assert list(drafter.tries.by_tenant.kept) == ["a", "c"]
+    assert list(drafter.tries.by_tenant.memories) == ["a", "c"]
     found = [drafts(drafter, memory, {0: asking([1], tenant)})[0] for tenant in "ab"]
     assert found == [[2, 3], []]
 

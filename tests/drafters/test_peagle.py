@@ -33,10 +33,10 @@ def table(seen: torch.Tensor) -> list[str]:
 
 def test_a_pass_of_pairs_and_masks_sees_what_it_should():
     """Catches a mask that sees another slot's padding, a pair that sees a mask, and a query that sees nothing at all (NaN)."""
-    both, one = peagle.visible(2, 2, torch.tensor([2, 1]))
+    both, one = peagle.pass_mask(2, 2, torch.tensor([2, 1]))
     assert table(both) == ["x...", "xx..", "xxx.", "xxxx"]
     assert table(one) == ["x...", "xx..", "x.x.", "x.xx"]
-    assert bool(peagle.visible(2, 1, torch.tensor([0])).any(-1).all())
+    assert bool(peagle.pass_mask(2, 1, torch.tensor([0])).any(-1).all())
 
 
 def test_masks_in_training_see_their_own_pair_and_shallower_masks_of_it():
@@ -47,7 +47,7 @@ def test_masks_in_training_see_their_own_pair_and_shallower_masks_of_it():
     assert rows.pair.tolist() == [[0, 1, 2, 3, 1, 1, 2]]
     assert rows.depth.tolist() == [[0, 0, 0, 0, 1, 2, 1]]
     assert rows.of[0, 0].tolist() == [1, 4, 5] and rows.of[0, 1, :2].tolist() == [2, 6]
-    seen = peagle.training_sight(draft_model.sight(torch.ones(1, 5, dtype=torch.int64)), rows)
+    seen = peagle.training_mask(draft_model.pair_mask(torch.ones(1, 5, dtype=torch.int64)), rows)
     #                          pairs 0-3, then (1, 1), (1, 2), (2, 1)
     assert table(seen[0]) == ["x......", "xx.....", "xxx....", "xxxx...", "xx..x..", "xx..xx.", "xxx...x"]
 
@@ -56,15 +56,15 @@ def test_padding_among_masks_is_never_seen():
     """Catches padding that is taken for a mask, or for the pair that it stands on."""
     there = torch.tensor([[[True, True]], [[True, False]]])
     rows = peagle.drafting_rows(torch.tensor([[0], [1]]), there, 2)
-    seen = peagle.training_sight(draft_model.sight(torch.ones(2, 3, dtype=torch.int64)), rows)
+    seen = peagle.training_mask(draft_model.pair_mask(torch.ones(2, 3, dtype=torch.int64)), rows)
     assert table(seen[1])[:2] == ["x..", "xx."] and bool(seen[1, 2].any())
 
 
 def test_a_pair_across_two_texts_is_none():
     """Catches a feature of one text beside the token of the next, and padding that is read."""
-    seen = draft_model.sight(torch.tensor([[1, 1, 2, 2, 0, 0]]))
+    seen = draft_model.pair_mask(torch.tensor([[1, 1, 2, 2, 0, 0]]))
     assert table(seen[0]) == ["x....", ".x...", "..x..", "...x.", "....x"]
-    assert table(draft_model.sight(torch.tensor([[1, 1, 1, 2, 2, 2]]))[0]) == ["x....", "xx...", "..x..", "...x.", "...xx"]
+    assert table(draft_model.pair_mask(torch.tensor([[1, 1, 1, 2, 2, 2]]))[0]) == ["x....", "xx...", "..x..", "...x.", "...xx"]
 
 
 # ── which depths are there ────────────────────────────────────────────────────────────────────────────────────────────
@@ -141,7 +141,7 @@ def apart(target, prompts, monkeypatch, fault=None) -> float:
     own = drafter._pass
 
     def watched(memory, rows, now, masks, leave=0):
-        states, kept = own(memory, rows, now, masks, leave), memory.kept
+        states, kept = own(memory, rows, now, masks, leave), memory.kv_cache
         if leave:
             return states
         logits = model.logits(states)
@@ -207,12 +207,12 @@ def kept_masks(model, drafter):
 
     def roomy(cache):
         memory = allocate(cache)
-        memory.kept = SlotCache(cache.slots, 4 * cache.length)
+        memory.kv_cache = SlotCache(cache.slots, 4 * cache.length)
 
         def keep(counts):
-            append(memory.kept, [memory.kept.width] * len(counts))
+            append(memory.kv_cache, [memory.kv_cache.width] * len(counts))
 
-        memory.kept.append = keep
+        memory.kv_cache.append = keep
         return memory
 
     drafter.allocate = roomy

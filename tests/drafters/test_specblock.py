@@ -33,7 +33,7 @@ def model_of(target, **choices):
 def test_slots_of_a_first_block_see_earlier_pairs_whole_and_their_own_up_to_themselves():
     """Catches slots that see ahead in their block, and slots of another text."""
     texts = torch.tensor([[1, 1, 1, 2, 2, 2]])
-    seen = specblock.block_sight(draft_model.sight(texts), torch.arange(5)[None], [], 2)[0]
+    seen = specblock.rollout_mask(draft_model.pair_mask(texts), torch.arange(5)[None], [], 2)[0]
     pair_of = [(i, k) for i in range(5) for k in range(2)]
     for r, (i, k) in enumerate(pair_of):
         for c, (j, s) in enumerate(pair_of):
@@ -44,7 +44,7 @@ def test_slots_of_a_first_block_see_earlier_pairs_whole_and_their_own_up_to_them
 def test_slots_of_a_later_block_see_of_their_own_pair_what_was_taken():
     """Catches the slots that were not gone on from, and other pairs' later blocks."""
     texts, at, taken, slots = torch.tensor([[1, 1, 1, 1, 1]]), [1, 3], [2, 1], 3
-    seen = specblock.block_sight(draft_model.sight(texts), torch.tensor([at]), taken, slots)[0]
+    seen = specblock.rollout_mask(draft_model.pair_mask(texts), torch.tensor([at]), taken, slots)[0]
     columns = [(1, j, s) for j in range(4) for s in range(slots)]
     columns += [(block, j, s) for block in (2, 3) for j in at for s in range(slots)]
     assert seen.shape == (len(at) * slots, len(columns))
@@ -294,7 +294,7 @@ def test_first_blocks_may_pass_in_parts(target, monkeypatch):
     batch = batch_of(target, model.taps, torch.randint(0, 64, (2, 12)))
     drawn = draft_model.draw(batch, 4, 2, 4)
     whole = specblock.rollout(model, batch, drawn.at, [1])
-    monkeypatch.setattr(specblock, "PAIRS", 3)
+    monkeypatch.setattr(specblock, "CHUNK", 3)
     torch.testing.assert_close(specblock.rollout(model, batch, drawn.at, [1]), whole, rtol=0, atol=1e-12)
 
 

@@ -144,7 +144,7 @@ def test_slots_with_a_seed_count_as_deterministic():
 
 Side = tuple[Sequence[int], Proposal, bool]
 """Parents, proposal, and whether the draft says that it is certain."""
-Join = Callable[[Draft, Draft, torch.Tensor], tuple[Draft, merge.Places]]
+Join = Callable[[Draft, Draft, torch.Tensor], tuple[Draft, merge.NodeMaps]]
 
 
 def sides(seed: int, how: tuple[str, str], shapes: tuple[list[int], list[int]]) -> tuple[Side, Side]:
@@ -203,10 +203,10 @@ def test_a_certain_elder_chosen_after_the_draw_is_caught():
     """Planted fault: the certain node is another than the one drawn, and stands before it."""
     chosen = sides(1, ("replacement", "top"), ([-1], [-1]))
 
-    def elder(one: Draft, other: Draft, most: torch.Tensor) -> tuple[Draft, merge.Places]:
+    def elder(one: Draft, other: Draft, most: torch.Tensor) -> tuple[Draft, merge.NodeMaps]:
         return merged(Draft((one.tokens + 1) % V, one.parents, one.sizes), one, most)
 
-    def younger(one: Draft, other: Draft, most: torch.Tensor) -> tuple[Draft, merge.Places]:
+    def younger(one: Draft, other: Draft, most: torch.Tensor) -> tuple[Draft, merge.NodeMaps]:
         return merged(one, Draft((one.tokens + 1) % V, one.parents, one.sizes), most)
 
     assert error(*chosen, join=younger) < 1e-12
@@ -217,7 +217,7 @@ def test_draws_that_are_not_independent_are_caught():
     """Planted fault: both drafts draw from the same noise, so that the younger is the elder, whatever its q says."""
     laws = [sides(seed, ("replacement", "replacement"), ([-1], [-1]))[0] for seed in range(6)]
 
-    def same_noise(first: Draft, second: Draft, most: torch.Tensor) -> tuple[Draft, merge.Places]:
+    def same_noise(first: Draft, second: Draft, most: torch.Tensor) -> tuple[Draft, merge.NodeMaps]:
         return merged(first, Draft(first.tokens, first.parents, first.sizes, first.q), most)
 
     assert max(error(one, one, seed=seed) for seed, one in enumerate(laws)) < 1e-12

@@ -42,7 +42,7 @@ def test_the_default_measures_and_goes_on_with_what_it_measured(monkeypatch):
     assert type(one) is Adaptive
     generate(TABLE, [1], drafter, max_new_tokens=9)
     assert named.policy(None, drafter) is one
-    assert one.turn
+    assert one.step
     assert named.policy(None, other) is not one
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(named.policy, None, drafter).result() is not one

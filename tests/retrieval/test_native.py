@@ -159,7 +159,7 @@ def test_several_processes_may_compile_at_once(source):
 @COMPILED
 def test_another_version_is_refused(source):
     """Catches functions that are called with arguments of another version."""
-    with pytest.raises(NotNative, match="version 3, version 4 is wanted"):
+    with pytest.raises(NotNative, match="must have version 4, got 3"):
         native.load(source, 4)
 
 

@@ -39,8 +39,8 @@ def checked(grown: Trie) -> None:
     assert len(hung) == len(grown) + 1
     for gram, node in hung.items():
         assert node.count <= hung[gram[1:]].count or len(gram) < 2
-        assert node.seen < hung[gram[1:]].seen or len(gram) < 2
-    clocks = [node.seen for node in grown.nodes.values()]
+        assert node.updated < hung[gram[1:]].updated or len(gram) < 2
+    clocks = [node.updated for node in grown.nodes.values()]
     assert clocks == sorted(clocks)
 
 
@@ -171,8 +171,8 @@ def test_what_is_seen_again_stays():
 @pytest.mark.parametrize("length", [200, 2000])
 def test_a_token_costs_as_many_steps_as_windows_are_long(length, monkeypatch):
     """Catches a walk from the root, or one that grows with the text."""
-    calls, own = [], Trie._see
-    monkeypatch.setattr(Trie, "_see", lambda *given: calls.append(given) or own(*given))
+    calls, own = [], Trie._count_up
+    monkeypatch.setattr(Trie, "_count_up", lambda *given: calls.append(given) or own(*given))
     cursor = Trie(6, 100_000).cursor()
     for at in range(length):
         cursor.append([at * at % 17])

@@ -323,6 +323,6 @@ def test_a_stop_string_that_can_never_match_is_refused():
     for refuse in (refuse_unmatchable, TextStream):
         with pytest.raises(ConfigError, match=r"stop strings \['b'\] need a tokenizer"):
             refuse(None, ["b"])
-        with pytest.raises(ConfigError, match=f"holds the special token '{SPECIAL}'"):
+        with pytest.raises(ConfigError, match=f"contains the special token '{SPECIAL}'"):
             refuse(own, ["a", f"a{SPECIAL}b"])
     assert refuse_unmatchable(own, ["a", ADDED]) is own
