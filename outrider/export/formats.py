@@ -17,8 +17,8 @@ import json
 import logging
 import pkgutil
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from outrider.atomic import new_folder
 from outrider.checkpoint import MEASURED, load_model, manifest_of, save
 from outrider.config import build, nearest
 from outrider.drafters import find as find_drafter
-from outrider.errors import ConfigError, ExportError
+from outrider.errors import ConfigError, ExportError, first_line
 from outrider.export import folder as folders
 from outrider.export.layout import Config, Format, Layout, Source, first
 from outrider.export.manifest import CONFIG, MANIFEST, at, read_config, read_json, read_manifest
@@ -175,34 +175,44 @@ def imported(folder: Path, target: TransformersTarget, format: str | None = None
     """The draft model of such a folder, frozen."""
     manifest = read_manifest(folder)
     format, kind = identify(folder, format or manifest.get("format"), kind)
-    config, layout = read_json(folder / CONFIG), _layout(format, kind, writes=False)
-    assert layout.settings is not None
+    layout, module = _layout(format, kind, writes=False), find_drafter(kind)
     _check_target(folder, manifest, target)
     weights = folders.read_weights(folder)
-    try:
-        # settings that the format has no key for are ours; those that it has replace them
-        ours = manifest.get("config", {}) if manifest.get("kind") == kind else {}
-        inferred = layout.inferred(config, weights.keys())
-        settings = {"kind": kind, **layout.assumed, **ours, **inferred, **layout.settings(config, target)}
-        module = find_drafter(kind)
+    settings = settings_of(folder, target, format, kind)
+    with _readable(folder, format, kind):
         wanted = build(module.Config, settings, f"{folder} as {format}")
         _check_sizes(wanted, weights, target)
         model: DraftModel = module.Model(wanted, target)
         weights = dict(layout.translates(weights))
-    except ExportError as error:
-        raise ExportError(f"{folder} as {format}: {error}") from None
-    except Exception as error:  # a config may hold anything, and any reader or constructor may fail on it
-        message = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        raise ExportError(
-            f"{folder} can't be read as {kind}: {message}; "
-            "name the --kind that it is, or bring another folder"
-        ) from error
     fill(model, weights, layout, folder, target, manifest.get("unmapped", {}).keys())
     _fill_unmapped(model, manifest, layout, folder)
     model.to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False)
     if lost := not_finite(weights_of(model)):
         raise ExportError(f"{folder} has values in {', '.join(lost[:4])} that {target.spec.dtype} can't hold; bring others")
     return model
+
+
+def settings_of(folder: Path, target: Any, format: str, kind: str) -> dict[str, Any]:
+    """A folder's drafter in our settings, `kind` among them; its weights are not read.  target: or a sketch of it."""
+    manifest, config, layout = read_manifest(folder), read_json(folder / CONFIG), _layout(format, kind, writes=False)
+    assert layout.settings is not None
+    # settings that the format has no key for are ours; those that it has replace them
+    ours = manifest.get("config", {}) if manifest.get("kind") == kind else {}
+    with _readable(folder, format, kind):
+        inferred = layout.inferred(config, folders.read_names(folder))
+        return {"kind": kind, **layout.assumed, **ours, **inferred, **layout.settings(config, target)}
+
+
+@contextmanager
+def _readable(folder: Path, format: str, kind: str) -> Iterator[None]:
+    """Any error as an ExportError: a config may hold anything, and any reader or constructor may fail on it."""
+    try:
+        yield
+    except ExportError as error:
+        raise ExportError(f"{folder} as {format}: {error}") from None
+    except Exception as error:
+        message = (first_line(error) or type(error).__name__)[:300]
+        raise ExportError(f"{folder} can't be read as {kind}: {message}; bring another, or import it with --kind") from error
 
 
 def _check_sizes(settings: Any, weights: Mapping[str, Tensor], target: TransformersTarget) -> None:
