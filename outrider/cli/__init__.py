@@ -1,17 +1,20 @@
 """The command line: one file for each verb, loaded when the verb is called, so that `--help` needs no torch."""
 
 import keyword
+import sys
 from importlib import import_module
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+import outrider
 from outrider.cli import console
 from outrider.errors import ConfigError, OutriderError
 
 VERBS = {
     "Steps": {
+        "init": ("init", "Write a run file to begin with, by flags or by asking"),
         "decode": ("decode", "Stream a continuation; what was drafted is marked"),
         "prepare": ("run", "Let the target answer the prompts"),
         "train": ("run", "Train the drafter on the target's answers"),
@@ -90,7 +93,16 @@ class Verbs(TyperGroup):
         word = self.prefix + name.replace("-", "_") + "_" * keyword.iskeyword(name)
         alone = typer.Typer(add_completion=False)
         alone.command(name)(getattr(import_module(f"outrider.cli.{module}"), word))
-        return typer.main.get_command(alone)
+        return _with_model(typer.main.get_command(alone))
+
+
+def _with_model(command: Any) -> Any:
+    """`--model` is taken for `--target`, which other tools call so."""
+    given = {name for option in command.params for name in option.opts}
+    for option in command.params:
+        if "--target" in option.opts and "--model" not in given:
+            option.opts.append("--model")
+    return command
 
 
 app = Verbs(
@@ -108,6 +120,9 @@ app.add_command(
 def main() -> None:
     """Entry point: an OutriderError is printed as one sentence and an exit code, without a traceback."""
     try:
+        if sys.argv[1:] == ["--version"]:
+            print(f"outrider {outrider.__version__}")
+            return
         code = app(standalone_mode=False)
         if code == 130:  # typer turns Ctrl-C into a code that it returns
             raise KeyboardInterrupt

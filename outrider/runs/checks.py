@@ -16,7 +16,7 @@ from outrider.errors import ConfigError, DataError, TargetError
 from outrider.hub import missing_path
 from outrider.measure.config import Config as EvaluateConfig
 from outrider.measure.prompts import draw
-from outrider.measure.tasks import PromptSet
+from outrider.measure.tasks import FILES, PromptSet
 from outrider.retrieval import corpora
 from outrider.runs.file import RunConfig
 from outrider.runs.sizes import OnPaper, on_paper
@@ -51,8 +51,8 @@ class Inputs:
 
 def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
     """Read what these stages read, but for weights.  Raises an OutriderError for the first thing that is wrong."""
-    if (problem := missing_path(settings.target.name)) is not None and settings.target.name != "demo":
-        raise TargetError(f"can't load target {settings.target.name!r}: {problem}; give `demo`, a folder or a Hugging Face id")
+    if settings.target.name != "demo":
+        _refuse_missing("target.name", settings.target.name, "`demo`, a folder, or a Hugging Face id")
     for mode in (settings.target.quantize, settings.drafter.get("quantize")):
         if mode is not None:
             library(mode)
@@ -75,7 +75,10 @@ def check(settings: RunConfig, stages: Collection[str]) -> Inputs:
 def _asked(settings: RunConfig, stages: Collection[str]) -> tuple[tuple[Conversation, ...], Skipped]:
     """The run's prompts; none where only training needs them and they can't be read any more."""
     skipped = Skipped()
+    source = settings.prepare.conversations
     if "prepare" in stages:
+        if not source.startswith("stdlib:"):
+            _refuse_missing("prepare.conversations", source, "a file of prompts, a data set, or stdlib:train")
         return tuple(conversations.read(settings.prepare, skipped)), skipped
     if "train" not in stages:
         return (), skipped
@@ -88,6 +91,9 @@ def _asked(settings: RunConfig, stages: Collection[str]) -> tuple[tuple[Conversa
 
 
 def _check_evaluation(settings: RunConfig, config: EvaluateConfig, stages: Collection[str]) -> dict[str, PromptSet]:
+    for task in config.tasks if {"train", "evaluate"}.intersection(stages) else ():
+        if task.endswith(FILES):
+            _refuse_missing("evaluate.tasks", task, "a file of prompts, or a name of `outrider tasks`")
     if "evaluate" not in stages:  # training ends with a few prompts of the first task
         return {task: draw(task, config) for task in config.tasks[:1]} if "train" in stages else {}
     if config.quantize is not None:
@@ -109,8 +115,8 @@ def _check_evaluation(settings: RunConfig, config: EvaluateConfig, stages: Colle
 def _check_parts(drafter: Mapping[str, Any], where: str) -> None:
     """Raises ConfigError or DataError for a model or a corpus that is missing."""
     model = drafter.get("model")
-    if isinstance(model, str) and not drafter.get("new") and (problem := missing_path(model)) is not None:
-        raise ConfigError(f"{where}.model: {problem}; give a folder or a Hugging Face id")
+    if isinstance(model, str) and model != "demo" and not drafter.get("new"):
+        _refuse_missing(f"{where}.model", model, "a folder, or a Hugging Face id")
     for name in drafter.get("corpora") or ():
         corpora.find(name)
     for part in (drafter.get("base"), drafter.get("retriever"), *(drafter.get("members") or ())):
@@ -118,6 +124,11 @@ def _check_parts(drafter: Mapping[str, Any], where: str) -> None:
             _check_parts(part, where)
         elif isinstance(part, str) and part not in kinds():
             loading.find_folder(part)
+
+
+def _refuse_missing(key: str, name: str, wanted: str) -> None:
+    if (problem := missing_path(name)) is not None:
+        raise ConfigError(f"{key}: {problem}; give {wanted}")
 
 
 def _sketch(settings: RunConfig) -> Sketch | None:

@@ -55,7 +55,7 @@ def _prepare(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     of = "" if there is None or there == used else f" of {there:,}"
     done = regenerate.answered(settings.answers, inputs.asked, config)
     tokens = (used - done) * (config.max_new_tokens if config.regenerate else config.length)
-    yield Line("prepare", "prompts", f"{used:,}{of} in {config.conversations}")
+    yield Line("prepare", f"from {config.conversations}", f"{used:,}{of} prompts")
     if inputs.skipped.reasons:
         yield Line("prepare", "rows left out", f"{len(inputs.skipped.reasons)}; the first: {inputs.skipped.reasons[0]}")
     yield Line("prepare", "answered before", done)
@@ -73,7 +73,8 @@ def _train(settings: RunConfig, inputs: Inputs) -> Iterator[Line]:
     place = settings.folder / "checkpoint"
     if (checkpoint.whole(place) / checkpoint.MANIFEST).exists():
         yield Line("train", "goes on from step", checkpoint.manifest_of(place)["training"].get("step", 0))
-    yield Line("train", "steps", f"{steps:,} of {config.batch} texts, {steps / per_pass:.1f} passes over {texts:,} texts")
+    passes = f"{steps / per_pass:.1f} passes over {texts:,} texts"
+    yield Line("train", "length", f"{steps:,} steps of {config.batch} texts, {passes}")
     if inputs.paper.parameters is not None:
         yield Line("train", f"parameters of {settings.drafter['kind']}", inputs.paper.parameters)
         yield Line("train", "memory of weights, gradients and moments", inputs.paper.sizes["sizes.training_bytes"], "bytes")
