@@ -39,42 +39,49 @@ def gate(
     ] = None,
     json_to: JsonTo = None,
 ) -> None:
-    """May this draft ship?  Compare its report with a baseline's.  Exit code 0: yes, 1: no, 2: they can't be
-    compared."""
+    """May this draft ship?  Compare its report with a baseline's.
+
+    Exit code 0: yes, 1: no, 2: the reports can't be compared, 3: there are too few prompts to tell.
+    """
+    # 1 is for a draft that must not ship: what can't be judged or written is code 2
     try:
         place_of_json(json_to)
         for place in (junit, markdown):
             if place is not None and not place.absolute().parent.is_dir():
                 raise DataError(f"can't write {place}: no such folder; name a file in a folder that exists")
         rules = policy_of(policy)
-        new, old = Report.load(candidate), Report.load(baseline)
-        alike = [pair for group in aa or [] for pair in neighbours(group)]
-        console.note.print(f"comparing {candidate} with {baseline}", markup=False, highlight=False)
-        outcome = judge(new, old, rules, alike=alike, allow_other_machine=allow_other_machine)
-        _say(outcome)
+        refusal = None
+        try:
+            new, old = Report.load(candidate), Report.load(baseline)
+            alike = [pair for group in aa or [] for pair in neighbours(group)]
+            console.remark(f"comparing {candidate} with {baseline}")
+            outcome = judge(new, old, rules, alike=alike, allow_other_machine=allow_other_machine)
+            _say(outcome)
+        except DataError as error:
+            refusal, outcome = error, Outcome.refused(str(error))
         for place, text in ((junit, outcome.junit()), (markdown, outcome.markdown())):
             if place is not None:
                 write_whole({place: text})
-                console.out.print(f"written   {place}", markup=False, highlight=False)
+                console.say(f"written   {place}")
         write_json(json_to, outcome.as_json())
-        # 1 is for a draft that must not ship; what was never judged, or not written, is wrong use
+        if refusal is not None:
+            raise refusal
     except DataError as error:
         raise ConfigError(str(error)) from None
-    if outcome.stops:
-        raise typer.Exit(1)
+    if outcome.exit_code:
+        raise typer.Exit(outcome.exit_code)
 
 
 def _say(outcome: Outcome) -> None:
-    """Table, notes, and the verdict last, where a reader looks."""
-    console.out.print(outcome.table())
+    """Table, notes, and the decision last, where a reader looks."""
+    console.show(outcome.table())
     for note in outcome.notes:
-        console.out.print(note, markup=False, highlight=False)
+        console.say(note)
     if outcome.sigma is not None and outcome.prompts_needed:
         needed = ", ".join(f"{prompts:,} for {loss:.0%}" for loss, prompts in outcome.prompts_needed)
-        console.out.print(
-            f"speed     standard deviation {outcome.sigma:.3f} per prompt; prompts that show a loss four times in five, "
-            f"among {outcome.tests} tests: {needed}",
-            markup=False, highlight=False,
-        )  # fmt: skip
-    style = "bold white on red" if outcome.stops else "yellow" if outcome.verdict == "warn" else "green"
-    console.out.print(outcome.headline, style=style, markup=False, highlight=False, soft_wrap=True)
+        console.say(
+            f"speed     standard deviation {outcome.sigma:.3f} per prompt; prompts that show a loss in four of five "
+            f"runs, among {outcome.tests} tests: {needed}"
+        )
+    styles = {"pass": "green", "warn": "yellow", "underpowered": "yellow"}
+    console.say(outcome.headline, styles.get(outcome.verdict, "bold white on red"))

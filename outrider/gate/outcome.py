@@ -13,7 +13,6 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +20,9 @@ from outrider.gate.policy import Limit, Policy, Rule
 from outrider.report.bootstrap import Estimate, Interval
 
 Verdict = Literal["pass", "warn", "stop", "not measured"]
+Decision = Literal["pass", "warn", "stop", "underpowered", "refused"]
+"""Of the whole gate.  underpowered: no rule stops, but the prompts are too few for a pass.  refused: nothing was judged."""
+EXIT_CODES: dict[Decision, int] = {"pass": 0, "warn": 0, "stop": 1, "refused": 2, "underpowered": 3}
 Unit = Literal["new/old", "difference", "share", "count"]
 COLOURS: dict[Verdict, str] = {"pass": "", "warn": "yellow", "stop": "bold white on red", "not measured": "dim"}
 WORST_FIRST: tuple[Verdict, ...] = ("stop", "warn", "pass", "not measured")
@@ -42,6 +44,8 @@ class Part:
     prompts: int | None = None
     is_hole: bool = False
     """Figures were expected here and are missing."""
+    is_short: bool = False
+    """There were figures, of too few prompts."""
 
 
 def silent(where: str, reason: str, is_hole: bool = False) -> Part:
@@ -51,7 +55,8 @@ def silent(where: str, reason: str, is_hole: bool = False) -> Part:
 
 def too_few(where: str, count: int, policy: Policy) -> Part:
     """A part with too few prompts."""
-    return silent(where, f"{count} prompt{'s are' if count != 1 else ' is'} too few, {policy.min_prompts} are needed")
+    reason = f"{count} prompt{'s are' if count != 1 else ' is'} too few, {policy.min_prompts} are needed"
+    return replace(silent(where, reason), is_short=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,7 @@ class Finding:
 class Outcome:
     """All rules, and the verdict over all of them."""
 
-    verdict: Verdict
+    verdict: Decision
     findings: tuple[Finding, ...]
     headline: str
     notes: tuple[str, ...] = ()
@@ -125,9 +130,18 @@ class Outcome:
     prompts_needed: tuple[tuple[float, int], ...] = ()
     """(loss, prompts that would show it in four of five runs)."""
 
+    @classmethod
+    def refused(cls, reason: str) -> Outcome:
+        """Of two reports that can't be compared."""
+        return cls("refused", (), f"REFUSED: {reason}")
+
     @property
     def stops(self) -> bool:
         return self.verdict == "stop"
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.verdict]
 
     def finding(self, rule: str) -> Finding:
         return next(finding for finding in self.findings if finding.rule == rule)
@@ -152,10 +166,10 @@ class Outcome:
 
     def table(self) -> Table:
         """A line for every rule, and one for every further part that warns or stops."""
-        table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-        for name in ("rule", "figure", "95 % interval", "verdict"):
-            table.add_column(name, no_wrap=name in ("figure", "verdict"), overflow="fold")
-        table.add_column("reason", overflow="fold", ratio=1)
+        table = Table("rule")
+        for name in ("figure", "95 % interval", "verdict"):
+            table.add_column(name, no_wrap=True)
+        table.add_column("reason")
         for found in self.findings:
             lead = found.lead
             table.add_row(found.rule, *_figures(found.unit, lead), _mark(found.verdict), Text(found.reason))
@@ -176,13 +190,22 @@ class Outcome:
         return "\n".join([*lines, *(f"\n{cell(note)}" for note in self.notes)]) + "\n"
 
     def junit(self) -> str:
-        """JUnit XML: a test case for every rule; a stop is a failure, what was not measured is skipped."""
+        """JUnit XML: a test case for every rule; a stop is a failure, what was not measured is skipped.
+
+        One more case fails where the gate is underpowered, and is an error where the reports could not be compared.
+        """
         verdicts = [found.verdict for found in self.findings]
+        is_short, is_refused = self.verdict == "underpowered", self.verdict == "refused"
         root = ElementTree.Element("testsuites")
         suite = ElementTree.SubElement(
-            root, "testsuite", name="outrider gate", time="0", tests=str(len(verdicts)), failures=str(verdicts.count("stop")),
-            errors="0", skipped=str(verdicts.count("not measured")),
+            root, "testsuite", name="outrider gate", time="0", tests=str(len(verdicts) + is_short + is_refused),
+            failures=str(verdicts.count("stop") + is_short), errors=str(int(is_refused)),
+            skipped=str(verdicts.count("not measured")),
         )  # fmt: skip
+        if is_short or is_refused:
+            case = ElementTree.SubElement(suite, "testcase", classname="outrider.gate", name="comparison", time="0")
+            kind = "failure" if is_short else "error"
+            ElementTree.SubElement(case, kind, message=printable(self.headline), type=self.verdict)
         for found in self.findings:
             case = ElementTree.SubElement(
                 suite, "testcase", classname="outrider.gate", name=printable(found.rule), time="0"

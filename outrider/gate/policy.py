@@ -65,10 +65,14 @@ class Policy(Base):
     seed: int = 0
     min_prompts: Annotated[int, Field(ge=5)] = 5
     """Fewer are not tested."""
+    detectable_loss: Annotated[float, Field(gt=0, lt=1)] | None = 0.05
+    """A pass needs prompts enough to show a loss of speed this large in four of five runs; with fewer the gate is
+    UNDERPOWERED.  null: any number above min_prompts will do."""
     shared: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Share of prompts that both reports must have, and share of those that must have a figure."""
     required: tuple[Rule, ...] = ("exactness", "speed", "tokens per step")
-    """Rules without which there is no pass: where one was not measured the gate is UNDERPOWERED or stops."""
+    """Rules without which there is no pass: where one was not measured, the gate stops, or is UNDERPOWERED where that is
+    for too few prompts."""
     warnings_stop: bool = False
 
 

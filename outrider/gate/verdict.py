@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from outrider.errors import DataError
 from outrider.gate.noise import alike_pair, noise_notes, noise_of, prompts_needed, speed_logs, spread, widen, widening
-from outrider.gate.outcome import Finding, Outcome, Part, Test, Verdict, silent
-from outrider.gate.pairing import compare
+from outrider.gate.outcome import Decision, Finding, Outcome, Part, Test, Verdict, silent
+from outrider.gate.pairing import Comparison, compare
 from outrider.gate.policy import TIMED, Policy
 from outrider.gate.rules import findings
 from outrider.report.bootstrap import Interval, holm
@@ -58,12 +58,26 @@ def gate(
         else found
         for found in judged
     ]
-    verdict, headline = _together(judged, policy, [*_set_aside(new, rules, policy), *(TIMED if others else ())])
+    excused = [*_set_aside(new, rules, policy), *(TIMED if others else ())]
     largest_sigma = max(filter(None, (sigma, noise.sigma if noise else None)), default=None)
     tail_of_one = policy.false_stops / max(1, len(chances))
     needed = [(loss, prompts_needed(largest_sigma, loss, tail_of_one)) for loss in LOSSES] if largest_sigma else []
+    too_few = "" if "speed" in excused else _too_few(comparison, policy, largest_sigma, tail_of_one)
+    decision, headline = _together(judged, policy, excused, too_few)
     notes = (*comparison.notes, *noise_notes(noise, sigma, widened))
-    return Outcome(verdict, tuple(judged), headline, notes, len(chances), largest_sigma, widened, tuple(needed))
+    return Outcome(decision, tuple(judged), headline, notes, len(chances), largest_sigma, widened, tuple(needed))
+
+
+def _too_few(comparison: Comparison, policy: Policy, sigma: float | None, tail: float) -> str:
+    """Why the prompts are too few to show the loss of speed that must not pass; empty where they are enough."""
+    if policy.detectable_loss is None or not sigma:
+        return ""
+    fewest = min(sum(len(pair.prompts) for pair in group.pairs.values()) for group in comparison.groups)
+    needed = prompts_needed(sigma, policy.detectable_loss, tail)
+    if fewest >= needed:
+        return ""
+    loss = f"{policy.detectable_loss:.0%}"
+    return f"{fewest} prompts can't show a loss of speed of {loss}, about {needed:,} can (noise {sigma:.1%} per prompt)"
 
 
 def _judged(rule: Finding, allowed: Sequence[float], tail: float) -> Finding:
@@ -102,14 +116,18 @@ def _change(rule: Finding, value: float) -> str:
     return f"{100 * (value - 1):+.1f} %" if rule.unit == "new/old" else f"{100 * value:+.1f} points"
 
 
-def _together(findings: Sequence[Finding], policy: Policy, excused: Sequence[str]) -> tuple[Verdict, str]:
-    """The overall verdict, and its reason in one sentence."""
+def _together(
+    findings: Sequence[Finding], policy: Policy, excused: Sequence[str], too_few: str
+) -> tuple[Decision, str]:  # fmt: skip
+    """The overall decision, and its reason in one sentence.  too_few: why the prompts don't suffice for a pass."""
     stops, warnings, silent = (
         [f for f in findings if f.verdict == which] for which in ("stop", "warn", "not measured")
     )
     holes = [(found, part) for found in findings for part in found.parts if part.is_hole]
-    missing = [(found.rule, found.reason) for found in silent] + [(f.rule, f"{p.where}: {p.reason}") for f, p in holes]
-    missing = [(rule, why) for rule, why in missing if rule in policy.required and rule not in excused]
+    is_asked = lambda found: found.rule in policy.required and found.rule not in excused
+    short = [(f.rule, f.reason) for f in silent if is_asked(f) and all(part.is_short for part in f.parts)]
+    missing = [(f.rule, f.reason) for f in silent if is_asked(f) and not all(part.is_short for part in f.parts)]
+    missing += [(f.rule, f"{p.where}: {p.reason}") for f, p in holes if is_asked(f)]
     stops += warnings if policy.warnings_stop else []
     unsaid = f"; not measured: {', '.join(found.rule for found in silent)}" if silent else ""
     if stops:
@@ -117,6 +135,9 @@ def _together(findings: Sequence[Finding], policy: Policy, excused: Sequence[str
         return "stop", f"STOP by {stops[0].rule}: {stops[0].reason}{more}{unsaid}"
     if missing:
         return "stop", f"STOP: {missing[0][0]} is required and was not measured: {missing[0][1]}{unsaid}"
+    if short or too_few:
+        why = f"{short[0][0]} is required, and {short[0][1]}" if short else too_few
+        return "underpowered", f"UNDERPOWERED: {why}; measure more prompts (evaluate.prompts){unsaid}"
     if warnings:
         return "warn", f"PASS with warnings by {', '.join(found.rule for found in warnings)}{unsaid}"
     return "pass", f"PASS: no rule found a loss{unsaid}"

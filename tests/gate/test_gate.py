@@ -293,8 +293,22 @@ def test_one_prompt_is_too_few_and_so_it_does_not_pass() -> None:
     new, old = made(tasks={"math": 1})
     outcome = judge(new, old)
     assert {outcome.finding(rule).verdict for rule in ("speed", "tokens per step", "p99 TPOT")} == {"not measured"}
-    assert outcome.stops and "too few" in outcome.headline
-    assert not judge(new, old, Policy(draws=2000, required=())).stops
+    assert outcome.verdict == "underpowered" and "1 prompt is too few" in outcome.headline and outcome.exit_code == 3
+    assert judge(new, old, Policy(draws=2000, required=())).exit_code == 0
+
+
+def test_prompts_too_few_to_show_a_loss_of_five_percent_are_underpowered() -> None:
+    """Catches a PASS of six noisy prompts, which a draft that lost a quarter of its speed would get too."""
+    few = judge(*made(4, 0.1, tasks={"math": 6}))
+    assert few.verdict == "underpowered" and few.headline.startswith("UNDERPOWERED: 6 prompts can't show a loss")
+    needed = int(few.headline.partition("about ")[2].split()[0])
+    assert 40 < needed < 200
+    assert judge(*made(4, 0.1, tasks={"math": needed + 40})).exit_code == 0
+    assert judge(*made(4, 0.1, tasks={"math": 6}), Policy(draws=2000, detectable_loss=None)).exit_code == 0
+    assert judge(*made(4, 0.1, tasks={"math": 6}), Policy(draws=2000, speed={"action": "off"})).exit_code == 0
+    new, old = made(4, 0.1, tasks={"math": 6})
+    one_text(new)
+    assert judge(new, old).verdict == "stop"  # what is wrong is wrong with few prompts too
 
 
 def test_tasks_of_one_prompt_are_tested_together() -> None:
@@ -687,6 +701,36 @@ def test_the_command_answers_with_its_exit_code_and_writes_what_was_asked(comman
     assert ElementTree.parse(tmp_path / "gate.xml").getroot().tag == "testsuites"
     assert json.loads((tmp_path / "gate.json").read_text())["verdict"] == "stop"
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_too_few_prompts_have_an_exit_code_of_their_own_and_fail_in_junit(command: Any, tmp_path: Path) -> None:
+    """Catches a CI server that takes six prompts for a pass, or for a draft that must not ship."""
+    new, old = made(4, 0.1, tasks={"math": 6})
+    (tmp_path / "six.json").write_text(json.dumps(new))
+    (tmp_path / "six_old.json").write_text(json.dumps(old))
+    files = ("--junit", "gate.xml", "--markdown", "gate.md", "--json", "gate.json")
+    done = command("six.json", "--baseline", "six_old.json", *files)
+    assert done.returncode == 3 and "UNDERPOWERED" in done.stdout
+    suite = ElementTree.parse(tmp_path / "gate.xml").getroot().find("testsuite")
+    assert suite is not None and (suite.get("failures"), suite.get("errors")) == ("1", "0")
+    assert suite.get("tests") == str(len(suite.findall("testcase")))
+    assert json.loads((tmp_path / "gate.json").read_text())["verdict"] == "underpowered"
+    assert "UNDERPOWERED" in (tmp_path / "gate.md").read_text()
+
+
+def test_a_refusal_is_in_the_files_too(command: Any, tmp_path: Path) -> None:
+    """Catches a CI server that shows yesterday's verdict, or none, since the reports could not be compared today."""
+    other = json.loads((tmp_path / "old.json").read_text()) | {"target": "another"}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    files = ("--junit", "gate.xml", "--markdown", "gate.md", "--json", "gate.json")
+    done = command("other.json", "--baseline", "old.json", *files)
+    assert done.returncode == 2 and "measure both on one target" in done.stderr
+    suite = ElementTree.parse(tmp_path / "gate.xml").getroot().find("testsuite")
+    assert suite is not None and (suite.get("tests"), suite.get("errors")) == ("1", "1")
+    assert "measure both on one target" in (tmp_path / "gate.xml").read_text()
+    found = json.loads((tmp_path / "gate.json").read_text())
+    assert found["verdict"] == "refused" and found["headline"].startswith("REFUSED: candidate drafts for another")
+    assert "REFUSED" in (tmp_path / "gate.md").read_text()
 
 
 @pytest.mark.parametrize(
