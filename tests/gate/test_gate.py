@@ -307,7 +307,7 @@ def test_prompts_too_few_to_show_a_loss_of_five_percent_are_underpowered() -> No
     assert judge(*made(4, 0.1, tasks={"math": 6}), Policy(draws=2000, detectable_loss=None)).exit_code == 0
     assert judge(*made(4, 0.1, tasks={"math": 6}), Policy(draws=2000, speed={"action": "off"})).exit_code == 0
     new, old = made(4, 0.1, tasks={"math": 6})
-    one_text(new)
+    new["rows"][0]["exact"] = False
     assert judge(new, old).verdict == "stop"  # what is wrong is wrong with few prompts too
 
 
