@@ -18,7 +18,7 @@ from outrider.nn.serving import chain
 from outrider.targets.protocol import Target
 
 
-class Config(outrider.Config):
+class Config(outrider.DrafterConfig):
     kind: Literal["bigram"] = "bigram"
     length: PositiveInt = 4
     """Tokens proposed per step."""

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+import logging
+from typing import Any
 
-if TYPE_CHECKING:
-    from outrider.config import Config
-    from outrider.decoding.accept import Accepted, accept, overlap
-    from outrider.decoding.draft import Draft
-    from outrider.decoding.protocols import Drafter
-    from outrider.generation import Generation, generate, stream
-    from outrider.loading import load_drafter
-    from outrider.measure.run import evaluate
-    from outrider.report.schema import Report
-    from outrider.runs.stages import run
-    from outrider.sampling.grammar import Grammar
-    from outrider.sampling.settings import Sampling
-    from outrider.targets.load import load_target
-    from outrider.training.trainer import train
+# transformers loads torchao where it is installed, which warns of every extension for another machine
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 _HOMES = {
     "Accepted": "decoding.accept",
-    "Config": "config",
     "Draft": "decoding.draft",
     "Drafter": "decoding.protocols",
+    "DrafterConfig": "config:Config",
+    "EvaluateConfig": "measure.config:Config",
     "Generation": "generation",
     "Grammar": "sampling.grammar",
     "Report": "report.schema",
     "Sampling": "sampling.settings",
+    "TrainConfig": "training.config:Config",
     "accept": "decoding.accept",
     "evaluate": "measure.run",
     "generate": "generation",
@@ -39,33 +31,22 @@ _HOMES = {
     "stream": "generation",
     "train": "training.trainer",
 }
+"""Public names, and the module of each; after a colon its name there."""
+_CONFIGS = "EvaluateConfig for evaluate, TrainConfig for train, and DrafterConfig for a drafter of your own"
 
-__all__ = [
-    "Accepted",
-    "Config",
-    "Draft",
-    "Drafter",
-    "Generation",
-    "Grammar",
-    "Report",
-    "Sampling",
-    "accept",
-    "evaluate",
-    "generate",
-    "load_drafter",
-    "load_target",
-    "overlap",
-    "run",
-    "stream",
-    "train",
-]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
     # loaded on first use, so that `import outrider` and `outrider --help` need no torch
-    if name not in _HOMES:
-        raise AttributeError(f"module 'outrider' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"outrider.{_HOMES[name]}"), name)
+    if name == "__version__":
+        value: Any = importlib.import_module("importlib.metadata").version("outrider")
+    elif name in _HOMES:
+        module, _, own = _HOMES[name].partition(":")
+        value = getattr(importlib.import_module(f"outrider.{module}"), own or name)
+    else:
+        hint = f"; there are {_CONFIGS}" if name == "Config" else ""
+        raise AttributeError(f"module 'outrider' has no attribute {name!r}{hint}")
     globals()[name] = value
     return value
 

@@ -40,7 +40,6 @@ ELSEWHERE = {
     "drafter.taps": "target_layer_ids aux_hidden_state_layer_ids eagle_aux_hidden_state_layer_ids",
     "drafter.vocabulary": "draft_vocab_size",
     "drafter.ttt": "ttt_length ttt_steps",
-    "drafter.block": "block_size num_speculative_tokens",
     "drafter.length": "num_speculative_tokens speculative_num_steps num_draft_tokens",
     "prepare": "data",
     "prepare.conversations": "conversations dataset dataset_name data_path train_data_path train_file train_data",
@@ -66,8 +65,10 @@ ELSEWHERE = {
     "evaluate.temperatures": "temperature",
     "evaluate.max_new_tokens": "max_tokens max_completion_length max_gen_toks",
     "name": "output_dir run_name",
+    "drafter.block": "length block_size num_speculative_tokens",
 }  # fmt: skip
 """Settings of run files, and what TRL, transformers, SpecForge and speculators call them."""
+OTHER_NAMES = {name for names in ELSEWHERE.values() for name in names.split()}
 
 
 class Config(BaseModel):
@@ -90,10 +91,16 @@ class Config(BaseModel):
 
 def _elsewhere(key: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown key: what another trainer's setting is called here, or the nearest known key."""
-    paths = [path for path, names in ELSEWHERE.items() if key in names.split()]
-    here = [leaf for path in paths if (leaf := path.rpartition(".")[2]) in known]
-    found = here or paths
-    return f"; it is called {found[0]!r} here" if found and found[0] != key else nearest(key, known)
+    paths = {name: [path for path, names in ELSEWHERE.items() if name in names.split()] for name in OTHER_NAMES | {key}}
+    here = {name: [leaf for path in own if (leaf := path.rpartition(".")[2]) in known] for name, own in paths.items()}
+    found = here[key] or paths[key]
+    if found and found[0] != key:
+        return f"; it is called {found[0]!r} here"
+    hint = nearest(key, known)
+    near = difflib.get_close_matches(key, [name for name, own in here.items() if own], 1)
+    if near and not hint.startswith("; did you mean"):  # a slip in a name that others use
+        return f"; {near[0]!r} is called {here[near[0]][0]!r} here"
+    return hint
 
 
 def _meant(annotation: Any, value: Any) -> Any:

@@ -6,18 +6,21 @@ A few slots serve any number of prompts: when a text ends, its slot goes to the 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from outrider.decoding.generate import Progress, advance
 from outrider.decoding.protocols import Drafter, Policy
 from outrider.decoding.state import DecodeState, FinishReason, Request
 from outrider.errors import ConfigError, DataError, DrafterError
+from outrider.loading import load_drafter
 from outrider.policies import named
 from outrider.sampling.grammar import Grammar
 from outrider.sampling.judge import SamplingJudge
 from outrider.sampling.logprobs import TokenLogprob
 from outrider.sampling.settings import Sampling, whole
 from outrider.sampling.text import refuse_unmatchable
+from outrider.targets.load import load_target
 from outrider.targets.prompts import Prompt, listed
 from outrider.targets.protocol import Target, TargetSpec
 
@@ -53,16 +56,26 @@ class Piece:
         return iter((self.prompt, self.tokens, self.text, self.drafted))
 
 
+DrafterLike = Drafter | str | Path
+"""A drafter, a kind such as `ngram`, or the folder or Hugging Face id of a trained one."""
+
+
 def generate(
-    target: Target, prompts: Prompt | Iterable[Prompt], drafter: Drafter | None = None, *, max_new_tokens: int,
-    sampling: Sampling | None = None, policy: str | Policy | None = None, verification: str | SamplingJudge = "standard",
-    allow_lossy: bool = False, stop: Sequence[str] = (), slots: int = 16, shared_noise: bool = True,
+    target: Target | str | Path, prompts: Prompt | Iterable[Prompt], drafter: DrafterLike | None = None, *,
+    max_new_tokens: int, temperature: float | None = None, top_p: float | None = None, top_k: int | None = None,
+    seed: int | None = None, sampling: Sampling | None = None, policy: str | Policy | None = None,
+    verification: str | SamplingJudge = "standard", allow_lossy: bool = False, stop: Sequence[str] = (), slots: int = 16,
+    shared_noise: bool = True,
 ) -> list[Generation]:  # fmt: skip
     """Continue every prompt; the text is what the target alone would have written, unless a lossy verification is asked for.
 
-    prompts: one or many of text, token ids (in a list or an array, or as a tokenizer returns them), or chat messages.
+    target, drafter: a name or a folder is loaded as by `load_target` and `load_drafter`, in every call; load them yourself
+    for more than one.
+    prompts: one or many of text, token ids (a list, a tensor [S] or [B, S], or what a tokenizer returns, of which the
+    padding is left out), or chat messages.
     A stop string ends `text` before itself and `tokens` at the token that completed it.  At most `slots` prompts share the
     batch, further ones wait.
+    temperature, top_p, top_k, seed: as in `Sampling`, which has more settings; give these or `sampling`.
     sampling: greedy by default, as the model's own generation_config says; one that is given takes the place of all of that but
     its end tokens.
     policy: how much is drafted: `adaptive` unless given, as much as pays by the seconds measured, and nothing where plain steps
@@ -75,7 +88,8 @@ def generate(
     Raises DataError for a prompt that is empty or does not fit the context, ConfigError for a stop string that can never match,
     before anything is computed.
     """
-    judge = named.judge(verification, allow_lossy)
+    judge, sampling = named.judge(verification, allow_lossy), _sampling(sampling, temperature, top_p, top_k, seed)
+    target = _loaded(target)
     asked = requests(target, prompts, max_new_tokens, sampling, stop, streamed=False)
     found = [Generation(logprobs=None if request.sampling.logprobs is None else []) for request in asked]
     for progress in serve(target, asked, drafter, policy=policy, judge=judge, slots=slots, shared_noise=shared_noise):
@@ -91,12 +105,15 @@ def generate(
 
 
 def stream(
-    target: Target, prompts: Prompt | Iterable[Prompt], drafter: Drafter | None = None, *, max_new_tokens: int,
-    sampling: Sampling | None = None, policy: str | Policy | None = None, verification: str | SamplingJudge = "standard",
-    allow_lossy: bool = False, stop: Sequence[str] = (), slots: int = 16, shared_noise: bool = True,
+    target: Target | str | Path, prompts: Prompt | Iterable[Prompt], drafter: DrafterLike | None = None, *,
+    max_new_tokens: int, temperature: float | None = None, top_p: float | None = None, top_k: int | None = None,
+    seed: int | None = None, sampling: Sampling | None = None, policy: str | Policy | None = None,
+    verification: str | SamplingJudge = "standard", allow_lossy: bool = False, stop: Sequence[str] = (), slots: int = 16,
+    shared_noise: bool = True,
 ) -> Iterator[Piece]:  # fmt: skip
     """As `generate`, step by step: (prompt index, new tokens, new text, how many of the tokens were drafted)."""
-    judge = named.judge(verification, allow_lossy)
+    judge, sampling = named.judge(verification, allow_lossy), _sampling(sampling, temperature, top_p, top_k, seed)
+    target = _loaded(target)
     asked = requests(target, prompts, max_new_tokens, sampling, stop)
     served = serve(target, asked, drafter, policy=policy, judge=judge, slots=slots, shared_noise=shared_noise)
 
@@ -110,7 +127,7 @@ def stream(
 
 
 def serve(
-    target: Target, requests: Sequence[Request], drafter: Drafter | None = None, *, policy: str | Policy | None = None,
+    target: Target, requests: Sequence[Request], drafter: DrafterLike | None = None, *, policy: str | Policy | None = None,
     judge: str | SamplingJudge = "standard", slots: int = 16, shared_noise: bool = True, state: DecodeState | None = None,
 ) -> Iterator[Progress]:  # fmt: skip
     """Serve requests over slots, a step at a time.
@@ -118,10 +135,7 @@ def serve(
     `state`, where given, is used with its own judge, and can be watched between the steps.  Text and log probabilities of a
     step are the judge's: `judge.new_text[progress.row]`.
     """
-    if isinstance(drafter, str):
-        raise ConfigError(f"drafter must be a drafter, got {drafter!r}; give load_drafter({drafter!r}, target)")
-    drafter = Drafter() if drafter is None else drafter
-    _refuse_unfitting(drafter, target.spec)
+    drafter = Drafter() if drafter is None else as_drafter(drafter, target)
     if state is None:
         state = batch(target, min(whole("slots", slots), max(len(requests), 1)), judge, shared_noise)
     return advance(target, requests, drafter, named.policy(policy, drafter), state)
@@ -188,6 +202,37 @@ def _resolved(sampling: Sampling, target: Target, max_new_tokens: int) -> Sampli
     if isinstance(sampling.grammar, Grammar):
         sampling = replace(sampling, grammar=sampling.grammar.compiled(target))
     return sampling
+
+
+def _sampling(
+    sampling: Sampling | None, temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None
+) -> Sampling | None:
+    """`sampling`, or one of the settings that were given by themselves."""
+    settings: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if not settings:
+        return sampling
+    names = " and ".join(settings)
+    if sampling is not None:
+        raise ConfigError(f"{names} and sampling are both given; set {names} in the Sampling, or leave sampling out")
+    if temperature is None and (top_p, top_k) != (None, None):
+        given = " and ".join(name for name in ("top_p", "top_k") if name in settings)
+        raise ConfigError(f"{given} without a temperature changes nothing; give temperature too, such as temperature=1.0")
+    return Sampling(**settings)
+
+
+def _loaded(target: Target | str | Path) -> Target:
+    return load_target(target) if isinstance(target, str | Path) else target
+
+
+def as_drafter(drafter: DrafterLike, target: Target) -> Drafter:
+    """The drafter itself, or the one of this name, loaded.  Raises as `load_drafter`, DrafterError for one that can't fit."""
+    if isinstance(drafter, str | Path):
+        return load_drafter(drafter, target)
+    if not isinstance(drafter, Drafter):
+        raise ConfigError(f"drafter must be a drafter, a kind such as 'ngram', or a folder, got {drafter!r}; see load_drafter")
+    _refuse_unfitting(drafter, target.spec)
+    return drafter
 
 
 def _refuse_unfitting(drafter: Drafter, spec: TargetSpec) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import outrider
-from outrider import errors
+from outrider import drafters, errors
+from outrider.cli import main
+from scripts import public_stub
+
+ROOT = Path(__file__).resolve().parent.parent
 
 LIGHT = (
     "outrider", "outrider.config", "outrider.errors", "outrider.demo", "outrider.report.schema",
@@ -44,13 +51,44 @@ def test_the_public_names_are_sorted_and_there() -> None:
     for name in outrider.__all__:
         assert callable(getattr(outrider, name)), name
     assert set(outrider.__all__) <= set(dir(outrider))
-    with pytest.raises(AttributeError, match="no attribute 'verifier'"):
+    with pytest.raises(AttributeError, match="no attribute 'verifier'$"):
         outrider.verifier  # noqa: B018
+    with pytest.raises(AttributeError, match="EvaluateConfig for evaluate, TrainConfig for train"):
+        outrider.Config  # noqa: B018
 
 
 def test_the_public_names_are_exactly_those_that_load_on_first_use() -> None:
     """Catches a name that works but is not promised, or the other way round."""
     assert sorted(outrider._HOMES) == outrider.__all__
+
+
+def test_editors_are_told_every_name_and_setting() -> None:
+    """Catches a setting or a kind that a type checker calls unknown, and a name that it finds nothing of."""
+    assert public_stub.PATH.read_text() == public_stub.stub(), "run `python scripts/public_stub.py`"
+    tree = ast.parse(public_stub.PATH.read_text())
+    overloads = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    offered = {each.args.args[0].annotation.slice.value: each.args.kwonlyargs for each in overloads[:-1]}
+    assert offered.keys() == {path.stem for path in (ROOT / "outrider/drafters").glob("[a-z]*.py")}
+    for kind, given in offered.items():
+        assert {each.arg for each in given} == {*drafters.find(kind).Config.model_fields, "device", "quantize"} - {"kind"}
+    imported = {alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert {*outrider.__all__} <= imported | {"load_drafter"}
+
+
+def test_a_program_that_generates_prints_nothing_but_what_it_prints() -> None:
+    """Catches bars over weights, and warnings of torchao and torch about extensions for other machines."""
+    lines = "import outrider", "print(len(outrider.generate('demo', 'import json', 'ngram', max_new_tokens=4)))"
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120, env=plain)
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a version that is written twice, and a command that does not know its own."""
+    assert outrider.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    monkeypatch.setattr(sys, "argv", ["outrider", "--version"])
+    main()
+    assert capsys.readouterr().out == f"outrider {outrider.__version__}\n"
 
 
 def test_every_public_name_is_documented_where_it_lives() -> None:
@@ -70,11 +108,11 @@ def test_imports_and_help_need_no_torch() -> None:
     assert {name for name in found["verbs"] if name.startswith("outrider.cli.")} == {"outrider.cli.console"}
     assert found["help"].count("\n") <= 40
     assert max(map(len, found["help"].splitlines())) <= 80
-    first = ("decode", "prepare", "train", "evaluate", "run", "export", "deploy", "corpus")
+    first = ("init", "decode", "prepare", "train", "evaluate", "run", "export", "deploy", "corpus")
     order = [found["help"].index(f"│ {verb} ") for verb in first]
     assert order == sorted(order)
     for verb in (
-        "run", "prepare", "train", "evaluate", "decode", "parity", "lm-eval", "replay", "gate", "report", "watch", "export",
+        "init", "run", "prepare", "train", "evaluate", "decode", "parity", "lm-eval", "replay", "gate", "report", "watch", "export",
         "import", "verify-export", "deploy", "tune", "show", "drafters", "tasks", "formats", "corpus", "doctor",
     ):  # fmt: skip
         assert verb in found["help"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from outrider.decoding.protocols import Drafter
 from outrider.decoding.state import Request
 from outrider.errors import ConfigError, DataError
+from outrider.generation import DrafterLike, as_drafter
 from outrider.measure import contention, groups, journal, scoring, tasks, timing
 from outrider.measure.config import Config
 from outrider.measure.fingerprint import fingerprint
@@ -53,7 +54,7 @@ class Outcome:
 
 
 def evaluate(
-    target: TransformersTarget, drafters: Mapping[str, Drafter], config: Config | None = None, *,
+    target: TransformersTarget, drafters: Mapping[str, DrafterLike], config: Config | None = None, *,
     provenance: Mapping[str, Any] | None = None, training: Mapping[str, Any] | None = None,
     overlaps: Mapping[str, Overlaps] | None = None, drawn: Mapping[str, PromptSet] | None = None,
     on_prompt: Callable[[int, int, int], None] | None = None, done: Journal | None = None, shard: Shard = ALONE,
@@ -61,6 +62,7 @@ def evaluate(
 ) -> Report:  # fmt: skip
     """Measure drafters by name, and the target alone, at every temperature.
 
+    drafters: from a name for the report to a drafter, a kind such as `ngram`, or the folder of a trained one.
     training: by drafter, as `row.training_of` has it.  overlaps: by drafter; a drafter that is missing was not checked.
     drawn: prompts by task, where `draw` was called before.  on_prompt: as in `measure`.
     done: what was measured before, which is not measured again.  shard: the part of this process, where others measure
@@ -70,7 +72,7 @@ def evaluate(
     config = config or Config()
     known = {name: Training.model_validate(own) for name, own in (training or {}).items()}
     drawn = {task: draw(task, config) for task in config.tasks} if drawn is None else drawn
-    entries = entries_of(drafters, config, known)
+    entries = entries_of({name: as_drafter(each, target) for name, each in drafters.items()}, config, known)
     outcome = measure(target, entries, config, on_prompt, overlaps, drawn, done, shard, on_wait)
     sources = {
         task_name(task): TaskSource(source=own.source, revision=own.revision, prompts=own.count)
@@ -80,7 +82,7 @@ def evaluate(
         target=target.spec.name, made=datetime.now(UTC).isoformat(timespec="seconds"), provenance=dict(provenance or {}),
         rows=tuple(outcome.rows), training=known, tasks=sources, left_out=tuple(outcome.left_out),
         share_left_out=len(outcome.left_out) / (outcome.prompts + len(outcome.left_out)),
-        fingerprint=fingerprint(target, drafter_quantised=config.quantize), load=outcome.load,
+        fingerprint=fingerprint(target, drafter_quantised=config.quantize), machine_load=outcome.load,
     )  # fmt: skip
 
 
@@ -94,7 +96,7 @@ def entries_of(
         is_own = number == len(drafters) or config.baseline_temperatures is None
         own = (training or {}).get(name, Training())
         for temperature in config.temperatures if is_own else config.baseline_temperatures or ():
-            entries.append(Entry(name, drafter, temperature, own.precision, own.acceptance))
+            entries.append(Entry(name, drafter, temperature, own.precision, own.acceptance_at(temperature)))
     return entries
 
 
@@ -104,18 +106,12 @@ def measure(
     drawn: Mapping[str, PromptSet] | None = None, done: Journal | None = None, shard: Shard = ALONE,
     on_wait: Callable[[], None] = lambda: None,
 ) -> Outcome:  # fmt: skip
-    """Measure every entry on every task.  on_prompt(measured, wanted, left out), over all tasks, is called after each
-    batch.
+    """Measure every entry on every task.  on_prompt(measured, wanted, left out), over all tasks, is called after each batch.
 
     overlaps, drawn, done, shard, on_wait: as in `evaluate`.  Raises DataError where all prompts of a task are left out.
     """
     sets = {task: (draw(task, config) if drawn is None else drawn[task]).prompts for task in config.tasks}
-    done = measure_share(target, entries, config, sets, on_prompt, done, shard)
-    while not all(_is_complete(done, task, prompts, config) for task, prompts in sets.items()):
-        on_wait()
-        time.sleep(LOOK_S)
-        done.refresh()
-        _tell(done, sets, config, on_prompt)
+    done = measure_share(target, entries, config, sets, on_prompt, done, shard, on_wait)
     found = Outcome()
     for task, prompts in sets.items():
         _summarise(target, entries, task, prompts, config, done, overlaps, found, shard)
@@ -125,62 +121,98 @@ def measure(
 def measure_share(
     target: TransformersTarget, entries: Sequence[Entry], config: Config, sets: Mapping[str, Sequence[Prompt]],
     on_prompt: Callable[[int, int, int], None] | None = None, done: Journal | None = None, shard: Shard = ALONE,
+    on_wait: Callable[[], None] = lambda: None,
 ) -> Journal:  # fmt: skip
-    """Measure this process's part of the prompts of every task, as far as it is not in `done`, and add it to `done`."""
+    """Measure this process's part of the prompts of every task, as far as it is not in `done`, and add it to `done`.
+
+    Returns when all prompts were measured: other processes may leave out prompts, and this one then measures more.
+    """
     _refuse(target, entries, config)
     done = Journal() if done is None else done
     _tell(done, sets, config, on_prompt if done.records else None)
+    if empty := [task for task, prompts in sets.items() if not prompts]:
+        raise DataError(f"task {empty[0]} has no prompt; give it one, or leave it out of evaluate.tasks")
+    tables = {task: [_measured(entry, task, config, shard) for entry in entries] for task in sets}
     for task, prompts in sets.items():
-        if not prompts:
-            raise DataError(f"task {task} has no prompt; give it one, or leave it out of evaluate.tasks")
-        _measure_task(target, entries, task, prompts, config, done, shard, lambda: _tell(done, sets, config, on_prompt))
+        _prepare_task(target, tables[task], task, prompts, config, done)
+        _measure_task(
+            target, tables[task], task, prompts, config, done, shard, lambda: _tell(done, sets, config, on_prompt)
+        )
+    while left := [task for task, prompts in sets.items() if not _is_complete(done, task, prompts, config)]:
+        on_wait()
+        time.sleep(LOOK_S)
+        for task in left:
+            _measure_task(
+                target,
+                tables[task],
+                task,
+                sets[task],
+                config,
+                done,
+                shard,
+                lambda: _tell(done, sets, config, on_prompt),
+            )
+        _tell(done, sets, config, on_prompt)
     return done
 
 
-def _measure_task(
-    target: TransformersTarget, entries: Sequence[Entry], task: str, prompts: Sequence[Prompt], config: Config,
-    done: Journal, shard: Shard, tell: Callable[[], None],
-) -> None:  # fmt: skip
-    name, table = task_name(task), [_measured(entry, task, config, shard) for entry in entries]
-    own = [record for record in done.own if record.task == name and journal.is_of(record, prompts)]
-    if not own or not _is_complete(done, task, prompts, config):
-        _warm_up(target, entries, prompts[0], config)
+def _prepare_task(
+    target: TransformersTarget,
+    table: Sequence[Measured],
+    task: str,
+    prompts: Sequence[Prompt],
+    config: Config,
+    done: Journal,
+) -> None:
+    """Warm up, and let policies and drafters know what they knew when the task was stopped."""
+    own = [record for record in done.own if record.task == task_name(task) and journal.is_of(record, prompts)]
+    if not _is_complete(done, task, prompts, config):
+        _warm_up(target, [measured.entry for measured in table], prompts[0], config)
     if lost := groups.restore(target, own, prompts, table, config):
         log.warning(
             "policy %s learns again from here on: what it had learnt of %s before the stop can't be restored",
             config.policy, ", ".join(lost),
         )  # fmt: skip
-    traced = sum(bool(each.traced) for record in own for each in record.prompts)
-    left = iter(range(shard.rank, len(prompts), shard.count))
+
+
+def _measure_task(
+    target: TransformersTarget, table: Sequence[Measured], task: str, prompts: Sequence[Prompt], config: Config,
+    done: Journal, shard: Shard, tell: Callable[[], None],
+) -> None:  # fmt: skip
+    """Measure this process's prompts of a task, as far as they are needed by what is known now."""
+    name = task_name(task)
     while True:
         done.refresh()
-        group = _next_group(target, name, prompts, left, config, done, tell)
+        group = _next_group(target, name, prompts, config, done, shard, tell)
         if not group:
             return
+        traced = sum(bool(each.traced) for record in done.own if record.task == name for each in record.prompts)
         room = max(0, -(-config.traced_prompts // shard.count) - traced)
-        record = groups.measure(target, name, group, table, config, room)
-        traced += sum(bool(each.traced) for each in record.prompts)
-        done.append(record)
+        done.append(groups.measure(target, name, group, table, config, room))
         tell()
 
 
 def _next_group(
-    target: TransformersTarget, task: str, prompts: Sequence[Prompt], left: Iterator[int], config: Config, done: Journal,
+    target: TransformersTarget, task: str, prompts: Sequence[Prompt], config: Config, done: Journal, shard: Shard,
     tell: Callable[[], None],
 ) -> list[Asked]:  # fmt: skip
-    """The next prompts to serve together, with the target's own answers; none where enough were measured."""
+    """The next prompts to serve together, with the target's own answers; none where no more are needed.
+
+    A prompt is needed while fewer than `config.prompts` before it are measured or may still be.
+    """
     group: list[Asked] = []
     known = done.known(task, prompts)
-    for index in left:
+    missing = [index for index, record in known.items() if record.left_out is not None]
+    for index in range(shard.rank, len(prompts), shard.count):
         if index in known:
             continue
-        before = sum(record.left_out is None for other, record in known.items() if other < index)
-        if before + len(group) >= config.prompts:
+        if index - sum(other < index for other in missing) >= config.prompts:
             break
         prompt = prompts[index]
         references, seconds = answer(target, prompt, config)
         if (reason := left_out(prompt, task, references, config)) is not None:
             done.append(Record(task, [index], [digest(prompt)], reason))
+            missing.append(index)
             tell()
             continue
         group.append(Asked(index, prompt, references, seconds))

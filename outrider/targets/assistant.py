@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from outrider.errors import DrafterError, first_line
+from outrider.targets.progress import no_bars
 from outrider.targets.protocol import Target
 
 
@@ -20,7 +21,7 @@ def load_assistant(name: str, target: Target) -> Any:
     from transformers import AutoModelForCausalLM, Gemma4AssistantForCausalLM
 
     try:
-        with keyless_layers():
+        with keyless_layers(), no_bars():
             found = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, target.spec.dtype))
     except (OSError, ValueError, KeyError) as error:
         raise DrafterError(

@@ -19,6 +19,7 @@ from outrider import demo
 from outrider.errors import DrafterError, first_line
 from outrider.targets.anatomy import head_transform, trunk
 from outrider.targets.identity import hash_tokenizer, load_tokenizer
+from outrider.targets.progress import no_bars
 from outrider.targets.protocol import Target
 
 
@@ -65,7 +66,8 @@ def named(name: str, target: Target) -> Any:
     """The language model of this folder or id, in float32.  Raises DrafterError where its tokenizer is not the target's."""
     name = folder(name)
     try:
-        lm = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        with no_bars():
+            lm = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     except (OSError, ValueError, KeyError) as error:
         raise DrafterError(
             f"can't load small_model.model {name!r}: {first_line(error)}; give `demo`, a folder with "

@@ -16,6 +16,7 @@ from outrider.hub import missing_path
 from outrider.targets import quantised
 from outrider.targets.anatomy import output_layer
 from outrider.targets.identity import hash_weights, load_tokenizer
+from outrider.targets.progress import no_bars
 from outrider.targets.transformers import TransformersTarget
 
 log = logging.getLogger(__name__)
@@ -65,11 +66,12 @@ def load_target(
             wanted = _dtype(dtype, device, config.get_text_config().dtype)
         whole = None if quantization is not None else quantised.whole_weights(config, name, device, device_map)
         read_as = quantization if whole is None else whole
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=wanted, device_map=device_map, output_loading_info=True, **options,
-            # None would hide that a checkpoint comes quantised
-            **({} if read_as is None else {"quantization_config": read_as}),
-        )  # fmt: skip
+        # None would hide that a checkpoint comes quantised
+        method = {} if read_as is None else {"quantization_config": read_as}
+        with no_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=wanted, device_map=device_map, output_loading_info=True, **options, **method
+            )
         model, found = loaded
         if whole is not None and isinstance(wanted, torch.dtype):
             model = model.to(wanted)  # what was not quantised has it already, the rest is in the type of its scales

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from outrider.errors import DrafterError, first_line
 from outrider.targets.attention_mask import Limit
+from outrider.targets.progress import no_bars
 from outrider.targets.protocol import Target
 
 ATTENTION = "outrider"
@@ -126,7 +127,7 @@ def native_modules(target: Target, wanted: bool, causal: Causal) -> NativeModule
 
     _teach_names()
     try:
-        with filled_in(text, count):
+        with filled_in(text, count), no_bars():
             shipped = MtpModel.from_pretrained(model, device_map={"": model.device})
     except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         looked = ", ".join(model._keys_to_ignore_on_load_unexpected or ["nothing: its class names no such weights"])

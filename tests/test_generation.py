@@ -1,0 +1,151 @@
+"""What users of transformers and vLLM write is taken: names for models, tensors for prompts, settings by themselves."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BatchEncoding
+
+from outrider import demo
+from outrider.checkpoint import save
+from outrider.drafters import find
+from outrider.errors import CheckpointError, ConfigError, DrafterError
+from outrider.generation import Generation, generate, serve, stream
+from outrider.generation import requests as asked
+from outrider.loading import load_drafter
+from outrider.measure.config import Config as EvaluateConfig
+from outrider.measure.run import evaluate
+from outrider.nn.draft_model import DraftModel
+from outrider.sampling.settings import Sampling
+from outrider.targets.load import load_target
+from outrider.targets.transformers import TransformersTarget
+
+PROMPT = [3, 1, 2, 3, 1, 2, 3, 1]
+
+
+def whole(pieces: Any) -> list[int]:
+    return [token for piece in pieces for token in piece.tokens]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(target: TransformersTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "checkpoint"
+    module = find("medusa")
+    model: DraftModel = module.Model(module.Config(heads=2), target).to(torch.float64)
+    save(folder, model)
+    return folder
+
+
+def test_a_drafter_may_be_a_kind_or_a_folder(target: TransformersTarget, checkpoint: Path) -> None:
+    """Catches a name that is not loaded, or that is loaded for another target, in any call that takes a drafter."""
+    (plain,) = generate(target, PROMPT, max_new_tokens=12)
+    for given in ("ngram", "medusa", checkpoint, str(checkpoint)):
+        (found,) = generate(target, PROMPT, given, max_new_tokens=12, policy="fixed")
+        assert found.tokens == plain.tokens
+        assert whole(stream(target, PROMPT, given, max_new_tokens=12, policy="fixed")) == plain.tokens
+        assert whole(serve(target, asked(target, PROMPT, 12, None), given)) == plain.tokens
+    named, loaded = (
+        generate(target, PROMPT, given, max_new_tokens=12, policy="fixed") for given in ("ngram", load_drafter("ngram", target))
+    )
+    assert named == loaded
+
+
+def test_drafters_are_measured_by_name(tmp_path: Path) -> None:
+    """Catches a comparison for which every drafter has to be loaded by hand."""
+    (tmp_path / "few.jsonl").write_text('{"prompt": "abc"}\n{"prompt": "cab"}\n')
+    task = str(tmp_path / "few.jsonl")
+    config = EvaluateConfig(tasks=(task,), prompts=1, max_new_tokens=4, temperatures=(0.0,), min_first_ngrams=0)
+    target = load_target("demo", compile=False)
+    report = evaluate(target, {"lookup": "ngram", "suffix": load_drafter("suffix", target)}, config)
+    assert [row.drafter for row in report.rows] == ["lookup", "suffix"]
+
+
+def test_a_target_may_be_a_name_or_a_folder() -> None:
+    (named,) = generate("demo", "import json\n", "ngram", max_new_tokens=6)
+    assert generate(demo.TARGET, "import json\n", max_new_tokens=6)[0].tokens == named.tokens
+    assert whole(stream("demo", "import json\n", "ngram", max_new_tokens=6)) == named.tokens
+
+
+WRONG = {
+    "a slip": ("ngarm", ConfigError, "did you mean 'ngram'"),
+    "a mapping": ({"kind": "ngram"}, ConfigError, "a kind such as 'ngram', or a folder, got {'kind': 'ngram'}"),
+    "a folder of nothing": (Path(__file__).parent, CheckpointError, "name the folder of a trained drafter"),
+    "another target's": (load_drafter, ConfigError, "drafter must be a drafter"),
+}
+
+
+@pytest.mark.parametrize(("given", "error", "message"), WRONG.values(), ids=WRONG.keys())
+def test_what_is_no_drafter_is_refused_at_once(target: TransformersTarget, given: Any, error: Any, message: str) -> None:
+    """Catches an AttributeError from inside the loop, and an error that comes with the first token."""
+    for call in (generate, stream):
+        with pytest.raises(error, match=re.escape(message)):
+            call(target, PROMPT, given, max_new_tokens=3)
+
+
+def test_tensors_are_prompts_whatever_side_they_are_padded_on(target: TransformersTarget) -> None:
+    """Catches padding that is read as text, and a row that is continued as another."""
+    texts = [[3, 1, 2, 3], [5, 2]]
+    wanted = [found.tokens for found in generate(target, texts, "ngram", max_new_tokens=5)]
+    for short, mask in (([0, 0, 5, 2], [0, 0, 1, 1]), ([5, 2, 0, 0], [1, 1, 0, 0])):
+        rows = {"input_ids": torch.tensor([texts[0], short]), "attention_mask": torch.tensor([[1] * 4, mask])}
+        batch = BatchEncoding(rows)
+        assert [found.tokens for found in generate(target, batch, "ngram", max_new_tokens=5)] == wanted
+    assert generate(target, torch.tensor(texts[0]), "ngram", max_new_tokens=5)[0].tokens == wanted[0]
+    assert [found.tokens for found in generate(target, torch.tensor([texts[0]] * 2), max_new_tokens=5)] == [wanted[0]] * 2
+
+
+def test_settings_by_themselves_are_those_of_sampling(target: TransformersTarget) -> None:
+    """Catches a setting that is taken and changes nothing, or does so in one of the two calls alone."""
+    settings: dict[str, Any] = {"temperature": 1.3, "top_p": 0.8, "top_k": 20, "seed": 5}
+
+    def text(**given: Any) -> Generation:
+        (found,) = generate(target, PROMPT, "ngram", max_new_tokens=24, **given)
+        return found
+
+    wanted = text(sampling=Sampling(**settings))
+    assert text(**settings).tokens == wanted.tokens == whole(stream(target, PROMPT, max_new_tokens=24, **settings))
+    for name, other in {"temperature": 3.0, "top_p": 0.2, "top_k": 2, "seed": 6}.items():
+        assert text(**settings | {name: other}).tokens != wanted.tokens, name
+    assert text(temperature=0).tokens == text().tokens
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": 1.0, "seed": 3, "sampling": Sampling()}, "temperature and seed and sampling are both given; set"),
+        ({"top_p": 0.9}, "top_p without a temperature changes nothing; give temperature too"),
+        ({"top_k": 5, "seed": 1}, "top_k without a temperature"),
+        ({"temperature": -1}, "temperature must be a number of at least 0"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(target: TransformersTarget, given: Any, message: str) -> None:
+    for call in (generate, stream):
+        with pytest.raises(ConfigError, match=message):
+            call(target, PROMPT, max_new_tokens=3, **given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "hint"),
+    [
+        ("ngram", "lenght", "did you mean 'length'"), ("eagle3", "widht", "did you mean 'width'"),
+        ("dspark", "lenght", "'length' is called 'block' here"), ("dspark", "length", "it is called 'block' here"),
+        ("dspark", "num_speculative_tokens", "it is called 'block' here"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_is_mistaken_is_an_error_that_gives_the_right_one(
+    target: TransformersTarget, kind: str, setting: str, hint: str
+) -> None:
+    """Catches a slip that is ignored, and one that is answered with twenty names to choose from."""
+    with pytest.raises(ConfigError, match=f"unknown key '{setting}'; {hint}"):
+        load_drafter(kind, target, **{setting: 3})
+
+
+def test_a_drafter_of_another_target_is_refused(target: TransformersTarget) -> None:
+    drafter = load_drafter("medusa", target)
+    drafter.hidden = 7
+    with pytest.raises(DrafterError, match="it was built for another target"):
+        generate(target, PROMPT, drafter, max_new_tokens=2)
