@@ -63,7 +63,7 @@ def write_recipe(path: Path, target: Path | str, **sections: Any) -> Path:
         "train": {"steps": 4, "batch": 2, "lr": 1e-2, "dtype": "float32", "log_every": 1, "save_every": 2},
         "evaluate": {
             "tasks": [str(path.parent / "held_out.jsonl")], "prompts": 2, "max_new_tokens": 12, "baselines": ["ngram"],
-            "min_first_ngrams": 0.0,
+            "min_first_ngrams": 0.0, "repeats": 0,
         },
     }  # fmt: skip
     recipe = {key: value for key, value in (recipe | sections).items() if value is not None}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,8 @@ from outrider.report.schema import LeftOut, TracedToken
 
 NAME = "prompts"
 """Of the files: prompts.jsonl, and prompts.1.jsonl and so on of further processes."""
+START_S = 600.0
+"""Longest wait for the first process to load its models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +86,14 @@ RECORDS = TypeAdapter(Record)
 class Journal:
     """Records in memory, and in files of a folder where one is given."""
 
-    def __init__(self, folder: Path | None = None, facts: Mapping[str, Any] | None = None, rank: int = 0):
-        """facts: what the measurements depend on.  Raises DataError for a file that can't be read or written."""
+    def __init__(
+        self, folder: Path | None = None, facts: Mapping[str, Any] | None = None, rank: int = 0, again: bool = False
+    ):
+        """facts: what the measurements depend on.  again: don't use what is there.
+
+        Of several processes the first, number 0, decides what of the files is used; the others wait for it.  Raises
+        DataError for a file that can't be read or written.
+        """
         self.folder, self.rank = folder, rank
         self.records: list[Record] = []
         self.own: list[Record] = []
@@ -96,7 +105,9 @@ class Journal:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             if rank == 0:
-                self._put_aside()
+                self._put_aside(again)
+            else:
+                self._wait()
             self._begin()
             self.refresh()
 
@@ -112,15 +123,26 @@ class Journal:
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob(f"{NAME}*.jsonl")) if self.folder is not None else []
 
-    def _put_aside(self) -> None:
-        """Rename files whose facts are others."""
+    def _put_aside(self, again: bool) -> None:
+        """Rename files whose facts are others, and all files where nothing is to be used again."""
         for path in self._files():
-            with path.open("rb") as file:
-                header = file.readline()
-            if header.decode(errors="replace").rstrip("\n") != self._header:
-                if path == self.path:
+            header = _header(path)
+            if again or header != self._header:
+                if path == self.path and not again:
                     self.changed = _differences(header, self._header)
                 path.replace(path.with_suffix(".old"))
+
+    def _wait(self) -> None:
+        """Wait until the first process has put its file in place."""
+        assert self.folder is not None
+        until = time.monotonic() + START_S
+        while _header(self.folder / f"{NAME}.jsonl") != self._header:
+            if time.monotonic() > until:
+                raise DataError(
+                    f"the first process wrote no {self.folder / f'{NAME}.jsonl'} with these settings in {START_S:.0f} s; "
+                    "start all processes with the same command, on the same files"
+                )
+            time.sleep(0.1)
 
     def _begin(self) -> None:
         """Open this process's file for appending.  A line that was cut by the end of its process is removed."""
@@ -195,6 +217,15 @@ def first(known: Mapping[int, Record], wanted: int, count: int) -> tuple[list[in
     return found, True
 
 
+def _header(path: Path) -> str:
+    """The first line of a file; empty where it is not there."""
+    try:
+        with path.open("rb") as file:
+            return file.readline().decode(errors="replace").rstrip("\n")
+    except OSError:
+        return ""
+
+
 def _record(line: bytes, path: Path) -> Record:
     try:
         return RECORDS.validate_json(line)
@@ -203,7 +234,7 @@ def _record(line: bytes, path: Path) -> Record:
         raise DataError(f"{path} has a line that can't be read ({problem}); delete the file to measure again") from None
 
 
-def _differences(header: bytes, wanted: str) -> list[str]:
+def _differences(header: str, wanted: str) -> list[str]:
     try:
         before = flatten(json.loads(header)["facts"])
     except (ValueError, KeyError, TypeError, AttributeError):

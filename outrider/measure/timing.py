@@ -19,6 +19,8 @@ from outrider.generation import batch, serve
 from outrider.measure import memory
 from outrider.measure.rejections import TracedTarget
 from outrider.measure.row import Run
+from outrider.nn.ensemble import Ensemble
+from outrider.nn.remote import RemoteDrafter
 from outrider.policies import lossy
 from outrider.sampling.judge import SamplingJudge
 from outrider.targets.transformers import TransformersTarget
@@ -133,16 +135,18 @@ def model_clock(target: TransformersTarget, drafter: Drafter | None) -> Iterator
                 module.forward = forward
 
 
-def _modules(party: Any) -> list[nn.Module]:
-    """The module whose calls are the party's model, and the graph that may stand for it."""
-    model = getattr(party, "model", None)
+def _modules(participant: Any) -> list[Any]:
+    """What is called where a participant's model computes: its module, and the graphs that may stand for it."""
+    if isinstance(participant, Ensemble):
+        return [module for drafter in participant.drafters for module in _modules(drafter)]
+    if isinstance(participant, RemoteDrafter):
+        return _modules(participant.drafter)
+    model = getattr(participant, "model", None)
     if isinstance(model, TransformersTarget):
         return _modules(model)
-    if not isinstance(model, nn.Module):
-        return []
-    base = getattr(model, "base_model", model)
-    steps: Any = [party.step] if isinstance(party, TransformersTarget) else party.steps
-    return [*dict.fromkeys([model, base]), *(step.graph for step in steps if step.graph is not None)]
+    found = [model, getattr(model, "base_model", model)] if isinstance(model, nn.Module) else []
+    steps = (participant.step,) if isinstance(participant, TransformersTarget) else getattr(participant, "steps", ())
+    return [*dict.fromkeys(found), *(step.graph for step in steps if step.graph is not None)]
 
 
 @torch.inference_mode()

@@ -133,7 +133,8 @@ MISTAKES = [
     ("speedup", "plain_seconds / plain_tokens * tokens / seconds", "sum(ratios) / len(ratios)"),
     ("speedup_of_means", "sum(rates) / sum(plain_rates)", "sum(ratios) / len(ratios)"),
     ("speedup_geomean", "bootstrap.geometric_mean(ratios)", "bootstrap.mean(ratios)"),
-    ("tpot_ms", "((run.done_s or run.seconds) - run.first_s) / max(1, len(run.tokens) - ", "run.seconds / max(1, len(run.tokens) - 0 * "),
+    ("tpot_ms", "((run.done_s or run.seconds) - run.first_s) / max(1, len(run.tokens) - ",
+     "run.seconds / max(1, len(run.tokens) - 0 * "),
     ("tpot_ms", "max(1, len(run.tokens) - max(1, len(run.turns)))", "max(1, len(run.tokens))"),
     ("ttft_ms", "run.first_s / max(1, len(run.turns))", "run.gaps_s[0]"),
     ("memory_peak_bytes", 'memory_peak_bytes=max((', 'memory_peak_bytes=min(('),
@@ -228,11 +229,13 @@ def test_answers_without_a_score_are_not_wrong_answers(talker: TransformersTarge
     assert scored((None, None), (None, None)) is None
 
 
-def test_what_training_expected_is_a_mean_of_its_last_steps() -> None:
-    """Catches the first steps, when nothing was learnt, or one noisy batch standing for the whole."""
-    lines = [{"step": n, "loss": 1.0, "acceptance": [n / 100, 0.5]} for n in range(40)] + [{"step": 40, "probe": 2.0}]
-    assert training_of({}, lines).acceptance == pytest.approx([0.375, 0.5])
-    assert training_of({}, lines[:3]).acceptance == pytest.approx([0.02, 0.5])
-    assert training_of({}, [{"step": 1, "loss": 1.0}]).acceptance == ()
-    # one batch of short texts reached less deep
-    assert training_of({}, [{"acceptance": [0.5]}, *[{"acceptance": [0.5, 0.4]}] * 19]).acceptance == (0.5, 0.4)
+def test_training_is_known_by_its_held_out_answers() -> None:
+    """Catches acceptance of texts that were learnt, which promises too much, and a comparison with texts that are hotter."""
+    held_out = {"answers": 32, "temperature": 0.6, "overlap": [0.6, 0.5], "agreement": [0.5, 0.4]}
+    lines = [{"step": 1, "loss": 1.0, "acceptance": [0.9, 0.9]}, {"step": 1, "held_out": held_out}]
+    found = training_of({}, lines)
+    assert (found.held_out, found.acceptance, found.agreement, found.temperature) == (32, (0.6, 0.5), (0.5, 0.4), 0.6)
+    assert found.acceptance_at(0) == (0.5, 0.4)
+    assert found.acceptance_at(0.6) == (0.6, 0.5)
+    assert found.acceptance_at(1.0) == ()
+    assert training_of({}, lines[:1]).acceptance_at(0) == ()
