@@ -42,6 +42,16 @@ class Answer:
     settings_hash: str | None = None
 
 
+def hold_out(answers: Sequence[Answer], count: int) -> tuple[list[Answer], list[Answer]]:
+    """Answers to train on, and up to `count`, at most one in 16, that are held out; both in their order.
+
+    Which ones depends on the prompts alone: most of them stay the same when more answers come.
+    """
+    by_hash = sorted(range(len(answers)), key=lambda i: (answers[i].prompt_hash or answers[i].id, i))
+    held_out = set(by_hash[: min(count, len(answers) // 16)])
+    return [one for i, one in enumerate(answers) if i not in held_out], [answers[i] for i in sorted(held_out)]
+
+
 def read_answers(path: str | Path, vocabulary: int | None = None) -> list[Answer]:
     """All answers of a file.  Raises DataError with the line of one that can't be read, or has ids outside the vocabulary."""
     try:

@@ -29,7 +29,7 @@ class Entry:
     trained_on: str | None = None
     """Precision of the target in its training, such as float32."""
     acceptance: tuple[float | None, ...] = ()
-    """Acceptance that training expected at each depth, given that all depths before were accepted, at temperature 1."""
+    """By depth, given that all before were accepted: what training measured on texts like these."""
 
 
 @dataclass(slots=True)
@@ -371,15 +371,11 @@ def _curve(seconds: Sequence[float], at: Sequence[int] = range(101)) -> list[flo
 def training_of(manifest: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -> Training:
     """What the report says of a drafter's training."""
     training, lines = manifest.get("training", {}), list(metrics)
+    held_out: Mapping[str, Any] = next((line["held_out"] for line in reversed(lines) if "held_out" in line), {})
     return Training(
         steps=training.get("step"), seconds=training.get("seconds"), tokens=training.get("tokens"),
         precision=manifest.get("target", {}).get("precision"),
         loss_curve=tuple((line["step"], line["loss"]) for line in lines if "loss" in line),
-        acceptance=_last_acceptance([line["acceptance"] for line in lines if line.get("acceptance")]),
+        acceptance=held_out.get("overlap", ()), agreement=held_out.get("agreement", ()),
+        held_out=held_out.get("answers"), temperature=held_out.get("temperature"),
     )  # fmt: skip
-
-
-def _last_acceptance(lines: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Mean over the last tenth of what was logged, since one batch is few texts; by depth, as far as all of it goes."""
-    last = lines[-max(1, len(lines) // 10) :]
-    return tuple(sum(depth) / len(depth) for depth in zip(*last, strict=False))

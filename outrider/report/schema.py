@@ -208,7 +208,7 @@ class Row(Part):
     wasted: float | None = None
     """Share of drafted tokens that were verified for nothing; branches that lost count."""
     predicted_by_depth: tuple[float | None, ...] = ()
-    """What training expected of `accepted_by_depth`.  Empty where it did not say."""
+    """`accepted_by_depth` as training measured it on held-out answers; empty where it did not, or where texts are hotter."""
     speedup_range: Range | None = None
     """`speedup` with its interval; null for fewer than 5 prompts."""
     speedup_geomean: Range | None = None
@@ -319,8 +319,23 @@ class Training(Part):
     seconds: float | None = None
     tokens: int | None = None
     loss_curve: tuple[tuple[float, float | None], ...] = ()
+    held_out: int | None = None
+    """Answers that did not train: acceptance was measured on them at the end."""
     acceptance: tuple[float | None, ...] = ()
-    """[k]: mean overlap of draft and target at depth k + 1 over the last logged steps, at temperature 1."""
+    """[k]: acceptance at depth k + 1, given that all before were accepted, at temperature 1."""
+    agreement: tuple[float | None, ...] = ()
+    """[k]: the same at temperature 0."""
+    temperature: float | None = None
+    """At which the target drew these answers, 0 where improbable tokens were left out; null where they are not its own."""
+
+    def acceptance_at(self, temperature: float) -> tuple[float | None, ...]:
+        """What serving at `temperature` can be compared with; empty where the texts of the training are too unlike.
+
+        Hotter texts are harder to draft, whatever the drafter.
+        """
+        if self.temperature is None or temperature > self.temperature:
+            return ()
+        return self.agreement if temperature == 0 else self.acceptance
 
 
 class TaskSource(Part):

@@ -74,7 +74,7 @@ def select(
         theirs = reference.predict(batch)
     torch.set_rng_state(after)
     loss = functools.partial(losses.combine, config.loss, near=near)
-    chosen = rows.most_learnable(predictions, theirs, config.select, loss, _chunk(predictions))
+    chosen = rows.most_learnable(predictions, theirs, config.select, loss, chunk_size(predictions))
     # the cache holds weights cast without a gradient, and the next passes need one
     torch.clear_autocast_cache()
     return chosen
@@ -96,7 +96,7 @@ def accumulate(
     sums: dict[str, float] = {"loss": 0.0}
     depths = int(predictions.depth.max()) + 1 if len(predictions.depth) else 0
     shares, rows_at = torch.zeros(depths), torch.zeros(depths)
-    for draft, target, part in predictions.chunks(_chunk(predictions)):
+    for draft, target, part in predictions.chunks(chunk_size(predictions)):
         weight = rows.weights(config.position, predictions, part, draft) * learnt[part] / total
         terms = {"divergence": losses.combine(config.loss, draft, target, predictions.labels[part], near)}
         terms |= _weighted(predictions.extra(part, draft, target), config.extra)
@@ -130,7 +130,7 @@ def _weighted(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> dict
     return {name: weights.get(name, 1.0) * term for name, term in terms.items()}
 
 
-def _chunk(predictions: Predictions) -> int:
+def chunk_size(predictions: Predictions) -> int:
     """Rows whose logits exist at once."""
     elements = CHUNK_ELEMENTS.get(predictions.labels.device.type, 2**24)
     return max(1, elements // predictions.vocabulary)

@@ -1,0 +1,58 @@
+"""Acceptance on held-out answers: counted as training counts it, and unlike it not flattered by what was learnt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.data.answers import hold_out
+from outrider.data.features import LiveFeatures
+from outrider.targets.transformers import TransformersTarget
+from outrider.training.config import Config
+from outrider.training.held_out import acceptance, facts
+from outrider.training.step import accumulate
+from training.bench import KINDS, TAPS, fit, make_answers, make_model
+
+
+def source_of(target: TransformersTarget, answers: list, batch: int = 2) -> LiveFeatures:
+    return LiveFeatures(target, answers, TAPS, batch=batch, length=64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_acceptance_is_counted_as_in_training(kind: str, talker: TransformersTarget) -> None:
+    """Catches depths that are mixed up, rows that are not learnt, and p and q at another temperature."""
+    model, source = make_model(talker, kind), source_of(talker, make_answers(4), batch=4)
+    before = torch.get_rng_state()
+    found = acceptance(model, source, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(3)
+    rows = model.predict(source.batch(0))
+    wanted = accumulate(rows, Config(loss={"tv": 1.0}), is_counted=True)
+    assert found["overlap"] == pytest.approx(wanted["acceptance"], abs=2e-4)
+    draft, target, part = next(rows.chunks(10**6))
+    first = (rows.depth[part] == 0) & (rows.weight[part] > 0)
+    assert found["agreement"][0] == pytest.approx(
+        float((draft.argmax(-1) == target.argmax(-1))[first].double().mean()), abs=1e-4
+    )
+
+
+def test_what_was_learnt_promises_more_than_what_was_held_out(talker: TransformersTarget, tmp_path) -> None:
+    """The reason for all of this: catches an acceptance that is taken from the texts of the training."""
+    learnt, held_out = hold_out(make_answers(32), 2)
+    source = source_of(talker, learnt[:2])
+    model = fit(tmp_path, talker, source=source, steps=60, lr=2e-2)
+    trained, new = (facts(model, source_of(talker, texts), 0.6) for texts in (learnt[:2], held_out))
+    assert trained["overlap"][0] > new["overlap"][0] + 0.1
+    assert (new["answers"], new["temperature"]) == (2, 0.6)
+
+
+def test_held_out_answers_do_not_train_and_stay_the_same_when_more_come() -> None:
+    """Catches an answer in both parts, none in either, and a training that learns tomorrow what it is judged on today."""
+    answers = make_answers(64)
+    learnt, held_out = hold_out(answers, 3)
+    assert [one.id for one in answers if one in held_out or one in learnt] == [one.id for one in answers]
+    assert (len(learnt), len(held_out)) == (61, 3)
+    assert len(hold_out(answers, 32)[1]) == 4  # at most one in 16
+    assert hold_out(answers[:15], 32)[1] == hold_out(answers, 0)[1] == []
+    before = {one.id for one in hold_out(answers[:48], 3)[1]}
+    assert len(before & {one.id for one in held_out}) >= 2
