@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import outrider
-from outrider.export.formats import export, import_folder
+from outrider.export.reading import import_folder
+from outrider.export.writing import export
 
 
 def main(checkpoint: str = "runs/train/checkpoint", out: str = "served") -> None:

@@ -56,9 +56,23 @@ def save(
 
     Raises TrainingError where the disk is full or the folder can't be written; the old checkpoint stays.
     """
-    folder = Path(folder)
+    manifest = manifest_for(model, training, measured)
+    with _instead_of(Path(folder)) as part:
+        save_file({name: w.detach().contiguous().cpu() for name, w in weights_of(model).items()}, part / WEIGHTS)
+        if state:
+            save_file({name: value.contiguous().cpu() for name, value in state.items()}, part / TRAINING)
+        for name, path in (files or {}).items():
+            if path.exists():  # deleted while it trained: hours of training are worth more than knowing on what
+                shutil.copyfile(path, part / name)
+        (part / MANIFEST).write_text(json.dumps(manifest, indent=2))
+
+
+def manifest_for(
+    model: DraftModel, training: Mapping[str, Any] | None = None, measured: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The manifest of a draft model, with what `save` gets."""
     config, spec = model.config.model_dump(mode="json"), model.target.spec
-    manifest = {
+    return {
         "version": VERSION,
         "kind": config.pop("kind"),
         "config": config,
@@ -68,15 +82,7 @@ def save(
         "facts": dict(model.facts()),
         "training": dict(training or {}),
         **(measured or {}),
-    }  # fmt: skip
-    with _instead_of(folder) as part:
-        save_file({name: w.detach().contiguous().cpu() for name, w in weights_of(model).items()}, part / WEIGHTS)
-        if state:
-            save_file({name: value.contiguous().cpu() for name, value in state.items()}, part / TRAINING)
-        for name, path in (files or {}).items():
-            if path.exists():  # deleted while it trained: hours of training are worth more than knowing on what
-                shutil.copyfile(path, part / name)
-        (part / MANIFEST).write_text(json.dumps(manifest, indent=2))
+    }
 
 
 def amend(folder: str | Path, weights: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from outrider.config import build, nearest
 from outrider.decoding.protocols import Drafter
 from outrider.drafters import find, kinds
 from outrider.errors import CheckpointError, ConfigError, first_line
-from outrider.export import formats
+from outrider.export import formats, reading
 from outrider.export.manifest import CONFIG, MANIFEST, read_manifest
 from outrider.hub import missing_path
 from outrider.nn.draft_model import DraftModel
@@ -48,7 +48,8 @@ def load_drafter(
     kind_or_path: str | Path, target: Target, *, device: str | torch.device | None = None, quantize: str | None = None,
     **config: Any,
 ) -> Drafter:  # fmt: skip
-    """A drafter for `target`: a kind such as `ngram` with its settings, or a trained one by its folder or Hugging Face id.
+    """A drafter for `target`: a kind such as `ngram` with its settings, or a trained one by its folder or Hugging Face
+    id.
 
     A folder is a checkpoint, or a draft model as its authors publish it: speculators, EAGLE, EAGLE-3, DFlash, DSpark,
     Medusa and the others of `outrider formats`.  A trainable kind by its name alone has new, random weights.  device:
@@ -95,25 +96,24 @@ def draft_model(source: str | Path | Source, target: Any) -> DraftModel:
     source = source if isinstance(source, Source) else describe(source)
     if source.format is None:
         return checkpoint.load_model(source.folder, target)
-    return formats.imported(source.folder, target, source.format, source.kind)
+    return reading.imported(source.folder, target, source.format, source.kind)
 
 
 def describe(name: str | Path, format: str | None = None, kind: str | None = None) -> Source:
     """Find a trained drafter by its folder or Hugging Face id, without reading its weights.
 
-    format, kind: of a folder of others; recognised by its config.json unless given.
-    Raises ConfigError for a name that is neither, CheckpointError for an id that can't be fetched, ExportError for a folder
-    that holds no drafter, or none that is known here.
+    format, kind: of a folder of others; recognised by its config.json unless given. Raises ConfigError for a name that
+    is neither, CheckpointError for an id that can't be fetched, ExportError for a folder that holds no drafter, or none
+    that is known here.
     """
     folder = find_folder(name)
     if not any((place / name).exists() for place, name in ((checkpoint.whole(folder), MANIFEST), (folder, CONFIG))):
         raise CheckpointError(f"{folder} has neither {MANIFEST} nor {CONFIG}; name the folder of a trained drafter")
-    is_ours = (checkpoint.whole(folder) / MANIFEST).exists() and not (folder / CONFIG).exists()
-    manifest = checkpoint.manifest_of(folder) if is_ours else read_manifest(folder)
-    if manifest and "format" not in manifest:
+    if formats.is_checkpoint(folder):
+        manifest = checkpoint.manifest_of(folder)
         return Source(str(name), folder, manifest["kind"], None, manifest)
-    format, kind = formats.identify(folder, format or manifest.get("format"), kind)
-    return Source(str(name), folder, kind, format, manifest)
+    format, kind = formats.identify(folder, format, kind)
+    return Source(str(name), folder, kind, format, read_manifest(folder))
 
 
 def find_folder(name: str | Path) -> Path:

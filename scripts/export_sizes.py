@@ -18,8 +18,8 @@ from outrider.checkpoint import save
 from outrider.config import build
 from outrider.drafters import find
 from outrider.errors import ExportError
-from outrider.export.formats import export
 from outrider.export.formats import find as find_format
+from outrider.export.writing import export
 from outrider.targets.transformers import TransformersTarget
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "export.md"

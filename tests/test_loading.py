@@ -16,7 +16,7 @@ from tiny import make_folder
 
 from outrider import generate, load_drafter, load_target
 from outrider.errors import CheckpointError, ConfigError, ExportError, OutriderError
-from outrider.export.formats import import_folder
+from outrider.export.reading import import_folder
 from outrider.loading import describe, draft_model
 from outrider.targets.transformers import TransformersTarget
 from outrider.weights import weights_of

@@ -28,7 +28,7 @@ from outrider.checkpoint import save  # noqa: E402
 from outrider.config import build  # noqa: E402
 from outrider.drafters import find  # noqa: E402
 from outrider.engines.verify_transformers import continued, loaded, recorded  # noqa: E402
-from outrider.export.formats import export  # noqa: E402
+from outrider.export.writing import export  # noqa: E402
 
 
 def main() -> int:

@@ -36,7 +36,7 @@ def written(checkpoint: Path, target: Any, source: Path, place: Path, kind: str)
     the drafter can't be said.
     """
     from outrider.export import gguf
-    from outrider.export.formats import export
+    from outrider.export.writing import export
 
     folder, path = place / "dspark", place / f"dspark-{kind}.gguf"
     if path.exists():

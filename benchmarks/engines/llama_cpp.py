@@ -39,7 +39,7 @@ from outrider.checkpoint import save  # noqa: E402
 from outrider.config import build  # noqa: E402
 from outrider.drafters import find  # noqa: E402
 from outrider.export import gguf  # noqa: E402
-from outrider.export.formats import export  # noqa: E402
+from outrider.export.writing import export  # noqa: E402
 from outrider.weights import weights_of  # noqa: E402
 
 LENGTH = 4

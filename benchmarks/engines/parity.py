@@ -86,7 +86,7 @@ def row(name: str, target: Any, prompts: list[list[int]], wanted: Any, exports: 
     from outrider.checkpoint import load_model
     from outrider.engines.verify import verified
     from outrider.errors import OutriderError
-    from outrider.export.formats import export
+    from outrider.export.writing import export
 
     how = ROWS[name]
     if "to" not in how:

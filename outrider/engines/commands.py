@@ -17,7 +17,7 @@ from typing import Any
 
 from outrider import demo
 from outrider.engines import words
-from outrider.engines.engine import ENGINES, Draft, Engine, Method, Settings, Version, Wish, engine_of
+from outrider.engines.engine import ENGINES, Draft, Engine, Method, Settings, Version, Wish, engine_name, engine_of, method_of
 from outrider.errors import ConfigError, ExportError
 from outrider.export import manifest as folders
 from outrider.export.manifest import BLOCKS, CONFIG, IDS, MANIFEST
@@ -140,7 +140,8 @@ def command(name: str, draft: Draft, wish: Wish | None = None, version: str | No
 
     Raises ConfigError for what this engine can't do, with what can.
     """
-    wish, engine = wish or Wish(), engine_of(name)
+    wish, name = wish or Wish(), engine_name(name)
+    engine = ENGINES[name]
     wish, version, is_assumed = replace(wish, port=wish.port or engine.port), version or engine.version, version is None
     settings: Settings = {}
     before: str | None = None
@@ -157,15 +158,10 @@ def command(name: str, draft: Draft, wish: Wish | None = None, version: str | No
 
 def _method(name: str, engine: Engine, draft: Draft, version: str) -> Method:
     """Raises ConfigError for a kind or a format that this version of the engine does not read."""
-    kind, title, instead = draft.kind, engine.title, engine.instead.get(draft.kind)
-    method = engine.methods.get(kind)
-    if method is None:
-        others = [other for other, one in ENGINES.items() if kind in one.methods]
-        can = f"{', '.join(others)} can" if others else "no engine here does; decode with it by `outrider decode`"
-        raise ConfigError(f"{title} does not run {kind}: {can if instead is None else instead}")
+    kind, title, method = draft.kind, engine.title, method_of(name, draft.kind)
     since, until = (".".join(map(str, limit)) for limit in (method.since, method.until))
     if until and numbers(version) >= method.until:
-        known = instead or "train a DFlash or an EAGLE-3"
+        known = engine.instead.get(kind) or "train a DFlash or an EAGLE-3"
         raise ConfigError(f"{title} runs {kind} only before {until}, this is {version}; {known}")
     if since and numbers(version) < method.since:
         raise ConfigError(f"{title} runs {kind} since {since}, this is {version}; update it")

@@ -109,6 +109,8 @@ class Engine:
     instead: Mapping[str, str]
     """What to use instead of a kind that it does not run."""
     notes: tuple[str, ...]
+    names: tuple[str, ...] = ()
+    """Other names that it is called by, in small letters."""
     packages: tuple[str, ...] = ()
     """Distributions, of which one is in its environment; () is a program."""
     port: int = 8000
@@ -137,8 +139,29 @@ _TEXT = Path(__file__).with_name("engines.yaml").read_text(encoding="utf-8")
 ENGINES: Mapping[str, Engine] = TypeAdapter(dict[str, Engine]).validate_python(yaml.safe_load(_TEXT))
 
 
+def engine_name(name: str) -> str:
+    """The key in `ENGINES` for any name of an engine.  Raises ConfigError with the nearest one, also for a format."""
+    word = name.lower()
+    known = {each: own for own, engine in ENGINES.items() for each in (own, engine.title.lower(), *engine.names)}
+    if word in known:
+        return known[word]
+    readers = [own for own, engine in ENGINES.items() for method in engine.methods.values() if word in method.formats]
+    if readers:
+        engines = ", ".join(dict.fromkeys(readers))
+        raise ConfigError(f"{name} is a format, not an engine; the engines that read it: {engines}")
+    raise ConfigError(f"no engine {name!r}{nearest(word, known)}")
+
+
 def engine_of(name: str) -> Engine:
-    """An engine by its name.  Raises ConfigError with the nearest one."""
-    if name not in ENGINES:
-        raise ConfigError(f"no engine {name!r}{nearest(name, ENGINES)}")
-    return ENGINES[name]
+    """An engine by any of its names.  Raises ConfigError with the nearest one."""
+    return ENGINES[engine_name(name)]
+
+
+def method_of(name: str, kind: str) -> Method:
+    """How an engine runs a kind of drafter.  Raises ConfigError for one that it does not run, with what to use instead."""
+    engine = engine_of(name)
+    if kind not in engine.methods:
+        others = [other for other, one in ENGINES.items() if kind in one.methods]
+        can = f"{', '.join(others)} can" if others else "no engine here does; decode with it by `outrider decode`"
+        raise ConfigError(f"{engine.title} does not run {kind}: {engine.instead.get(kind, can)}")
+    return engine.methods[kind]

@@ -12,8 +12,8 @@ from outrider.checkpoint import load_model, manifest_of
 from outrider.engines import causes, chains, parity, readers, verify_transformers
 from outrider.engines.parity import Parity, Side
 from outrider.errors import ConfigError
-from outrider.export.formats import imported
 from outrider.export.manifest import read_manifest
+from outrider.export.reading import imported
 from outrider.measure.prompts import as_tokens
 from outrider.measure.tasks import prompts
 from outrider.nn.draft_model import DraftModel

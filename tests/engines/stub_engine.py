@@ -1,4 +1,4 @@
-"""A server that speculates as if: its steps last as long as a law says, and it answers as OpenAI's API does.
+"""A server that speculates as if: its steps last as long as a distribution says, and it answers as OpenAI's API does.
 
     python tests/engines/stub_engine.py --port 8000 --tokens 4 [--knee 8] [--step-ms 4] [--kept 0.75]
 

@@ -223,7 +223,7 @@ def test_a_real_export_is_known_and_its_checkpoint_is_refused(tmp_path: Path) ->
     from outrider.checkpoint import save
     from outrider.config import build
     from outrider.drafters import find
-    from outrider.export.formats import export
+    from outrider.export.writing import export
 
     (tmp_path / "target").mkdir()
     target = load_target(make_folder(tmp_path / "target"))

@@ -19,7 +19,7 @@ from outrider.checkpoint import save
 from outrider.config import build
 from outrider.drafters import find as find_drafter
 from outrider.engines import readers
-from outrider.export.formats import export
+from outrider.export.writing import export
 
 ROOT = Path(__file__).parents[2]
 VLLM = Path(os.environ.get("OUTRIDER_VLLM_PYTHON", ROOT / "benchmarks" / "engines" / ".venv" / "bin" / "python"))

@@ -27,27 +27,27 @@ from outrider.errors import ConfigError, DataError
 
 STUB = Path(__file__).with_name("stub_engine.py")
 LENGTHS, LOADS = (0, 1, 2, 3, 5, 7), (1, 2, 4, 8, 16, 32, 64)
-Law = Callable[[int, int], float]
+Distribution = Callable[[int, int], float]
 
 
-def roof(knee: float, kept: float = 0.8, draft: float = 0.03) -> Law:
+def roof(knee: float, kept: float = 0.8, draft: float = 0.03) -> Distribution:
     """Tokens a second of n requests that draft K: steps are as long as their memory or their computing takes."""
 
-    def law(tokens: int, load: int) -> float:
+    def distribution(tokens: int, load: int) -> float:
         per_step = sum(kept**depth for depth in range(tokens + 1))
         return load * per_step / (max(1.0, load * (tokens + 1) / knee) + draft * tokens)
 
-    return law
+    return distribution
 
 
-def measured(law: Law, rounds: int = 3, noise: float = 0.0, seed: int = 0, server: float = 0.0) -> list[Point]:
-    """Points of a law.  noise: of each; server: of all points of one start of a server."""
+def measured(distribution: Distribution, rounds: int = 3, noise: float = 0.0, seed: int = 0, server: float = 0.0) -> list[Point]:
+    """Points of a distribution.  noise: of each; server: of all points of one start of a server."""
     draws, found = random.Random(seed), []
     for turn in range(rounds):
         for length in LENGTHS:
             together = draws.gauss(0, server)
             found += [
-                Point(Arm(length), load, turn, law(length, load) * math.exp(together + draws.gauss(0, noise))) for load in LOADS
+                Point(Arm(length), load, turn, distribution(length, load) * math.exp(together + draws.gauss(0, noise))) for load in LOADS
             ]
     return found
 
@@ -56,17 +56,17 @@ def at(ranges: tuple[Range, ...], load: int) -> int:
     return next(one.tokens for one in ranges if one.first <= load <= one.last)
 
 
-def regret(law: Law, ranges: tuple[Range, ...]) -> float:
+def regret(distribution: Distribution, ranges: tuple[Range, ...]) -> float:
     """Share of speed that is lost at the worst measured load."""
-    return max(1 - law(at(ranges, load), load) / max(law(length, load) for length in LENGTHS) for load in LOADS)
+    return max(1 - distribution(at(ranges, load), load) / max(distribution(length, load) for length in LENGTHS) for load in LOADS)
 
 
 @pytest.mark.parametrize("knee", [4, 16, 64, 300])
 def test_the_planted_optimum_is_found_without_noise(knee: float) -> None:
     """Catches a choice that loses more than its margin anywhere, and one that drafts more at a higher load."""
-    law = roof(knee)
-    choice = tune.choose(measured(law))
-    assert regret(law, choice.ranges) <= 0.02 + 1e-9
+    distribution = roof(knee)
+    choice = tune.choose(measured(distribution))
+    assert regret(distribution, choice.ranges) <= 0.02 + 1e-9
     lengths = [one.tokens for one in choice.ranges]
     assert lengths == sorted(set(lengths), reverse=True)
 
@@ -97,20 +97,20 @@ def test_noise_alone_makes_no_schedule(server: float) -> None:
     A drafting table is a false alarm; at most 2.5 % a run by design, so more than 5 of 60 has a chance below 1 in 200.  With
     `server`, the loads of one start stray together; a price that takes them for independent raises 14.
     """
-    flat: Law = lambda tokens, load: 100.0 * load
+    flat: Distribution = lambda tokens, load: 100.0 * load
     alarms = sum(tune.choose(measured(flat, 3, 0.05, seed, server)).ranges[0].tokens > 0 for seed in range(60))
     assert alarms <= 5
 
 
 def test_noise_costs_little_speed() -> None:
     """Catches a price of changes that hides what speculation wins.  Worst load of 20 seeds at 3 % noise, seeds fixed: 10 %."""
-    law = roof(24)
-    assert max(regret(law, tune.choose(measured(law, 3, 0.03, seed)).ranges) for seed in range(20)) < 0.15
+    distribution = roof(24)
+    assert max(regret(distribution, tune.choose(measured(distribution, 3, 0.03, seed)).ranges) for seed in range(20)) < 0.15
 
 
 def test_where_speculation_stops_paying_lies_between_the_measured_loads() -> None:
-    """Catches a threshold that is a measured load whatever the law is: here lines cross at 18.5 requests."""
-    cross: Law = lambda tokens, load: load * (1.0 if tokens == 0 else (18.5 / load) ** (0.5 + tokens / 100))
+    """Catches a threshold that is a measured load whatever the distribution is: here lines cross at 18.5 requests."""
+    cross: Distribution = lambda tokens, load: load * (1.0 if tokens == 0 else (18.5 / load) ** (0.5 + tokens / 100))
     choice = tune.choose([p for p in measured(cross) if p.arm.tokens in (0, 3)])
     assert choice.pays_to == 18
     assert choice.ranges == (Range(1, 18, 3), Range(19, tune.LARGEST, 0))
@@ -218,7 +218,7 @@ def test_a_table_that_engines_would_misread_is_refused(ranges: tuple[Range, ...]
 
 
 def swept(folder: Path, calls: list[tuple[Arm, int]], fails_at: int | None = None, **about: Any) -> list[Point]:
-    """A sweep over a law, which notes what it measures, and stops in the middle."""
+    """A sweep over a distribution, which notes what it measures, and stops in the middle."""
     now: list[Arm] = []
 
     def start(arm: Arm) -> Any:
@@ -280,7 +280,7 @@ COMMAND = f"{sys.executable} {STUB} --port {{port}} --tokens {{tokens}}"
 def test_the_optimum_of_a_real_server_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a load that is not the load, tokens that are not counted, and servers that are left running.
 
-    The law: alone, 4 drafted tokens win 3.05 times; 16 at once they cost 10 times as much for it, so 0 wins 3 times.
+    The distribution: alone, 4 drafted tokens win 3.05 times; 16 at once they cost 10 times as much for it, so 0 wins 3 times.
     """
     out, port = tmp_path / "tuned", tune_port()
     words = ("tune", str(log_of(tmp_path)), "--out", str(out), "--start", COMMAND, "--port", str(port), "--tokens", "0,4")

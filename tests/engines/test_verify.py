@@ -24,7 +24,7 @@ from outrider.drafters import find as find_drafter
 from outrider.engines import causes, chains, parity, readers
 from outrider.engines.commands import draft_of
 from outrider.errors import ConfigError, ExportError
-from outrider.export.formats import export
+from outrider.export.writing import export
 
 LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
 BLOCK = {**LAYER, "mask_token": 5, "layers": 2, "block": 3, "taps": [0, 2], "anchor_predicts": False}

@@ -23,7 +23,8 @@ from outrider.config import build
 from outrider.drafters import find as find_drafter
 from outrider.errors import ExportError
 from outrider.export import formats, released
-from outrider.export.formats import export, import_folder
+from outrider.export.reading import import_folder
+from outrider.export.writing import export
 from outrider.loading import load_drafter
 from outrider.weights import weights_of
 

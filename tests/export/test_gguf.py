@@ -19,8 +19,9 @@ from outrider.checkpoint import load_model, save
 from outrider.config import build
 from outrider.drafters import find as find_drafter
 from outrider.errors import ConfigError, ExportError
-from outrider.export import formats, gguf
-from outrider.export.formats import export, matrix
+from outrider.export import gguf, reading
+from outrider.export.formats import matrix
+from outrider.export.writing import export
 from outrider.weights import weights_of
 
 library = pytest.importorskip("gguf")
@@ -289,7 +290,7 @@ def test_a_precision_that_there_is_not_is_refused_by_name(target, checkpoint, tm
 def test_a_gguf_is_not_read(target, checkpoint, tmp_path):
     export(checkpoint, "gguf", tmp_path / "there", target)
     with pytest.raises(ExportError):
-        formats.import_folder(tmp_path / "there", tmp_path / "back", target)
+        reading.import_folder(tmp_path / "there", tmp_path / "back", target)
     assert not (tmp_path / "back").exists()
 
 

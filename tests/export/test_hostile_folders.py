@@ -20,7 +20,8 @@ from outrider.checkpoint import load_model, save
 from outrider.config import build
 from outrider.drafters import find as find_drafter
 from outrider.errors import ExportError
-from outrider.export.formats import export, import_folder
+from outrider.export.reading import import_folder
+from outrider.export.writing import export
 from outrider.weights import weights_of
 
 LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
@@ -140,7 +141,8 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
     ),
     "no proposal": ("eagle3", _config(speculators_config={"proposal_methods": []}), "can't be read as eagle3"),
     "infinitely many tokens": (
-        "eagle3", _config(speculators_config={"proposal_methods": [{"speculative_tokens": float("inf")}]}), "can't be read as eagle3",
+        "eagle3", _config(speculators_config={"proposal_methods": [{"speculative_tokens": float("inf")}]}),
+        "can't be read as eagle3",
     ),
     "a layer config that is a list": ("eagle3", _config(transformer_layer_config=[]), "can't be read as eagle3"),
     "a kind that is a list": ("eagle3", _config(speculators_model_type=["eagle3"]), "none of"),

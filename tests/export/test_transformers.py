@@ -15,7 +15,7 @@ from outrider import generate, load_drafter, load_target
 from outrider.checkpoint import save
 from outrider.config import build
 from outrider.drafters import find as find_drafter
-from outrider.export.formats import export
+from outrider.export.writing import export
 
 PROMPTS = ["a text of some words", "another one", "1, 2, 3, "]
 NEW = 24

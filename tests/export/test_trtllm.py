@@ -19,7 +19,8 @@ from outrider.config import build
 from outrider.drafters import find as find_drafter
 from outrider.errors import ExportError
 from outrider.export import formats
-from outrider.export.formats import export, import_folder
+from outrider.export.reading import import_folder
+from outrider.export.writing import export
 
 LAYER = {"heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate": 32}
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,76 @@
+"""Engines and formats by name: the one list that `export`, `deploy` and `verify-export` read, as `outrider formats` prints it.
+
+An engine stands for the format that it reads a kind of drafter in: vLLM for speculators' layout of a DFlash, transformers'
+of a small model.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from outrider.config import nearest
+from outrider.engines.engine import ENGINES, engine_name, engine_of, method_of
+from outrider.errors import ConfigError
+from outrider.export.formats import find, formats, matrix
+
+
+class Chosen(NamedTuple):
+    """What a drafter is written as."""
+
+    format: str
+    engine: str | None
+    """Where an engine was named."""
+
+    @property
+    def text(self) -> str:
+        """For the user: the format, and for whom."""
+        if self.engine is None:
+            return self.format
+        return f"{self.format} for {engine_of(self.engine).title}"
+
+
+def chosen(name: str, kind: str) -> Chosen:
+    """The format that a kind of drafter is written in for an engine or a format of this name.
+
+    Raises ConfigError for an unknown name, with the nearest one, and for an engine that takes no folder of this kind.
+    """
+    word = name.lower()
+    known = _engines()
+    if word in formats() and (word not in known or kind in _written(word)):
+        return Chosen(word, None)
+    if word not in known:
+        raise ConfigError(f"unknown engine or format {name!r}{nearest(word, [*formats(), *known])}")
+    engine = engine_name(word)
+    method, title = method_of(engine, kind), engine_of(engine).title
+    written = [format for format in method.formats if kind in _written(format)]
+    if not written:
+        own = f"it drafts with it by `outrider deploy {kind} --to {engine}`"
+        raise ConfigError(f"{title} takes no folder of {kind} that is written here; {own}")
+    return Chosen(written[0], engine)
+
+
+def rows() -> list[dict[str, Any]]:
+    """Which kinds can be written and read in which format, and which engines read it: as `formats.matrix`, with `engines`."""
+    return [row | {"engines": _readers(row["format"], row["kind"])} for row in matrix()]
+
+
+def engines() -> list[dict[str, Any]]:
+    """The engines: [{engine, title, version, names}]."""
+    return [
+        {"engine": name, "title": one.title, "version": one.version, "names": sorted({one.title.lower(), *one.names} - {name})}
+        for name, one in ENGINES.items()
+    ]
+
+
+def _engines() -> dict[str, str]:
+    """Every name of an engine."""
+    return {name: own["engine"] for own in engines() for name in (own["engine"], *own["names"])}
+
+
+def _written(format: str) -> list[str]:
+    """Kinds that can be written in a format."""
+    return [kind for kind, layout in find(format).layouts.items() if layout.config is not None]
+
+
+def _readers(format: str, kind: str) -> list[str]:
+    return [name for name, one in ENGINES.items() if kind in one.methods and format in one.methods[kind].formats]

@@ -1,0 +1,211 @@
+"""Read a draft model in a format of others: every weight is accounted for, and nothing is executed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.checkpoint import MEASURED, save
+from outrider.config import build
+from outrider.drafters import find as find_drafter
+from outrider.errors import ExportError, first_line
+from outrider.export import folder as folders
+from outrider.export.formats import borrowed, borrowed_kind, identify, layout_of, renamed
+from outrider.export.layout import Config, Layout
+from outrider.export.manifest import CONFIG, MANIFEST, read_json, read_manifest
+from outrider.nn.draft_model import DraftModel, binding
+from outrider.targets.transformers import TransformersTarget
+from outrider.weights import mistyped, not_finite, stale_map, weights_of
+
+STALE = "*rotary_emb*"
+"""Keys of theirs that were not trained."""
+BEGINNINGS = ("accuracies", "confidence_head.temperatures", "confidence_head.shifts")
+"""Weights of ours with a usable initial value: a folder may lack them.  All others are random at first."""
+
+
+def import_folder(
+    folder: str | Path, out: str | Path, target: TransformersTarget, format: str | None = None, kind: str | None = None
+) -> DraftModel:
+    """Make a checkpoint of a draft model in an outside format; `format` and `kind` are found by its config unless
+    given.
+
+    Raises ExportError for a folder that is not a draft, is damaged, or was made for another target; nothing is then
+    written.
+    """
+    if Path(out).exists():
+        raise ExportError(f"{out} exists already; name a new folder, or delete it first")
+    model = imported(Path(folder), target, format, kind)
+    facts, measured = described(Path(folder), format)
+    save(out, model, facts, measured=measured)
+    return model
+
+
+def described(folder: Path, format: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a manifest says of a folder of others: its training, and measurements of its weights."""
+    manifest = read_manifest(folder)
+    facts = {"imported_from": str(folder), "format": manifest.get("format", format), **dict(manifest.get("training", {}))}
+    return facts, {key: manifest[key] for key in MEASURED if key in manifest}
+
+
+def imported(folder: Path, target: TransformersTarget, format: str | None = None, kind: str | None = None) -> DraftModel:
+    """The draft model of such a folder, frozen."""
+    manifest = read_manifest(folder)
+    format, kind = identify(folder, format, kind)
+    layout, module = layout_of(format, kind, writes=False), find_drafter(kind)
+    _check_target(folder, manifest, target)
+    weights = folders.read_weights(folder)
+    settings = settings_of(folder, target, format, kind)
+    with _readable(folder, format, kind):
+        wanted = build(module.Config, settings, f"{folder} as {format}")
+        _check_sizes(wanted, weights, target)
+        model: DraftModel = module.Model(wanted, target)
+        weights = dict(layout.translates(weights))
+    fill(model, weights, layout, folder, target, manifest.get("unmapped", {}).keys())
+    _fill_unmapped(model, manifest, layout, folder)
+    model.to(target.device, getattr(torch, target.spec.dtype)).eval().requires_grad_(False)
+    if lost := not_finite(weights_of(model)):
+        raise ExportError(f"{folder} has values in {', '.join(lost[:4])} that {target.spec.dtype} can't hold; bring others")
+    return model
+
+
+def settings_of(folder: Path, target: Any, format: str, kind: str) -> dict[str, Any]:
+    """A folder's drafter in our settings, `kind` among them; its weights are not read.  target: or a sketch of it."""
+    manifest, config, layout = read_manifest(folder), read_json(folder / CONFIG), layout_of(format, kind, writes=False)
+    assert layout.settings is not None
+    # settings that the format has no key for are ours; those that it has replace them
+    ours = manifest.get("config", {}) if manifest.get("kind") == kind else {}
+    with _readable(folder, format, kind):
+        inferred = layout.inferred(config, folders.read_names(folder))
+        return {"kind": kind, **layout.assumed, **ours, **inferred, **layout.settings(config, target)}
+
+
+@contextmanager
+def _readable(folder: Path, format: str, kind: str) -> Iterator[None]:
+    """Any error as an ExportError: a config may hold anything, and any reader or constructor may fail on it."""
+    try:
+        yield
+    except ExportError as error:
+        raise ExportError(f"{folder} as {format}: {error}") from None
+    except Exception as error:
+        message = (first_line(error) or type(error).__name__)[:300]
+        raise ExportError(f"{folder} can't be read as {kind}: {message}; bring another, or import it with --kind") from error
+
+
+def _check_sizes(settings: Any, weights: Mapping[str, Tensor], target: TransformersTarget) -> None:
+    """Refuse a config that claims far more than its files hold, before memory is taken for it."""
+    held = sum(weight.numel() for weight in weights.values())
+    settings_read = (settings.model_dump(), getattr(settings, "architecture", None) or {})
+    size = {key: value for place in settings_read for key, value in place.items() if type(value) is int}
+    hidden = size.get("hidden_size", target.spec.hidden)
+    layers = size.get("layers", size.get("num_hidden_layers", 1))
+    widths = [size.get(key, 1) for key in ("intermediate", "intermediate_size", "rank", "gru", "vocabulary", "vocab_size")]
+    widths.append(size.get("heads", size.get("num_attention_heads", 1)) * size.get("head_dim", 1))
+    if max(layers * hidden, max(widths), layers * size.get("intermediate", 1) * hidden, hidden * widths[1]) > held:
+        raise ExportError(
+            f"config.json describes a larger model than the {held:,} numbers in its weights; "
+            "copy the folder again"
+        )
+    for key in ("block", "length"):
+        if size.get(key, 0) > target.spec.context:
+            raise ExportError(
+                f"it drafts {size[key]} tokens a step; "
+                f"{target.spec.name} reads {target.spec.context} in all: load a longer target"
+            )
+
+
+def _check_target(folder: Path, manifest: Config, target: TransformersTarget) -> None:
+    mine, theirs = binding(target), manifest.get("target", {})
+    wrong = [key for key in mine if theirs.get(key) is not None and mine[key] is not None and theirs[key] != mine[key]]
+    if wrong:
+        differences = ", ".join(f"{key} {theirs[key]} against {mine[key]}" for key in wrong)
+        raise ExportError(
+            f"{folder} was made for target {theirs.get('name')!r}, not for {target.spec.name!r}: {differences}; "
+            "load that target"
+        )
+
+
+def fill(
+    model: DraftModel, weights: Mapping[str, Tensor], layout: Layout, folder: Path, target: TransformersTarget,
+    unmapped: Collection[str],
+) -> None:  # fmt: skip
+    """Copy their weights into our model.  Raises ExportError unless every key of both sides has its place.
+
+    unmapped: names of ours that get their values from elsewhere.
+    """
+    own = weights_of(model)
+    names = renamed(own, layout.names)
+    if missing := [theirs for theirs in names.values() if theirs not in weights]:
+        raise ExportError(f"{folder} lacks {', '.join(missing[:4])}; it is not whole, or not of this format")
+    if random := sorted(own.keys() - names.keys() - set(unmapped) - set(BEGINNINGS)):
+        raise ExportError(f"{folder} has no values for {', '.join(random[:4])}, which would stay random; export it again")
+    for name in sorted(weights.keys() - set(names.values())):
+        _account_for(name, weights[name], folder, target)
+    theirs = {ours: weights[name] for ours, name in names.items()}
+    shapes = [
+        f"{names[ours]} {tuple(weight.shape)} where {tuple(own[ours].shape)} belongs"
+        for ours, weight in theirs.items() if weight.shape != own[ours].shape
+    ]  # fmt: skip
+    if shapes:
+        raise ExportError(f"{folder} does not fit its config: {', '.join(shapes[:3])}; copy the folder again")
+    if types := [f"{names[ours]} is {theirs[ours].dtype}".replace("torch.", "") for ours in mistyped(theirs, own)]:
+        raise ExportError(f"{folder} has numbers of the wrong type: {', '.join(types[:3])}; copy the folder again")
+    model.load_state_dict({ours: weight.to(own[ours].dtype) for ours, weight in theirs.items()}, strict=False)
+    if problem := stale_map(model):
+        raise ExportError(f"{folder}: {problem}")
+
+
+def _account_for(name: str, weight: Tensor, folder: Path, target: TransformersTarget) -> None:
+    """A weight of theirs that is none of ours: a copy of the target's own, or a buffer.  Raises ExportError for any other."""
+    if fnmatch(name, STALE):
+        return
+    kind = borrowed_kind(name)
+    if kind is None:
+        shown = ascii(name)[1:-1]  # a name may hold what moves a terminal's cursor
+        raise ExportError(
+            f"{folder} has {shown} {tuple(weight.shape)}, which nothing here reads; "
+            "name the --kind that has it"
+        )
+    theirs = borrowed(target, name)
+    if weight.shape != theirs.shape:
+        raise ExportError(
+            f"{folder}: {name} is {tuple(weight.shape)}, the target's {tuple(theirs.shape)}; "
+            "load the target it was trained for"
+        )
+    if not _is_copy(weight, theirs, rounded=target.spec.quantised is not None):
+        raise ExportError(
+            f"{folder} brings a {kind} of its own in {name}, not the target's; only the target's can be read here"
+        )
+
+
+def _is_copy(weight: Tensor, theirs: Tensor, rounded: bool) -> bool:
+    """Whether one is the other up to rounding to the coarser of their types.  rounded: the target's are of 8 bits here."""
+    if not weight.is_floating_point():
+        return False
+    if rounded:  # an 8-bit matrix is only close to the one that was copied
+        return torch.allclose(weight.float(), theirs.float(), rtol=1e-2, atol=1e-2)
+    if {weight.dtype, theirs.dtype} == {torch.float16, torch.bfloat16}:  # each rounded from what neither holds
+        return torch.allclose(weight.float(), theirs.float(), rtol=torch.finfo(torch.bfloat16).eps, atol=2**-24)
+    coarser = max(weight.dtype, theirs.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    return torch.equal(weight.to(coarser), theirs.to(coarser))
+
+
+def _fill_unmapped(model: DraftModel, manifest: Config, layout: Layout, folder: Path) -> None:
+    """Set small weights that the format has no key for, such as a confidence head's temperatures; others stay as they are."""
+    own, stored = model.state_dict(), manifest.get("unmapped", {})
+    try:
+        found = {name: torch.tensor(value, dtype=own[name].dtype) for name, value in stored.items()}
+        fits = all(value.shape == own[name].shape for name, value in found.items()) and not renamed(found, layout.names)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
+        fits = False
+    if not fits:
+        raise ExportError(
+            f"{folder / MANIFEST} holds weights that are not this draft's; "
+            "delete the file to import the rest"
+        )
+    model.load_state_dict(found, strict=False)

@@ -1,0 +1,85 @@
+"""Write a drafter in a format of others: rename, account for every weight, write, read back, compare."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from outrider.atomic import new_folder
+from outrider.checkpoint import load_model, manifest_for, manifest_of
+from outrider.errors import ConfigError, ExportError
+from outrider.export.formats import borrowed, find, identify, is_checkpoint, layout_of, renamed
+from outrider.export.layout import Layout, Source, first
+from outrider.export.manifest import MANIFEST
+from outrider.export.reading import described, imported
+from outrider.nn.draft_model import DraftModel
+from outrider.targets.transformers import TransformersTarget
+from outrider.weights import weights_of
+
+
+def export(
+    folder: str | Path, to: str, out: str | Path, target: TransformersTarget, precision: str | None = None
+) -> Path:  # fmt: skip
+    """Write a drafter in a format, whole or not at all, read it back and compare every weight.  Returns the new folder.
+
+    folder: of a checkpoint, or of a draft model in another format.  precision: type of number to round to, where the
+    format has a choice; the target's unless given. A layout's note is logged as a warning.  Raises ExportError where
+    the format does not know the method or can't say its settings, or where `out` is there already; ConfigError for a
+    precision that the format has not.
+    """
+    folder = Path(folder)
+    kind = manifest_of(folder)["kind"] if is_checkpoint(folder) else identify(folder)[1]
+    format, layout = find(to), layout_of(to, kind, writes=True)
+    if precision is not None and precision not in format.precisions:
+        choice = f"choose one of {', '.join(format.precisions)}" if format.precisions else "leave the precision out"
+        raise ConfigError(f"{to} can't be written in {precision!r}; {choice}")
+    model, about = _opened(folder, target)
+    source = Source(model, target, precision)
+    if reason := first(layout.refuses, source):
+        raise ExportError(f"{folder} can't be written as {to}: {reason}")
+    own = {name: weight.detach().cpu() for name, weight in weights_of(source.model).items()}
+    names = renamed(own, layout.names)
+    weights = {theirs: own[ours] for ours, theirs in names.items()}
+    weights |= {name: borrowed(target, name) for name in layout.duplicates(source) if name not in weights}
+    unmapped = {name: weight.tolist() for name, weight in own.items() if name not in names}
+    assert layout.config is not None
+    with new_folder(Path(out), ExportError, (OSError, SafetensorError)) as part:
+        format.writes(part, layout.config(source), weights, source)
+        layout.files(source, part)
+        manifest = {**about, "format": to, "tap_shift": layout.shift, "unmapped": unmapped}
+        (part / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        _compare(own, part, to, layout, target)
+    if note := first(layout.notes, source):
+        logging.getLogger(__name__).warning("%s as %s: %s", out, to, note)
+    return Path(out)
+
+
+def _opened(folder: Path, target: TransformersTarget) -> tuple[DraftModel, Mapping[str, Any]]:
+    """The model of a checkpoint or of a folder of others, and its manifest."""
+    if is_checkpoint(folder):
+        return load_model(folder, target), manifest_of(folder)
+    model = imported(folder, target)
+    return model, manifest_for(model, *described(folder))
+
+
+def _compare(own: Mapping[str, Tensor], written: Path, to: str, layout: Layout, target: TransformersTarget) -> None:
+    """Read what was written and hold it against what was meant.  Raises ExportError for any difference."""
+    if layout.settings is not None:
+        back, meant = weights_of(imported(written, target, to)), dict(own)
+    else:
+        format, names = find(to), renamed(own, layout.names)
+        found = format.reads(written)
+        back = {ours: found[theirs] for ours, theirs in names.items() if theirs in found}
+        meant = {ours: own[ours].to(back[ours].dtype) if format.precisions and ours in back else own[ours] for ours in names}
+    if wrong := [name for name in meant if name not in back or not torch.equal(back[name].cpu(), meant[name])]:
+        raise ExportError(
+            f"what was written as {to} reads back with other weights: {', '.join(wrong[:4])}; "
+            "the folder was deleted"
+        )
