@@ -166,6 +166,20 @@ def _resume(place: Path, model: DraftModel, optimizer: Optimizers, settings: Map
     return {key: before[key] for key in ("step", "seconds", "tokens", "overlap", "ngram_hashes", "joined") if key in before}
 
 
+def joining(config: Config, folder: str | Path) -> str:
+    """How the learning rate goes on where a training of another number of steps is there; empty where none is."""
+    place = Path(folder) / "checkpoint"
+    facts = checkpoint.manifest_of(place)["training"] if (checkpoint.whole(place) / checkpoint.MANIFEST).exists() else {}
+    before, step = (facts.get("config") or {}).get("steps"), facts.get("step", 0)
+    if before in (None, config.steps) or step >= config.last_step:
+        return ""
+    joined = Joined(step, rate(step, Config(**facts["config"]), _joined(facts)))
+    return (
+        f"train.steps was {before}: from {100 * joined.rate:.0f} % of its peak the learning rate joins the curve of "
+        f"{config.steps} steps (a cosine that ends at 0) within {joined.length(config)} steps"
+    )
+
+
 def _joined(facts: Mapping[str, Any]) -> Joined | None:
     return Joined(**facts["joined"]) if "joined" in facts else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tiny import make_tokenizer
 
 from outrider import demo
 from outrider.data.config import Config
-from outrider.data.conversations import Conversation, Skipped, read
+from outrider.data.conversations import Conversation, Skipped, available, read
 from outrider.data.rendering import prompt_tokens, render, template_hash
 from outrider.errors import DataError
 from outrider.measure import tasks
@@ -101,6 +102,41 @@ def test_bad_rows_are_counted_where_that_is_asked(tmp_path: Path) -> None:
     assert len(read_all(path, skip_bad=True, count=2)) == 2
 
 
+def test_a_list_of_rows_is_read_as_lines_are(tmp_path: Path) -> None:
+    """Catches ShareGPT's file, one JSON list, being asked of the hub; and lines of JSON under the name .json."""
+    talk = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
+    rows = [{"id": "one", "conversations": talk}, {"conversations": talk}]
+    (tmp_path / "list.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "lines.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    listed, lined = (read_all(tmp_path / name) for name in ("list.json", "lines.json"))
+    assert [one.messages for one in listed] == [one.messages for one in lined]
+    assert [one.id for one in listed] == ["one", "list.json[1]"]
+    assert listed[0].messages == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    wrong = {'{"a": 1}': "must hold a list of rows, not a dict", "[1,": "is not JSON", "[1]": "must be a mapping"}
+    for text, said in wrong.items():
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(DataError, match=said):
+            read_all(tmp_path / "bad.json")
+
+
+def test_every_row_is_used_unless_a_count_is_given(tmp_path: Path) -> None:
+    """Catches rows that are cut at a number that nobody asked for, and a count of what there is that is cut too."""
+    path = write(tmp_path / "a.jsonl", *({"prompt": str(i)} for i in range(1200)))
+    assert len(read_all(path)) == 1200
+    assert len(read_all(path, count=7)) == 7
+    assert available(Config(conversations=str(path), count=7)) == 1200
+    assert available(Config(conversations="org/rows", count=7)) is None
+
+
+def test_a_missing_file_is_not_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a folder that does not exist being looked for on the network."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for name in ("runs/prompts", "./prompts", "prompts.csv"):
+        with pytest.raises(DataError, match=f"no such f.*{name}"):
+            list(read(Config(conversations=name)))
+
+
 def test_a_truncated_line_is_named_with_its_number(tmp_path: Path) -> None:
     """Catches a JSONDecodeError without file and line, and a number that does not count empty lines."""
     path = tmp_path / "a.jsonl"
@@ -120,7 +156,8 @@ def test_a_line_cut_inside_a_character_is_named_with_its_number(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
 def test_a_byte_order_mark_is_no_part_of_the_first_prompt(name: str, tmp_path: Path) -> None:
-    """Catches a prompt that begins with an invisible character, and a mark of UTF-16 that becomes another error's cause."""
+    """Catches a prompt that begins with an invisible character, and a mark of UTF-16 that becomes another error's
+    cause."""
     path, line = tmp_path / name, '{"prompt": "hi"}' if name == "a.jsonl" else "hi"
     for mark in ("\ufeff", "\ufeff\n"):
         path.write_text(f"{mark}{line}\n{line}\n", encoding="utf-8")
@@ -218,7 +255,8 @@ TALKS = {
 
 @pytest.mark.parametrize("talk", TALKS)
 def test_exactly_the_assistants_tokens_train(talk: str) -> None:
-    """Catches a role's name, a user's word or a closing token on the wrong side; transformers' own mask is the judge."""
+    """Catches a role's name, a user's word or a closing token on the wrong side; transformers' own mask is the
+    judge."""
     tokenizer, messages = make_tokenizer(), TALKS[talk]
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     wanted = tokenizer.apply_chat_template(messages[: last + 1], return_dict=True, return_assistant_tokens_mask=True)
